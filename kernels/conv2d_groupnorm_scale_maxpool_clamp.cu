@@ -1,0 +1,149 @@
+// y = clamp(max_pool(group_norm(conv)·scale), low, high), and its gradient: what follows the library's convolution.
+//
+// v, dv (N, C, H, W)         the convolution without its bias; S = H·W
+// y, dy (N, C, PH, PW)       the result; PH = H / POOL_H, PW = W / POOL_W, floored
+// extreme, index like y      the v that a window selects, and its place in the window
+// The slope of group_norm(v)·scale has the sign of weight·scale, known beforehand. So one pass over v gives the statistics
+// and each window's selected v (the largest, or for a negative slope the smallest); affine and clamp then see y's size only.
+// Bound by memory: forward reads v once; backward reads v and writes dv once.
+#include "reduce.cuh"
+
+#ifndef POOL_H
+#define POOL_H 2
+#define POOL_W 2
+#endif
+#ifndef INDEX_T
+#define INDEX_T uint8_t  // holds a place in a window
+#endif
+using index_t = INDEX_T;
+
+struct Image {
+  int64_t H, W;
+  HOST_DEVICE int64_t pooled_height() const { return H / POOL_H; }
+  HOST_DEVICE int64_t pooled_width() const { return W / POOL_W; }
+  HOST_DEVICE int64_t pooled() const { return pooled_height() * pooled_width(); }
+};
+
+__device__ accumulate_t sign(accumulate_t x) { return x > 0 ? accumulate_t(1) : x < 0 ? accumulate_t(-1) : accumulate_t(0); }
+
+// Statistics and selected values of a plane; a block per (sample, channel). `index` may be null.
+__global__ void __launch_bounds__(kThreads)
+pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2, const value_t* v,
+                       const accumulate_t* weight, const accumulate_t* scale, int64_t C, Image image) {
+  const int64_t plane = blockIdx.x, c = plane % C, W = image.W, pooled_width = image.pooled_width();
+  const accumulate_t direction = sign(weight[c] * scale[c]);
+  const value_t* in = v + plane * image.H * W;
+  ShiftedSums sums;
+  for (int64_t p = threadIdx.x; p < image.pooled(); p += kThreads) {
+    const value_t* window = in + p / pooled_width * POOL_H * W + p % pooled_width * POOL_W;
+    accumulate_t best = 0, selected = 0;
+    int where = 0;
+#pragma unroll
+    for (int h = 0; h < POOL_H; h++)
+#pragma unroll
+      for (int w = 0; w < POOL_W; w++) {
+        const accumulate_t value = accumulate_t(window[h * W + w]);
+        sums.add(value);
+        if (h + w == 0 || replaces_maximum(value * direction, best)) best = value * direction, selected = value, where = h * POOL_W + w;
+      }
+    extreme[plane * image.pooled() + p] = value_t(selected);
+    if (index) index[plane * image.pooled() + p] = index_t(where);
+  }
+  // Rows and columns that fill no window count for the statistics alone.
+  const int64_t covered_height = image.pooled_height() * POOL_H, covered_width = pooled_width * POOL_W;
+  const int64_t right = W - covered_width, below = (image.H - covered_height) * W;
+  for (int64_t i = threadIdx.x; i < covered_height * right; i += kThreads)
+    sums.add(accumulate_t(in[i / right * W + covered_width + i % right]));
+  for (int64_t i = threadIdx.x; i < below; i += kThreads) sums.add(accumulate_t(in[covered_height * W + i]));
+  const Moments<accumulate_t> moments = block_merge(sums.moments());
+  if (threadIdx.x == 0) mean[plane] = moments.mean, m2[plane] = moments.m2;
+}
+
+// y from the selected values; a block per (sample, channel).
+__global__ void __launch_bounds__(kThreads)
+apply_kernel(output_t* y, const value_t* extreme, const accumulate_t* group_mean, const accumulate_t* group_rstd,
+             const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale,
+             accumulate_t low, accumulate_t high, GroupShape shape, int64_t pooled) {
+  const int64_t plane = blockIdx.x, c = plane % shape.C;
+  const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
+  for (int64_t i = threadIdx.x; i < pooled; i += kThreads)
+    y[plane * pooled + i] =
+        output_t(clamp(normalise(accumulate_t(extreme[plane * pooled + i])) * scale[c], low, high));
+}
+
+// sums (2, N, C) of dz and dz·(u - mean), and scale_gradient (N, C); a block per (sample, channel).
+__global__ void __launch_bounds__(kThreads)
+backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const output_t* dy, const value_t* extreme,
+                     const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, accumulate_t low,
+                     accumulate_t high, GroupShape shape, int64_t pooled) {
+  const int64_t plane = blockIdx.x, c = plane % shape.C;
+  const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
+  accumulate_t sum[3] = {};
+  for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
+    const accumulate_t value = accumulate_t(extreme[plane * pooled + i]), z = normalise(value);
+    if (!clamp_passes(z * scale[c], low, high)) continue;
+    const accumulate_t gradient = accumulate_t(dy[plane * pooled + i]);
+    sum[0] += gradient * scale[c], sum[1] += gradient * scale[c] * normalise.centred(value), sum[2] += gradient * z;
+  }
+  block_sum(sum);
+  if (threadIdx.x == 0) {
+    sums[plane] = sum[0], sums[shape.N * shape.C + plane] = sum[1];
+    scale_gradient[plane] = sum[2];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
+                const accumulate_t* coefficients, const accumulate_t* group_mean, const accumulate_t* group_rstd,
+                const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                const accumulate_t* scale, accumulate_t low, accumulate_t high, GroupShape shape, Image image,
+                int64_t chunks) {
+  const int64_t plane = blockIdx.x / chunks, n = plane / shape.C, c = plane % shape.C;
+  const int64_t group = n * shape.G + c / shape.channels(), pooled_width = image.pooled_width();
+  const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
+  const accumulate_t constant = coefficients[group], linear = coefficients[shape.N * shape.G + group];
+  const int size = int(shape.S), W = int(image.W);  // a plane has fewer than 2³¹ elements
+  for (int s = int(blockIdx.x % chunks) * kThreads + threadIdx.x; s < size; s += int(chunks) * kThreads) {
+    const int h = s / W, w = s % W, ph = h / POOL_H, pw = w / POOL_W;
+    const accumulate_t value = accumulate_t(v[plane * shape.S + s]);
+    accumulate_t result = constant + linear * normalise.centred(value);
+    if (ph < image.pooled_height() && pw < pooled_width) {
+      const int64_t p = plane * image.pooled() + ph * pooled_width + pw;
+      if (index[p] == index_t(h % POOL_H * POOL_W + w % POOL_W) && clamp_passes(normalise(value) * scale[c], low, high))
+        result += accumulate_t(dy[p]) * scale[c] * normalise.slope;
+    }
+    dv[plane * shape.S + s] = value_t(result);
+  }
+}
+
+// mean, m2 (N, C); group_mean, group_rstd (N, G); index without elements where no gradient is wanted.
+EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
+                    accumulate_t* group_mean, accumulate_t* group_rstd, const value_t* v, const accumulate_t* conv_bias,
+                    const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
+                    double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
+  const GroupShape shape{N, C, G, H * W};
+  const Image image{H, W};
+  pool_statistics_kernel<<<N * C, kThreads, 0, stream>>>(extreme, index, mean, m2, v, weight, scale, C, image);
+  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
+  apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias, scale, low, high,
+                                              shape, image.pooled());
+}
+
+// gradients (4, N, C) of conv_bias, weight, bias and scale by sample; sums (2, N, C) and coefficients (2, N, G) are scratch.
+EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, accumulate_t* coefficients,
+                     const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
+                     const accumulate_t* mean, const accumulate_t* group_mean, const accumulate_t* group_rstd,
+                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                     const accumulate_t* scale, double low, double high, int64_t N, int64_t C, int64_t G, int64_t H,
+                     int64_t W, cudaStream_t stream) {
+  const GroupShape shape{N, C, G, H * W};
+  const Image image{H, W};
+  const int64_t chunks = chunks_for(shape.S);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, gradients + 3 * N * C, dy, extreme, group_mean, group_rstd,
+                                                      conv_bias, weight, bias, scale, low, high, shape, image.pooled());
+  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,
+                                                                   group_rstd, conv_bias, weight, shape);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, extreme, index, coefficients, group_mean, group_rstd,
+                                                          conv_bias, weight, bias, scale, low, high, shape, image, chunks);
+}

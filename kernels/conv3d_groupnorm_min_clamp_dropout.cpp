@@ -1,0 +1,102 @@
+// y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient, on the CPU. The launchers and layouts of
+// conv3d_groupnorm_min_clamp_dropout.cu; a thread takes whole planes, a piece of kPiece elements at a time.
+#include "cpu.h"
+#include "philox.h"
+
+constexpr int64_t kPiece = 1024;
+
+using Tail = MinClamp<accumulate_t>;
+
+// Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. Without a seed all are one.
+static void dropout_factors(float* factor, const int64_t* seed, double p, float scale, int64_t begin, int64_t count) {
+  if (!seed) return std::fill(factor, factor + count, 1.0f);
+  const int64_t first = begin / 4, draws = (begin + count + 3) / 4 - first;
+  uint32_t lanes[4][kPiece / 4 + 1];
+  for (int64_t i = 0; i < draws; i++) {
+    const Philox4 random = philox(*seed, first + i);
+    for (int lane = 0; lane < 4; lane++) lanes[lane][i] = random.lane[lane];
+  }
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t element = begin + i;
+    factor[i] = dropout_keeps(lanes[element % 4][element / 4 - first], p) ? scale : 0.0f;
+  }
+}
+
+EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
+                    int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
+                    const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
+                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S) {
+  const GroupShape shape{N, C, G, S};
+  const Tail tail{accumulate_t(low), accumulate_t(high)};
+  const float scale = p < 1 ? 1 / (1 - p) : 0;
+  plane_statistics(mean, m2, v, N * C, S);
+  merge_groups(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
+  host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
+    float factor[kPiece];
+    for (int64_t plane = begin; plane < end; plane++) {
+      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      int any = !std::isfinite(normalise.offset * normalise.slope);
+      for (int64_t s0 = 0; s0 < S; s0 += kPiece) {
+        const int64_t count = std::min(kPiece, S - s0);
+        const value_t* in = v + plane * S + s0;
+        output_t* out = y + plane * S + s0;
+        dropout_factors(factor, seed, p, scale, offset + plane * S + s0, count);
+        for (int64_t i = 0; i < count; i++) {
+          const accumulate_t z = normalise(accumulate_t(in[i]));
+          any |= tail.gradient(z) != 0;
+          out[i] = output_t(tail(z) * factor[i]);
+        }
+      }
+      if (active) active[plane] = any;
+    }
+  });
+}
+
+EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, accumulate_t* coefficients,
+                     const output_t* dy, const value_t* v, const accumulate_t* mean, const accumulate_t* group_mean,
+                     const accumulate_t* group_rstd, const int32_t* active, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
+                     double p, int64_t N, int64_t C, int64_t G, int64_t S) {
+  const GroupShape shape{N, C, G, S};
+  const Tail tail{accumulate_t(low), accumulate_t(high)};
+  const float scale = p < 1 ? 1 / (1 - p) : 0;
+  // dz, the gradient of group_norm's result, of a plane, a piece at a time: body(first, count, dz).
+  const auto for_each_piece = [=](int64_t plane, const Normaliser& normalise, const auto& body) {
+    float factor[kPiece];
+    accumulate_t dz[kPiece];
+    for (int64_t s0 = 0; s0 < S; s0 += kPiece) {
+      const int64_t count = std::min(kPiece, S - s0), first = plane * S + s0;
+      if (active[plane]) dropout_factors(factor, seed, p, scale, first, count);
+      for (int64_t i = 0; i < count; i++) {
+        const accumulate_t gate = active[plane] ? tail.gradient(normalise(accumulate_t(v[first + i]))) : 0;
+        dz[i] = gate != 0 ? accumulate_t(dy[first + i]) * factor[i] * gate : 0;
+      }
+      body(first, count, dz);
+    }
+  };
+  host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < end; plane++) {
+      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      double gradient = 0, product = 0;
+      if (active[plane])
+        for_each_piece(plane, normalise, [&](int64_t first, int64_t count, const accumulate_t* dz) {
+          for (int64_t i = 0; i < count; i++)
+            gradient += dz[i], product += dz[i] * normalise.centred(accumulate_t(v[first + i]));
+        });
+      sums[plane] = gradient, sums[N * C + plane] = product;
+    }
+  });
+  group_gradients(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+  host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < end; plane++) {
+      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      const int64_t group = plane / C * G + plane % C / shape.channels();
+      const accumulate_t constant = coefficients[group], linear = coefficients[N * G + group];
+      for_each_piece(plane, normalise, [&](int64_t first, int64_t count, const accumulate_t* dz) {
+        for (int64_t i = 0; i < count; i++)
+          dv[first + i] =
+              value_t(dz[i] * normalise.slope + constant + linear * normalise.centred(accumulate_t(v[first + i])));
+      });
+    }
+  });
+}

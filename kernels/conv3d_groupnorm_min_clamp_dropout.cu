@@ -1,0 +1,155 @@
+// y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient: what follows the library's convolution.
+//
+// v, dv (N, C, S)   the convolution without its bias; S = D'·H'·W' positions
+// y, dy (N, C, S)   the result
+// Bound by memory: forward reads v twice (statistics, apply) and writes y. Backward reads v and dy twice and writes dv,
+// but where no element of a plane passes a gradient (`active` is 0; min and clamp pass one at an exact tie only) its sums
+// are zero without reading.
+#include "philox.h"
+#include "reduce.cuh"
+
+using Tail = MinClamp<accumulate_t>;
+
+// Dropout of element i: times `scale` if kept, times zero if not (NaN stays NaN). Without a seed nothing is dropped.
+struct Dropout {
+  const int64_t* seed;
+  double p;
+  accumulate_t scale;
+  // factor[j] for the elements first … first + 3; first is a multiple of 4.
+  __device__ void factors(accumulate_t (&factor)[4], int64_t first) const {
+    const Philox4 random = seed ? philox(*seed, first / 4) : Philox4{};
+#pragma unroll
+    for (int j = 0; j < 4; j++) factor[j] = !seed ? accumulate_t(1) : dropout_keeps(random.lane[j], p) ? scale : accumulate_t(0);
+  }
+};
+
+// Calls body(i, factor) for the elements i of this block's share of a plane. Element i of the plane is element begin + i
+// of the tensor, and four neighbours there share a draw.
+template <class Body>
+__device__ void for_each_element(int64_t size, int64_t chunk, int64_t chunks, int64_t begin, const Dropout& dropout,
+                                 const Body& body) {
+  const int64_t first = begin / 4, last = (begin + size - 1) / 4;  // draws that touch the plane
+  for (int64_t draw = first + chunk * kThreads + threadIdx.x; draw <= last; draw += chunks * kThreads) {
+    accumulate_t factor[4];
+    dropout.factors(factor, draw * 4);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int64_t i = draw * 4 + j - begin;
+      if (i >= 0 && i < size) body(i, factor[j]);
+    }
+  }
+}
+
+// `active` (N, C) becomes 1 where an element passes a gradient or the statistics are not finite.
+__global__ void __launch_bounds__(kThreads)
+apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean, const accumulate_t* group_rstd,
+             const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, Tail tail,
+             Dropout dropout, int64_t offset, GroupShape shape, int64_t chunks, bool aligned) {
+  const int64_t plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+  const Normaliser normalise =
+      normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, plane % shape.C);
+  const value_t* in = v + plane * shape.S;
+  output_t* out = y + plane * shape.S;
+  bool any = !isfinite(normalise.offset * normalise.slope);
+  if (aligned) {
+    for (int64_t k = chunk * kThreads + threadIdx.x; k < shape.S / kVector; k += chunks * kThreads) {
+      const auto four = reinterpret_cast<const Vector<value_t>*>(in)[k];
+      accumulate_t factor[4];
+      dropout.factors(factor, offset + plane * shape.S + k * kVector);
+      Vector<output_t> result;
+#pragma unroll
+      for (int j = 0; j < kVector; j++) {
+        const accumulate_t z = normalise(accumulate_t(four.at[j]));
+        any |= tail.gradient(z) != 0;
+        result.at[j] = output_t(tail(z) * factor[j]);
+      }
+      reinterpret_cast<Vector<output_t>*>(out)[k] = result;
+    }
+  } else {
+    for_each_element(shape.S, chunk, chunks, offset + plane * shape.S, dropout, [&](int64_t i, accumulate_t factor) {
+      const accumulate_t z = normalise(accumulate_t(in[i]));
+      any |= tail.gradient(z) != 0;
+      out[i] = output_t(tail(z) * factor);
+    });
+  }
+  if (active && __syncthreads_or(any) && threadIdx.x == 0) active[plane] = 1;
+}
+
+// sums (2, N, C) of dz and dz·(u - mean); a block per plane.
+__global__ void __launch_bounds__(kThreads)
+backward_sums_kernel(accumulate_t* sums, const output_t* dy, const value_t* v, const int32_t* active,
+                     const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, Tail tail, Dropout dropout, GroupShape shape) {
+  const int64_t plane = blockIdx.x, base = plane * shape.S;
+  accumulate_t sum[2] = {};
+  if (active[plane]) {
+    const Normaliser normalise =
+        normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, plane % shape.C);
+    for_each_element(shape.S, 0, 1, base, dropout, [&](int64_t i, accumulate_t factor) {
+      const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
+      const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
+      sum[0] += dz, sum[1] += dz * normalise.centred(value);
+    });
+  }
+  block_sum(sum);
+  if (threadIdx.x == 0) sums[plane] = sum[0], sums[shape.N * shape.C + plane] = sum[1];
+}
+
+__global__ void __launch_bounds__(kThreads)
+backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t* active, const accumulate_t* coefficients,
+                const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
+                const accumulate_t* weight, const accumulate_t* bias, Tail tail, Dropout dropout, GroupShape shape,
+                int64_t chunks) {
+  const int64_t plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks, base = plane * shape.S;
+  const int64_t n = plane / shape.C, c = plane % shape.C, group = n * shape.G + c / shape.channels();
+  const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
+  const accumulate_t constant = coefficients[group], linear = coefficients[shape.N * shape.G + group];
+  const bool plane_active = active[plane];
+  if (!plane_active && constant == 0 && linear == 0) {
+    for (int64_t i = chunk * kThreads + threadIdx.x; i < shape.S; i += chunks * kThreads) dv[base + i] = value_t(0);
+    return;
+  }
+  for_each_element(shape.S, chunk, chunks, base, plane_active ? dropout : Dropout{nullptr, 0, 1},
+                   [&](int64_t i, accumulate_t factor) {
+    const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
+    const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
+    dv[base + i] = value_t(dz * normalise.slope + constant + linear * normalise.centred(value));
+  });
+}
+
+static Dropout dropout_from(const int64_t* seed, double p) {
+  return {seed, p, accumulate_t(p < 1 ? 1 / (1 - p) : 0)};
+}
+
+// mean, m2 (N, C); group_mean, group_rstd (N, G); active (N, C) zeroed by the caller, or without elements where no
+// gradient is wanted; seed (1), or without elements for no dropout; offset is the number of elements before y in the whole.
+EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
+                    int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
+                    const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
+                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+  const GroupShape shape{N, C, G, S};
+  const int64_t chunks = chunks_for(S);
+  plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, S, vectors_fit(v, S));
+  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
+  apply_kernel<<<N * C * chunks, kThreads, 0, stream>>>(
+      y, active, v, group_mean, group_rstd, conv_bias, weight, bias, Tail{accumulate_t(low), accumulate_t(high)},
+      dropout_from(seed, p), offset, shape, chunks, vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
+}
+
+// sums (2, N, C) and coefficients (2, N, G) are scratch; gradients (3, N, C) of conv_bias, weight and bias by sample.
+EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, accumulate_t* coefficients,
+                     const output_t* dy, const value_t* v, const accumulate_t* mean, const accumulate_t* group_mean,
+                     const accumulate_t* group_rstd, const int32_t* active, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
+                     double p, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+  const GroupShape shape{N, C, G, S};
+  const Tail tail{accumulate_t(low), accumulate_t(high)};
+  const Dropout dropout = dropout_from(seed, p);
+  const int64_t chunks = chunks_for(S);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, v, active, group_mean, group_rstd, conv_bias, weight, bias,
+                                                      tail, dropout, shape);
+  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,
+                                                                   group_rstd, conv_bias, weight, shape);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, active, coefficients, group_mean, group_rstd,
+                                                          conv_bias, weight, bias, tail, dropout, shape, chunks);
+}

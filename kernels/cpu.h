@@ -1,0 +1,55 @@
+// What the CPU kernels share: statistics that vectorise.
+#pragma once
+#include <algorithm>
+#include "normalisation.h"
+#include "host.h"
+
+constexpr int kLanes = 16;          // independent sums, so that the compiler may vectorise
+constexpr int64_t kBlock = 4096;    // values that share a shift
+
+// Moments of `size` contiguous values: sums shifted by each block's first value, merged by Chan's formula in order.
+inline Moments<accumulate_t> moments_of(const value_t* values, int64_t size) {
+  Moments<accumulate_t> moments{0, 0, 0};
+  for (int64_t begin = 0; begin < size; begin += kBlock) {
+    const int64_t count = std::min(kBlock, size - begin), whole = count / kLanes * kLanes;
+    const value_t* block = values + begin;
+    const accumulate_t shift = accumulate_t(block[0]);
+    accumulate_t sum[kLanes] = {}, square[kLanes] = {};
+    for (int64_t i = 0; i < whole; i += kLanes)
+      for (int lane = 0; lane < kLanes; lane++) {
+        const accumulate_t d = accumulate_t(block[i + lane]) - shift;
+        sum[lane] += d, square[lane] += d * d;
+      }
+    for (int64_t i = whole; i < count; i++) {
+      const accumulate_t d = accumulate_t(block[i]) - shift;
+      sum[i - whole] += d, square[i - whole] += d * d;
+    }
+    for (int lane = 1; lane < kLanes; lane++) sum[0] += sum[lane], square[0] += square[lane];
+    moments = moments.merge(Moments<accumulate_t>::from_shifted(accumulate_t(count), shift, sum[0], square[0]));
+  }
+  return moments;
+}
+
+// mean and m2 (planes) of v (planes, size).
+inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t* v, int64_t planes, int64_t size) {
+  host::parallel_for(planes, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < end; plane++) {
+      const Moments<accumulate_t> moments = moments_of(v + plane * size, size);
+      mean[plane] = moments.mean, m2[plane] = moments.m2;
+    }
+  });
+}
+
+inline void merge_groups(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
+                         const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps, GroupShape shape) {
+  for (int64_t i = 0; i < shape.N * shape.G; i++)
+    merge_group(group_mean, group_rstd, mean, m2, conv_bias, eps, shape, i / shape.G, i % shape.G);
+}
+
+inline void group_gradients(accumulate_t* coefficients, accumulate_t* gradients, const accumulate_t* sums,
+                            const accumulate_t* mean, const accumulate_t* group_mean, const accumulate_t* group_rstd,
+                            const accumulate_t* conv_bias, const accumulate_t* weight, GroupShape shape) {
+  for (int64_t i = 0; i < shape.N * shape.G; i++)
+    group_gradient(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape, i / shape.G,
+                   i % shape.G);
+}

@@ -1,0 +1,80 @@
+// Normalisation of a convolution's output, from statistics per (sample, channel): the same code on CPU and GPU.
+//
+// Group normalisation: v (N, C, S) is the convolution without its bias; u = v + conv_bias[c] is what PyTorch normalises, in G groups of C / G
+// channels: z = (u - mean) * rstd * weight[c] + bias[c], with mean and rstd = 1 / sqrt(variance + eps) per (sample, group).
+#pragma once
+#include <math.h>
+#include "numerics.h"
+
+struct GroupShape {
+  int64_t N, C, G, S;
+  HOST_DEVICE int64_t channels() const { return C / G; }
+  HOST_DEVICE accumulate_t count() const { return accumulate_t(channels()) * accumulate_t(S); }
+};
+
+// mean and rstd of group g of sample n, from the moments (mean, m2) of v per (sample, channel), each (N, C).
+HOST_DEVICE void merge_group(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
+                             const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps, GroupShape shape,
+                             int64_t n, int64_t g) {
+  Moments<accumulate_t> moments{0, 0, 0};
+  for (int64_t c = g * shape.channels(); c < (g + 1) * shape.channels(); c++)
+    moments = moments.merge({accumulate_t(shape.S), mean[n * shape.C + c] + conv_bias[c], m2[n * shape.C + c]});
+  group_mean[n * shape.G + g] = moments.mean;
+  group_rstd[n * shape.G + g] = 1 / sqrt(moments.variance() + eps);
+}
+
+// What one channel of one sample needs to go back and forth: z = (v + offset) * slope + bias.
+struct Normaliser {
+  accumulate_t offset, rstd, slope, bias;
+  HOST_DEVICE accumulate_t centred(accumulate_t v) const { return v + offset; }
+  HOST_DEVICE accumulate_t operator()(accumulate_t v) const { return (v + offset) * slope + bias; }
+};
+
+HOST_DEVICE Normaliser normaliser(const accumulate_t* group_mean, const accumulate_t* group_rstd,
+                                  const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                                  GroupShape shape, int64_t n, int64_t c) {
+  const int64_t group = n * shape.G + c / shape.channels();
+  return {conv_bias[c] - group_mean[group], group_rstd[group], group_rstd[group] * weight[c], bias[c]};
+}
+
+// dv = dz * slope + constant + centred * linear: `constant` and `linear` are shared by a group.
+//
+// Reads sums (2, N, C) of dz and dz·(u - mean); writes coefficients (2, N, G) = constant, linear, and the parameters'
+// gradients by sample, gradients (3, N, C): of conv_bias, weight, bias.
+HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradients, const accumulate_t* sums,
+                                const accumulate_t* mean, const accumulate_t* group_mean, const accumulate_t* group_rstd,
+                                const accumulate_t* conv_bias, const accumulate_t* weight, GroupShape shape, int64_t n,
+                                int64_t g) {
+  const int64_t group = n * shape.G + g, NC = shape.N * shape.C;
+  const accumulate_t rstd = group_rstd[group];
+  accumulate_t gradient = 0, product = 0;
+  for (int64_t c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {
+    gradient += weight[c] * sums[n * shape.C + c];
+    product += weight[c] * sums[NC + n * shape.C + c];
+  }
+  const accumulate_t constant = -rstd * gradient / shape.count();
+  const accumulate_t linear = -rstd * rstd * rstd * product / shape.count();
+  coefficients[group] = constant;
+  coefficients[shape.N * shape.G + group] = linear;
+  for (int64_t c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {
+    const int64_t i = n * shape.C + c;
+    const accumulate_t centred_mean = mean[i] + conv_bias[c] - group_mean[group];
+    gradients[i] = weight[c] * rstd * sums[i] + accumulate_t(shape.S) * (constant + linear * centred_mean);
+    gradients[NC + i] = rstd * sums[NC + i];
+    gradients[2 * NC + i] = sums[i];
+  }
+}
+
+// Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt(m²·variance + eps), the statistics
+// being v's. It removes conv_bias; one that is not finite makes the channel NaN, as it does in PyTorch.
+struct ScaledChannel {
+  accumulate_t mean, a, m, rstd;
+};
+
+HOST_DEVICE ScaledChannel scaled_channel(const accumulate_t* mean, const accumulate_t* m2, const accumulate_t* conv_bias,
+                                         const accumulate_t* multiplier, accumulate_t eps, int64_t n, int64_t c, int64_t C,
+                                         int64_t S) {
+  const accumulate_t m = multiplier[c], variance = m2[n * C + c] / accumulate_t(S);
+  const accumulate_t rstd = 1 / sqrt(m * m * variance + eps);
+  return {mean[n * C + c] + (conv_bias[c] - conv_bias[c]), m * rstd, m, rstd};
+}

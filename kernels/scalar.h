@@ -1,0 +1,36 @@
+// The element types of one build, for nvcc and for the host compiler alike.
+//
+// A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and OUTPUT_T what
+// the problem returns (float, double, half_t or bfloat16_t). Parameters, statistics and sums use accumulate_t.
+#pragma once
+#include <stdint.h>
+
+#define EXPORT extern "C"  // marks a launcher that inline_loader.py turns into an operator
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+using half_t = __half;
+using bfloat16_t = __nv_bfloat16;
+#define HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+using half_t = c10::Half;
+using bfloat16_t = c10::BFloat16;
+#define HOST_DEVICE inline
+#endif
+
+#ifndef VALUE_T
+#define VALUE_T float
+#endif
+#ifndef OUTPUT_T
+#define OUTPUT_T VALUE_T
+#endif
+
+template <class T> struct AccumulateFor { using type = float; };
+template <> struct AccumulateFor<double> { using type = double; };
+
+using value_t = VALUE_T;
+using output_t = OUTPUT_T;
+using accumulate_t = AccumulateFor<value_t>::type;

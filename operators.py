@@ -1,0 +1,520 @@
+"""The four problems as PyTorch operators: schema, shape function, gradient, and what each variant does.
+
+An operator is a whole problem, the convolution included: `conv2d_min_add_multiply(x, weight, …) -> y`. It works with
+autograd, autocast, torch.compile and torch.export. The functions here check nothing that eager PyTorch would check first
+(`models.py` sends what does not fit to eager, whose errors are the right ones); the loader's host side checks every pointer.
+
+Per problem there are, in this order: a forward operator, which returns the result and what backward needs; a backward
+operator; the function that users call. Variants:
+- epilogue: the library's convolution without its bias, then our fused tail. On the CPU and without gradients a few samples
+  at a time, so that the convolution's output stays in cache.
+
+Parameters by channel (biases, affine, multiplier, scale) are vectors of C elements, in the dtype of the result.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import inline_loader
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
+
+# The convolution's output per piece of work on the CPU: a quarter of a usual last-level cache.
+CPU_PIECE_BYTES = 8 << 20
+
+
+# ------------------------------------------------------------------------------------------------------ common ground
+
+
+def _kernels(name: str, x: Tensor, out_dtype: torch.dtype, **defines) -> inline_loader.Operators:
+    defines.update(VALUE_T=_CTYPES[x.dtype], OUTPUT_T=_CTYPES[out_dtype])
+    return inline_loader.load(name, device=x.device.type, defines=defines)
+
+
+def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _output_size(x: Tensor, weight: Tensor) -> list[int]:
+    """The convolution's spatial output size."""
+    return [size - kernel + 1 for size, kernel in zip(x.shape[2:], weight.shape[2:])]
+
+
+def _channels_last(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+
+
+def _is_channels_last(*tensors: Tensor) -> bool:
+    """Would the library's convolution of these give a channels-last result?"""
+    return any(t.is_contiguous(memory_format=_channels_last(t)) and not t.is_contiguous() for t in tensors)
+
+
+def _result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.memory_format:
+    """Eager's layout of a result with the convolution's number of dimensions."""
+    follows = follows_on_cuda or x.device.type == "cpu"
+    return _channels_last(x) if follows and _is_channels_last(x, weight) else torch.contiguous_format
+
+
+def _convolve(x: Tensor, weight: Tensor, channels_last: bool) -> Tensor:
+    """The library's convolution without bias, stride 1, no padding: contiguous (N, C, …), or (N, …, C) if channels_last."""
+    layout = _channels_last(x) if channels_last else torch.contiguous_format
+    ones, zeros = [1] * (x.dim() - 2), [0] * (x.dim() - 2)
+    x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+    v = torch.ops.aten.convolution(x, weight, None, ones, zeros, ones, False, zeros, 1)
+    return (v.movedim(1, -1) if channels_last else v).contiguous()
+
+
+def _convolve_backward(
+    dv: Tensor, x: Tensor, weight: Tensor, channels_last: bool, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight, contiguous; without elements where not needed. dv as _convolve's result."""
+    dx, dw = x.new_empty(0), weight.new_empty(0)
+    if need_x or need_weight:
+        layout = _channels_last(x) if channels_last else torch.contiguous_format
+        ones, zeros = [1] * (x.dim() - 2), [0] * (x.dim() - 2)
+        x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+        dv = dv.movedim(-1, 1) if channels_last else dv
+        mask = [need_x, need_weight, False]
+        grads = torch.ops.aten.convolution_backward(dv, x, weight, None, ones, zeros, ones, False, zeros, 1, mask)
+        dx, dw = grads[0].contiguous() if need_x else dx, grads[1].contiguous() if need_weight else dw
+    return dx, dw
+
+
+def _fake_gradients(x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0)
+
+
+def _pieces(x: Tensor, weight: Tensor, keep: bool) -> list[slice]:
+    """The batch in pieces: whole on a GPU or if backward will follow, else as CPU_PIECE_BYTES says.
+
+    A piece has two samples or more, because the library is slow on single ones.
+    """
+    N, sample = x.shape[0], weight.shape[0] * math.prod(_output_size(x, weight)) * x.element_size()
+    count = N if keep or x.device.type == "cuda" else max(2, CPU_PIECE_BYTES // sample)
+    return [slice(first, min(first + count, N)) for first in range(0, N, count)]
+
+
+def _index(count: int) -> tuple[str, torch.dtype]:
+    """The smallest index type for numbers below `count`: its C type and its dtype."""
+    return ("uint8_t", torch.uint8) if count <= 256 else ("int32_t", torch.int32)
+
+
+def _accumulated(dtype: torch.dtype, *parameters: Tensor) -> list[Tensor]:
+    """Parameters by channel as the kernels read them."""
+    return [parameter.to(_accumulate_dtype(dtype)).contiguous() for parameter in parameters]
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A bound as eager compares with it: a tensor of the dtype at hand."""
+    return torch.tensor(value, dtype=dtype).item()
+
+
+def _summed(gradients: Tensor, *like: Tensor) -> list[Tensor]:
+    """Gradients by sample (k, N, C) to k gradients (C), each in the dtype of `like`, sharing no memory."""
+    return [total.to(other.dtype, copy=True) for total, other in zip(gradients.sum(1), like)]
+
+
+def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """x and weight as the convolution sees them under autocast, and whether autocast applies."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x, weight, False
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), True
+
+
+def _keeps(*tensors: Tensor) -> bool:
+    """Will a backward pass follow?"""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _save(ctx, tensors: tuple, outputs: tuple) -> None:
+    """Saves `tensors` for backward; of the outputs only the first, the result, has a gradient."""
+    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(*outputs[1:])
+    ctx.set_materialize_grads(False)
+
+
+# ------------------------------------------------------------------------------------- 31: conv2d_min_add_multiply
+
+
+@torch.library.custom_op("inline_kernels::conv2d_min_add_multiply", mutates_args=())
+def _conv2d_min_add_multiply(
+    x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, variant: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """y (N, C, H', W'), and v (N, H', W', C) if `keep`."""
+    kernels = _kernels("conv2d_min_add_multiply", x, bias.dtype)
+    C, size = weight.shape[0], _output_size(x, weight)
+    parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
+    y = x.new_empty(x.shape[0], C, *size, dtype=bias.dtype)
+    for piece in _pieces(x, weight, keep):
+        v = _convolve(_to_channels_last(x[piece], kernels), weight, channels_last=True)
+        kernels.forward(y[piece], v, *parameters, constant, scale, len(v), C, math.prod(size))
+    return y.contiguous(memory_format=_result_format(x, weight, True)), v if keep else x.new_empty(0)
+
+
+def _to_channels_last(x: Tensor, kernels: inline_loader.Operators) -> Tensor:
+    """x (N, C, H, W) with channels-last strides; on a GPU by our own transposition, which is twice as fast."""
+    if x.device.type == "cpu" or x.is_contiguous(memory_format=torch.channels_last):
+        return x
+    N, C, H, W = x.shape
+    out = x.new_empty(N, H, W, C)
+    kernels.transpose(out, x.contiguous(), N, C, H * W)
+    return out.permute(0, 3, 1, 2)
+
+
+@_conv2d_min_add_multiply.register_fake
+def _(x, weight, conv_bias, bias, constant, scale, variant, keep):
+    N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
+    y = x.new_empty(N, C, *size, dtype=bias.dtype).contiguous(memory_format=_result_format(x, weight, True))
+    return y, x.new_empty(N, *size, C) if keep else x.new_empty(0)
+
+
+@torch.library.custom_op("inline_kernels::conv2d_min_add_multiply_backward", mutates_args=())
+def _conv2d_min_add_multiply_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, v: Tensor, constant: float, scale: float,
+    need_x: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight, conv_bias and bias."""
+    kernels = _kernels("conv2d_min_add_multiply", x, dy.dtype)
+    N, H, W, C = v.shape
+    (inner,) = _accumulated(x.dtype, conv_bias)
+    dv, chunks, constant = torch.empty_like(v), min(H * W, 8), _rounded(constant, x.dtype)
+    sums = inner.new_empty(2, N * chunks, C)
+    kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, H * W, chunks)
+    dx, dw = _convolve_backward(dv, _to_channels_last(x, kernels), weight, True, need_x, need_weight)
+    return dx, dw, *_summed(sums, conv_bias, bias)
+
+
+@_conv2d_min_add_multiply_backward.register_fake
+def _(dy, x, weight, conv_bias, bias, v, constant, scale, need_x, need_weight):
+    return *_fake_gradients(x, weight, need_x, need_weight), torch.empty_like(conv_bias), torch.empty_like(bias)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, conv_bias, bias, ctx.constant, ctx.scale, _, _ = inputs
+    _save(ctx, (x, weight, conv_bias, bias, output[1]), output)
+
+
+def _backward(ctx, dy, *_):
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    dx, dw, dconv_bias, dbias = _conv2d_min_add_multiply_backward(
+        dy, *ctx.saved_tensors, ctx.constant, ctx.scale, need_x, need_weight
+    )
+    return dx if need_x else None, dw if need_weight else None, dconv_bias, dbias, None, None, None, None
+
+
+_conv2d_min_add_multiply.register_autograd(_backward, setup_context=_setup)
+
+
+def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant="epilogue") -> Tensor:
+    """(min(conv2d(x, weight, conv_bias), constant) + bias) * scale.
+
+    x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias and bias (C); constant and scale are numbers.
+    Returns (N, C, H - kh + 1, W - kw + 1) in the dtype that `conv + bias` has.
+    """
+    x, weight, autocast = _autocast(x, weight)
+    if autocast:
+        bias = bias.to(torch.promote_types(x.dtype, bias.dtype))
+    keep = _keeps(x, weight, conv_bias, bias)
+    return _conv2d_min_add_multiply(x, weight, conv_bias, bias, float(constant), float(scale), variant, keep)[0]
+
+
+# ------------------------------------------------------- 79: conv3d_multiply_instancenorm_clamp_multiply_max
+
+
+@torch.library.custom_op("inline_kernels::conv3d_multiply_instancenorm_clamp_multiply_max", mutates_args=())
+def _conv3d_multiply_instancenorm_clamp_multiply_max(
+    x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, low: float, high: float, eps: float, variant: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y (N, D', H', W'); if `keep` v (N, C, D', H', W'), the winners' index and v (N, D', H', W'); mean, m2 (N, C)."""
+    N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
+    ctype, dtype = _index(C)
+    kernels = _kernels("conv3d_multiply_instancenorm_clamp_multiply_max", x, multiplier.dtype, INDEX_T=ctype)
+    parameters = _accumulated(x.dtype, conv_bias, multiplier)
+    y = x.new_empty(N, *size, dtype=multiplier.dtype)
+    index = x.new_empty(y.shape if keep else 0, dtype=dtype)
+    winner = x.new_empty(index.shape)
+    mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
+    for piece in _pieces(x, weight, keep):
+        v = _convolve(x[piece], weight, channels_last=False)
+        outputs = y[piece], index[piece], winner[piece], mean[piece], m2[piece]
+        kernels.forward(*outputs, v, *parameters, low, high, eps, len(v), C, math.prod(size))
+    return y, v if keep else x.new_empty(0), index, winner, mean, m2
+
+
+@_conv3d_multiply_instancenorm_clamp_multiply_max.register_fake
+def _(x, weight, conv_bias, multiplier, low, high, eps, variant, keep):
+    N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
+    y = x.new_empty(N, *size, dtype=multiplier.dtype)
+    index, winner = x.new_empty(y.shape if keep else 0, dtype=_index(C)[1]), x.new_empty(y.shape if keep else 0)
+    mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
+    return y, x.new_empty((N, C, *size) if keep else 0), index, winner, mean, torch.empty_like(mean)
+
+
+@torch.library.custom_op("inline_kernels::conv3d_multiply_instancenorm_clamp_multiply_max_backward", mutates_args=())
+def _conv3d_multiply_instancenorm_clamp_multiply_max_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, v: Tensor, index: Tensor,
+    winner: Tensor, mean: Tensor, m2: Tensor, low: float, high: float, eps: float, need_x: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight, conv_bias and multiplier."""
+    N, C = mean.shape
+    name = "conv3d_multiply_instancenorm_clamp_multiply_max"
+    kernels = _kernels(name, x, dy.dtype, INDEX_T=_index(C)[0])
+    dv, gradients, sums = torch.empty_like(v), torch.empty_like(mean), mean.new_empty(3, N, C)
+    inputs = dy.contiguous(), v, index, winner, mean, m2, *_accumulated(x.dtype, conv_bias, multiplier)
+    kernels.backward(dv, gradients, sums, *inputs, low, high, eps, N, C, math.prod(v.shape[2:]))
+    dx, dw = _convolve_backward(dv, x, weight, False, need_x, need_weight)
+    # The normalisation removes the convolution's bias, so its gradient is zero; times zero keeps NaN.
+    return dx, dw, *_summed(torch.stack([gradients * 0, gradients]), conv_bias, multiplier)
+
+
+@_conv3d_multiply_instancenorm_clamp_multiply_max_backward.register_fake
+def _(dy, x, weight, conv_bias, multiplier, v, index, winner, mean, m2, low, high, eps, need_x, need_weight):
+    return *_fake_gradients(x, weight, need_x, need_weight), torch.empty_like(conv_bias), torch.empty_like(multiplier)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, conv_bias, multiplier, *ctx.constants = inputs[:7]
+    _save(ctx, (x, weight, conv_bias, multiplier, *output[1:]), output)
+
+
+def _backward(ctx, dy, *_):
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    dx, dw, dconv_bias, dmultiplier = _conv3d_multiply_instancenorm_clamp_multiply_max_backward(
+        dy, *ctx.saved_tensors, *ctx.constants, need_x, need_weight
+    )
+    return dx if need_x else None, dw if need_weight else None, dconv_bias, dmultiplier, None, None, None, None, None
+
+
+_conv3d_multiply_instancenorm_clamp_multiply_max.register_autograd(_backward, setup_context=_setup)
+
+
+def conv3d_multiply_instancenorm_clamp_multiply_max(
+    x, weight, conv_bias, multiplier, low, high, eps=1e-5, variant="epilogue"
+) -> Tensor:
+    """max over channels of multiplier * clamp(instance_norm(conv3d(x, weight, conv_bias) * multiplier), low, high).
+
+    x (N, Cin, D, H, W), weight (C, Cin, kd, kh, kw), conv_bias and multiplier (C); low, high, eps are numbers.
+    Returns (N, D', H', W') in the dtype that `conv * multiplier` has.
+    """
+    x, weight, autocast = _autocast(x, weight)
+    if autocast:
+        multiplier = multiplier.to(torch.promote_types(x.dtype, multiplier.dtype))
+    keep = _keeps(x, weight, conv_bias, multiplier)
+    constants = float(low), float(high), float(eps)
+    return _conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, conv_bias, multiplier, *constants, variant, keep)[0]
+
+
+# ------------------------------------------------------------------- 83: conv3d_groupnorm_min_clamp_dropout
+
+
+@torch.library.custom_op("inline_kernels::conv3d_groupnorm_min_clamp_dropout", mutates_args=())
+def _conv3d_groupnorm_min_clamp_dropout(
+    x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, seed: Tensor, groups: int,
+    low: float, high: float, p: float, eps: float, variant: str, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y (N, C, D', H', W'); if `keep` v likewise and active (N, C); mean (N, C); group mean and rstd (N, G)."""
+    kernels = _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype)
+    N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
+    parameters, low = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias), _rounded(low, norm_weight.dtype)
+    y = x.new_empty(N, C, *size, dtype=norm_weight.dtype)
+    active = x.new_zeros((N, C) if keep else 0, dtype=torch.int32)
+    mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
+    group_mean, group_rstd = parameters[0].new_empty(N, groups), parameters[0].new_empty(N, groups)
+    for piece in _pieces(x, weight, keep):
+        v = _convolve(x[piece], weight, channels_last=False)
+        outputs = y[piece], mean[piece], m2[piece], group_mean[piece], group_rstd[piece], active[piece]
+        sizes = len(v), C, groups, math.prod(size)
+        kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, y[: piece.start].numel(), *sizes)
+    y = y.contiguous(memory_format=_result_format(x, weight, False))
+    return y, v if keep else x.new_empty(0), active, mean, group_mean, group_rstd
+
+
+@_conv3d_groupnorm_min_clamp_dropout.register_fake
+def _(x, weight, conv_bias, norm_weight, norm_bias, seed, groups, low, high, p, eps, variant, keep):
+    N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
+    y = x.new_empty(N, C, *size, dtype=norm_weight.dtype).contiguous(memory_format=_result_format(x, weight, False))
+    v, active = x.new_empty((N, C, *size) if keep else 0), x.new_empty((N, C) if keep else 0, dtype=torch.int32)
+    mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
+    return y, v, active, mean, mean.new_empty(N, groups), mean.new_empty(N, groups)
+
+
+@torch.library.custom_op("inline_kernels::conv3d_groupnorm_min_clamp_dropout_backward", mutates_args=())
+def _conv3d_groupnorm_min_clamp_dropout_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, seed: Tensor,
+    v: Tensor, active: Tensor, mean: Tensor, group_mean: Tensor, group_rstd: Tensor, groups: int, low: float,
+    high: float, p: float, need_x: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight, conv_bias, norm_weight and norm_bias."""
+    kernels = _kernels("conv3d_groupnorm_min_clamp_dropout", x, dy.dtype)
+    N, C = mean.shape
+    dv, gradients = torch.empty_like(v), mean.new_empty(3, N, C)
+    scratch = mean.new_empty(2, N, C), mean.new_empty(2, N, groups)
+    inputs = dy.contiguous(), v, mean, group_mean, group_rstd, active
+    parameters, low = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias), _rounded(low, dy.dtype)
+    sizes = N, C, groups, math.prod(v.shape[2:])
+    kernels.backward(dv, gradients, *scratch, *inputs, *parameters, seed, low, high, p, *sizes)
+    dx, dw = _convolve_backward(dv, x, weight, False, need_x, need_weight)
+    return dx, dw, *_summed(gradients, conv_bias, norm_weight, norm_bias)
+
+
+@_conv3d_groupnorm_min_clamp_dropout_backward.register_fake
+def _(
+    dy, x, weight, conv_bias, norm_weight, norm_bias, seed, v, active, mean, group_mean, group_rstd, groups, low, high, p,
+    need_x, need_weight,
+):  # fmt: skip
+    parameters = torch.empty_like(conv_bias), torch.empty_like(norm_weight), torch.empty_like(norm_bias)
+    return *_fake_gradients(x, weight, need_x, need_weight), *parameters
+
+
+def _setup(ctx, inputs, output):
+    *tensors, groups, low, high, p, _, _, _ = inputs
+    ctx.constants = groups, low, high, p
+    _save(ctx, (*tensors, *output[1:]), output)
+
+
+def _backward(ctx, dy, *_):
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    dx, dw, *parameters = _conv3d_groupnorm_min_clamp_dropout_backward(
+        dy, *ctx.saved_tensors, *ctx.constants, need_x, need_weight
+    )
+    return dx if need_x else None, dw if need_weight else None, *parameters, *[None] * 8
+
+
+_conv3d_groupnorm_min_clamp_dropout.register_autograd(_backward, setup_context=_setup)
+
+
+def conv3d_groupnorm_min_clamp_dropout(
+    x, weight, conv_bias, norm_weight, norm_bias, groups, low, high, p=0.0, eps=1e-5, variant="epilogue", seed=None
+) -> Tensor:
+    """dropout(clamp(min(group_norm(conv3d(x, weight, conv_bias)), low), low, high), p).
+
+    x (N, Cin, D, H, W), weight (C, Cin, kd, kh, kw), conv_bias, norm_weight and norm_bias (C); the others are numbers.
+    p = 0 means no dropout. The mask is a function of `seed`, an int64 tensor of one element on x's device, which comes
+    from PyTorch's generator unless given.
+    Returns (N, C, D', H', W') in the dtype of group_norm's result.
+    """
+    x, weight, autocast = _autocast(x, weight)
+    if autocast:
+        norm_weight, norm_bias = norm_weight.float(), norm_bias.float()
+    if seed is None:
+        seed = torch.empty(0, dtype=torch.int64, device=x.device)
+        if p > 0:
+            seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+    keep = _keeps(x, weight, conv_bias, norm_weight, norm_bias)
+    return _conv3d_groupnorm_min_clamp_dropout(
+        x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
+    )[0]
+
+
+# ----------------------------------------------------------------- 85: conv2d_groupnorm_scale_maxpool_clamp
+
+
+def _pool_defines(pool: list[int]) -> dict[str, object]:
+    return {"POOL_H": pool[0], "POOL_W": pool[1], "INDEX_T": _index(pool[0] * pool[1])[0]}
+
+
+@torch.library.custom_op("inline_kernels::conv2d_groupnorm_scale_maxpool_clamp", mutates_args=())
+def _conv2d_groupnorm_scale_maxpool_clamp(
+    x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor, groups: int,
+    pool: list[int], low: float, high: float, eps: float, variant: str, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y (N, C, PH, PW); if `keep` v and the selected values' places; the selected v; mean (N, C); group mean, rstd (N, G).
+
+    v is (N, C, H', W') on a GPU and (N, H', W', C) on the CPU: each where the library is fastest.
+    """
+    kernels = _kernels("conv2d_groupnorm_scale_maxpool_clamp", x, scale.dtype, **_pool_defines(pool))
+    N, C, (H, W) = x.shape[0], weight.shape[0], _output_size(x, weight)
+    parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
+    y = x.new_empty(N, C, H // pool[0], W // pool[1], dtype=scale.dtype)
+    extreme = x.new_empty(y.shape)
+    index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
+    mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
+    group_mean, group_rstd = parameters[0].new_empty(N, groups), parameters[0].new_empty(N, groups)
+    for piece in _pieces(x, weight, keep):
+        v = _convolve(x[piece], weight, channels_last=x.device.type == "cpu")
+        outputs = y[piece], extreme[piece], index[piece], mean[piece], m2[piece], group_mean[piece], group_rstd[piece]
+        kernels.forward(*outputs, v, *parameters, low, high, eps, len(v), C, groups, H, W)
+    y = y.contiguous(memory_format=_result_format(x, weight, False))
+    return y, v if keep else x.new_empty(0), index, extreme, mean, group_mean, group_rstd
+
+
+@_conv2d_groupnorm_scale_maxpool_clamp.register_fake
+def _(x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, high, eps, variant, keep):
+    N, C, (H, W) = x.shape[0], weight.shape[0], _output_size(x, weight)
+    y = x.new_empty(N, C, H // pool[0], W // pool[1], dtype=scale.dtype)
+    v = (N, H, W, C) if x.device.type == "cpu" else (N, C, H, W)
+    index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
+    mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
+    extreme, group_mean, group_rstd = x.new_empty(y.shape), mean.new_empty(N, groups), mean.new_empty(N, groups)
+    y = y.contiguous(memory_format=_result_format(x, weight, False))
+    return y, x.new_empty(v if keep else 0), index, extreme, mean, group_mean, group_rstd
+
+
+@torch.library.custom_op("inline_kernels::conv2d_groupnorm_scale_maxpool_clamp_backward", mutates_args=())
+def _conv2d_groupnorm_scale_maxpool_clamp_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor,
+    v: Tensor, index: Tensor, extreme: Tensor, mean: Tensor, group_mean: Tensor, group_rstd: Tensor, groups: int,
+    pool: list[int], low: float, high: float, need_x: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight, conv_bias, norm_weight, norm_bias and scale."""
+    kernels = _kernels("conv2d_groupnorm_scale_maxpool_clamp", x, dy.dtype, **_pool_defines(pool))
+    N, C = mean.shape
+    dv, gradients = torch.empty_like(v), mean.new_empty(4, N, C)
+    scratch = mean.new_empty(2, N, C), mean.new_empty(2, N, groups)
+    inputs = dy.contiguous(), v, extreme, index, mean, group_mean, group_rstd
+    parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
+    sizes = N, C, groups, *_output_size(x, weight)
+    kernels.backward(dv, gradients, *scratch, *inputs, *parameters, low, high, *sizes)
+    dx, dw = _convolve_backward(dv, x, weight, x.device.type == "cpu", need_x, need_weight)
+    return dx, dw, *_summed(gradients, conv_bias, norm_weight, norm_bias, scale)
+
+
+@_conv2d_groupnorm_scale_maxpool_clamp_backward.register_fake
+def _(
+    dy, x, weight, conv_bias, norm_weight, norm_bias, scale, v, index, extreme, mean, group_mean, group_rstd, groups, pool,
+    low, high, need_x, need_weight,
+):  # fmt: skip
+    parameters = [torch.empty_like(parameter) for parameter in (conv_bias, norm_weight, norm_bias, scale)]
+    return *_fake_gradients(x, weight, need_x, need_weight), *parameters
+
+
+def _setup(ctx, inputs, output):
+    *tensors, groups, pool, low, high, _, _, _ = inputs
+    ctx.constants = groups, pool, low, high
+    _save(ctx, (*tensors, *output[1:]), output)
+
+
+def _backward(ctx, dy, *_):
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    dx, dw, *parameters = _conv2d_groupnorm_scale_maxpool_clamp_backward(
+        dy, *ctx.saved_tensors, *ctx.constants, need_x, need_weight
+    )
+    return dx if need_x else None, dw if need_weight else None, *parameters, *[None] * 7
+
+
+_conv2d_groupnorm_scale_maxpool_clamp.register_autograd(_backward, setup_context=_setup)
+
+
+def conv2d_groupnorm_scale_maxpool_clamp(
+    x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, high, eps=1e-5, variant="epilogue"
+) -> Tensor:
+    """clamp(max_pool2d(group_norm(conv2d(x, weight, conv_bias)) * scale, pool), low, high).
+
+    x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias, norm_weight, norm_bias and scale (C); pool (height, width); the
+    others are numbers. Returns (N, C, H' // pool height, W' // pool width) in the dtype of `group_norm * scale`.
+    """
+    x, weight, autocast = _autocast(x, weight)
+    if autocast:
+        norm_weight, norm_bias, scale = norm_weight.float(), norm_bias.float(), scale.float()
+    keep = _keeps(x, weight, conv_bias, norm_weight, norm_bias, scale)
+    return _conv2d_groupnorm_scale_maxpool_clamp(
+        x, weight, conv_bias, norm_weight, norm_bias, scale, groups, list(pool), float(low), float(high), float(eps), variant, keep
+    )[0]
