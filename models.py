@@ -164,9 +164,11 @@ class Fused:
             raise ValueError(f"expected variant to be 'auto' or one of {', '.join(self.variants)}, got {self.variant!r}")
         if self.variant == "eager":
             return "eager", "asked for"
-        if self._eager_raises(x):
-            return "eager", "the input does not fit the model, and eager's error says why"
-        obstacle = self._obstacle(x)
+        obstacle = self._altered()  # first, because reading a parametrized weight may change it
+        if obstacle is None:
+            if self._eager_raises(x):
+                return "eager", "the input does not fit the model, and eager's error says why"
+            obstacle = self._obstacle(x)
         if obstacle is not None:
             if self.variant == "auto":
                 return "eager", obstacle
@@ -178,6 +180,8 @@ class Fused:
     def _eager_raises(self, x: torch.Tensor) -> bool:
         """Does the reference raise an error for x?"""
         weight = self.conv.weight
+        if not isinstance(x, torch.Tensor) or _convolved_dtype(x) != _convolved_dtype(weight):
+            return True
         if x.dim() not in (weight.dim(), weight.dim() - 1):
             return True
         if x.shape[-weight.dim() + 1] != weight.shape[1] or x.device != weight.device:
@@ -189,27 +193,41 @@ class Fused:
         """Does what follows the convolution, of spatial size `size`, raise an error?"""
         return False
 
+    def _altered(self) -> str | None:
+        """What somebody has added to a submodule, which must therefore run itself; or None."""
+        modules = self._modules.values()
+        if nn.modules.module._has_any_global_hook() or any(_has_hooks(module) for module in modules):
+            return "a submodule has hooks"
+        if any(nn.utils.parametrize.is_parametrized(module) for module in modules):
+            return "a submodule is parametrized"
+        return None
+
     def _obstacle(self, x: torch.Tensor) -> str | None:
         """Why only eager can run, or None."""
-        conv, parameters = self.conv, list(self.parameters())
+        conv = self.conv
         if x.device.type not in ("cpu", "cuda"):
             return "there are kernels for the CPU and for CUDA only"
         if x.dtype not in operators.DTYPES:
             return "there are kernels for float32, float64, float16 and bfloat16 only"
+        parameters = conv.weight, conv.bias, *self._tail_parameters()
+        if any(p is None for p in parameters):
+            return "the convolution or the normalisation has no bias, or no affine"
         if not torch.is_autocast_enabled(x.device.type) and any(p.dtype != x.dtype for p in parameters):
             return "the input and the parameters have different dtypes"
+        if any(p.dtype not in operators.DTYPES for p in parameters):
+            return "a parameter is not floating point"
         if x.dim() != conv.weight.dim():
             return "the input has no batch dimension"
         if x.numel() == 0:
             return "the input is empty"
         plain = all(step == 1 for step in (*conv.stride, *conv.dilation, conv.groups))
-        if not plain or conv.bias is None or conv.padding == "same" or any(conv.padding):
-            return "the convolution has a stride, padding, dilation or groups, or no bias"
-        if any(_has_hooks(module) for module in self.children()):
-            return "a submodule has hooks"
-        if any(p.dtype.is_floating_point is False for p in parameters):
-            return "a parameter is not floating point"
+        if not plain or conv.padding == "same" or any(conv.padding):
+            return "the convolution has a stride, padding, dilation or groups"
         return self._tail_obstacle()
+
+    def _tail_parameters(self) -> tuple[torch.Tensor | None, ...]:
+        """The parameters that the tail reads."""
+        raise NotImplementedError
 
     def _tail_obstacle(self) -> str | None:
         return None
@@ -223,16 +241,23 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(len(table) > 0 for table in tables)
 
 
+def _convolved_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which the convolution sees `tensor`: autocast changes that of floating-point tensors but float64."""
+    device = tensor.device.type
+    casts = torch.is_autocast_enabled(device) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else tensor.dtype
+
+
 def _is_by_channel(parameter: torch.Tensor, conv: nn.Module) -> bool:
     """Does `parameter` hold one value per channel, or one in all?"""
-    channels, spatial = conv.out_channels, conv.weight.dim() - 2
+    channels, spatial = conv.weight.shape[0], conv.weight.dim() - 2
     by_channel = tuple(parameter.shape[-spatial - 1 :]) == (channels,) + (1,) * spatial
     return parameter.dim() <= spatial + 2 and (parameter.numel() == 1 or (by_channel and parameter.numel() == channels))
 
 
 def _by_channel(parameter: torch.Tensor, conv: nn.Module) -> torch.Tensor:
-    """`parameter` as a vector of `out_channels` values."""
-    return parameter.reshape(-1).expand(conv.out_channels)
+    """`parameter` as a vector of one value per channel."""
+    return parameter.reshape(-1).expand(conv.weight.shape[0])
 
 
 _SHAPE_OBSTACLE = "{} holds neither one value per channel nor one in all"
@@ -240,6 +265,9 @@ _SHAPE_OBSTACLE = "{} holds neither one value per channel nor one in all"
 
 class Conv2dMinAddMultiplyNew(Fused, Conv2dMinAddMultiply):
     __doc__ = Conv2dMinAddMultiply.__doc__
+
+    def _tail_parameters(self):
+        return (self.bias,)
 
     def _tail_obstacle(self):
         return None if _is_by_channel(self.bias, self.conv) else _SHAPE_OBSTACLE.format("bias")
@@ -253,6 +281,9 @@ class Conv2dMinAddMultiplyNew(Fused, Conv2dMinAddMultiply):
 
 class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Fused, Conv3dMultiplyInstanceNormClampMultiplyMax):
     __doc__ = Conv3dMultiplyInstanceNormClampMultiplyMax.__doc__
+
+    def _tail_parameters(self):
+        return (self.multiplier,)
 
     def _tail_raises(self, x, size):
         return math.prod(size) == 1
@@ -275,8 +306,8 @@ class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
     def _tail_raises(self, x, size):
         return x.dim() == 5 and x.shape[0] * math.prod(size) * self.conv.out_channels // self.norm.num_groups == 1
 
-    def _tail_obstacle(self):
-        return None if self.norm.affine else "norm has no affine"
+    def _tail_parameters(self):
+        return self.norm.weight, self.norm.bias
 
     def _run(self, x, variant):
         conv, norm, p = self.conv, self.norm, self.dropout.p if self.dropout.training else 0.0
@@ -288,6 +319,9 @@ class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
 class Conv2dGroupNormScaleMaxPoolClampNew(Fused, Conv2dGroupNormScaleMaxPoolClamp):
     __doc__ = Conv2dGroupNormScaleMaxPoolClamp.__doc__
 
+    def _tail_parameters(self):
+        return self.group_norm.weight, self.group_norm.bias, self.scale
+
     def _pool(self):
         size = self.maxpool.kernel_size
         return (size, size) if isinstance(size, int) else tuple(size)
@@ -298,8 +332,6 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Fused, Conv2dGroupNormScaleMaxPoolClam
         return any(extent < window for extent, window in zip(size, self._pool()))
 
     def _tail_obstacle(self):
-        if not self.group_norm.affine:
-            return "group_norm has no affine"
         pool = self.maxpool
         if pool.stride != pool.kernel_size or pool.padding or pool.dilation != 1 or pool.ceil_mode or pool.return_indices:
             return "maxpool has another stride than its size, padding, dilation, ceil_mode or return_indices"

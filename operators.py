@@ -14,6 +14,8 @@ Parameters by channel (biases, affine, multiplier, scale) are vectors of C eleme
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 
 import torch
@@ -32,8 +34,14 @@ CPU_PIECE_BYTES = 8 << 20
 
 
 def _kernels(name: str, x: Tensor, out_dtype: torch.dtype, **defines) -> inline_loader.Operators:
-    defines.update(VALUE_T=_CTYPES[x.dtype], OUTPUT_T=_CTYPES[out_dtype])
-    return inline_loader.load(name, device=x.device.type, defines=defines)
+    """The kernels of kernels/<name>.* for x's device and dtype, results in `out_dtype`."""
+    return _loaded_kernels(name, x.device.type, x.dtype, out_dtype, tuple(defines.items()))
+
+
+@functools.lru_cache(None)
+def _loaded_kernels(name, device, dtype, out_dtype, defines):
+    types = {"VALUE_T": _CTYPES[dtype], "OUTPUT_T": _CTYPES[out_dtype]}
+    return inline_loader.load(name, device=device, defines={**types, **dict(defines)})
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,9 +71,8 @@ def _result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.me
 def _convolve(x: Tensor, weight: Tensor, channels_last: bool) -> Tensor:
     """The library's convolution without bias, stride 1, no padding: contiguous (N, C, …), or (N, …, C) if channels_last."""
     layout = _channels_last(x) if channels_last else torch.contiguous_format
-    ones, zeros = [1] * (x.dim() - 2), [0] * (x.dim() - 2)
-    x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
-    v = torch.ops.aten.convolution(x, weight, None, ones, zeros, ones, False, zeros, 1)
+    convolve = torch.conv2d if x.dim() == 4 else torch.conv3d
+    v = convolve(x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout))
     return (v.movedim(1, -1) if channels_last else v).contiguous()
 
 
@@ -89,14 +96,27 @@ def _fake_gradients(x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) 
     return x.new_empty(x.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0)
 
 
-def _pieces(x: Tensor, weight: Tensor, keep: bool) -> list[slice]:
-    """The batch in pieces: whole on a GPU or if backward will follow, else as CPU_PIECE_BYTES says.
+def _samples_per_piece(x: Tensor, weight: Tensor, keep: bool) -> int:
+    """How many samples are convolved at a time: all on a GPU or if backward will follow, else as CPU_PIECE_BYTES says.
 
     A piece has two samples or more, because the library is slow on single ones.
     """
-    N, sample = x.shape[0], weight.shape[0] * math.prod(_output_size(x, weight)) * x.element_size()
-    count = N if keep or x.device.type == "cuda" else max(2, CPU_PIECE_BYTES // sample)
-    return [slice(first, min(first + count, N)) for first in range(0, N, count)]
+    if keep or x.device.type == "cuda":
+        return x.shape[0]
+    sample = weight.shape[0] * math.prod(_output_size(x, weight)) * x.element_size()
+    return max(2, CPU_PIECE_BYTES // sample)
+
+
+def _pieces(count: int, *tensors: Tensor):
+    """The tensors' first `count` rows, then the next, …"""
+    if count >= tensors[0].shape[0]:
+        return [tensors]
+    return zip(*(tensor.split(count) if tensor.numel() else itertools.repeat(tensor) for tensor in tensors))
+
+
+def _begun(values):
+    """The iterator `values` with its first item made already: a GPU then convolves while the host allocates."""
+    return itertools.chain([next(values)], values)
 
 
 def _index(count: int) -> tuple[str, torch.dtype]:
@@ -106,9 +126,11 @@ def _index(count: int) -> tuple[str, torch.dtype]:
 
 def _accumulated(dtype: torch.dtype, *parameters: Tensor) -> list[Tensor]:
     """Parameters by channel as the kernels read them."""
-    return [parameter.to(_accumulate_dtype(dtype)).contiguous() for parameter in parameters]
+    accumulate = _accumulate_dtype(dtype)
+    return [parameter.to(accumulate).contiguous() for parameter in parameters]
 
 
+@functools.lru_cache(None)
 def _rounded(value: float, dtype: torch.dtype) -> float:
     """A bound as eager compares with it: a tensor of the dtype at hand."""
     return torch.tensor(value, dtype=dtype).item()
@@ -148,24 +170,38 @@ def _conv2d_min_add_multiply(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, variant: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """y (N, C, H', W'), and v (N, H', W', C) if `keep`."""
-    kernels = _kernels("conv2d_min_add_multiply", x, bias.dtype)
+    kernels, count = _kernels("conv2d_min_add_multiply", x, bias.dtype), _samples_per_piece(x, weight, keep)
+    convolved = _begun(_convolve_to_channels_last(part, weight, kernels) for (part,) in _pieces(count, x))
     C, size = weight.shape[0], _output_size(x, weight)
     parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
     y = x.new_empty(x.shape[0], C, *size, dtype=bias.dtype)
-    for piece in _pieces(x, weight, keep):
-        v = _convolve(_to_channels_last(x[piece], kernels), weight, channels_last=True)
-        kernels.forward(y[piece], v, *parameters, constant, scale, len(v), C, math.prod(size))
+    for v, (out,) in zip(convolved, _pieces(count, y)):
+        kernels.forward(out, v, *parameters, constant, scale, len(v), C, math.prod(size))
     return y.contiguous(memory_format=_result_format(x, weight, True)), v if keep else x.new_empty(0)
 
 
 def _to_channels_last(x: Tensor, kernels: inline_loader.Operators) -> Tensor:
-    """x (N, C, H, W) with channels-last strides; on a GPU by our own transposition, which is twice as fast."""
-    if x.device.type == "cpu" or x.is_contiguous(memory_format=torch.channels_last):
+    """x (N, C, H, W) with channels-last strides, by our own transposition: the library's takes twice as long."""
+    if x.is_contiguous(memory_format=torch.channels_last):
         return x
     N, C, H, W = x.shape
     out = x.new_empty(N, H, W, C)
     kernels.transpose(out, x.contiguous(), N, C, H * W)
     return out.permute(0, 3, 1, 2)
+
+
+def _convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
+    """Is the convolution to run channels last? On a GPU only where the library takes the same precision in both layouts:
+    with few channels eager's layout may run in float32 where channels last would run in TF32.
+    """
+    return x.device.type == "cpu" or _is_channels_last(x, weight) or min(weight.shape[:2]) >= 32
+
+
+def _convolve_to_channels_last(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:
+    """The convolution without bias, contiguous (N, H', W', C)."""
+    if _convolves_channels_last(x, weight):
+        return _convolve(_to_channels_last(x, kernels), weight, channels_last=True)
+    return _to_channels_last(_convolve(x, weight, channels_last=False), kernels).permute(0, 2, 3, 1)
 
 
 @_conv2d_min_add_multiply.register_fake
@@ -187,7 +223,12 @@ def _conv2d_min_add_multiply_backward(
     dv, chunks, constant = torch.empty_like(v), min(H * W, 8), _rounded(constant, x.dtype)
     sums = inner.new_empty(2, N * chunks, C)
     kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, H * W, chunks)
-    dx, dw = _convolve_backward(dv, _to_channels_last(x, kernels), weight, True, need_x, need_weight)
+    channels_last = _convolves_channels_last(x, weight)
+    if channels_last:
+        x = _to_channels_last(x, kernels)
+    else:
+        dv = dv.permute(0, 3, 1, 2).contiguous()
+    dx, dw = _convolve_backward(dv, x, weight, channels_last, need_x, need_weight)
     return dx, dw, *_summed(sums, conv_bias, bias)
 
 
@@ -234,6 +275,8 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, D', H', W'); if `keep` v (N, C, D', H', W'), the winners' index and v (N, D', H', W'); mean, m2 (N, C)."""
+    count = _samples_per_piece(x, weight, keep)
+    convolved = _begun(_convolve(part, weight, channels_last=False) for (part,) in _pieces(count, x))
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     ctype, dtype = _index(C)
     kernels = _kernels("conv3d_multiply_instancenorm_clamp_multiply_max", x, multiplier.dtype, INDEX_T=ctype)
@@ -242,9 +285,7 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
     index = x.new_empty(y.shape if keep else 0, dtype=dtype)
     winner = x.new_empty(index.shape)
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
-    for piece in _pieces(x, weight, keep):
-        v = _convolve(x[piece], weight, channels_last=False)
-        outputs = y[piece], index[piece], winner[piece], mean[piece], m2[piece]
+    for v, outputs in zip(convolved, _pieces(count, y, index, winner, mean, m2)):
         kernels.forward(*outputs, v, *parameters, low, high, eps, len(v), C, math.prod(size))
     return y, v if keep else x.new_empty(0), index, winner, mean, m2
 
@@ -321,6 +362,8 @@ def _conv3d_groupnorm_min_clamp_dropout(
     low: float, high: float, p: float, eps: float, variant: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, C, D', H', W'); if `keep` v likewise and active (N, C); mean (N, C); group mean and rstd (N, G)."""
+    count = _samples_per_piece(x, weight, keep)
+    convolved = _begun(_convolve(part, weight, channels_last=False) for (part,) in _pieces(count, x))
     kernels = _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype)
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     parameters, low = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias), _rounded(low, norm_weight.dtype)
@@ -328,11 +371,9 @@ def _conv3d_groupnorm_min_clamp_dropout(
     active = x.new_zeros((N, C) if keep else 0, dtype=torch.int32)
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
     group_mean, group_rstd = parameters[0].new_empty(N, groups), parameters[0].new_empty(N, groups)
-    for piece in _pieces(x, weight, keep):
-        v = _convolve(x[piece], weight, channels_last=False)
-        outputs = y[piece], mean[piece], m2[piece], group_mean[piece], group_rstd[piece], active[piece]
-        sizes = len(v), C, groups, math.prod(size)
-        kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, y[: piece.start].numel(), *sizes)
+    for v, outputs in zip(convolved, _pieces(count, y, mean, m2, group_mean, group_rstd, active)):
+        offset, sizes = outputs[0].storage_offset(), (len(v), C, groups, math.prod(size))
+        kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, offset, *sizes)
     y = y.contiguous(memory_format=_result_format(x, weight, False))
     return y, v if keep else x.new_empty(0), active, mean, group_mean, group_rstd
 
@@ -430,6 +471,8 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
 
     v is (N, C, H', W') on a GPU and (N, H', W', C) on the CPU: each where the library is fastest.
     """
+    count, channels_last = _samples_per_piece(x, weight, keep), x.device.type == "cpu"
+    convolved = _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
     kernels = _kernels("conv2d_groupnorm_scale_maxpool_clamp", x, scale.dtype, **_pool_defines(pool))
     N, C, (H, W) = x.shape[0], weight.shape[0], _output_size(x, weight)
     parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
@@ -438,9 +481,7 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
     index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
     group_mean, group_rstd = parameters[0].new_empty(N, groups), parameters[0].new_empty(N, groups)
-    for piece in _pieces(x, weight, keep):
-        v = _convolve(x[piece], weight, channels_last=x.device.type == "cpu")
-        outputs = y[piece], extreme[piece], index[piece], mean[piece], m2[piece], group_mean[piece], group_rstd[piece]
+    for v, outputs in zip(convolved, _pieces(count, y, extreme, index, mean, m2, group_mean, group_rstd)):
         kernels.forward(*outputs, v, *parameters, low, high, eps, len(v), C, groups, H, W)
     y = y.contiguous(memory_format=_result_format(x, weight, False))
     return y, v if keep else x.new_empty(0), index, extreme, mean, group_mean, group_rstd

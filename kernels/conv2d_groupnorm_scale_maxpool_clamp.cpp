@@ -8,62 +8,68 @@
 #define POOL_H 2
 #define POOL_W 2
 #endif
-#ifndef INDEX_T
-#define INDEX_T uint8_t  // holds a place in a window
-#endif
-using index_t = INDEX_T;
 using Sums = std::vector<accumulate_t>;
 
-// Running sums of every channel over some pixels, shifted by the first pixel.
-struct ChannelSums {
-  explicit ChannelSums(int64_t C) : C(C), shift(C), sum(C), square(C) {}
-  void add(const value_t* pixel) {
-    if (count == 0)
-      for (int64_t c = 0; c < C; c++) shift[c] = accumulate_t(pixel[c]);
+// One pixel's channels c0 … c0 + kLanes; those past C are zero.
+static void load_lanes(accumulate_t (&lanes)[kLanes], const value_t* pixel, int64_t c0, int64_t C) {
+  if (c0 + kLanes <= C)
+    for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(pixel[c0 + j]);
+  else
+    for (int j = 0; j < kLanes; j++) lanes[j] = c0 + j < C ? accumulate_t(pixel[c0 + j]) : accumulate_t(0);
+}
+
+// Running sums of kLanes channels over some pixels, shifted by the first.
+struct LaneSums {
+  accumulate_t count = 0, shift[kLanes], sum[kLanes] = {}, square[kLanes] = {};
+  explicit LaneSums(const accumulate_t (&first)[kLanes]) { std::copy(first, first + kLanes, shift); }
+  void add(const accumulate_t (&value)[kLanes]) {
     count += 1;
-    for (int64_t c = 0; c < C; c++) {
-      const accumulate_t d = accumulate_t(pixel[c]) - shift[c];
-      sum[c] += d, square[c] += d * d;
+    for (int j = 0; j < kLanes; j++) {
+      const accumulate_t d = value[j] - shift[j];
+      sum[j] += d, square[j] += d * d;
     }
   }
-  // Merges the sums into moments (C) and starts again.
-  void merge_into(Moments<accumulate_t>* moments) {
-    for (int64_t c = 0; c < C; c++) {
-      moments[c] = moments[c].merge(Moments<accumulate_t>::from_shifted(count, shift[c], sum[c], square[c]));
-      sum[c] = square[c] = 0;
-    }
-    count = 0;
-  }
-  int64_t C;
-  accumulate_t count = 0;
-  Sums shift, sum, square;
 };
 
-// One row of windows of one sample: the selected values and places, and the moments of the rows' pixels.
+// One row of windows of one sample, POOL_H rows of pixels: selected values and places (C, plane), moments (C) of the pixels.
+// The last row of windows may have fewer rows of pixels; these count for the moments alone, as do pixels right of the last
+// window.
 static void pool_row(value_t* extreme, index_t* index, Moments<accumulate_t>* moments, const value_t* rows, int64_t height,
                      int64_t W, int64_t C, int64_t plane, const accumulate_t* direction) {
-  ChannelSums sums(C);
-  for (int64_t h = 0; h < height; h++) {
-    for (int64_t w = 0; w < W; w++) sums.add(rows + (h * W + w) * C);
-    sums.merge_into(moments);  // a row's pixels are still in cache
-  }
-  if (height < POOL_H) return;
-  Sums best(C), selected(C);
-  std::vector<int32_t> place(C);
-  for (int64_t p = 0; p < W / POOL_W; p++) {
-    for (int k = 0; k < POOL_H * POOL_W; k++) {
-      const value_t* pixel = rows + (k / POOL_W * W + p * POOL_W + k % POOL_W) * C;
-      for (int64_t c = 0; c < C; c++) {
-        const accumulate_t value = accumulate_t(pixel[c]), key = value * direction[c];
-        const bool replaces = k == 0 || replaces_maximum(key, best[c]);
-        best[c] = replaces ? key : best[c];
-        selected[c] = replaces ? value : selected[c];
-        place[c] = replaces ? k : place[c];
-      }
+  const int64_t windows = height < POOL_H ? 0 : W / POOL_W;
+  for (int64_t c0 = 0; c0 < C; c0 += kLanes) {
+    const int lanes = int(std::min<int64_t>(kLanes, C - c0));
+    accumulate_t value[kLanes], way[kLanes] = {};
+    std::copy(direction + c0, direction + c0 + lanes, way);
+    load_lanes(value, rows, c0, C);
+    LaneSums sums(value);
+    for (int64_t p = 0; p < windows; p++) {
+      accumulate_t best[kLanes], selected[kLanes];
+      int32_t place[kLanes];
+      for (int h = 0; h < POOL_H; h++)
+        for (int w = 0; w < POOL_W; w++) {
+          load_lanes(value, rows + (h * W + p * POOL_W + w) * C, c0, C);
+          sums.add(value);
+          const bool first = h + w == 0;
+          for (int j = 0; j < kLanes; j++) {
+            const accumulate_t key = value[j] * way[j];
+            const bool replaces = first || replaces_maximum(key, best[j]);
+            best[j] = replaces ? key : best[j];
+            selected[j] = replaces ? value[j] : selected[j];
+            place[j] = replaces ? h * POOL_W + w : place[j];
+          }
+        }
+      for (int j = 0; j < lanes; j++) extreme[(c0 + j) * plane + p] = value_t(selected[j]);
+      if (index)
+        for (int j = 0; j < lanes; j++) index[(c0 + j) * plane + p] = index_t(place[j]);
     }
-    for (int64_t c = 0; c < C; c++) extreme[c * plane + p] = value_t(selected[c]);
-    if (index)
-      for (int64_t c = 0; c < C; c++) index[c * plane + p] = index_t(place[c]);
+    for (int64_t h = 0; h < height; h++)
+      for (int64_t w = windows * POOL_W; w < W; w++) {
+        load_lanes(value, rows + (h * W + w) * C, c0, C);
+        sums.add(value);
+      }
+    for (int j = 0; j < lanes; j++)
+      moments[c0 + j] = Moments<accumulate_t>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
   }
 }
 
@@ -76,7 +82,7 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
   Sums direction(C);
   for (int64_t c = 0; c < C; c++) direction[c] = weight[c] * scale[c] > 0 ? 1 : weight[c] * scale[c] < 0 ? -1 : 0;
-  std::vector<Moments<accumulate_t>> moments(N * strips * C, Moments<accumulate_t>{0, 0, 0});
+  std::vector<Moments<accumulate_t>> moments(N * strips * C);
   host::parallel_for(N * strips, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t n = i / strips, strip = i % strips, first = n * C * pooled + strip * pooled_width;

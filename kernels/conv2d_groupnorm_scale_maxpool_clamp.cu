@@ -12,10 +12,6 @@
 #define POOL_H 2
 #define POOL_W 2
 #endif
-#ifndef INDEX_T
-#define INDEX_T uint8_t  // holds a place in a window
-#endif
-using index_t = INDEX_T;
 
 struct Image {
   int64_t H, W;
@@ -93,27 +89,33 @@ backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const out
   }
 }
 
+// A warp per row of pixels.
 __global__ void __launch_bounds__(kThreads)
-backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
-                const accumulate_t* coefficients, const accumulate_t* group_mean, const accumulate_t* group_rstd,
-                const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                const accumulate_t* scale, accumulate_t low, accumulate_t high, GroupShape shape, Image image,
-                int64_t chunks) {
+backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index, const accumulate_t* coefficients,
+                const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
+                const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, accumulate_t low,
+                accumulate_t high, GroupShape shape, Image image, int64_t chunks) {
   const int64_t plane = blockIdx.x / chunks, n = plane / shape.C, c = plane % shape.C;
   const int64_t group = n * shape.G + c / shape.channels(), pooled_width = image.pooled_width();
   const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
   const accumulate_t constant = coefficients[group], linear = coefficients[shape.N * shape.G + group];
-  const int size = int(shape.S), W = int(image.W);  // a plane has fewer than 2³¹ elements
-  for (int s = int(blockIdx.x % chunks) * kThreads + threadIdx.x; s < size; s += int(chunks) * kThreads) {
-    const int h = s / W, w = s % W, ph = h / POOL_H, pw = w / POOL_W;
-    const accumulate_t value = accumulate_t(v[plane * shape.S + s]);
-    accumulate_t result = constant + linear * normalise.centred(value);
-    if (ph < image.pooled_height() && pw < pooled_width) {
-      const int64_t p = plane * image.pooled() + ph * pooled_width + pw;
-      if (index[p] == index_t(h % POOL_H * POOL_W + w % POOL_W) && clamp_passes(normalise(value) * scale[c], low, high))
-        result += accumulate_t(dy[p]) * scale[c] * normalise.slope;
+  const accumulate_t factor = scale[c], selected = factor * normalise.slope;
+  const int W = int(image.W), first_row = int(blockIdx.x % chunks) * kWarps + threadIdx.x / 32;
+  for (int h = first_row; h < image.H; h += int(chunks) * kWarps) {
+    const int64_t row = plane * shape.S + int64_t(h) * W;
+    const int64_t windows = plane * image.pooled() + h / POOL_H * pooled_width;
+    const int place = h % POOL_H * POOL_W;
+    const bool row_pools = h / POOL_H < image.pooled_height();
+#pragma unroll 4
+    for (int w = threadIdx.x % 32; w < W; w += 32) {
+      const accumulate_t value = accumulate_t(v[row + w]);
+      accumulate_t result = constant + linear * normalise.centred(value);
+      const int64_t window = windows + w / POOL_W;
+      if (row_pools && w / POOL_W < pooled_width && index[window] == index_t(place + w % POOL_W) &&
+          clamp_passes(normalise(value) * factor, low, high))
+        result += accumulate_t(dy[window]) * selected;
+      dv[row + w] = value_t(result);
     }
-    dv[plane * shape.S + s] = value_t(result);
   }
 }
 
@@ -139,11 +141,11 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
                      int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
   const Image image{H, W};
-  const int64_t chunks = chunks_for(shape.S);
+  const int64_t chunks = blocks_for(H, kWarps * 8);  // 8 rows a warp
   backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, gradients + 3 * N * C, dy, extreme, group_mean, group_rstd,
                                                       conv_bias, weight, bias, scale, low, high, shape, image.pooled());
   group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,
                                                                    group_rstd, conv_bias, weight, shape);
-  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, extreme, index, coefficients, group_mean, group_rstd,
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, coefficients, group_mean, group_rstd,
                                                           conv_bias, weight, bias, scale, low, high, shape, image, chunks);
 }

@@ -20,6 +20,16 @@ template <class Body> static void for_each_tile(int64_t N, int64_t C, int64_t S,
   });
 }
 
+// source (N, rows, columns) -> out (N, columns, rows): to channels last.
+EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns) {
+  for_each_tile(N, rows, columns, [=](int64_t n, int64_t s0, int64_t s1, int64_t c0, int64_t c1) {
+    const value_t* from = source + n * rows * columns;
+    value_t* to = out + n * rows * columns;
+    for (int64_t s = s0; s < s1; s++)
+      for (int64_t c = c0; c < c1; c++) to[s * rows + c] = from[c * columns + s];
+  });
+}
+
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,
                     double constant, double scale, int64_t N, int64_t C, int64_t S) {
   const accumulate_t bound = constant, factor = scale;

@@ -14,40 +14,45 @@ constexpr int kStep = kThreads / kLanes;      // tile rows that a block moves at
 
 template <class T> struct alignas(sizeof(T) * kVector) Vector { T at[kVector]; };
 
-// in (rows, columns) -> out (columns, rows), for the tile at (row0, column0); out = apply(in, row, column).
-// `aligned`: rows, columns and both pointers are multiples of a Vector.
+// in (rows, columns) -> out (columns, rows), for the tile at (row0, column0): out = apply(in, row, column, i), where i
+// counts a thread's neighbours along a row of out. `aligned`: rows, columns and both pointers are multiples of a Vector.
 template <class Out, class In, class Apply>
 __device__ __forceinline__ void transpose_tile(Out* out, const In* in, int64_t rows, int64_t columns, int64_t row0,
                                                int64_t column0, bool aligned, const Apply& apply) {
   __shared__ In tile[kTile][kTile + 1];  // the odd pitch spreads a column over the banks
   const int lane = threadIdx.x % kLanes * kVector, step = threadIdx.x / kLanes;
+  const bool whole = aligned && row0 + kTile <= rows && column0 + kTile <= columns;
   __syncthreads();  // the previous tile has been read
+  if (whole) {
+    Vector<In> four[kTile / kStep];  // all loads are under way before the first is used
 #pragma unroll
-  for (int r = step; r < kTile; r += kStep) {
-    const int64_t row = row0 + r, column = column0 + lane;
-    if (row >= rows) break;
-    if (aligned && column + kVector <= columns) {
-      const auto four = *reinterpret_cast<const Vector<In>*>(in + row * columns + column);
+    for (int k = 0; k < kTile / kStep; k++)
+      four[k] = *reinterpret_cast<const Vector<In>*>(in + (row0 + step + k * kStep) * columns + column0 + lane);
 #pragma unroll
-      for (int i = 0; i < kVector; i++) tile[r][lane + i] = four.at[i];
-    } else {
-      for (int i = 0; i < kVector && column + i < columns; i++) tile[r][lane + i] = in[row * columns + column + i];
-    }
+    for (int k = 0; k < kTile / kStep; k++)
+#pragma unroll
+      for (int i = 0; i < kVector; i++) tile[step + k * kStep][lane + i] = four[k].at[i];
+  } else {
+    for (int r = step; r < kTile && row0 + r < rows; r += kStep)
+      for (int i = 0; i < kVector && column0 + lane + i < columns; i++)
+        tile[r][lane + i] = in[(row0 + r) * columns + column0 + lane + i];
   }
   __syncthreads();  // the tile is complete
+  if (whole) {
 #pragma unroll
-  for (int c = step; c < kTile; c += kStep) {
-    const int64_t row = row0 + lane, column = column0 + c;
-    if (column >= columns) break;
-    if (aligned && row + kVector <= rows) {
+    for (int k = 0; k < kTile / kStep; k++) {
+      const int c = step + k * kStep;
       Vector<Out> four;
 #pragma unroll
-      for (int i = 0; i < kVector; i++) four.at[i] = apply(tile[lane + i][c], row + i, column, i);
-      *reinterpret_cast<Vector<Out>*>(out + column * rows + row) = four;
-    } else {
-      for (int i = 0; i < kVector && row + i < rows; i++)
-        out[column * rows + row + i] = apply(tile[lane + i][c], row + i, column, i);
+      for (int i = 0; i < kVector; i++) four.at[i] = apply(tile[lane + i][c], row0 + lane + i, column0 + c, i);
+      *reinterpret_cast<Vector<Out>*>(out + (column0 + c) * rows + row0 + lane) = four;
     }
+  } else {
+    for (int c = step; c < kTile && column0 + c < columns; c += kStep)
+#pragma unroll
+      for (int i = 0; i < kVector; i++)
+        if (row0 + lane + i < rows)
+          out[(column0 + c) * rows + row0 + lane + i] = apply(tile[lane + i][c], row0 + lane + i, column0 + c, i);
   }
 }
 
@@ -119,11 +124,11 @@ template <class A, class B> static bool vectors_fit(const A* a, const B* b, int6
          uintptr_t(b) % sizeof(Vector<B>) == 0;
 }
 
-// in (N, rows, columns) -> out (N, columns, rows): to channels last and back.
-EXPORT void transpose(value_t* out, const value_t* in, int64_t N, int64_t rows, int64_t columns, cudaStream_t stream) {
+// source (N, rows, columns) -> out (N, columns, rows): to channels last.
+EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, cudaStream_t stream) {
   const int64_t row_tiles = tiles(rows), column_tiles = tiles(columns);
-  transpose_kernel<<<N * row_tiles * column_tiles, kThreads, 0, stream>>>(out, in, rows, columns, row_tiles, column_tiles,
-                                                                         vectors_fit(out, in, rows, columns));
+  transpose_kernel<<<N * row_tiles * column_tiles, kThreads, 0, stream>>>(out, source, rows, columns, row_tiles, column_tiles,
+                                                                         vectors_fit(out, source, rows, columns));
 }
 
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,

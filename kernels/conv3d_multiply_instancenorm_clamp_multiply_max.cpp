@@ -3,10 +3,6 @@
 #include <vector>
 #include "cpu.h"
 
-#ifndef INDEX_T
-#define INDEX_T uint8_t  // holds a channel's number
-#endif
-using index_t = INDEX_T;
 
 constexpr int64_t kStrip = 512;  // running maxima that stay in L1
 
@@ -65,7 +61,7 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, c
       const int64_t n = plane / C, c = plane % C;
       const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
       const accumulate_t a = channel.a, constant = -a * sums[plane] / accumulate_t(S);
-      const accumulate_t linear = -a * a * a * sums[N * C + plane] / accumulate_t(S);
+      const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;  // a³ alone may underflow
       gradients[plane] = sums[2 * N * C + plane] + sums[N * C + plane] * accumulate_t(eps) * channel.rstd * channel.rstd * channel.rstd;
       for (int64_t s = 0; s < S; s++) {
         const accumulate_t centred = accumulate_t(v[plane * S + s]) - channel.mean;

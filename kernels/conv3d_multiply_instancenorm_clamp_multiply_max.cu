@@ -7,10 +7,6 @@
 // Bound by memory: forward reads v twice (statistics, apply); backward reads v and writes dv once, the rest is 1/C of that.
 #include "reduce.cuh"
 
-#ifndef INDEX_T
-#define INDEX_T uint8_t  // holds a channel's number
-#endif
-using index_t = INDEX_T;
 
 constexpr int kChannels = 256;  // channels whose coefficients a block holds at a time
 
@@ -106,7 +102,7 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t
   const int64_t plane = blockIdx.x / chunks, n = plane / C, c = plane % C;
   const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
   const accumulate_t a = channel.a, constant = -a * sums[plane] / accumulate_t(S);
-  const accumulate_t linear = -a * a * a * sums[N * C + plane] / accumulate_t(S);
+  const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;  // a³ alone may underflow
 #pragma unroll 4
   for (int64_t s = (blockIdx.x % chunks) * kThreads + threadIdx.x; s < S; s += chunks * kThreads) {
     const accumulate_t centred = accumulate_t(v[plane * S + s]) - channel.mean;

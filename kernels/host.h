@@ -9,6 +9,7 @@
 #include <vector>
 #include "scalar.h"
 #ifdef WITH_CUDA
+#define USE_CUDA  // the stable headers then declare aoti_torch_get_current_cuda_stream
 #include <cuda_runtime_api.h>
 #endif
 

@@ -53,7 +53,7 @@ HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradie
     product += weight[c] * sums[NC + n * shape.C + c];
   }
   const accumulate_t constant = -rstd * gradient / shape.count();
-  const accumulate_t linear = -rstd * rstd * rstd * product / shape.count();
+  const accumulate_t linear = -(rstd * product) / shape.count() * rstd * rstd;  // rstd³ alone may underflow
   coefficients[group] = constant;
   coefficients[shape.N * shape.G + group] = linear;
   for (int64_t c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {

@@ -1,0 +1,118 @@
+// Tensor cores: products of float16 fragments, float32 values as sums of two float16, powers of two as scales, copies to
+// shared memory in the background. From sm_80 on; what needs sm_90a stands under TENSOR_CORE_WGMMA.
+//
+// Fragments of D (16×8) += A (16×16)·B (16×8), lane = 4 g + t; a register holds two neighbours, the first in its low half:
+//   A   0: row g, k 2t    1: row g + 8, k 2t    2: row g, k 2t + 8    3: row g + 8, k 2t + 8
+//   B   0: k 2t, column g    1: k 2t + 8, column g
+//   D   0, 1: row g, columns 2t, 2t + 1    2, 3: row g + 8, the same
+#pragma once
+#include "scalar.h"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TENSOR_CORE_WGMMA 1
+#else
+#define TENSOR_CORE_WGMMA 0
+#endif
+
+namespace tensor_core {
+
+// -------------------------------------------------------------------------------------------- powers of two and two halves
+
+constexpr int kTop = 14;  // a scaled magnitude lies in [2^14, 2^15), half of float16's range
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }  // -126 … 127
+
+// The exponent that brings `magnitude` to [2^14, 2^15), one that power_of_two takes; 0 for zero, inf and NaN.
+__device__ __forceinline__ int fitting_exponent(float magnitude) {
+  const int exponent = (__float_as_int(magnitude) >> 23 & 0xff) - 127;
+  return magnitude == 0.f || exponent == 128 ? 0 : min(kTop - exponent, 126);
+}
+
+// value · 2^exponent for -252 ≤ exponent ≤ 254: one factor may not be a float32.
+struct PowerOfTwo {
+  float first, second;
+  __device__ __forceinline__ explicit PowerOfTwo(int exponent)
+      : first(power_of_two(exponent / 2)), second(power_of_two(exponent - exponent / 2)) {}
+  __device__ __forceinline__ float operator()(float value) const { return value * first * second; }
+};
+
+// Two values as the sum of two float16 each, high + low; the first value is in the low half of each register. 22 bits as long
+// as low is normal. NaN, inf and what float16 can't hold make both halves not finite.
+struct Halves { uint32_t high, low; };
+__device__ __forceinline__ Halves split(float first, float second) {
+  const __half2 high = __floats2half2_rn(first, second);
+  const float2 back = __half22float2(high);
+  const __half2 low = __floats2half2_rn(first - back.x, second - back.y);
+  return {reinterpret_cast<const uint32_t&>(high), reinterpret_cast<const uint32_t&>(low)};
+}
+
+// ----------------------------------------------------------------------------------------------------------- shared memory
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+
+#if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)
+
+// kBytes (4, 8 or 16) to shared memory in the background; zeros where `real` is false.
+template <int kBytes> __device__ __forceinline__ void copy_async(void* to, const void* from, bool real) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes), "r"(real ? kBytes : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
+
+// Four 8×8 matrices of float16; lane 8 i + r gives the address of row r (16 bytes) of matrix i. Rows that are columns of B make
+// a register of its fragment.
+__device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3]) : "r"(address) : "memory");
+}
+
+// ---------------------------------------------------------------------------------------------------------------- mma.sync
+
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same with k = 8: registers 0 and 1 of A, 0 of B.
+__device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
+
+#endif  // sm_80
+
+// -------------------------------------------------------------------------------------------------------------------- wgmma
+
+#if TENSOR_CORE_WGMMA
+
+// Wgmma reads shared memory by the asynchronous proxy: each thread that wrote some calls this before the barrier.
+__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending> __device__ __forceinline__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+
+// Describes B (16×n) in shared memory without a swizzle: columns are 16 bytes (8 values of k) and 16 bytes apart, the second 8
+// values of k lie k_stride bytes behind the first. Any multiple of 16 serves, so shifted views of one image may overlap.
+__device__ __forceinline__ uint64_t describe(uint32_t address, uint32_t k_stride) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(k_stride >> 4) << 16 | uint64_t(128 >> 4) << 32;
+}
+
+// D (64×128) += A (64×16) · B (16×128) by four warps: warp i has rows 16 i … 16 i + 15 of A and D, fragments as above.
+__device__ __forceinline__ void multiply_add(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+#define ROW(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+      : ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13),
+        ROW(14), ROW(15)
+#undef ROW
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+#endif
+
+}  // namespace tensor_core
