@@ -207,6 +207,8 @@ class Fused:
         conv = self.conv
         if x.device.type not in ("cpu", "cuda"):
             return "there are kernels for the CPU and for CUDA only"
+        if torch._C._are_functorch_transforms_active():
+            return "a transformation of torch.func needs operators that it can look into"
         if x.dtype not in operators.DTYPES:
             return "there are kernels for float32, float64, float16 and bfloat16 only"
         parameters = conv.weight, conv.bias, *self._tail_parameters()
@@ -244,7 +246,7 @@ def _has_hooks(module: nn.Module) -> bool:
 def _convolved_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype in which the convolution sees `tensor`: autocast changes that of floating-point tensors but float64."""
     device = tensor.device.type
-    casts = torch.is_autocast_enabled(device) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    casts = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and tensor.is_floating_point() and tensor.dtype != torch.float64
     return torch.get_autocast_dtype(device) if casts else tensor.dtype
 
 

@@ -141,6 +141,13 @@ def _summed(gradients: Tensor, *like: Tensor) -> list[Tensor]:
     return [total.to(other.dtype, copy=True) for total, other in zip(gradients.sum(1), like)]
 
 
+def _check_by_channel(weight: Tensor, **parameters: Tensor) -> None:
+    """Raises RuntimeError unless each parameter holds an element for each channel, which the kernels read unasked."""
+    for name, parameter in parameters.items():
+        if parameter.shape != weight.shape[:1]:
+            raise RuntimeError(f"expected {name} of shape [{weight.shape[0]}], one per channel, got {list(parameter.shape)}")
+
+
 def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, bool]:
     """x and weight as the convolution sees them under autocast, and whether autocast applies."""
     device = x.device.type
@@ -153,6 +160,16 @@ def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, bool]:
 def _keeps(*tensors: Tensor) -> bool:
     """Will a backward pass follow?"""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _of_a_defined_gradient(backward):
+    """`backward`, but no gradients where the result has none (whoever used it returned None for it)."""
+
+    @functools.wraps(backward)
+    def wrapped(ctx, dy, *others):
+        return (None,) * len(ctx.needs_input_grad) if dy is None else backward(ctx, dy, *others)
+
+    return wrapped
 
 
 def _save(ctx, tensors: tuple, outputs: tuple) -> None:
@@ -242,6 +259,7 @@ def _setup(ctx, inputs, output):
     _save(ctx, (x, weight, conv_bias, bias, output[1]), output)
 
 
+@_of_a_defined_gradient
 def _backward(ctx, dy, *_):
     need_x, need_weight = ctx.needs_input_grad[:2]
     dx, dw, dconv_bias, dbias = _conv2d_min_add_multiply_backward(
@@ -259,6 +277,7 @@ def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant
     x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias and bias (C); constant and scale are numbers.
     Returns (N, C, H - kh + 1, W - kw + 1) in the dtype that `conv + bias` has.
     """
+    _check_by_channel(weight, conv_bias=conv_bias, bias=bias)
     x, weight, autocast = _autocast(x, weight)
     if autocast:
         bias = bias.to(torch.promote_types(x.dtype, bias.dtype))
@@ -326,6 +345,7 @@ def _setup(ctx, inputs, output):
     _save(ctx, (x, weight, conv_bias, multiplier, *output[1:]), output)
 
 
+@_of_a_defined_gradient
 def _backward(ctx, dy, *_):
     need_x, need_weight = ctx.needs_input_grad[:2]
     dx, dw, dconv_bias, dmultiplier = _conv3d_multiply_instancenorm_clamp_multiply_max_backward(
@@ -345,6 +365,7 @@ def conv3d_multiply_instancenorm_clamp_multiply_max(
     x (N, Cin, D, H, W), weight (C, Cin, kd, kh, kw), conv_bias and multiplier (C); low, high, eps are numbers.
     Returns (N, D', H', W') in the dtype that `conv * multiplier` has.
     """
+    _check_by_channel(weight, conv_bias=conv_bias, multiplier=multiplier)
     x, weight, autocast = _autocast(x, weight)
     if autocast:
         multiplier = multiplier.to(torch.promote_types(x.dtype, multiplier.dtype))
@@ -421,6 +442,7 @@ def _setup(ctx, inputs, output):
     _save(ctx, (*tensors, *output[1:]), output)
 
 
+@_of_a_defined_gradient
 def _backward(ctx, dy, *_):
     need_x, need_weight = ctx.needs_input_grad[:2]
     dx, dw, *parameters = _conv3d_groupnorm_min_clamp_dropout_backward(
@@ -442,6 +464,7 @@ def conv3d_groupnorm_min_clamp_dropout(
     from PyTorch's generator unless given.
     Returns (N, C, D', H', W') in the dtype of group_norm's result.
     """
+    _check_by_channel(weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias)
     x, weight, autocast = _autocast(x, weight)
     if autocast:
         norm_weight, norm_bias = norm_weight.float(), norm_bias.float()
@@ -450,9 +473,10 @@ def conv3d_groupnorm_min_clamp_dropout(
         if p > 0:
             seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
     keep = _keeps(x, weight, conv_bias, norm_weight, norm_bias)
-    return _conv3d_groupnorm_min_clamp_dropout(
+    y = _conv3d_groupnorm_min_clamp_dropout(
         x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
     )[0]
+    return y.to(x.dtype) if autocast and x.device.type == "cpu" else y  # only on CUDA does autocast widen group_norm's result
 
 
 # ----------------------------------------------------------------- 85: conv2d_groupnorm_scale_maxpool_clamp
@@ -533,6 +557,7 @@ def _setup(ctx, inputs, output):
     _save(ctx, (*tensors, *output[1:]), output)
 
 
+@_of_a_defined_gradient
 def _backward(ctx, dy, *_):
     need_x, need_weight = ctx.needs_input_grad[:2]
     dx, dw, *parameters = _conv2d_groupnorm_scale_maxpool_clamp_backward(
@@ -552,6 +577,7 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias, norm_weight, norm_bias and scale (C); pool (height, width); the
     others are numbers. Returns (N, C, H' // pool height, W' // pool width) in the dtype of `group_norm * scale`.
     """
+    _check_by_channel(weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale)
     x, weight, autocast = _autocast(x, weight)
     if autocast:
         norm_weight, norm_bias, scale = norm_weight.float(), norm_bias.float(), scale.float()

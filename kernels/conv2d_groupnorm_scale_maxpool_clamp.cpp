@@ -10,24 +10,27 @@
 #endif
 using Sums = std::vector<accumulate_t>;
 
-// One pixel's channels c0 … c0 + kLanes; those past C are zero.
-static void load_lanes(accumulate_t (&lanes)[kLanes], const value_t* pixel, int64_t c0, int64_t C) {
+// kLanes channels side by side, in vector registers.
+typedef accumulate_t Lanes __attribute__((vector_size(kLanes * sizeof(accumulate_t))));
+using Places = decltype(Lanes{} > Lanes{});  // integers of the same width: masks, and places in a window
+
+// Channels c0 … c0 + kLanes of a pixel; those past C are zero.
+static Lanes load_lanes(const value_t* pixel, int64_t c0, int64_t C) {
+  Lanes lanes = {};
   if (c0 + kLanes <= C)
     for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(pixel[c0 + j]);
   else
-    for (int j = 0; j < kLanes; j++) lanes[j] = c0 + j < C ? accumulate_t(pixel[c0 + j]) : accumulate_t(0);
+    for (int j = 0; c0 + j < C; j++) lanes[j] = accumulate_t(pixel[c0 + j]);
+  return lanes;
 }
 
-// Running sums of kLanes channels over some pixels, shifted by the first.
+// Running sums over some pixels, shifted by the first.
 struct LaneSums {
-  accumulate_t count = 0, shift[kLanes], sum[kLanes] = {}, square[kLanes] = {};
-  explicit LaneSums(const accumulate_t (&first)[kLanes]) { std::copy(first, first + kLanes, shift); }
-  void add(const accumulate_t (&value)[kLanes]) {
-    count += 1;
-    for (int j = 0; j < kLanes; j++) {
-      const accumulate_t d = value[j] - shift[j];
-      sum[j] += d, square[j] += d * d;
-    }
+  Lanes shift, sum = {}, square = {};
+  accumulate_t count = 0;
+  void add(Lanes value) {
+    const Lanes d = value - shift;
+    count += 1, sum += d, square += d * d;
   }
 };
 
@@ -39,35 +42,27 @@ static void pool_row(value_t* extreme, index_t* index, Moments<accumulate_t>* mo
   const int64_t windows = height < POOL_H ? 0 : W / POOL_W;
   for (int64_t c0 = 0; c0 < C; c0 += kLanes) {
     const int lanes = int(std::min<int64_t>(kLanes, C - c0));
-    accumulate_t value[kLanes], way[kLanes] = {};
-    std::copy(direction + c0, direction + c0 + lanes, way);
-    load_lanes(value, rows, c0, C);
-    LaneSums sums(value);
+    Lanes way = {};
+    for (int j = 0; j < lanes; j++) way[j] = direction[c0 + j];
+    LaneSums sums{load_lanes(rows, c0, C)};
     for (int64_t p = 0; p < windows; p++) {
-      accumulate_t best[kLanes], selected[kLanes];
-      int32_t place[kLanes];
+      Lanes selected = load_lanes(rows + p * POOL_W * C, c0, C), best = selected * way;
+      Places place = {};
       for (int h = 0; h < POOL_H; h++)
         for (int w = 0; w < POOL_W; w++) {
-          load_lanes(value, rows + (h * W + p * POOL_W + w) * C, c0, C);
+          const Lanes value = load_lanes(rows + (h * W + p * POOL_W + w) * C, c0, C), key = value * way;
           sums.add(value);
-          const bool first = h + w == 0;
-          for (int j = 0; j < kLanes; j++) {
-            const accumulate_t key = value[j] * way[j];
-            const bool replaces = first || replaces_maximum(key, best[j]);
-            best[j] = replaces ? key : best[j];
-            selected[j] = replaces ? value[j] : selected[j];
-            place[j] = replaces ? h * POOL_W + w : place[j];
-          }
+          const Places replaces = (key > best) | ((key != key) & (best == best));  // as replaces_maximum
+          best = replaces ? key : best;
+          selected = replaces ? value : selected;
+          place = replaces ? Places{} + (h * POOL_W + w) : place;
         }
       for (int j = 0; j < lanes; j++) extreme[(c0 + j) * plane + p] = value_t(selected[j]);
       if (index)
         for (int j = 0; j < lanes; j++) index[(c0 + j) * plane + p] = index_t(place[j]);
     }
     for (int64_t h = 0; h < height; h++)
-      for (int64_t w = windows * POOL_W; w < W; w++) {
-        load_lanes(value, rows + (h * W + w) * C, c0, C);
-        sums.add(value);
-      }
+      for (int64_t w = windows * POOL_W; w < W; w++) sums.add(load_lanes(rows + (h * W + w) * C, c0, C));
     for (int j = 0; j < lanes; j++)
       moments[c0 + j] = Moments<accumulate_t>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
   }

@@ -13,11 +13,12 @@
 #define POOL_W 2
 #endif
 
+// A plane has fewer than 2³¹ elements, so that places in it have 32 bits.
 struct Image {
-  int64_t H, W;
-  HOST_DEVICE int64_t pooled_height() const { return H / POOL_H; }
-  HOST_DEVICE int64_t pooled_width() const { return W / POOL_W; }
-  HOST_DEVICE int64_t pooled() const { return pooled_height() * pooled_width(); }
+  int H, W;
+  HOST_DEVICE int pooled_height() const { return H / POOL_H; }
+  HOST_DEVICE int pooled_width() const { return W / POOL_W; }
+  HOST_DEVICE int pooled() const { return pooled_height() * pooled_width(); }
 };
 
 __device__ accumulate_t sign(accumulate_t x) { return x > 0 ? accumulate_t(1) : x < 0 ? accumulate_t(-1) : accumulate_t(0); }
@@ -26,11 +27,13 @@ __device__ accumulate_t sign(accumulate_t x) { return x > 0 ? accumulate_t(1) : 
 __global__ void __launch_bounds__(kThreads)
 pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2, const value_t* v,
                        const accumulate_t* weight, const accumulate_t* scale, int64_t C, Image image) {
-  const int64_t plane = blockIdx.x, c = plane % C, W = image.W, pooled_width = image.pooled_width();
+  const unsigned plane = blockIdx.x, c = plane % unsigned(C);
+  const int W = image.W, pooled_width = image.pooled_width();
+  const int64_t pooled = int64_t(plane) * image.pooled();
   const accumulate_t direction = sign(weight[c] * scale[c]);
-  const value_t* in = v + plane * image.H * W;
+  const value_t* in = v + int64_t(plane) * image.H * W;
   ShiftedSums sums;
-  for (int64_t p = threadIdx.x; p < image.pooled(); p += kThreads) {
+  for (int p = threadIdx.x; p < image.pooled(); p += kThreads) {
     const value_t* window = in + p / pooled_width * POOL_H * W + p % pooled_width * POOL_W;
     accumulate_t best = 0, selected = 0;
     int where = 0;
@@ -42,15 +45,15 @@ pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, acc
         sums.add(value);
         if (h + w == 0 || replaces_maximum(value * direction, best)) best = value * direction, selected = value, where = h * POOL_W + w;
       }
-    extreme[plane * image.pooled() + p] = value_t(selected);
-    if (index) index[plane * image.pooled() + p] = index_t(where);
+    extreme[pooled + p] = value_t(selected);
+    if (index) index[pooled + p] = index_t(where);
   }
   // Rows and columns that fill no window count for the statistics alone.
-  const int64_t covered_height = image.pooled_height() * POOL_H, covered_width = pooled_width * POOL_W;
-  const int64_t right = W - covered_width, below = (image.H - covered_height) * W;
-  for (int64_t i = threadIdx.x; i < covered_height * right; i += kThreads)
+  const int covered_height = image.pooled_height() * POOL_H, covered_width = pooled_width * POOL_W;
+  const int right = W - covered_width, below = (image.H - covered_height) * W;
+  for (int i = threadIdx.x; i < covered_height * right; i += kThreads)
     sums.add(accumulate_t(in[i / right * W + covered_width + i % right]));
-  for (int64_t i = threadIdx.x; i < below; i += kThreads) sums.add(accumulate_t(in[covered_height * W + i]));
+  for (int i = threadIdx.x; i < below; i += kThreads) sums.add(accumulate_t(in[covered_height * W + i]));
   const Moments<accumulate_t> moments = block_merge(sums.moments());
   if (threadIdx.x == 0) mean[plane] = moments.mean, m2[plane] = moments.m2;
 }
@@ -60,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
 apply_kernel(output_t* y, const value_t* extreme, const accumulate_t* group_mean, const accumulate_t* group_rstd,
              const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale,
              accumulate_t low, accumulate_t high, GroupShape shape, int64_t pooled) {
-  const int64_t plane = blockIdx.x, c = plane % shape.C;
+  const int plane = blockIdx.x, c = plane % shape.C;
   const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads)
     y[plane * pooled + i] =
@@ -73,7 +76,7 @@ backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const out
                      const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
                      const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, accumulate_t low,
                      accumulate_t high, GroupShape shape, int64_t pooled) {
-  const int64_t plane = blockIdx.x, c = plane % shape.C;
+  const int plane = blockIdx.x, c = plane % shape.C;
   const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
   accumulate_t sum[3] = {};
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
@@ -94,16 +97,16 @@ __global__ void __launch_bounds__(kThreads)
 backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index, const accumulate_t* coefficients,
                 const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
                 const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, accumulate_t low,
-                accumulate_t high, GroupShape shape, Image image, int64_t chunks) {
-  const int64_t plane = blockIdx.x / chunks, n = plane / shape.C, c = plane % shape.C;
-  const int64_t group = n * shape.G + c / shape.channels(), pooled_width = image.pooled_width();
+                accumulate_t high, GroupShape shape, Image image, unsigned chunks) {
+  const int plane = blockIdx.x / chunks, n = plane / shape.C, c = plane % shape.C;
+  const int group = n * shape.G + c / shape.channels(), pooled_width = image.pooled_width();
   const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
   const accumulate_t constant = coefficients[group], linear = coefficients[shape.N * shape.G + group];
   const accumulate_t factor = scale[c], selected = factor * normalise.slope;
-  const int W = int(image.W), first_row = int(blockIdx.x % chunks) * kWarps + threadIdx.x / 32;
+  const int W = image.W, first_row = int(blockIdx.x % chunks) * kWarps + threadIdx.x / 32;
   for (int h = first_row; h < image.H; h += int(chunks) * kWarps) {
     const int64_t row = plane * shape.S + int64_t(h) * W;
-    const int64_t windows = plane * image.pooled() + h / POOL_H * pooled_width;
+    const int64_t windows = int64_t(plane) * image.pooled() + h / POOL_H * pooled_width;
     const int place = h % POOL_H * POOL_W;
     const bool row_pools = h / POOL_H < image.pooled_height();
 #pragma unroll 4
@@ -125,7 +128,7 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
                     const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
                     double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
-  const Image image{H, W};
+  const Image image{int(H), int(W)};
   pool_statistics_kernel<<<N * C, kThreads, 0, stream>>>(extreme, index, mean, m2, v, weight, scale, C, image);
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
   apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias, scale, low, high,
@@ -140,8 +143,8 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
                      const accumulate_t* scale, double low, double high, int64_t N, int64_t C, int64_t G, int64_t H,
                      int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
-  const Image image{H, W};
-  const int64_t chunks = blocks_for(H, kWarps * 8);  // 8 rows a warp
+  const Image image{int(H), int(W)};
+  const unsigned chunks = blocks_for(H, kWarps * 8);  // 8 rows a warp
   backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, gradients + 3 * N * C, dy, extreme, group_mean, group_rstd,
                                                       conv_bias, weight, bias, scale, low, high, shape, image.pooled());
   group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,

@@ -7,18 +7,22 @@ constexpr int64_t kPiece = 1024;
 
 using Tail = MinClamp<accumulate_t>;
 
-// philox(seed, first … first + kDraws) side by side: the same arithmetic as in philox.h, lane by lane so that it vectorises.
-constexpr int kDraws = 16;
-static void philox_block(uint32_t (&c)[4][kDraws], uint64_t seed, uint64_t first) {
-  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  for (int i = 0; i < kDraws; i++)
-    c[0][i] = uint32_t(first + i), c[1][i] = uint32_t((first + i) >> 32), c[2][i] = 0, c[3][i] = 0;
+constexpr int kDraws = 32;  // more than compilers unroll before they vectorise
+
+// The lanes of philox(seed, first), …, philox(seed, first + kDraws - 1), one draw after the other: the arithmetic of philox.h
+// side by side, in a form that compilers vectorise.
+static void philox_block(uint32_t (&lanes)[4 * kDraws], uint64_t seed, uint64_t first) {
+  uint32_t c0[kDraws], c1[kDraws], c2[kDraws] = {}, c3[kDraws] = {}, k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int i = 0; i < kDraws; i++) c0[i] = uint32_t(first + i), c1[i] = uint32_t((first + i) >> 32);
   for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
     for (int i = 0; i < kDraws; i++) {
-      const uint64_t p0 = uint64_t(0xD2511F53u) * c[0][i], p1 = uint64_t(0xCD9E8D57u) * c[2][i];
-      c[0][i] = uint32_t(p1 >> 32) ^ c[1][i] ^ k0, c[2][i] = uint32_t(p0 >> 32) ^ c[3][i] ^ k1;
-      c[1][i] = uint32_t(p1), c[3][i] = uint32_t(p0);
+      const uint32_t high0 = uint64_t(0xD2511F53u) * c0[i] >> 32, low0 = 0xD2511F53u * c0[i];
+      const uint32_t high1 = uint64_t(0xCD9E8D57u) * c2[i] >> 32, low1 = 0xCD9E8D57u * c2[i];
+      c0[i] = high1 ^ c1[i] ^ k0, c2[i] = high0 ^ c3[i] ^ k1;
+      c1[i] = low1, c3[i] = low0;
     }
+  for (int i = 0; i < kDraws; i++)
+    lanes[4 * i] = c0[i], lanes[4 * i + 1] = c1[i], lanes[4 * i + 2] = c2[i], lanes[4 * i + 3] = c3[i];
 }
 
 // Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. Without a seed all are one.
@@ -27,10 +31,9 @@ static void dropout_factors(float* factor, const int64_t* seed, double p, float 
   const int64_t skipped = begin % 4;  // of the first draw
   float drawn[kPiece + 2 * 4 * kDraws];
   for (int64_t i = 0; i < skipped + count; i += 4 * kDraws) {
-    uint32_t lanes[4][kDraws];
+    uint32_t lanes[4 * kDraws];
     philox_block(lanes, *seed, begin / 4 + i / 4);
-    for (int draw = 0; draw < kDraws; draw++)
-      for (int lane = 0; lane < 4; lane++) drawn[i + 4 * draw + lane] = dropout_keeps(lanes[lane][draw], p) ? scale : 0.0f;
+    for (int k = 0; k < 4 * kDraws; k++) drawn[i + k] = dropout_keeps(lanes[k], p) ? scale : 0.0f;
   }
   std::copy(drawn + skipped, drawn + skipped + count, factor);
 }

@@ -26,10 +26,10 @@ struct Dropout {
 // Calls body(i, factor) for the elements i of this block's share of a plane. Element i of the plane is element begin + i
 // of the tensor, and four neighbours there share a draw.
 template <class Body>
-__device__ void for_each_element(int64_t size, int64_t chunk, int64_t chunks, int64_t begin, const Dropout& dropout,
+__device__ void for_each_element(int64_t size, int chunk, unsigned chunks, int64_t begin, const Dropout& dropout,
                                  const Body& body) {
   const int64_t first = begin / 4, last = (begin + size - 1) / 4;  // draws that touch the plane
-  for (int64_t draw = first + chunk * kThreads + threadIdx.x; draw <= last; draw += chunks * kThreads) {
+  for (int64_t draw = first + int64_t(chunk) * kThreads + threadIdx.x; draw <= last; draw += chunks * kThreads) {
     accumulate_t factor[4];
     dropout.factors(factor, draw * 4);
 #pragma unroll
@@ -44,15 +44,15 @@ __device__ void for_each_element(int64_t size, int64_t chunk, int64_t chunks, in
 __global__ void __launch_bounds__(kThreads)
 apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean, const accumulate_t* group_rstd,
              const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, Tail tail,
-             Dropout dropout, int64_t offset, GroupShape shape, int64_t chunks, bool aligned) {
-  const int64_t plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+             Dropout dropout, int64_t offset, GroupShape shape, unsigned chunks, bool aligned) {
+  const int plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Normaliser normalise =
       normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, plane % shape.C);
   const value_t* in = v + plane * shape.S;
   output_t* out = y + plane * shape.S;
   bool any = !isfinite(normalise.offset * normalise.slope);
   if (aligned) {
-    for (int64_t k = chunk * kThreads + threadIdx.x; k < shape.S / kVector; k += chunks * kThreads) {
+    for (int64_t k = int64_t(chunk) * kThreads + threadIdx.x; k < shape.S / kVector; k += chunks * kThreads) {
       const auto four = reinterpret_cast<const Vector<value_t>*>(in)[k];
       accumulate_t factor[4];
       dropout.factors(factor, offset + plane * shape.S + k * kVector);
@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(kThreads)
 backward_sums_kernel(accumulate_t* sums, const output_t* dy, const value_t* v, const int32_t* active,
                      const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
                      const accumulate_t* weight, const accumulate_t* bias, Tail tail, Dropout dropout, GroupShape shape) {
-  const int64_t plane = blockIdx.x, base = plane * shape.S;
+  const int plane = blockIdx.x;
+  const int64_t base = plane * shape.S;
   accumulate_t sum[2] = {};
   if (active[plane]) {
     const Normaliser normalise =
@@ -99,14 +100,15 @@ __global__ void __launch_bounds__(kThreads)
 backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t* active, const accumulate_t* coefficients,
                 const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
                 const accumulate_t* weight, const accumulate_t* bias, Tail tail, Dropout dropout, GroupShape shape,
-                int64_t chunks) {
-  const int64_t plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks, base = plane * shape.S;
-  const int64_t n = plane / shape.C, c = plane % shape.C, group = n * shape.G + c / shape.channels();
+                unsigned chunks) {
+  const int plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+  const int n = plane / shape.C, c = plane % shape.C, group = n * shape.G + c / shape.channels();
+  const int64_t base = plane * shape.S;
   const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
   const accumulate_t constant = coefficients[group], linear = coefficients[shape.N * shape.G + group];
   const bool plane_active = active[plane];
   if (!plane_active && constant == 0 && linear == 0) {
-    for (int64_t i = chunk * kThreads + threadIdx.x; i < shape.S; i += chunks * kThreads) dv[base + i] = value_t(0);
+    for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < shape.S; i += chunks * kThreads) dv[base + i] = value_t(0);
     return;
   }
   for_each_element(shape.S, chunk, chunks, base, plane_active ? dropout : Dropout{nullptr, 0, 1},
@@ -128,7 +130,7 @@ EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulat
                     const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
                     int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
-  const int64_t chunks = chunks_for(S);
+  const unsigned chunks = chunks_for(S);
   plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, S, vectors_fit(v, S));
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
   apply_kernel<<<N * C * chunks, kThreads, 0, stream>>>(
@@ -145,7 +147,7 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
   const GroupShape shape{N, C, G, S};
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const Dropout dropout = dropout_from(seed, p);
-  const int64_t chunks = chunks_for(S);
+  const unsigned chunks = chunks_for(S);
   backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, v, active, group_mean, group_rstd, conv_bias, weight, bias,
                                                       tail, dropout, shape);
   group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,

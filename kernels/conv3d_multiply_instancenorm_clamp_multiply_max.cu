@@ -20,10 +20,10 @@ template <int kPerThread>
 __global__ void __launch_bounds__(kThreads)
 apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, const accumulate_t* mean,
              const accumulate_t* m2, const accumulate_t* conv_bias, const accumulate_t* multiplier, accumulate_t low,
-             accumulate_t high, accumulate_t eps, int64_t C, int64_t S, int64_t chunks) {
+             accumulate_t high, accumulate_t eps, int64_t C, int64_t S, unsigned chunks) {
   __shared__ ScaledChannel channels[kChannels];
   const int64_t n = blockIdx.x / chunks;
-  const int64_t s = ((blockIdx.x % chunks) * kThreads + threadIdx.x) * kPerThread;
+  const int64_t s = (int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x) * kPerThread;
   Winner winners[kPerThread];
   for (int64_t c0 = 0; c0 < C; c0 += kChannels) {
     __syncthreads();  // the previous channels have been used
@@ -66,7 +66,7 @@ backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* inde
                      const accumulate_t* mean, const accumulate_t* m2, const accumulate_t* conv_bias,
                      const accumulate_t* multiplier, accumulate_t low, accumulate_t high, accumulate_t eps, int64_t N,
                      int64_t C, int64_t S) {
-  const int64_t n = blockIdx.x / C, c = blockIdx.x % C;
+  const int n = blockIdx.x / unsigned(C), c = blockIdx.x % unsigned(C);
   const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
   accumulate_t sum[3] = {};
   for (int64_t s = threadIdx.x; s < S; s += kThreads) {
@@ -98,13 +98,13 @@ __global__ void __launch_bounds__(kThreads)
 backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index, const accumulate_t* sums,
                 const accumulate_t* mean, const accumulate_t* m2, const accumulate_t* conv_bias,
                 const accumulate_t* multiplier, accumulate_t low, accumulate_t high, accumulate_t eps, int64_t N, int64_t C,
-                int64_t S, int64_t chunks) {
-  const int64_t plane = blockIdx.x / chunks, n = plane / C, c = plane % C;
+                int64_t S, unsigned chunks) {
+  const unsigned plane = blockIdx.x / chunks, n = plane / unsigned(C), c = plane % unsigned(C);
   const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
   const accumulate_t a = channel.a, constant = -a * sums[plane] / accumulate_t(S);
   const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;  // a³ alone may underflow
 #pragma unroll 4
-  for (int64_t s = (blockIdx.x % chunks) * kThreads + threadIdx.x; s < S; s += chunks * kThreads) {
+  for (int64_t s = int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x; s < S; s += chunks * kThreads) {
     const accumulate_t centred = accumulate_t(v[plane * S + s]) - channel.mean;
     accumulate_t result = constant + linear * centred;
     if (index[n * S + s] == index_t(c) && clamp_passes(centred * a, low, high))
@@ -118,11 +118,11 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
                     int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
   plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, S, vectors_fit(v, S));
   if (vectors_fit(v, S)) {
-    const int64_t chunks = blocks_for(S, kThreads * kVector);
+    const unsigned chunks = blocks_for(S, kThreads * kVector);
     apply_kernel<kVector><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, m2, conv_bias, multiplier, low,
                                                               high, eps, C, S, chunks);
   } else {
-    const int64_t chunks = blocks_for(S, kThreads);
+    const unsigned chunks = blocks_for(S, kThreads);
     apply_kernel<1><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, m2, conv_bias, multiplier, low, high,
                                                         eps, C, S, chunks);
   }
@@ -133,7 +133,7 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, c
                      const index_t* index, const value_t* winner, const accumulate_t* mean, const accumulate_t* m2,
                      const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
                      int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
-  const int64_t chunks = chunks_for(S);
+  const unsigned chunks = chunks_for(S);
   backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, index, winner, mean, m2, conv_bias, multiplier, low, high,
                                                       eps, N, C, S);
   multiplier_gradient_kernel<<<blocks_for(N * C, 128), 128, 0, stream>>>(gradients, sums, mean, m2, conv_bias, multiplier,

@@ -6,18 +6,21 @@
 #include <math.h>
 #include "numerics.h"
 
+// Counts of planes have 32 bits, because a 64-bit division by them in every thread of a GPU is slow.
 struct GroupShape {
-  int64_t N, C, G, S;
-  HOST_DEVICE int64_t channels() const { return C / G; }
+  int N, C, G;
+  int64_t S;
+  HOST_DEVICE GroupShape(int64_t N, int64_t C, int64_t G, int64_t S) : N(int(N)), C(int(C)), G(int(G)), S(S) {}
+  HOST_DEVICE int channels() const { return C / G; }
   HOST_DEVICE accumulate_t count() const { return accumulate_t(channels()) * accumulate_t(S); }
 };
 
 // mean and rstd of group g of sample n, from the moments (mean, m2) of v per (sample, channel), each (N, C).
 HOST_DEVICE void merge_group(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
                              const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps, GroupShape shape,
-                             int64_t n, int64_t g) {
+                             int n, int g) {
   Moments<accumulate_t> moments{0, 0, 0};
-  for (int64_t c = g * shape.channels(); c < (g + 1) * shape.channels(); c++)
+  for (int c = g * shape.channels(); c < (g + 1) * shape.channels(); c++)
     moments = moments.merge({accumulate_t(shape.S), mean[n * shape.C + c] + conv_bias[c], m2[n * shape.C + c]});
   group_mean[n * shape.G + g] = moments.mean;
   group_rstd[n * shape.G + g] = 1 / sqrt(moments.variance() + eps);
@@ -32,8 +35,8 @@ struct Normaliser {
 
 HOST_DEVICE Normaliser normaliser(const accumulate_t* group_mean, const accumulate_t* group_rstd,
                                   const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                                  GroupShape shape, int64_t n, int64_t c) {
-  const int64_t group = n * shape.G + c / shape.channels();
+                                  GroupShape shape, int n, int c) {
+  const int group = n * shape.G + c / shape.channels();
   return {conv_bias[c] - group_mean[group], group_rstd[group], group_rstd[group] * weight[c], bias[c]};
 }
 
@@ -43,12 +46,12 @@ HOST_DEVICE Normaliser normaliser(const accumulate_t* group_mean, const accumula
 // gradients by sample, gradients (3, N, C): of conv_bias, weight, bias.
 HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradients, const accumulate_t* sums,
                                 const accumulate_t* mean, const accumulate_t* group_mean, const accumulate_t* group_rstd,
-                                const accumulate_t* conv_bias, const accumulate_t* weight, GroupShape shape, int64_t n,
-                                int64_t g) {
-  const int64_t group = n * shape.G + g, NC = shape.N * shape.C;
+                                const accumulate_t* conv_bias, const accumulate_t* weight, GroupShape shape, int n,
+                                int g) {
+  const int group = n * shape.G + g, NC = shape.N * shape.C;
   const accumulate_t rstd = group_rstd[group];
   accumulate_t gradient = 0, product = 0;
-  for (int64_t c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {
+  for (int c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {
     gradient += weight[c] * sums[n * shape.C + c];
     product += weight[c] * sums[NC + n * shape.C + c];
   }
@@ -56,8 +59,8 @@ HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradie
   const accumulate_t linear = -(rstd * product) / shape.count() * rstd * rstd;  // rstd³ alone may underflow
   coefficients[group] = constant;
   coefficients[shape.N * shape.G + group] = linear;
-  for (int64_t c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {
-    const int64_t i = n * shape.C + c;
+  for (int c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {
+    const int i = n * shape.C + c;
     const accumulate_t centred_mean = mean[i] + conv_bias[c] - group_mean[group];
     gradients[i] = weight[c] * rstd * sums[i] + accumulate_t(shape.S) * (constant + linear * centred_mean);
     gradients[NC + i] = rstd * sums[NC + i];

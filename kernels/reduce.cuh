@@ -75,7 +75,7 @@ plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v, 
 __global__ void merge_groups_kernel(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
                                     const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps,
                                     GroupShape shape) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < shape.N * shape.G) merge_group(group_mean, group_rstd, mean, m2, conv_bias, eps, shape, i / shape.G, i % shape.G);
 }
 
@@ -84,7 +84,7 @@ __global__ void group_gradient_kernel(accumulate_t* coefficients, accumulate_t* 
                                       const accumulate_t* mean, const accumulate_t* group_mean,
                                       const accumulate_t* group_rstd, const accumulate_t* conv_bias,
                                       const accumulate_t* weight, GroupShape shape) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < shape.N * shape.G)
     group_gradient(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape, i / shape.G,
                    i % shape.G);
@@ -93,4 +93,4 @@ __global__ void group_gradient_kernel(accumulate_t* coefficients, accumulate_t* 
 inline unsigned blocks_for(int64_t work, int threads) { return unsigned((work + threads - 1) / threads); }
 
 // Blocks that share a plane of `size` elements, so that each thread has 16 or so.
-inline int64_t chunks_for(int64_t size) { return size / (kThreads * 16) + 1; }
+inline unsigned chunks_for(int64_t size) { return unsigned(size / (kThreads * 16) + 1); }
