@@ -6,12 +6,9 @@
 // a block moves tiles through shared memory: both sides then run over 128 bytes or more in a row. Measured: rows of S
 // floats start between two sectors, so tiles that are long along S waste less.
 #include "numerics.h"
+#include "vector.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kVector = 4;  // neighbours that one thread moves
-
-template <class T> struct alignas(sizeof(T) * kVector) Vector { T at[kVector]; };
-
 // How a block's threads lie over rows of kWidth elements: `lane` along a row, `step` and every kStep-th row after it.
 template <int kWidth> struct Layout {
   static constexpr int kLanes = kWidth / kVector, kStep = kThreads / kLanes;
@@ -41,7 +38,7 @@ __device__ __forceinline__ void transpose_tile(Out* out, const In* source, int64
     Vector<In> four[kLoads];  // all loads are under way before the first is used
 #pragma unroll
     for (int k = 0; k < kLoads; k++)
-      four[k] = *reinterpret_cast<const Vector<In>*>(source + (row0 + from.step + k * from.kStep) * columns + column0 + from.lane);
+      four[k] = load_vector(source + (row0 + from.step + k * from.kStep) * columns + column0 + from.lane);
 #pragma unroll
     for (int k = 0; k < kLoads; k++)
 #pragma unroll
@@ -59,7 +56,7 @@ __device__ __forceinline__ void transpose_tile(Out* out, const In* source, int64
       Vector<Out> four;
 #pragma unroll
       for (int i = 0; i < kVector; i++) four.at[i] = apply(tile[to.lane + i][c], row0 + to.lane + i, column0 + c, i);
-      *reinterpret_cast<Vector<Out>*>(out + (column0 + c) * rows + row0 + to.lane) = four;
+      store_vector(out + (column0 + c) * rows + row0 + to.lane, four);
     }
   } else {
     for (int c = to.step; c < kColumns && column0 + c < columns; c += to.kStep)
@@ -117,7 +114,7 @@ min_add_multiply_backward_kernel(value_t* dv, accumulate_t* sums, const output_t
         dv + begin, dy + begin, C, S, c0, int64_t(tile) * kBackwardPositions, aligned,
         [&](output_t gradient, int64_t c, int64_t s, int i) {
           const accumulate_t outer = accumulate_t(gradient) * scale;
-          const accumulate_t inner = outer * minimum_gradient(accumulate_t(value[s * C + c]) + conv_bias[c], constant);
+          const accumulate_t inner = minimum_backward(outer, accumulate_t(value[s * C + c]) + conv_bias[c], constant);
           bias_sum[i] += outer;
           conv_bias_sum[i] += inner;
           return value_t(inner);
@@ -141,23 +138,18 @@ min_add_multiply_backward_kernel(value_t* dv, accumulate_t* sums, const output_t
 
 static unsigned tiles(int64_t size, int tile) { return unsigned((size + tile - 1) / tile); }
 
-template <class A, class B> static bool vectors_fit(const A* a, const B* b, int64_t rows, int64_t columns) {
-  return rows % kVector == 0 && columns % kVector == 0 && uintptr_t(a) % sizeof(Vector<A>) == 0 &&
-         uintptr_t(b) % sizeof(Vector<B>) == 0;
-}
-
 // source (N, rows, columns) -> out (N, columns, rows): to channels last.
 EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, cudaStream_t stream) {
   const unsigned row_tiles = tiles(rows, kSquare), column_tiles = tiles(columns, kSquare);
   transpose_kernel<<<N * row_tiles * column_tiles, kThreads, 0, stream>>>(
-      out, source, rows, columns, row_tiles, column_tiles, vectors_fit(out, source, rows, columns));
+      out, source, rows, columns, row_tiles, column_tiles, vectors_fit(out, rows) && vectors_fit(source, columns));
 }
 
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,
                     double constant, double scale, int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
   const unsigned position_tiles = tiles(S, kForwardPositions), channel_tiles = tiles(C, kForwardChannels);
   min_add_multiply_kernel<<<N * position_tiles * channel_tiles, kThreads, 0, stream>>>(
-      y, v, conv_bias, bias, constant, scale, C, S, position_tiles, channel_tiles, vectors_fit(y, v, S, C));
+      y, v, conv_bias, bias, constant, scale, C, S, position_tiles, channel_tiles, vectors_fit(y, S) && vectors_fit(v, C));
 }
 
 // sums (2, N·chunks, C), 1 ≤ chunks ≤ S; see the kernel.
@@ -166,5 +158,5 @@ EXPORT void backward(value_t* dv, accumulate_t* sums, const output_t* dy, const 
   const unsigned position_tiles = tiles(S, kBackwardPositions), channel_tiles = tiles(C, kBackwardChannels);
   min_add_multiply_backward_kernel<<<N * chunks * channel_tiles, kThreads, 0, stream>>>(
       dv, sums, dy, v, conv_bias, constant, scale, N, C, S, position_tiles, channel_tiles, unsigned(chunks),
-      vectors_fit(dv, dy, C, S));
+      vectors_fit(dv, C) && vectors_fit(dy, S));
 }

@@ -53,7 +53,7 @@ apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t*
   bool any = !isfinite(normalise.offset * normalise.slope);
   if (aligned) {
     for (int64_t k = int64_t(chunk) * kThreads + threadIdx.x; k < shape.S / kVector; k += chunks * kThreads) {
-      const auto four = reinterpret_cast<const Vector<value_t>*>(in)[k];
+      const auto four = load_vector(in + k * kVector);
       accumulate_t factor[4];
       dropout.factors(factor, offset + plane * shape.S + k * kVector);
       Vector<output_t> result;
@@ -63,7 +63,7 @@ apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t*
         any |= tail.gradient(z) != 0;
         result.at[j] = output_t(tail(z) * factor[j]);
       }
-      reinterpret_cast<Vector<output_t>*>(out)[k] = result;
+      store_vector(out + k * kVector, result);
     }
   } else {
     for_each_element(shape.S, chunk, chunks, offset + plane * shape.S, dropout, [&](int64_t i, accumulate_t factor) {

@@ -38,7 +38,7 @@ apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, con
       const value_t* in = v + (n * C + c0 + k) * S + s;
       value_t values[kPerThread];
       if constexpr (kPerThread == kVector) {
-        const auto four = *reinterpret_cast<const Vector<value_t>*>(in);
+        const auto four = load_vector(in);
 #pragma unroll
         for (int j = 0; j < kPerThread; j++) values[j] = four.at[j];
       } else {

@@ -1,6 +1,7 @@
 // Reductions over a block in a fixed order, so that results are bitwise equal from run to run; and statistics of planes.
 #pragma once
 #include "normalisation.h"
+#include "vector.cuh"
 
 constexpr int kThreads = 256;  // of every block that reduces
 constexpr int kWarps = kThreads / 32;
@@ -46,12 +47,6 @@ struct ShiftedSums {
   __device__ Moments<accumulate_t> moments() const { return Moments<accumulate_t>::from_shifted(count, shift, sum, square); }
 };
 
-constexpr int kVector = 4;
-template <class T> struct alignas(sizeof(T) * kVector) Vector { T at[kVector]; };
-template <class T> bool vectors_fit(const T* pointer, int64_t size) {
-  return size % kVector == 0 && uintptr_t(pointer) % sizeof(Vector<T>) == 0;
-}
-
 // mean and m2 (planes) of v (planes, size); a block per plane.
 __global__ void __launch_bounds__(kThreads)
 plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v, int64_t size, bool aligned) {
@@ -60,7 +55,7 @@ plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v, 
   if (aligned) {
 #pragma unroll 4
     for (int64_t i = threadIdx.x; i < size / kVector; i += kThreads) {
-      const auto four = reinterpret_cast<const Vector<value_t>*>(plane)[i];
+      const auto four = load_vector(plane + i * kVector);
 #pragma unroll
       for (int j = 0; j < kVector; j++) sums.add(accumulate_t(four.at[j]));
     }
