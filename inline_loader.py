@@ -3,18 +3,25 @@
     kernels = load("conv2d_min_add_multiply", device="cuda", defines={"VALUE_T": "float"})
     kernels.forward(y, v, conv_bias, bias, 0.5, 2.0, ...)
 
-A source file names its launchers with `EXPORT void name(float* out, const float* x, double a, int64_t n)`. For each one
-the loader writes the host side (kernels/host.h): an operator that checks its tensors, sets the device, takes PyTorch's
-current stream, calls the launcher and checks the launch. Pointers become tensors (those without const are written to),
-int64_t becomes int, double becomes float; a last `cudaStream_t stream` is filled in.
+A source marks its launchers: `EXPORT void name(float* out, const float* x, double a, int64_t n)`. For each one the loader
+writes the host side (kernels/host.h): an operator that checks its tensors, sets the device, takes PyTorch's current stream,
+calls the launcher and checks the launch. Pointers become tensors (those without const are written to), int64_t becomes
+int, double becomes float; a last `cudaStream_t stream` is filled in.
 
-kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels/<name>.cpp the CPU launchers. Everything is
-compiled by `torch.utils.cpp_extension.load_inline` into a folder of its own, named by a hash of all that the result depends
-on, and reused by every later process. This module knows no model.
+kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels/<name>.cpp the CPU launchers; `source=`
+takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME.
+
+`torch.utils.cpp_extension.load_inline` compiles in a temporary folder that holds a copy of every file that was hashed, so
+what is compiled is what the hash names. The result is moved in one step to a folder of the cache named by that hash, under
+a lock that dies with its holder: one process builds, every other one waits and loads. This module knows no model.
+
+`python inline_loader.py doctor` says what is wrong with a machine, `python inline_loader.py clear` empties the cache.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,28 +29,23 @@ import os
 import platform
 import re
 import shutil
-import stat
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import filelock
 import torch
-from torch.utils import cpp_extension
+
+import loader_cache as cache
+import loader_toolchain as toolchain
+from loader_report import BuildError, Status, at_line, first_error
+from loader_toolchain import STABLE_ABI
 
 KERNELS = Path(__file__).resolve().parent / "kernels"
-
-# The stable ABI's headers are complete from torch 2.10 on; older releases get the ATen host side.
-STABLE_ABI = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 10)
-MINIMUM_CAPABILITY = (7, 5)
-
-
-class BuildError(RuntimeError):
-    """A kernel could not be compiled. The message starts with the compiler's first error at the source's own line."""
 
 
 # ---------------------------------------------------------------------------------------------- launchers and host side
@@ -80,41 +82,53 @@ class Launcher:
     stream: bool
 
 
-def parse_launchers(source: str) -> list[Launcher]:
+def parse_launchers(source: str, origin: str = "source") -> list[Launcher]:
     """The launchers that `source` exports, in order.
 
-    Raises BuildError where a declaration has a parameter that an operator can't have.
+    Raises BuildError where there is none, or where one has a parameter that an operator can't have.
     """
-    code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.S)
+    # Comments become blanks of the same shape, so that positions stay those of the source.
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", lambda comment: re.sub(r"[^\n]", " ", comment[0]), source, flags=re.S)
     launchers = []
     for match in re.finditer(r"^[ \t]*EXPORT\s+void\s+(\w+)\s*\(([^)]*)\)", code, flags=re.M):
-        name, texts = match[1], [" ".join(text.split()) for text in match[2].split(",")]
-        stream = texts[-1].startswith("cudaStream_t ")
-        parameters = tuple(_parse_parameter(name, text) for text in (texts[:-1] if stream else texts))
-        if not any(parameter.pointer for parameter in parameters):
-            raise BuildError(f"{name}: expected at least one tensor (pointer) parameter, got ({match[2].strip()})")
-        launchers.append(Launcher(name, " ".join(match[0].split()), parameters, stream))
+        try:
+            launchers.append(_parse_launcher(match))
+        except ValueError as error:
+            line = code.count("\n", 0, match.start(1)) + 1
+            column = match.start(1) - code.rfind("\n", 0, match.start(1))
+            raise BuildError(at_line(origin, source, line, column, str(error))) from None
+    if not launchers:
+        raise BuildError(f"{origin}: expected at least one launcher, `EXPORT void name(float* y, const float* x, int64_t n)`")
     return launchers
 
 
-def _parse_parameter(launcher: str, text: str) -> Parameter:
+def _parse_launcher(match: re.Match) -> Launcher:
+    name, texts = match[1], [" ".join(text.split()) for text in match[2].split(",")]
+    stream = texts[-1].startswith("cudaStream_t ")
+    parameters = tuple(_parse_parameter(text) for text in (texts[:-1] if stream else texts))
+    if not any(parameter.pointer for parameter in parameters):
+        raise ValueError(f"{name}: expected at least one tensor (pointer) parameter, got ({match[2].strip()})")
+    return Launcher(name, " ".join(match[0].split()), parameters, stream)
+
+
+def _parse_parameter(text: str) -> Parameter:
     match = re.fullmatch(r"(const )?(\w+) ?(\*)? ?(?:__restrict__ )?(\w+)", text)
     if not match or not (match[3] or match[2] in ("int64_t", "double", "bool")):
-        raise BuildError(
-            f"{launcher}: expected parameters like `float* y`, `const float* x`, `int64_t n`, `double a`, `bool b` "
+        raise ValueError(
+            "expected parameters like `float* y`, `const float* x`, `int64_t n`, `double a`, `bool b` "
             f"and a last `cudaStream_t stream`, got `{text}`"
         )
     return Parameter(match[2], match[4], bool(match[3]), bool(match[1]))
 
 
-def host_source(launchers: list[Launcher], namespace: str, device: str) -> str:
+def host_source(launchers: Iterable[Launcher], namespace: str, device: str) -> str:
     """The C++ that registers `launchers` as operators `namespace::name` for `device` ("cpu" or "cuda")."""
     parts = []
     for launcher in launchers:
         names = [parameter.name for parameter in launcher.parameters]
         reads = [f"  auto {p.name} = {p.read(i)};" for i, p in enumerate(launcher.parameters)]
         arguments = ", ".join(names + ["call.stream()"] * launcher.stream)
-        body = [*reads, f"  {launcher.name}({arguments});"]
+        body = [*reads, f"  ::{launcher.name}({arguments});"]  # a parameter may bear the same name
         if device == "cuda":
             body.insert(len(reads), "  host::DeviceGuard guard(call.device());")
             body.append("  call.check_launch();")
@@ -134,227 +148,358 @@ def host_source(launchers: list[Launcher], namespace: str, device: str) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """One library to build: everything that its code depends on, and the name that follows from it."""
+    """One library to build. `parts` are digests of all that its code depends on, `key` is the digest of those."""
 
     name: str
     device: str
-    source: str
     origin: str
-    launchers: tuple[Launcher, ...]
+    source: str
+    first_line: int
+    headers: Mapping[str, str]
+    defines: Mapping[str, object]
     cflags: tuple[str, ...]
     cuda_cflags: tuple[str, ...]
-    key: str
+    launchers: tuple[Launcher, ...]
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return _digest(self.parts)
 
     @property
     def namespace(self) -> str:
         return f"{self.name}_{self.key}"
 
+    def files(self) -> dict[str, str]:
+        """The files to compile, by their name in the build folder: what load_inline gets includes them."""
+        files = {name: _line(1, KERNELS / name) + text for name, text in self.headers.items()}
+        defines = "".join(f"#define {name} {value}\n" for name, value in self.defines.items())
+        kernels = _line(self.first_line, self.origin) + self.source + "\n"
+        host = _line(1, HOST_SIDE) + host_source(self.launchers, self.namespace, self.device)
+        if self.device == "cuda":
+            files["kernels.cu"] = f'{defines}#include <stdint.h>\n#define EXPORT extern "C"\n{kernels}'
+            files["host.cpp"] = f'{defines}#include "host.h"\n{host}'
+        else:
+            files["host.cpp"] = f'{defines}#include "host.h"\n{kernels}{host}'
+        return files
 
-def _unit(name: str, device: str, defines: dict[str, object]) -> Unit:
-    path = KERNELS / (f"{name}.cu" if device == "cuda" else f"{name}.cpp")
-    if not path.is_file():
-        raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
-    source = path.read_text(encoding="utf-8")
-    launchers = tuple(parse_launchers(source))
-    if not launchers:
-        raise BuildError(f"{path}: expected at least one launcher, a function marked EXPORT")
-    macros = [f"-D{key}={value}" for key, value in sorted(defines.items())] + [f"-DSTABLE_ABI={int(STABLE_ABI)}"]
-    cflags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", *macros]
-    cuda_cflags: list[str] = []
+    def text_of(self, origin: str) -> str | None:
+        """The text whose lines a compiler's message about `origin` counts."""
+        if origin == self.origin:
+            return "\n" * (self.first_line - 1) + self.source
+        if origin == HOST_SIDE:
+            return host_source(self.launchers, self.namespace, self.device)
+        return self.headers.get(os.path.relpath(origin, KERNELS)) if os.path.isabs(origin) else None
+
+
+HOST_SIDE = "generated host side"
+
+
+def _line(number: int, origin: object) -> str:
+    """Makes the compiler count lines from `number` and name `origin` in its messages."""
+    return '#line {} "{}"\n'.format(number, str(origin).replace("\\", "\\\\").replace('"', '\\"'))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _unit(name: str, source: str | None, device: str, defines: Mapping[str, object], first_line: int = 1) -> Unit:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'expected device "cpu" or "cuda", got {device!r}')
+    if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.A):
+        raise ValueError(f"expected a name of ASCII letters, digits and underscores, got {name!r}")
+    origin = f"<{name}>"
+    if source is None:
+        path = KERNELS / (f"{name}.cu" if device == "cuda" else f"{name}.cpp")
+        if not path.is_file():
+            raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
+        origin, source = str(path), path.read_text(encoding="utf-8")
+    launchers = tuple(parse_launchers(source, origin))
+    headers = _headers('#include "host.h"\n' + source)
+    parts: dict[str, object] = {"source": [source, first_line], "headers": headers, "defines": dict(defines)}
+    defines = {**defines, "STABLE_ABI": int(STABLE_ABI)}
     if device == "cuda":
-        architecture = _cuda_architecture()
-        cuda_cflags = [f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-Xcompiler=-fvisibility=hidden"]
-        cuda_cflags += [f"-U__CUDA_NO_{what}__" for what in _RESTORED_OPERATORS] + macros
-        cflags.append("-DWITH_CUDA")
+        compilers = [toolchain.version_of(toolchain.host_compiler()), toolchain.version_of(toolchain.nvcc())]
+        parts["GPU architecture"] = architectures = toolchain.cuda_architectures()
+        cflags = ["-O1", "-fvisibility=hidden"]
+        flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
+        flags += [f"-U__CUDA_NO_{what}__" for what in RESTORED]
+        flags += ["-Xcompiler=-fvisibility=hidden", "--threads=2"]  # the host's and the device's half side by side
+        defines["WITH_CUDA"] = ""
     else:
-        cflags.append("-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native")
-    depends_on = {
-        "source": source,
-        "headers": {header.name: header.read_text(encoding="utf-8") for header in _headers(source) | _headers('#include "host.h"')},
-        "flags": cflags + cuda_cflags,
-        "torch": [torch.__version__, torch.version.git_version, torch.version.cuda],
-        "compilers": [_version(_host_compiler())] + ([_version(_nvcc())] if device == "cuda" else [_cpu()]),
-        "loader": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-    }
-    key = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
-    return Unit(name, device, source, str(path), launchers, tuple(cflags), tuple(cuda_cflags), key)
+        compilers = [toolchain.version_of(toolchain.host_compiler())]
+        parts["processor"] = toolchain.processor()
+        native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+        cflags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native]
+        flags = []
+    parts["flags"] = [device, cflags, flags, STABLE_ABI]
+    parts["environment"] = {variable: os.environ.get(variable) for variable in COMPILER_VARIABLES}
+    parts["torch"] = [torch.__version__, torch.version.git_version, torch.version.cuda, torch._C._GLIBCXX_USE_CXX11_ABI]
+    parts["compiler"] = compilers
+    parts["loader"] = [sys.implementation.cache_tag, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
+    digests = {part: _digest(value) for part, value in parts.items()}
+    return Unit(name, device, origin, source, first_line, headers, defines, tuple(cflags), tuple(flags), launchers, digests)
 
 
-# load_inline switches these off; the kernels use them.
-_RESTORED_OPERATORS = ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
+# Operators of the halves that load_inline switches off.
+RESTORED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+# What compilers read beyond their command line.
+COMPILER_VARIABLES = ("CC", "CXX", "CPATH", "CPLUS_INCLUDE_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
 
-def _headers(source: str) -> set[Path]:
-    """The headers of kernels/ that `source` includes, directly or not."""
-    found: set[Path] = set()
+def _headers(source: str) -> dict[str, str]:
+    """The headers of kernels/ that `source` includes, directly or not. Only these are there when it is compiled."""
+    found: dict[str, str] = {}
     pending = [source]
     while pending:
-        for name in re.findall(r'^\s*#include "([^"]+)"', pending.pop(), flags=re.M):
+        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*["<]([\w./-]+)[">]', pending.pop(), flags=re.M):
             header = KERNELS / name
-            if header.is_file() and header not in found:
-                found.add(header)
-                pending.append(header.read_text(encoding="utf-8"))
+            if name not in found and ".." not in name and header.is_file():
+                found[name] = header.read_text(encoding="utf-8")
+                pending.append(found[name])
     return found
-
-
-def _host_compiler() -> str:
-    return os.environ.get("CXX", "c++")
-
-
-def _nvcc() -> str:
-    home = cpp_extension.CUDA_HOME
-    return os.path.join(home, "bin", "nvcc") if home else "nvcc"
-
-
-@functools.lru_cache(None)
-def _version(compiler: str) -> str:
-    try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise BuildError(f"the compiler {compiler!r} is needed to build kernels and does not run: {error}") from error
-
-
-@functools.lru_cache(None)
-def _cpu() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    except OSError:
-        return platform.processor()
-
-
-def _cuda_architecture() -> str:
-    """Of the current device: "75", "80", "90a", …; from TORCH_CUDA_ARCH_LIST where no GPU is visible."""
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-    else:
-        listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("+PTX", "").replace(";", " ").split()
-        if not listed:
-            raise BuildError("no GPU is visible: set TORCH_CUDA_ARCH_LIST to the compute capability to build for, e.g. 9.0")
-        capability = tuple(int(part) for part in listed[-1].rstrip("af").split("."))
-    if capability < MINIMUM_CAPABILITY:
-        raise BuildError(f"expected a GPU of compute capability 7.5 or later, got {capability[0]}.{capability[1]}")
-    return f"{capability[0]}{capability[1]}" + ("a" if capability >= (9, 0) else "")
-
-
-# ---------------------------------------------------------------------------------------------------------- the cache
-
-
-def cache_folder() -> Path:
-    """Where builds are kept: $INLINE_LOADER_CACHE, else inline_kernels under the user's cache folder. Made if missing.
-
-    Raises PermissionError where somebody else could write to it.
-    """
-    chosen = os.environ.get("INLINE_LOADER_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(chosen) if chosen else base / "inline_kernels"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(
-            f"{folder}: expected a folder of your own that nobody else can enter, because code is loaded from it; "
-            f"fix it with: chmod 700 {folder}, or set INLINE_LOADER_CACHE to another folder"
-        )
-    return folder
-
-
-def _verified(folder: Path) -> Path | None:
-    """The library in `folder` if it is whole, else None."""
-    try:
-        record = json.loads((folder / "build.json").read_text())
-        library = folder / record["library"]
-        if hashlib.sha256(library.read_bytes()).hexdigest() == record["sha256"]:
-            return library
-    except (OSError, ValueError, KeyError):
-        pass
-    return None
 
 
 # ------------------------------------------------------------------------------------------------------------ building
 
-_loaded: dict[tuple, "Operators"] = {}
-_loading = threading.RLock()
+
+def _build_once(unit: Unit, folder: Path, place: str) -> None:
+    """Builds and loads `unit` unless another process does so first; what fails there fails here with the same text."""
+    reason, estimate = cache.why_missing(folder, unit.name, unit.device, unit.parts)
+    with Status(f"{unit.name} ({unit.device}){place}, {reason}", estimate) as status:
+        failure = cache.Failure(folder)
+        with cache.lock(folder, status.say):
+            if _load_cached(folder):
+                status.say("built by another process")
+                return
+            failure.raise_if_new()
+            cache.sweep(folder.parent, held=folder)
+            with cache.place_to_build(folder.parent, status.say):
+                status.say("compiling")
+                try:
+                    _build(unit, folder)
+                except BuildError as error:
+                    failure.pass_on(error)
+                    raise
+    cache.trim(folder.parent, keep=folder)
+
+
+def _build(unit: Unit, folder: Path) -> None:
+    """Builds and loads `unit` in a temporary folder, then makes that `folder`."""
+    toolchain.find_ninja()
+    start = time.monotonic()
+    work = cache.new_build(folder)
+    try:
+        sources = work / "sources"
+        for name, text in unit.files().items():
+            (sources / name).parent.mkdir(parents=True, exist_ok=True)
+            (sources / name).write_text(text, encoding="utf-8", errors="surrogateescape")
+        _compile(unit, sources, folder)
+        (sources / f"{work.name}.so").rename(work / "kernels.so")
+        shutil.rmtree(sources)
+        record = {"name": unit.name, "device": unit.device, "parts": unit.parts, "seconds": time.monotonic() - start}
+        cache.publish(work, folder, record)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _compile(unit: Unit, sources: Path, folder: Path) -> None:
+    """Compiles `sources` and loads the library. Raises BuildError, with the log beside `folder`."""
+    from torch.utils import cpp_extension  # imports setuptools, which what is cached can do without
+
+    cpp_extension._TORCH_PATH = _plain(cpp_extension._TORCH_PATH)
+    cpp_extension.TORCH_LIB_PATH = _plain(cpp_extension.TORCH_LIB_PATH)
+    directory = _plain(str(sources))
+    try:
+        cpp_extension.load_inline(
+            name=sources.parent.name,  # never used before: load_inline numbers the builds of one name
+            cpp_sources=['#include "host.cpp"'],
+            cuda_sources=['#include "kernels.cu"'] if unit.device == "cuda" else None,
+            extra_cflags=list(unit.cflags),
+            extra_cuda_cflags=list(unit.cuda_cflags),
+            extra_include_paths=[directory],
+            build_directory=directory,
+            is_python_module=False,
+            no_implicit_headers=True,
+        )
+    except OSError as error:  # from the dynamic linker
+        text = str(error.__cause__ or error)
+        problem = cache.folder_problem(folder.parent, text) or f"{unit.name} ({unit.device}) does not load: {text}"
+        raise BuildError(problem, text) from error
+    except UnicodeDecodeError as error:  # load_inline takes every compiler's words for UTF-8
+        raise _compile_error(unit, error.object.decode(errors="replace"), Path(f"{folder}.log")) from None
+    except RuntimeError as error:
+        raise _compile_error(unit, str(error), Path(f"{folder}.log")) from None
+
+
+def _compile_error(unit: Unit, log: str, log_path: Path) -> BuildError:
+    if "interrupted by user" in log:  # Ctrl-C reached ninja alone
+        raise KeyboardInterrupt
+    with contextlib.suppress(OSError):
+        log_path.write_text(log, encoding="utf-8", errors="replace")
+    full = re.search("No space left on device|Disk quota exceeded", log)
+    first = cache.folder_problem(log_path.parent, log) if full else first_error(log, unit.text_of)
+    return BuildError(f"{first}\nwhile compiling {unit.name} ({unit.device}); the whole log: {log_path}", log, str(log_path))
+
+
+@functools.lru_cache(None)
+def _plain(path: str) -> str:
+    """A name for `path` that a ninja file can hold ($, :, blanks and é can't stand there): itself, or a link to it."""
+    plain = re.compile(r"[\w./+@=,-]+", flags=re.A)
+    if plain.fullmatch(path):
+        return path
+    base = tempfile.gettempdir()
+    alias = tempfile.mkdtemp(prefix="inline_loader-", dir=base if plain.fullmatch(base) else "/tmp")
+    atexit.register(shutil.rmtree, alias, ignore_errors=True)
+    os.symlink(path, f"{alias}/link")
+    return f"{alias}/link"
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+_loaded: dict[tuple, Operators] = {}
+_loading: dict[str, threading.Lock] = {}
 
 
 class Operators:
-    """The operators of one loaded library, as attributes: `kernels.forward(y, x, …)`."""
+    """The operators of one loaded library, as attributes: `kernels.forward(y, v, ...)`. A single one can be called directly.
+
+    They write to their arguments and return nothing, which is all that torch.compile needs to know of them.
+    """
 
     def __init__(self, unit: Unit):
         self.unit = unit
         for launcher in unit.launchers:
             setattr(self, launcher.name, getattr(getattr(torch.ops, unit.namespace), launcher.name).default)
+        self._single = getattr(self, unit.launchers[0].name) if len(unit.launchers) == 1 else None
+
+    def __call__(self, *arguments):
+        if self._single is None:
+            names = ", ".join(f"{self.unit.name}.{launcher.name}" for launcher in self.unit.launchers)
+            raise TypeError(f"{self.unit.name} has several operators, call one of {names}")
+        return self._single(*arguments)
+
+    def __repr__(self) -> str:
+        calls = [f"{each.name}({', '.join(p.schema for p in each.parameters)})" for each in self.unit.launchers]
+        return f"<{self.unit.name} for {self.unit.device}: {', '.join(calls)}>"
 
 
-def load(name: str, *, device: str = "cpu", defines: dict[str, object] | None = None) -> Operators:
-    """The operators of kernels/<name>.cu (device "cuda") or kernels/<name>.cpp ("cpu"), compiled if need be.
+def load(
+    name: str, *, source: str | None = None, device: str = "cpu", defines: Mapping[str, object] | None = None
+) -> Operators:
+    """The operators of `source`, or of kernels/<name>.cu (device "cuda") or .cpp ("cpu"); compiled if need be.
 
-    `defines` become -D flags; each combination is a build of its own.
-    Raises BuildError if the source does not compile, FileNotFoundError if there is none.
+    Each combination of `defines` (macros) is a build of its own.
+    Raises BuildError if it can't be built, FileNotFoundError if there is no such source, ValueError for a bad name or device,
+    PermissionError where the cache folder is not safe to load code from.
     """
-    slot = (name, device, tuple(sorted((defines or {}).items())))
+    return _load(name, source, device, defines or {})
+
+
+def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
+    """`load(**request)` for each of `requests`, side by side as far as processors and memory go. Raises as `load` does."""
+    requests = list(requests)
+    with ThreadPoolExecutor(min(toolchain.builds_at_once(), max(1, len(requests)))) as pool:
+        futures = []
+        for index, request in enumerate(requests, 1):
+            arguments = {"source": None, "device": "cpu", "defines": {}, **request}
+            futures.append(pool.submit(_load, **arguments, place=f", {index} of {len(requests)}"))
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _load(name: str, source: str | None, device: str, defines: Mapping[str, object], place: str = "") -> Operators:
+    slot = (name, source, device, tuple(sorted(defines.items())))
     operators = _loaded.get(slot)
     if operators is None:
-        with _loading:
-            operators = _loaded.get(slot)
-            if operators is None:
-                operators = _loaded[slot] = _load_unit(_unit(name, device, defines or {}))
+        operators = _loaded[slot] = _load_unit(_unit(name, source, device, defines), place)
     return operators
 
 
-def _load_unit(unit: Unit) -> Operators:
-    cache = cache_folder()
-    folder = cache / unit.namespace
-    library = _verified(folder)
-    if library is None:
-        with filelock.FileLock(cache / f"{unit.namespace}.lock"):
-            library = _verified(folder)
-            if library is None:
-                shutil.rmtree(folder, ignore_errors=True)
-                library = _build(unit, folder)
-                return Operators(unit)  # load_inline has loaded what it built
-    torch.ops.load_library(str(library))
+def _load_unit(unit: Unit, place: str = "") -> Operators:
+    with _loading.setdefault(unit.namespace, threading.Lock()):
+        # Registering a namespace a second time would abort the process.
+        if not hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].name):
+            folder = cache.cache_folder() / unit.namespace
+            if _load_cached(folder):
+                print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=sys.stderr)
+            else:
+                with cache.naming(folder.parent):
+                    _build_once(unit, folder, place)
     return Operators(unit)
 
 
-def _build(unit: Unit, folder: Path) -> Path:
-    """Builds and loads `unit` in a temporary folder, then moves that to `folder` in one step."""
-    work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.building-", dir=folder.parent))
-    source = f'#line 1 "{unit.origin}"\n{unit.source}\n'
-    host = '#include "host.h"\n' + host_source(list(unit.launchers), unit.namespace, unit.device)
+def _load_cached(folder: Path) -> bool:
+    """Loads the build `folder` if it is whole."""
+    library = cache.verified(folder)
     try:
-        with _progress(f"compiling {unit.name} for {unit.device}"):
-            cpp_extension.load_inline(
-                name=unit.namespace,
-                cpp_sources=[host] if unit.device == "cuda" else ['#include "host.h"\n' + source + '#line 1 "host side"\n' + host],
-                cuda_sources=[source] if unit.device == "cuda" else None,
-                extra_cflags=list(unit.cflags),
-                extra_cuda_cflags=list(unit.cuda_cflags),
-                extra_include_paths=[str(KERNELS)],
-                build_directory=str(work),
-                is_python_module=False,
-                no_implicit_headers=True,
-            )
-        library = next(work.glob(f"{unit.namespace}.*"))
-        record = {"library": library.name, "sha256": hashlib.sha256(library.read_bytes()).hexdigest(), "name": unit.name}
-        (work / "build.json").write_text(json.dumps(record))
-        os.rename(work, folder)
-    except RuntimeError as error:
-        raise BuildError(f"{unit.name} ({unit.device}) does not compile:\n{error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return folder / library.name
+        if library:
+            torch.ops.load_library(str(library))
+    except OSError:  # made for another machine, or on a noexec mount: the build says which
+        return False
+    return library is not None
 
 
-class _progress:
-    """A line on stderr that says what is being built, and at the end how long it took."""
+def clear_cache() -> int:
+    """Removes every build that no process is making right now; what is loaded keeps running. Returns the bytes freed."""
+    _loaded.clear()
+    return cache.clear(cache.cache_folder())
 
-    def __init__(self, what: str):
-        self.what = what
 
-    def __enter__(self):
-        self.start = time.monotonic()
-        print(f"inline_loader: {self.what} …", end="", file=sys.stderr, flush=True)
+# ----------------------------------------------------------------------------------------------- notebooks and machines
 
-    def __exit__(self, kind, *_):
-        print(f" {'failed' if kind else 'done'} after {time.monotonic() - self.start:.1f} s", file=sys.stderr, flush=True)
+
+def load_ipython_extension(shell) -> None:
+    """`%load_ext inline_loader`: the cell magics %%cuda NAME and %%cpp NAME, optionally with macros (NAME A=1 B=float).
+
+    The cell becomes NAME, to be called as NAME(y, x, ...), or as NAME.launcher(...) where it exports several. Run again
+    after an edit, it is the new code at once, also for who holds the old NAME; edited files of kernels/ are seen as well.
+    """
+
+    def compile_cell(device: str, line: str, cell: str) -> None:
+        name, *macros = line.split() or [""]
+        defines = dict(macro.partition("=")[::2] for macro in macros)
+        operators = _load_unit(_unit(name, cell, device, defines, first_line=2))  # the magic is the cell's first line
+        known = shell.user_ns.get(name)
+        if isinstance(known, Operators):
+            known.__dict__ = operators.__dict__
+        else:
+            shell.push({name: operators})
+
+    shell.register_magic_function(functools.partial(compile_cell, "cuda"), "cell", "cuda")
+    shell.register_magic_function(functools.partial(compile_cell, "cpu"), "cell", "cpp")
+    shell.events.register("pre_run_cell", lambda info: _loaded.clear())
+
+
+def doctor() -> bool:
+    """Prints what building kernels needs and whether this machine has it, with the command that mends what is missing.
+
+    False where something stops the main job.
+    """
+    healthy = True
+    for what, check in {**toolchain.CHECKS, "cache folder": cache.check}.items():
+        try:
+            print(f"ok    {what}: {check()}")
+        except (BuildError, OSError) as error:
+            healthy = False
+            print(f"FAIL  {what}: {error}")
+    return healthy
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["doctor"]:
+        return 0 if doctor() else 1
+    if arguments == ["clear"]:
+        print(f"removed {clear_cache() >> 10} kB from {cache.cache_folder()}")
+        return 0
+    print("usage: python inline_loader.py doctor | clear", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(main(sys.argv[1:]))

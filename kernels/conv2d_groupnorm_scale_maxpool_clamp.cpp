@@ -121,7 +121,7 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
         const accumulate_t value = accumulate_t(extreme[i]), z = normalise(value);
         const accumulate_t passed = clamp_passes(z * factor, lower, upper) ? accumulate_t(dy[i]) : 0;
         gradient += passed * factor, product += passed * factor * normalise.centred(value);
-        scale_gradient += passed != 0 ? passed * z : 0;
+        scale_gradient += passed * z;
       }
       sums[plane] = gradient, sums[N * C + plane] = product, gradients[3 * N * C + plane] = scale_gradient;
     }

@@ -81,9 +81,8 @@ backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const out
   accumulate_t sum[3] = {};
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
     const accumulate_t value = accumulate_t(extreme[plane * pooled + i]), z = normalise(value);
-    if (!clamp_passes(z * scale[c], low, high)) continue;
-    const accumulate_t gradient = accumulate_t(dy[plane * pooled + i]);
-    sum[0] += gradient * scale[c], sum[1] += gradient * scale[c] * normalise.centred(value), sum[2] += gradient * z;
+    const accumulate_t passed = clamp_passes(z * scale[c], low, high) ? accumulate_t(dy[plane * pooled + i]) : accumulate_t(0);
+    sum[0] += passed * scale[c], sum[1] += passed * scale[c] * normalise.centred(value), sum[2] += passed * z;
   }
   block_sum(sum);
   if (threadIdx.x == 0) {

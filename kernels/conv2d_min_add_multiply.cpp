@@ -54,8 +54,8 @@ EXPORT void backward(value_t* dv, accumulate_t* sums, const output_t* dy, const 
     value_t* out = dv + n * S * C;
     for (int64_t c = c0; c < c1; c++)
       for (int64_t s = s0; s < s1; s++)
-        out[s * C + c] = value_t(accumulate_t(gradient[c * S + s]) * factor *
-                                 minimum_gradient(accumulate_t(value[s * C + c]) + conv_bias[c], bound));
+        out[s * C + c] = value_t(minimum_backward(accumulate_t(gradient[c * S + s]) * factor,
+                                                  accumulate_t(value[s * C + c]) + conv_bias[c], bound));
   });
   host::parallel_for(N * chunks, 1, [=](int64_t begin, int64_t end) {
     std::vector<double> inner(C), outer(C);
@@ -66,7 +66,7 @@ EXPORT void backward(value_t* dv, accumulate_t* sums, const output_t* dy, const 
         for (int64_t s = first; s < last; s++) {
           const accumulate_t gradient = accumulate_t(dy[(n * C + c) * S + s]) * factor;
           outer[c] += gradient;
-          inner[c] += gradient * minimum_gradient(accumulate_t(v[(n * S + s) * C + c]) + conv_bias[c], bound);
+          inner[c] += minimum_backward(gradient, accumulate_t(v[(n * S + s) * C + c]) + conv_bias[c], bound);
         }
       for (int64_t c = 0; c < C; c++) sums[row * C + c] = inner[c], sums[(N * chunks + row) * C + c] = outer[c];
     }

@@ -62,7 +62,9 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, c
       const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
       const accumulate_t a = channel.a, constant = -a * sums[plane] / accumulate_t(S);
       const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;  // a³ alone may underflow
-      gradients[plane] = sums[2 * N * C + plane] + sums[N * C + plane] * accumulate_t(eps) * channel.rstd * channel.rstd * channel.rstd;
+      const accumulate_t nothing = channel.mean - channel.mean;  // NaN in a channel counts even where another one wins
+      gradients[plane] = sums[2 * N * C + plane] + nothing +
+                         sums[N * C + plane] * accumulate_t(eps) * channel.rstd * channel.rstd * channel.rstd;
       for (int64_t s = 0; s < S; s++) {
         const accumulate_t centred = accumulate_t(v[plane * S + s]) - channel.mean;
         const bool passes = index[n * S + s] == index_t(c) && clamp_passes(centred * a, lower, upper);

@@ -89,8 +89,10 @@ __global__ void multiplier_gradient_kernel(accumulate_t* gradients, const accumu
                                            int64_t S) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= N * C) return;
-  const accumulate_t rstd = scaled_channel(mean, m2, conv_bias, multiplier, eps, i / C, i % C, C, S).rstd;
-  gradients[i] = sums[2 * N * C + i] + sums[N * C + i] * eps * rstd * rstd * rstd;
+  const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, i / C, i % C, C, S);
+  const accumulate_t rstd = channel.rstd;
+  const accumulate_t nothing = channel.mean - channel.mean;  // NaN in a channel counts even where another one wins
+  gradients[i] = sums[2 * N * C + i] + nothing + sums[N * C + i] * eps * rstd * rstd * rstd;
 }
 
 // dv = a·(dz - mean of dz) - a³·(v - mean)·mean of dz·(v - mean); a block per share of a plane.

@@ -7,13 +7,16 @@
 constexpr int kLanes = 16;          // independent sums, so that the compiler may vectorise
 constexpr int64_t kBlock = 4096;    // values that share a shift
 
-// Moments of `size` contiguous values: sums shifted by each block's first value, merged by Chan's formula in order.
+// Moments of `size` contiguous values: sums shifted by about each block's mean, merged by Chan's formula in order.
 inline Moments<accumulate_t> moments_of(const value_t* values, int64_t size) {
   Moments<accumulate_t> moments{0, 0, 0};
   for (int64_t begin = 0; begin < size; begin += kBlock) {
     const int64_t count = std::min(kBlock, size - begin), whole = count / kLanes * kLanes;
     const value_t* block = values + begin;
-    const accumulate_t shift = accumulate_t(block[0]);
+    double start = 0;  // the mean of a few: a single value may lie far out, and digits are lost with its distance squared
+    const int64_t few = std::min<int64_t>(kLanes, count);
+    for (int64_t i = 0; i < few; i++) start += accumulate_t(block[i]);
+    const accumulate_t shift = accumulate_t(start / few);
     accumulate_t sum[kLanes] = {}, square[kLanes] = {};
     for (int64_t i = 0; i < whole; i += kLanes)
       for (int lane = 0; lane < kLanes; lane++) {

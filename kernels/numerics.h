@@ -9,8 +9,10 @@ template <class T> HOST_DEVICE T maximum(T x, T bound) { return x < bound ? boun
 // torch.clamp: NaN stays NaN; low > high gives high.
 template <class T> HOST_DEVICE T clamp(T x, T low, T high) { return minimum(maximum(x, low), high); }
 
-// d min(x, bound) / dx: a tie shares the gradient with the bound; NaN keeps it whole.
-template <class T> HOST_DEVICE T minimum_gradient(T x, T bound) { return x > bound ? T(0) : x == bound ? T(0.5) : T(1); }
+// The gradient of x, given that of min(x, bound): a tie shares it with the bound; NaN keeps it whole.
+template <class T> HOST_DEVICE T minimum_backward(T gradient, T x, T bound) {
+  return x > bound ? T(0) : x == bound ? gradient / 2 : gradient;
+}
 
 // Does d clamp(x, low, high) / dx let the gradient pass? Yes at either bound, no at NaN.
 template <class T> HOST_DEVICE bool clamp_passes(T x, T low, T high) { return x >= low && x <= high; }
@@ -19,7 +21,7 @@ template <class T> HOST_DEVICE bool clamp_passes(T x, T low, T high) { return x 
 template <class T> struct MinClamp {
   T low, high;
   HOST_DEVICE T operator()(T z) const { return clamp(minimum(z, low), low, high); }
-  HOST_DEVICE T gradient(T z) const { return clamp_passes(minimum(z, low), low, high) ? minimum_gradient(z, low) : T(0); }
+  HOST_DEVICE T gradient(T z) const { return clamp_passes(minimum(z, low), low, high) ? minimum_backward(T(1), z, low) : T(0); }
 };
 
 // Does `candidate` replace `best` in a running maximum? The first among ties and the first NaN stay.
@@ -42,9 +44,9 @@ template <class T> struct Moments {
 
   // Chan's formula: the moments of the union.
   HOST_DEVICE Moments merge(const Moments& other) const {
-    T total = count + other.count;
-    if (total == T(0)) return *this;
-    T delta = other.mean - mean, share = other.count / total;
+    if (count == T(0)) return other;  // a deviation that overflows, times no values, would be NaN
+    if (other.count == T(0)) return *this;
+    T total = count + other.count, delta = other.mean - mean, share = other.count / total;
     return {total, mean + delta * share, m2 + other.m2 + delta * delta * count * share};
   }
 

@@ -1,0 +1,46 @@
+# make demo       compile, check, time and plot all four problems on what this machine has
+# make test       the tests
+# make lint       ruff
+# make bench      every phase of every problem, recorded in benchmarks/results/, and README's table from it
+# make notebooks  run the notebooks from top to bottom
+# make clean      remove .venv and build; compiled kernels stay in the user's cache
+#
+# PYTHON=python3.12 chooses the Python that .venv is made of. PYTHON=python VENV= uses an environment of your own as it is.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+ifeq ($(VENV),)
+RUN := $(PYTHON)
+READY :=
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/installed
+
+$(READY): requirements.txt constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt -c constraints.txt
+	touch $@
+endif
+
+.PHONY: demo test lint bench notebooks clean
+
+demo: $(READY)
+	$(RUN) compare.py --json build/demo/report.json --plots build/demo
+
+test: $(READY)
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+
+bench: $(READY)
+	$(RUN) compare.py --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
+	$(RUN) compare.py --readme
+
+notebooks: $(READY)
+	$(RUN) -m jupyter nbconvert --execute --to notebook --output-dir build/notebooks notebooks/*.ipynb
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,183 @@
+"""How long the loader takes, against the usual load_inline way of the same kernels: one run, one table, one JSON file.
+
+    python benchmarks/loader.py [NAME ...] [--device cpu|cuda] [--repeats 3] [--json FILE]
+
+cold      empty cache, empty build folder, compilers and headers in the page cache. `usual` is what most people write:
+          `#include <torch/extension.h>` in both files, a C++ function of tensors per launcher, `functions=[...]`.
+          The two alternate, so that both meet the same machine.
+warm      a fresh process that finds the build in the cache: `load` alone, beside `import torch` alone.
+in use    a later `load` in the same process, and one call of an operator through it, beside `x + 1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import inline_loader  # noqa: E402
+
+NAMES = (
+    "conv2d_min_add_multiply",
+    "conv3d_multiply_instancenorm_clamp_multiply_max",
+    "conv3d_groupnorm_min_clamp_dropout",
+    "conv2d_groupnorm_scale_maxpool_clamp",
+)
+SCALE = """
+EXPORT void scale(float* y, const float* x, double a, int64_t n) {
+  host::parallel_for(n, 1024, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) y[i] = x[i] * float(a);
+  });
+}
+"""
+PROGRAM = {
+    "ours": """
+import sys, time, torch
+sys.path.insert(0, {root!r})
+start = time.perf_counter()
+import inline_loader
+inline_loader.load({name!r}, device={device!r})
+print("seconds", time.perf_counter() - start)
+""",
+    "usual": """
+import sys, time, torch
+sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
+import loader
+arguments = loader.usual({name!r}, {device!r})
+start = time.perf_counter()
+from torch.utils.cpp_extension import load_inline
+load_inline(build_directory={folder!r}, **arguments)
+print("seconds", time.perf_counter() - start)
+""",
+}
+
+
+def usual(name: str, device: str) -> dict:
+    """load_inline's arguments for the kernels of `name`, written the usual way."""
+    unit = inline_loader._unit(name, None, device, {})
+    declarations, functions = [], []
+    for launcher in unit.launchers:
+        parameters = [f"{'torch::Tensor' if p.pointer else p.ctype} {p.name}" for p in launcher.parameters]
+        arguments = [f"({p.ctype}*){p.name}.data_ptr()" if p.pointer else p.name for p in launcher.parameters]
+        if launcher.stream:
+            arguments.append("at::cuda::getCurrentCUDAStream()")
+        signature = f"void {launcher.name}_usual({', '.join(parameters)})"
+        declarations.append(f"{signature};")
+        functions.append(f"{signature} {{ {launcher.name}({', '.join(arguments)}); }}")
+    source = "\n".join(['#include "host.h"' if device == "cpu" else "", unit.source, *functions])
+    names = [f"{launcher.name}_usual" for launcher in unit.launchers]
+    common = {"name": f"usual_{name}", "functions": names, "extra_include_paths": [str(inline_loader.KERNELS)]}
+    if device == "cpu":  # host.h for parallel_for alone: on ATen, as whoever includes torch/extension.h has it
+        return {**common, "cpp_sources": [source], "extra_cflags": [*unit.cflags, "-DSTABLE_ABI=0"]}
+    return {
+        **common,
+        "cpp_sources": ["\n".join(declarations)],
+        "cuda_sources": ["#include <ATen/cuda/CUDAContext.h>\n" + source],
+        "extra_cuda_cflags": [flag for flag in unit.cuda_cflags if not flag.startswith("--threads")],
+    }
+
+
+def in_fresh_process(program: str, **environment: str) -> float:
+    """The seconds that `program` prints."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment})
+    if result.returncode:
+        sys.exit(result.stderr)
+    return float(result.stdout.split("seconds")[-1])
+
+
+def cold(name: str, device: str, way: str) -> float:
+    """Seconds that a build takes from an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = PROGRAM[way].format(root=str(ROOT), name=name, device=device, folder=folder)
+        return in_fresh_process(program, INLINE_LOADER_CACHE=os.path.join(folder, "cache"))
+
+
+def warm(name: str, device: str, repeats: int) -> dict[str, float]:
+    program = PROGRAM["ours"].format(root=str(ROOT), name=name, device=device)
+    importing = "import time\nstart = time.perf_counter()\nimport torch\nprint('seconds', time.perf_counter() - start)"
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {"INLINE_LOADER_CACHE": os.path.join(folder, "cache")}
+        in_fresh_process(program, **cache)
+        return {
+            "warm_s": statistics.median(in_fresh_process(program, **cache) for _ in range(repeats)),
+            "import_torch_s": statistics.median(in_fresh_process(importing) for _ in range(repeats)),
+        }
+
+
+def microseconds(call, count: int = 20000) -> float:
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(count // 5):
+            call()
+        rounds.append((time.perf_counter() - start) / (count // 5) * 1e6)
+    return min(rounds)
+
+
+def in_use() -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["INLINE_LOADER_CACHE"] = os.path.join(folder, "cache")
+        kernels = inline_loader.load("scale", source=SCALE)
+        x = torch.ones(8)
+        y = torch.empty_like(x)
+        return {
+            "load_us": microseconds(lambda: inline_loader.load("scale", source=SCALE)),
+            "call_us": microseconds(lambda: kernels.scale(y, x, 2.0, 8)),
+            "x_plus_1_us": microseconds(lambda: x + 1),
+        }
+
+
+def commit() -> str:
+    result = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return result.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=NAMES)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeats", type=int, default=3, help="of each cold build; the median counts")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report = {
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine(),
+        "processors": os.cpu_count(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "rows": [],
+        **in_use(),
+    }
+    print(f"{'':50} {'usual':>8} {'ours':>8} {'ratio':>7} {'warm':>8}   (import torch)")
+    for name in arguments.names:
+        seconds: dict[str, list[float]] = {"usual": [], "ours": []}
+        for _ in range(arguments.repeats):
+            for way, times in seconds.items():
+                times.append(cold(name, arguments.device, way))
+        usual_s, ours_s = (statistics.median(times) for times in seconds.values())
+        row = {"name": name, "device": arguments.device, "usual_s": usual_s, "ours_s": ours_s, "ratio": usual_s / ours_s}
+        row.update(all_usual_s=seconds["usual"], all_ours_s=seconds["ours"], **warm(name, arguments.device, arguments.repeats))
+        report["rows"].append(row)
+        times = f"{usual_s:7.1f}s {ours_s:7.2f}s {row['ratio']:6.1f}x {row['warm_s']:7.3f}s   ({row['import_torch_s']:.2f}s)"
+        print(f"{name:50} {times}", flush=True)
+    print("in use: load {load_us:.2f} us, a call {call_us:.1f} us, x + 1 {x_plus_1_us:.1f} us".format(**report))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Is a variant of a problem right, and does it compute what it claims? The rule by which a comparison judges.
+
+    print(check("conv2d_min_add_multiply", "epilogue", phase="train"))
+
+Let r be the reference in float64 on the same input and weights. A variant is right if its output and every gradient is at
+most twice as far from r as eager PyTorch is in the dtype at hand, both as ‖out − r‖/‖r‖ and as max |out − r|, plus 4 units
+in the last place of the largest value. A limit that is missed is judged again on the mean of `DRAWS` draws of input and
+parameters, because a single draw of rounding errors can be lucky for eager; what is worse than twice stays worse.
+
+A variant is honest if it computes from its input, passes NaN on as eager does, leaves input and parameters alone, returns
+memory of its own and writes all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+import warnings
+from typing import Callable, Iterable, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import models
+
+PHASES = ("forward", "train", "train_dx")  # no gradients; all but that of x; all
+PEERS = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+DRAWS = 4
+
+# ---------------------------------------------------------------------------------------------------------- contestants
+
+
+def contestant(problem, variant: str, model: torch.nn.Module) -> Callable:
+    """`model` (a `problem.Model`) as `variant` runs it, sharing its parameters: a peer's name, or a variant of ours."""
+    if variant == "eager":
+        return model
+    if variant in PEERS:
+        return torch.compile(model, mode=PEERS[variant], dynamic=False)
+    twin = problem.ModelNew.from_eager(model)
+    twin.variant = variant
+    return twin
+
+
+def call(module: Callable, leaves: dict, x: torch.Tensor, phase: str, g: torch.Tensor | None) -> tuple:
+    """The output and the gradients of `leaves` (and of "x"), by name, for the incoming gradient g."""
+    if phase == "forward":
+        with torch.no_grad():
+            return module(x), {}
+    if phase == "train_dx":
+        x = x.detach().requires_grad_()
+        leaves = {**leaves, "x": x}
+    out = module(x)
+    gradients = torch.autograd.grad(out, list(leaves.values()), g, allow_unused=True, materialize_grads=True)
+    return out.detach(), dict(zip(leaves, gradients))
+
+
+# ------------------------------------------------------------------------------------------------------------- checking
+
+
+class Error(NamedTuple):
+    """How far one result is from float64, beside eager's distance and the limits that follow.
+
+    norm is ‖out − r‖/‖r‖ (‖out − r‖ where r is zero), max is max |out − r|.
+    """
+
+    case: str
+    quantity: str
+    norm: float
+    max: float
+    eager_norm: float
+    eager_max: float
+    limit_norm: float
+    limit_max: float
+
+    @property
+    def share(self) -> float:
+        """The larger error as a share of its limit; infinite if an error is not finite."""
+        pairs = ((self.norm, self.limit_norm), (self.max, self.limit_max))
+        return max(0.0 if e == 0 else e / limit if limit and math.isfinite(e) else math.inf for e, limit in pairs)
+
+    def __str__(self):
+        return (
+            f"{self.case}, {self.quantity}: error {self.norm:.2g} (limit {self.limit_norm:.2g}, eager {self.eager_norm:.2g}), "
+            f"max {self.max:.2g} (limit {self.limit_max:.2g}, eager {self.eager_max:.2g})"
+        )
+
+
+def _share(error: float, limit: float) -> float:
+    if not math.isfinite(error):
+        return math.inf
+    return error / limit if limit else (math.inf if error else 0.0)
+
+
+class Check(NamedTuple):
+    """What a check found: the errors of every result, and complaints about everything else."""
+
+    variant: str
+    seed: int
+    errors: list[Error]
+    complaints: list[str]
+
+    @property
+    def worst(self) -> Error | None:
+        return max(self.errors, key=lambda error: error.share, default=None)
+
+    @property
+    def failures(self) -> list[str]:
+        return self.complaints + [str(error) for error in self.errors if not error.share <= 1]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def __str__(self):
+        lines = [f"{self.variant} (seed {self.seed}): {'passes' if self.ok else 'FAILS'}"]
+        return "\n  ".join(lines + self.complaints + [f"{'ok ' if e.share <= 1 else 'BAD'} {e}" for e in self.errors])
+
+
+def check(
+    problem, variant: str, *, device="cpu", phase="forward", batch_size=None, dtype=torch.float32, seed=None
+) -> Check:
+    """Is `variant` of `problem` (a name or a `Problem`) right, to the tolerance of eager PyTorch, and honest?
+
+    Inputs and parameters are random, from `seed` (a new one if None). A peer is checked as it is timed; ours also on
+    an input with a large mean, and where the problem has them on the cases that catch a kernel that computes nothing.
+    Raises ValueError for an unknown phase; what the variant raises becomes a complaint.
+    """
+    if phase not in PHASES:
+        raise ValueError(f"expected a phase out of {PHASES}, got {phase!r}")
+    problem = models.PROBLEMS[problem] if isinstance(problem, str) else problem
+    seed = new_seed() if seed is None else seed
+    result = Check(variant, seed, [], [])
+    ours = variant not in PEERS
+
+    def draw(number: int) -> tuple[torch.nn.Module, torch.Tensor]:
+        torch.manual_seed(seed + number)
+        return _random_problem(problem, device, batch_size, dtype)
+
+    def errors(case: Case, number: int) -> list[Error]:
+        model, x = draw(number)
+        case.prepare(model, x)
+        found, complaints = errors_of(case.label, contestant(problem, variant, model), model, x, phase)
+        result.complaints.extend(complaints)
+        return found
+
+    try:
+        for case in _cases(problem.name) if ours else _COMMON[:1]:
+            found = errors(case, 0)
+            if any(error.share > 1 for error in found):
+                found = [_mean(draws) for draws in zip(found, *(errors(case, number) for number in range(1, DRAWS)))]
+            result.errors.extend(found)
+        if ours:
+            model, x = draw(0)
+            result.complaints.extend(_dishonesty(contestant(problem, variant, model.eval()), model, x, phase))
+    except Exception as error:  # whatever a variant raises is the finding
+        result.complaints.append(f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}")
+    return result
+
+
+def new_seed() -> int:
+    return int.from_bytes(os.urandom(3), "big")
+
+
+def _mean(draws: Iterable[Error]) -> Error:
+    """The mean of several draws' errors and limits."""
+    draws = list(draws)
+    case, quantity = draws[0][:2]
+    return Error(f"{case}, mean of {len(draws)}", quantity, *(statistics.fmean(column) for column in list(zip(*draws))[2:]))
+
+
+def _random_problem(problem, device, batch_size, dtype) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A reference model in training mode, what scales and shifts in it drawn from a normal distribution, and its input."""
+    model = problem.Model(*problem.get_init_inputs()).to(device=device, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if name != "conv.weight":
+            torch.nn.init.normal_(parameter)
+    (x,) = problem.get_inputs(device=device, batch_size=batch_size)
+    return model.train(), x.to(dtype)
+
+
+class Case(NamedTuple):
+    """A situation to check in: prepare(model, x) changes the random model and its input in place."""
+
+    label: str
+    prepare: Callable[[torch.nn.Module, torch.Tensor], object]
+
+
+def _ties(model, x):
+    """The one situation in which conv3d_groupnorm_min_clamp_dropout has gradients: normalised values of exactly min_value.
+
+    In the first half of the groups because the convolution gives zero everywhere, in the rest because the slope is zero.
+    """
+    model.min_value = 0.25  # not 0, so that dropped elements can be told from kept ones
+    half = (model.norm.num_groups + 1) // 2 * (model.norm.num_channels // model.norm.num_groups)
+    with torch.no_grad():
+        model.conv.weight[:half], model.conv.bias[:half], model.norm.weight[half:] = 0, 0, 0
+        model.norm.bias.fill_(model.min_value)
+
+
+# The first is what peers are checked in: the mode that is timed.
+_COMMON = [Case("random parameters", lambda model, x: None), Case("large mean", lambda model, x: x.add_(100))]
+_DROPOUT = [
+    Case("ties, training", _ties),
+    Case("ties, eval", lambda model, x: _ties(model.eval(), x)),
+    Case("no ties, eval", lambda model, x: setattr(model.eval(), "min_value", 0.25)),
+]
+
+
+def _cases(name: str) -> list[Case]:
+    return _COMMON + (_DROPOUT if name == "conv3d_groupnorm_min_clamp_dropout" else [])
+
+
+def errors_of(label: str, module, model, x, phase: str) -> tuple[list[Error], list[str]]:
+    """The errors of `module` on x beside those of `model`, the reference being `model` in float64, and complaints.
+
+    `module` shares the parameters of `model`, a reference model; label names the case. Uses torch's random numbers.
+    """
+    leaves, p = dict(model.named_parameters()), _dropout(model)
+    plain, _, edges = _float64(model, x, "forward", None, None)
+    g = None if phase == "forward" else torch.randn_like(plain, dtype=x.dtype).masked_fill_(edges, 0)
+    distances, reference = [], None
+    for run in (model, module):
+        out, gradients = call(run, leaves, x, phase, g)
+        keep = (out != 0) if p else None
+        if reference is None or p:  # each run drops elements of its own choice
+            reference = _named(*_float64(model, x, phase, g, keep)[:2])
+        results = _named(out, gradients)
+        distances.append([_distance(results[name], r) for name, r in reference.items()])
+    found, ulp = [], torch.finfo(x.dtype).eps
+    for (name, r), eager, ours in zip(reference.items(), *distances):
+        size = r.abs().max().item() if r.numel() else 0.0
+        limits = 2 * eager[0] + 4 * ulp * bool(size), 2 * eager[1] + 4 * ulp * size
+        found.append(Error(label, name, *ours, *eager, *limits))
+    if not p:
+        return found, []
+    again = call(module, leaves, x, "forward", None)[0] != 0
+    return found, [f"{label}: {text}" for text in _bad_mask(keep, again, plain != 0, p)]
+
+
+def _named(out, gradients) -> dict[str, torch.Tensor]:
+    return {"output": out, **{f"gradient of {name}": t for name, t in gradients.items()}}
+
+
+def _distance(out: torch.Tensor, r: torch.Tensor) -> tuple[float, float]:
+    if out.shape != r.shape:
+        raise ValueError(f"expected the shape {tuple(r.shape)}, got {tuple(out.shape)}")
+    if not r.numel():
+        return 0.0, 0.0
+    difference = out.double() - r
+    return (difference.norm() / (r.norm().item() or 1.0)).item(), difference.abs().max().item()
+
+
+def _dropout(model) -> float:
+    """The probability with which `model` drops elements of its output, as its last step; 0 in eval."""
+    drops = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.training]
+    return drops[0] if drops else 0.0
+
+
+def _bad_mask(keep, again, visible, p) -> Iterable[str]:
+    """What is wrong with a dropout mask, seen where the output before dropout is not zero."""
+    total = int(visible.sum())
+    kept = int((keep & visible).sum())
+    if abs(kept - total * (1 - p)) > 6 * math.sqrt(total * p * (1 - p)):
+        yield f"kept {kept} of {total} elements, expected a share of {1 - p:g}"
+    if total > 1000 and torch.equal(keep, again):
+        yield "two calls dropped the same elements"
+
+
+def _float64(model, x, phase, g, keep) -> tuple:
+    """Output, gradients and edges (see `_Edges`) of the reference in float64 on the same input and weights.
+
+    A few samples at a time, because the models treat each on its own and float64 takes room. keep is the dropout mask.
+    """
+    double = copy.deepcopy(model).double().eval()
+    leaves = dict(double.named_parameters())
+    outs, edges, dxs, gradients = [], [], [], {}
+    for piece in torch.arange(len(x), device="cpu").split(16):
+        part = slice(int(piece[0]), int(piece[-1]) + 1)
+        close = _Edges(min(1024 * torch.finfo(x.dtype).eps, 2**-6))
+
+        def run(x, part=part, close=close):
+            with close:
+                out = double(x)
+            return out if keep is None else out * keep[part] / (1 - _dropout(model))
+
+        out, partial = call(run, leaves, x[part].double(), phase, None if g is None else g[part].double())
+        outs.append(out)
+        edges.append(close.found)
+        dxs += [partial.pop("x")] if "x" in partial else []
+        gradients = {name: partial[name] + gradients.get(name, 0) for name in partial}
+    if dxs:
+        gradients["x"] = torch.cat(dxs)
+    return torch.cat(outs), gradients, torch.cat(edges)
+
+
+class _Edges(TorchFunctionMode):
+    """Marks, in `found`, the outputs whose gradient hangs on a comparison too close to call in the dtype at hand.
+
+    Where min, max or clamp meet two values that differ, but by less than `near` of the largest, rounding decides which one
+    gets the gradient, for eager as for us. Either is right, so the check sends no gradient there. Exact ties are not
+    marked: those follow a rule.
+    """
+
+    def __init__(self, near: float):
+        super().__init__()
+        self.near = near
+        self.found = None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name, x = getattr(func, "__name__", ""), args[0] if args else None
+        if name in ("min", "clamp"):
+            for bound in (*args[1:], *kwargs.values()):
+                self._mark(x, (x - bound).detach().abs())
+        elif name == "max":
+            self._choose(x, kwargs.get("dim", args[-1]))
+        elif name == "max_pool2d":
+            height, width = (args[1],) * 2 if isinstance(args[1], int) else args[1]
+            self.found = None if self.found is None else self._windows(self.found, out, height, width)
+            self._choose(self._windows(x, out, height, width), -1)
+        return out
+
+    def _mark(self, x, distance):
+        close = (distance > 0) & (distance < self.near * x.detach().abs().max())
+        self.found = close if self.found is None else self.found | close
+
+    def _choose(self, x, dim):
+        """A maximum over dim: marked if its winner is, or if the runner-up comes close."""
+        best = x.detach().topk(min(2, x.shape[dim]), dim)
+        found = None if self.found is None else self.found.gather(dim, best.indices).select(dim, 0)
+        self.found = None
+        self._mark(x, best.values.select(dim, 0) - best.values.select(dim, -1))
+        self.found = self.found if found is None else self.found | found
+
+    @staticmethod
+    def _windows(x, out, height, width):
+        """x (N, C, H, W) as (N, C, H', W', height * width), the windows of a max pool that gives `out`."""
+        (rows, columns) = out.shape[2:]
+        x = x[..., : rows * height, : columns * width].unflatten(3, (columns, width)).unflatten(2, (rows, height))
+        return x.transpose(3, 4).flatten(4)
+
+
+def _dishonesty(module, model, x, phase) -> Iterable[str]:
+    """What is wrong with how `module` computes, beyond its results. The model must be in eval mode, its input random."""
+    leaves, other = dict(model.named_parameters()), torch.rand_like(x)
+    given = [x, *leaves.values()]
+    before = [t.detach().clone() for t in given]
+    g = None if phase == "forward" else torch.randn_like(model(x))
+    first = call(module, leaves, x, phase, g)
+    kept = first[0].clone()
+    second = call(module, leaves, other, phase, g)
+    if not all(torch.equal(t, old) for t, old in zip(given, before)):
+        yield "changed its input or a parameter"
+    if not torch.equal(first[0], kept) or first[0].untyped_storage().data_ptr() == second[0].untyped_storage().data_ptr():
+        yield "two results share memory"
+    if not torch.equal(*(call(model, leaves, t, "forward", None)[0] for t in (x, other))) and torch.equal(kept, second[0]):
+        yield "gave the same result for another input"
+    with _poisoned_memory():
+        third = call(module, leaves, x, phase, g)
+    results = {"output": third[0], **third[1]}
+    yield from (f"left parts of {name} unwritten" for name, t in results.items() if not t.isfinite().all())
+    other.view(-1)[0] = math.nan
+    spoilt = [call(run, leaves, other, "forward", None)[0].isnan().flatten(1).any(1) for run in (model, module)]
+    if not torch.equal(*spoilt):
+        yield "does not pass NaN on to the samples that eager does"
+
+
+class _poisoned_memory:
+    """New tensors start as NaN."""
+
+    def __enter__(self):
+        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        self.quiet = warnings.catch_warnings()
+        self.quiet.__enter__()
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what torch.empty returns
+
+    def __exit__(self, *_):
+        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+        self.quiet.__exit__(None, None, None)
+
+

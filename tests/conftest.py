@@ -1,0 +1,19 @@
+"""What every test gets: the `gpu` marker, which skips where no kernel can be built for a GPU, and random numbers that repeat."""
+
+import pytest
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available() and CUDA_HOME:
+        return
+    missing = "nvcc" if torch.cuda.is_available() else "GPU that this torch can use"
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"there is no {missing}"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

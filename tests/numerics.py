@@ -1,0 +1,115 @@
+"""What the tests of models and operators share: the four problems at small sizes, and the one rule for 'the same results'.
+
+The rule is checks.py's: against a float64 reference, the error of the output and of every gradient is at most twice eager's
+plus a few units in the last place of the largest value, in norm and in the largest element.
+
+Each size has its reason. Dtypes and pools are few, because each combination is compiled once per cache.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import checks
+import models
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ["cpu", CUDA]
+VARIANTS = list(dict.fromkeys(variant for problem in models.PROBLEMS.values() for variant in problem.variants[1:]))
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+MIN_ADD = "conv2d_min_add_multiply"
+INSTANCE_NORM = "conv3d_multiply_instancenorm_clamp_multiply_max"
+DROPOUT = "conv3d_groupnorm_min_clamp_dropout"
+POOL = "conv2d_groupnorm_scale_maxpool_clamp"
+
+# Constructor arguments and input shape: odd everywhere, no two sizes alike, a pool that leaves a row and a column.
+SMALL = {
+    MIN_ADD: ((5, 20, 3, 0.1, (20, 1, 1), 2.0), (3, 5, 11, 13)),
+    INSTANCE_NORM: ((3, 20, (2, 3, 3), (20, 1, 1, 1), -1.0, 1.0), (3, 3, 5, 7, 9)),
+    DROPOUT: ((3, 12, 3, 4, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
+    POOL: ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+}
+
+
+def build(name: str, arguments: tuple, *, device="cpu", dtype=torch.float32, seed=0) -> torch.nn.Module:
+    """A reference model in eval mode; all that scales or shifts in it is random."""
+    torch.manual_seed(seed)
+    model = models.PROBLEMS[name].Model(*arguments)
+    for key, parameter in model.named_parameters():
+        if key != "conv.weight":
+            torch.nn.init.normal_(parameter)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def random_input(shape: tuple, *, device="cpu", dtype=torch.float32, seed=1) -> torch.Tensor:
+    """Normal, around 1, so that a kernel that takes the mean for zero is found out."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 1).to(device=device, dtype=dtype)
+
+
+def small(name: str, **options) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The reference model and the input of SMALL[name]; options as in `build`."""
+    arguments, shape = SMALL[name]
+    options.pop("seed", None)
+    return build(name, arguments, **options), random_input(shape, **options)
+
+
+def twin_of(model: torch.nn.Module, variant: str = "epilogue") -> torch.nn.Module:
+    """The ModelNew that shares `model`'s parameters, running `variant`; skips the test if the problem has no such variant."""
+    problem = problem_of(model)
+    if variant not in ("auto", *problem.variants):
+        pytest.skip(f"{problem.name} has no variant {variant!r}")
+    twin = problem.ModelNew.from_eager(model)
+    twin.variant = variant
+    return twin
+
+
+def problem_of(model: torch.nn.Module) -> models.Problem:
+    return next(problem for problem in models.PROBLEMS.values() if isinstance(model, problem.Model))
+
+
+def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogue") -> None:
+    """The rule for `variant` on x: without gradients, and with those of x and of all parameters.
+
+    As in checks.py, a limit that is missed is judged again on the mean of several draws of the incoming gradient.
+    """
+    twin = twin_of(model, variant)
+    skip_if_it_cannot_run(twin, x)
+    for phase in ("forward", "train_dx"):
+        draws = [checks.errors_of("", twin, model, x, phase)]
+        if any(error.share > 1 for error in draws[0][0]):
+            draws += [checks.errors_of("", twin, model, x, phase) for _ in range(1, checks.DRAWS)]
+        errors = [checks._mean(same) for same in zip(*(errors for errors, _ in draws))]
+        report = "\n".join(["", *draws[0][1], *map(str, errors)])
+        # In float64 eager is its own reference, so both err by a few units in the last place of the largest value they sum.
+        exact = 4 * max(error.limit_max for error in errors) if x.dtype == torch.float64 else 0.0
+        assert not draws[0][1] and all(error.share <= 1 or error.max <= exact for error in errors), report
+
+
+def skip_if_it_cannot_run(twin: torch.nn.Module, x: torch.Tensor) -> None:
+    """Skips the test where a variant says why it can't run; "epilogue" always can."""
+    try:
+        twin.plan(x)
+    except RuntimeError as error:
+        if twin.variant == "epilogue":
+            raise
+        pytest.skip(str(error))
+
+
+def results(module, x: torch.Tensor, g: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The output and the gradients of x and of all parameters, for the incoming gradient g (ones unless given)."""
+    x = x.detach().requires_grad_()
+    leaves = {"x": x, **{key.removeprefix("_orig_mod."): p for key, p in module.named_parameters()}}
+    y = module(x)
+    g = torch.ones_like(y) if g is None else g
+    gradients = torch.autograd.grad(y, list(leaves.values()), g, allow_unused=True, materialize_grads=True)
+    return {"output": y.detach(), **dict(zip(leaves, gradients))}
+
+
+def assert_equal(ours: dict, theirs: dict) -> None:
+    """Two answers of `results`, bitwise equal; NaN equals NaN."""
+    for key, value in ours.items():
+        assert value.dtype == theirs[key].dtype and value.shape == theirs[key].shape, key
+        assert torch.equal(value.nan_to_num(123.0), theirs[key].nan_to_num(123.0)), key
+        assert torch.equal(value.isnan(), theirs[key].isnan()), key

@@ -1,0 +1,920 @@
+"""The loader under every fault that it promises to survive: killed builders, planted libraries, full disks, odd paths.
+
+Each test uses a cache of its own. Where the moment matters, the compiler is a wrapper (fixture `compiler`) that counts its
+calls and waits while a file exists, so that no test depends on how long anything takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import inline_loader
+import loader_cache
+import loader_report
+import loader_toolchain
+from inline_loader import BuildError
+
+ROOT = Path(inline_loader.__file__).resolve().parent
+PATIENCE = 120  # seconds after which something hangs
+
+SCALE = """// build {}
+EXPORT void scale(float* y, const float* x, double a, int64_t n) {{
+  host::parallel_for(n, 1024, [=](int64_t begin, int64_t end) {{
+    for (int64_t i = begin; i < end; i++) y[i] = x[i] * float(a){};
+  }});
+}}
+"""
+_number = itertools.count()
+
+
+def scale(extra: str = "", number: int | None = None) -> str:
+    """y = x * a, then `extra`. No two texts are equal, so that none is loaded already."""
+    return SCALE.format(next(_number) if number is None else number, extra)
+
+
+def run(kernels, a: float = 2.0) -> list[float]:
+    x = torch.tensor([1.0, -3.0])
+    y = torch.empty_like(x)
+    (kernels.scale if hasattr(kernels, "scale") else kernels)(y, x, a, 2)
+    return y.tolist()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("INLINE_LOADER_CACHE", str(folder))
+    inline_loader._loaded.clear()
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A compiler that notes its calls in `calls` and waits while the file `hold` exists."""
+
+    class Compiler:
+        calls, hold = tmp_path / "calls", tmp_path / "hold"
+
+        def count(self, what: str = "begin") -> int:
+            return self.calls.read_text().split().count(what) if self.calls.exists() else 0
+
+        def wait_for_call(self) -> None:
+            wait_until(lambda: self.count() > 0)
+
+    script = tmp_path / "g++-that-waits"
+    script.write_text(f"""#!/bin/sh
+case " $* " in *" -c "*) ;; *) exec c++ "$@";; esac
+echo begin >> {Compiler.calls}
+while [ -e {Compiler.hold} ]; do sleep 0.05; done
+c++ "$@"; status=$?
+echo end >> {Compiler.calls}
+exit $status
+""")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return Compiler()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def start(source: str, before: str = "", **environment: str) -> subprocess.Popen:
+    """A fresh process that loads `source` and prints the result of a call, or the BuildError."""
+    program = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without it
+sys.path.insert(0, {str(ROOT)!r})
+{before}
+import torch, inline_loader
+try:
+    kernels = inline_loader.load("scale", source={ascii(source)})
+except inline_loader.BuildError as error:
+    sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
+    sys.exit(3)
+x = torch.tensor([1.0, -3.0])
+y = torch.empty_like(x)
+kernels(y, x, 2.0, 2)
+print(y.tolist())
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        env={**os.environ, **environment}, cwd="/",
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    return out.strip(), err
+
+
+def wait_for_line(process: subprocess.Popen, text: str) -> str:
+    """The line of `process`'s progress that holds `text`."""
+    for line in process.stderr:
+        if text in line:
+            return line
+    pytest.fail(f"the process ended without {text!r}")
+
+
+def only_build(cache: Path) -> Path:
+    (record,) = cache.glob("*/build.json")
+    return record.parent
+
+
+# ---------------------------------------------------------------------------------------------- launchers and host side
+
+
+def test_launchers_become_operators(cache):
+    kernels = inline_loader.load("pair", source=scale() + """
+// a comment with an EXPORT void nothing(float* y) in it
+EXPORT void flags(double* y, const int64_t* x, bool negate, int64_t n) {
+  for (int64_t i = 0; i < n; i++) y[i] = negate ? -x[i] : x[i];
+}
+""")
+    assert run(kernels) == [2.0, -6.0]
+    y = torch.empty(2, dtype=torch.float64)
+    kernels.flags(y, torch.tensor([1, 2]), True, 2)
+    assert y.tolist() == [-1.0, -2.0]
+    assert "flags(Tensor(y!) y, Tensor x, bool negate, int n)" in repr(kernels)
+    with pytest.raises(TypeError, match=r"several operators, call one of pair\.scale, pair\.flags"):
+        kernels(y)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda x: (x.double(), x), r"scale: y: expected a float32 tensor, got float64"),
+    (lambda x: (torch.empty(2, 2).t(), x), r"scale: y: expected a contiguous tensor"),
+])
+def test_host_side_checks_tensors(change, message):
+    kernels = inline_loader.load("scale", source=scale(number=-1))
+    with pytest.raises(RuntimeError, match=message):
+        kernels(*change(torch.ones(2)), 2.0, 2)
+
+
+@pytest.mark.parametrize("declaration, message", [
+    ("EXPORT void f(float* y, int n)", r"<f>:2:13: error: expected parameters like .* got `int n`\n *2 \| EXPORT.*\n *\| {13}\^"),
+    ("EXPORT void f(int64_t n)", r"<f>:2:13: error: f: expected at least one tensor"),
+    ("void f(float* y)", r"<f>: expected at least one launcher"),
+])
+def test_bad_launchers_are_named(declaration, message):
+    with pytest.raises(BuildError, match=message):
+        inline_loader.load("f", source=f"// one\n{declaration} {{}}\n")
+
+
+@pytest.mark.parametrize("arguments, error", [
+    ({"name": "no_such_kernel"}, FileNotFoundError),
+    ({"name": "a-b", "source": ""}, ValueError),
+    ({"name": "f", "source": "", "device": "mps"}, ValueError),
+])
+def test_bad_requests(arguments, error):
+    with pytest.raises(error, match="expected"):
+        inline_loader.load(**arguments)
+
+
+def test_aten_host_side_below_torch_2_10(monkeypatch):
+    """The other half of host.h, compiled and run with today's torch."""
+    monkeypatch.setattr(inline_loader, "STABLE_ABI", False)
+    kernels = inline_loader.load("scale", source=scale())
+    assert run(kernels) == [2.0, -6.0]
+    with pytest.raises(RuntimeError, match="scale: x: expected a float32 tensor, got float64"):
+        kernels(torch.ones(2), torch.ones(2).double(), 2.0, 2)
+
+
+def test_operators_work_under_torch_compile():
+    kernels = inline_loader.load("scale", source=scale())
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def twice(x):
+        y = torch.empty_like(x)
+        kernels(y, x, 2.0, x.numel())
+        return y + 1
+
+    assert twice(torch.tensor([1.0, -3.0])).tolist() == [3.0, -5.0]
+
+
+# ------------------------------------------------------------------------------------------------------- the right code
+
+
+def test_same_name_two_sources():
+    first, second = scale(), scale(" + 1")
+    assert run(inline_loader.load("same", source=first)) == [2.0, -6.0]
+    assert run(inline_loader.load("same", source=second)) == [3.0, -5.0]
+    assert run(inline_loader.load("same", source=first)) == [2.0, -6.0]
+
+
+def test_defines_are_builds_of_their_own():
+    source = scale(" + EXTRA")
+    assert run(inline_loader.load("scale", source=source, defines={"EXTRA": 1})) == [3.0, -5.0]
+    assert run(inline_loader.load("scale", source=source, defines={"EXTRA": 2})) == [4.0, -4.0]
+
+
+def test_loaded_once_stays_loaded(cache):
+    source = scale()
+    kernels = inline_loader.load("scale", source=source)
+    assert inline_loader.load("scale", source=source) is kernels
+    inline_loader.clear_cache()
+    assert run(inline_loader.load("scale", source=source)) == [2.0, -6.0]  # the namespace lives on: no second registration
+    assert not list(cache.glob("*/build.json"))
+
+
+@pytest.fixture
+def kernels_folder(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for name in ("host.h", "scalar.h"):
+        shutil.copy(ROOT / "kernels" / name, folder)
+    monkeypatch.setattr(inline_loader, "KERNELS", folder)
+    return folder
+
+
+def test_everything_that_matters_is_in_the_key(kernels_folder, monkeypatch, tmp_path):
+    (kernels_folder / "outer.h").write_text('#include "inner.h"\n')
+    (kernels_folder / "inner.h").write_text("// 1\n")
+    (kernels_folder / "k.cpp").write_text('#include "outer.h"\n' + scale())
+
+    def parts(**defines):
+        return dict(inline_loader._unit("k", None, "cpu", defines).parts)
+
+    def changed(now) -> list[str]:
+        return [part for part in before if before[part] != now[part]]
+
+    before = parts()
+    assert changed(parts()) == []
+    assert changed(parts(A=1)) == ["defines"]
+    (kernels_folder / "inner.h").write_text("// 2\n")
+    assert changed(parts()) == ["headers"]
+    before = parts()
+    (kernels_folder / "k.cpp").write_text('#include "outer.h"\n' + scale())
+    assert changed(parts()) == ["source"]
+    before = parts()
+    for target, name, value, part in [
+        (torch, "__version__", "9.9.9", "torch"),
+        (torch.version, "git_version", "other", "torch"),
+        (torch.version, "cuda", "99.0", "torch"),
+        (inline_loader, "STABLE_ABI", not inline_loader.STABLE_ABI, "flags"),
+        (loader_toolchain, "version_of", lambda compiler: "c++ 99.0.0", "compiler"),
+        (loader_toolchain, "processor", lambda: "another", "processor"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, value)
+            assert part in changed(parts()), name
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    assert changed(parts()) == ["environment"]
+
+
+def test_what_is_compiled_is_what_was_hashed(kernels_folder):
+    """A header that the key does not know can't be found by the compiler either."""
+    (kernels_folder / "hidden.h").write_text("#define EXTRA + 1\n")
+    source = '#define HEADER "hidden.h"\n#include HEADER\n' + scale(" EXTRA")
+    with pytest.raises(BuildError, match="hidden.h"):
+        inline_loader.load("scale", source=source)
+
+
+def test_edited_header_is_seen_and_told(kernels_folder, capfd):
+    (kernels_folder / "extra.h").write_text("#define EXTRA + 1\n")
+    (kernels_folder / "k.cpp").write_text('#include "extra.h"\n' + scale(" EXTRA"))
+    assert run(inline_loader.load("k")) == [3.0, -5.0]
+    assert "k (cpu), first build: compiling" in capfd.readouterr().err
+    (kernels_folder / "extra.h").write_text("#define EXTRA + 2\n")
+    inline_loader._loaded.clear()  # as before each notebook cell
+    assert run(inline_loader.load("k")) == [4.0, -4.0]
+    err = capfd.readouterr().err
+    assert re.search(r"k \(cpu\), headers changed: compiling, about \d+ s", err), err
+    assert re.search(r"k \(cpu\), headers changed: built, [\d.]+ s", err), err
+
+
+# ------------------------------------------------------------------------------------------------- processes that meet
+
+
+def test_eight_cold_processes_build_once(compiler):
+    source = scale()
+    compiler.hold.touch()
+    processes = [start(source) for _ in range(8)]
+    compiler.wait_for_call()
+    compiler.hold.unlink()
+    assert [finish(process)[0] for process in processes] == ["[2.0, -6.0]"] * 8
+    assert compiler.count() == 1
+
+
+def test_who_waits_is_told_for_whom(compiler):
+    source = scale()
+    compiler.hold.touch()
+    builder = start(source)
+    compiler.wait_for_call()
+    waiter = start(source)
+    wait_for_line(waiter, f"waiting for process {builder.pid} on ")
+    compiler.hold.unlink()
+    assert finish(builder)[0] == finish(waiter)[0] == "[2.0, -6.0]"
+
+
+def test_waiting_ends_with_the_lock_named(compiler, monkeypatch, cache):
+    source = scale()
+    compiler.hold.touch()
+    builder = start(source)
+    compiler.wait_for_call()
+    monkeypatch.setattr(loader_cache, "LOCK_TIMEOUT", 0.3)
+    with pytest.raises(BuildError, match=rf"waiting for process {builder.pid} on .*{cache}/scale_\w+\.lock"):
+        inline_loader.load("scale", source=source)
+    compiler.hold.unlink()
+    assert finish(builder)[0] == "[2.0, -6.0]"
+
+
+def test_all_who_waited_get_the_same_compiler_text(compiler):
+    source = scale(" + nonsense")
+    compiler.hold.touch()
+    builder = start(source)
+    compiler.wait_for_call()
+    waiters = [start(source) for _ in range(2)]
+    for waiter in waiters:
+        wait_for_line(waiter, "waiting for process")
+    compiler.hold.unlink()
+    texts = {finish(process)[0] for process in [builder, *waiters]}
+    assert len(texts) == 1 and "nonsense" in texts.pop()
+    assert compiler.count() == 1
+    assert "nonsense" in finish(start(source))[0] and compiler.count() == 2  # later calls try again
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_killed_builder_leaves_nothing_that_hurts(compiler, cache, kill):
+    source = scale()
+    compiler.hold.touch()
+    builder = start(source)
+    compiler.wait_for_call()
+    waiter = start(source)
+    wait_for_line(waiter, "waiting for process")
+    builder.send_signal(kill)
+    _, err = finish(builder)
+    assert ("KeyboardInterrupt" in err) == (kill == signal.SIGINT)
+    wait_until(lambda: compiler.count() == 2)  # the waiter builds
+    compiler.hold.unlink()
+    assert finish(waiter)[0] == "[2.0, -6.0]"
+    assert only_build(cache) and not list(cache.glob("*.building-*"))
+
+
+def test_locks_that_torch_left_do_not_matter(cache, tmp_path):
+    source = scale()
+    unit = inline_loader._unit("scale", source, "cpu", {})
+    for folder in (cache / unit.namespace, tmp_path / "extensions" / "scale", tmp_path / "extensions" / unit.namespace):
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "lock").touch()
+    cache.chmod(0o700)
+    assert finish(start(source, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions")))[0] == "[2.0, -6.0]"
+
+
+def test_little_memory_builds_one_at_a_time(compiler, monkeypatch, capfd):
+    monkeypatch.setattr(loader_toolchain, "free_memory", lambda: loader_toolchain.MEMORY_PER_BUILD // 2)
+    loaded = inline_loader.load_all([{"name": "scale", "source": scale(f" + {i}")} for i in range(2)])
+    assert [run(kernels) for kernels in loaded] == [[2.0, -6.0], [3.0, -5.0]]
+    assert compiler.calls.read_text().split() == ["begin", "end"] * 2
+    assert "scale (cpu), 2 of 2, " in capfd.readouterr().err
+
+
+def test_processes_share_the_places_to_build(compiler):
+    compiler.hold.touch()
+    builder = start(scale(), MAX_JOBS="1")
+    compiler.wait_for_call()
+    other = start(scale(" + 1"), MAX_JOBS="1")
+    wait_for_line(other, "waiting for memory or a processor")
+    compiler.hold.unlink()
+    assert (finish(builder)[0], finish(other)[0]) == ("[2.0, -6.0]", "[3.0, -5.0]")
+    assert compiler.calls.read_text().split() == ["begin", "end"] * 2
+
+
+def test_independent_builds_run_side_by_side(compiler, monkeypatch):
+    monkeypatch.setattr(loader_toolchain, "builds_at_once", lambda: 2)
+    compiler.hold.touch()
+    requests = [{"name": "scale", "source": scale(f" + {i}")} for i in range(2)]
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(inline_loader.load_all, requests)
+        wait_until(lambda: compiler.count() == 2)  # both compile before either may end
+        compiler.hold.unlink()
+        assert [run(kernels) for kernels in loading.result()] == [[2.0, -6.0], [3.0, -5.0]]
+
+
+def test_load_all_raises_the_error():
+    with pytest.raises(BuildError, match="nonsense"):
+        inline_loader.load_all([{"name": "scale", "source": scale(" + nonsense")}])
+
+
+def test_jobs_follow_memory_processors_and_max_jobs(monkeypatch):
+    monkeypatch.setattr(loader_toolchain, "free_memory", lambda: 5 * loader_toolchain.MEMORY_PER_BUILD)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
+    assert loader_toolchain.builds_at_once() == 5
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert loader_toolchain.builds_at_once() == 3
+    assert loader_toolchain.free_memory() > 0
+
+
+# --------------------------------------------------------------------------------------------------- the cache's content
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "no record"])
+def test_damaged_library_is_rebuilt(cache, damage, compiler):
+    source, other = scale(), scale(" + 1")
+    assert finish(start(source))[0] == "[2.0, -6.0]"
+    library = only_build(cache) / "kernels.so"
+    if damage == "truncated":
+        os.truncate(library, library.stat().st_size // 2)
+    elif damage == "empty":
+        os.truncate(library, 0)
+    elif damage == "foreign":
+        inline_loader.load("other", source=other)
+        library.write_bytes(next(cache.glob("other_*/kernels.so")).read_bytes())
+    else:
+        (library.parent / "build.json").unlink()
+    before = compiler.count()
+    out, err = finish(start(source))
+    assert out == "[2.0, -6.0]" and "the cached library is damaged" in err
+    assert compiler.count() == before + 1
+    assert "scale (cpu): cached" in finish(start(source))[1] and compiler.count() == before + 1
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o755])
+def test_shared_cache_folder_is_refused(cache, mode):
+    cache.mkdir()
+    cache.chmod(mode)
+    with pytest.raises(PermissionError, match=f"nobody else can enter.*chmod 700 {cache}"):
+        inline_loader.load("scale", source=scale())
+
+
+def test_linked_cache_folder_is_refused(cache, tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "real")
+    with pytest.raises(PermissionError, match="no link"):
+        inline_loader.load("scale", source=scale())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_foreign_cache_folder_is_refused(cache):
+    cache.mkdir(mode=0o700)
+    os.chown(cache, 12345, 12345)
+    with pytest.raises(PermissionError, match="folder of your own"):
+        inline_loader.load("scale", source=scale())
+
+
+def test_cache_in_a_replaceable_place_is_refused(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("INLINE_LOADER_CACHE", str(shared / "cache"))
+    with pytest.raises(PermissionError, match=f"chmod o-w {shared}"):
+        inline_loader.load("scale", source=scale())
+
+
+def test_new_cache_folder_is_private(cache):
+    loader_cache.cache_folder()
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_least_recently_used_build_goes_first(cache, monkeypatch):
+    folders = {}
+    for name in ("a", "b", "c"):
+        if name == "c":
+            os.utime(folders["a"] / "build.json", (3, 3))
+            os.utime(folders["b"] / "build.json", (2, 2))
+            monkeypatch.setattr(loader_cache, "LIMIT", loader_cache.size(cache) + 1000)
+        inline_loader.load(name, source=scale().replace("scale", name))
+        folders[name] = next(cache.glob(f"{name}_*/build.json")).parent
+    assert [name for name, folder in folders.items() if folder.exists()] == ["a", "c"]
+
+
+def test_a_cached_load_counts_as_use(cache):
+    source = scale()
+    finish(start(source))
+    record = only_build(cache) / "build.json"
+    os.utime(record, (1, 1))
+    finish(start(source))
+    assert record.stat().st_mtime > 1
+
+
+def test_clear_cache_spares_what_is_being_built(cache, compiler):
+    finish(start(scale()))
+    killed = cache / ("gone_0" + loader_cache.BUILDING + "x")
+    killed.mkdir()
+    compiler.hold.touch()
+    builder = start(scale())
+    wait_until(lambda: compiler.count() == 2)
+    assert inline_loader.clear_cache() > 0
+    assert not list(cache.glob("*/build.json")) and not killed.exists()
+    compiler.hold.unlink()
+    assert finish(builder)[0] == "[2.0, -6.0]" and only_build(cache)
+
+
+# ------------------------------------------------------------------------------------------------------ disks and paths
+
+
+def mounted(options: str, folder: Path, command: list[str], then: str = "true") -> subprocess.CompletedProcess:
+    """Runs `command` in a mount namespace where `folder` is a tmpfs with `options`; `then` is run before it, mounted."""
+    if not shutil.which("unshare"):
+        pytest.skip("needs unshare")
+    folder.mkdir(exist_ok=True)
+    script = f"mount -t tmpfs -o mode=0700,{options} none {shlex.quote(str(folder))} && {then} && exec {shlex.join(command)}"
+    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*unshare, f"mount -t tmpfs none {shlex.quote(str(folder))}"], capture_output=True).returncode:
+        pytest.skip("this machine does not allow a mount namespace")
+    return subprocess.run([*unshare, script], capture_output=True, text=True, timeout=PATIENCE, env=os.environ)
+
+
+def loading(source: str) -> list[str]:
+    process = start(source)
+    process.kill()
+    process.communicate()
+    return process.args
+
+
+def test_full_disk_names_the_folder(cache):
+    result = mounted("size=48k", cache, loading(scale()))
+    assert f"{cache}: the disk is full" in result.stdout and "INLINE_LOADER_CACHE" in result.stdout, result
+
+
+def test_noexec_cache_names_the_folder(cache):
+    result = mounted("noexec", cache, loading(scale()))
+    assert f"{cache}: no code may run from here" in result.stdout, result
+
+
+def test_read_only_cache_loads_when_warm_and_says_so_when_cold(cache, tmp_path):
+    warm, cold = scale(), scale()
+    assert finish(start(warm))[0] == "[2.0, -6.0]"
+    shutil.copytree(cache, tmp_path / "copy")
+    fill = f"cp -r {tmp_path}/copy/. {cache} && chmod 700 {cache} && mount -o remount,ro {cache}"
+    assert mounted("size=10m", cache, loading(warm), fill).stdout.strip() == "[2.0, -6.0]"
+    result = mounted("size=10m", cache, loading(cold), fill)
+    assert f"{cache}: can't be written to" in result.stdout, result
+
+
+ODD = """odd $HOME ${x} 'q' "Q" é: #&;(1)%"""
+
+
+@pytest.fixture(scope="module")
+def odd_project(tmp_path_factory) -> Path:
+    """The project and torch itself in a folder with every character that has broken a build somewhere."""
+    folder = tmp_path_factory.mktemp("odd") / ODD
+    folder.mkdir()
+    for path in ROOT.glob("*loader*.py"):
+        shutil.copy(path, folder)
+    shutil.copytree(ROOT / "kernels", folder / "kernels")
+    (folder / "site").mkdir()
+    (folder / "site" / "torch").symlink_to(Path(torch.__file__).parent)
+    (folder / "tmp").mkdir()
+    (folder / "cache").mkdir(mode=0o700)
+    return folder
+
+
+@pytest.mark.parametrize("locale", [
+    {"LC_ALL": "C.UTF-8"},
+    {"LC_ALL": "POSIX"},
+    {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},  # torch can't be imported from an é here
+], ids=["utf8", "posix", "ascii"])
+def test_odd_paths_work(odd_project, locale):
+    source = scale().replace("// build", "// bâtiment")
+    environment = {"INLINE_LOADER_CACHE": str(odd_project / "cache"), "TMPDIR": str(odd_project / "tmp"), **locale}
+    paths = [odd_project] if "PYTHONUTF8" in locale else [odd_project, odd_project / "site"]
+    # The program's text is ASCII: under these locales Python takes no other.
+    before = "\n".join(f"import os; sys.path.insert(0, os.fsdecode({os.fsencode(path)!r}))" for path in paths)
+    out, err = finish(start(source, before=before, **environment))
+    assert out == "[2.0, -6.0]", err
+    out, err = finish(start(source, before=before, **environment))
+    assert out == "[2.0, -6.0]" and "cached" in err, err
+    out, err = finish(start(source.replace("x[i]", "q[i]"), before=before, **environment))
+    assert out.startswith("<scale>:4:"), (out, err)
+
+
+# ------------------------------------------------------------------------------------------------------- missing tools
+
+
+@pytest.fixture
+def fresh_versions():
+    loader_toolchain.version_of.cache_clear()
+    yield
+    loader_toolchain.version_of.cache_clear()
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{text}'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def cuda_torch(monkeypatch, fresh_versions):
+    """A torch that believes in CUDA 13.0 and sees no GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+
+
+CUDA_SOURCE = """EXPORT void scale(float* y, const float* x, double a, int64_t n, cudaStream_t stream) {}"""
+
+
+def test_no_host_compiler(monkeypatch, fresh_versions):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(BuildError, match=r"^no C\+\+ compiler: /nowhere/g\+\+ .*apt-get install g\+\+"):
+        inline_loader.load("scale", source=scale())
+
+
+def test_old_host_compiler(monkeypatch, fresh_versions, tmp_path):
+    old = program(tmp_path / "g++", "g++ (GCC) 4.8.5 20150623")
+    monkeypatch.setenv("CXX", str(old))
+    with pytest.raises(BuildError, match=rf"{re.escape(str(old))} is version 4.8.5, too old .*install g\+\+ \d+"):
+        inline_loader.load("scale", source=scale())
+
+
+def test_no_ninja(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tools(tmp_path)))
+    monkeypatch.setattr(loader_toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(BuildError, match=r"^ninja is missing: .*pip install ninja"):
+        inline_loader.load("scale", source=scale())
+
+
+def tools(tmp_path: Path) -> Path:
+    """A folder with what a compiler needs and no ninja."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in ("c++", "g++", "as", "ld", "sh", "rm"):
+        if found := shutil.which(tool):
+            (folder / tool).symlink_to(found)
+    return folder
+
+
+def test_ninja_is_found_beside_python(tmp_path):
+    """As in a notebook server that was started by its absolute path: the environment's bin folder is not on PATH."""
+    if not shutil.which("ninja", path=os.path.dirname(sys.executable)):
+        pytest.skip("this environment has no ninja of its own")
+    out, err = finish(start(scale(), PATH=str(tools(tmp_path))))
+    assert out == "[2.0, -6.0]", err
+
+
+def test_no_nvcc(cuda_torch, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(BuildError, match=r"^no CUDA compiler: /nowhere/bin/nvcc .*install the CUDA toolkit 13.0"):
+        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
+
+
+def test_wrong_cuda(cuda_torch, monkeypatch, tmp_path):
+    program(tmp_path / "bin" / "nvcc", "Cuda compilation tools, release 11.8, V11.8.89")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BuildError, match=r"nvcc is of CUDA 11.8 but torch .* of CUDA 13.0: install"):
+        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
+
+
+@pytest.fixture
+def nvcc13(cuda_torch, monkeypatch, tmp_path):
+    program(tmp_path / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+
+
+def test_old_driver(nvcc13, monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(BuildError, match=r"driver is too old: it serves CUDA 11.4, torch .* needs 13.0; update"):
+        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
+
+
+def test_no_gpu_and_no_architecture(nvcc13):
+    with pytest.raises(BuildError, match="no GPU is visible: set TORCH_CUDA_ARCH_LIST"):
+        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
+
+
+def test_old_gpu(nvcc13, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (6, 1))
+    with pytest.raises(BuildError, match=r"compute capability 7.5 or later \(7.5, 8.0.*got 6.1"):
+        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
+
+
+def test_architectures(nvcc13, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "6.1;7.5 8.6+PTX 9.0a 12.0")
+    assert loader_toolchain.cuda_architectures() == ["75", "86", "90a", "120a"]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_torch_without_cuda():
+    with pytest.raises(BuildError, match="is built without CUDA: use device="):
+        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
+
+
+def test_doctor(monkeypatch, capsys, cache, fresh_versions):
+    assert inline_loader.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"ok    cache folder: {cache}" in out and "FAIL" not in out and "at once" in out
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    cache.chmod(0o777)
+    assert inline_loader.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  C++ compiler: no C++ compiler" in out and f"chmod 700 {cache}" in out
+
+
+def test_command_line(cache):
+    finish(start(scale()))
+    command = [sys.executable, str(ROOT / "inline_loader.py")]
+    result = subprocess.run([*command, "clear"], capture_output=True, text=True, check=True)
+    assert re.match(r"removed \d+ kB", result.stdout) and not list(cache.glob("*/build.json"))
+    assert subprocess.run([*command, "nonsense"], capture_output=True).returncode == 2
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_error_at_the_line_of_a_file(kernels_folder):
+    path = kernels_folder / "wrong.cpp"
+    path.write_text(scale().replace("float(a)", "flaot(a)"))
+    with pytest.raises(BuildError) as caught:
+        inline_loader.load("wrong")
+    error, source = caught.value, path.read_text().splitlines()[3]
+    first, line, caret, *rest = str(error).splitlines()
+    assert first.startswith(f"{path}:4:{source.index('flaot') + 1}: error: ") and "flaot" in first
+    assert line.endswith(source) and line[caret.index("^"):].startswith("flaot")
+    assert error.log_path in rest[-1] and Path(error.log_path).read_text() == error.log and "flaot" in error.log
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.log, copy.log_path) == (str(error), error.log, error.log_path)
+
+
+def test_error_in_a_header_and_in_a_library(kernels_folder):
+    (kernels_folder / "extra.h").write_text("\n#define EXTRA 1\nint broken = ;\n")
+    with pytest.raises(BuildError, match=rf"^{kernels_folder}/extra.h:3:14: error: .*\n *3 \| int broken = ;\n"):
+        inline_loader.load("scale", source='#include "extra.h"\n' + scale())
+    source = "#include <vector>\n#include <mutex>\nstd::vector<std::mutex> v(2, std::mutex());\n" + scale()
+    with pytest.raises(BuildError, match=r"^<scale>:3:\d+: error: .*\n *3 \| std::vector"):
+        inline_loader.load("scale", source=source)
+
+
+def test_undefined_symbol_is_named():
+    with pytest.raises(BuildError, match="scale .*does not load: .*undefined symbol: .*missing"):
+        inline_loader.load("scale", source="float missing(float);\n" + scale(" + missing(1)"))
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_error_of_nvcc(monkeypatch, tmp_path):
+    source = "\n".join(["__global__ void k(float* y) {", "\t y[0] = nonsense;", "}", CUDA_SOURCE])
+    unit = inline_loader.Unit("k", "cuda", "<k>", source, 2, {}, {}, (), (), ())
+    (tmp_path / "kernels.cu").write_text(unit.files()["kernels.cu"])
+    log = subprocess.run(["nvcc", "-c", "kernels.cu", "-o", "k.o"], cwd=tmp_path, capture_output=True, text=True).stderr
+    text = loader_report.first_error(log, unit.text_of).splitlines()
+    assert text[0].startswith("<k>:3:") and "nonsense" in text[0]
+    assert text[1][text[2].index("^"):].startswith("nonsense"), text
+
+
+def test_html_of_an_error():
+    error = BuildError("a.cu:1:2: error: expected <int>", "log & more", "/a.log")
+    assert "expected &lt;int&gt;" in error._repr_html_() and "log &amp; more" in error._repr_html_()
+    assert error._render_traceback_() == ["BuildError: a.cu:1:2: error: expected <int>"]
+
+
+# ----------------------------------------------------------------------------------------------------------- notebooks
+
+CELL = """%%cpp plus EXTRA={0}
+EXPORT void plus(float* y, const float* x, int64_t n) {{
+  for (int64_t i = 0; i < n; i++) y[i] = x[i] + EXTRA{1};
+}}
+"""
+
+
+def test_notebook_cells():
+    """Edited cell: new code without a restart, also under torch.compile and for who holds the old name. Then an error."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    use = "y = torch.empty(2); plus(y, torch.ones(2), 2); z = f(torch.ones(2)); held(y, y, 2); print(y.tolist(), z.tolist())"
+    cells = [
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import torch\n%load_ext inline_loader",
+        CELL.format(1, ""),
+        textwrap.dedent("""
+            held = plus
+            @torch.compile(fullgraph=True, backend="aot_eager")
+            def f(x):
+                y = torch.empty_like(x)
+                plus(y, x, 2)
+                return y
+        """) + use,
+        CELL.format(10, ""),
+        use,
+        CELL.format(10, " + nonsense"),
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nbclient.NotebookClient(notebook, timeout=PATIENCE, allow_errors=True).execute()
+    texts = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+    assert texts[2] == "[3.0, 3.0] [2.0, 2.0]\n", notebook.cells[2].outputs
+    assert texts[4] == "[21.0, 21.0] [11.0, 11.0]\n", notebook.cells[4].outputs
+    progress = notebook.cells[3].outputs[0].data["text/plain"]
+    assert re.fullmatch(r"inline_loader: plus \(cpu\), defines changed: built, [\d.]+ s", progress)
+    displays = [output for output in notebook.cells[5].outputs if output.output_type == "display_data"]
+    assert "&lt;plus&gt;:3:" in displays[-1].data["text/html"] and "nonsense" in displays[-1].data["text/html"]
+    (error,) = [output for output in notebook.cells[5].outputs if output.output_type == "error"]
+    assert error.ename == "BuildError" and "<plus>:3:" in error.traceback[0]
+
+
+def test_terminal_shows_one_line_that_moves():
+    pty = pytest.importorskip("pty")
+    shown = bytearray()
+
+    def read(descriptor: int) -> bytes:
+        shown.extend(data := os.read(descriptor, 1024))
+        return data
+
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    saved = os.dup(1)
+    try:
+        os.dup2(devnull, 1)
+        pty.spawn(loading(scale()), read, lambda descriptor: b"")
+    finally:
+        os.dup2(saved, 1)
+        os.close(devnull)
+        os.close(saved)
+    text = shown.decode()
+    assert text.count("scale (cpu), first build: compiling, ") >= 2 and "\r\x1b[K" in text
+    assert re.search(r"scale \(cpu\), first build: built, [\d.]+ s\r\n", text)
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def needs_gpu(test):
+    return pytest.mark.gpu(no_gpu(test))
+
+
+CUDA_SCALE = """// build {}
+__global__ void scale_kernel(float* y, const float* x, float a, int64_t n) {{
+  int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+  if (i < n) y[i] = x[i] * a{};
+}}
+EXPORT void scale(float* y, const float* x, double a, int64_t n, cudaStream_t stream) {{
+  scale_kernel<<<(n + 255) / 256, {}, 0, stream>>>(y, x, a, n);
+}}
+"""
+
+
+def cuda_scale(extra: str = "", threads: int = 256) -> str:
+    return CUDA_SCALE.format(next(_number), extra, threads)
+
+
+@needs_gpu
+@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+def test_cuda_builds_and_runs(monkeypatch, stable):
+    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    kernels = inline_loader.load("scale", source=cuda_scale(), device="cuda")
+    x = torch.randn(1000, device="cuda")
+    y = torch.empty_like(x)
+    kernels(y, x, 2.0, 1000)
+    assert torch.equal(y, 2 * x)
+    with pytest.raises(RuntimeError, match="scale: x: expected a CUDA tensor"):
+        kernels(y, x.cpu(), 2.0, 1000)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def thrice(x):
+        y = torch.empty_like(x)
+        kernels(y, x, 3.0, 1000)
+        return y
+
+    assert torch.equal(thrice(x), 3 * x)
+
+
+@needs_gpu
+def test_cuda_errors():
+    with pytest.raises(BuildError, match=r"^<scale>:4:\d+: error: .*nonsense.*\n *4 \|   if .*\n *\| +\^"):
+        inline_loader.load("scale", source=cuda_scale(" + nonsense"), device="cuda")
+    kernels = inline_loader.load("scale", source=cuda_scale(threads=2048), device="cuda")
+    x = torch.ones(10, device="cuda")
+    with pytest.raises(RuntimeError, match="scale: the launch failed"):
+        kernels(torch.empty_like(x), x, 2.0, 10)
+    assert (x + 1).sum().item() == 20  # the next call works
+
+
+# ------------------------------------------------------------------------------------------------- old and new releases
+
+
+@pytest.mark.skipif(not os.environ.get("TEST_TORCH_RELEASES"), reason="opt in: TEST_TORCH_RELEASES='torch==2.8.0 torch' (GBs)")
+def test_oldest_and_newest_torch(tmp_path):
+    for index, release in enumerate(os.environ["TEST_TORCH_RELEASES"].split()):
+        folder = tmp_path / str(index)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        python = str(folder / "bin" / "python")
+        packages = [release, "ninja", "filelock", "setuptools", "numpy", "pytest"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        environment = {key: value for key, value in os.environ.items() if key != "TEST_TORCH_RELEASES"}
+        environment["PYTHONPATH"] = str(ROOT)
+        subprocess.run([python, "-m", "pytest", "-q", "-x", __file__], check=True, env=environment)

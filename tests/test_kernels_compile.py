@@ -1,0 +1,48 @@
+"""Every CUDA source compiles for the oldest, a middle and the newest architecture, without a GPU and without torch.
+
+Only ptxas says whether registers and shared memory suffice, so machine code is made for each. Skipped where there is no nvcc.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+SOURCES = sorted(KERNELS.glob("*.cu"))
+ARCHITECTURES = ["75", "80", "90"]
+TYPES = ["float", "half_t", "bfloat16_t", "double"]
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+FLAGS = ["-std=c++17", "--expt-relaxed-constexpr", f"-I{KERNELS}"]
+
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+
+
+def compile(job: tuple[Path, str, str], folder: Path) -> str:
+    """The compiler's complaints about a source for an architecture and an element type; empty if there are none."""
+    source, architecture, value = job
+    out = folder / f"{source.stem}_{architecture}_{value}.cubin"
+    command = [NVCC, "-cubin", f"-arch=sm_{architecture}", f"-DVALUE_T={value}", *FLAGS, "-o", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return "" if done.returncode == 0 else f"{source.name}, sm_{architecture}, {value}:\n{done.stdout}{done.stderr}"
+
+
+def test_there_is_something_to_compile():
+    assert len(SOURCES) >= 4
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_compiles_for_every_architecture(source, tmp_path):
+    """float for all architectures, the other element types for one; the fused kernels with their defaults alone."""
+    jobs = [(source, architecture, "float") for architecture in ARCHITECTURES]
+    if not source.stem.endswith("_fused"):
+        jobs += [(source, "75", value) for value in TYPES[1:]]
+    with ThreadPoolExecutor(2) as pool:
+        complaints = [text for text in pool.map(lambda job: compile(job, tmp_path), jobs) if text]
+    assert not complaints, "\n".join(complaints)

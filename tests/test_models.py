@@ -1,0 +1,628 @@
+"""The four models against their references: results, gradients, layouts, bad input, and what a drop-in module must bear.
+
+What PyTorch does at the edges (NaN, ties, bounds) is in test_semantics.py, torch.compile and its like in test_ecosystem.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import numerics
+import operators
+from numerics import DEVICES, DROPOUT, DTYPES, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
+
+NAMES = list(SMALL)
+every_name = pytest.mark.parametrize("name", NAMES)
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+# --------------------------------------------------------------------------------------------------------- the error rule
+
+# Constructor arguments and input shape. 85's pools are few, because each is compiled for.
+SIZES = {
+    MIN_ADD: {
+        "one output element": ((4, 8, 3, 0.1, (8, 1, 1), 2.0), (1, 4, 3, 3)),
+        "one channel in and out": ((1, 1, 1, 0.1, (1, 1, 1), 2.0), (2, 1, 4, 5)),
+        "rectangular kernel": ((3, 7, (1, 4), 0.1, (7, 1, 1), 2.0), (2, 3, 5, 9)),
+        "whole tiles": ((4, 64, 1, 0.1, (64, 1, 1), 2.0), (2, 4, 8, 8)),
+        "one more than a tile": ((3, 65, 2, 0.1, (65, 1, 1), 2.0), (1, 3, 14, 6)),
+        "one bias for all": ((5, 20, 3, 0.1, (1,), -2.0), (3, 5, 11, 13)),
+        "a number as bias": ((5, 20, 3, 0.1, (), 2.0), (3, 5, 11, 13)),
+        "scaled by zero": ((5, 20, 3, 0.1, (20, 1, 1), 0.0), (3, 5, 11, 13)),
+        "constant never reached": ((5, 20, 3, 1e9, (20, 1, 1), 2.0), (3, 5, 11, 13)),
+    },
+    INSTANCE_NORM: {
+        "two positions": ((3, 4, 3, (4, 1, 1, 1), -1.0, 1.0), (1, 3, 3, 3, 4)),
+        "one channel in and out": ((1, 1, 1, (1, 1, 1, 1), -1.0, 1.0), (2, 1, 2, 3, 5)),
+        "more channels than a byte counts": ((2, 300, 1, (300, 1, 1, 1), -1.0, 1.0), (2, 2, 2, 3, 5)),
+        "planes longer than a block of statistics": ((1, 4, 3, (4, 1, 1, 1), -1.0, 1.0), (2, 1, 19, 19, 19)),
+        "one multiplier for all": ((3, 20, 3, (1,), -1.0, 1.0), (3, 3, 5, 7, 9)),
+        "a number as multiplier": ((3, 20, 3, (), -0.5, 0.7), (3, 3, 5, 7, 9)),
+        "upper bound below the lower": ((3, 20, 3, (20, 1, 1, 1), 0.5, -0.5), (3, 3, 5, 7, 9)),
+    },
+    DROPOUT: {
+        "one group": ((3, 12, 3, 1, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
+        "a group per channel": ((3, 12, 3, 12, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
+        "one position, batch 1": ((3, 12, 3, 4, -0.3, 1.0, 0.2), (1, 3, 3, 3, 3)),
+        "planes longer than a block of statistics": ((1, 4, 3, 2, -0.3, 1.0, 0.2), (2, 1, 19, 19, 19)),
+        "upper bound below the lower": ((3, 12, 3, 4, 0.5, -0.25, 0.2), (3, 3, 5, 7, 9)),
+    },
+    POOL: {
+        "one group": ((5, 24, 3, 1, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+        "a group per channel": ((5, 24, 3, 24, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+        "one output position, batch 1": ((3, 8, (2, 1), 2, (8, 1, 1), (2, 3), -0.5, 1.0), (1, 3, 3, 3)),
+        "windows of more elements than a byte counts": ((2, 4, 1, 2, (4, 1, 1), (17, 16), -0.5, 1.0), (2, 2, 36, 37)),
+        "one scale for all": ((5, 24, 3, 4, (1,), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+        "a number as scale": ((5, 24, 3, 4, (), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+        "upper bound below the lower": ((5, 24, 3, 4, (24, 1, 1), (2, 3), 0.5, -0.5), (3, 5, 15, 13)),
+    },
+}
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@pytest.mark.parametrize("name, reason", [(name, reason) for name, sizes in SIZES.items() for reason in sizes])
+def test_rule_at_awkward_sizes(name, reason, variant, device):
+    arguments, shape = SIZES[name][reason]
+    model, x = numerics.build(name, arguments, device=device), numerics.random_input(shape, device=device)
+    numerics.assert_rule(model, x, variant)
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_name
+def test_rule_in_every_dtype(name, dtype, variant, device):
+    numerics.assert_rule(*numerics.small(name, device=device, dtype=dtype), variant)
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@pytest.mark.parametrize("mean", [1e2, 1e4])
+@every_name
+def test_rule_with_a_large_mean(name, mean, variant, device):
+    """A variance from squares that are not shifted loses all digits here."""
+    model, x = numerics.small(name, device=device)
+    numerics.assert_rule(model, x + mean, variant)
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_name
+def test_rule_with_large_beside_small(name, variant, device):
+    """Samples of 1e15, 1 and 1e-15: the squares still fit, and the smallest variance is far below eps."""
+    model, x = numerics.small(name, device=device)
+    x *= torch.tensor([1e15, 1, 1e-15], device=device).view(-1, *[1] * (x.dim() - 1))
+    numerics.assert_rule(model, x, variant)
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@pytest.mark.parametrize("name, slope", [(INSTANCE_NORM, "multiplier"), (DROPOUT, "norm.weight"), (POOL, "scale"), (POOL, "group_norm.weight")])
+def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
+    model, x = numerics.small(name, device=device)
+    with torch.no_grad():
+        values = model.get_parameter(slope)
+        values[0::3], values[1::3] = 0, -values[1::3].abs()
+    numerics.assert_rule(model, x, variant)
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rule_where_min_ties(dtype, training, variant, device):
+    """Slope 0 and bias min_value: every element ties, which is the one way to a gradient. The other groups have none."""
+    model, x = numerics.small(DROPOUT, device=device, dtype=dtype)
+    with torch.no_grad():
+        model.norm.weight[3:6], model.norm.bias[3:6] = 0, model.min_value
+    numerics.assert_rule(model.train(training), x, variant)
+
+
+@every_name
+def test_rule_in_pieces(name, monkeypatch):
+    """Without gradients the CPU works a few samples at a time, the last piece being smaller."""
+    monkeypatch.setattr(operators, "CPU_PIECE_BYTES", 1)
+    model, x = numerics.small(name)
+    pieces = []
+    convolve = operators._convolve
+    monkeypatch.setattr(operators, "_convolve", lambda x, *args, **kw: pieces.append(len(x)) or convolve(x, *args, **kw))
+    with torch.no_grad():
+        numerics.twin_of(model)(x)
+    assert pieces == [2, 1]
+    numerics.assert_rule(model, x)
+
+
+# ---------------------------------------------------------------------------------------------------------- the contract
+
+
+@every_name
+def test_registry(name):
+    problem = models.PROBLEMS[name]
+    arguments = models.get_init_inputs(name)
+    assert isinstance(arguments, list) and arguments == problem.get_init_inputs()
+    model = models.get_model(name)
+    assert type(model) is problem.ModelNew and type(problem.get_model()) is problem.ModelNew
+    reference = problem.Model(*arguments)
+    assert isinstance(reference, nn.Module) and not isinstance(reference, problem.ModelNew)
+    (x,) = models.get_inputs(name, batch_size=2)
+    assert x.shape == (2, *problem.input_shape[1:]) and x.device.type == "cpu" and x.dtype == torch.float32
+    assert 0 <= x.min() and x.max() <= 1
+    assert problem.get_inputs(batch_size=1)[0].shape == (1, *problem.input_shape[1:])
+
+
+def test_registry_without_arguments():
+    """What KernelBench calls: the first problem at its full size, and each problem by itself."""
+    (x,) = models.get_inputs()
+    assert x.shape == (128, 64, 128, 128)
+    assert models.get_init_inputs() == [64, 128, 3, 0.5, (128, 1, 1), 2.0]
+    assert type(models.get_model()) is models.PROBLEMS[MIN_ADD].ModelNew
+    assert [problem.number for problem in models.PROBLEMS.values()] == [31, 79, 83, 85]
+
+
+@pytest.mark.parametrize("device", ["meta", numerics.CUDA])
+@every_name
+def test_registry_takes_a_device(name, device):
+    assert models.get_inputs(name, device=device, batch_size=1)[0].device.type == device
+    assert {p.device.type for p in models.get_model(name, device=device).parameters()} == {device}
+
+
+@pytest.mark.parametrize("function", [models.get_model, models.get_inputs, models.get_init_inputs])
+def test_unknown_problem(function):
+    with pytest.raises(KeyError, match="expected one of conv2d_min_add_multiply, .*, got 'conv4d'"):
+        function("conv4d")
+
+
+@every_name
+def test_state_dict_loads_both_ways(name):
+    problem, (arguments, _) = models.PROBLEMS[name], SMALL[name]
+    old, new = problem.Model(*arguments), problem.ModelNew(*arguments)
+    new.load_state_dict(old.state_dict(), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters()))
+    problem.Model(*arguments).load_state_dict(new.state_dict(), strict=True)
+    assert [key for key, _ in old.named_modules()] == [key for key, _ in new.named_modules()]
+
+
+@every_name
+def test_from_eager_takes_over(name):
+    problem = models.PROBLEMS[name]
+    model, x = numerics.small(name)
+    new = problem.ModelNew.from_eager(model)
+    assert type(new) is problem.ModelNew and not new.training and new.variant == "auto"
+    assert all(a is b for a, b in zip(new.parameters(), model.parameters()))
+    new.variant = "eager"
+    numerics.assert_equal(results(new, x), results(model, x))
+    new.train()
+    assert not model.training or name == DROPOUT, "the reference's own mode is its own"
+    with pytest.raises(TypeError, match=f"expected a {problem.Model.__name__}, got a Linear"):
+        problem.ModelNew.from_eager(nn.Linear(1, 1))
+
+
+@every_name
+def test_variant_and_plan(name):
+    model, x = numerics.small(name)
+    new = models.PROBLEMS[name].ModelNew.from_eager(model)
+    assert models.PROBLEMS[name].variants[:2] == ("eager", "epilogue")
+    plan = new.plan(x)
+    assert plan.variant == "epilogue" and plan.reason and str(plan) == f"epilogue: {plan.reason}" and "\n" not in str(plan)
+    for variant in ("eager", "epilogue"):
+        new.variant = variant
+        assert new.plan(x).variant == variant
+        torch.testing.assert_close(new(x), model(x))
+    new.variant = "fastest"
+    for call in (new, new.plan):
+        with pytest.raises(ValueError, match="expected variant to be 'auto' or one of eager, epilogue.*, got 'fastest'"):
+            call(x)
+
+
+@every_name
+def test_kernels_run(name, monkeypatch):
+    """Neither 'auto' nor a variant by name may hand x to the reference."""
+    model, x = numerics.small(name)
+    problem = models.PROBLEMS[name]
+    monkeypatch.setattr(problem.Model, "forward", lambda self, x: pytest.fail("the reference ran"))
+    for variant in ("auto", "epilogue"):
+        numerics.twin_of(model, variant)(x)
+
+
+# -------------------------------------------------------------------------------------------------------------- bad input
+
+
+def _bad_inputs(name):
+    _, shape = SMALL[name]
+    spatial = len(shape) - 2
+    yield "two dimensions", torch.rand(3, 4)
+    yield "one dimension too many", torch.rand(1, *shape)
+    yield "another number of channels", torch.rand(shape[0], shape[1] + 1, *shape[2:])
+    yield "another dtype", torch.rand(shape, dtype=torch.float64)
+    yield "integers", torch.ones(shape, dtype=torch.int64)
+    yield "booleans", torch.ones(shape, dtype=torch.bool)
+    yield "kernel larger than the input", torch.rand(*shape[:2], *[2] * spatial)
+    yield "no rows", torch.rand(*shape[:2], *[0] * spatial)
+    yield "no channels", torch.rand(shape[0], 0, *shape[2:])
+    yield "no tensor", None
+    if name == POOL:
+        yield "window larger than its input", torch.rand(3, 5, 3, 13)
+    if name == INSTANCE_NORM:
+        yield "one position", torch.rand(3, 3, 2, 3, 3)
+
+
+@pytest.mark.parametrize("variant", ["auto", "epilogue"])
+@pytest.mark.parametrize("name, fault", [(name, fault) for name in NAMES for fault, _ in _bad_inputs(name)])
+def test_bad_input_raises_as_eager(name, fault, variant):
+    model, _ = numerics.small(name)
+    _assert_same_error(model, numerics.twin_of(model, variant), dict(_bad_inputs(name))[fault])
+
+
+@pytest.mark.parametrize("name, arguments, shape", [
+    (DROPOUT, (3, 4, 3, 4, 0.0, 1.0, 0.2), (1, 3, 3, 3, 3)),
+    (POOL, (3, 4, 3, 4, (4, 1, 1), (1, 1), 0.0, 1.0), (1, 3, 3, 3)),
+])  # fmt: skip
+def test_one_element_per_group_raises_as_eager(name, arguments, shape):
+    model = numerics.build(name, arguments)
+    _assert_same_error(model, numerics.twin_of(model), torch.rand(shape))
+
+
+@pytest.mark.parametrize("name, parameter", [(name, key) for name in NAMES for key, _ in numerics.small(name)[0].named_parameters()])
+def test_parameters_that_do_not_fit_raise_as_eager(name, parameter):
+    """Kernels must not read past a parameter with too few elements, nor ignore one with too many."""
+    for count in (7, 40):
+        model, x = numerics.small(name)
+        owner, values = model.get_submodule(".".join(parameter.split(".")[:-1])), model.get_parameter(parameter)
+        setattr(owner, parameter.split(".")[-1], nn.Parameter(torch.ones(count, *values.shape[1:])))
+        with pytest.raises(RuntimeError):
+            model(x)
+        with pytest.raises(RuntimeError):
+            numerics.twin_of(model, "auto")(x)
+
+
+def _assert_same_error(model, new, x):
+    with pytest.raises(Exception) as theirs:
+        model(x)
+    with pytest.raises(type(theirs.value)) as ours:
+        new(x)
+    assert type(ours.value) is type(theirs.value) and str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("name, arguments", [
+    (DROPOUT, (3, 12, 3, 5, 0.0, 1.0, 0.2)),  # groups do not divide the channels
+    (POOL, (5, 24, 3, 7, (24, 1, 1), 2, 0.0, 1.0)),
+    (DROPOUT, (3, 12, 3, 4, 0.0, 1.0, 1.5)),  # no probability
+    (DROPOUT, (3, 12, 3, 4, 0.0, 1.0, -0.1)),
+])  # fmt: skip
+def test_bad_constructor_arguments_raise_as_eager(name, arguments):
+    with pytest.raises(ValueError) as theirs:
+        models.PROBLEMS[name].Model(*arguments)
+    with pytest.raises(ValueError) as ours:
+        models.PROBLEMS[name].ModelNew(*arguments)
+    assert str(ours.value) == str(theirs.value)
+
+
+@every_device
+@every_name
+def test_empty_batch(name, device):
+    """Either eager's error, or its empty output and its zero gradients."""
+    model, x = numerics.small(name, device=device)
+    new = numerics.twin_of(model, "auto")
+    try:
+        theirs = results(model, x[:0])
+    except (ValueError, RuntimeError):
+        _assert_same_error(model, new, x[:0])
+    else:
+        numerics.assert_equal(results(new, x[:0]), theirs)
+
+
+@every_name
+def test_no_batch_dimension(name):
+    model, x = numerics.small(name)
+    new = numerics.twin_of(model, "auto")
+    assert new.plan(x[0]).variant == "eager" and "batch dimension" in new.plan(x[0]).reason
+    if name in (DROPOUT, POOL):  # group_norm takes the channels for the batch
+        return _assert_same_error(model, new, x[0])
+    numerics.assert_equal(results(new, x[0]), results(model, x[0]))
+    new.variant = "epilogue"
+    with pytest.raises(RuntimeError, match="variant 'epilogue' can't run: the input has no batch dimension"):
+        new(x[0])
+
+
+@pytest.mark.parametrize("alter, reason", [
+    (lambda model: setattr(model, "conv", nn.Conv2d(5, 20, 3, stride=2)), "stride"),
+    (lambda model: setattr(model, "conv", nn.Conv2d(5, 20, 3, padding=1)), "padding"),
+    (lambda model: setattr(model, "conv", nn.Conv2d(5, 20, 3, padding="same")), "padding"),
+    (lambda model: setattr(model, "conv", nn.Conv2d(5, 20, 3, bias=False)), "no bias"),
+    (lambda model: setattr(model, "conv", nn.Conv2d(5, 20, 3, dilation=2)), "dilation"),
+    (lambda model: setattr(model, "conv", nn.Conv2d(5, 20, 3, padding=1, padding_mode="reflect")), "padding"),
+    (lambda model: setattr(model, "bias", nn.Parameter(torch.randn(20, 9, 11))), "one value per channel"),
+    (lambda model: model.conv.register_forward_hook(lambda *_: None), "hooks"),
+])  # fmt: skip
+def test_what_only_eager_can_do(alter, reason):
+    model, x = numerics.small(MIN_ADD)
+    alter(model)
+    if reason == "padding" or reason in ("stride", "dilation"):
+        model.bias = nn.Parameter(torch.randn(20, 1, 1))
+    new = numerics.twin_of(model, "auto")
+    assert new.plan(x).variant == "eager" and reason in new.plan(x).reason
+    numerics.assert_equal(results(new, x), results(model, x))
+    new.variant = "epilogue"
+    with pytest.raises(RuntimeError, match=reason):
+        new(x)
+
+
+# ---------------------------------------------------------------------------------------------------------------- layouts
+
+LAYOUTS = {
+    "sliced": lambda x: torch.stack([x, x + 9], dim=-1)[..., 0],
+    "every second sample": lambda x: x.repeat_interleave(2, 0)[::2],
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "storage offset 1": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+    "flipped copy of a permuted view": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1).flip(0),
+    "channels last": lambda x: x.to(memory_format=operators._channels_last(x)),
+}
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_name
+def test_layouts(name, layout, variant, device):
+    model, x = numerics.small(name, device=device)
+    x = LAYOUTS[layout](x)
+    numerics.assert_rule(model, x, variant)
+    assert numerics.twin_of(model, variant)(x).stride() == model(x).stride()
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@pytest.mark.parametrize("layout", ["storage offset 1", "channels last"])
+@every_name
+def test_layouts_of_the_model(name, layout, variant, device):
+    model, x = numerics.small(name, device=device)
+    with torch.no_grad():
+        if layout == "channels last":
+            model.conv.to(memory_format=operators._channels_last(x))
+        else:
+            for parameter in model.parameters():
+                parameter.set_(LAYOUTS[layout](parameter.data))
+    numerics.assert_rule(model, x, variant)
+    assert numerics.twin_of(model, variant)(x).stride() == model(x).stride()
+
+
+@every_device
+@pytest.mark.parametrize("reduce", [lambda y: y.sum(), lambda y: y.transpose(-1, -2).contiguous().view(-1)[::2].sum()])
+@every_name
+def test_gradient_that_is_not_contiguous(name, reduce, device):
+    """sum() hands back one expanded number, a transposition a strided gradient."""
+    model, x = numerics.small(name, device=device)
+    if name == DROPOUT:
+        with torch.no_grad():
+            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
+    new, leaves = numerics.twin_of(model), list(model.parameters())
+    y = new(x)
+    g = torch.autograd.grad(reduce(y), y, retain_graph=True)[0].contiguous()
+    through = torch.autograd.grad(reduce(y), leaves, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(through, torch.autograd.grad(y, leaves, g)))
+    assert any(t.abs().max() > 0 for t in through)
+
+
+# -------------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_name
+def test_only_some_gradients(name, variant):
+    """Each of x and the parameters alone, all but it, and none: the same gradients, and only those asked for."""
+    model, x = numerics.small(name)
+    new = numerics.twin_of(model, variant)
+    expected, leaves = results(new, x), {"x": x, **dict(new.named_parameters())}
+    for chosen in [{key} for key in leaves] + [set(leaves) - {key} for key in leaves]:
+        for key, leaf in leaves.items():
+            leaf.requires_grad_(key in chosen).grad = None
+        new(x).sum().backward()
+        for key, leaf in leaves.items():
+            assert (leaf.grad is not None) == (key in chosen), key
+            if key in chosen:
+                torch.testing.assert_close(leaf.grad, expected[key])
+    for leaf in leaves.values():
+        leaf.requires_grad_(False)
+    assert not new(x).requires_grad
+
+
+@every_name
+def test_no_grad_and_inference_mode(name):
+    model, x = numerics.small(name)
+    new = numerics.twin_of(model)
+    y = new(x)
+    assert y.requires_grad
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            quiet = new(x)
+            inside = new(x.clone())
+        assert not quiet.requires_grad
+        torch.testing.assert_close(quiet, y.detach())
+        torch.testing.assert_close(inside, y.detach())
+
+
+@every_name
+def test_double_backward_is_refused(name):
+    model, x = numerics.small(name)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(numerics.twin_of(model)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="inline_kernels.*_backward.* no autograd formula"):
+        torch.autograd.grad(gradient.sum(), x)
+
+
+@every_name
+def test_backward_twice(name):
+    model, x = numerics.small(name)
+    y = numerics.twin_of(model)(x)
+    leaves, g = list(model.parameters()), torch.ones_like(y)
+    first = torch.autograd.grad(y, leaves, g, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, leaves, g)))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, leaves, g)
+
+
+@every_name
+def test_input_changed_before_backward_is_noticed(name):
+    model, x = numerics.small(name)
+    y = numerics.twin_of(model)(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------- a well-behaved module
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_name
+def test_leaves_input_and_parameters_alone(name, variant, device):
+    model, x = numerics.small(name, device=device)
+    new = numerics.twin_of(model, variant)
+    before = [t.detach().clone() for t in (x, *new.parameters())]
+    results(new.train(), x)
+    with torch.no_grad():
+        new.eval()(x)
+    assert all(torch.equal(a, b) for a, b in zip(before, (x, *new.parameters())))
+
+
+@every_device
+@every_name
+def test_outputs_share_no_memory(name, device):
+    model, x = numerics.small(name, device=device)
+    new = numerics.twin_of(model)
+    tensors = [*results(new, x).values(), *results(new, x).values(), new(x).detach(), *new.parameters(), x]
+    addresses = [t.untyped_storage().data_ptr() for t in tensors]
+    assert len(set(addresses)) == len(addresses)
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_name
+def test_a_hundred_repeats_are_bitwise_equal(name, variant, device):
+    model, x = numerics.small(name, device=device)
+    new = numerics.twin_of(model.train(), variant)
+    with torch.backends.cudnn.flags(deterministic=True):
+        for repeat in range(100):
+            torch.manual_seed(3)
+            again = results(new, x)
+            first = again if repeat == 0 else first
+            numerics.assert_equal(again, first)
+
+
+@every_device
+@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_name
+def test_new_weights_take_effect(name, variant, device):
+    """In place, by .data, by load_state_dict, by another Parameter, by other constants."""
+    model, x = numerics.small(name, device=device)
+    new, other = numerics.twin_of(model, variant), numerics.build(name, SMALL[name][0], device=device, seed=7)
+    new(x)
+    with torch.no_grad():
+        model.conv.weight.mul_(0.5)
+    numerics.assert_rule(model, x, variant)
+    torch.testing.assert_close(new(x), model(x))
+    for parameter, replacement in zip(new.parameters(), other.parameters()):
+        parameter.data = replacement.data.clone()
+    assert torch.equal(new(x), numerics.twin_of(other, variant)(x))
+    new.load_state_dict(numerics.build(name, SMALL[name][0], device=device, seed=9).state_dict())
+    torch.testing.assert_close(new(x), model(x))
+    new.conv.bias = nn.Parameter(torch.ones_like(model.conv.bias))
+    model.conv.bias = new.conv.bias
+    torch.testing.assert_close(new(x), model(x))
+    for constant in ("constant_value", "clamp_max", "max_value"):
+        if hasattr(model, constant):
+            setattr(model, constant, -0.4)
+            setattr(new, constant, -0.4)
+            torch.testing.assert_close(new(x), model(x))
+
+
+@every_device
+@every_name
+def test_shapes_may_change_between_calls(name, device):
+    model, x = numerics.small(name, device=device)
+    for part in (x, x[:1], x[..., 1:], x.repeat(2, *[1] * (x.dim() - 1)), x[..., 2:, :], x):
+        numerics.assert_rule(model, part)
+
+
+@every_name
+def test_deepcopy_pickle_and_save(name):
+    model, x = numerics.small(name)
+    new = numerics.twin_of(model)
+    buffer = io.BytesIO()
+    torch.save(new, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(new), pickle.loads(pickle.dumps(new)), torch.load(buffer, weights_only=False)):
+        assert other.variant == "epilogue"
+        assert torch.equal(other(x), new(x))
+        assert not {id(p) for p in other.parameters()} & {id(p) for p in new.parameters()}
+
+
+@every_name
+def test_dtype_conversions_of_the_module(name):
+    model, x = numerics.small(name)
+    for convert in (nn.Module.double, nn.Module.half, nn.Module.bfloat16, nn.Module.float):
+        new = convert(copy.deepcopy(numerics.twin_of(model)))
+        dtype = new.conv.weight.dtype
+        assert new(x.to(dtype)).dtype == dtype
+        other, _ = numerics.small(name, dtype=dtype)
+        assert torch.equal(new(x.to(dtype)), numerics.twin_of(other)(x.to(dtype)))
+
+
+@every_name
+def test_hooks(name):
+    """Those of the model itself run around the kernels, those of a submodule make eager run."""
+    model, x = numerics.small(name)
+    new, calls = models.PROBLEMS[name].ModelNew.from_eager(model), []
+    new.register_forward_hook(lambda module, args, out: calls.append("forward"))
+    new.register_full_backward_hook(lambda module, *gradients: calls.append("backward"))
+    assert new.plan(x).variant == "epilogue"
+    new(x).sum().backward()
+    assert calls == ["forward", "backward"]
+    handle = new.conv.register_forward_hook(lambda module, args, out: out + 1)
+    assert new.plan(x) == ("eager", "a submodule has hooks")
+    assert torch.equal(new(x), model(x))  # the submodules are shared
+    handle.remove()
+    with nn.modules.module.register_module_forward_hook(lambda module, args, out: calls.append(type(module).__name__)):
+        new(x)
+    assert "Conv2d" in calls or "Conv3d" in calls
+
+
+@pytest.mark.parametrize("parametrization", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@every_name
+def test_parametrized_convolution(name, parametrization):
+    """spectral_norm takes a step at each reading of the weight in training, so nobody else may read it."""
+    model, x = numerics.small(name)
+    parametrization(model.conv)
+    model.train()
+    if name == DROPOUT:
+        model.dropout.eval()
+    new = copy.deepcopy(models.PROBLEMS[name].ModelNew.from_eager(model))
+    for _ in range(2):
+        theirs, ours = results(model, x), results(new, x)
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-4)
+
+
+@every_name
+def test_frozen_parts_learn_nothing(name):
+    """A step of SGD on the model moves what requires a gradient and nothing else, and the loss falls as eager's does."""
+    model, x = numerics.small(name)
+    model.conv.requires_grad_(False)
+    new = copy.deepcopy(numerics.twin_of(model))
+    for module in (model, new):
+        optimiser = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            optimiser.zero_grad()
+            module(x).square().mean().backward()
+            optimiser.step()
+    for ours, theirs in zip(new.parameters(), model.parameters()):
+        torch.testing.assert_close(ours, theirs)

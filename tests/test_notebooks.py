@@ -1,0 +1,61 @@
+"""Every notebook runs from top to bottom on a CPU, its file alone in an empty folder, and shows what it promises."""
+
+import shutil
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import export
+
+NOTEBOOKS = sorted(export.NOTEBOOKS.glob("*.ipynb"))
+WALKTHROUGHS = [path for path in NOTEBOOKS if path.stem[:2] in ("31", "79", "83", "85")]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(path) gives the notebook's code cells after a run in an empty folder, without the repository on the path."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+    def run(path):
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        shutil.copy(path, alone)
+        notebook = nbformat.read(alone / path.name, as_version=4)
+        NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(alone)}}).execute()
+        assert [entry.name for entry in alone.iterdir()] == [path.name], "a notebook leaves no files beside it"
+        return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    return run
+
+
+def shown(cells) -> str:
+    """All text that the cells printed or displayed."""
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    texts = [output.get("text") or output.get("data", {}).get("text/markdown") or "" for output in outputs]
+    return "\n".join(texts)
+
+
+def plots(cells) -> int:
+    return sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_alone(path, run):
+    cells = run(path)
+    text = shown(cells)
+    assert "CPU: " in text, "the environment in a line"
+    if path.stem == "00_quickstart":
+        assert text.count(", train: passes") >= 4 and text.count("× eager") == 4 and plots(cells) == 1
+    if path in WALKTHROUGHS:
+        name = export.problems_of(nbformat.read(path, as_version=4).cells)[0]
+        assert f"kernels/{name}.cpp:\n```cpp" in text, "the kernel's source"
+        assert "predicted speed-up: " in text and "| measured speed-up |" in text
+        assert "epilogue, forward: passes" in text and "epilogue, train_dx: passes" in text
+        assert text.count("× eager") == 2 and plots(cells) == 2, "forward and training, timed and plotted"
+
+
+def test_there_is_a_walkthrough_for_every_problem():
+    assert [path.stem.split("_", 1)[1] for path in WALKTHROUGHS] == list(export.models.PROBLEMS)

@@ -1,0 +1,220 @@
+"""The operators by themselves: what torch.library promises, gradients against finite differences, and the dropout mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import numerics
+import operators
+from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
+
+every_name = pytest.mark.parametrize("name", list(SMALL))
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def _recorded(name, module, x, monkeypatch):
+    """The arguments with which `module`'s forward and backward operators get called for x."""
+    calls = {}
+    for operator in (f"_{name}", f"_{name}_backward"):
+        original = getattr(operators, operator)
+        monkeypatch.setattr(operators, operator, lambda *args, f=original, key=operator: calls.update({key: args}) or f(*args))
+    results(module, x)
+    return [calls[f"_{name}"], calls[f"_{name}_backward"]]
+
+
+@every_device
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@every_name
+def test_opcheck(name, layout, device, monkeypatch):
+    """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; forward and backward."""
+    model, x = numerics.small(name, device=device)
+    if layout == "channels last":
+        x = x.to(memory_format=operators._channels_last(x))
+    forward, backward = _recorded(name, numerics.twin_of(model), x, monkeypatch)
+    operator = getattr(torch.ops.inline_kernels, name).default
+    for keep in (True, False):
+        torch.library.opcheck(operator, (*[_leaf(a) if keep else _detached(a) for a in forward[:-1]], keep))
+    backward = [_detached(a) for a in backward]
+    for needs in ((True, True), (True, False), (False, True), (False, False)):
+        arguments = (*backward[:-2], *needs)
+        torch.library.opcheck(getattr(torch.ops.inline_kernels, f"{name}_backward").default, arguments)
+
+
+def _detached(argument):
+    return argument.detach() if isinstance(argument, torch.Tensor) else argument
+
+
+def _leaf(argument):
+    floating = isinstance(argument, torch.Tensor) and argument.is_floating_point()
+    return _detached(argument).clone().requires_grad_(floating) if floating else _detached(argument)
+
+
+# Sizes for finite differences: tiny, but with a tail, several groups, and windows that leave something over.
+TINY = {
+    MIN_ADD: ((2, 3, 2, 0.1, (3, 1, 1), -1.5), (2, 2, 4, 3)),
+    INSTANCE_NORM: ((2, 3, (1, 2, 2), (3, 1, 1, 1), -0.6, 0.8), (2, 2, 2, 3, 4)),
+    POOL: ((2, 4, 2, 2, (4, 1, 1), (2, 3), -0.6, 0.8), (2, 2, 6, 5)),
+}
+
+
+@every_device
+@pytest.mark.parametrize("name", TINY)
+def test_gradcheck(name, device):
+    """Finite differences in float64, at a point where no comparison is close."""
+    arguments, shape = TINY[name]
+    model = numerics.build(name, arguments, device=device, dtype=torch.float64)
+    x = numerics.random_input(shape, device=device, dtype=torch.float64).requires_grad_()
+    new = numerics.twin_of(model)
+
+    def run(x, *parameters):
+        return torch.func.functional_call(new, dict(zip(dict(new.named_parameters()), parameters)), x)
+
+    leaves = x, *[p.detach().clone().requires_grad_() for p in new.parameters()]
+    assert run(*leaves).unique().numel() > 2, "the bounds leave something to differentiate"
+    assert torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6)
+
+
+def test_gradcheck_where_min_ties():
+    """The gradient of the one problem whose gradients hang on ties, from z = norm_bias = low: half of a plain norm's."""
+    x = numerics.random_input((2, 2, 2, 3, 4), dtype=torch.float64)
+    weight, conv_bias = torch.randn(4, 2, 1, 2, 2, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    norm_weight, norm_bias = torch.zeros(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (x, weight, conv_bias, norm_weight, norm_bias)]
+    y = operators.conv3d_groupnorm_min_clamp_dropout(*leaves, 2, 0.25, 1.0)
+    g = torch.randn_like(y)
+    plain = torch.nn.functional.group_norm(torch.conv3d(*leaves[:3]), 2, norm_weight, norm_bias, 1e-5)
+    for ours, theirs in zip(torch.autograd.grad(y, leaves, g), torch.autograd.grad(plain, leaves, g)):
+        torch.testing.assert_close(ours, theirs / 2)
+
+
+@pytest.mark.parametrize("name, call", [
+    (MIN_ADD, lambda x, w, c, short: operators.conv2d_min_add_multiply(x, w, c, short, 0.5, 2.0)),
+    (INSTANCE_NORM, lambda x, w, c, short: operators.conv3d_multiply_instancenorm_clamp_multiply_max(x, w, c, short, -1, 1)),
+    (DROPOUT, lambda x, w, c, short: operators.conv3d_groupnorm_min_clamp_dropout(x, w, c, c, short, 4, 0, 1)),
+    (POOL, lambda x, w, c, short: operators.conv2d_groupnorm_scale_maxpool_clamp(x, w, c, c, c, short, 4, (2, 3), 0, 1)),
+])  # fmt: skip
+def test_parameters_of_another_length_are_refused(name, call):
+    """Not read past, not expanded."""
+    model, x = numerics.small(name)
+    conv = model.conv
+    C = conv.out_channels
+    for shape in ((C - 1,), (C + 1,), (1,), (), (C, 1)):
+        with pytest.raises(RuntimeError, match=rf"of shape \[{C}\], one per channel, got \[{', '.join(map(str, shape))}\]"):
+            call(x, conv.weight, conv.bias, torch.ones(shape))
+
+
+# ---------------------------------------------------------------------------------------------------------------- dropout
+
+
+def visible(device="cpu", p=0.2, dtype=torch.float32, ties=False):
+    """A module in training whose output is not zero where kept, and its input. With ties, gradients show the mask too."""
+    model = numerics.build(DROPOUT, (*SMALL[DROPOUT][0][:-1], p), device=device, dtype=dtype)
+    if ties:
+        with torch.no_grad():
+            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
+    return numerics.twin_of(model.train()), numerics.random_input((5, 3, 6, 13, 11), device=device, dtype=dtype)
+
+
+@every_device
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_keeps_the_right_share(p, device):
+    """Within six standard deviations, over all, by channel and by position; kept values are scaled up."""
+    new, x = visible(device, p)
+    y = new(x)
+    kept = y != 0
+    torch.testing.assert_close(y[kept], torch.full_like(y[kept], new.min_value / (1 - p)))
+    for dims in ((0, 1, 2, 3, 4), (0, 2, 3, 4), (1, 2, 3, 4), (0, 1, 2, 3)):
+        share = kept.double().mean(dims)
+        trials = kept.numel() / share.numel()
+        assert (share - (1 - p)).abs().max() <= 6 * math.sqrt(p * (1 - p) / trials)
+    # Neighbours, and elements that share a draw of random numbers, are independent.
+    flat = kept.flatten().double() - (1 - p)
+    for distance in (1, 2, 3, 4, 128):
+        correlation = (flat[distance:] * flat[:-distance]).mean() / (p * (1 - p))
+        assert correlation.abs() <= 6 / math.sqrt(flat.numel())
+
+
+@every_device
+def test_dropout_follows_the_generator(device):
+    new, x = visible(device)
+    torch.manual_seed(11)
+    first, second = new(x), new(x)
+    torch.manual_seed(11)
+    again = new(x)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    state = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    new.eval()(x)
+    new.train().dropout.p = 0.0
+    new(x)
+    after = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+    assert torch.equal(state, after), "eval and p = 0 use no random numbers"
+
+
+@every_device
+def test_dropout_backward_uses_the_mask_of_forward(device):
+    """Every element ties, so its gradient is half its factor: read through the gradient of norm.bias, channel by channel,
+    and, with one channel at a time let through, position by position."""
+    new, x = visible(device, ties=True)
+    y = new(x)
+    kept = (y != 0).float()
+    torch.manual_seed(99)  # a backward pass that drew again would draw something else
+    for g in (torch.ones_like(y), torch.randn_like(y)):
+        (gradient,) = torch.autograd.grad(y, new.norm.bias, g, retain_graph=True)
+        expected = (g * kept).sum((0, 2, 3, 4)) * 0.5 / (1 - new.dropout.p)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_dropout_is_a_function_of_the_seed(dtype, device):
+    """Of the seed alone: not of dtype, and not of whether a gradient is wanted."""
+    new, x = visible(device, dtype=dtype)
+    seed = torch.tensor([12345], device=device)
+    conv, norm = new.conv, new.norm
+
+    def run(x):
+        y = operators.conv3d_groupnorm_min_clamp_dropout(
+            x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, new.min_value, new.max_value, 0.2, seed=seed
+        )
+        return y != 0
+
+    mask = run(x)
+    with torch.no_grad():
+        assert torch.equal(mask, run(x))
+    assert torch.equal(mask[:2], run(x[:2]))
+    other, y = visible(device)
+    assert (dtype == torch.float64) or torch.equal(mask, run(y))
+    seed += 1
+    assert not torch.equal(mask, run(x))
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_dropout_in_pieces_draws_the_same_mask(samples, monkeypatch):
+    new, x = visible()
+    torch.manual_seed(4)
+    with torch.no_grad():
+        whole = new(x)
+        sample = whole[0].numel() * whole.element_size()
+        monkeypatch.setattr(operators, "CPU_PIECE_BYTES", samples * sample)
+        torch.manual_seed(4)
+        assert torch.equal(new(x), whole)
+
+
+@every_device
+def test_dropout_probabilities_at_the_ends(device):
+    """p = 0 drops nothing; p = 1 gives x times 0, which keeps NaN, with gradients of 0; eval returns the input."""
+    new, x = visible(device, p=1.0, ties=True)
+    x[1, 0, 0, 0, 0] = math.nan
+    reference = numerics.problem_of(new).Model(*SMALL[DROPOUT][0][:-1], 1.0).to(device).train()
+    reference.load_state_dict(new.state_dict())
+    for p, training in ((1.0, True), (0.0, True), (0.5, False)):
+        for module in (new, reference):
+            module.dropout.p = p
+            module.train(training)
+        ours, theirs = results(new, x), results(reference, x)
+        numerics.assert_equal({"output": ours["output"]}, theirs)
+        for key in theirs:
+            torch.testing.assert_close(ours[key], theirs[key], equal_nan=True, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,239 @@
+"""What PyTorch does at the edges, and so must we: NaN, infinities, ties, bounds that are hit exactly, bounds in the wrong order.
+
+The first part builds inputs on which every intermediate value is exact, so that ours and eager's results and gradients must
+be equal to the bit or to a rounding. The second part compares with eager on random inputs with special values sprinkled in.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import models
+import numerics
+from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, results
+
+every_device = pytest.mark.parametrize("device", DEVICES)
+NAN, INF = math.nan, math.inf
+
+
+def identity(name, channels, *arguments, device="cpu", **parameters):
+    """A model whose convolution gives its input, and its twin; its normalisation divides by the standard deviation alone."""
+    kernel_channels = channels, channels, 1
+    model = numerics.build(name, (*kernel_channels, *arguments), device=device)
+    with torch.no_grad():
+        torch.nn.init.dirac_(model.conv.weight)
+        model.conv.bias.zero_()
+        for key, value in parameters.items():
+            target = model.get_parameter(key.replace("__", "."))
+            target.copy_(torch.as_tensor(value, dtype=torch.float32, device=device).view(-1, *[1] * (target.dim() - 1)))
+    for module in model.modules():
+        if hasattr(module, "eps"):
+            module.eps = 0.0
+    return model, numerics.twin_of(model)
+
+
+def planes(values, shape, device="cpu"):
+    """(N, C, …) from N·C·… numbers."""
+    return torch.tensor(values, dtype=torch.float32, device=device).view(shape)
+
+
+def assert_as_eager(model, new, x, g=None, exact=True):
+    """Output and gradients as eager's; not finite in the same places."""
+    theirs, ours = results(model, x, g), results(new, x, g)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, equal_nan=True, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, msg=lambda text: f"{key}: {text}")
+    with torch.no_grad():
+        numerics.assert_equal({"output": new(x)}, ours)
+    return ours
+
+
+# ----------------------------------------------------------------------------------------------------------------- by hand
+
+
+@every_device
+def test_31_ties_share_their_gradient(device):
+    model, new = identity(MIN_ADD, 1, 0.5, (1, 1, 1), 2.0, device=device, bias=1.0)
+    ours = assert_as_eager(model, new, planes([0.25, 0.5, 0.75, -0.0], (1, 1, 2, 2), device))
+    assert ours["output"].flatten().tolist() == [2.5, 3.0, 3.0, 2.0]
+    assert ours["x"].flatten().tolist() == [2.0, 1.0, 0.0, 2.0]
+
+
+@every_device
+def test_31_bound_is_rounded_to_the_dtype(device):
+    """0.1 in half precision is a tie with 0.1 of the input, and a bound past the largest half is infinite."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for constant in (0.1, 1e6):
+            model, new = identity(MIN_ADD, 1, constant, (1, 1, 1), 2.0, device=device, bias=1.0)
+            model, x = model.to(dtype), torch.tensor([0.1, 0.2, 6e4, INF], dtype=dtype, device=device).view(1, 1, 2, 2)
+            assert_as_eager(model, new, x)
+
+
+@every_device
+@pytest.mark.parametrize("constant", [0.5, INF, -INF])
+def test_31_special_values(constant, device):
+    model, new = identity(MIN_ADD, 1, constant, (1, 1, 1), -2.0, device=device, bias=1.0)
+    ours = assert_as_eager(model, new, planes([NAN, INF, -INF, 0.5, 1e38, -1e38, 1e-45, 0.0], (1, 1, 2, 4), device))
+    assert ours["output"].isnan().flatten()[0] and ours["x"].flatten()[0] == -2.0
+
+
+@every_device
+@pytest.mark.parametrize("name, bounds", [(INSTANCE_NORM, (-1.0, 1.0)), (INSTANCE_NORM, (1.0, -1.0)), (INSTANCE_NORM, (-INF, INF)), (INSTANCE_NORM, (1.0, 1.0))])
+def test_79_bounds_hit_exactly(name, bounds, device):
+    """Values of ±1 normalise to ±1, and a gradient passes at a bound."""
+    model, new = identity(name, 2, (2, 1, 1, 1), *bounds, device=device, multiplier=[1.0, -2.0])
+    x = planes([1, -1, 1, -1, -1, -1, 1, 1], (1, 2, 1, 2, 2), device)
+    g = planes([1, 2, 4, 8], (1, 1, 2, 2), device)
+    theirs = results(model, x, g)
+    assert bounds != (-1.0, 1.0) or theirs["multiplier"].abs().max() > 0
+    assert_as_eager(model, new, x, g, exact=False)
+
+
+@every_device
+def test_79_the_first_channel_wins_a_tie(device):
+    model, new = identity(INSTANCE_NORM, 3, (3, 1, 1, 1), -0.5, 0.5, device=device, multiplier=[1.0, 1.0, 1.0])
+    x = planes([1, -1, 1, -1] * 3, (1, 3, 1, 2, 2), device)
+    ours = assert_as_eager(model, new, x, exact=False)
+    assert ours["multiplier"].flatten().tolist()[1:] == [0.0, 0.0]
+
+
+@every_device
+@pytest.mark.parametrize("multiplier", [[0.0, 0.0, 0.0], [0.0, -1.0, 0.0], [-1.0, -1.0, -2.0], [1e-4, 1e-3, -1e-5], [NAN, 1.0, 1.0], [1.0, INF, 1.0]])
+def test_79_odd_multipliers(multiplier, device):
+    """Of zero: a slope of zero and ties between channels; tiny: eps rules the statistics."""
+    model, new = identity(INSTANCE_NORM, 3, (3, 1, 1, 1), -1.0, 1.0, device=device, multiplier=multiplier)
+    model.instance_norm.eps = 1e-5
+    x = numerics.random_input((2, 3, 2, 3, 5), device=device)
+    assert_not_finite_as_eager(model, x)
+    if all(map(math.isfinite, multiplier)):
+        numerics.assert_rule(model, x)
+
+
+@every_device
+@pytest.mark.parametrize("low, high", [(0.0, 1.0), (-1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (-1.0, -1.0), (-INF, 0.5), (0.25, INF)])
+def test_83_ties_and_bounds(low, high, device):
+    """Normalised values of exactly ±1, and of exactly the bias where the slope is zero, against bounds there."""
+    model, new = identity(DROPOUT, 4, 2, low, high, 0.3, device=device, norm__weight=[1, 1, 0, 0], norm__bias=[0, 0, low, low + 1])
+    x = planes([1, -1, 1, -1, -1, -1, 1, 1] * 2, (1, 4, 1, 2, 2), device)
+    g = numerics.random_input((1, 4, 1, 2, 2), device=device)
+    assert_as_eager(model, new, x, g, exact=False)
+
+
+@every_device
+def test_83_a_tie_halves_the_gradient(device):
+    model, new = identity(DROPOUT, 2, 1, 0.25, 1.0, 0.3, device=device, norm__weight=[0, 0], norm__bias=[0.25, 0.5])
+    ours = assert_as_eager(model, new, numerics.random_input((3, 2, 1, 2, 2), device=device), exact=False)
+    assert ours["norm.bias"].tolist() == [6.0, 0.0]
+
+
+@every_device
+def test_85_the_first_of_a_window_wins_a_tie(device):
+    """Also where the slope is negative, and where it is zero, so that the whole window ties."""
+    model, new = identity(POOL, 3, 1, (3, 1, 1), (2, 3), -9.0, 9.0, device=device, scale=[1, -1, 0], group_norm__weight=[1, 2, 3], group_norm__bias=[0, 0, 0.5])
+    x = planes([1, 1, 0, 1, 0, 0] + [0, 0, 1, 0, 1, 1] + [5, 6, 7, 8, 9, 4], (1, 3, 2, 3), device)
+    ours = assert_as_eager(model, new, x, exact=False)
+    assert ours["output"].shape == (1, 3, 1, 1)
+
+
+@every_device
+@pytest.mark.parametrize("low, high", [(-1.0, 1.0), (1.0, 2.0), (1.0, -1.0), (-INF, INF), (0.5, 0.5)])
+def test_85_bounds_hit_exactly(low, high, device):
+    model, new = identity(POOL, 4, 2, (4, 1, 1), (2, 3), low, high, device=device, scale=[1, -1, 1, 0.5], group_norm__weight=[1, 1, 0, 1], group_norm__bias=[0, 0, 0.5, 0])
+    x = planes([1, -1] * 3 + [-1, 1] * 3 + [1] * 6 + [-1] * 6, (1, 4, 2, 3), device)
+    assert_as_eager(model, new, x, planes([1, 2, 4, 8], (1, 4, 1, 1), device), exact=False)
+
+
+@every_device
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 1e-30])
+@pytest.mark.parametrize("name", list(numerics.SMALL))
+def test_one_special_value(name, value, device):
+    """In one sample of three: it must spoil what it spoils in eager, and nothing else."""
+    model, x = numerics.small(name, device=device)
+    x[1].view(-1)[17] = value
+    assert_not_finite_as_eager(model, x)
+
+
+@every_device
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("name, parameter", [(name, key) for name in numerics.SMALL for key, _ in numerics.small(name)[0].named_parameters()])
+def test_one_special_parameter(name, parameter, value, device):
+    if parameter.endswith("norm.weight") and value == INF:
+        pytest.skip("eager subtracts infinities, which makes NaN of what is infinite")
+    model, x = numerics.small(name, device=device)
+    with torch.no_grad():
+        model.get_parameter(parameter).view(-1)[1] = value
+    assert_not_finite_as_eager(model, x)
+
+
+def assert_not_finite_as_eager(model, x):
+    """NaN and infinite in the same places, output and gradients; the output without gradients the same."""
+    theirs, ours = results(model, x), results(numerics.twin_of(model), x)
+    for key, value in theirs.items():
+        kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours[key], value)]
+        assert torch.equal(*kinds), f"{key}: {(kinds[0] != kinds[1]).sum()} elements are NaN, infinite or finite unlike eager's"
+    with torch.no_grad():
+        numerics.assert_equal({"output": numerics.twin_of(model)(x)}, ours)
+
+
+# ------------------------------------------------------------------------------------------------------------------ at random
+
+settings.register_profile("tests", max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("tests")
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, NAN, INF, -INF, 1e-40, 1e-20, 1e20, 65504.0]
+numbers = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.5, 1e4]), st.floats(-2, 2, width=32))
+channels = st.integers(2, 6)  # with one, a normalisation leaves the convolution no gradient but rounding errors
+
+
+@st.composite
+def problems(draw, name):
+    """A model of `name` and an input, both small; the input perhaps strided, perhaps with special values."""
+    spatial = 2 if name in (MIN_ADD, POOL) else 3
+    inputs, kernel = draw(channels), tuple(draw(st.integers(1, 3)) for _ in range(spatial))
+    groups = draw(st.integers(1, 3))
+    outputs = groups * draw(channels)
+    shape = (outputs,) + (1,) * spatial if draw(st.booleans()) else draw(st.sampled_from([(1,), ()]))
+    arguments = {
+        MIN_ADD: lambda: (draw(numbers), shape, draw(numbers)),
+        INSTANCE_NORM: lambda: (shape, draw(numbers), draw(numbers)),
+        DROPOUT: lambda: (groups, draw(numbers), draw(numbers), 0.2),
+        POOL: lambda: (groups, shape, (2, 3), draw(numbers), draw(numbers)),
+    }[name]()
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))  # float64 has no better reference
+    model = numerics.build(name, (inputs, outputs, kernel, *arguments), dtype=dtype, seed=draw(st.integers(0, 99)))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key != "conv.weight" and draw(st.booleans()):
+                parameter.view(-1)[0] = draw(st.sampled_from([0.0, -1.0, 1e-6]))
+    sizes = [k - 1 + draw(st.integers(2 if name != POOL else 3, 7)) for k in kernel]
+    x = numerics.random_input((draw(st.integers(1, 4)), inputs, *sizes), dtype=dtype, seed=draw(st.integers(0, 99)))
+    x = x * draw(st.sampled_from([1.0, 1e-3, 30.0])) + draw(st.sampled_from([0.0, 0.0, 100.0]))
+    specials = draw(st.lists(st.tuples(st.integers(0, x.numel() - 1), st.sampled_from(SPECIAL)), max_size=2))
+    for place, value in specials:
+        x.view(-1)[place] = value
+    layout = draw(st.sampled_from(["contiguous", "channels last", "transposed", "offset", "every second"]))
+    x = {
+        "contiguous": lambda: x,
+        "channels last": lambda: x.movedim(1, -1).contiguous().movedim(-1, 1),
+        "transposed": lambda: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "offset": lambda: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+        "every second": lambda: x.repeat_interleave(2, -1)[..., ::2],
+    }[layout]()
+    return model, x, bool(specials)
+
+
+@pytest.mark.parametrize("name", list(numerics.SMALL))
+def test_random_problems(name):
+    @given(problems(name))
+    def run(problem):
+        model, x, special = problem
+        if special or not all(t.isfinite().all() for t in results(model, x).values()):
+            assert_not_finite_as_eager(model, x)
+        else:
+            numerics.assert_rule(model, x)
+
+    run()
