@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+import fused
 import operators
 
 # ----------------------------------------------------------------------------------------------- the reference models
@@ -132,7 +133,7 @@ class Fused:
     result (a hook on a submodule, a stride, …) "auto" runs it and `plan` says so; any other variant raises RuntimeError.
     """
 
-    variants: tuple[str, ...] = ("eager", "epilogue")
+    variants: tuple[str, ...] = ("eager", "epilogue", "fused")
     variant = "auto"
 
     @classmethod
@@ -173,9 +174,21 @@ class Fused:
             if self.variant == "auto":
                 return "eager", obstacle
             raise RuntimeError(f"variant {self.variant!r} can't run: {obstacle}")
-        if self.variant != "auto":
-            return self.variant, "asked for"
-        return "epilogue", "the library's convolution, then our fused tail"
+        if self.variant == "epilogue":
+            return "epilogue", "asked for"
+        if x.device.type == "cpu":
+            name = "epilogue" if self.variant == "auto" else "fused"
+            return name, "on the CPU epilogue and fused are one: the library's convolution and our tail, by turns, in cache"
+        if self.variant == "auto":
+            return "epilogue", "the library's convolution, then our fused tail; fused is there to be asked for"
+        obstacle = self._fused_obstacle(x)
+        if obstacle is not None:
+            raise RuntimeError(f"variant 'fused' can't run: {obstacle}")
+        return "fused", "asked for"
+
+    def _fused_obstacle(self, x: torch.Tensor) -> str | None:
+        """Why the fused kernels can't run on the GPU, or None."""
+        raise NotImplementedError
 
     def _eager_raises(self, x: torch.Tensor) -> bool:
         """Does the reference raise an error for x?"""
@@ -250,6 +263,11 @@ def _convolved_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if casts else tensor.dtype
 
 
+def _fused_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which the fused kernels see x: its own, also under autocast, unless that must reconcile it with weight's."""
+    return x.dtype if x.dtype == weight.dtype else _convolved_dtype(x)
+
+
 def _is_by_channel(parameter: torch.Tensor, conv: nn.Module) -> bool:
     """Does `parameter` hold one value per channel, or one in all?"""
     channels, spatial = conv.weight.shape[0], conv.weight.dim() - 2
@@ -268,6 +286,9 @@ _SHAPE_OBSTACLE = "{} holds neither one value per channel nor one in all"
 class Conv2dMinAddMultiplyNew(Fused, Conv2dMinAddMultiply):
     __doc__ = Conv2dMinAddMultiply.__doc__
 
+    def _fused_obstacle(self, x):
+        return fused.conv2d_min_add_multiply_obstacle(x, self.conv.weight, _fused_dtype(x, self.conv.weight))
+
     def _tail_parameters(self):
         return (self.bias,)
 
@@ -283,6 +304,9 @@ class Conv2dMinAddMultiplyNew(Fused, Conv2dMinAddMultiply):
 
 class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Fused, Conv3dMultiplyInstanceNormClampMultiplyMax):
     __doc__ = Conv3dMultiplyInstanceNormClampMultiplyMax.__doc__
+
+    def _fused_obstacle(self, x):
+        return fused.conv3d_obstacle(x, self.conv.weight, _fused_dtype(x, self.conv.weight))
 
     def _tail_parameters(self):
         return (self.multiplier,)
@@ -305,6 +329,9 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Fused, Conv3dMultiplyInstanc
 class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
     __doc__ = Conv3dGroupNormMinClampDropout.__doc__
 
+    def _fused_obstacle(self, x):
+        return fused.conv3d_obstacle(x, self.conv.weight, _fused_dtype(x, self.conv.weight))
+
     def _tail_raises(self, x, size):
         return x.dim() == 5 and x.shape[0] * math.prod(size) * self.conv.out_channels // self.norm.num_groups == 1
 
@@ -320,6 +347,10 @@ class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
 
 class Conv2dGroupNormScaleMaxPoolClampNew(Fused, Conv2dGroupNormScaleMaxPoolClamp):
     __doc__ = Conv2dGroupNormScaleMaxPoolClamp.__doc__
+
+    def _fused_obstacle(self, x):
+        weight = self.conv.weight
+        return fused.conv2d_groupnorm_scale_maxpool_clamp_obstacle(x, weight, _fused_dtype(x, weight), self._pool())
 
     def _tail_parameters(self):
         return self.group_norm.weight, self.group_norm.bias, self.scale

@@ -8,6 +8,8 @@ Per problem there are, in this order: a forward operator, which returns the resu
 operator; the function that users call. Variants:
 - epilogue: the library's convolution without its bias, then our fused tail. On the CPU and without gradients a few samples
   at a time, so that the convolution's output stays in cache.
+- fused: on a GPU the convolution inside our kernels, its output never written (fused.py); backward runs the epilogue's forward
+  once more for what it needs. On the CPU the same as epilogue.
 
 Parameters by channel (biases, affine, multiplier, scale) are vectors of C elements, in the dtype of the result.
 """
@@ -21,6 +23,7 @@ import math
 import torch
 from torch import Tensor
 
+import fused
 import inline_loader
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -148,35 +151,59 @@ def _check_by_channel(weight: Tensor, **parameters: Tensor) -> None:
             raise RuntimeError(f"expected {name} of shape [{weight.shape[0]}], one per channel, got {list(parameter.shape)}")
 
 
-def _autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """x and weight as the convolution sees them under autocast, and whether autocast applies."""
+def _autocast(x: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor, torch.dtype | None]:
+    """x and weight as the convolution sees them under autocast, and autocast's dtype or None where it does not apply.
+
+    The fused kernels take x and weight as they are: they are no faster, and less exact, in a lower dtype.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x, weight, False
+        return x, weight, None
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), True
+    if variant == "fused" and device == "cuda" and x.dtype == weight.dtype:
+        return x, weight, dtype
+    return x.to(dtype), weight.to(dtype), dtype
 
 
 def _keeps(*tensors: Tensor) -> bool:
-    """Will a backward pass follow?"""
+    """Will a backward pass follow, so that forward should keep what it needs?"""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _of_a_defined_gradient(backward):
-    """`backward`, but no gradients where the result has none (whoever used it returned None for it)."""
-
-    @functools.wraps(backward)
-    def wrapped(ctx, dy, *others):
-        return (None,) * len(ctx.needs_input_grad) if dy is None else backward(ctx, dy, *others)
-
-    return wrapped
+def _kept(keep: bool, *outputs: Tensor) -> list[Tensor]:
+    """What an operator returns beside its result: without elements unless backward will need it."""
+    return list(outputs) if keep else [output.new_empty(0) for output in outputs]
 
 
-def _save(ctx, tensors: tuple, outputs: tuple) -> None:
-    """Saves `tensors` for backward; of the outputs only the first, the result, has a gradient."""
-    ctx.save_for_backward(*tensors)
-    ctx.mark_non_differentiable(*outputs[1:])
-    ctx.set_materialize_grads(False)
+def _nothing(x: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    return [x.new_empty(0, dtype=dtype) for dtype in dtypes]
+
+
+def _register_gradient(operator, backward_operator, tensors: int, constants: int, backward_constants: int) -> None:
+    """Autograd of `operator(tensors…, constants…, variant, keep) -> (result, kept…)`.
+
+    It comes from `backward_operator(dy, tensors…, kept…, the first constants…, need_x, need_weight)`, which returns gradients of
+    the first tensors. Where forward kept nothing, the epilogue variant runs once more, and keeps.
+    """
+
+    def setup(ctx, inputs, output):
+        ctx.constants, ctx.kept = inputs[tensors:-2], inputs[-1]
+        ctx.save_for_backward(*inputs[:tensors], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx, dy, *_):
+        nones = [None] * (tensors + constants + 2)
+        if dy is None:  # whoever used the result has no gradient for it
+            return tuple(nones)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:2]
+        if not ctx.kept:
+            saved = *saved[:tensors], *operator(*saved[:tensors], *ctx.constants, "epilogue", True)[1:]
+        dx, dw, *parameters = backward_operator(dy, *saved, *ctx.constants[:backward_constants], *needs)
+        gradients = [dx if needs[0] else None, dw if needs[1] else None, *parameters]
+        return *gradients, *nones[len(gradients) :]
+
+    operator.register_autograd(backward, setup_context=setup)
 
 
 # ------------------------------------------------------------------------------------- 31: conv2d_min_add_multiply
@@ -187,6 +214,10 @@ def _conv2d_min_add_multiply(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, variant: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """y (N, C, H', W'), and v (N, H', W', C) if `keep`."""
+    if variant == "fused" and x.device.type == "cuda":
+        parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
+        y = fused.conv2d_min_add_multiply(x, weight, *parameters, bias.dtype, constant, scale)
+        return y.contiguous(memory_format=_result_format(x, weight, True)), *_nothing(x, x.dtype)
     kernels, count = _kernels("conv2d_min_add_multiply", x, bias.dtype), _samples_per_piece(x, weight, keep)
     convolved = _begun(_convolve_to_channels_last(part, weight, kernels) for (part,) in _pieces(count, x))
     C, size = weight.shape[0], _output_size(x, weight)
@@ -194,7 +225,7 @@ def _conv2d_min_add_multiply(
     y = x.new_empty(x.shape[0], C, *size, dtype=bias.dtype)
     for v, (out,) in zip(convolved, _pieces(count, y)):
         kernels.forward(out, v, *parameters, constant, scale, len(v), C, math.prod(size))
-    return y.contiguous(memory_format=_result_format(x, weight, True)), v if keep else x.new_empty(0)
+    return y.contiguous(memory_format=_result_format(x, weight, True)), *_kept(keep, v)
 
 
 def _to_channels_last(x: Tensor, kernels: inline_loader.Operators) -> Tensor:
@@ -225,7 +256,7 @@ def _convolve_to_channels_last(x: Tensor, weight: Tensor, kernels: inline_loader
 def _(x, weight, conv_bias, bias, constant, scale, variant, keep):
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     y = x.new_empty(N, C, *size, dtype=bias.dtype).contiguous(memory_format=_result_format(x, weight, True))
-    return y, x.new_empty(N, *size, C) if keep else x.new_empty(0)
+    return y, *_kept(keep, x.new_empty(N, *size, C))
 
 
 @torch.library.custom_op("inline_kernels::conv2d_min_add_multiply_backward", mutates_args=())
@@ -240,7 +271,8 @@ def _conv2d_min_add_multiply_backward(
     dv, chunks, constant = torch.empty_like(v), min(H * W, 8), _rounded(constant, x.dtype)
     sums = inner.new_empty(2, N * chunks, C)
     kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, H * W, chunks)
-    channels_last = _convolves_channels_last(x, weight)
+    # On the CPU in eager's layout: the library's gradient of x is less accurate channels last.
+    channels_last = _is_channels_last(x, weight) or (x.device.type == "cuda" and _convolves_channels_last(x, weight))
     if channels_last:
         x = _to_channels_last(x, kernels)
     else:
@@ -254,21 +286,7 @@ def _(dy, x, weight, conv_bias, bias, v, constant, scale, need_x, need_weight):
     return *_fake_gradients(x, weight, need_x, need_weight), torch.empty_like(conv_bias), torch.empty_like(bias)
 
 
-def _setup(ctx, inputs, output):
-    x, weight, conv_bias, bias, ctx.constant, ctx.scale, _, _ = inputs
-    _save(ctx, (x, weight, conv_bias, bias, output[1]), output)
-
-
-@_of_a_defined_gradient
-def _backward(ctx, dy, *_):
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, dw, dconv_bias, dbias = _conv2d_min_add_multiply_backward(
-        dy, *ctx.saved_tensors, ctx.constant, ctx.scale, need_x, need_weight
-    )
-    return dx if need_x else None, dw if need_weight else None, dconv_bias, dbias, None, None, None, None
-
-
-_conv2d_min_add_multiply.register_autograd(_backward, setup_context=_setup)
+_register_gradient(_conv2d_min_add_multiply, _conv2d_min_add_multiply_backward, tensors=4, constants=2, backward_constants=2)
 
 
 def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant="epilogue") -> Tensor:
@@ -278,10 +296,10 @@ def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant
     Returns (N, C, H - kh + 1, W - kw + 1) in the dtype that `conv + bias` has.
     """
     _check_by_channel(weight, conv_bias=conv_bias, bias=bias)
-    x, weight, autocast = _autocast(x, weight)
-    if autocast:
-        bias = bias.to(torch.promote_types(x.dtype, bias.dtype))
-    keep = _keeps(x, weight, conv_bias, bias)
+    x, weight, autocast = _autocast(x, weight, variant)
+    if autocast is not None:
+        bias = bias.to(torch.promote_types(autocast, bias.dtype))
+    keep = variant != "fused" and _keeps(x, weight, conv_bias, bias)
     return _conv2d_min_add_multiply(x, weight, conv_bias, bias, float(constant), float(scale), variant, keep)[0]
 
 
@@ -294,6 +312,9 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, D', H', W'); if `keep` v (N, C, D', H', W'), the winners' index and v (N, D', H', W'); mean, m2 (N, C)."""
+    if variant == "fused" and x.device.type == "cuda":
+        y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, conv_bias, multiplier, low, high, eps)
+        return y, *_nothing(x, x.dtype, _index(weight.shape[0])[1], x.dtype, x.dtype, x.dtype)
     count = _samples_per_piece(x, weight, keep)
     convolved = _begun(_convolve(part, weight, channels_last=False) for (part,) in _pieces(count, x))
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
@@ -306,7 +327,7 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
     for v, outputs in zip(convolved, _pieces(count, y, index, winner, mean, m2)):
         kernels.forward(*outputs, v, *parameters, low, high, eps, len(v), C, math.prod(size))
-    return y, v if keep else x.new_empty(0), index, winner, mean, m2
+    return y, *_kept(keep, v, index, winner, mean, m2)
 
 
 @_conv3d_multiply_instancenorm_clamp_multiply_max.register_fake
@@ -315,7 +336,7 @@ def _(x, weight, conv_bias, multiplier, low, high, eps, variant, keep):
     y = x.new_empty(N, *size, dtype=multiplier.dtype)
     index, winner = x.new_empty(y.shape if keep else 0, dtype=_index(C)[1]), x.new_empty(y.shape if keep else 0)
     mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
-    return y, x.new_empty((N, C, *size) if keep else 0), index, winner, mean, torch.empty_like(mean)
+    return y, *_kept(keep, x.new_empty(N, C, *size), index, winner, mean, torch.empty_like(mean))
 
 
 @torch.library.custom_op("inline_kernels::conv3d_multiply_instancenorm_clamp_multiply_max_backward", mutates_args=())
@@ -340,21 +361,7 @@ def _(dy, x, weight, conv_bias, multiplier, v, index, winner, mean, m2, low, hig
     return *_fake_gradients(x, weight, need_x, need_weight), torch.empty_like(conv_bias), torch.empty_like(multiplier)
 
 
-def _setup(ctx, inputs, output):
-    x, weight, conv_bias, multiplier, *ctx.constants = inputs[:7]
-    _save(ctx, (x, weight, conv_bias, multiplier, *output[1:]), output)
-
-
-@_of_a_defined_gradient
-def _backward(ctx, dy, *_):
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, dw, dconv_bias, dmultiplier = _conv3d_multiply_instancenorm_clamp_multiply_max_backward(
-        dy, *ctx.saved_tensors, *ctx.constants, need_x, need_weight
-    )
-    return dx if need_x else None, dw if need_weight else None, dconv_bias, dmultiplier, None, None, None, None, None
-
-
-_conv3d_multiply_instancenorm_clamp_multiply_max.register_autograd(_backward, setup_context=_setup)
+_register_gradient(_conv3d_multiply_instancenorm_clamp_multiply_max, _conv3d_multiply_instancenorm_clamp_multiply_max_backward, tensors=4, constants=3, backward_constants=3)
 
 
 def conv3d_multiply_instancenorm_clamp_multiply_max(
@@ -366,10 +373,10 @@ def conv3d_multiply_instancenorm_clamp_multiply_max(
     Returns (N, D', H', W') in the dtype that `conv * multiplier` has.
     """
     _check_by_channel(weight, conv_bias=conv_bias, multiplier=multiplier)
-    x, weight, autocast = _autocast(x, weight)
-    if autocast:
-        multiplier = multiplier.to(torch.promote_types(x.dtype, multiplier.dtype))
-    keep = _keeps(x, weight, conv_bias, multiplier)
+    x, weight, autocast = _autocast(x, weight, variant)
+    if autocast is not None:
+        multiplier = multiplier.to(torch.promote_types(autocast, multiplier.dtype))
+    keep = variant != "fused" and _keeps(x, weight, conv_bias, multiplier)
     constants = float(low), float(high), float(eps)
     return _conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, conv_bias, multiplier, *constants, variant, keep)[0]
 
@@ -383,6 +390,11 @@ def _conv3d_groupnorm_min_clamp_dropout(
     low: float, high: float, p: float, eps: float, variant: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, C, D', H', W'); if `keep` v likewise and active (N, C); mean (N, C); group mean and rstd (N, G)."""
+    if variant == "fused" and x.device.type == "cuda":
+        parameters, low = [conv_bias, norm_weight, norm_bias], _rounded(low, norm_weight.dtype)
+        y = fused.conv3d_groupnorm_min_clamp_dropout(x, weight, parameters, seed, groups, low, high, p, eps)
+        y = y.contiguous(memory_format=_result_format(x, weight, False))
+        return y, *_nothing(x, x.dtype, torch.int32, x.dtype, x.dtype, x.dtype)
     count = _samples_per_piece(x, weight, keep)
     convolved = _begun(_convolve(part, weight, channels_last=False) for (part,) in _pieces(count, x))
     kernels = _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype)
@@ -396,16 +408,16 @@ def _conv3d_groupnorm_min_clamp_dropout(
         offset, sizes = outputs[0].storage_offset(), (len(v), C, groups, math.prod(size))
         kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, offset, *sizes)
     y = y.contiguous(memory_format=_result_format(x, weight, False))
-    return y, v if keep else x.new_empty(0), active, mean, group_mean, group_rstd
+    return y, *_kept(keep, v, active, mean, group_mean, group_rstd)
 
 
 @_conv3d_groupnorm_min_clamp_dropout.register_fake
 def _(x, weight, conv_bias, norm_weight, norm_bias, seed, groups, low, high, p, eps, variant, keep):
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     y = x.new_empty(N, C, *size, dtype=norm_weight.dtype).contiguous(memory_format=_result_format(x, weight, False))
-    v, active = x.new_empty((N, C, *size) if keep else 0), x.new_empty((N, C) if keep else 0, dtype=torch.int32)
+    v, active = x.new_empty(N, C, *size), x.new_empty(N, C, dtype=torch.int32)
     mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
-    return y, v, active, mean, mean.new_empty(N, groups), mean.new_empty(N, groups)
+    return y, *_kept(keep, v, active, mean, mean.new_empty(N, groups), mean.new_empty(N, groups))
 
 
 @torch.library.custom_op("inline_kernels::conv3d_groupnorm_min_clamp_dropout_backward", mutates_args=())
@@ -436,22 +448,7 @@ def _(
     return *_fake_gradients(x, weight, need_x, need_weight), *parameters
 
 
-def _setup(ctx, inputs, output):
-    *tensors, groups, low, high, p, _, _, _ = inputs
-    ctx.constants = groups, low, high, p
-    _save(ctx, (*tensors, *output[1:]), output)
-
-
-@_of_a_defined_gradient
-def _backward(ctx, dy, *_):
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, dw, *parameters = _conv3d_groupnorm_min_clamp_dropout_backward(
-        dy, *ctx.saved_tensors, *ctx.constants, need_x, need_weight
-    )
-    return dx if need_x else None, dw if need_weight else None, *parameters, *[None] * 8
-
-
-_conv3d_groupnorm_min_clamp_dropout.register_autograd(_backward, setup_context=_setup)
+_register_gradient(_conv3d_groupnorm_min_clamp_dropout, _conv3d_groupnorm_min_clamp_dropout_backward, tensors=6, constants=5, backward_constants=4)
 
 
 def conv3d_groupnorm_min_clamp_dropout(
@@ -465,18 +462,18 @@ def conv3d_groupnorm_min_clamp_dropout(
     Returns (N, C, D', H', W') in the dtype of group_norm's result.
     """
     _check_by_channel(weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias)
-    x, weight, autocast = _autocast(x, weight)
-    if autocast:
+    x, weight, autocast = _autocast(x, weight, variant)
+    if autocast is not None:
         norm_weight, norm_bias = norm_weight.float(), norm_bias.float()
     if seed is None:
         seed = torch.empty(0, dtype=torch.int64, device=x.device)
         if p > 0:
             seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    keep = _keeps(x, weight, conv_bias, norm_weight, norm_bias)
+    keep = variant != "fused" and _keeps(x, weight, conv_bias, norm_weight, norm_bias)
     y = _conv3d_groupnorm_min_clamp_dropout(
         x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
     )[0]
-    return y.to(x.dtype) if autocast and x.device.type == "cpu" else y  # only on CUDA does autocast widen group_norm's result
+    return y.to(autocast) if autocast is not None and x.device.type == "cpu" else y  # only on CUDA does autocast widen group_norm's result
 
 
 # ----------------------------------------------------------------- 85: conv2d_groupnorm_scale_maxpool_clamp
@@ -495,6 +492,10 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
 
     v is (N, C, H', W') on a GPU and (N, H', W', C) on the CPU: each where the library is fastest.
     """
+    if variant == "fused" and x.device.type == "cuda":
+        parameters = [conv_bias, norm_weight, norm_bias, scale]
+        y = fused.conv2d_groupnorm_scale_maxpool_clamp(x, weight, parameters, groups, pool, low, high, eps)
+        return y, *_nothing(x, x.dtype, _index(pool[0] * pool[1])[1], x.dtype, x.dtype, x.dtype, x.dtype)
     count, channels_last = _samples_per_piece(x, weight, keep), x.device.type == "cpu"
     convolved = _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
     kernels = _kernels("conv2d_groupnorm_scale_maxpool_clamp", x, scale.dtype, **_pool_defines(pool))
@@ -508,7 +509,7 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
     for v, outputs in zip(convolved, _pieces(count, y, extreme, index, mean, m2, group_mean, group_rstd)):
         kernels.forward(*outputs, v, *parameters, low, high, eps, len(v), C, groups, H, W)
     y = y.contiguous(memory_format=_result_format(x, weight, False))
-    return y, v if keep else x.new_empty(0), index, extreme, mean, group_mean, group_rstd
+    return y, *_kept(keep, v, index, extreme, mean, group_mean, group_rstd)
 
 
 @_conv2d_groupnorm_scale_maxpool_clamp.register_fake
@@ -520,7 +521,7 @@ def _(x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, hi
     mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
     extreme, group_mean, group_rstd = x.new_empty(y.shape), mean.new_empty(N, groups), mean.new_empty(N, groups)
     y = y.contiguous(memory_format=_result_format(x, weight, False))
-    return y, x.new_empty(v if keep else 0), index, extreme, mean, group_mean, group_rstd
+    return y, *_kept(keep, x.new_empty(v), index, extreme, mean, group_mean, group_rstd)
 
 
 @torch.library.custom_op("inline_kernels::conv2d_groupnorm_scale_maxpool_clamp_backward", mutates_args=())
@@ -551,22 +552,7 @@ def _(
     return *_fake_gradients(x, weight, need_x, need_weight), *parameters
 
 
-def _setup(ctx, inputs, output):
-    *tensors, groups, pool, low, high, _, _, _ = inputs
-    ctx.constants = groups, pool, low, high
-    _save(ctx, (*tensors, *output[1:]), output)
-
-
-@_of_a_defined_gradient
-def _backward(ctx, dy, *_):
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    dx, dw, *parameters = _conv2d_groupnorm_scale_maxpool_clamp_backward(
-        dy, *ctx.saved_tensors, *ctx.constants, need_x, need_weight
-    )
-    return dx if need_x else None, dw if need_weight else None, *parameters, *[None] * 7
-
-
-_conv2d_groupnorm_scale_maxpool_clamp.register_autograd(_backward, setup_context=_setup)
+_register_gradient(_conv2d_groupnorm_scale_maxpool_clamp, _conv2d_groupnorm_scale_maxpool_clamp_backward, tensors=6, constants=5, backward_constants=4)
 
 
 def conv2d_groupnorm_scale_maxpool_clamp(
@@ -578,10 +564,10 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     others are numbers. Returns (N, C, H' // pool height, W' // pool width) in the dtype of `group_norm * scale`.
     """
     _check_by_channel(weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale)
-    x, weight, autocast = _autocast(x, weight)
-    if autocast:
+    x, weight, autocast = _autocast(x, weight, variant)
+    if autocast is not None:
         norm_weight, norm_bias, scale = norm_weight.float(), norm_bias.float(), scale.float()
-    keep = _keeps(x, weight, conv_bias, norm_weight, norm_bias, scale)
+    keep = variant != "fused" and _keeps(x, weight, conv_bias, norm_weight, norm_bias, scale)
     return _conv2d_groupnorm_scale_maxpool_clamp(
         x, weight, conv_bias, norm_weight, norm_bias, scale, groups, list(pool), float(low), float(high), float(eps), variant, keep
     )[0]

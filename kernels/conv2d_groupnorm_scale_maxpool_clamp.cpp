@@ -37,7 +37,7 @@ struct LaneSums {
 // One row of windows of one sample, POOL_H rows of pixels: selected values and places (C, plane), moments (C) of the pixels.
 // The last row of windows may have fewer rows of pixels; these count for the moments alone, as do pixels right of the last
 // window.
-static void pool_row(value_t* extreme, index_t* index, Moments<accumulate_t>* moments, const value_t* rows, int64_t height,
+static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments, const value_t* rows, int64_t height,
                      int64_t W, int64_t C, int64_t plane, const accumulate_t* direction) {
   const int64_t windows = height < POOL_H ? 0 : W / POOL_W;
   for (int64_t c0 = 0; c0 < C; c0 += kLanes) {
@@ -64,7 +64,7 @@ static void pool_row(value_t* extreme, index_t* index, Moments<accumulate_t>* mo
     for (int64_t h = 0; h < height; h++)
       for (int64_t w = windows * POOL_W; w < W; w++) sums.add(load_lanes(rows + (h * W + w) * C, c0, C));
     for (int j = 0; j < lanes; j++)
-      moments[c0 + j] = Moments<accumulate_t>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
+      moments[c0 + j] = Moments<double>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
   }
 }
 
@@ -77,7 +77,7 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
   Sums direction(C);
   for (int64_t c = 0; c < C; c++) direction[c] = weight[c] * scale[c] > 0 ? 1 : weight[c] * scale[c] < 0 ? -1 : 0;
-  std::vector<Moments<accumulate_t>> moments(N * strips * C);
+  std::vector<Moments<double>> moments(N * strips * C);
   host::parallel_for(N * strips, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t n = i / strips, strip = i % strips, first = n * C * pooled + strip * pooled_width;
@@ -87,7 +87,7 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
     }
   });
   for (int64_t i = 0; i < N * C; i++) {
-    Moments<accumulate_t> total{0, 0, 0};
+    Moments<double> total{0, 0, 0};
     for (int64_t strip = 0; strip < strips; strip++) total = total.merge(moments[(i / C * strips + strip) * C + i % C]);
     mean[i] = total.mean, m2[i] = total.m2;
   }

@@ -54,7 +54,7 @@ pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, acc
   for (int i = threadIdx.x; i < covered_height * right; i += kThreads)
     sums.add(accumulate_t(in[i / right * W + covered_width + i % right]));
   for (int i = threadIdx.x; i < below; i += kThreads) sums.add(accumulate_t(in[covered_height * W + i]));
-  const Moments<accumulate_t> moments = block_merge(sums.moments());
+  const Moments<double> moments = block_merge(sums.moments());
   if (threadIdx.x == 0) mean[plane] = moments.mean, m2[plane] = moments.m2;
 }
 

@@ -6,7 +6,7 @@
 // An implicit GEMM on tensor cores: M = output channels, N = output pixels of one row, K = taps × input channels.
 //   float32   operands are rounded to nearest float16 (11 bits of mantissa, as TF32), sums are float32. Powers of two bring
 //             each sample of x and each output channel of weight into float16's range; the tail takes them out again, exactly.
-//             What is more than 2^-30 times smaller than the largest value of its sample counts as zero.
+//             What is more than 2^39 times smaller than the largest value of its sample counts as zero.
 //   float32, SPLIT=1   each operand is a sum of two float16 (22 bits): three products give float32 accuracy.
 //   float16, bfloat16  products of the type itself, unscaled.
 // inf and NaN reach every output whose window holds them, as in PyTorch.
@@ -815,9 +815,10 @@ bool convolve(output_t* y, const value_t* x, const uint4* packed_weight, const i
 // ----------------------------------------------------------------------------------------------------------- the launcher
 
 // workspace, in bytes: exponents 4·P, largest 4·N, packed weights 2·kParts·P·K, each rounded up to 256, and for mma.sync
-// packed x 2·kParts·N·C·H·W; C = CHANNELS_IN rounded up to kGroup, P = CHANNELS_OUT rounded up to kBlockChannels, K = C·kTaps.
+// packed x 2·kParts·N·C·H·W (the launch fails if it does not fit workspace_bytes); C = CHANNELS_IN rounded up to kGroup, P = CHANNELS_OUT rounded up to kBlockChannels, K = C·kTaps.
 EXPORT void forward(output_t* y, uint8_t* workspace, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
-                    const accumulate_t* bias, double constant, double scale, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
+                    const accumulate_t* bias, double constant, double scale, int64_t workspace_bytes, int64_t N, int64_t H, int64_t W,
+                    cudaStream_t stream) {
   const int64_t S = H * W, OH = H - KERNEL_H + 1, OW = W - KERNEL_W + 1;
   if (N == 0) return;
   uint8_t* next = workspace;
@@ -830,6 +831,8 @@ EXPORT void forward(output_t* y, uint8_t* workspace, const value_t* x, const val
   pack_weight_kernel<<<kChannelBlocks * kBlockChannels, 128, 0, stream>>>(reinterpret_cast<operand_t*>(packed_weight), exponents, largest, weight, N);
   if (warpgroup::convolve<warpgroup::kUsed>(y, x, packed_weight, exponents, largest, conv_bias, bias, float(constant), float(scale), N, H, W, stream)) return;
 
+  const int64_t needed = (next - workspace) + int64_t(kPlanes) * 8 * 2 * kParts * N * S;
+  if (needed > workspace_bytes) return pack_input_kernel<<<0, 1, 0, stream>>>(packed_x, largest, x, N, S);  // fails, and says so
   const unsigned samples = N < 65535 ? N : 65535;
   const dim3 pack_grid((S + kPackThreads * kPackPixels - 1) / (kPackThreads * kPackPixels), kPlanes, samples);
   pack_input_kernel<<<pack_grid, kPackThreads, 0, stream>>>(packed_x, largest, x, N, S);

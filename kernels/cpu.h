@@ -7,9 +7,10 @@
 constexpr int kLanes = 16;          // independent sums, so that the compiler may vectorise
 constexpr int64_t kBlock = 4096;    // values that share a shift
 
-// Moments of `size` contiguous values: sums shifted by about each block's mean, merged by Chan's formula in order.
-inline Moments<accumulate_t> moments_of(const value_t* values, int64_t size) {
-  Moments<accumulate_t> moments{0, 0, 0};
+// Moments of `size` contiguous values: sums shifted by about each block's mean, merged by Chan's formula in order,
+// in double so that the mean is rounded once.
+inline Moments<double> moments_of(const value_t* values, int64_t size) {
+  Moments<double> moments{0, 0, 0};
   for (int64_t begin = 0; begin < size; begin += kBlock) {
     const int64_t count = std::min(kBlock, size - begin), whole = count / kLanes * kLanes;
     const value_t* block = values + begin;
@@ -28,7 +29,7 @@ inline Moments<accumulate_t> moments_of(const value_t* values, int64_t size) {
       sum[i - whole] += d, square[i - whole] += d * d;
     }
     for (int lane = 1; lane < kLanes; lane++) sum[0] += sum[lane], square[0] += square[lane];
-    moments = moments.merge(Moments<accumulate_t>::from_shifted(accumulate_t(count), shift, sum[0], square[0]));
+    moments = moments.merge(Moments<double>::from_shifted(count, shift, sum[0], square[0]));
   }
   return moments;
 }
@@ -37,7 +38,7 @@ inline Moments<accumulate_t> moments_of(const value_t* values, int64_t size) {
 inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t* v, int64_t planes, int64_t size) {
   host::parallel_for(planes, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {
-      const Moments<accumulate_t> moments = moments_of(v + plane * size, size);
+      const Moments<double> moments = moments_of(v + plane * size, size);
       mean[plane] = moments.mean, m2[plane] = moments.m2;
     }
   });

@@ -15,15 +15,15 @@ struct GroupShape {
   HOST_DEVICE accumulate_t count() const { return accumulate_t(channels()) * accumulate_t(S); }
 };
 
-// mean and rstd of group g of sample n, from the moments (mean, m2) of v per (sample, channel), each (N, C).
+// mean and rstd of group g of sample n, merged in double so that each is rounded once, from the moments (mean, m2) of v per (sample, channel), each (N, C).
 HOST_DEVICE void merge_group(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
                              const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps, GroupShape shape,
                              int n, int g) {
-  Moments<accumulate_t> moments{0, 0, 0};
+  Moments<double> moments{0, 0, 0};
   for (int c = g * shape.channels(); c < (g + 1) * shape.channels(); c++)
-    moments = moments.merge({accumulate_t(shape.S), mean[n * shape.C + c] + conv_bias[c], m2[n * shape.C + c]});
+    moments = moments.merge({double(shape.S), double(mean[n * shape.C + c]) + conv_bias[c], m2[n * shape.C + c]});
   group_mean[n * shape.G + g] = moments.mean;
-  group_rstd[n * shape.G + g] = 1 / sqrt(moments.variance() + eps);
+  group_rstd[n * shape.G + g] = 1 / sqrt(moments.variance() + double(eps));
 }
 
 // What one channel of one sample needs to go back and forth: z = (v + offset) * slope + bias.
@@ -50,7 +50,7 @@ HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradie
                                 int g) {
   const int group = n * shape.G + g, NC = shape.N * shape.C;
   const accumulate_t rstd = group_rstd[group];
-  accumulate_t gradient = 0, product = 0;
+  double gradient = 0, product = 0;
   for (int c = g * shape.channels(); c < (g + 1) * shape.channels(); c++) {
     gradient += weight[c] * sums[n * shape.C + c];
     product += weight[c] * sums[NC + n * shape.C + c];

@@ -23,9 +23,9 @@ template <int kCount> __device__ void block_sum(accumulate_t (&values)[kCount]) 
   __syncthreads();  // partial may be written again
 }
 
-// The block's moments merged; valid in thread 0.
-__device__ inline Moments<accumulate_t> block_merge(Moments<accumulate_t> moments) {
-  __shared__ Moments<accumulate_t> partial[kWarps];
+// The block's moments merged, in double so that the mean is rounded once; valid in thread 0.
+__device__ inline Moments<double> block_merge(Moments<double> moments) {
+  __shared__ Moments<double> partial[kWarps];
   for (int offset = 16; offset; offset /= 2)
     moments = moments.merge({__shfl_down_sync(~0u, moments.count, offset), __shfl_down_sync(~0u, moments.mean, offset),
                              __shfl_down_sync(~0u, moments.m2, offset)});
@@ -44,7 +44,7 @@ struct ShiftedSums {
     const accumulate_t d = v - shift;
     count += 1, sum += d, square += d * d;
   }
-  __device__ Moments<accumulate_t> moments() const { return Moments<accumulate_t>::from_shifted(count, shift, sum, square); }
+  __device__ Moments<double> moments() const { return Moments<double>::from_shifted(count, shift, sum, square); }
 };
 
 // mean and m2 (planes) of v (planes, size); a block per plane.
@@ -62,7 +62,7 @@ plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v, 
   } else {
     for (int64_t i = threadIdx.x; i < size; i += kThreads) sums.add(accumulate_t(plane[i]));
   }
-  const Moments<accumulate_t> moments = block_merge(sums.moments());
+  const Moments<double> moments = block_merge(sums.moments());
   if (threadIdx.x == 0) mean[blockIdx.x] = moments.mean, m2[blockIdx.x] = moments.m2;
 }
 

@@ -1,0 +1,244 @@
+"""The `fused` variants on a GPU: when they apply, and how their kernels (kernels/<name>_fused.cu) are called.
+
+Each problem has a pair of functions: `<name>_obstacle(x, weight, dtype, …)` says why the fused kernels can't run in that dtype, or None; and
+`<name>(x, weight, …)` runs them. A build serves one set of channels, kernel size and pool. The kernels compute forward only and
+keep nothing for backward. What they do, and how exactly, stands at the head of each .cu file.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+import inline_loader
+
+_CTYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
+
+
+@torch.compiler.assume_constant_result
+@functools.lru_cache(None)
+def _device(index: int) -> tuple[tuple[int, int], int, int]:
+    """Compute capability, shared memory that a block may ask for (bytes), multiprocessors."""
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    # shared_memory_per_block_optin is missing from torch 2.8's properties; by architecture as in CUDA's programming guide
+    optin = getattr(properties, "shared_memory_per_block_optin", (163 if capability in ((8, 0), (8, 7)) else 99) << 10)
+    return capability, optin, properties.multi_processor_count
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _spatial_defines(weight: Tensor) -> dict[str, int]:
+    names = ("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - weight.dim() :]
+    return {"CHANNELS_IN": weight.shape[1], "CHANNELS_OUT": weight.shape[0], **dict(zip(names, weight.shape[2:]))}
+
+
+def _load(name: str, **defines) -> inline_loader.Operators:
+    return _loaded(name, tuple(defines.items()))
+
+
+@functools.lru_cache(None)
+def _loaded(name, defines):
+    return inline_loader.load(f"{name}_fused", device="cuda", defines=dict(defines))
+
+
+def _common_obstacle(x: Tensor, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    if dtype not in dtypes:
+        return "the fused kernels are not written for this dtype"
+    if _device(x.device.index)[0] < (8, 0):
+        return "the fused kernels need a GPU of compute capability 8.0 or later"
+    return None
+
+
+# ------------------------------------------------------------------------------------- 31: conv2d_min_add_multiply
+
+
+def _is_split(dtype: torch.dtype, weight: Tensor) -> bool:
+    """Do float32 operands need two float16 parts? One is as exact as TF32, which is what eager runs where it is allowed and
+    where there are channels enough (observed with cuDNN: always from 64 to 128 channels on, but for 1×1 kernels)."""
+    C, channels, kh, kw = weight.shape
+    eager_runs_tf32 = torch.backends.cudnn.allow_tf32 and channels >= 64 and C >= 128 and kh * kw > 1
+    return dtype == torch.float32 and not eager_runs_tf32
+
+
+def _conv2d_min_add_multiply_sizes(weight: Tensor, split: bool) -> tuple[int, int, int, int]:
+    """Channels in and out as the kernels pad them, channels in per block, bytes of shared memory of the mma.sync way."""
+    (C, channels, kh, kw), parts = weight.shape, 2 if split else 1
+    group = min(_ceil_div(channels, 16) * 16, 64 // parts)
+    block = 128 if C > 64 else 64
+    weights = 3 * (group // 16) * parts * (block // 16) * 32
+    shared = max(16 * (group // 8 * parts * kh * (127 + kw) + weights), block // 64 * 2 * 4608)
+    return _ceil_div(channels, group) * group, _ceil_div(C, block) * block, group, shared
+
+
+def conv2d_min_add_multiply_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+    obstacle = _common_obstacle(x, dtype, (torch.float32, torch.float16, torch.bfloat16))
+    if obstacle is None and _conv2d_min_add_multiply_sizes(weight, _is_split(dtype, weight))[3] > _device(x.device.index)[1]:
+        obstacle = "the kernel's window does not fit in shared memory"
+    return obstacle
+
+
+def conv2d_min_add_multiply(
+    x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, out_dtype: torch.dtype, constant: float, scale: float
+) -> Tensor:
+    """y (N, C, H', W'); conv_bias and bias as the kernels read them."""
+    x, split = x.contiguous(), _is_split(x.dtype, weight)
+    (N, channels, H, W), (C, _, kh, kw), parts = x.shape, weight.shape, 2 if split else 1
+    padded_in, padded_out, group, _ = _conv2d_min_add_multiply_sizes(weight, split)
+    # The workspace: scales, then packed weights, then x packed to float16 unless wgmma reads x itself.
+    sizes = [4 * padded_out, 4 * N, 2 * parts * padded_out * padded_in * kh * kw]
+    workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + 2 * parts * N * padded_in * H * W
+    types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
+    kernels = _load("conv2d_min_add_multiply", SPLIT=int(split), **types, **_spatial_defines(weight))
+    if _wgmma_reads_x(x, weight, out_dtype, split, padded_in, group):
+        workspace -= 2 * parts * N * padded_in * H * W
+    y = x.new_empty(N, C, H - kh + 1, W - kw + 1, dtype=out_dtype)
+    scratch = torch.empty(workspace, dtype=torch.uint8, device=x.device)
+    kernels.forward(y, scratch, x, weight.contiguous(), conv_bias, bias, constant, scale, workspace, N, H, W)
+    return y
+
+
+def _wgmma_reads_x(x: Tensor, weight: Tensor, out_dtype: torch.dtype, split: bool, padded_in: int, group: int) -> bool:
+    """Does the launcher choose the way that packs no x? The conditions are its own; if they differ, the launch fails."""
+    (N, channels, H, W), (_, _, kh, kw) = x.shape, weight.shape
+    capability, optin, _ = _device(x.device.index)
+    planes, pitch, depth = group // 8, 127 + kw, kh * kw * group // 16
+    raw_row = _ceil_div(channels * _ceil_div(pitch * x.element_size(), 4), 4)
+    shared = (kh + 1) * planes * pitch * 16 + 2 * 16 * raw_row + 8 * 16 * (128 * out_dtype.itemsize + 32)
+    shared += 2 * max(0, depth - 30) * 2048 + 2048 + 16 * (kh + 1)
+    tiles = N * (H - kh + 1) * _ceil_div(W - kw + 1, 128)
+    fits = padded_in == group and depth <= 36 and shared <= optin and H * W < 2**31 and tiles < 2**31
+    return capability == (9, 0) and not split and fits and W * x.element_size() % 4 == 0 and x.data_ptr() % 4 == 0
+
+
+# ------------------------------------------------- 79 and 83: two launches, statistics and result, convolving in each
+
+_STAGE_BYTES = 88 << 10  # shared memory for the input that a block holds: two blocks share a multiprocessor
+_STEP_REGISTERS = 90     # of weights
+
+
+def _pitch(width: int) -> int:
+    """Pixels from row to row in shared memory: rows start in different banks. As in convolution3d.cuh."""
+    padded = _ceil_div(width, 4) * 4
+    rest = padded % 32
+    return padded + (12 if rest <= 12 else 24 if rest <= 24 else 44) - rest
+
+
+def _tiling(x: Tensor, weight: Tensor, fours: bool) -> tuple[int, int, int, int] | None:
+    """How many output rows and planes a block computes, how many blocks a sample has, and pixels of input that a block holds;
+    None where shared memory does not suffice. `fours`: rows · W' is a multiple of 4 if H' · W' is, for stores of 16 bytes."""
+    (N, channels, D, H, W), (C, _, kd, kh, kw) = x.shape, weight.shape
+    OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
+    unit = 4 // math.gcd(OW, 4) if fours and OH * OW % 4 == 0 else 1
+    for most in range(16, 0, -1):
+        rows = _ceil_div(_ceil_div(OH, _ceil_div(OH, most)), unit) * unit
+        stage = _ceil_div((kd + 1) * (rows + kh - 1) * _pitch(W), 256) * 256
+        if 4 * channels * (stage + (rows + kh - 1) * (W + 3) // 4 * 4) <= _STAGE_BYTES:
+            break
+    else:
+        return None
+    slabs = _ceil_div(OH, rows)
+    blocks = N * slabs * (C // 16)
+    depth = OD if blocks >= 200 else max(1, OD * blocks // 264)  # planes split where blocks are few
+    return rows, depth, slabs * _ceil_div(OD, depth), stage
+
+
+def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+    """For 79 and 83 alike."""
+    obstacle = _common_obstacle(x, dtype, (torch.float32,))
+    C, channels, *kernel = weight.shape
+    half = (channels + 1) // 2  # registers of weights per step of 4 taps: 4 for each pair of channels, 2 for a single one
+    registers = _ceil_div(math.prod(kernel), 4) * (4 * half + 2 * (channels - half))
+    positions = math.prod(size - extent + 1 for size, extent in zip(x.shape[2:], kernel))
+    if obstacle is None and (channels > 4 or C % 16):
+        obstacle = "the fused kernels take up to 4 channels in, and 16, 32, … out"
+    if obstacle is None and registers > _STEP_REGISTERS:
+        obstacle = "the filter does not fit in registers"
+    if obstacle is None and positions < 64:
+        obstacle = "the fused kernels' statistics are exact enough from 64 positions on"
+    if obstacle is None and (math.prod(x.shape[3:]) >= 2**24 or x.shape[2] >= 2**15 or _tiling(x, weight, True) is None):
+        obstacle = "the planes are too large for shared memory"
+    return obstacle
+
+
+def _conv3d(name: str, x: Tensor, weight: Tensor, y: Tensor, arguments: list, constants: list, fours: bool) -> Tensor:
+    """Runs `name`_fused; `arguments` are its tensors after weight, `constants` its numbers before the sizes."""
+    rows, depth, slots, stage = _tiling(x, weight, fours)
+    statistics = x.new_empty(x.shape[0], slots, weight.shape[0], 4)
+    kernels = _load(name, STAGE_PIXELS=stage, **_spatial_defines(weight))
+    sizes = x.shape[0], *x.shape[2:], rows, depth
+    kernels.forward(y, statistics, x.contiguous(), weight.contiguous(), *arguments, *constants, *sizes)
+    return y
+
+
+def conv3d_multiply_instancenorm_clamp_multiply_max(
+    x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, low: float, high: float, eps: float
+) -> Tensor:
+    """y (N, D', H', W')."""
+    y = x.new_empty(x.shape[0], *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])))
+    name = "conv3d_multiply_instancenorm_clamp_multiply_max"
+    return _conv3d(name, x, weight, y, [conv_bias, multiplier], [low, high, eps], fours=False)
+
+
+def conv3d_groupnorm_min_clamp_dropout(
+    x: Tensor, weight: Tensor, parameters: list[Tensor], seed: Tensor, groups: int, low: float, high: float, p: float, eps: float
+) -> Tensor:
+    """y (N, C, D', H', W'); parameters: conv_bias, norm_weight, norm_bias."""
+    size = [size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])]
+    y = x.new_empty(x.shape[0], weight.shape[0], *size)
+    constants = [low, high, p, eps, 0, groups]
+    return _conv3d("conv3d_groupnorm_min_clamp_dropout", x, weight, y, [*parameters, seed], constants, fours=True)
+
+
+# ----------------------------------------------------------------- 85: conv2d_groupnorm_scale_maxpool_clamp
+
+
+def conv2d_groupnorm_scale_maxpool_clamp_obstacle(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]
+) -> str | None:
+    obstacle = _common_obstacle(x, dtype, (torch.float32,))
+    (C, channels, kh, kw), units = weight.shape, weight.shape[3] * _ceil_div(weight.shape[1], 8)
+    if obstacle is None and (channels > 16 or C > 128 or C % 16):
+        obstacle = "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
+    if obstacle is None and (min(pool) < 2 or max(pool) > 8):
+        obstacle = "the fused kernels pool windows of 2 to 8 rows and columns"
+    if obstacle is None and (kw > 9 or kh * (units // 2 * 2 + units % 2) > 25):
+        obstacle = "the filter does not fit in registers"
+    return obstacle
+
+
+def conv2d_groupnorm_scale_maxpool_clamp(
+    x: Tensor, weight: Tensor, parameters: list[Tensor], groups: int, pool: list[int], low: float, high: float, eps: float
+) -> Tensor:
+    """y (N, C, PH, PW); parameters: conv_bias, norm_weight, norm_bias, scale."""
+    (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
+    width, pooled = W - kw + 1, ((H - kh + 1) // pool[0], (W - kw + 1) // pool[1])
+    multiprocessors = _device(x.device.index)[2]
+    full = 129 - kw  # output columns of one tile of 128 input columns
+    stride = full // pool[1] * pool[1]
+    tiles = 1 if width <= full else 1 + _ceil_div(width - full, stride)
+    strips = _strips(N * _ceil_div(C, 64) * tiles, pooled[0], pool[0], kh, multiprocessors)
+    y = x.new_empty(N, C, *pooled)
+    extreme, (mean, m2) = torch.empty_like(y), x.new_empty(2, N, C)
+    group_mean, group_rstd = x.new_empty(2, N, groups)
+    partial = x.new_empty(N, C, tiles * strips, 3)
+    defines = {**_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1]}
+    kernels = _load("conv2d_groupnorm_scale_maxpool_clamp", **defines)
+    outputs = y, extreme, mean, m2, group_mean, group_rstd, partial
+    kernels.forward(*outputs, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, N, groups, H, W, strips)
+    return y
+
+
+def _strips(work: int, pooled_rows: int, pool_height: int, kernel_height: int, multiprocessors: int) -> int:
+    """Into how many strips of rows an image is cut: what keeps all multiprocessors busy with the fewest rows read twice."""
+
+    def rows(pairs: int) -> int:  # that the busiest multiprocessor reads, if each of a block's two teams takes 1 of `pairs` strips
+        return _ceil_div(work * pairs, multiprocessors) * (_ceil_div(pooled_rows, 2 * pairs) * pool_height + kernel_height + 3)
+
+    pairs = min(range(1, max(2, _ceil_div(2 * multiprocessors, work) + 1)), key=rows)
+    return _ceil_div(pooled_rows, _ceil_div(pooled_rows, min(pooled_rows, 2 * pairs)))
