@@ -123,9 +123,9 @@ def pick_device(device: str = "auto") -> tuple[str, str]:
 
 
 def variants_of(problem, device: str) -> tuple[str, ...]:
-    """What a comparison shows by default. max-autotune takes minutes on a CPU, so it runs on GPUs only."""
-    peers = tuple(PEERS) if device == "cuda" else ("eager", "compile")
-    return peers + tuple(name for name in problem.variants if name not in PEERS)
+    """What a comparison shows by default. On a CPU without max-autotune, which takes minutes, and fused, which is epilogue."""
+    skipped = () if device == "cuda" else ("max-autotune", "fused")
+    return tuple(name for name in dict.fromkeys((*PEERS, *problem.variants)) if name not in skipped)
 
 
 def compare(
@@ -152,7 +152,11 @@ def compare(
     rows, calls = [], {}
     for variant in variants or variants_of(problem, device):
         tell(f"{problem.name} {phase}: checking {variant}")
-        row = _row(problem, variant, check(problem, variant, **options), model, x, g, phase)
+        obstacle = _obstacle(problem, variant, model, x)
+        result = Check(variant, seed, [], [obstacle]) if obstacle else check(problem, variant, **options)
+        row = _row(problem, variant, result, model, x, g, phase)
+        if obstacle:
+            row["ok"] = None
         rows.append(row)
         if row["ok"]:
             module = contestant(problem, variant, model)
@@ -167,6 +171,16 @@ def compare(
             if eager and row["variant"] not in NOT_A_KERNEL:
                 row["speedup_vs_eager"] = eager.median / timing.median
     return rows
+
+
+def _obstacle(problem, variant: str, model, x) -> str | None:
+    """Why a variant of ours can't run for x, or None."""
+    if variant in PEERS:
+        return None
+    try:
+        contestant(problem, variant, model).plan(x)
+    except RuntimeError as error:
+        return str(error)
 
 
 def _timed(module, model, x, phase, g) -> Callable[[], object]:

@@ -106,7 +106,9 @@ def literal(text: str) -> str:
 
 def unpack(files):
     """Writes `files` (name to text) into a folder named by their content and makes Python import from there."""
-    import hashlib, os, sys
+    import hashlib
+    import os
+    import sys
     from pathlib import Path
 
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

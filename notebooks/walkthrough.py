@@ -9,8 +9,11 @@ from __future__ import annotations
 import inspect
 import textwrap
 
+import pygments
 import torch
-from IPython.display import Markdown, display
+from IPython.display import HTML, Markdown, display
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
 
 import compare
 import inline_loader
@@ -38,7 +41,7 @@ def batch_size(problem, device: str) -> int:
     return batch
 
 
-def show(kernel: str, device: str, *starts: str) -> Markdown:
+def show(kernel: str, device: str, *starts: str) -> HTML:
     """Functions of a kernel's source file, each from the line that contains one of `starts` (and the comment above it)."""
     path = inline_loader.KERNELS / f"{kernel}{'.cu' if device == 'cuda' else '.cpp'}"
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -49,13 +52,19 @@ def show(kernel: str, device: str, *starts: str) -> Markdown:
         while first and lines[first - 1].startswith(("//", "template", "__global__")):
             first -= 1
         parts.append("\n".join(lines[first : last + 1]))
-    language = "cuda" if device == "cuda" else "cpp"
-    return Markdown(f"kernels/{path.name}:\n```{language}\n" + "\n\n".join(parts) + "\n```")
+    return _highlighted("\n\n".join(parts), "cuda" if device == "cuda" else "cpp", f"kernels/{path.name}")
 
 
-def python(function) -> Markdown:
+def python(function) -> HTML:
     """A Python function's source."""
-    return Markdown(f"```python\n{textwrap.dedent(inspect.getsource(function))}```")
+    return _highlighted(textwrap.dedent(inspect.getsource(function)), "python", "models.py")
+
+
+def _highlighted(code: str, language: str, title: str) -> HTML:
+    """Code in colours that read on a light and on a dark page, because they bring their own background."""
+    box = "color: #222222; padding: 0.5em 1em; overflow-x: auto; line-height: 1.3"
+    formatter = HtmlFormatter(noclasses=True, cssstyles=box, prestyles="margin: 0; white-space: pre; color: #222222")
+    return HTML(f"<p>{title}</p>" + pygments.highlight(code, get_lexer_by_name(language), formatter))
 
 
 def status():

@@ -16,7 +16,11 @@ import models
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", CUDA]
-VARIANTS = list(dict.fromkeys(variant for problem in models.PROBLEMS.values() for variant in problem.variants[1:]))
+# Variant and device; on the CPU epilogue and fused are one.
+VARIANTS = [("epilogue", "cpu")] + [
+    pytest.param(variant, "cuda", marks=pytest.mark.gpu)
+    for variant in dict.fromkeys(name for problem in models.PROBLEMS.values() for name in problem.variants if name != "eager")
+]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 MIN_ADD = "conv2d_min_add_multiply"
@@ -55,13 +59,22 @@ def small(name: str, **options) -> tuple[torch.nn.Module, torch.Tensor]:
     return build(name, arguments, **options), random_input(shape, **options)
 
 
-def twin_of(model: torch.nn.Module, variant: str = "epilogue") -> torch.nn.Module:
-    """The ModelNew that shares `model`'s parameters, running `variant`; skips the test if the problem has no such variant."""
+def twin_of(model: torch.nn.Module, variant: str = "epilogue", x: torch.Tensor | None = None) -> torch.nn.Module:
+    """The ModelNew that shares `model`'s parameters, running `variant`.
+
+    Skips the test if the problem has no such variant, or if it says why it can't run for x; "epilogue" always can.
+    """
     problem = problem_of(model)
     if variant not in ("auto", *problem.variants):
         pytest.skip(f"{problem.name} has no variant {variant!r}")
     twin = problem.ModelNew.from_eager(model)
     twin.variant = variant
+    try:
+        x is None or twin.plan(x)
+    except RuntimeError as error:
+        if variant == "epilogue":
+            raise
+        pytest.skip(str(error))
     return twin
 
 
@@ -74,8 +87,7 @@ def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogu
 
     As in checks.py, a limit that is missed is judged again on the mean of several draws of the incoming gradient.
     """
-    twin = twin_of(model, variant)
-    skip_if_it_cannot_run(twin, x)
+    twin = twin_of(model, variant, x)
     for phase in ("forward", "train_dx"):
         draws = [checks.errors_of("", twin, model, x, phase)]
         if any(error.share > 1 for error in draws[0][0]):
@@ -85,16 +97,6 @@ def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogu
         # In float64 eager is its own reference, so both err by a few units in the last place of the largest value they sum.
         exact = 4 * max(error.limit_max for error in errors) if x.dtype == torch.float64 else 0.0
         assert not draws[0][1] and all(error.share <= 1 or error.max <= exact for error in errors), report
-
-
-def skip_if_it_cannot_run(twin: torch.nn.Module, x: torch.Tensor) -> None:
-    """Skips the test where a variant says why it can't run; "epilogue" always can."""
-    try:
-        twin.plan(x)
-    except RuntimeError as error:
-        if twin.variant == "epilogue":
-            raise
-        pytest.skip(str(error))
 
 
 def results(module, x: torch.Tensor, g: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

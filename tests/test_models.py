@@ -21,6 +21,7 @@ from numerics import DEVICES, DROPOUT, DTYPES, INSTANCE_NORM, MIN_ADD, POOL, SMA
 NAMES = list(SMALL)
 every_name = pytest.mark.parametrize("name", NAMES)
 every_device = pytest.mark.parametrize("device", DEVICES)
+every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 
 # --------------------------------------------------------------------------------------------------------- the error rule
 
@@ -65,8 +66,7 @@ SIZES = {
 }
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @pytest.mark.parametrize("name, reason", [(name, reason) for name, sizes in SIZES.items() for reason in sizes])
 def test_rule_at_awkward_sizes(name, reason, variant, device):
     arguments, shape = SIZES[name][reason]
@@ -74,16 +74,14 @@ def test_rule_at_awkward_sizes(name, reason, variant, device):
     numerics.assert_rule(model, x, variant)
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_name
 def test_rule_in_every_dtype(name, dtype, variant, device):
     numerics.assert_rule(*numerics.small(name, device=device, dtype=dtype), variant)
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @pytest.mark.parametrize("mean", [1e2, 1e4])
 @every_name
 def test_rule_with_a_large_mean(name, mean, variant, device):
@@ -92,8 +90,7 @@ def test_rule_with_a_large_mean(name, mean, variant, device):
     numerics.assert_rule(model, x + mean, variant)
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @every_name
 def test_rule_with_large_beside_small(name, variant, device):
     """Samples of 1e15, 1 and 1e-15: the squares still fit, and the smallest variance is far below eps."""
@@ -102,9 +99,10 @@ def test_rule_with_large_beside_small(name, variant, device):
     numerics.assert_rule(model, x, variant)
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
-@pytest.mark.parametrize("name, slope", [(INSTANCE_NORM, "multiplier"), (DROPOUT, "norm.weight"), (POOL, "scale"), (POOL, "group_norm.weight")])
+@every_variant
+@pytest.mark.parametrize(
+    "name, slope", [(INSTANCE_NORM, "multiplier"), (DROPOUT, "norm.weight"), (POOL, "scale"), (POOL, "group_norm.weight")]
+)
 def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
     model, x = numerics.small(name, device=device)
     with torch.no_grad():
@@ -113,8 +111,7 @@ def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
     numerics.assert_rule(model, x, variant)
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rule_where_min_ties(dtype, training, variant, device):
@@ -208,10 +205,10 @@ def test_from_eager_takes_over(name):
 def test_variant_and_plan(name):
     model, x = numerics.small(name)
     new = models.PROBLEMS[name].ModelNew.from_eager(model)
-    assert models.PROBLEMS[name].variants[:2] == ("eager", "epilogue")
+    assert models.PROBLEMS[name].variants[:3] == ("eager", "epilogue", "fused")
     plan = new.plan(x)
     assert plan.variant == "epilogue" and plan.reason and str(plan) == f"epilogue: {plan.reason}" and "\n" not in str(plan)
-    for variant in ("eager", "epilogue"):
+    for variant in models.PROBLEMS[name].variants[:3]:
         new.variant = variant
         assert new.plan(x).variant == variant
         torch.testing.assert_close(new(x), model(x))
@@ -269,7 +266,9 @@ def test_one_element_per_group_raises_as_eager(name, arguments, shape):
     _assert_same_error(model, numerics.twin_of(model), torch.rand(shape))
 
 
-@pytest.mark.parametrize("name, parameter", [(name, key) for name in NAMES for key, _ in numerics.small(name)[0].named_parameters()])
+@pytest.mark.parametrize(
+    "name, parameter", [(name, key) for name in NAMES for key, _ in numerics.small(name)[0].named_parameters()]
+)
 def test_parameters_that_do_not_fit_raise_as_eager(name, parameter):
     """Kernels must not read past a parameter with too few elements, nor ignore one with too many."""
     for count in (7, 40):
@@ -367,8 +366,7 @@ LAYOUTS = {
 }
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_name
 def test_layouts(name, layout, variant, device):
@@ -378,8 +376,7 @@ def test_layouts(name, layout, variant, device):
     assert numerics.twin_of(model, variant)(x).stride() == model(x).stride()
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @pytest.mark.parametrize("layout", ["storage offset 1", "channels last"])
 @every_name
 def test_layouts_of_the_model(name, layout, variant, device):
@@ -414,12 +411,12 @@ def test_gradient_that_is_not_contiguous(name, reduce, device):
 # -------------------------------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @every_name
-def test_only_some_gradients(name, variant):
+def test_only_some_gradients(name, variant, device):
     """Each of x and the parameters alone, all but it, and none: the same gradients, and only those asked for."""
-    model, x = numerics.small(name)
-    new = numerics.twin_of(model, variant)
+    model, x = numerics.small(name, device=device)
+    new = numerics.twin_of(model, variant, x)
     expected, leaves = results(new, x), {"x": x, **dict(new.named_parameters())}
     for chosen in [{key} for key in leaves] + [set(leaves) - {key} for key in leaves]:
         for key, leaf in leaves.items():
@@ -481,12 +478,11 @@ def test_input_changed_before_backward_is_noticed(name):
 # ------------------------------------------------------------------------------------------------------- a well-behaved module
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @every_name
 def test_leaves_input_and_parameters_alone(name, variant, device):
     model, x = numerics.small(name, device=device)
-    new = numerics.twin_of(model, variant)
+    new = numerics.twin_of(model, variant, x)
     before = [t.detach().clone() for t in (x, *new.parameters())]
     results(new.train(), x)
     with torch.no_grad():
@@ -504,27 +500,25 @@ def test_outputs_share_no_memory(name, device):
     assert len(set(addresses)) == len(addresses)
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @every_name
 def test_a_hundred_repeats_are_bitwise_equal(name, variant, device):
     model, x = numerics.small(name, device=device)
-    new = numerics.twin_of(model.train(), variant)
+    new = numerics.twin_of(model.train(), variant, x)
     with torch.backends.cudnn.flags(deterministic=True):
-        for repeat in range(100):
+        answers = []
+        for _ in range(100):
             torch.manual_seed(3)
-            again = results(new, x)
-            first = again if repeat == 0 else first
-            numerics.assert_equal(again, first)
+            answers.append(results(new, x))
+            numerics.assert_equal(answers[-1], answers[0])
 
 
-@every_device
-@pytest.mark.parametrize("variant", numerics.VARIANTS)
+@every_variant
 @every_name
 def test_new_weights_take_effect(name, variant, device):
     """In place, by .data, by load_state_dict, by another Parameter, by other constants."""
     model, x = numerics.small(name, device=device)
-    new, other = numerics.twin_of(model, variant), numerics.build(name, SMALL[name][0], device=device, seed=7)
+    new, other = numerics.twin_of(model, variant, x), numerics.build(name, SMALL[name][0], device=device, seed=7)
     new(x)
     with torch.no_grad():
         model.conv.weight.mul_(0.5)

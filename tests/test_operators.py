@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import numerics
 import operators
@@ -15,32 +16,36 @@ every_name = pytest.mark.parametrize("name", list(SMALL))
 every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def _recorded(name, module, x, monkeypatch):
-    """The arguments with which `module`'s forward and backward operators get called for x."""
-    calls = {}
-    for operator in (f"_{name}", f"_{name}_backward"):
-        original = getattr(operators, operator)
-        monkeypatch.setattr(operators, operator, lambda *args, f=original, key=operator: calls.update({key: args}) or f(*args))
-    results(module, x)
-    return [calls[f"_{name}"], calls[f"_{name}_backward"]]
+class Recorder(TorchDispatchMode):
+    """The arguments with which each of our operators gets called, by the operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "inline_kernels":
+            self.calls[func] = args
+        return func(*args, **(kwargs or {}))
 
 
 @every_device
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @every_name
-def test_opcheck(name, layout, device, monkeypatch):
+def test_opcheck(name, layout, device):
     """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; forward and backward."""
     model, x = numerics.small(name, device=device)
     if layout == "channels last":
         x = x.to(memory_format=operators._channels_last(x))
-    forward, backward = _recorded(name, numerics.twin_of(model), x, monkeypatch)
-    operator = getattr(torch.ops.inline_kernels, name).default
-    for keep in (True, False):
-        torch.library.opcheck(operator, (*[_leaf(a) if keep else _detached(a) for a in forward[:-1]], keep))
-    backward = [_detached(a) for a in backward]
+    with Recorder() as recorder:
+        results(numerics.twin_of(model), x)
+    forward, backward = (getattr(torch.ops.inline_kernels, key).default for key in (name, f"{name}_backward"))
+    arguments = recorder.calls[forward][:-1]
+    torch.library.opcheck(forward, (*map(_leaf, arguments), True))
+    torch.library.opcheck(forward, (*map(_detached, arguments), False))
+    arguments = [_detached(argument) for argument in recorder.calls[backward][:-2]]
     for needs in ((True, True), (True, False), (False, True), (False, False)):
-        arguments = (*backward[:-2], *needs)
-        torch.library.opcheck(getattr(torch.ops.inline_kernels, f"{name}_backward").default, arguments)
+        torch.library.opcheck(backward, (*arguments, *needs))
 
 
 def _detached(argument):
@@ -49,7 +54,7 @@ def _detached(argument):
 
 def _leaf(argument):
     floating = isinstance(argument, torch.Tensor) and argument.is_floating_point()
-    return _detached(argument).clone().requires_grad_(floating) if floating else _detached(argument)
+    return argument.detach().clone().requires_grad_() if floating else _detached(argument)
 
 
 # Sizes for finite differences: tiny, but with a tail, several groups, and windows that leave something over.
