@@ -1,7 +1,7 @@
 # make demo       compile, check, time and plot all four problems on what this machine has
 # make test       the tests
 # make lint       ruff
-# make bench      every phase of every problem, recorded in benchmarks/results/, and README's table from it
+# make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make notebooks  run the notebooks from top to bottom
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
@@ -38,6 +38,7 @@ lint: $(READY)
 bench: $(READY)
 	$(RUN) compare.py --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
 	$(RUN) compare.py --readme
+	$(RUN) benchmarks/loader.py --json benchmarks/results/loader/$(shell date +%Y-%m-%d-%H%M).json
 
 notebooks: $(READY)
 	$(RUN) -m jupyter nbconvert --execute --to notebook --output-dir build/notebooks notebooks/*.ipynb

@@ -88,7 +88,7 @@ def conv2d_min_add_multiply(
 ) -> Tensor:
     """y (N, C, H', W'); conv_bias and bias as the kernels read them."""
     x, split = x.contiguous(), _is_split(x.dtype, weight)
-    (N, channels, H, W), (C, _, kh, kw), parts = x.shape, weight.shape, 2 if split else 1
+    (N, _, H, W), (C, _, kh, kw), parts = x.shape, weight.shape, 2 if split else 1
     padded_in, padded_out, group, _ = _conv2d_min_add_multiply_sizes(weight, split)
     # The workspace: scales, then packed weights, then x packed to float16 unless wgmma reads x itself.
     sizes = [4 * padded_out, 4 * N, 2 * parts * padded_out * padded_in * kh * kw]

@@ -15,6 +15,7 @@ import pytest
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))
 ARCHITECTURES = ["75", "80", "90"]
+FUSED_ARCHITECTURES = ["80", "90a"]  # fused.py asks for 8.0 or later; on Hopper the loader builds for 90a
 TYPES = ["float", "half_t", "bfloat16_t", "double"]
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
@@ -40,8 +41,10 @@ def test_there_is_something_to_compile():
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_compiles_for_every_architecture(source, tmp_path):
     """float for all architectures, the other element types for one; the fused kernels with their defaults alone."""
-    jobs = [(source, architecture, "float") for architecture in ARCHITECTURES]
-    if not source.stem.endswith("_fused"):
+    if source.stem.endswith("_fused"):
+        jobs = [(source, architecture, "float") for architecture in FUSED_ARCHITECTURES]
+    else:
+        jobs = [(source, architecture, "float") for architecture in ARCHITECTURES]
         jobs += [(source, "75", value) for value in TYPES[1:]]
     with ThreadPoolExecutor(2) as pool:
         complaints = [text for text in pool.map(lambda job: compile(job, tmp_path), jobs) if text]
