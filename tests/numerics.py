@@ -99,6 +99,11 @@ def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogu
         assert not draws[0][1] and all(error.share <= 1 or error.max <= exact for error in errors), report
 
 
+def steady_library():
+    """On a GPU the library's convolution then takes the same algorithm each time, in float32."""
+    return torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+
+
 def results(module, x: torch.Tensor, g: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """The output and the gradients of x and of all parameters, for the incoming gradient g (ones unless given)."""
     x = x.detach().requires_grad_()

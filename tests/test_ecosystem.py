@@ -32,6 +32,7 @@ def assert_close(ours: dict, theirs: dict) -> None:
 
 @pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 @every_name
+@numerics.steady_library()
 def test_compile(name, variant, device):
     """One graph, forward and backward, through the default compiler."""
     model, x = numerics.small(name, device=device)
@@ -44,6 +45,7 @@ def test_compile(name, variant, device):
 
 @every_device
 @every_name
+@numerics.steady_library()
 def test_compile_with_dynamic_shapes(name, device):
     """Several batch sizes, spatial sizes and layouts take no more graphs than the reference's."""
     model, x = numerics.small(name, device=device)
@@ -128,6 +130,7 @@ def test_autocast_of_other_inputs(name, device):
 
 @every_device
 @every_name
+@numerics.steady_library()
 def test_functional_call_and_func_grad(name, device):
     """A transformation of torch.func can't look into our operators, so eager runs, and the plan says so."""
     model, x = numerics.small(name, device=device)
@@ -209,7 +212,7 @@ def test_deterministic_algorithms(name, device, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     model, x = numerics.small(name, device=device)
     new = numerics.twin_of(model)
-    with torch.backends.cudnn.flags(deterministic=True):
+    with numerics.steady_library():
         expected = results(new, x)
         torch.use_deterministic_algorithms(True)
         try:
