@@ -213,13 +213,14 @@ def _register_gradient(operator, backward_operator, tensors: int, constants: int
 def _conv2d_min_add_multiply(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, variant: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """y (N, C, H', W'), and v (N, H', W', C) if `keep`."""
+    """y (N, C, H', W'), and if `keep` v: (N, H', W', C) on a GPU and (N, C, H', W') on the CPU, each where it serves best."""
     if variant == "fused" and x.device.type == "cuda":
         parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
         y = fused.conv2d_min_add_multiply(x, weight, *parameters, bias.dtype, constant, scale)
         return y.contiguous(memory_format=_result_format(x, weight, True)), *_nothing(x, x.dtype)
     kernels, count = _kernels("conv2d_min_add_multiply", x, bias.dtype), _samples_per_piece(x, weight, keep)
-    convolved = _begun(_convolve_to_channels_last(part, weight, kernels) for (part,) in _pieces(count, x))
+    convolve = _convolve_to_channels_last if x.device.type == "cuda" else _convolve_as_eager
+    convolved = _begun(convolve(part, weight, kernels) for (part,) in _pieces(count, x))
     C, size = weight.shape[0], _output_size(x, weight)
     parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
     y = x.new_empty(x.shape[0], C, *size, dtype=bias.dtype)
@@ -239,10 +240,10 @@ def _to_channels_last(x: Tensor, kernels: inline_loader.Operators) -> Tensor:
 
 
 def _convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Is the convolution to run channels last? On a GPU only where the library takes the same precision in both layouts:
-    with few channels eager's layout may run in float32 where channels last would run in TF32.
+    """Is a GPU's convolution to run channels last? Only where the library takes the same precision in both layouts: with few
+    channels eager's layout may run in float32 where channels last would run in TF32.
     """
-    return x.device.type == "cpu" or _is_channels_last(x, weight) or min(weight.shape[:2]) >= 32
+    return _is_channels_last(x, weight) or min(weight.shape[:2]) >= 32
 
 
 def _convolve_to_channels_last(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:
@@ -252,11 +253,17 @@ def _convolve_to_channels_last(x: Tensor, weight: Tensor, kernels: inline_loader
     return _to_channels_last(_convolve(x, weight, channels_last=False), kernels).permute(0, 2, 3, 1)
 
 
+def _convolve_as_eager(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:
+    """The convolution without bias in the layout that eager computes in, contiguous (N, C, H', W')."""
+    v = _convolve(x, weight, channels_last=_is_channels_last(x, weight))
+    return v.permute(0, 3, 1, 2).contiguous() if _is_channels_last(x, weight) else v
+
+
 @_conv2d_min_add_multiply.register_fake
 def _(x, weight, conv_bias, bias, constant, scale, variant, keep):
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     y = x.new_empty(N, C, *size, dtype=bias.dtype).contiguous(memory_format=_result_format(x, weight, True))
-    return y, *_kept(keep, x.new_empty(N, *size, C))
+    return y, *_kept(keep, x.new_empty((N, C, *size) if x.device.type == "cpu" else (N, *size, C)))
 
 
 @torch.library.custom_op("inline_kernels::conv2d_min_add_multiply_backward", mutates_args=())
@@ -266,17 +273,17 @@ def _conv2d_min_add_multiply_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight, conv_bias and bias."""
     kernels = _kernels("conv2d_min_add_multiply", x, dy.dtype)
-    N, H, W, C = v.shape
+    N, C, S = x.shape[0], weight.shape[0], math.prod(_output_size(x, weight))
     (inner,) = _accumulated(x.dtype, conv_bias)
-    dv, chunks, constant = torch.empty_like(v), min(H * W, 8), _rounded(constant, x.dtype)
+    on_gpu = x.device.type == "cuda"
+    dv, chunks, constant = torch.empty_like(v), min(S, 8) if on_gpu else 1, _rounded(constant, x.dtype)
     sums = inner.new_empty(2, N * chunks, C)
-    kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, H * W, chunks)
-    # On the CPU in eager's layout: the library's gradient of x is less accurate channels last.
-    channels_last = _is_channels_last(x, weight) or (x.device.type == "cuda" and _convolves_channels_last(x, weight))
-    if channels_last:
+    kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, S, chunks)
+    channels_last = _convolves_channels_last(x, weight) if on_gpu else _is_channels_last(x, weight)
+    if on_gpu and channels_last:
         x = _to_channels_last(x, kernels)
-    else:
-        dv = dv.permute(0, 3, 1, 2).contiguous()
+    if on_gpu != channels_last:  # dv lies otherwise than the convolution wants it
+        dv = (dv.movedim(-1, 1) if on_gpu else dv.movedim(1, -1)).contiguous()
     dx, dw = _convolve_backward(dv, x, weight, channels_last, need_x, need_weight)
     return dx, dw, *_summed(sums, conv_bias, bias)
 

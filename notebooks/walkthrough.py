@@ -41,18 +41,26 @@ def batch_size(problem, device: str) -> int:
     return batch
 
 
-def show(kernel: str, device: str, *starts: str) -> HTML:
-    """Functions of a kernel's source file, each from the line that contains one of `starts` (and the comment above it)."""
-    path = inline_loader.KERNELS / f"{kernel}{'.cu' if device == 'cuda' else '.cpp'}"
+def ours(problem, device: str) -> list[str]:
+    """The variants of ours that a comparison on `device` shows."""
+    return [name for name in compare.variants_of(problem, device) if name not in compare.PEERS]
+
+
+def show(kernel: str, device: str, *, cpp: str, cuda: str) -> HTML:
+    """The function of the kernel's source for `device` whose first line contains `cpp` or `cuda`, and the comment above it.
+
+    Raises ValueError if there is none.
+    """
+    suffix, language, start = (".cu", "cuda", cuda) if device == "cuda" else (".cpp", "cpp", cpp)
+    path = inline_loader.KERNELS / f"{kernel}{suffix}"
     lines = path.read_text(encoding="utf-8").splitlines()
-    parts = []
-    for start in starts:
-        first = next(i for i, line in enumerate(lines) if start in line)
-        last = next(i for i in range(first, len(lines)) if lines[i] in ("}", "};"))
-        while first and lines[first - 1].startswith(("//", "template", "__global__")):
-            first -= 1
-        parts.append("\n".join(lines[first : last + 1]))
-    return _highlighted("\n\n".join(parts), "cuda" if device == "cuda" else "cpp", f"kernels/{path.name}")
+    first = next((i for i, line in enumerate(lines) if start in line), None)
+    if first is None:
+        raise ValueError(f"expected a line with {start!r} in {path}")
+    last = next(i for i in range(first, len(lines)) if lines[i] in ("}", "};"))
+    while first and lines[first - 1].startswith(("//", "template", "__global__")):
+        first -= 1
+    return _highlighted("\n".join(lines[first : last + 1]), language, f"kernels/{path.name}")
 
 
 def python(function) -> HTML:
@@ -62,8 +70,9 @@ def python(function) -> HTML:
 
 def _highlighted(code: str, language: str, title: str) -> HTML:
     """Code in colours that read on a light and on a dark page, because they bring their own background."""
-    box = "color: #222222; padding: 0.5em 1em; overflow-x: auto; line-height: 1.3"
-    formatter = HtmlFormatter(noclasses=True, cssstyles=box, prestyles="margin: 0; white-space: pre; color: #222222")
+    box = "background: #f8f8f8; padding: 0.5em 1em; overflow-x: auto"
+    text = "background: #f8f8f8; color: #222222; font-family: monospace; line-height: 1.3; margin: 0; white-space: pre"
+    formatter = HtmlFormatter(noclasses=True, cssstyles=box, prestyles=text)
     return HTML(f"<p>{title}</p>" + pygments.highlight(code, get_lexer_by_name(language), formatter))
 
 

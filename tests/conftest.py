@@ -1,8 +1,16 @@
-"""What every test gets: the `gpu` marker, which skips where no kernel can be built for a GPU, and random numbers that repeat."""
+"""What every test gets: the `gpu` marker, which skips where no kernel can be built for a GPU, random numbers that repeat, and
+none of what torch.compile kept on disk: it knows an operator by name alone, not by what the operator returns now.
+"""
+
+import os
+import tempfile
 
 import pytest
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
+
+_compiled = tempfile.TemporaryDirectory(prefix="torchinductor-", ignore_cleanup_errors=True)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom on a CPU, its file alone in an empty folder, and shows what it promises."""
 
+import re
 import shutil
 
 import nbformat
@@ -56,6 +57,15 @@ def test_runs_alone(path, run):
         assert "predicted speed-up: " in text and "| measured speed-up |" in text
         assert "epilogue, forward: passes" in text and "epilogue, train_dx: passes" in text
         assert text.count("× eager") == 2 and plots(cells) == 2, "forward and training, timed and plotted"
+
+
+@pytest.mark.parametrize("path", WALKTHROUGHS, ids=lambda path: path.stem)
+def test_what_it_shows_of_a_kernel_exists_for_cpu_and_gpu(path):
+    cells = nbformat.read(path, as_version=4).cells
+    [call] = re.findall(r'walkthrough\.show\(problem\.name, device, cpp="(.+?)", cuda="(.+?)"\)', "\n".join(cell.source for cell in cells))
+    [name] = export.problems_of(cells)
+    for suffix, start in zip((".cpp", ".cu"), call):
+        assert start in (export.FOLDER / "kernels" / f"{name}{suffix}").read_text(encoding="utf-8")
 
 
 def test_there_is_a_walkthrough_for_every_problem():
