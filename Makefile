@@ -3,6 +3,7 @@
 # make lint       ruff
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make notebooks  run the notebooks from top to bottom
+# make refresh    bring the sources that the notebooks carry up to date
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
 # PYTHON=python3.12 chooses the Python that .venv is made of. PYTHON=python VENV= uses an environment of your own as it is.
@@ -24,7 +25,7 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint bench notebooks clean
+.PHONY: demo test lint bench notebooks refresh clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
@@ -42,6 +43,9 @@ bench: $(READY)
 
 notebooks: $(READY)
 	$(RUN) -m jupyter nbconvert --execute --to notebook --output-dir build/notebooks notebooks/*.ipynb
+
+refresh: $(READY)
+	$(RUN) export.py --refresh
 
 clean:
 	rm -rf build $(VENV)

@@ -39,12 +39,7 @@ def _spatial_defines(weight: Tensor) -> dict[str, int]:
 
 
 def _load(name: str, **defines) -> inline_loader.Operators:
-    return _loaded(name, tuple(defines.items()))
-
-
-@functools.lru_cache(None)
-def _loaded(name, defines):
-    return inline_loader.load(f"{name}_fused", device="cuda", defines=dict(defines))
+    return inline_loader.load(f"{name}_fused", device="cuda", defines=defines)
 
 
 def _common_obstacle(x: Tensor, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -38,13 +38,8 @@ CPU_PIECE_BYTES = 8 << 20
 
 def _kernels(name: str, x: Tensor, out_dtype: torch.dtype, **defines) -> inline_loader.Operators:
     """The kernels of kernels/<name>.* for x's device and dtype, results in `out_dtype`."""
-    return _loaded_kernels(name, x.device.type, x.dtype, out_dtype, tuple(defines.items()))
-
-
-@functools.lru_cache(None)
-def _loaded_kernels(name, device, dtype, out_dtype, defines):
-    types = {"VALUE_T": _CTYPES[dtype], "OUTPUT_T": _CTYPES[out_dtype]}
-    return inline_loader.load(name, device=device, defines={**types, **dict(defines)})
+    types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
+    return inline_loader.load(name, device=x.device.type, defines={**types, **defines})
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
