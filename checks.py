@@ -87,12 +87,6 @@ class Error(NamedTuple):
         )
 
 
-def _share(error: float, limit: float) -> float:
-    if not math.isfinite(error):
-        return math.inf
-    return error / limit if limit else (math.inf if error else 0.0)
-
-
 class Check(NamedTuple):
     """What a check found: the errors of every result, and complaints about everything else."""
 
