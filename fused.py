@@ -7,7 +7,6 @@ keep nothing for backward. What they do, and how exactly, stands at the head of 
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -19,7 +18,6 @@ _CTYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfl
 
 
 @torch.compiler.assume_constant_result
-@functools.lru_cache(None)
 def _device(index: int) -> tuple[tuple[int, int], int, int]:
     """Compute capability, shared memory that a block may ask for (bytes), multiprocessors."""
     properties = torch.cuda.get_device_properties(index)
@@ -196,7 +194,7 @@ def conv3d_groupnorm_min_clamp_dropout(
 def conv2d_groupnorm_scale_maxpool_clamp_obstacle(
     x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]
 ) -> str | None:
-    obstacle = _common_obstacle(x, dtype, (torch.float32,))
+    obstacle = _common_obstacle(x, dtype, (torch.float32, torch.float16, torch.bfloat16))
     (C, channels, kh, kw), units = weight.shape, weight.shape[3] * _ceil_div(weight.shape[1], 8)
     if obstacle is None and (channels > 16 or C > 128 or C % 16):
         obstacle = "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
@@ -208,9 +206,10 @@ def conv2d_groupnorm_scale_maxpool_clamp_obstacle(
 
 
 def conv2d_groupnorm_scale_maxpool_clamp(
-    x: Tensor, weight: Tensor, parameters: list[Tensor], groups: int, pool: list[int], low: float, high: float, eps: float
-) -> Tensor:
-    """y (N, C, PH, PW); parameters: conv_bias, norm_weight, norm_bias, scale."""
+    x: Tensor, weight: Tensor, parameters: list[Tensor], out_dtype: torch.dtype, groups: int, pool: list[int], low: float,
+    high: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """y (N, C, PH, PW); parameters: conv_bias, norm_weight, norm_bias, scale, as the kernels read them."""
     (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
     width, pooled = W - kw + 1, ((H - kh + 1) // pool[0], (W - kw + 1) // pool[1])
     multiprocessors = _device(x.device.index)[2]
@@ -218,11 +217,12 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     stride = full // pool[1] * pool[1]
     tiles = 1 if width <= full else 1 + _ceil_div(width - full, stride)
     strips = _strips(N * _ceil_div(C, 64) * tiles, pooled[0], pool[0], kh, multiprocessors)
-    y = x.new_empty(N, C, *pooled)
-    extreme, (mean, m2) = torch.empty_like(y), x.new_empty(2, N, C)
-    group_mean, group_rstd = x.new_empty(2, N, groups)
-    partial = x.new_empty(N, C, tiles * strips, 3)
-    defines = {**_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1]}
+    y = x.new_empty(N, C, *pooled, dtype=out_dtype)
+    extreme, (mean, m2) = parameters[0].new_empty(y.shape), parameters[0].new_empty(2, N, C)
+    group_mean, group_rstd = parameters[0].new_empty(2, N, groups)
+    partial = parameters[0].new_empty(N, C, tiles * strips, 3)
+    types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
+    defines = {**types, **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1]}
     kernels = _load("conv2d_groupnorm_scale_maxpool_clamp", **defines)
     outputs = y, extreme, mean, m2, group_mean, group_rstd, partial
     kernels.forward(*outputs, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, N, groups, H, W, strips)

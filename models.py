@@ -179,12 +179,14 @@ class Fused:
         if x.device.type == "cpu":
             name = "epilogue" if self.variant == "auto" else "fused"
             return name, "on the CPU epilogue and fused are one: the library's convolution and our tail, by turns, in cache"
-        if self.variant == "auto":
-            return "epilogue", "the library's convolution, then our fused tail; fused is there to be asked for"
         obstacle = self._fused_obstacle(x)
-        if obstacle is not None:
-            raise RuntimeError(f"variant 'fused' can't run: {obstacle}")
-        return "fused", "asked for"
+        if self.variant == "fused":
+            if obstacle is not None:
+                raise RuntimeError(f"variant 'fused' can't run: {obstacle}")
+            return "fused", "asked for"
+        if obstacle is None and operators.keeps(x, *self.parameters()):
+            obstacle = "a backward pass will follow, which needs the convolution's output"
+        return ("fused", "the convolution's output never reaches memory") if obstacle is None else ("epilogue", obstacle)
 
     def _fused_obstacle(self, x: torch.Tensor) -> str | None:
         """Why the fused kernels can't run on the GPU, or None."""

@@ -160,7 +160,7 @@ def _autocast(x: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor, 
     return x.to(dtype), weight.to(dtype), dtype
 
 
-def _keeps(*tensors: Tensor) -> bool:
+def keeps(*tensors: Tensor) -> bool:
     """Will a backward pass follow, so that forward should keep what it needs?"""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
@@ -301,7 +301,7 @@ def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         bias = bias.to(torch.promote_types(autocast, bias.dtype))
-    keep = variant != "fused" and _keeps(x, weight, conv_bias, bias)
+    keep = variant != "fused" and keeps(x, weight, conv_bias, bias)
     return _conv2d_min_add_multiply(x, weight, conv_bias, bias, float(constant), float(scale), variant, keep)[0]
 
 
@@ -378,7 +378,7 @@ def conv3d_multiply_instancenorm_clamp_multiply_max(
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         multiplier = multiplier.to(torch.promote_types(autocast, multiplier.dtype))
-    keep = variant != "fused" and _keeps(x, weight, conv_bias, multiplier)
+    keep = variant != "fused" and keeps(x, weight, conv_bias, multiplier)
     constants = float(low), float(high), float(eps)
     return _conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, conv_bias, multiplier, *constants, variant, keep)[0]
 
@@ -471,7 +471,7 @@ def conv3d_groupnorm_min_clamp_dropout(
         seed = torch.empty(0, dtype=torch.int64, device=x.device)
         if p > 0:
             seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    keep = variant != "fused" and _keeps(x, weight, conv_bias, norm_weight, norm_bias)
+    keep = variant != "fused" and keeps(x, weight, conv_bias, norm_weight, norm_bias)
     y = _conv3d_groupnorm_min_clamp_dropout(
         x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
     )[0]
@@ -495,8 +495,8 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
     v is (N, C, H', W') on a GPU and (N, H', W', C) on the CPU: each where the library is fastest.
     """
     if variant == "fused" and x.device.type == "cuda":
-        parameters = [conv_bias, norm_weight, norm_bias, scale]
-        y = fused.conv2d_groupnorm_scale_maxpool_clamp(x, weight, parameters, groups, pool, low, high, eps)
+        parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
+        y = fused.conv2d_groupnorm_scale_maxpool_clamp(x, weight, parameters, scale.dtype, groups, pool, low, high, eps)
         return y, *_nothing(x, x.dtype, _index(pool[0] * pool[1])[1], x.dtype, x.dtype, x.dtype, x.dtype)
     count, channels_last = _samples_per_piece(x, weight, keep), x.device.type == "cpu"
     convolved = _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
@@ -569,7 +569,7 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         norm_weight, norm_bias, scale = norm_weight.float(), norm_bias.float(), scale.float()
-    keep = variant != "fused" and _keeps(x, weight, conv_bias, norm_weight, norm_bias, scale)
+    keep = variant != "fused" and keeps(x, weight, conv_bias, norm_weight, norm_bias, scale)
     return _conv2d_groupnorm_scale_maxpool_clamp(
         x, weight, conv_bias, norm_weight, norm_bias, scale, groups, list(pool), float(low), float(high), float(eps), variant, keep
     )[0]

@@ -1,6 +1,6 @@
 // y = clamp(max_pool(group_norm(conv2d(x, weight) + conv_bias)·scale), low, high), the convolution never written.
 //
-// x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), float32, contiguous; v (N, CHANNELS_OUT, OH, OW) is
+// x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), contiguous; v (N, CHANNELS_OUT, OH, OW) is
 // the convolution without its bias; y (N, CHANNELS_OUT, PH, PW), PH = OH / POOL_H, PW = OW / POOL_W, floored.
 //
 // The slope of group_norm(v)·scale has the sign of norm_weight·scale. With that sign in the filters every window wants its maximum:
@@ -164,7 +164,7 @@ __device__ __forceinline__ void hand_on(int team) {
 // extreme (N, CHANNELS_OUT, PH, PW); partial (N, CHANNELS_OUT, tiles·strips, 3): count, mean, m2 of v.
 // Grid: strips by kTeams, tiles, channel blocks, samples, the first fastest.
 __global__ void __launch_bounds__(kTeams * kTeamThreads, 1)
-convolve_kernel(value_t* extreme, accumulate_t* partial, const value_t* x, const value_t* weight, const accumulate_t* norm_weight,
+convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const value_t* weight, const accumulate_t* norm_weight,
                 const accumulate_t* scale, Geometry geometry) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char all_shared[];
@@ -194,7 +194,7 @@ convolve_kernel(value_t* extreme, accumulate_t* partial, const value_t* x, const
     const value_t* filter = weight + int64_t(real ? channel : 0) * (CHANNELS_IN * KERNEL_H * KERNEL_W);
     const auto load = [&](int kh, int unit, int i) {
       const int c = unit / KERNEL_W * 8 + 2 * t + i;
-      return real && c < CHANNELS_IN ? filter[(c * KERNEL_H + kh) * KERNEL_W + unit % KERNEL_W] : 0.f;
+      return real && c < CHANNELS_IN ? float(filter[(c * KERNEL_H + kh) * KERNEL_W + unit % KERNEL_W]) : 0.f;
     };
     float largest = 0;
 #pragma unroll
@@ -221,11 +221,11 @@ convolve_kernel(value_t* extreme, accumulate_t* partial, const value_t* x, const
   const int64_t plane_size = int64_t(H) * W;
   const bool inside = column + thread < W;
   const value_t* const source = x + int64_t(n) * CHANNELS_IN * plane_size + (inside ? column + thread : 0);
-  float pixel[kPlanes * 8];
+  value_t pixel[kPlanes * 8];
   const auto fetch = [&](int row) {
     const value_t* from = source + int64_t(row) * W;
 #pragma unroll
-    for (int c = 0; c < kPlanes * 8; c++, from += plane_size) pixel[c] = c < CHANNELS_IN && inside ? *from : 0.f;
+    for (int c = 0; c < kPlanes * 8; c++, from += plane_size) pixel[c] = c < CHANNELS_IN && inside ? *from : value_t(0.f);
   };
   float largest;
   const auto convert = [&](int slot, float factor) {
@@ -234,7 +234,7 @@ convolve_kernel(value_t* extreme, accumulate_t* partial, const value_t* x, const
       Halves halves[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float a = pixel[plane * 8 + 2 * i], b = pixel[plane * 8 + 2 * i + 1];
+        const float a = float(pixel[plane * 8 + 2 * i]), b = float(pixel[plane * 8 + 2 * i + 1]);
         largest = fmaxf(largest, fmaxf(fabsf(a), fabsf(b)));
         halves[i] = split(a * factor, b * factor);
       }
@@ -268,7 +268,7 @@ convolve_kernel(value_t* extreme, accumulate_t* partial, const value_t* x, const
     for (int kh = 0; kh < KERNEL_H && row_begin < row_end; kh++) fetch(row_begin + kh), convert(kh, factor);
     if (row_begin + 1 < row_end) fetch(row_begin + KERNEL_H);
     int slot = 0, window_row = 0;
-    value_t* out = extreme + ((int64_t(n) * CHANNELS_OUT + first_channel + warp * 16) * geometry.pooled_height() + row_begin / POOL_H) * geometry.pooled_width() + column / POOL_W;
+    float* out = extreme + ((int64_t(n) * CHANNELS_OUT + first_channel + warp * 16) * geometry.pooled_height() + row_begin / POOL_H) * geometry.pooled_width() + column / POOL_W;
     // Takes a row's sums into the statistics and the windows.
     const auto take = [&](float (&d)[kTiles][4]) {
 #pragma unroll
@@ -325,7 +325,7 @@ convolve_kernel(value_t* extreme, accumulate_t* partial, const value_t* x, const
 #pragma unroll
       for (int p = 0; p < kTile / POOL_W; p += 32) {
         const bool wanted = p + lane < pooled_columns;
-        value_t* to = out + p + lane;
+        float* to = out + p + lane;
 #pragma unroll
         for (int first = 0; first < 16; first += kBatch) {
           float maximum[kBatch];
@@ -412,7 +412,7 @@ constexpr int kAhead = 4;  // vectors that a thread of finish_kernel fetches bef
 // mean, m2 (N, C), group_mean, group_rstd (N, G) from `slots` partial moments per channel; y from extreme. `chunks` blocks per group.
 __global__ void __launch_bounds__(kThreads, 5)
 finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
-              const accumulate_t* partial, const value_t* extreme, const accumulate_t* conv_bias, const accumulate_t* norm_weight,
+              const accumulate_t* partial, const float* extreme, const accumulate_t* conv_bias, const accumulate_t* norm_weight,
               const accumulate_t* norm_bias, const accumulate_t* scale, accumulate_t low, accumulate_t high, accumulate_t eps,
               GroupShape shape, int64_t pooled, int slots, int chunks, bool aligned) {
   __shared__ Moments<accumulate_t> of_channel[CHANNELS_OUT];
@@ -420,16 +420,16 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
   const int64_t group = blockIdx.x / chunks, n = group / shape.G, g = group % shape.G;
   const int channels = int(shape.channels()), chunk = int(blockIdx.x % chunks);
   const int64_t first = n * shape.C + g * channels;  // channel
-  const value_t* in = extreme + first * pooled;
+  const float* in = extreme + first * pooled;
   output_t* out = y + first * pooled;
   const int size = int(channels * pooled), plane = int(pooled), begin = chunk * kThreads + threadIdx.x, step = chunks * kThreads;
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");  // until convolve_kernel has ended
 #endif
-  Vector<value_t> ahead[kAhead];  // on their way while the statistics are merged
+  Vector<float> ahead[kAhead];  // on their way while the statistics are merged
 #pragma unroll
   for (int k = 0; k < kAhead; k++)
-    if (aligned && begin + k * step < size / kVector) ahead[k] = reinterpret_cast<const Vector<value_t>*>(in)[begin + k * step];
+    if (aligned && begin + k * step < size / kVector) ahead[k] = reinterpret_cast<const Vector<float>*>(in)[begin + k * step];
   // Every block of a group finds the same statistics; the first one writes them.
   for (int c = threadIdx.x; c < channels; c += kThreads) {
     const accumulate_t* from = partial + (first + c) * slots * 3;
@@ -449,9 +449,9 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
     affine[c] = make_float4(conv_bias[channel] - moments.mean, rstd * norm_weight[channel], norm_bias[channel], scale[channel]);
   }
   __syncthreads();  // affine is complete
-  const auto apply = [&](const float4& a, value_t v) { return output_t(clamp(((v + a.x) * a.y + a.z) * a.w, low, high)); };
+  const auto apply = [&](const float4& a, float v) { return output_t(clamp(((v + a.x) * a.y + a.z) * a.w, low, high)); };
   if (aligned) {
-    const auto apply_vector = [&](int i, const Vector<value_t>& four) {
+    const auto apply_vector = [&](int i, const Vector<float>& four) {
       Vector<output_t> result;
       const int c = i * kVector / plane, next = (c + 1) * plane;
       const float4 mine = affine[c];
@@ -465,7 +465,7 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
 #pragma unroll
     for (int k = 0; k < kAhead; k++)
       if (begin + k * step < size / kVector) apply_vector(begin + k * step, ahead[k]);
-    for (int i = begin + kAhead * step; i < size / kVector; i += step) apply_vector(i, reinterpret_cast<const Vector<value_t>*>(in)[i]);
+    for (int i = begin + kAhead * step; i < size / kVector; i += step) apply_vector(i, reinterpret_cast<const Vector<float>*>(in)[i]);
   } else {
     for (int i = begin; i < size; i += step) out[i] = apply(affine[i / plane], in[i]);
   }
@@ -483,7 +483,7 @@ bool starts_early() {
 
 // extreme index like y; mean, m2 (N, C); group_mean, group_rstd (N, G); partial (N, C, tiles·strips, 3) is scratch. The rows of v are
 // cut into strips of ceil(PH / strips) pooled rows; none may be empty.
-EXPORT void forward(output_t* y, value_t* extreme, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
+EXPORT void forward(output_t* y, float* extreme, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
                     accumulate_t* partial, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
                     const accumulate_t* norm_weight, const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
                     double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t strips, cudaStream_t stream) {

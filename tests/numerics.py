@@ -36,6 +36,14 @@ SMALL = {
     POOL: ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
 }
 
+# The same where only the fused kernels of a GPU run, which take 16, 32, … channels out of these.
+FUSED = {
+    **SMALL,
+    INSTANCE_NORM: ((3, 32, (2, 3, 3), (32, 1, 1, 1), -1.0, 1.0), (3, 3, 5, 7, 9)),
+    DROPOUT: ((3, 48, 3, 12, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
+    POOL: ((5, 80, 3, 10, (80, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+}
+
 
 def build(name: str, arguments: tuple, *, device="cpu", dtype=torch.float32, seed=0) -> torch.nn.Module:
     """A reference model in eval mode; all that scales or shifts in it is random."""
@@ -52,9 +60,13 @@ def random_input(shape: tuple, *, device="cpu", dtype=torch.float32, seed=1) -> 
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 1).to(device=device, dtype=dtype)
 
 
-def small(name: str, **options) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The reference model and the input of SMALL[name]; options as in `build`."""
-    arguments, shape = SMALL[name]
+def sizes_for(variant: str) -> dict[str, tuple]:
+    return FUSED if variant == "fused" else SMALL
+
+
+def small(name: str, variant: str = "epilogue", **options) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The reference model and the input of sizes_for(variant)[name]; options as in `build`."""
+    arguments, shape = sizes_for(variant)[name]
     options.pop("seed", None)
     return build(name, arguments, **options), random_input(shape, **options)
 

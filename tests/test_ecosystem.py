@@ -35,7 +35,7 @@ def assert_close(ours: dict, theirs: dict) -> None:
 @numerics.steady_library()
 def test_compile(name, variant, device):
     """One graph, forward and backward, through the default compiler."""
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     new = numerics.twin_of(model, variant, x)
     compiled = torch.compile(new, fullgraph=True)
     assert_close(results(compiled, x), results(new, x))

@@ -46,6 +46,8 @@ SIZES = {
         "one multiplier for all": ((3, 20, 3, (1,), -1.0, 1.0), (3, 3, 5, 7, 9)),
         "a number as multiplier": ((3, 20, 3, (), -0.5, 0.7), (3, 3, 5, 7, 9)),
         "upper bound below the lower": ((3, 20, 3, (20, 1, 1, 1), 0.5, -0.5), (3, 3, 5, 7, 9)),
+        "one channel in, long rows": ((1, 16, (1, 5, 5), (16, 1, 1, 1), -1.0, 1.0), (2, 1, 3, 37, 141)),
+        "four channels in, one sample": ((4, 32, 2, (32, 1, 1, 1), -1.0, 1.0), (1, 4, 9, 6, 35)),
     },
     DROPOUT: {
         "one group": ((3, 12, 3, 1, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
@@ -53,6 +55,8 @@ SIZES = {
         "one position, batch 1": ((3, 12, 3, 4, -0.3, 1.0, 0.2), (1, 3, 3, 3, 3)),
         "planes longer than a block of statistics": ((1, 4, 3, 2, -0.3, 1.0, 0.2), (2, 1, 19, 19, 19)),
         "upper bound below the lower": ((3, 12, 3, 4, 0.5, -0.25, 0.2), (3, 3, 5, 7, 9)),
+        "one channel in, long rows": ((1, 16, (1, 5, 5), 16, -0.3, 1.0, 0.2), (2, 1, 3, 37, 141)),
+        "four channels in, one sample": ((4, 32, 2, 4, -0.3, 1.0, 0.2), (1, 4, 9, 6, 35)),
     },
     POOL: {
         "one group": ((5, 24, 3, 1, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
@@ -62,6 +66,7 @@ SIZES = {
         "one scale for all": ((5, 24, 3, 4, (1,), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "a number as scale": ((5, 24, 3, 4, (), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "upper bound below the lower": ((5, 24, 3, 4, (24, 1, 1), (2, 3), 0.5, -0.5), (3, 5, 15, 13)),
+        "rows longer than a tile": ((12, 128, 3, 16, (128, 1, 1), (2, 3), -0.5, 1.0), (2, 12, 11, 261)),
     },
 }
 
@@ -78,7 +83,7 @@ def test_rule_at_awkward_sizes(name, reason, variant, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_name
 def test_rule_in_every_dtype(name, dtype, variant, device):
-    numerics.assert_rule(*numerics.small(name, device=device, dtype=dtype), variant)
+    numerics.assert_rule(*numerics.small(name, variant, device=device, dtype=dtype), variant)
 
 
 @every_variant
@@ -86,7 +91,7 @@ def test_rule_in_every_dtype(name, dtype, variant, device):
 @every_name
 def test_rule_with_a_large_mean(name, mean, variant, device):
     """A variance from squares that are not shifted loses all digits here."""
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     numerics.assert_rule(model, x + mean, variant)
 
 
@@ -94,7 +99,7 @@ def test_rule_with_a_large_mean(name, mean, variant, device):
 @every_name
 def test_rule_with_large_beside_small(name, variant, device):
     """Samples of 1e15, 1 and 1e-15: the squares still fit, and the smallest variance is far below eps."""
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     x *= torch.tensor([1e15, 1, 1e-15], device=device).view(-1, *[1] * (x.dim() - 1))
     numerics.assert_rule(model, x, variant)
 
@@ -104,7 +109,7 @@ def test_rule_with_large_beside_small(name, variant, device):
     "name, slope", [(INSTANCE_NORM, "multiplier"), (DROPOUT, "norm.weight"), (POOL, "scale"), (POOL, "group_norm.weight")]
 )
 def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     with torch.no_grad():
         values = model.get_parameter(slope)
         values[0::3], values[1::3] = 0, -values[1::3].abs()
@@ -116,7 +121,7 @@ def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rule_where_min_ties(dtype, training, variant, device):
     """Slope 0 and bias min_value: every element ties, which is the one way to a gradient. The other groups have none."""
-    model, x = numerics.small(DROPOUT, device=device, dtype=dtype)
+    model, x = numerics.small(DROPOUT, variant, device=device, dtype=dtype)
     with torch.no_grad():
         model.norm.weight[3:6], model.norm.bias[3:6] = 0, model.min_value
     numerics.assert_rule(model.train(training), x, variant)
@@ -253,7 +258,7 @@ def _bad_inputs(name):
 @pytest.mark.parametrize("variant", ["auto", "epilogue"])
 @pytest.mark.parametrize("name, fault", [(name, fault) for name in NAMES for fault, _ in _bad_inputs(name)])
 def test_bad_input_raises_as_eager(name, fault, variant):
-    model, _ = numerics.small(name)
+    model, _ = numerics.small(name, variant)
     _assert_same_error(model, numerics.twin_of(model, variant), dict(_bad_inputs(name))[fault])
 
 
@@ -370,7 +375,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_name
 def test_layouts(name, layout, variant, device):
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     x = LAYOUTS[layout](x)
     numerics.assert_rule(model, x, variant)
     assert numerics.twin_of(model, variant)(x).stride() == model(x).stride()
@@ -380,7 +385,7 @@ def test_layouts(name, layout, variant, device):
 @pytest.mark.parametrize("layout", ["storage offset 1", "channels last"])
 @every_name
 def test_layouts_of_the_model(name, layout, variant, device):
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     with torch.no_grad():
         if layout == "channels last":
             model.conv.to(memory_format=operators._channels_last(x))
@@ -415,7 +420,7 @@ def test_gradient_that_is_not_contiguous(name, reduce, device):
 @every_name
 def test_only_some_gradients(name, variant, device):
     """Each of x and the parameters alone, all but it, and none: the same gradients, and only those asked for."""
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     new = numerics.twin_of(model, variant, x)
     expected, leaves = results(new, x), {"x": x, **dict(new.named_parameters())}
     for chosen in [{key} for key in leaves] + [set(leaves) - {key} for key in leaves]:
@@ -481,7 +486,7 @@ def test_input_changed_before_backward_is_noticed(name):
 @every_variant
 @every_name
 def test_leaves_input_and_parameters_alone(name, variant, device):
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     new = numerics.twin_of(model, variant, x)
     before = [t.detach().clone() for t in (x, *new.parameters())]
     results(new.train(), x)
@@ -503,7 +508,7 @@ def test_outputs_share_no_memory(name, device):
 @every_variant
 @every_name
 def test_a_hundred_repeats_are_bitwise_equal(name, variant, device):
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     new = numerics.twin_of(model.train(), variant, x)
     with numerics.steady_library():
         answers = []
@@ -518,8 +523,9 @@ def test_a_hundred_repeats_are_bitwise_equal(name, variant, device):
 @numerics.steady_library()
 def test_new_weights_take_effect(name, variant, device):
     """In place, by .data, by load_state_dict, by another Parameter, by other constants."""
-    model, x = numerics.small(name, device=device)
-    new, other = numerics.twin_of(model, variant, x), numerics.build(name, SMALL[name][0], device=device, seed=7)
+    model, x = numerics.small(name, variant, device=device)
+    new, arguments = numerics.twin_of(model, variant, x), numerics.sizes_for(variant)[name][0]
+    other = numerics.build(name, arguments, device=device, seed=7)
     new(x)
     with torch.no_grad():
         model.conv.weight.mul_(0.5)
@@ -528,7 +534,7 @@ def test_new_weights_take_effect(name, variant, device):
     for parameter, replacement in zip(new.parameters(), other.parameters()):
         parameter.data = replacement.data.clone()
     assert torch.equal(new(x), numerics.twin_of(other, variant)(x))
-    new.load_state_dict(numerics.build(name, SMALL[name][0], device=device, seed=9).state_dict())
+    new.load_state_dict(numerics.build(name, arguments, device=device, seed=9).state_dict())
     torch.testing.assert_close(new(x), model(x))
     new.conv.bias = nn.Parameter(torch.ones_like(model.conv.bias))
     model.conv.bias = new.conv.bias

@@ -17,6 +17,7 @@ import numerics
 from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, results
 
 every_device = pytest.mark.parametrize("device", DEVICES)
+every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 NAN, INF = math.nan, math.inf
 
 
@@ -154,38 +155,39 @@ def test_85_bounds_hit_exactly(low, high, device):
     assert_as_eager(model, new, x, planes([1, 2, 4, 8], (1, 4, 1, 1), device), exact=False)
 
 
-@every_device
+@every_variant
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 1e-30])
 @pytest.mark.parametrize("name", list(numerics.SMALL))
-def test_one_special_value(name, value, device):
+def test_one_special_value(name, value, variant, device):
     """In one sample of three: it must spoil what it spoils in eager, and nothing else."""
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     x[1].view(-1)[17] = value
-    assert_not_finite_as_eager(model, x)
+    assert_not_finite_as_eager(model, x, variant)
 
 
-@every_device
+@every_variant
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
     "name, parameter", [(name, key) for name in numerics.SMALL for key, _ in numerics.small(name)[0].named_parameters()]
 )
-def test_one_special_parameter(name, parameter, value, device):
+def test_one_special_parameter(name, parameter, value, variant, device):
     if parameter.endswith("norm.weight") and value == INF:
         pytest.skip("eager subtracts infinities, which makes NaN of what is infinite")
-    model, x = numerics.small(name, device=device)
+    model, x = numerics.small(name, variant, device=device)
     with torch.no_grad():
         model.get_parameter(parameter).view(-1)[1] = value
-    assert_not_finite_as_eager(model, x)
+    assert_not_finite_as_eager(model, x, variant)
 
 
-def assert_not_finite_as_eager(model, x):
+def assert_not_finite_as_eager(model, x, variant="epilogue"):
     """NaN and infinite in the same places, output and gradients; the output without gradients the same."""
-    theirs, ours = results(model, x), results(numerics.twin_of(model), x)
+    new = numerics.twin_of(model, variant, x)
+    theirs, ours = results(model, x), results(new, x)
     for key, value in theirs.items():
         kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours[key], value)]
         assert torch.equal(*kinds), f"{key}: {(kinds[0] != kinds[1]).sum()} elements are NaN, infinite or finite unlike eager's"
     with torch.no_grad():
-        numerics.assert_equal({"output": numerics.twin_of(model)(x)}, ours)
+        numerics.assert_equal({"output": new(x)}, ours)
 
 
 # ------------------------------------------------------------------------------------------------------------------ at random
