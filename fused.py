@@ -147,7 +147,7 @@ def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None
     C, channels, *kernel = weight.shape
     half = (channels + 1) // 2  # registers of weights per step of 4 taps: 4 for each pair of channels, 2 for a single one
     registers = _ceil_div(math.prod(kernel), 4) * (4 * half + 2 * (channels - half))
-    positions = math.prod(size - extent + 1 for size, extent in zip(x.shape[2:], kernel))
+    positions = math.prod([size - extent + 1 for size, extent in zip(x.shape[2:], kernel)])
     if obstacle is None and (channels > 4 or C % 16):
         obstacle = "the fused kernels take up to 4 channels in, and 16, 32, … out"
     if obstacle is None and registers > _STEP_REGISTERS:
