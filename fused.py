@@ -7,6 +7,7 @@ keep nothing for backward. What they do, and how exactly, stands at the head of 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -229,6 +230,7 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     return y
 
 
+@functools.lru_cache(None)
 def _strips(work: int, pooled_rows: int, pool_height: int, kernel_height: int, multiprocessors: int) -> int:
     """Into how many strips of rows an image is cut: what keeps all multiprocessors busy with the fewest rows read twice."""
 

@@ -6,6 +6,7 @@ be equal to the bit or to a rounding. The second part compares with eager on ran
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -162,7 +163,9 @@ def test_one_special_value(name, value, variant, device):
     """In one sample of three: it must spoil what it spoils in eager, and nothing else."""
     model, x = numerics.small(name, variant, device=device)
     x[1].view(-1)[17] = value
-    assert_not_finite_as_eager(model, x, variant)
+    # Where a variance overflows, eager's batch statistics on a GPU give NaN; on a CPU they give what we give on both.
+    overflows = name == INSTANCE_NORM and value == 1e30
+    assert_not_finite_as_eager(model, x, variant, reference="cpu" if overflows else device)
 
 
 @every_variant
@@ -179,12 +182,12 @@ def test_one_special_parameter(name, parameter, value, variant, device):
     assert_not_finite_as_eager(model, x, variant)
 
 
-def assert_not_finite_as_eager(model, x, variant="epilogue"):
-    """NaN and infinite in the same places, output and gradients; the output without gradients the same."""
-    new = numerics.twin_of(model, variant, x)
-    theirs, ours = results(model, x), results(new, x)
+def assert_not_finite_as_eager(model, x, variant="epilogue", reference=None):
+    """NaN and infinite in the same places as eager on the device `reference`, output and gradients; the output without gradients the same."""
+    new, device = numerics.twin_of(model, variant, x), reference or x.device
+    theirs, ours = results(copy.deepcopy(model).to(device), x.to(device)), results(new, x)
     for key, value in theirs.items():
-        kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours[key], value)]
+        kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours[key].to(device), value)]
         assert torch.equal(*kinds), f"{key}: {(kinds[0] != kinds[1]).sum()} elements are NaN, infinite or finite unlike eager's"
     with torch.no_grad():
         numerics.assert_equal({"output": new(x)}, ours)
