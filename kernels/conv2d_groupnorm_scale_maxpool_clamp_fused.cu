@@ -10,7 +10,7 @@
 // 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for float32's accuracy: 0.06 ms.
 //
 // A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N = columns, K = taps × channels
-// in. Each operand is a sum of two float16 (22 bits), scaled by powers of two: filters by channel; x by block, first by a scale
+// in. Each operand is a sum of two float16 (22 bits; one if it has 16 bits), scaled by powers of two: filters by channel; x by block, first by a scale
 // that fits almost all inputs, then, where the block's largest magnitude turns out not to fit, again by one that does.
 // A pixel's 8 channels lie side by side in shared memory, so that a tap is an offset: B needs no im2col. Filters stay in registers.
 // A block has two teams of four warps, each with its own strip of rows, which take turns with the tensor cores: while one team's
@@ -57,6 +57,9 @@ constexpr int kPartBytes = kPlanes * kPixels * 16;
 constexpr int kRowBytes = 2 * kPartBytes;   // high, low
 HOST_DEVICE constexpr int unit_offset(int unit) { return (unit / KERNEL_W * kPixels + unit % KERNEL_W) * 16; }
 
+// float16 holds a value of 16 bits, scaled: there is no low part, but of what is so small beside the largest that its last bits don't count.
+constexpr bool kOnePart = sizeof(value_t) == 2;
+
 constexpr int kBatch = 8;  // channels whose windows are read together
 
 // What a thread keeps of its columns until a window is complete: the maximum of two neighbours where no window splits them.
@@ -85,7 +88,7 @@ struct Geometry {
 // `act` gets the kernel row, the pixels' part (0 high, 1 low), the fragment, the first unit and the second.
 template <class Act> __device__ __forceinline__ void for_products(Act act) {
 #pragma unroll
-  for (int small = 1; small >= 0; small--)
+  for (int small = kOnePart ? 0 : 1; small >= 0; small--)
 #pragma unroll
     for (int kh = 0; kh < KERNEL_H; kh++) {
 #pragma unroll
@@ -240,7 +243,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
       }
       uint4* to = reinterpret_cast<uint4*>(shared + slot * kRowBytes) + plane * kPixels + thread;
       to[0] = make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
-      to[kPlanes * kPixels] = make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
+      if (!kOnePart) to[kPlanes * kPixels] = make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
     }
   };
   for (int i = thread; i < kRing * 2 * kPlanes * (kPixels - kTile); i += kTeamThreads)
