@@ -176,6 +176,8 @@ class Fused:
             raise RuntimeError(f"variant {self.variant!r} can't run: {obstacle}")
         if self.variant == "epilogue":
             return "epilogue", "asked for"
+        if self.variant == "folded":
+            return "folded", "asked for; for an input that can reach NaN, and in backward, it computes as epilogue"
         if x.device.type == "cpu":
             name = "epilogue" if self.variant == "auto" else "fused"
             return name, "on the CPU epilogue and fused are one: the library's convolution and our tail, by turns, in cache"
@@ -330,6 +332,7 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Fused, Conv3dMultiplyInstanc
 
 class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
     __doc__ = Conv3dGroupNormMinClampDropout.__doc__
+    variants = (*Fused.variants, "folded")
 
     def _fused_obstacle(self, x):
         return fused.conv3d_obstacle(x, self.conv.weight, _fused_dtype(x, self.conv.weight))

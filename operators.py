@@ -8,6 +8,7 @@ Per problem there are, in this order: a forward operator, which returns the resu
 operator; the function that users call. Variants:
 - epilogue: the library's convolution without its bias, then our fused tail. On the CPU and without gradients a few samples
   at a time, so that the convolution's output stays in cache.
+- folded: 83 without its convolution, where the input at hand is proved to make no difference; else, and in backward, as epilogue.
 - fused: on a GPU the convolution inside our kernels, its output never written (fused.py); backward runs the epilogue's forward
   once more for what it needs. On the CPU the same as epilogue.
 
@@ -397,6 +398,12 @@ def _conv3d_groupnorm_min_clamp_dropout(
         y = fused.conv3d_groupnorm_min_clamp_dropout(x, weight, parameters, seed, groups, low, high, p, eps)
         y = y.contiguous(memory_format=_result_format(x, weight, False))
         return y, *_nothing(x, x.dtype, torch.int32, x.dtype, x.dtype, x.dtype)
+    if variant == "folded" and low == low and high == high and _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups, eps):
+        y = x.new_empty(x.shape[0], weight.shape[0], *_output_size(x, weight), dtype=norm_weight.dtype)
+        kernels, value = _kernels("conv3d_groupnorm_min_clamp_dropout", x, y.dtype), min(_rounded(low, y.dtype), high)
+        kernels.constant(y, seed, value, p, y.numel())
+        y, accumulate = y.contiguous(memory_format=_result_format(x, weight, False)), _accumulate_dtype(x.dtype)
+        return y, *_nothing(x, x.dtype, torch.int32, accumulate, accumulate, accumulate)
     count = _samples_per_piece(x, weight, keep)
     convolved = _begun(_convolve(part, weight, channels_last=False) for (part,) in _pieces(count, x))
     kernels = _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype)
@@ -411,6 +418,19 @@ def _conv3d_groupnorm_min_clamp_dropout(
         kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, offset, *sizes)
     y = y.contiguous(memory_format=_result_format(x, weight, False))
     return y, *_kept(keep, v, active, mean, group_mean, group_rstd)
+
+
+def _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups: int, eps: float) -> bool:
+    """Is group_norm(conv3d(x)) finite in every element, by the largest values that can occur, and no channel's slope zero?
+
+    Then min(z, low) is at most low and the clamp lifts it there: after both, every element is min(low, high).
+    """
+    conv = (weight.double().abs().flatten(1).sum(1) * x.abs().amax() + conv_bias.double().abs()).amax()  # NaN fails each comparison
+    count = weight.shape[0] // groups * math.prod(_output_size(x, weight))
+    z = 2 * conv / max(eps, 1e-300) ** 0.5 * norm_weight.double().abs().amax() + norm_bias.double().abs().amax()
+    bounds = (conv, x.dtype), (count * (2 * conv) ** 2, _accumulate_dtype(x.dtype)), (z, norm_weight.dtype)
+    fits = [value < torch.finfo(dtype).max for value, dtype in bounds]
+    return bool(torch.stack([*fits, (norm_weight != 0).all()]).all())
 
 
 @_conv3d_groupnorm_min_clamp_dropout.register_fake
@@ -471,7 +491,7 @@ def conv3d_groupnorm_min_clamp_dropout(
         seed = torch.empty(0, dtype=torch.int64, device=x.device)
         if p > 0:
             seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
-    keep = variant != "fused" and keeps(x, weight, conv_bias, norm_weight, norm_bias)
+    keep = variant not in ("fused", "folded") and keeps(x, weight, conv_bias, norm_weight, norm_bias)
     y = _conv3d_groupnorm_min_clamp_dropout(
         x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
     )[0]

@@ -17,7 +17,7 @@ import models
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", CUDA]
 # Variant and device; on the CPU epilogue and fused are one.
-VARIANTS = [("epilogue", "cpu")] + [
+VARIANTS = [("epilogue", "cpu"), ("folded", "cpu")] + [
     pytest.param(variant, "cuda", marks=pytest.mark.gpu)
     for variant in dict.fromkeys(name for problem in models.PROBLEMS.values() for name in problem.variants if name != "eager")
 ]

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import numerics
+import operators
 from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, results
 
 every_device = pytest.mark.parametrize("device", DEVICES)
@@ -135,6 +136,36 @@ def test_83_a_tie_halves_the_gradient(device):
     model, new = identity(DROPOUT, 2, 1, 0.25, 1.0, 0.3, device=device, norm__weight=[0, 0], norm__bias=[0.25, 0.5])
     ours = assert_as_eager(model, new, numerics.random_input((3, 2, 1, 2, 2), device=device), exact=False)
     assert ours["norm.bias"].tolist() == [6.0, 0.0]
+
+
+@every_device
+def test_83_folded_computes_where_it_can_prove_nothing(device, monkeypatch):
+    """The shortcut for an ordinary input, with the mask of the other variants; the convolution wherever NaN or a tie is possible."""
+    model, x = numerics.small(DROPOUT, "folded", device=device)
+    folded, convolved, convolve = numerics.twin_of(model.train(), "folded"), [], operators._convolve
+    monkeypatch.setattr(operators, "_convolve", lambda *args, **kw: convolved.append(1) or convolve(*args, **kw))
+
+    @torch.no_grad()
+    def convolves(x, variant="folded"):
+        folded.variant = variant
+        convolved.clear()
+        torch.manual_seed(5)
+        return folded(x), bool(convolved)
+
+    (shortcut, computed), (y, _) = convolves(x), convolves(x, "epilogue")
+    assert not computed and torch.equal(shortcut, y) and shortcut.stride() == y.stride()
+    spoilt = x.clone()
+    for value in (NAN, INF, 1e30):
+        spoilt.view(-1)[5] = value
+        assert convolves(spoilt)[1]
+    for parameter, value in (("norm.weight", 0.0), ("norm.bias", NAN), ("conv.weight", INF), ("norm.weight", 1e38)):
+        kept = model.get_parameter(parameter).detach().clone()
+        with torch.no_grad():
+            model.get_parameter(parameter).view(-1)[3] = value
+        assert convolves(x)[1], parameter
+        model.get_parameter(parameter).data = kept
+    folded.min_value = NAN
+    assert convolves(x)[1]
 
 
 @every_device
