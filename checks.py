@@ -7,18 +7,21 @@ most twice as far from r as eager PyTorch is in the dtype at hand, both as ‖ou
 in the last place of the largest value. A limit that is missed is judged again on the mean of `DRAWS` draws of input and
 parameters, because a single draw of rounding errors can be lucky for eager; what is worse than twice stays worse.
 
-A variant is honest if it computes from its input, passes NaN on as eager does, leaves input and parameters alone, returns
-memory of its own and writes all of it.
+A variant is honest (`dishonesty` finds nothing) if its results are those of the input, of the parameters and of the shape at
+hand, whatever it was called with before; if NaN reaches what it reaches in eager; if it leaves input and parameters alone,
+returns memory of its own and writes all of it; if repeats are equal to the bit (`REPEATS` of them); and if on a GPU it waits
+for what its stream does. Each of these is a function of a `Probe`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
 import statistics
 import warnings
-from typing import Callable, Iterable, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -28,6 +31,7 @@ import models
 PHASES = ("forward", "train", "train_dx")  # no gradients; all but that of x; all
 PEERS = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 DRAWS = 4
+REPEATS = {"cuda": 100, "cpu": 10}  # a tenth of it, but 10 at least, where gradients are computed
 
 # ---------------------------------------------------------------------------------------------------------- contestants
 
@@ -62,7 +66,7 @@ def call(module: Callable, leaves: dict, x: torch.Tensor, phase: str, g: torch.T
 class Error(NamedTuple):
     """How far one result is from float64, beside eager's distance and the limits that follow.
 
-    norm is ‖out − r‖/‖r‖ (‖out − r‖ where r is zero), max is max |out − r|.
+    norm is ‖out − r‖/‖r‖ (‖out − r‖ where r is zero), max is max |out − r|, found at the index `place`.
     """
 
     case: str
@@ -73,6 +77,7 @@ class Error(NamedTuple):
     eager_max: float
     limit_norm: float
     limit_max: float
+    place: tuple[int, ...] = ()
 
     @property
     def share(self) -> float:
@@ -83,7 +88,8 @@ class Error(NamedTuple):
     def __str__(self):
         return (
             f"{self.case}, {self.quantity}: error {self.norm:.2g} (limit {self.limit_norm:.2g}, eager {self.eager_norm:.2g}), "
-            f"max {self.max:.2g} (limit {self.limit_max:.2g}, eager {self.eager_max:.2g})"
+            f"max {self.max:.2g}{f' at {list(self.place)}' if self.place else ''} "
+            f"(limit {self.limit_max:.2g}, eager {self.eager_max:.2g})"
         )
 
 
@@ -147,7 +153,9 @@ def check(
             result.errors.extend(found)
         if ours:
             model, x = draw(0)
-            result.complaints.extend(_dishonesty(contestant(problem, variant, model.eval()), model, x, phase))
+            if _dropout(model):
+                _ties(model, x)  # else its results are constant
+            result.complaints.extend(dishonesty(contestant(problem, variant, model.eval()), model, x, phase))
     except Exception as error:  # whatever a variant raises is the finding
         result.complaints.append(f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}")
     return result
@@ -158,10 +166,11 @@ def new_seed() -> int:
 
 
 def _mean(draws: Iterable[Error]) -> Error:
-    """The mean of several draws' errors and limits."""
+    """The mean of several draws' errors and limits, and the place in the first."""
     draws = list(draws)
-    case, quantity = draws[0][:2]
-    return Error(f"{case}, mean of {len(draws)}", quantity, *(statistics.fmean(column) for column in list(zip(*draws))[2:]))
+    case, quantity, *_, place = draws[0]
+    means = [statistics.fmean(column) for column in list(zip(*draws))[2:-1]]
+    return Error(f"{case}, mean of {len(draws)}", quantity, *means, place)
 
 
 def _random_problem(problem, device, batch_size, dtype) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -226,7 +235,7 @@ def errors_of(label: str, module, model, x, phase: str) -> tuple[list[Error], li
     for (name, r), eager, ours in zip(reference.items(), *distances):
         size = r.abs().max().item() if r.numel() else 0.0
         limits = 2 * eager[0] + 4 * ulp * bool(size), 2 * eager[1] + 4 * ulp * size
-        found.append(Error(label, name, *ours, *eager, *limits))
+        found.append(Error(label, name, *ours[:2], *eager[:2], *limits, ours[2]))
     if not p:
         return found, []
     again = call(module, leaves, x, "forward", None)[0] != 0
@@ -237,13 +246,16 @@ def _named(out, gradients) -> dict[str, torch.Tensor]:
     return {"output": out, **{f"gradient of {name}": t for name, t in gradients.items()}}
 
 
-def _distance(out: torch.Tensor, r: torch.Tensor) -> tuple[float, float]:
+def _distance(out: torch.Tensor, r: torch.Tensor) -> tuple[float, float, tuple[int, ...]]:
+    """`norm`, `max` and `place` of an Error."""
     if out.shape != r.shape:
         raise ValueError(f"expected the shape {tuple(r.shape)}, got {tuple(out.shape)}")
     if not r.numel():
-        return 0.0, 0.0
+        return 0.0, 0.0, ()
     difference = out.double() - r
-    return (difference.norm() / (r.norm().item() or 1.0)).item(), difference.abs().max().item()
+    largest = difference.abs_().argmax()
+    place = tuple(int(index) for index in torch.unravel_index(largest, r.shape))
+    return (difference.norm() / (r.norm().item() or 1.0)).item(), difference.view(-1)[largest].item(), place
 
 
 def _dropout(model) -> float:
@@ -337,43 +349,205 @@ class _Edges(TorchFunctionMode):
         return x.transpose(3, 4).flatten(4)
 
 
-def _dishonesty(module, model, x, phase) -> Iterable[str]:
-    """What is wrong with how `module` computes, beyond its results. The model must be in eval mode, its input random."""
-    leaves, other = dict(model.named_parameters()), torch.rand_like(x)
-    given = [x, *leaves.values()]
-    before = [t.detach().clone() for t in given]
-    g = None if phase == "forward" else torch.randn_like(model(x))
-    first = call(module, leaves, x, phase, g)
-    kept = first[0].clone()
-    second = call(module, leaves, other, phase, g)
-    if not all(torch.equal(t, old) for t, old in zip(given, before)):
-        yield "changed its input or a parameter"
-    if not torch.equal(first[0], kept) or first[0].untyped_storage().data_ptr() == second[0].untyped_storage().data_ptr():
-        yield "two results share memory"
-    if not torch.equal(*(call(model, leaves, t, "forward", None)[0] for t in (x, other))) and torch.equal(kept, second[0]):
-        yield "gave the same result for another input"
-    with _poisoned_memory():
-        third = call(module, leaves, x, phase, g)
-    results = {"output": third[0], **third[1]}
-    yield from (f"left parts of {name} unwritten" for name, t in results.items() if not t.isfinite().all())
-    other.view(-1)[0] = math.nan
-    spoilt = [call(run, leaves, other, "forward", None)[0].isnan().flatten(1).any(1) for run in (model, module)]
-    if not torch.equal(*spoilt):
-        yield "does not pass NaN on to the samples that eager does"
+# -------------------------------------------------------------------------------------------------------------- honesty
 
 
-class _poisoned_memory:
-    """New tensors start as NaN."""
+class Probe(NamedTuple):
+    """What honesty is tried on: `module`, which shares the parameters of `model` (a reference in eval mode), a random input x
+    and an incoming gradient g (None in the phase "forward")."""
 
-    def __enter__(self):
-        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        self.quiet = warnings.catch_warnings()
-        self.quiet.__enter__()
+    module: Callable
+    model: torch.nn.Module
+    x: torch.Tensor
+    phase: str
+    g: torch.Tensor | None
+
+    def on(self, x: torch.Tensor, phase: str | None = None) -> Probe:
+        """The same on another input, with a gradient of its own."""
+        phase = phase or self.phase
+        return self._replace(x=x, phase=phase, g=None if phase == "forward" else torch.randn_like(self.model(x)))
+
+    def results(self, run: Callable | None = None) -> dict[str, torch.Tensor]:
+        """Output and gradients of `module`, or of `run`, by name."""
+        return _named(*call(run or self.module, dict(self.model.named_parameters()), self.x, self.phase, self.g))
+
+    def strange(self, ours: dict[str, torch.Tensor] | None = None) -> str:
+        """Which of our results are nothing like eager's, in words; empty if none is. A coarse look, where `errors_of` is exact."""
+        ours, theirs = ours or self.results(), self.results(self.model)
+        gradients = [t.norm().item() for name, t in theirs.items() if name != "output"]
+        found = []
+        for name, expected in theirs.items():
+            if ours[name].shape != expected.shape:
+                found.append(f"{name} of shape {list(ours[name].shape)}, expected {list(expected.shape)}")
+                continue
+            # A gradient jumps where rounding decides a comparison, and one much smaller than the largest is all rounding.
+            near, floor = (max(1e-2, 16 * torch.finfo(self.x.dtype).eps), 0) if name == "output" else (0.3, 1e-3 * max(gradients))
+            by_sample = name in ("output", "gradient of x")
+            rows = _far(*(t if by_sample else t[None] for t in (ours[name], expected)), near, floor).nonzero().flatten().tolist()
+            if rows:
+                found.append(name + (f" of sample {', '.join(map(str, rows))}" if by_sample else ""))
+        return "; ".join(found)
+
+
+def _far(ours: torch.Tensor, theirs: torch.Tensor, near: float, floor: float) -> torch.Tensor:
+    """For each row, is only one of the two NaN somewhere, or are they further apart than `near` of theirs plus `floor`?"""
+    ours, theirs = (t.to(torch.promote_types(t.dtype, torch.float32)).flatten(1) for t in (ours, theirs))
+    wrong = ours.isnan().any(1) != theirs.isnan().any(1)
+    distance, size = (t.masked_fill(t.isnan(), 0).norm(dim=1) for t in (ours - theirs, theirs))
+    return wrong | (distance > near * size + floor)
+
+
+def dishonesty(module: Callable, model: torch.nn.Module, x: torch.Tensor, phase: str = "forward") -> Iterator[str]:
+    """What is wrong with how `module` computes, beyond its errors, one complaint at a time.
+
+    `module` is any callable that shares the parameters of `model`, a reference model in eval mode; x is random. Uses torch's
+    random numbers. The parameters are changed meanwhile and put back.
+    """
+    probe = Probe(module, model, x, phase, None).on(x)
+    given = {"its input": x, **dict(model.named_parameters())}
+    before = {name: t.detach().clone() for name, t in given.items()}
+    for judge in HONESTY:
+        yield from judge(probe)
+    yield from (f"changed {name}" for name, t in given.items() if not _same(t, before[name]))
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bitwise equal, but that any NaN equals any other."""
+    return a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _follows_input(probe: Probe) -> Iterator[str]:
+    """Another input, in other memory and in the same."""
+    x = probe.x.clone()
+    for how, values in (("another input", torch.rand_like(x)), ("other values in its input's memory", torch.rand_like(x))):
+        probe.on(x).results()
+        if how == "another input":
+            x = values
+        else:
+            x.data.copy_(values)  # which autograd does not count as a change
+        if found := probe.on(x).strange():
+            yield f"does not follow {how}: {found}"
+
+
+def _follows_parameters(probe: Probe) -> Iterator[str]:
+    """Other values for each parameter in turn, in other memory and, with a NaN at the end, in the same."""
+    spoilt = probe.on(probe.x, "forward")
+    for name, parameter in probe.model.named_parameters():
+        kept = parameter.data
+        parameter.data = torch.randn_like(kept)
+        found = probe.strange()
+        parameter.data.normal_().view(-1)[-1] = math.nan
+        found = found or spoilt.strange()
+        parameter.data = kept
+        if found:
+            yield f"does not follow a change of {name}: {found}"
+
+
+def _follows_shape(probe: Probe) -> Iterator[str]:
+    """Fewer samples and rows, then the first shape again."""
+    x = probe.x
+    if found := probe.on(x[: (len(x) + 1) // 2, ..., 1:, :].contiguous()).strange():
+        yield f"does not follow a change of shape: {found}"
+    if found := probe.strange():
+        yield f"does not recover from a change of shape: {found}"
+
+
+def _passes_nan(probe: Probe) -> Iterator[str]:
+    """NaN in every other sample spoils the samples that it spoils in eager."""
+    for first, place in ((0, 0), (1, -1)):
+        x = probe.x.clone()
+        x.view(len(x), -1)[first::2, place] = math.nan
+        if found := probe.on(x, "forward").strange():
+            yield f"does not pass NaN on as eager does: {found}"
+
+
+def _owns_results(probe: Probe) -> Iterator[str]:
+    """Results share memory neither with each other, nor with an earlier call's, nor with what was given."""
+    first = probe.results()
+    kept = {name: t.clone() for name, t in first.items()}
+    second = probe.on(torch.rand_like(probe.x)).results()
+    tensors = [("its input", probe.x), *probe.model.named_parameters(), *first.items()]
+    tensors += [(f"{name} of the next call", t) for name, t in second.items()]
+    owners = {}
+    for name, t in tensors:
+        address = t.untyped_storage().data_ptr()
+        if t.numel() and (owner := owners.setdefault(address, name)) is not name:
+            yield f"{name} shares memory with {owner}"
+    yield from (f"the next call changed {name}" for name, t in first.items() if not _same(t, kept[name]))
+
+
+def _writes_all(probe: Probe) -> Iterator[str]:
+    """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's free memory."""
+    for spoilt in (_new_tensors_are_nan(), _free_memory_is_nan(probe.x.device)):
+        with spoilt:
+            results = probe.results()
+        for name, t in results.items():
+            if not t.isfinite().all():
+                yield f"left parts of {name} unwritten, first {(~t.isfinite()).nonzero()[0].tolist()}"
+        if found := probe.strange(results):
+            yield f"reads memory that it has not written: {found}"
+
+
+@contextlib.contextmanager
+def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
+    """What PyTorch's allocator for a GPU hands out next was full of NaN (in every floating-point type) and of −1."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        large = max(32 << 20, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+        sizes = [large] + [1 << 20] * 64  # small tensors come from another pool
+        blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
+        del blocks
+    yield
+
+
+@contextlib.contextmanager
+def _new_tensors_are_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what torch.empty returns
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
-    def __exit__(self, *_):
-        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
-        self.quiet.__exit__(None, None, None)
+
+def _repeats(probe: Probe) -> Iterator[str]:
+    """The same bits each time, the library's algorithm being the same."""
+    count = REPEATS[probe.x.device.type]
+    count = count if probe.phase == "forward" else max(10, count // 10)
+    library = torch.backends.cudnn
+    with library.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=library.allow_tf32):
+        first = probe.results()
+        for number in range(2, count + 1):
+            again = probe.results()
+            if changed := [name for name, t in first.items() if not _same(t, again[name])]:
+                yield f"run {number} of {count} on the same input gave other bits: {', '.join(changed)}"
+                return
 
 
+def _waits_for_its_stream(probe: Probe) -> Iterator[str]:
+    """On a side stream the input and the gradient are written late; what does not wait for them finds zeros."""
+    if not probe.x.is_cuda:
+        return
+    spoilt = probe.x.clone()
+    spoilt.view(-1)[-1] = math.nan
+    for on_time in (probe.on(spoilt, "forward"), probe):
+        stream = torch.cuda.Stream(probe.x.device)
+        torch.cuda.synchronize(probe.x.device)
+        with torch.cuda.stream(stream):
+            late = on_time._replace(x=torch.zeros_like(on_time.x), g=None if on_time.g is None else torch.zeros_like(on_time.g))
+            torch.cuda._sleep(100_000_000)  # cycles: far longer than the host takes to launch everything
+            late.x.copy_(on_time.x)
+            if late.g is not None:
+                late.g.copy_(on_time.g)
+            results = late.results()
+        stream.synchronize()
+        if found := on_time.strange(results):
+            yield f"does not wait for its stream: {found}"
+
+
+HONESTY = (
+    _follows_input, _follows_parameters, _follows_shape, _passes_nan, _owns_results, _writes_all, _repeats, _waits_for_its_stream,
+)  # fmt: skip

@@ -1,171 +1,18 @@
-"""The judge is judged: mutants must fail their check, each for its reason, and what is right must pass.
+"""The comparison: what fails its check gets no time, a record holds what it promises, README shows the newest records.
 
-Mutants are problems whose `ModelNew` does one thing wrong. Sizes are small; times are never asserted.
+Sizes are small; times are never asserted. What the checks find is tested in test_checks.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 
 import pytest
 import torch
-from torch import nn
 
-import checks
 import compare
 import models
-
-MIN_ADD, INSTANCE_NORM, DROPOUT, POOL = models.PROBLEMS
-SIZES = {
-    MIN_ADD: ((4, 8, 3, 0.5, (8, 1, 1), 2.0), (2, 4, 12, 12)),
-    INSTANCE_NORM: ((3, 8, 3, (8, 1, 1, 1), -1.0, 1.0), (2, 3, 5, 9, 9)),
-    DROPOUT: ((3, 8, 3, 4, 0.0, 1.0, 0.2), (2, 3, 6, 12, 12)),
-    POOL: ((4, 8, 3, 4, (8, 1, 1), 4, 0.0, 1.0), (2, 4, 17, 17)),
-}
-
-
-def small(name: str, forward=None):
-    """The problem `name` at a small size; its ModelNew computes `forward(self, x, reference)`, or what eager does."""
-    problem = models.PROBLEMS[name]
-    reference = problem.Model
-
-    class Mutant(models.Fused, reference):
-        variants = ("eager", "epilogue")
-
-        def plan(self, x):
-            return models.Plan(self.variant, "a mutant")
-
-        def forward(self, x):
-            right = lambda x: reference.forward(self, x)  # noqa: E731
-            return forward(self, x, right) if forward else right(x)
-
-    arguments, shape = SIZES[name]
-    return dataclasses.replace(problem, ModelNew=Mutant, init_inputs=arguments, input_shape=shape, cpu_batch_size=2)
-
-
-@pytest.mark.parametrize("phase", compare.PHASES)
-@pytest.mark.parametrize("name", models.PROBLEMS)
-def test_eager_itself_passes(name, phase):
-    result = compare.check(small(name), "epilogue", phase=phase, seed=1)
-    assert result.ok, str(result)
-    assert "gradient of x" in [error.quantity for error in result.errors] or phase != "train_dx"
-
-
-class _Off(torch.autograd.Function):
-    """The same value; the gradient is multiplied by `factor`."""
-
-    @staticmethod
-    def forward(context, x, factor):
-        context.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(context, g):
-        return g * context.factor, None
-
-
-stale = {}
-
-
-def keep_first(self, x, right):
-    return stale.setdefault(x.shape, right(x))
-
-
-def write_to_input(self, x, right):
-    with torch.no_grad():
-        x.mul_(1.0000001)
-    return right(x)
-
-
-def constant_only(self, x, right):
-    """The algebraic shortcut that public kernels for this problem have taken, unproved."""
-    shape = (len(x), self.conv.out_channels, *(size - 2 for size in x.shape[2:]))
-    return self.dropout(torch.full(shape, float(self.min_value))) + 0 * sum(p.sum() for p in self.parameters()) + 0 * x.sum() * 0
-
-
-def no_nan(self, x, right):
-    return right(x.nan_to_num())
-
-
-def fixed_mask(self, x, right):
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return right(x)
-
-
-def wrong_share(self, x, right):
-    self.dropout.p = 0.3
-    try:
-        return right(x) * (0.7 / 0.8)
-    finally:
-        self.dropout.p = 0.2
-
-
-def not_rescaled(self, x, right):
-    return right(x) * 0.8 if self.dropout.training else right(x)
-
-
-@pytest.mark.parametrize(
-    "name, phase, forward, complaint",
-    [
-        (MIN_ADD, "forward", lambda self, x, right: torch.zeros_like(right(x)), "output"),
-        (MIN_ADD, "forward", lambda self, x, right: right(x) * (1 + 1e-5), "output"),
-        (POOL, "forward", lambda self, x, right: right(x.half().float()), "output"),
-        (POOL, "train", lambda self, x, right: _Off.apply(right(x), 1.001), "gradient of scale"),
-        (INSTANCE_NORM, "train_dx", lambda self, x, right: right(_Off.apply(x, 1.001)), "gradient of x"),
-        (MIN_ADD, "forward", lambda self, x, right: right(x)[..., :-1], "expected the shape"),
-        (MIN_ADD, "forward", keep_first, "same result for another input"),
-        (MIN_ADD, "forward", keep_first, "share memory"),
-        (MIN_ADD, "forward", write_to_input, "changed its input"),
-        (POOL, "forward", no_nan, "NaN"),
-        (DROPOUT, "forward", no_nan, "NaN"),
-        (DROPOUT, "train", constant_only, "ties, eval"),
-        (DROPOUT, "forward", fixed_mask, "same elements"),
-        (DROPOUT, "forward", wrong_share, "expected a share of 0.8"),
-        (DROPOUT, "forward", not_rescaled, "ties, training"),
-    ],
-)
-def test_mutants_fail(name, phase, forward, complaint):
-    stale.clear()
-    result = compare.check(small(name, forward), "epilogue", phase=phase, seed=1)
-    assert any(complaint in failure for failure in result.failures), str(result)
-
-
-def test_unwritten_memory_is_found():
-    def forward(self, x, right):
-        y = right(x)
-        if not torch.are_deterministic_algorithms_enabled():  # a lucky kernel: what it leaves out was there before
-            return y
-        out = torch.empty_like(y)
-        out[..., 1:] = y[..., 1:]
-        return out
-
-    result = compare.check(small(MIN_ADD, forward), "epilogue", seed=1)
-    assert result.failures == ["left parts of output unwritten"]
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_zero_norms_follow_the_rule():
-    """Where the reference and eager are exactly zero, nothing but zero passes."""
-    assert checks.Error("", "", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0).share == 0
-    assert checks.Error("", "", 1e-30, 1e-30, 0.0, 0.0, 0.0, 0.0).share == math.inf
-    assert checks.Error("", "", math.nan, 0.0, 1.0, 1.0, 1.0, 1.0).share == math.inf
-
-
-def test_edges_mark_close_calls_but_not_ties():
-    with checks._Edges(1e-3) as edges:
-        x = torch.tensor([[0.5, 0.50001, 0.9]], dtype=torch.float64)
-        torch.min(x, torch.tensor(0.5, dtype=torch.float64))
-    assert edges.found.tolist() == [[False, True, False]]
-    with checks._Edges(1e-3) as edges:
-        x = torch.tensor([[[[1.0, 1.0, 3.0, 3.00001, 9.0], [0.0, 0.5, 1.0, 2.0, 9.0]]]], dtype=torch.float64)
-        nn.functional.max_pool2d(x, 2)
-    assert edges.found.tolist() == [[[[False, True]]]]
-    with checks._Edges(1e-3) as edges:
-        torch.clamp(x, 0.5, 9.00001).max(dim=2)
-    assert edges.found.tolist() == [[[False, False, False, False, True]]]
+from test_checks import DROPOUT, MIN_ADD, POOL, small
 
 
 def test_what_fails_gets_no_time():

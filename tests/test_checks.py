@@ -1,0 +1,300 @@
+"""The judge is judged: mutants must fail their check, each for its reason, and what is right must pass.
+
+Mutants are problems whose `ModelNew` does one thing wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import checks
+import models
+
+MIN_ADD, INSTANCE_NORM, DROPOUT, POOL = models.PROBLEMS
+SIZES = {
+    MIN_ADD: ((4, 8, 3, 0.5, (8, 1, 1), 2.0), (2, 4, 12, 12)),
+    INSTANCE_NORM: ((3, 8, 3, (8, 1, 1, 1), -1.0, 1.0), (2, 3, 5, 9, 9)),
+    DROPOUT: ((3, 8, 3, 4, 0.0, 1.0, 0.2), (2, 3, 6, 12, 12)),
+    POOL: ((4, 8, 3, 4, (8, 1, 1), 4, 0.0, 1.0), (2, 4, 17, 17)),
+}
+
+
+def small(name: str, forward=None):
+    """The problem `name` at a small size; its ModelNew computes `forward(self, x, reference)`, or what eager does."""
+    problem = models.PROBLEMS[name]
+    reference = problem.Model
+
+    class Mutant(models.Fused, reference):
+        variants = ("eager", "epilogue")
+
+        def plan(self, x):
+            return models.Plan(self.variant, "a mutant")
+
+        def forward(self, x):
+            right = lambda x: reference.forward(self, x)  # noqa: E731
+            return forward(self, x, right) if forward else right(x)
+
+    arguments, shape = SIZES[name]
+    return dataclasses.replace(problem, ModelNew=Mutant, init_inputs=arguments, input_shape=shape, cpu_batch_size=2)
+
+
+@pytest.mark.parametrize("phase", checks.PHASES)
+@pytest.mark.parametrize("name", models.PROBLEMS)
+def test_eager_itself_passes(name, phase):
+    result = checks.check(small(name), "epilogue", phase=phase, seed=1)
+    assert result.ok, str(result)
+    assert "gradient of x" in [error.quantity for error in result.errors] or phase != "train_dx"
+
+
+class _Off(torch.autograd.Function):
+    """The same value; the gradient is multiplied by `factor`."""
+
+    @staticmethod
+    def forward(context, x, factor):
+        context.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(context, g):
+        return g * context.factor, None
+
+
+# Mutants: forward(self, x, right), where right(x) is the right result. `vars(self)` is what a module keeps between calls.
+
+
+def keeps_first_result(self, x, right):
+    return vars(self).setdefault(x.shape, right(x))
+
+
+def keeps_result_of_this_memory(self, x, right):
+    """A cache that believes in addresses and version counters."""
+    return vars(self).setdefault((x.data_ptr(), x._version, x.shape), right(x)).clone()
+
+
+def packs_bias_once(self, x, right):
+    return _min_add(self, x, vars(self).setdefault("packed", self.bias.detach().clone()))
+
+
+def packs_bias_of_this_memory(self, x, right):
+    return _min_add(self, x, vars(self).setdefault((self.bias.data_ptr(), self.bias._version), self.bias.detach().clone()))
+
+
+def _min_add(self, x, bias):
+    """With gradients of the right bias."""
+    y = torch.min(self.conv(x), torch.tensor(self.constant_value)) + bias
+    return (y + (self.bias.nan_to_num() - self.bias.detach().nan_to_num())) * self.scaling_factor
+
+
+def packs_gradient_once(self, x, right):
+    old = vars(self).setdefault("packed", self.scale.detach().clone())
+    return _Off.apply(right(x), (old / self.scale.detach()).mean())
+
+
+def ignores_last_sample(self, x, right):
+    return torch.cat([right(x)[:-1], right(x)[:1]])
+
+
+def repeats_last_row_but_one(self, x, right):
+    y = right(x)
+    return torch.cat([y[..., :-1, :], y[..., -2:-1, :]], dim=-2)
+
+
+def rounds_to_tf32(self, x, right):
+    return right((x.view(torch.int32) & ~0x1FFF).view(torch.float32))
+
+
+def reuses_its_output(self, x, right):
+    y = right(x)
+    return vars(self).setdefault(y.shape, torch.empty_like(y)).copy_(y)
+
+
+def returns_part_of_a_workspace(self, x, right):
+    y = right(x)
+    workspace = vars(self).setdefault("workspace", y.new_empty(64 * y.numel()))
+    place = vars(self)["place"] = (vars(self).get("place", 0) + 1) % 32
+    return workspace[place * y.numel() :][: y.numel()].view_as(y).copy_(y)
+
+
+def keeps_first_shape(self, x, right):
+    y = right(x)
+    shape = vars(self).setdefault("shape", y.shape)
+    out = y.new_zeros(shape)
+    part = tuple(slice(min(size)) for size in zip(shape, y.shape))
+    out[part] = y[part]
+    return out
+
+
+def keeps_first_stride(self, x, right):
+    """Right for every batch size, wrong for other images."""
+    width = vars(self).setdefault("width", x.shape[-2])
+    y = right(x)
+    return y if width == x.shape[-2] else y.roll(1, -1)
+
+
+def adds_noise(self, x, right):
+    y = right(x)
+    return y * (1 + 6e-8 * torch.randn_like(y))
+
+
+def leaves_last_element(self, x, right):
+    y = right(x)
+    out = torch.empty_like(y)
+    out.view(-1)[:-1] = y.view(-1)[:-1]
+    return out
+
+
+def sums_into_unwritten_memory(self, x, right):
+    y = right(x)
+    return y + torch.empty_like(y)[:1].clamp(0, 0)  # only memory full of zeros, or luck, gives the right sum
+
+
+def writes_to_its_input(self, x, right):
+    x.data.mul_(1.0000001)
+    return right(x)
+
+
+def writes_to_a_parameter(self, x, right):
+    self.conv.bias.data.mul_(1.0000001)
+    return right(x)
+
+
+def constant_only(self, x, right):
+    """The algebraic shortcut that public kernels for this problem have taken, unproved."""
+    shape = (len(x), self.conv.out_channels, *(size - 2 for size in x.shape[2:]))
+    return self.dropout(torch.full(shape, float(self.min_value))) + 0 * sum(p.sum() for p in self.parameters()) + 0 * x.sum() * 0
+
+
+def no_nan(self, x, right):
+    return right(x.nan_to_num())
+
+
+def fixed_mask(self, x, right):
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return right(x)
+
+
+def wrong_share(self, x, right):
+    self.dropout.p = 0.3
+    try:
+        return right(x) * (0.7 / 0.8)
+    finally:
+        self.dropout.p = 0.2
+
+
+def not_rescaled(self, x, right):
+    return right(x) * 0.8 if self.dropout.training else right(x)
+
+
+@pytest.mark.parametrize(
+    "name, phase, forward, complaint",
+    [
+        (MIN_ADD, "forward", lambda self, x, right: torch.zeros_like(right(x)), "random parameters, mean of 4, output: error 1 "),
+        (MIN_ADD, "forward", lambda self, x, right: torch.zeros_like(right(x)), "follow another input: output of sample 0, 1"),
+        (MIN_ADD, "forward", lambda self, x, right: right(x) * (1 + 1e-5), "output: error 1e-05 "),
+        (POOL, "forward", lambda self, x, right: right(x.half().float()), "output: error"),
+        (POOL, "forward", rounds_to_tf32, "output: error"),
+        (POOL, "train", lambda self, x, right: _Off.apply(right(x), 1.001), "gradient of scale"),
+        (INSTANCE_NORM, "train_dx", lambda self, x, right: right(_Off.apply(x, 1.001)), "gradient of x"),
+        (MIN_ADD, "forward", lambda self, x, right: right(x)[..., :-1], "expected the shape"),
+        (MIN_ADD, "forward", repeats_last_row_but_one, r"output: error .* at \[\d, \d, 9, \d\]"),
+        (MIN_ADD, "forward", keeps_first_result, "does not follow another input: output of sample 0, 1"),
+        (MIN_ADD, "forward", keeps_first_result, "output of the next call shares memory with output"),
+        (POOL, "forward", keeps_result_of_this_memory, "does not follow other values in its input's memory"),
+        (MIN_ADD, "forward", packs_bias_once, "does not follow a change of bias: output of sample 0, 1"),
+        (MIN_ADD, "train", packs_bias_once, "does not follow a change of bias: output of sample 0, 1"),
+        (MIN_ADD, "forward", packs_bias_of_this_memory, "does not follow a change of bias: output of sample 0, 1"),
+        (POOL, "train", packs_gradient_once, "does not follow a change of scale: .*gradient of conv.weight"),
+        (INSTANCE_NORM, "forward", ignores_last_sample, "does not follow another input: output of sample 1$"),
+        (DROPOUT, "forward", ignores_last_sample, "does not pass NaN on as eager does: output of sample 1$"),
+        (MIN_ADD, "forward", reuses_its_output, "the next call changed output"),
+        (MIN_ADD, "forward", returns_part_of_a_workspace, "output of the next call shares memory with output"),
+        (MIN_ADD, "forward", keeps_first_shape, r"change of shape: output of shape \[2, 8, 10, 10\], expected \[1, 8, 9, 10\]"),
+        (INSTANCE_NORM, "forward", keeps_first_stride, "does not follow a change of shape: output of sample 0"),
+        (MIN_ADD, "forward", adds_noise, "run 2 of 10 on the same input gave other bits: output"),
+        (MIN_ADD, "forward", leaves_last_element, r"left parts of output unwritten, first \[1, 7, 9, 9\]"),
+        (MIN_ADD, "forward", sums_into_unwritten_memory, "left parts of output unwritten"),
+        (MIN_ADD, "forward", writes_to_its_input, "changed its input"),
+        (MIN_ADD, "train", writes_to_a_parameter, "changed conv.bias"),
+        (POOL, "forward", no_nan, "does not pass NaN on as eager does: output of sample 0"),
+        (DROPOUT, "forward", no_nan, "does not pass NaN on as eager does: output of sample 0"),
+        (DROPOUT, "forward", constant_only, "does not pass NaN on as eager does: output of sample 0"),
+        (DROPOUT, "train", constant_only, "ties, eval"),
+        (DROPOUT, "forward", fixed_mask, "same elements"),
+        (DROPOUT, "forward", wrong_share, "expected a share of 0.8"),
+        (DROPOUT, "forward", not_rescaled, "ties, training"),
+    ],
+)
+def test_mutants_fail(name, phase, forward, complaint):
+    result = checks.check(small(name, forward), "epilogue", phase=phase, seed=1)
+    assert any(re.search(complaint, failure) for failure in result.failures), str(result)
+
+
+@pytest.mark.parametrize("forward", [adds_noise, keeps_first_shape, keeps_first_stride, packs_bias_of_this_memory])
+def test_only_honesty_finds_these(forward):
+    """Their errors are within the rule."""
+    result = checks.check(small(MIN_ADD, forward), "epilogue", seed=1)
+    assert result.complaints and all(error.share <= 1 for error in result.errors), str(result)
+
+
+def test_parameters_and_library_are_as_before():
+    problem = small(POOL, adds_noise)
+    model, x = checks._random_problem(problem, "cpu", 2, torch.float32)
+    before, memory = [p.detach().clone() for p in model.parameters()], [p.data_ptr() for p in model.parameters()]
+    assert list(checks.dishonesty(checks.contestant(problem, "epilogue", model.eval()), model, x, "train_dx"))
+    assert all(map(torch.equal, before, model.parameters())) and memory == [p.data_ptr() for p in model.parameters()]
+    assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
+
+
+@pytest.mark.gpu
+def test_a_launch_on_another_stream_is_found():
+    def forward(self, x, right):
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return right(x)
+
+    for phase in checks.PHASES:
+        result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", phase=phase, seed=1)
+        found = [text for text in result.complaints if "does not wait for its stream: output of sample" in text]
+        assert found and not any("follow" in text for text in result.complaints), str(result)
+    assert checks.check(small(MIN_ADD), "epilogue", device="cuda", phase="train_dx", seed=1).ok
+
+
+@pytest.mark.gpu
+def test_unwritten_memory_is_found_on_a_gpu():
+    """By what the allocator holds, too: this mutant writes everything while PyTorch fills new tensors."""
+
+    def forward(self, x, right):
+        out = x.new_empty(len(x), self.conv.out_channels, *(size - 2 for size in x.shape[2:]))
+        written = slice(None if torch.are_deterministic_algorithms_enabled() else -1)
+        out.view(-1)[written] = right(x).view(-1)[written]
+        return out
+
+    result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1)
+    assert any("unwritten" in text for text in result.complaints), str(result)
+
+
+def test_zero_norms_follow_the_rule():
+    """Where the reference and eager are exactly zero, nothing but zero passes."""
+    assert checks.Error("", "", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0).share == 0
+    assert checks.Error("", "", 1e-30, 1e-30, 0.0, 0.0, 0.0, 0.0).share == math.inf
+    assert checks.Error("", "", math.nan, 0.0, 1.0, 1.0, 1.0, 1.0).share == math.inf
+
+
+def test_edges_mark_close_calls_but_not_ties():
+    with checks._Edges(1e-3) as edges:
+        x = torch.tensor([[0.5, 0.50001, 0.9]], dtype=torch.float64)
+        torch.min(x, torch.tensor(0.5, dtype=torch.float64))
+    assert edges.found.tolist() == [[False, True, False]]
+    with checks._Edges(1e-3) as edges:
+        x = torch.tensor([[[[1.0, 1.0, 3.0, 3.00001, 9.0], [0.0, 0.5, 1.0, 2.0, 9.0]]]], dtype=torch.float64)
+        nn.functional.max_pool2d(x, 2)
+    assert edges.found.tolist() == [[[[False, True]]]]
+    with checks._Edges(1e-3) as edges:
+        torch.clamp(x, 0.5, 9.00001).max(dim=2)
+    assert edges.found.tolist() == [[[False, False, False, False, True]]]
