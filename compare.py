@@ -160,7 +160,8 @@ def compare(
         rows.append(row)
         if row["ok"]:
             module = contestant(problem, variant, model)
-            row["plan"] = str(module.plan(x)) if variant not in PEERS else None
+            with torch.set_grad_enabled(phase != "forward"):
+                row["plan"] = str(module.plan(x)) if variant not in PEERS else None
             calls[variant] = _timed(module, model, x, phase, g)
     tell(f"{problem.name} {phase}: timing")
     timings = time(calls, device) if calls else {}
