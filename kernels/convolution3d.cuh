@@ -438,16 +438,11 @@ struct StatisticsWithScale : StatisticsSink {
   __device__ void rescale(float factor, float s) { scale = s, StatisticsSink::rescale(factor, s); }
 };
 
-// statistics (N, slots, kOut); grid (N · slots, kOut / 16).
-__global__ void __launch_bounds__(kBlock, BLOCKS_PER_SM) statistics_kernel(PartStatistics* statistics, const Convolution c) {
-  extern __shared__ uint4 shared[];
-  __shared__ float weight_scale[16];
+// Writes what a swept sink has summed up: statistics (N, slots, kOut). All threads call it.
+__device__ inline void write_statistics(PartStatistics* statistics, const Convolution& c, const Part& part, int first_channel,
+                                        const float* weight_scale, const StatisticsWithScale& sink) {
   __shared__ Moments<float> moments[kBlockWarps][16];
-  const Part part(c, blockIdx.x);
-  const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  find_weight_scales(weight_scale, c, first_channel);
-  StatisticsWithScale sink;
-  sweep(c, part, first_channel, weight_scale, reinterpret_cast<uint32_t*>(shared), sink);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     Moments<float> own = Moments<float>::from_shifted(sink.count, sink.shift[r], sink.sum[r], sink.square[r]);
@@ -472,6 +467,18 @@ __global__ void __launch_bounds__(kBlock, BLOCKS_PER_SM) statistics_kernel(PartS
     statistics[(part.n * c.slots() + part.slot) * kOut + channel] = {
         all.mean * x_unit * w_unit, all.m2 * x_unit * w_unit * x_unit * w_unit, float(constant), float(constant - double(float(constant)))};
   }
+}
+
+// Grid (N · slots, kOut / 16).
+__global__ void __launch_bounds__(kBlock, BLOCKS_PER_SM) statistics_kernel(PartStatistics* statistics, const Convolution c) {
+  extern __shared__ uint4 shared[];
+  __shared__ float weight_scale[16];
+  const Part part(c, blockIdx.x);
+  const int first_channel = blockIdx.y * 16;
+  find_weight_scales(weight_scale, c, first_channel);
+  StatisticsWithScale sink;
+  sweep(c, part, first_channel, weight_scale, reinterpret_cast<uint32_t*>(shared), sink);
+  write_statistics(statistics, c, part, first_channel, weight_scale, sink);
 }
 
 // The sizes of a sample's statistics merged over its blocks, in their order.
