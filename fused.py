@@ -214,16 +214,14 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
     width, pooled = W - kw + 1, ((H - kh + 1) // pool[0], (W - kw + 1) // pool[1])
     multiprocessors = _device(x.device.index)[2]
-    full = 129 - kw  # output columns of one tile of 128 input columns
-    stride = full // pool[1] * pool[1]
-    tiles = 1 if width <= full else 1 + _ceil_div(width - full, stride)
+    tiles = 1 if width <= 129 - kw else _ceil_div(width, 128 // pool[1] * pool[1])  # of 128 columns, of whole windows
     strips = _strips(N * _ceil_div(C, 64) * tiles, pooled[0], pool[0], kh, multiprocessors)
     y = x.new_empty(N, C, *pooled, dtype=out_dtype)
     extreme, (mean, m2) = parameters[0].new_empty(y.shape), parameters[0].new_empty(2, N, C)
     group_mean, group_rstd = parameters[0].new_empty(2, N, groups)
     partial = parameters[0].new_empty(N, C, tiles * strips, 3)
     types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
-    defines = {**types, **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1]}
+    defines = {**types, **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1], "SEVERAL_TILES": int(tiles > 1)}
     kernels = _load("conv2d_groupnorm_scale_maxpool_clamp", **defines)
     outputs = y, extreme, mean, m2, group_mean, group_rstd, partial
     kernels.forward(*outputs, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, N, groups, H, W, strips)

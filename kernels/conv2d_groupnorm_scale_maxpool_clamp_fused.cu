@@ -28,6 +28,9 @@
 #define POOL_H 4
 #define POOL_W 4
 #endif
+#ifndef SEVERAL_TILES  // does a row of v need more than one tile?
+#define SEVERAL_TILES 0
+#endif
 #ifndef TEAMS  // of 128 threads in a block; three leave 168 registers to a thread, which is too few
 #define TEAMS 2
 #endif
@@ -79,9 +82,9 @@ struct Geometry {
   HOST_DEVICE int width() const { return W - KERNEL_W + 1; }
   HOST_DEVICE int pooled_height() const { return height() / POOL_H; }
   HOST_DEVICE int pooled_width() const { return width() / POOL_W; }
-  // A tile's columns read kTile columns of x at most; so does the last one's remainder.
-  static constexpr int kFull = kTile - KERNEL_W + 1, kStride = kFull / POOL_W * POOL_W;
-  HOST_DEVICE int tiles() const { return width() <= kFull ? 1 : 1 + (width() - kFull + kStride - 1) / kStride; }
+  // A single tile reads kTile columns of x at most; of several, each reads KERNEL_W - 1 more.
+  static constexpr int kStride = SEVERAL_TILES ? kTile / POOL_W * POOL_W : kTile - KERNEL_W + 1;
+  HOST_DEVICE int tiles() const { return SEVERAL_TILES ? (width() + kStride - 1) / kStride : 1; }
 };
 
 // The products of one row of v, in order: small ones first, since a tensor core cuts off what a sum's last bit can't hold.
@@ -220,31 +223,39 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
       }
   }
 
-  // This thread's pixel of each row of x.
+  // This thread's pixel of each row of x; where there are several tiles, the first threads have another one behind the tile.
   const int64_t plane_size = int64_t(H) * W;
-  const bool inside = column + thread < W;
-  const value_t* const source = x + int64_t(n) * CHANNELS_IN * plane_size + (inside ? column + thread : 0);
-  value_t pixel[kPlanes * 8];
+  constexpr bool kSecond = SEVERAL_TILES && KERNEL_W > 1;
+  const bool inside = column + thread < W, two = kSecond && thread < KERNEL_W - 1, second_inside = two && column + kTile + thread < W;
+  const value_t* const source = x + int64_t(n) * CHANNELS_IN * plane_size + column + thread;
+  value_t pixel[kPlanes * 8], second[kPlanes * 8];
   const auto fetch = [&](int row) {
     const value_t* from = source + int64_t(row) * W;
 #pragma unroll
-    for (int c = 0; c < kPlanes * 8; c++, from += plane_size) pixel[c] = c < CHANNELS_IN && inside ? *from : value_t(0.f);
+    for (int c = 0; c < kPlanes * 8; c++, from += plane_size) {
+      pixel[c] = c < CHANNELS_IN && inside ? *from : value_t(0.f);
+      if (kSecond) second[c] = c < CHANNELS_IN && second_inside ? from[kTile] : value_t(0.f);
+    }
   };
   float largest;
-  const auto convert = [&](int slot, float factor) {
+  const auto convert_pixel = [&](const value_t (&values)[kPlanes * 8], int slot, int at, float factor) {
 #pragma unroll
     for (int plane = 0; plane < kPlanes; plane++) {
       Halves halves[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const float a = float(pixel[plane * 8 + 2 * i]), b = float(pixel[plane * 8 + 2 * i + 1]);
+        const float a = float(values[plane * 8 + 2 * i]), b = float(values[plane * 8 + 2 * i + 1]);
         largest = fmaxf(largest, fmaxf(fabsf(a), fabsf(b)));
         halves[i] = split(a * factor, b * factor);
       }
-      uint4* to = reinterpret_cast<uint4*>(shared + slot * kRowBytes) + plane * kPixels + thread;
+      uint4* to = reinterpret_cast<uint4*>(shared + slot * kRowBytes) + plane * kPixels + at;
       to[0] = make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
       if (!kOnePart) to[kPlanes * kPixels] = make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
     }
+  };
+  const auto convert = [&](int slot, float factor) {
+    convert_pixel(pixel, slot, thread, factor);
+    if (two) convert_pixel(second, slot, kTile + thread, factor);
   };
   for (int i = thread; i < kRing * 2 * kPlanes * (kPixels - kTile); i += kTeamThreads)
     reinterpret_cast<uint4*>(shared)[i / (kPixels - kTile) * kPixels + kTile + i % (kPixels - kTile)] = make_uint4(0, 0, 0, 0);
