@@ -253,9 +253,8 @@ def _distance(out: torch.Tensor, r: torch.Tensor) -> tuple[float, float, tuple[i
     if not r.numel():
         return 0.0, 0.0, ()
     difference = out.double() - r
-    largest = difference.abs_().argmax()
-    place = tuple(int(index) for index in torch.unravel_index(largest, r.shape))
-    return (difference.norm() / (r.norm().item() or 1.0)).item(), difference.view(-1)[largest].item(), place
+    place = tuple(int(index) for index in torch.unravel_index(difference.abs_().argmax(), r.shape))
+    return (difference.norm() / (r.norm().item() or 1.0)).item(), difference[place].item(), place
 
 
 def _dropout(model) -> float:
