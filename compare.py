@@ -20,6 +20,7 @@ output, once each), floor_ms (what the GPU needs at least; None where unknown), 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import json
@@ -128,6 +129,17 @@ def variants_of(problem, device: str) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys((*PEERS, *problem.variants)) if name not in skipped)
 
 
+@contextlib.contextmanager
+def _quiet_compiler():
+    """Without the tables of what torch.compile's max-autotune tried."""
+    from torch._inductor import config
+
+    tables = {"autotune_num_choices_displayed": 0, "max_autotune_report_choices_stats": False}
+    with config.patch({name: value for name, value in tables.items() if hasattr(config, name)}):
+        yield
+
+
+@_quiet_compiler()
 def compare(
     problem, *, device="auto", phase="forward", batch_size=None, variants=None, dtype=torch.float32, seed=None, tell=None
 ) -> list[dict]:
