@@ -108,6 +108,13 @@ def rate(device: str, size: float) -> float:
     return 3 * 2 * size / compare.time(passes, device, seconds=1)["three additions"].median
 
 
+def products(device: str) -> float:
+    """Operations per millisecond of the tensor cores: a large product of float16 matrices."""
+    size = 8192
+    a, b = (torch.randn(size, size, device=device).half() for _ in range(2))
+    return 2 * size**3 / compare.time({"product": lambda: a @ b}, device, seconds=1)["product"].median
+
+
 def beside(predicted: dict[str, float], rows: list[dict], floor: float) -> Markdown:
     """Predicted and measured milliseconds and speed-ups of every variant, and the share of `floor`, in milliseconds."""
     lines = ["| variant | predicted ms | measured ms | predicted speed-up | measured speed-up | share of the floor |"]

@@ -62,9 +62,10 @@ def test_runs_alone(path, run):
 @pytest.mark.parametrize("path", WALKTHROUGHS, ids=lambda path: path.stem)
 def test_what_it_shows_of_a_kernel_exists_for_cpu_and_gpu(path):
     cells = nbformat.read(path, as_version=4).cells
-    [call] = re.findall(r'walkthrough\.show\(problem\.name, device, cpp="(.+?)", cuda="(.+?)"\)', "\n".join(cell.source for cell in cells))
-    [name] = export.problems_of(cells)
-    for suffix, start in zip((".cpp", ".cu"), call):
+    source, [name] = "\n".join(cell.source for cell in cells), export.problems_of(cells)
+    [call] = re.findall(r'walkthrough\.show\(problem\.name, device, cpp="(.+?)", cuda="(.+?)"\)', source)
+    fused = re.findall(r'walkthrough\.show\(f"{problem\.name}_fused", "cuda", cpp="", cuda="(.+?)"\)', source)
+    for suffix, start in [*zip((".cpp", ".cu"), call), *(("_fused.cu", start) for start in fused)]:
         assert start in (export.FOLDER / "kernels" / f"{name}{suffix}").read_text(encoding="utf-8")
 
 
