@@ -186,8 +186,8 @@ class Fused:
             if obstacle is not None:
                 raise RuntimeError(f"variant 'fused' can't run: {obstacle}")
             return "fused", "asked for"
-        if obstacle is None and operators.keeps(x, *self.parameters()):
-            obstacle = "a backward pass will follow, which needs the convolution's output"
+        if obstacle is None and self.training and operators.keeps(x, *self.parameters()):
+            obstacle = "in training a backward pass will follow, which needs the convolution's output"
         return ("fused", "the convolution's output never reaches memory") if obstacle is None else ("epilogue", obstacle)
 
     def _fused_obstacle(self, x: torch.Tensor) -> str | None:
@@ -224,6 +224,8 @@ class Fused:
         conv = self.conv
         if x.device.type not in ("cpu", "cuda"):
             return "there are kernels for the CPU and for CUDA only"
+        if hasattr(x, "device_mesh"):
+            return "a distributed tensor needs operators that say how they shard"
         if torch._C._are_functorch_transforms_active():
             return "a transformation of torch.func needs operators that it can look into"
         if x.dtype not in operators.DTYPES:
