@@ -424,6 +424,11 @@ def _load_unit(unit: Unit, place: str = "") -> Operators:
     with _loading.setdefault(unit.namespace, threading.Lock()):
         # Registering a namespace a second time would abort the process.
         if not hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].name):
+            if unit.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise BuildError(
+                    f"{unit.name} (cuda) is not loaded yet, and no kernel can be loaded while a CUDA graph is captured: "
+                    "call what you capture once before, forward and backward"
+                )
             folder = cache.cache_folder() / unit.namespace
             if _load_cached(folder):
                 print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The four models under the rest of PyTorch: compile, export, autocast, functional calls, checkpoints, several processes.
+"""The four models under the rest of PyTorch: compile, export, autocast, functional calls, checkpoints.
 
 Each test compares with the same module called plainly, or with the reference under the same treatment.
 """
@@ -152,6 +152,7 @@ def test_functional_call_and_func_grad(name, device):
 @every_device
 @pytest.mark.parametrize("reentrant", [True, False])
 @every_name
+@numerics.steady_library()
 def test_checkpoint(name, reentrant, device):
     """The forward pass that is run again must draw the same dropout mask."""
     model, x = numerics.small(name, device=device)
@@ -205,13 +206,13 @@ def test_profiler_shows_our_names(name):
     assert {f"inline_kernels::{name}", f"inline_kernels::{name}_backward"} <= keys
 
 
-@every_device
+@pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 @every_name
-def test_deterministic_algorithms(name, device, monkeypatch):
+def test_deterministic_algorithms(name, variant, device, monkeypatch):
     """Allowed, and with memory that PyTorch fills with NaN then: all of it gets written."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    model, x = numerics.small(name, device=device)
-    new = numerics.twin_of(model)
+    model, x = numerics.small(name, variant, device=device)
+    new = numerics.twin_of(model, variant, x)
     with numerics.steady_library():
         expected = results(new, x)
         torch.use_deterministic_algorithms(True)
@@ -219,46 +220,3 @@ def test_deterministic_algorithms(name, device, monkeypatch):
             numerics.assert_equal(results(new, x), expected)
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-# --------------------------------------------------------------------------------------------------------- several processes
-
-PROCESSES = 2
-
-
-def _gradients(module, x):
-    """By name, of a loss that is the mean over the batch; the four models in turn share the parameters' order."""
-    module.zero_grad()
-    module(x).square().flatten(1).mean(1).mean().backward()
-    return [p.grad.clone() for p in module.parameters()]
-
-
-def _rank(rank, folder):
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
-    gradients = {}
-    for name in SMALL:
-        new, x = _whole_batch(name)
-        parallel = nn.parallel.DistributedDataParallel(new)
-        gradients[name] = _gradients(parallel, x.chunk(PROCESSES)[rank])
-    torch.save(gradients, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def _whole_batch(name):
-    model, x = numerics.small(name)
-    if name == DROPOUT:
-        with torch.no_grad():
-            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
-    return numerics.twin_of(model), x.repeat_interleave(2, 0)[:4]
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-def test_two_processes_have_the_gradients_of_one(tmp_path):
-    expected = {name: _gradients(*_whole_batch(name)) for name in SMALL}  # compiles, so that the processes need not
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=PROCESSES)
-    for rank in range(PROCESSES):
-        gradients = torch.load(tmp_path / f"{rank}.pt")
-        for name in SMALL:
-            torch.testing.assert_close(gradients[name], expected[name], rtol=1e-4, atol=1e-5)

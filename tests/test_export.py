@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from IPython.core.inputtransformer2 import TransformerManager
 
 import export
+
+TransformerManager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
 
 NAMES = list(export.models.PROBLEMS)
 

@@ -3,11 +3,11 @@
 import re
 import shutil
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 import export
+
+nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 
 NOTEBOOKS = sorted(export.NOTEBOOKS.glob("*.ipynb"))
 WALKTHROUGHS = [path for path in NOTEBOOKS if path.stem[:2] in ("31", "79", "83", "85")]
@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
         alone.mkdir()
         shutil.copy(path, alone)
         notebook = nbformat.read(alone / path.name, as_version=4)
-        NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(alone)}}).execute()
+        nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(alone)}}).execute()
         assert [entry.name for entry in alone.iterdir()] == [path.name], "a notebook leaves no files beside it"
         return [cell for cell in notebook.cells if cell.cell_type == "code"]
 

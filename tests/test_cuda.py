@@ -1,0 +1,329 @@
+"""The four models on a GPU under what people do with one: CUDA graphs, streams, several devices, profiles, tensors past 2³¹
+elements, batches past a grid's limits, and memory that runs out.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import checks
+import inline_loader
+import numerics
+from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
+
+pytestmark = pytest.mark.gpu
+every_name = pytest.mark.parametrize("name", list(SMALL))
+every_variant = pytest.mark.parametrize("variant", ["epilogue", "fused", "folded"])
+every_kernel = pytest.mark.parametrize("variant", ["epilogue", "fused"])
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+
+# ------------------------------------------------------------------------------------------------------------ CUDA graphs
+
+
+def capture(run, *inputs):
+    """A function of new values for `inputs` that replays one graph of run(*inputs), captured after a warm-up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(*inputs)
+
+    def replay(*values):
+        for place, value in zip(inputs, values):
+            place.copy_(value)
+        graph.replay()
+        return out.clone()
+
+    return replay
+
+
+@every_kernel
+@every_name
+@numerics.steady_library()
+def test_graph_of_forward(name, variant):
+    model, x = numerics.small(name, variant, device="cuda")
+    new = numerics.twin_of(model, variant, x)
+    with torch.no_grad():
+        replay = capture(new, x.clone())
+        for values in (x, x * 2, torch.rand_like(x)):
+            assert torch.equal(replay(values), new(values))
+        model.conv.weight.mul_(-1)
+        assert torch.equal(replay(x), new(x)), "weights changed in place reach the graph"
+
+
+@every_kernel
+def test_graph_draws_a_new_mask_at_each_replay(variant):
+    model, x = numerics.small(DROPOUT, variant, device="cuda")
+    new = numerics.twin_of(model.train(), variant, x)
+    with torch.no_grad():
+        replay = capture(new, x.clone())
+        torch.cuda.manual_seed(7)
+        masks = [replay(x) != 0 for _ in range(20)]
+        assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 20
+        share = torch.stack(masks).double().mean()
+        assert abs(share - 0.8) < 6 * (0.16 / (20 * masks[0].numel())) ** 0.5
+        torch.cuda.manual_seed(7)
+        assert torch.equal(replay(x) != 0, masks[0]), "masks follow the generator"
+
+
+@every_kernel
+@every_name
+@numerics.steady_library()
+def test_graphs_of_forward_and_backward(name, variant):
+    """torch.cuda.make_graphed_callables, replayed with new data and new gradients."""
+    model, x = numerics.small(name, variant, device="cuda")
+    if name == DROPOUT:
+        with torch.no_grad():
+            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
+    new = numerics.twin_of(model, variant, x)
+    graphed = torch.cuda.make_graphed_callables(copy.deepcopy(new), (x.clone().requires_grad_(),))
+    for values in (x, torch.rand_like(x)):
+        g = torch.randn_like(model(values))
+        expected = results(new, values, g)
+        numerics.assert_equal(results(graphed, values, g), expected)
+    assert any(t.abs().max() > 0 for key, t in expected.items() if key != "output")
+
+
+@every_name
+def test_graph_of_a_training_step(name):
+    """Loss, gradients and optimiser in one graph: as many steps as eager's, to nearly the same parameters."""
+    model, x = numerics.small(name, device="cuda")
+    modules = [model, copy.deepcopy(numerics.twin_of(model))]
+    optimisers = [torch.optim.SGD(module.parameters(), lr=torch.tensor(1e-3, device="cuda")) for module in modules]
+
+    def step(index, x):
+        optimisers[index].zero_grad(set_to_none=True)
+        loss = modules[index](x).square().mean()
+        loss.backward()
+        optimisers[index].step()
+        return loss.detach()
+
+    batches = [x, x * 0.5, torch.rand_like(x)]
+    replay = capture(lambda x: step(1, x), x.clone())  # which takes one step
+    step(0, x)
+    for batch in batches:
+        torch.testing.assert_close(replay(batch), step(0, batch), rtol=1e-3, atol=1e-5)
+    for ours, theirs in zip(modules[1].parameters(), modules[0].parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_loading_inside_a_capture_is_refused():
+    """Building and loading would spoil the capture; the error says what to do, and afterwards all works."""
+    source = """// in a capture
+    __global__ void add_kernel(float* y, int64_t n) { if (threadIdx.x < n) y[threadIdx.x] += 1; }
+    EXPORT void add(float* y, int64_t n, cudaStream_t stream) { add_kernel<<<1, 256, 0, stream>>>(y, n); }
+    """
+    y = torch.zeros(9, device="cuda")
+
+    def run(y):
+        inline_loader.load("add", source=source, device="cuda")(y, 9)
+        return y
+
+    with pytest.raises(inline_loader.BuildError, match="add .cuda. is not loaded yet, .* CUDA graph is captured: call .* once before"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            run(y)
+    replay = capture(run, y)
+    assert torch.equal(replay(torch.zeros_like(y)), torch.ones_like(y))
+
+
+# ------------------------------------------------------------------------------------------------------ streams and devices
+
+
+@every_variant
+@every_name
+def test_busy_side_stream(name, variant):
+    model, x = numerics.small(name, variant, device="cuda")
+    new = numerics.twin_of(model, variant, x)
+    for phase in ("forward", "train_dx"):
+        assert not list(checks._waits_for_its_stream(checks.Probe(new, model, x, phase, None).on(x)))
+
+
+@every_variant
+@every_name
+@numerics.steady_library()
+def test_two_streams_at_once(name, variant):
+    """Kernels share no scratch memory, so calls may overlap."""
+    model, x = numerics.small(name, variant, device="cuda")
+    new, inputs = numerics.twin_of(model, variant, x), [x, x * 2]
+    with torch.no_grad():
+        expected = [new(each) for each in inputs]
+        streams = [torch.cuda.Stream() for _ in inputs]
+        torch.cuda.synchronize()
+        answers = [[], []]
+        for _ in range(50):
+            for stream, each, answer in zip(streams, inputs, answers):
+                with torch.cuda.stream(stream):
+                    answer.append(new(each))
+        torch.cuda.synchronize()
+    assert all(torch.equal(t, right) for answer, right in zip(answers, expected) for t in answer)
+
+
+@two_gpus
+@every_variant
+@every_name
+def test_second_gpu_while_the_first_is_current(name, variant):
+    """The rule on cuda:1, in training and under compile, and the same mask as on cuda:0."""
+    model, x = numerics.small(name, variant, device="cuda:1")
+    new = numerics.twin_of(model, variant, x)
+    assert torch.cuda.current_device() == 0 and new(x).device == x.device
+    numerics.assert_rule(model, x, variant)
+    compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
+    with numerics.steady_library(), torch.no_grad():
+        torch.testing.assert_close(compiled(x), new(x))
+        other = numerics.twin_of(copy.deepcopy(model).to("cuda:0"), variant)
+        new.train(), other.train()
+        torch.cuda.manual_seed_all(3)
+        assert torch.equal(new(x).cpu(), other(x.to("cuda:0")).cpu())
+
+
+def _devices():
+    return ["cpu", *(f"cuda:{index}" for index in range(1, torch.cuda.device_count()))]
+
+
+@every_name
+def test_tensors_on_two_devices(name):
+    """Eager's error for the input; for a parameter that strayed, an error that names it."""
+    model, x = numerics.small(name, device="cuda:0")
+    for device in _devices():
+        with pytest.raises(RuntimeError) as theirs:
+            model(x.to(device))
+        with pytest.raises(RuntimeError) as ours:
+            numerics.twin_of(model, "auto")(x.to(device))
+        assert str(ours.value) == str(theirs.value) and "cuda" in str(ours.value)
+        strayed, conv_bias = copy.deepcopy(model), model.conv.bias.to(device)
+        strayed.conv.bias = nn.Parameter(conv_bias)
+        with pytest.raises(RuntimeError, match="conv_bias: expected a CUDA tensor|cuda:0 like the others, got one on cuda:1"):
+            numerics.twin_of(strayed, "epilogue")(x)
+
+
+# ----------------------------------------------------------------------------------------------------------- the profiler
+
+
+@every_kernel
+@every_name
+def test_profiler_shows_operators_and_kernels(name, variant):
+    model, x = numerics.small(name, variant, device="cuda")
+    new = numerics.twin_of(model, variant, x)
+    new(x).sum().backward()
+    with torch.profiler.profile() as profile:
+        new(x).sum().backward()
+        torch.cuda.synchronize()
+    keys = {event.key for event in profile.key_averages()}
+    assert {f"inline_kernels::{name}", f"inline_kernels::{name}_backward"} <= keys
+    suffix = "_fused" if variant == "fused" else ""
+    texts = [path.read_text() for path in inline_loader.KERNELS.glob(f"{name}{suffix}.cu")]
+    kernels = {kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)}
+    assert kernels and any(re.search(rf"\b{kernel}\b", key) for kernel in kernels for key in keys), keys
+
+
+# ------------------------------------------------------------------------------------------------------------------- size
+
+DEFAULT = {name: tuple(problem.init_inputs) for name, problem in numerics.models.PROBLEMS.items()}
+
+# Constructor arguments, input and dtype; one of input, convolution and output has a little more than 2³¹ elements.
+LARGE = {
+    "31, output": (MIN_ADD, "epilogue fused", DEFAULT[MIN_ADD], (1100, 64, 128, 128), torch.float16),
+    "31, input": (MIN_ADD, "epilogue fused", (128, 16, 1, 0.5, (16, 1, 1), 2.0), (1100, 128, 124, 126), torch.float16),
+    "79, convolution": (INSTANCE_NORM, "epilogue", DEFAULT[INSTANCE_NORM], (10700, 3, 16, 32, 32), torch.float16),
+    "79, input": (INSTANCE_NORM, "fused", DEFAULT[INSTANCE_NORM], (43700, 3, 16, 32, 32), torch.float32),
+    "83, half": (DROPOUT, "epilogue", DEFAULT[DROPOUT], (2500, 3, 16, 64, 64), torch.float16),
+    "83, output": (DROPOUT, "fused", DEFAULT[DROPOUT], (2500, 3, 16, 64, 64), torch.float32),
+    "85, convolution": (POOL, "epilogue", DEFAULT[POOL], (2120, 8, 128, 128), torch.float16),
+    "85, input": (POOL, "fused", DEFAULT[POOL], (16400, 8, 128, 128), torch.float16),
+}
+
+
+@pytest.mark.xdist_group("large")  # one after the other, for the memory's sake
+@pytest.mark.parametrize(
+    "case, variant", [(case, variant) for case, (_, variants, *_) in LARGE.items() for variant in variants.split()]
+)
+def test_more_elements_than_an_int_counts(case, variant):
+    """Single samples, at both ends and around element 2³¹, against eager on those alone; forward, then the gradient of x."""
+    name, _, arguments, shape, dtype = LARGE[case]
+    if torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GB of free GPU memory")
+    model = numerics.build(name, arguments, device="cuda", dtype=dtype)
+    if name == DROPOUT:
+        model.min_value = 0.25  # not 0, so that what is kept can be told
+        model.train()
+    x = torch.empty(shape, dtype=dtype, device="cuda").uniform_()
+    new = numerics.twin_of(model, variant, x)
+    sizes = {count: 2**31 // count for count in (x[0].numel(), _convolved(model, x[:1]).numel()) if count * len(x) > 2**31}
+    samples = sorted({0, len(x) // 2, len(x) - 1, *(at + step for at in sizes.values() for step in (-1, 0, 1) if at + step < len(x))})
+    if name == DROPOUT:
+        return _check_large_dropout(new, x, samples)
+    with torch.no_grad():
+        y = new(x)
+        for i in samples:
+            _assert_near(y[i : i + 1], model(x[i : i + 1]), i)
+    if variant == "epilogue":
+        del y
+        (gradient,) = torch.autograd.grad(new(x.requires_grad_()).sum(), x)
+        for i in samples:
+            part = x.detach()[i : i + 1].requires_grad_()
+            _assert_near(gradient[i : i + 1], torch.autograd.grad(model(part).sum(), part)[0], i, 0.2)
+    assert sizes, "there is something large"
+
+
+def _convolved(model, x):
+    with torch.no_grad():
+        return model.conv(x)[0]
+
+
+def _assert_near(ours, theirs, sample, limit=0.02):
+    distance, size = (ours.float() - theirs.float()).norm(), theirs.float().norm()
+    assert distance <= limit * size, f"sample {sample}: {distance / size:.2g} of its norm away from eager's"
+
+
+def _check_large_dropout(new, x, samples):
+    """The results are constant but for NaN and the mask."""
+    with torch.no_grad():
+        for i in samples:
+            x[i].view(-1)[-1] = torch.nan
+        y = new(x)
+        spoilt = torch.cat([part.isnan().flatten(1).any(1) for part in y.split(64)]).nonzero().flatten().tolist()
+        assert spoilt == samples
+        rest = [i for i in (1, *(at - 2 for at in samples[1:])) if i not in samples]
+        kept = [y[i] != 0 for i in rest]
+        assert all(abs(mask.float().mean() - 0.8) < 0.01 for mask in kept)
+        assert len({tuple(mask.flatten()[:99].tolist()) for mask in kept}) == len(kept)
+        assert all(y[i].unique().tolist() == [0, torch.tensor(0.25 / 0.8, dtype=y.dtype).item()] for i in rest)
+
+
+@every_variant
+@every_name
+@numerics.steady_library()
+def test_more_samples_than_a_grid_dimension_counts(name, variant):
+    """65 536 and more, forward and backward, against eager."""
+    arguments, shape = numerics.sizes_for(variant)[name]
+    model = numerics.build(name, arguments, device="cuda")
+    x = torch.rand(70000, *shape[1:], device="cuda")
+    new = numerics.twin_of(model, variant, x)
+    g = torch.randn_like(model(x[:1])).expand(len(x), *model(x[:1]).shape[1:])
+    ours, theirs = results(new, x, g), results(model, x, g)
+    largest = max(t.norm() for key, t in theirs.items() if key != "output")
+    for key, value in theirs.items():
+        assert (ours[key] - value).norm() <= 1e-2 * value.norm() + 1e-3 * largest * (key != "output"), key
+
+
+def test_memory_that_runs_out():
+    """The error is raised at our call, and the next call works."""
+    model, x = numerics.small(MIN_ADD, device="cuda")
+    new, large = numerics.twin_of(model), x[:1].repeat(200000, 1, 1, 1)
+    expected, (_, total) = new(x), torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (256 << 20)) / total)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            new(large)
+        assert torch.equal(new(x), expected)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,126 @@
+"""Several processes: DistributedDataParallel and fully_shard (FSDP2) have the gradients of one process; cold ranks build once.
+
+On the CPU over gloo, and over NCCL where there are two GPUs. 83 has gradients at ties only, so it gets some.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import numerics
+from numerics import DROPOUT, SMALL
+
+PROCESSES = 2
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "train_ddp.py"
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < PROCESSES, reason="there are not two GPUs")
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])])
+
+
+def whole_batch(name: str, device: str) -> tuple[nn.Module, torch.Tensor]:
+    model, x = numerics.small(name, device=device)
+    if name == DROPOUT:
+        with torch.no_grad():
+            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
+    return numerics.twin_of(model, "auto"), x.repeat_interleave(2, 0)[:4]
+
+
+def gradients(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a loss that is the mean over the batch, in the whole."""
+    module.zero_grad()
+    module(x).square().flatten(1).mean(1).mean().backward()
+    whole = {name.removeprefix("module."): p.grad for name, p in module.named_parameters()}
+    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).cpu() for name, t in whole.items()}
+
+
+def data_parallel(model):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def sharded(model):
+    return torch.distributed.fsdp.fully_shard(model)
+
+
+def sharded_in_parts(model):
+    """The convolution's parameters are there only inside its own forward."""
+    torch.distributed.fsdp.fully_shard(model.conv)
+    return torch.distributed.fsdp.fully_shard(model)
+
+
+WRAPPERS = {"epilogue": [data_parallel, sharded], "eager": [sharded_in_parts]}  # by the variant that "auto" then runs
+
+
+def rank_main(rank: int, folder: str, device: str) -> None:
+    """Each wrapper around each model, on this rank's part of the batch; the answers go to a file."""
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    answers = {}
+    for name in SMALL:
+        for variant, wrappers in WRAPPERS.items():
+            for wrap in wrappers:
+                model, x = whole_batch(name, device)
+                module, part = wrap(model), x.chunk(PROCESSES)[rank]
+                answers[name, wrap.__name__] = model.plan(part).variant, variant, gradients(module, part)
+    torch.save(answers, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@every_device
+def test_two_processes_have_the_gradients_of_one(device, tmp_path):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        expected = {name: gradients(*whole_batch(name, device)) for name in SMALL}  # compiles, so that the ranks need not
+    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path), device), nprocs=PROCESSES)
+    for rank in range(PROCESSES):
+        answers = torch.load(tmp_path / f"{rank}.pt")
+        assert len(answers) == 3 * len(SMALL)
+        for (name, wrapper), (ran, variant, found) in answers.items():
+            assert ran == variant, f"{name}, {wrapper}: {ran} ran, expected {variant}"
+            torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}, {wrapper}: {text}")
+
+
+@every_device
+def test_example_with_cold_ranks(device, tmp_path):
+    """Both ranks of examples/train_ddp.py find an empty cache: one builds, the other waits; then they agree with one process."""
+    environment = {**os.environ, "INLINE_LOADER_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", str(EXAMPLE)]
+    done = subprocess.run([*command, "--steps=3"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert f"{PROCESSES} processes on {device}, epilogue" in done.stdout and "gradients equal a single process's" in done.stdout
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    builds = [record.parent.name.rpartition("_")[0] for record in (tmp_path / "cache").glob("*/build.json")]
+    assert len(builds) == len(set(builds)) > 0
+    assert done.stderr.count(": built, ") == len(builds) and "built by another process" in done.stderr
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_tensors_of_a_device_mesh(name, tmp_path):
+    """Our operators have no rule for sharding, so a DTensor goes to eager, which has one."""
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model, x = whole_batch(name, "cpu")
+        expected = models.PROBLEMS[name].Model.forward(model, x)
+        model, x = tensor.distribute_module(model, mesh), tensor.distribute_tensor(x, mesh, [tensor.Replicate()])
+        assert model.plan(x).variant == "eager" and "distributed tensor" in model.plan(x).reason
+        torch.testing.assert_close(model(x).full_tensor(), expected)
+    finally:
+        torch.distributed.destroy_process_group()
