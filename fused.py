@@ -183,10 +183,14 @@ def conv3d_groupnorm_min_clamp_dropout(
     x: Tensor, weight: Tensor, parameters: list[Tensor], seed: Tensor, groups: int, low: float, high: float, p: float, eps: float
 ) -> Tensor:
     """y (N, C, D', H', W'); parameters: conv_bias, norm_weight, norm_bias."""
-    size = [size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])]
-    y = x.new_empty(x.shape[0], weight.shape[0], *size)
-    constants = [low, high, p, eps, 0, groups]
-    return _conv3d("conv3d_groupnorm_min_clamp_dropout", x, weight, y, [*parameters, seed], constants, fours=True)
+    (N, _, D, H, W), (C, _, kd, kh, kw) = x.shape, weight.shape
+    rows, depth, slots, stage = _tiling(x, weight, fours=True)
+    y = x.new_empty(N, C, D - kd + 1, H - kh + 1, W - kw + 1)
+    scratch = x.new_empty(N, slots, C, 4), x.new_empty(N, C, 4), x.new_empty(N, dtype=torch.int32)
+    kernels = _load("conv3d_groupnorm_min_clamp_dropout", STAGE_PIXELS=stage, **_spatial_defines(weight))
+    constants, sizes = (low, high, p, eps, 0, groups), (N, D, H, W, rows, depth)
+    kernels.forward(y, *scratch, x.contiguous(), weight.contiguous(), *parameters, seed, *constants, *sizes)
+    return y
 
 
 # ----------------------------------------------------------------- 85: conv2d_groupnorm_scale_maxpool_clamp

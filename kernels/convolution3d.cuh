@@ -132,13 +132,14 @@ __device__ inline float scale_for(float largest, int target) {
 __device__ __forceinline__ float min_nan(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 __device__ __forceinline__ float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
 
+__device__ inline float middle(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+
 // A sample's shifts: the middle one of three values of each input channel.
 __device__ inline void find_shifts(float (&shift)[kIn], const Convolution& c, int64_t n) {
   for (int i = 0; i < kIn; i++) {
     const float* x = c.x + (n * kIn + i) * c.channel;
-    const float a = x[0], b = x[c.channel / 2], d = x[c.channel - 1];
-    const float middle = fmaxf(fminf(a, b), fminf(fmaxf(a, b), d));
-    shift[i] = fabsf(middle) < 1e36f ? middle : 0.f;
+    const float value = middle(x[0], x[c.channel / 2], x[c.channel - 1]);
+    shift[i] = fabsf(value) < 1e36f ? value : 0.f;
   }
 }
 
@@ -411,7 +412,7 @@ struct StatisticsSink {
       started = true;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        shift[r] = v[0][2 * r];
+        shift[r] = middle(v[0][2 * r], v[kTiles / 2][2 * r], v[kTiles - 1][2 * r]);  // one alone may be far from the mean
 #pragma unroll
         for (int j = 0; j < kTiles; j++) v[j][2 * r] -= shift[r], v[j][2 * r + 1] -= shift[r];
       }
