@@ -1,5 +1,7 @@
 # make demo       compile, check, time and plot all four problems on what this machine has
 # make test       the tests
+# make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
+# make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure
 # make lint       ruff
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make notebooks  run the notebooks from top to bottom
@@ -25,7 +27,7 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint bench notebooks refresh clean
+.PHONY: demo test lint sanitize gpu gpu-tests gpu-sanitize gpu-bench bench notebooks refresh clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
@@ -35,6 +37,21 @@ test: $(READY)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
+
+sanitize: $(READY)
+	$(RUN) tests/sanitize.py
+
+gpu: gpu-tests gpu-sanitize gpu-bench
+
+gpu-tests: $(READY)
+	$(RUN) -m pytest -m gpu -n auto --maxprocesses 14 --dist loadgroup
+
+gpu-sanitize: $(READY)
+	$(RUN) tests/sanitize.py cuda
+
+gpu-bench: $(READY)
+	$(RUN) compare.py --device cuda --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
+	$(RUN) compare.py --readme
 
 bench: $(READY)
 	$(RUN) compare.py --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json

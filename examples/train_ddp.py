@@ -29,6 +29,35 @@ def gradients(module) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
 
 
+def train(name: str, steps: int, batch: int, device: torch.device) -> float:
+    """Prints the loss of each step. Gives the distance of the first gradients from a single process's, as a share of their norm."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(0)  # the same models and the same batch everywhere, of which each process takes its part
+    model, teacher = (models.get_model(name, device=device) for _ in range(2))
+    (x,) = models.get_inputs(name, device=device, batch_size=batch * world)
+    with torch.no_grad():
+        target = teacher.eval()(x)
+    single = copy.deepcopy(model)
+    loss_of(single, x, target).backward()
+
+    part = slice(rank * batch, (rank + 1) * batch)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimiser = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(steps):
+        optimiser.zero_grad()
+        loss = loss_of(parallel, x[part], target[part])
+        loss.backward()
+        if step == 0:
+            difference = (gradients(model) - gradients(single)).norm() / gradients(single).norm().clamp(min=1e-30)
+        optimiser.step()
+        distributed.all_reduce(loss.detach_())
+        if rank == 0:
+            print(f"step {step}: loss {loss.item() / world:.6f}", flush=True)
+    if rank == 0:
+        print(f"{world} processes on {device.type}, {model.plan(x)}")
+    return difference.item()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="?", choices=list(models.PROBLEMS), default="conv2d_groupnorm_scale_maxpool_clamp")
@@ -41,34 +70,11 @@ def main() -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank, world = distributed.get_rank(), distributed.get_world_size()
-
-    torch.manual_seed(0)  # the same models and the same batch everywhere, of which each process takes its part
-    model, teacher = (models.get_model(options.name, device=device) for _ in range(2))
-    (x,) = models.get_inputs(options.name, device=device, batch_size=options.batch * world)
-    with torch.no_grad():
-        target = teacher.eval()(x)
-    part = slice(rank * options.batch, (rank + 1) * options.batch)
-    parallel, single = nn.parallel.DistributedDataParallel(model), copy.deepcopy(model)
-    optimiser = torch.optim.SGD(parallel.parameters(), lr=0.1)
-
-    loss_of(single, x, target).backward()
-    for step in range(options.steps):
-        optimiser.zero_grad()
-        loss = loss_of(parallel, x[part], target[part])
-        loss.backward()
-        if step == 0:
-            expected = gradients(single)
-            difference = ((gradients(model) - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-        optimiser.step()
-        distributed.all_reduce(loss.detach_(), distributed.ReduceOp.SUM)
-        if rank == 0:
-            print(f"step {step}: loss {loss.item() / world:.6f}", flush=True)
-    if rank == 0:
+    difference = train(options.name, options.steps, options.batch, device)
+    if distributed.get_rank() == 0:
         verdict = "equal" if difference < 1e-3 else "DIFFER FROM"
-        print(f"{world} processes on {device.type}, {model.plan(x)}")
         print(f"gradients {verdict} a single process's: ‖difference‖/‖gradients‖ = {difference:.1e}", flush=True)
-    distributed.destroy_process_group()
+    distributed.destroy_process_group()  # after the model is gone: what outlives the group may wait for it for ever
     return int(difference >= 1e-3)
 
 

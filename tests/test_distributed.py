@@ -5,6 +5,7 @@ On the CPU over gloo, and over NCCL where there are two GPUs. 83 has gradients a
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -61,13 +62,19 @@ WRAPPERS = {"epilogue": [data_parallel, sharded], "eager": [sharded_in_parts]}  
 
 
 def rank_main(rank: int, folder: str, device: str) -> None:
-    """Each wrapper around each model, on this rank's part of the batch; the answers go to a file."""
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    torch.save(rank_answers(rank, device), f"{folder}/{rank}.pt")
+    gc.collect()  # what outlives the group may wait for it for ever
+    torch.distributed.destroy_process_group()
+
+
+def rank_answers(rank: int, device: str) -> dict:
+    """Of each wrapper around each model, on this rank's part of the batch: the variant that ran, the one expected, gradients."""
     answers = {}
     for name in SMALL:
         for variant, wrappers in WRAPPERS.items():
@@ -75,9 +82,7 @@ def rank_main(rank: int, folder: str, device: str) -> None:
                 model, x = whole_batch(name, device)
                 module, part = wrap(model), x.chunk(PROCESSES)[rank]
                 answers[name, wrap.__name__] = model.plan(part).variant, variant, gradients(module, part)
-    torch.save(answers, f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return answers
 
 
 @every_device
