@@ -493,9 +493,13 @@ def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        large = max(32 << 20, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
-        sizes = [large] + [1 << 20] * 64  # small tensors come from another pool
-        blocks = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
+        size = max(32 << 20, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+        blocks = []
+        while size >= 512:  # first new memory, then every hole beside what is in use
+            reserved = torch.cuda.memory_reserved(device)
+            while torch.cuda.memory_reserved(device) == reserved:
+                blocks.append(torch.full((size,), 255, dtype=torch.uint8, device=device))
+            size //= 2
         del blocks
     yield
 

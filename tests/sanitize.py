@@ -145,8 +145,8 @@ def sanitize_cuda() -> bool:
 
     def run(job):
         tool, fault = job
-        under = [TOOL, "--tool", tool, "--print-limit", "1000"]
-        under += ["--kernel-regex", f"kns={'|'.join(kernels)}"] if tool != "initcheck" else []
+        under = [TOOL, "--tool", tool, "--print-limit", "100000"]
+        under += ["--kernel-name", ",".join(f"kns={kernel}" for kernel in kernels)] if tool != "initcheck" else []
         return script("run", "cuda", *fault, under=under, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}), time.monotonic()
 
     jobs = [(tool, fault) for tool in CUDA_FAULTS for fault in ([tool], [])]
