@@ -310,6 +310,16 @@ def test_bad_constructor_arguments_raise_as_eager(name, arguments):
 
 @every_device
 @every_name
+def test_no_channels_out_raises_as_eager(name, device):
+    """The reduction over an empty dimension is never reached."""
+    (inputs, _, *rest), shape = SMALL[name]
+    arguments = [inputs, 0, *((0, *value[1:]) if isinstance(value, tuple) and value[1:] == (1,) * (len(shape) - 3) else value for value in rest)]
+    model = models.PROBLEMS[name].Model(*arguments).to(device)
+    _assert_same_error(model, numerics.twin_of(model, "auto"), torch.rand(shape, device=device))
+
+
+@every_device
+@every_name
 def test_empty_batch(name, device):
     """Either eager's error, or its empty output and its zero gradients."""
     model, x = numerics.small(name, device=device)
