@@ -477,6 +477,8 @@ def _owns_results(probe: Probe) -> Iterator[str]:
 
 def _writes_all(probe: Probe) -> Iterator[str]:
     """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's free memory."""
+    if probe.x.is_cuda:
+        torch.cuda.reset_peak_memory_stats(probe.x.device)  # from which _free_memory_is_nan knows what a call takes
     for spoilt in (_new_tensors_are_nan(), _free_memory_is_nan(probe.x.device)):
         with spoilt:
             results = probe.results()

@@ -4,9 +4,10 @@
     python tests/sanitize.py cuda     compute-sanitizer: memcheck, racecheck, initcheck, synccheck
     python tests/sanitize.py          both, as far as this machine has what they need
 
-Each sanitizer first gets a program with one fault planted for it, which it must report, then the kernels, about which it must
-say nothing. The status is 1 if one of them fails. On a GPU PyTorch's memory cache is off, so that tensors don't share a block;
-and the library's kernels are left out, except that initcheck must see what they write, and only reports about ours count.
+Each sanitizer gets a program with one fault planted for it, which it must report, and the kernels, problem by problem, about
+which it must say nothing. The status is 1 if one of them fails; its log is then in build/sanitize/. On a GPU PyTorch's memory
+cache is off, so that tensors don't share a block; and the library's kernels are left out, except that initcheck must see what
+they write: there only reports about ours count.
 """
 
 from __future__ import annotations
@@ -20,89 +21,103 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 import inline_loader  # noqa: E402
+import models  # noqa: E402
 import numerics  # noqa: E402
 
-# ----------------------------------------------------------------------------------------------------- what is sanitized
+LOGS = FOLDER.parent / "build" / "sanitize"
+TIME_LIMIT = 300  # seconds, for each program
 
-
-def cases(device: str):
-    """A model and an input for each problem, variant and kind of arithmetic."""
-    for name in numerics.SMALL:
-        for variant in ("epilogue", "fused", "folded") if device == "cuda" else ("epilogue", "folded"):
-            for dtype in (torch.float32, torch.float16):
-                model, x = numerics.small(name, variant, device=device, dtype=dtype)
-                module = numerics.models.PROBLEMS[name].ModelNew.from_eager(model.train())
-                module.variant = variant
-                try:
-                    module.plan(x)
-                except (ValueError, RuntimeError):
-                    continue  # the problem has no such variant, or not in this dtype
-                yield module, x
-
-
-def run_kernels(device: str) -> None:
-    """Forward without gradients, then with all gradients. The first calls build, side by side."""
-
-    def run(case):
-        module, x = case
-        with torch.no_grad():
-            module(x)
-        numerics.results(module, x)
-
-    if os.environ.get("SANITIZE_BUILD"):
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(run, cases(device)))
-    else:
-        for case in cases(device):
-            run(case)
-
+# ------------------------------------------------------------------------------------------- the programs: `run DEVICE NAME`
 
 # The faults: a launcher f(y, n) each, called with 1000 floats.
-CUDA_FAULTS = {
-    "memcheck": "__global__ void fault_kernel(float* y, int64_t n) { y[n + threadIdx.x] = 1; }",
-    "racecheck": "__global__ void fault_kernel(float* y, int64_t n) { __shared__ float s[256]; s[threadIdx.x] = 1; y[threadIdx.x] = s[255 - threadIdx.x]; }",
-    "initcheck": "__global__ void fault_kernel(float* y, int64_t n) { y[threadIdx.x] += 1; }",
-    "synccheck": "__global__ void fault_kernel(float* y, int64_t n) { if (threadIdx.x % 2) __syncthreads(); y[threadIdx.x] = 1; }",
+FAULTS = {
+    "cpu": {
+        "AddressSanitizer": "EXPORT void f(float* y, int64_t n) { y[n] = 1; }",
+        "UndefinedBehaviorSanitizer": "EXPORT void f(float* y, int64_t n) { y[0] = int32_t(n) << (n / 10); }",
+    },
+    "cuda": {
+        "memcheck": "y[n + threadIdx.x] = 1;",
+        "racecheck": "__shared__ float s[256]; s[threadIdx.x] = 1; y[threadIdx.x] = s[255 - threadIdx.x];",
+        "initcheck": "y[threadIdx.x] += 1;",
+        "synccheck": "if (threadIdx.x % 2) __syncthreads(); y[threadIdx.x] = 1;",
+    },
 }
-CPU_FAULTS = {
-    "AddressSanitizer": "EXPORT void f(float* y, int64_t n) { y[n] = 1; }",
-    "runtime error": "EXPORT void f(float* y, int64_t n) { y[0] = int32_t(n) << (n / 10); }",
-}
+CUDA_FAULT = """__global__ void fault_kernel(float* y, int64_t n) {{ {} }}
+EXPORT void f(float* y, int64_t n, cudaStream_t stream) {{ fault_kernel<<<1, 256, 0, stream>>>(y, n); }}"""
 
 
 def run_fault(device: str, name: str) -> None:
-    source = CPU_FAULTS.get(name)
-    if device == "cuda":
-        source = CUDA_FAULTS[name] + "\nEXPORT void f(float* y, int64_t n, cudaStream_t stream) { fault_kernel<<<1, 256, 0, stream>>>(y, n); }"
+    source = FAULTS[device][name] if device == "cpu" else CUDA_FAULT.format(FAULTS[device][name])
     inline_loader.load("fault", source=source, device=device)(torch.empty(1000, device=device), 1000)
+    torch.cuda.synchronize() if device == "cuda" else None
+
+
+def run_kernels(device: str, name: str) -> None:
+    """Every variant of a problem, in float32 and float16: forward without gradients, then with all gradients."""
+    for variant in models.PROBLEMS[name].variants[1:]:
+        for dtype in (torch.float32, torch.float16):
+            model, x = numerics.small(name, variant, device=device, dtype=dtype)
+            module = models.PROBLEMS[name].ModelNew.from_eager(model.train())
+            module.variant = variant
+            try:
+                module.plan(x)
+            except RuntimeError:
+                continue  # not in this dtype
+            print(variant, dtype, flush=True)
+            for part in (x, x[..., 1:].contiguous()):  # odd and even rows, of which the second may go another way
+                with torch.no_grad():
+                    module(part)
+                numerics.results(module, part)
     torch.cuda.synchronize() if device == "cuda" else None
 
 
 # ---------------------------------------------------------------------------------------------------------- the sanitizers
 
-TIME_LIMIT = 300  # seconds
+
+class Job(NamedTuple):
+    """A program under a sanitizer. `expected` stands in the report of its planted fault; None: nothing may be reported."""
+
+    title: str
+    device: str
+    program: str
+    expected: str | None = None
+    under: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    summary: str = ""  # stands in the log if the sanitizer ran
 
 
-def script(*arguments: str, under: list[str] = (), environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """This script with `arguments`, in a process of its own. The status is 124 if it does not end."""
-    command = ["timeout", "-k", "5", str(TIME_LIMIT), *under, sys.executable, str(Path(__file__).resolve()), *arguments]
-    environment = {**os.environ, **(environment or {})}
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+def run_jobs(jobs: list[Job], reports_in) -> bool:
+    """Runs all side by side and prints a line for each. `reports_in(log)` gives the reports that count."""
 
+    def run(job):
+        start = time.monotonic()
+        script = (sys.executable, str(Path(__file__).resolve()), "run", job.device, job.program)
+        command = ["timeout", "-k", "5", str(TIME_LIMIT), *job.under, *script]
+        environment = {**os.environ, **job.environment}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        return done, time.monotonic() - start
 
-def judge(what: str, done: subprocess.CompletedProcess, expected: str | None, reports: list[str], start: float) -> bool:
-    """Prints the verdict. `expected`: the planted fault's report; `reports`: those about our kernels."""
-    good = any(expected in line for line in reports) if expected else done.returncode == 0 and not reports
-    verdict = ("found" if good else "MISSED") if expected else "clean" if good else f"FAILS: status {done.returncode}, {len(reports)} reports"
-    print(f"{what:45}{verdict}, {time.monotonic() - start:.0f} s", flush=True)
-    if not good:
-        print("\n".join(reports[:20]) or done.stdout[-4000:])
+    good = True
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for job, (done, seconds) in zip(jobs, pool.map(run, jobs)):
+            reports, ran = reports_in(done.stdout), job.summary in done.stdout
+            if job.expected:
+                verdict = "found" if ran and any(job.expected in report for report in reports) else "MISSED"
+            else:
+                verdict = "clean" if ran and done.returncode == 0 and not reports else f"FAILS, status {done.returncode}"
+            print(f"{job.title:65}{verdict}, {seconds:.0f} s", flush=True)
+            if verdict not in ("clean", "found"):
+                good = False
+                LOGS.mkdir(parents=True, exist_ok=True)
+                (LOGS / f"{job.title.replace(' ', '_')}.log").write_text(done.stdout)
+                print("\n".join(reports[:10]) or done.stdout[-2000:])
     return good
 
 
@@ -113,67 +128,47 @@ def sanitize_cpu() -> bool:
         flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
         compiler.write_text(f'#!/bin/sh\nexec env -u LD_PRELOAD {os.environ.get("CXX", "c++")} {flags} "$@"\n')
         compiler.chmod(0o700)
-        libraries = [_output("c++", f"-print-file-name={name}") for name in ("libasan.so", "libstdc++.so.6")]
+        find = ("c++", "-print-file-name=libasan.so"), ("c++", "-print-file-name=libstdc++.so.6")
+        libraries = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for command in find]
         environment = {
             "CXX": str(compiler), "INLINE_LOADER_CACHE": f"{folder}/cache", "TORCH_DONT_CHECK_COMPILER_ABI": "1",
             "LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
-        good, start = True, time.monotonic()
-        for fault in CPU_FAULTS:
-            done = script("run", "cpu", fault, environment=environment)
-            good &= judge(f"{fault}, planted fault", done, fault, cpu_reports(done.stdout), start)
-        done = script("run", "cpu", environment={**environment, "SANITIZE_BUILD": "1"})
-        return judge("AddressSanitizer and UBSan: CPU kernels", done, None, cpu_reports(done.stdout), start) and good
-
-
-def cpu_reports(log: str) -> list[str]:
-    return re.findall(r".*(?:ERROR: |: runtime error: ).*", log)
+        expected = {"AddressSanitizer": "heap-buffer-overflow", "UndefinedBehaviorSanitizer": "shift exponent 100 is too large"}
+        jobs = [Job(f"{tool}, planted fault", "cpu", tool, expected[tool], (), environment) for tool in FAULTS["cpu"]]
+        jobs += [Job(f"CPU sanitizers, {name}", "cpu", name, None, (), environment) for name in models.PROBLEMS]
+        return run_jobs(jobs, lambda log: re.findall(r".*(?:ERROR: |: runtime error: ).*", log))
 
 
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
 def sanitize_cuda() -> bool:
-    """Everything is built first, without a sanitizer; then all programs run at the same time."""
-    start = time.monotonic()
-    programs = ["", *CUDA_FAULTS]
-    with ThreadPoolExecutor(len(programs)) as pool:
-        built = list(pool.map(lambda fault: script("run", "cuda", *[fault][: len(fault)], environment={"SANITIZE_BUILD": "1"}), programs))
-    good = judge("CUDA kernels without a sanitizer", built[0], None, [], start)
+    """Everything is built first, without a sanitizer."""
+    good = run_jobs([Job(f"no sanitizer, {name}", "cuda", name) for name in [*FAULTS["cuda"], *models.PROBLEMS]], lambda log: [])
     texts = [path.read_text(encoding="utf-8") for path in inline_loader.KERNELS.glob("*.cu*")]
     kernels = sorted({kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)} | {"fault_kernel"})
-
-    def run(job):
-        tool, fault = job
-        under = [TOOL, "--tool", tool, "--print-limit", "100000"]
-        under += ["--kernel-name", ",".join(f"kns={kernel}" for kernel in kernels)] if tool != "initcheck" else []
-        return script("run", "cuda", *fault, under=under, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}), time.monotonic()
-
-    jobs = [(tool, fault) for tool in CUDA_FAULTS for fault in ([tool], [])]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        results = list(pool.map(run, jobs))
-    for (tool, fault), (done, end) in zip(jobs, results):
-        what = f"{tool}, planted fault" if fault else f"{tool}: CUDA kernels"
-        ran = "SUMMARY: " in done.stdout
-        reports = cuda_reports(done.stdout, kernels) if ran else [f"{tool} did not run"]
-        good &= judge(what, done, "fault_kernel" if fault else None, reports, start + time.monotonic() - end)
-    return good
+    chosen = "--kernel-name", ",".join(f"kns={kernel}" for kernel in kernels)
+    environment, jobs = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, []
+    for tool in FAULTS["cuda"]:
+        under = (TOOL, "--tool", tool, "--print-limit", "100000", *(chosen if tool != "initcheck" else ()))
+        for name in (tool, *models.PROBLEMS):
+            title, expected = (f"{tool}, planted fault", "fault_kernel") if name == tool else (f"{tool}, {name}", None)
+            jobs.append(Job(title, "cuda", name, expected, under, environment, "SUMMARY: "))
+    return run_jobs(jobs, lambda log: cuda_reports(log, kernels)) and good
 
 
 def cuda_reports(log: str, kernels: list[str]) -> list[str]:
     """compute-sanitizer's reports about our kernels: what happened, and where."""
     reports = re.split(r"\n=+ *\n", re.sub(r"^(?!=====).*\n", "", log, flags=re.M))
-    lines = [" ".join(line.lstrip("= ").strip() for line in report.splitlines()[:3]) for report in reports]
+    lines = [" ".join(line.lstrip("= ").strip() for line in report.splitlines()[:4]) for report in reports]
     return [line for line in lines if re.search(rf"\b({'|'.join(kernels)})\b", line)]
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["run"]:
-        run_fault(*arguments[1:]) if len(arguments) == 3 else run_kernels(arguments[1])
+        device, name = arguments[1:]
+        run_fault(device, name) if name in FAULTS[device] else run_kernels(device, name)
         return 0
     good = True
     if arguments in ([], ["cpu"]):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 
 import pytest
 import torch
@@ -21,6 +22,14 @@ every_name = pytest.mark.parametrize("name", list(SMALL))
 every_variant = pytest.mark.parametrize("variant", ["epilogue", "fused", "folded"])
 every_kernel = pytest.mark.parametrize("variant", ["epilogue", "fused"])
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+
+
+@pytest.fixture(autouse=True)
+def leave_no_memory():
+    """The tests run side by side."""
+    yield
+    torch.cuda.empty_cache()
+
 
 # ------------------------------------------------------------------------------------------------------------ CUDA graphs
 
@@ -248,8 +257,8 @@ LARGE = {
 def test_more_elements_than_an_int_counts(case, variant):
     """Single samples, at both ends and around element 2³¹, against eager on those alone; forward, then the gradient of x."""
     name, _, arguments, shape, dtype = LARGE[case]
-    if torch.cuda.mem_get_info()[0] < 60 << 30:
-        pytest.skip("needs 60 GB of free GPU memory")
+    if not _free_memory(40 << 30):
+        pytest.skip("needs 40 GB of free GPU memory")
     model = numerics.build(name, arguments, device="cuda", dtype=dtype)
     if name == DROPOUT:
         model.min_value = 0.25  # not 0, so that what is kept can be told
@@ -271,6 +280,15 @@ def test_more_elements_than_an_int_counts(case, variant):
             part = x.detach()[i : i + 1].requires_grad_()
             _assert_near(gradient[i : i + 1], torch.autograd.grad(model(part).sum(), part)[0], i, 0.2)
     assert sizes, "there is something large"
+
+
+def _free_memory(size: int) -> bool:
+    """Is there so much? Waits for the tests beside this one."""
+    for _ in range(60):
+        if torch.cuda.mem_get_info()[0] > size:
+            return True
+        time.sleep(1)
+    return torch.cuda.get_device_properties(0).total_memory > 2 * size and pytest.fail("the tests beside this one leave no memory")
 
 
 def _convolved(model, x):
@@ -305,6 +323,9 @@ def test_more_samples_than_a_grid_dimension_counts(name, variant):
     """65 536 and more, forward and backward, against eager."""
     arguments, shape = numerics.sizes_for(variant)[name]
     model = numerics.build(name, arguments, device="cuda")
+    if name == DROPOUT:  # else it has gradients where rounding makes a tie
+        with torch.no_grad():
+            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
     x = torch.rand(70000, *shape[1:], device="cuda")
     new = numerics.twin_of(model, variant, x)
     g = torch.randn_like(model(x[:1])).expand(len(x), *model(x[:1]).shape[1:])
