@@ -116,8 +116,9 @@ def run_jobs(jobs: list[Job], reports_in) -> bool:
             if verdict not in ("clean", "found"):
                 good = False
                 LOGS.mkdir(parents=True, exist_ok=True)
-                (LOGS / f"{job.title.replace(' ', '_')}.log").write_text(done.stdout)
-                print("\n".join(reports[:10]) or done.stdout[-2000:])
+                (LOGS / f"{job.title.replace(', ', '-').replace(' ', '_')}.log").write_text(done.stdout)
+                lines = [line for line in done.stdout.splitlines() if not line.startswith("frame #")]
+                print("\n".join(reports[:10] or lines[-20:]))
     return good
 
 
