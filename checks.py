@@ -496,6 +496,7 @@ def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         size = max(32 << 20, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 3)
         blocks = []
         while size >= 512:  # first new memory, then every hole beside what is in use
             reserved = torch.cuda.memory_reserved(device)
