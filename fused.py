@@ -110,7 +110,7 @@ def _wgmma_reads_x(x: Tensor, weight: Tensor, out_dtype: torch.dtype, split: boo
     return capability == (9, 0) and not split and fits and W * x.element_size() % 4 == 0 and x.data_ptr() % 4 == 0
 
 
-# ------------------------------------------------- 79 and 83: two launches, statistics and result, convolving in each
+# --------------------------------------- 79 and 83: two launches; 79 convolves in both, 83 in the first and finishes in place
 
 _STAGE_BYTES = 88 << 10  # shared memory for the input that a block holds: two blocks share a multiprocessor
 _STEP_REGISTERS = 90     # of weights
@@ -160,23 +160,17 @@ def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None
     return obstacle
 
 
-def _conv3d(name: str, x: Tensor, weight: Tensor, y: Tensor, arguments: list, constants: list, fours: bool) -> Tensor:
-    """Runs `name`_fused; `arguments` are its tensors after weight, `constants` its numbers before the sizes."""
-    rows, depth, slots, stage = _tiling(x, weight, fours)
-    statistics = x.new_empty(x.shape[0], slots, weight.shape[0], 4)
-    kernels = _load(name, STAGE_PIXELS=stage, **_spatial_defines(weight))
-    sizes = x.shape[0], *x.shape[2:], rows, depth
-    kernels.forward(y, statistics, x.contiguous(), weight.contiguous(), *arguments, *constants, *sizes)
-    return y
-
-
 def conv3d_multiply_instancenorm_clamp_multiply_max(
     x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, low: float, high: float, eps: float
 ) -> Tensor:
     """y (N, D', H', W')."""
-    y = x.new_empty(x.shape[0], *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])))
-    name = "conv3d_multiply_instancenorm_clamp_multiply_max"
-    return _conv3d(name, x, weight, y, [conv_bias, multiplier], [low, high, eps], fours=False)
+    N, _, D, H, W = x.shape
+    rows, depth, slots, stage = _tiling(x, weight, fours=False)
+    y = x.new_empty(N, *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])))
+    statistics = x.new_empty(N, slots, weight.shape[0], 2)
+    kernels = _load("conv3d_multiply_instancenorm_clamp_multiply_max", STAGE_PIXELS=stage, **_spatial_defines(weight))
+    kernels.forward(y, statistics, x.contiguous(), weight.contiguous(), conv_bias, multiplier, low, high, eps, N, D, H, W, rows, depth)
+    return y
 
 
 def conv3d_groupnorm_min_clamp_dropout(
@@ -186,7 +180,7 @@ def conv3d_groupnorm_min_clamp_dropout(
     (N, _, D, H, W), (C, _, kd, kh, kw) = x.shape, weight.shape
     rows, depth, slots, stage = _tiling(x, weight, fours=True)
     y = x.new_empty(N, C, D - kd + 1, H - kh + 1, W - kw + 1)
-    scratch = x.new_empty(N, slots, C, 4), x.new_empty(N, C, 4), x.new_empty(N, dtype=torch.int32)
+    scratch = x.new_empty(N, slots, C, 2), x.new_empty(N, C, 4), x.new_empty(N, dtype=torch.int32)
     kernels = _load("conv3d_groupnorm_min_clamp_dropout", STAGE_PIXELS=stage, **_spatial_defines(weight))
     constants, sizes = (low, high, p, eps, 0, groups), (N, D, H, W, rows, depth)
     kernels.forward(y, *scratch, x.contiguous(), weight.contiguous(), *parameters, seed, *constants, *sizes)

@@ -1,14 +1,13 @@
 // y = dropout(clamp(min(group_norm(conv(x)), low), low, high), p), forward, with the convolution inside.
 //
-// Two launches: the convolution, once, into y's own place, with statistics per (sample, part, channel), merged by the block that
-// finishes a sample; then, in place, normalise, min, clamp, dropout. Results are bitwise equal from run to run, since statistics
-// are merged in the order of their places. Every value is computed, though min and clamp make most of them equal. The mask is
-// that of conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
+// Two launches. The first convolves, once: the sums go to y's own place, their statistics aside; the block that completes a
+// sample merges those, in the order of their places, so that results are bitwise equal from run to run. The second normalises,
+// applies min, clamp and dropout in place. Every value is computed, though min and clamp make most of them equal. The mask is that
+// of conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
 #include "convolution3d.cuh"
 #include "philox.h"
 
 constexpr int kRunPitch = kTurn + 8;  // of a warp's results in shared memory: stores of 8 channels meet no bank conflict
-constexpr int kChannelBlocks = kOut / 16;
 
 struct DropoutMask {
   const int64_t* seed;  // null: nothing is dropped
@@ -77,7 +76,8 @@ template <bool kVectors> struct RawSink : StatisticsWithScale {
     for (int j = 0; j < kTiles; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        *reinterpret_cast<float2*>(run + (g + 8 * r) * kRunPitch + j * 8 + 2 * t) = make_float2(v[j][2 * r] * unit[r], v[j][2 * r + 1] * unit[r]);
+        *reinterpret_cast<float2*>(run + (g + 8 * r) * kRunPitch + j * 8 + 2 * t) =
+            make_float2(v[j][2 * r] * unit[r], v[j][2 * r + 1] * unit[r]);
     __syncwarp();
     if (started)
 #pragma unroll
@@ -101,16 +101,46 @@ template <bool kVectors> struct RawSink : StatisticsWithScale {
   }
 };
 
-// affines (N, kOut) of sample n, from its statistics.
-__device__ inline void find_affines(Affine* affines, const PartStatistics* statistics, const Convolution& c, const GroupNorm& norm, int64_t n) {
+// A block has written its part of a sample of which `parts_done` counts the parts: is it the last one? Then it may read what all
+// have written. All threads call it.
+__device__ inline bool is_last_part(unsigned* parts_done, unsigned parts) {
+  __shared__ bool last;
+  __syncthreads();  // all threads have written
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(parts_done, 1) == parts - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+// affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel.
+__device__ inline void find_affines(Affine* affines, const PartStatistics* statistics, const Convolution& c,
+                                    const GroupNorm& norm, int64_t n) {
   __shared__ Moments<double> moments[kOut];
   __shared__ double constant[kOut];
-  for (int channel = threadIdx.x; channel < kOut; channel += kBlock) {
-    // In double: the shift's constant may be many times the spread.
-    const Moments<float> own = merge_slots(statistics, c, n, channel);
-    const PartStatistics s = statistics[n * c.slots() * kOut + channel];
-    constant[channel] = double(s.constant) + double(s.constant_low) + double(norm.conv_bias[channel]);
-    moments[channel] = {double(c.OD) * c.OH * c.OW, double(own.mean) + constant[channel], double(own.m2)};
+  const int eighth = threadIdx.x % 8;
+  for (int channel = threadIdx.x / 8; channel < kOut; channel += kBlock / 8) {
+    Moments<float> own{0, 0, 0};
+    for (int slot = eighth; slot < c.slots(); slot += 8) {
+      const float2 part = __ldcg(reinterpret_cast<const float2*>(statistics + (n * c.slots() + slot) * kOut + channel));
+      own = own.merge({slot_count(c, slot), part.x, part.y});
+    }
+    for (int m = 1; m < 8; m *= 2)
+      own = own.merge({__shfl_xor_sync(~0u, own.count, m), __shfl_xor_sync(~0u, own.mean, m), __shfl_xor_sync(~0u, own.m2, m)});
+    if (eighth == 0) {
+      float shift[kIn];
+      find_shifts(shift, c, n);
+      double level = norm.conv_bias[channel];  // in double: it may be many times the spread
+      for (int i = 0; i < kIn; i++) {
+        double taps = 0;
+        for (int tap = 0; tap < kTaps; tap++) taps += double(c.weight[(channel * kIn + i) * kTaps + tap]);
+        level += taps * double(shift[i]);
+      }
+      constant[channel] = level;
+      moments[channel] = {double(c.OD) * c.OH * c.OW, double(own.mean) + level, double(own.m2)};
+    }
   }
   __syncthreads();
   const int per_group = kOut / norm.groups;
@@ -122,14 +152,13 @@ __device__ inline void find_affines(Affine* affines, const PartStatistics* stati
   }
 }
 
-// A block per part of a sample. parts_done (N) is zero at the start.
+// Grid (N · slots, kOut / 16). parts_done (N) is zero at the start.
 template <bool kVectors>
 __global__ void __launch_bounds__(kBlock, BLOCKS_PER_SM)
 convolve_kernel(float* y, PartStatistics* statistics, Affine* affines, unsigned* parts_done, GroupNorm norm, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ __align__(16) float runs[kBlockWarps][16 * kRunPitch];
   __shared__ float weight_scale[16];
-  __shared__ bool last;
   const Part part(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32, g = lane / 4;
   const int64_t plane = int64_t(c.OH) * c.OW;
@@ -144,12 +173,7 @@ convolve_kernel(float* y, PartStatistics* statistics, Affine* affines, unsigned*
   sweep(c, part, first_channel, weight_scale, reinterpret_cast<uint32_t*>(shared), sink);
   sink.finish();
   write_statistics(statistics, c, part, first_channel, weight_scale, sink);
-  __threadfence();
-  __syncthreads();  // the part's statistics are there, for everyone
-  if (threadIdx.x == 0) last = atomicAdd(&parts_done[part.n], 1) == unsigned(c.slots() * kChannelBlocks - 1);
-  __syncthreads();
-  __threadfence();
-  if (last) find_affines(affines, statistics, c, norm, part.n);
+  if (is_last_part(parts_done + part.n, c.slots() * (kOut / 16))) find_affines(affines, statistics, c, norm, part.n);
 }
 
 // ------------------------------------------------------------------------------------------------ what follows it
@@ -165,35 +189,62 @@ struct Tail {
   }
 };
 
-// Four elements that share a draw at a time: as vectors where those are aligned and a channel has a multiple of four. Grid:
-// N · kOut · chunks. The last samples come first: of those the cache still holds something.
+// philox(seed, counter + i·step), as in philox.h, for several i side by side, which share the keys.
+template <int kCount> __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, uint64_t counter, int step) {
+#pragma unroll
+  for (int i = 0; i < kCount; i++, counter += step) draws[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      uint32_t(&c)[4] = draws[i].lane;
+      const uint64_t p0 = uint64_t(0xD2511F53u) * c[0], p1 = uint64_t(0xCD9E8D57u) * c[2];
+      const uint32_t n0 = uint32_t(p1 >> 32) ^ c[1] ^ k0, n2 = uint32_t(p0 >> 32) ^ c[3] ^ k1;
+      c[0] = n0, c[1] = uint32_t(p1), c[2] = n2, c[3] = uint32_t(p0);
+    }
+}
+
+// Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a channel has a multiple
+// of four. Grid: N · kOut · chunks. The last samples come first: of those the cache still holds something.
 template <bool kVectors>
 __global__ void __launch_bounds__(kThreads)
 finish_kernel(float* y, const Affine* affines, Tail tail, int64_t size, unsigned channels, unsigned chunks) {
+  constexpr int kAtOnce = 4;
   const unsigned channel = channels - 1 - blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Affine affine = affines[channel];
   const uint64_t seed = tail.mask.seed ? uint64_t(*tail.mask.seed) : 0;
-  const int64_t whole = tail.before + channel * size, first = whole / 4, draws = (whole + size - 1) / 4 - first + 1;
+  const int64_t whole = tail.before + channel * size, first = whole / 4, count = (whole + size - 1) / 4 - first + 1;
+  const int step = chunks * kThreads;
   y += channel * size;
-#pragma unroll 4
-  for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < draws; i += chunks * kThreads) {
-    const Philox4 random = tail.mask.seed ? philox(seed, first + i) : Philox4{};
-    if constexpr (kVectors) {
-      float4* const at = reinterpret_cast<float4*>(y) + i;
-      const float4 v = *at;
-      __stcs(at, make_float4(tail(affine, v.x, random.lane[0]), tail(affine, v.y, random.lane[1]),
-                             tail(affine, v.z, random.lane[2]), tail(affine, v.w, random.lane[3])));
-    } else {
+#pragma unroll 1
+  for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < count; i += kAtOnce * step) {
+    float4 four[kAtOnce];  // they arrive while the draws are computed
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int64_t at = (first + i) * 4 + j - whole;
-        if (at >= 0 && at < size) y[at] = tail(affine, y[at], random.lane[j]);
+    for (int j = 0; j < kAtOnce; j++)
+      if (kVectors && i + j * step < count) four[j] = reinterpret_cast<const float4*>(y)[i + j * step];
+    Philox4 draws[kAtOnce] = {};
+    if (tail.mask.seed) draw(draws, seed, first + i, step);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const int64_t at = i + j * step;
+      const uint32_t(&random)[4] = draws[j].lane;
+      if constexpr (kVectors) {
+        if (at < count)
+          __stcs(reinterpret_cast<float4*>(y) + at, make_float4(tail(affine, four[j].x, random[0]), tail(affine, four[j].y, random[1]),
+                                                               tail(affine, four[j].z, random[2]), tail(affine, four[j].w, random[3])));
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          const int64_t element = (first + at) * 4 + k - whole;
+          if (element >= 0 && element < size) y[element] = tail(affine, y[element], random[k]);
+        }
       }
     }
   }
 }
 
-// y (N, CHANNELS_OUT, D', H', W'). Scratch: statistics (N, slots, CHANNELS_OUT, 4) with slots = ceil(H' / rows)·ceil(D' / depth), since a
+// y (N, CHANNELS_OUT, D', H', W'). Scratch: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth), since a
 // block convolves `rows` output rows of `depth` output planes; affines (N, CHANNELS_OUT, 4); parts_done (N). seed (1), or without
 // elements for no dropout; offset is the number of elements before y in the whole.
 EXPORT void forward(float* y, float* statistics, float* affines, int32_t* parts_done, const float* x, const float* weight,
@@ -201,12 +252,12 @@ EXPORT void forward(float* y, float* statistics, float* affines, int32_t* parts_
                     double high, double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
                     int64_t rows, int64_t depth, cudaStream_t stream) {
   const Convolution c = convolution(x, weight, D, H, W, rows, depth);
-  const int bytes = shared_bytes(c);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
+  const int bytes = shared_bytes(c);
   const auto convolve = vectors_fit(y, plane) && rows * c.OW % 4 == 0 ? convolve_kernel<true> : convolve_kernel<false>;
   allow_shared(convolve, bytes);
   cudaMemsetAsync(parts_done, 0, N * sizeof(int32_t), stream);
-  convolve<<<dim3(unsigned(N * c.slots()), kChannelBlocks), kBlock, bytes, stream>>>(
+  convolve<<<dim3(unsigned(N * c.slots()), kOut / 16), kBlock, bytes, stream>>>(
       y, reinterpret_cast<PartStatistics*>(statistics), reinterpret_cast<Affine*>(affines), reinterpret_cast<unsigned*>(parts_done),
       {conv_bias, norm_weight, norm_bias, float(eps), int(groups)}, c);
   const auto finish = vectors_fit(y, size) && offset % 4 == 0 ? finish_kernel<true> : finish_kernel<false>;

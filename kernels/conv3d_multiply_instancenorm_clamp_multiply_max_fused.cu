@@ -85,7 +85,7 @@ apply_kernel(float* y, const PartStatistics* statistics, const float* conv_bias,
   }
 }
 
-// y (N, D', H', W'); statistics (N, slots, CHANNELS_OUT, 4) is scratch, with slots = ceil(H' / rows)·ceil(D' / depth): a block computes
+// y (N, D', H', W'); statistics (N, slots, CHANNELS_OUT, 2) is scratch, with slots = ceil(H' / rows)·ceil(D' / depth): a block computes
 // `rows` output rows of `depth` output planes.
 EXPORT void forward(float* y, float* statistics, const float* x, const float* weight, const float* conv_bias,
                     const float* multiplier, double low, double high, double eps, int64_t N, int64_t D, int64_t H, int64_t W,

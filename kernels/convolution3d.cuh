@@ -6,7 +6,7 @@
 // Accuracy: x - shift and the weights, scaled by powers of two, are each split into two halves of fp16, high + low;
 // high·high + high·low + low·high, summed in float32, has float32's accuracy. The scale of x follows the data: a value that
 // does not fit makes the block stage its planes again. `shift`, one value per (sample, input channel) taken from x, removes a
-// large mean; it adds a constant per output channel (shifted_constant).
+// large mean; the constant that it adds per output channel is left to whoever needs it.
 //
 // A pixel's 2·CHANNELS_IN halves (highs, then lows) form CHANNELS_IN words: those with a high in one array, the others in a
 // second. They are the B fragment of m16n8k16 as they are: lane (g, t) holds pixel g of tap 4·step + t, and a warp's loads of 8
@@ -385,10 +385,9 @@ __device__ inline void find_weight_scales(float* weight_scale, const Convolution
 }
 
 // ---------------------------------------------------------------------------------------------------- statistics
-// Of one block's part, per output channel. The mean is that of the convolution of x - shift; constant (high + low) is what the
-// shift adds to it.
-struct alignas(16) PartStatistics {
-  float mean, m2, constant, constant_low;
+// Of the convolution of x - shift, of one block's part and one output channel.
+struct alignas(8) PartStatistics {
+  float mean, m2;
 };
 
 struct StatisticsSink {
@@ -453,20 +452,11 @@ __device__ inline void write_statistics(PartStatistics* statistics, const Convol
   }
   __syncthreads();
   if (threadIdx.x < 16) {
-    const int channel = first_channel + threadIdx.x;
     Moments<float> all = moments[0][threadIdx.x];
     for (int i = 1; i < kBlockWarps; i++) all = all.merge(moments[i][threadIdx.x]);
     const float x_unit = 1 / sink.scale, w_unit = 1 / weight_scale[threadIdx.x];
-    float shift[kIn];
-    find_shifts(shift, c, part.n);
-    double constant = 0;
-    for (int i = 0; i < kIn; i++) {
-      double taps = 0;
-      for (int tap = 0; tap < kTaps; tap++) taps += double(c.weight[(channel * kIn + i) * kTaps + tap]);
-      constant += taps * double(shift[i]);
-    }
-    statistics[(part.n * c.slots() + part.slot) * kOut + channel] = {
-        all.mean * x_unit * w_unit, all.m2 * x_unit * w_unit * x_unit * w_unit, float(constant), float(constant - double(float(constant)))};
+    statistics[(part.n * c.slots() + part.slot) * kOut + first_channel + threadIdx.x] = {all.mean * x_unit * w_unit,
+                                                                                       all.m2 * x_unit * w_unit * x_unit * w_unit};
   }
 }
 
