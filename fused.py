@@ -84,30 +84,32 @@ def conv2d_min_add_multiply(
     x, split = x.contiguous(), _is_split(x.dtype, weight)
     (N, _, H, W), (C, _, kh, kw), parts = x.shape, weight.shape, 2 if split else 1
     padded_in, padded_out, group, _ = _conv2d_min_add_multiply_sizes(weight, split)
+    wgmma = not split and padded_in == group and _wgmma_takes(x, weight, out_dtype, group)
     # The workspace: scales, then packed weights, then x packed to float16 unless wgmma reads x itself.
     sizes = [4 * padded_out, 4 * N, 2 * parts * padded_out * padded_in * kh * kw]
-    workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + 2 * parts * N * padded_in * H * W
-    types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
-    kernels = _load("conv2d_min_add_multiply", SPLIT=int(split), **types, **_spatial_defines(weight))
-    if _wgmma_reads_x(x, weight, out_dtype, split, padded_in, group):
-        workspace -= 2 * parts * N * padded_in * H * W
+    workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + (0 if wgmma else 2 * parts * N * padded_in * H * W)
+    defines = {"SPLIT": int(split), "WGMMA": int(wgmma), "VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
+    kernels = _load("conv2d_min_add_multiply", **defines, **_spatial_defines(weight))
     y = x.new_empty(N, C, H - kh + 1, W - kw + 1, dtype=out_dtype)
     scratch = torch.empty(workspace, dtype=torch.uint8, device=x.device)
     kernels.forward(y, scratch, x, weight.contiguous(), conv_bias, bias, constant, scale, workspace, N, H, W)
     return y
 
 
-def _wgmma_reads_x(x: Tensor, weight: Tensor, out_dtype: torch.dtype, split: bool, padded_in: int, group: int) -> bool:
-    """Does the launcher choose the way that packs no x? The conditions are its own; if they differ, the launch fails."""
+def _wgmma_takes(x: Tensor, weight: Tensor, out_dtype: torch.dtype, group: int) -> bool:
+    """Can x be convolved by wgmma, in one group of channels? The kernels rely on it, and don't compile where it doesn't fit."""
     (N, channels, H, W), (_, _, kh, kw) = x.shape, weight.shape
     capability, optin, _ = _device(x.device.index)
-    planes, pitch, depth = group // 8, 127 + kw, kh * kw * group // 16
-    raw_row = _ceil_div(channels * _ceil_div(pitch * x.element_size(), 4), 4)
-    shared = (kh + 1) * planes * pitch * 16 + 2 * 16 * raw_row + 8 * 16 * (128 * out_dtype.itemsize + 32)
-    shared += 2 * max(0, depth - 30) * 2048 + 2048 + 16 * (kh + 1)
+    pitch, products = 127 + kw, kh * kw * group // 16  # pixels of a tile's row in shared memory; wgmma's of depth 16
+    ring = (kh + 1) * (group // 8 * pitch * 16 + 16)  # rows, each with two barriers
+    raw = 2 * 16 * _ceil_div(channels * _ceil_div(pitch * x.element_size(), 4), 4)
+    staging = 8 * 16 * (128 * out_dtype.itemsize + 32 + 16)  # of a channel's results and its tail
+    weights = 2 * 2048 * max(0, products - 30)  # that two warpgroups don't keep in registers
+    fits = products <= 36 and ring + raw + staging + weights <= optin
     tiles = N * (H - kh + 1) * _ceil_div(W - kw + 1, 128)
-    fits = padded_in == group and depth <= 36 and shared <= optin and H * W < 2**31 and tiles < 2**31
-    return capability == (9, 0) and not split and fits and W * x.element_size() % 4 == 0 and x.data_ptr() % 4 == 0
+    counts = tiles < 2**31 and H * W < 2**31  # in int
+    words = W * x.element_size() % 4 == 0 and x.data_ptr() % 4 == 0  # rows are copied by 4 bytes
+    return capability == (9, 0) and fits and counts and words
 
 
 # --------------------------------------- 79 and 83: two launches; 79 convolves in both, 83 in the first and finishes in place

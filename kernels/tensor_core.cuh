@@ -1,11 +1,13 @@
-// Tensor cores: products of float16 fragments, float32 values as sums of two float16, powers of two as scales, copies to
-// shared memory in the background. From sm_80 on; what needs sm_90a stands under TENSOR_CORE_WGMMA.
+// Tensor cores: products of float16 or bfloat16 fragments, float32 values as sums of two float16, powers of two as scales,
+// copies to shared memory in the background. From sm_80 on; what needs sm_90a stands under TENSOR_CORE_WGMMA.
 //
 // Fragments of D (16×8) += A (16×16)·B (16×8), lane = 4 g + t; a register holds two neighbours, the first in its low half:
 //   A   0: row g, k 2t    1: row g + 8, k 2t    2: row g, k 2t + 8    3: row g + 8, k 2t + 8
 //   B   0: k 2t, column g    1: k 2t + 8, column g
 //   D   0, 1: row g, columns 2t, 2t + 1    2, 3: row g + 8, the same
 #pragma once
+#include <type_traits>
+
 #include "scalar.h"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -52,15 +54,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return
 
 #if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)
 
-// kBytes (4, 8 or 16) to shared memory in the background; zeros where `real` is false.
-template <int kBytes> __device__ __forceinline__ void copy_async(void* to, const void* from, bool real) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes), "r"(real ? kBytes : 0) : "memory");
+// kBytes to shared memory in the background: 4 or 8, or 16, which bypass the L1 cache.
+template <int kBytes> __device__ __forceinline__ void copy_async(void* to, const void* from) {
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
+}
+// 16 bytes likewise; zeros where `real` is false.
+__device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool real) {
+  const int bytes = real ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
+template <int kPending> __device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
-// Four 8×8 matrices of float16; lane 8 i + r gives the address of row r (16 bytes) of matrix i. Rows that are columns of B make
-// a register of its fragment.
+// Four 8×8 matrices of 16-bit elements; lane 8 i + r gives the address of row r (16 bytes) of matrix i. Rows that are columns
+// of B make a register of its fragment.
 __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3]) : "r"(address) : "memory");
@@ -68,12 +80,20 @@ __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t
 
 // ---------------------------------------------------------------------------------------------------------------- mma.sync
 
+// Operand: half_t or bfloat16_t.
+#define MMA(type) \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 " \
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (std::is_same_v<Operand, half_t>) MMA("f16");
+  else MMA("bf16");
 }
+#undef MMA
 
-// The same with k = 8: registers 0 and 1 of A, 0 of B.
+// The same with k = 8 and float16: registers 0 and 1 of A, 0 of B.
 __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
@@ -89,10 +109,13 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+template <int kPending> __device__ __forceinline__ void await_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 
 // Describes B (16×n) in shared memory without a swizzle: columns are 16 bytes (8 values of k) and 16 bytes apart, the second 8
 // values of k lie k_stride bytes behind the first. Any multiple of 16 serves, so shifted views of one image may overlap.
+// Likewise A (64×16), its rows for columns. Adding i to a description moves it on by 16 i bytes.
 __device__ __forceinline__ uint64_t describe(uint32_t address, uint32_t k_stride) {
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(k_stride >> 4) << 16 | uint64_t(128 >> 4) << 32;
 }
@@ -103,33 +126,45 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
   for (int j = 0; j < kTiles; j++) asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
 }
 
-// D (64×n) += A (64×16) · B (16×n), n = 64 or 128, by four warps: warp i has rows 16 i … 16 i + 15 of A and D, fragments as above.
-// Where `accumulate` is false, what D held before does not count.
+// D (64×n) += A (64×16) · B (16×n), n = 64 or 128, by four warps: warp i has rows 16 i … 16 i + 15 of A and D, fragments as
+// above. A lies in registers or in shared memory. Where `accumulate` is false, what D held before does not count.
+#define NAMES_64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_128 NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FRAGMENT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define ROW(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
+#define SUMS_64 ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7)
+#define SUMS_128 SUMS_64, ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13), ROW(14), ROW(15)
+#define WGMMA_OF_TYPE(n, type, flag, operands, ...) \
+  asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n" \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" NAMES_##n "}, " operands ";\n}" \
+               : SUMS_##n : __VA_ARGS__, "r"(int(accumulate)))
+#define WGMMA_OF_OPERAND(n, flag, operands, ...) \
+  if constexpr (std::is_same_v<Operand, half_t>) WGMMA_OF_TYPE(n, "f16", flag, operands, __VA_ARGS__); \
+  else WGMMA_OF_TYPE(n, "bf16", flag, operands, __VA_ARGS__)
+
+template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 0;\n}"
-      : ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
+  WGMMA_OF_OPERAND(64, "%37", "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
 }
+template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "{%64, %65, %66, %67}, %68, accumulate, 1, 1, 0;\n}"
-      : ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7), ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13),
-        ROW(14), ROW(15)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));
+  WGMMA_OF_OPERAND(128, "%69", "{%64, %65, %66, %67}, %68, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
 }
+template <class Operand = half_t>
+__device__ __forceinline__ void multiply_add(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate = true) {
+  WGMMA_OF_OPERAND(128, "%66", "%64, %65, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
+}
+
+#undef WGMMA_OF_OPERAND
+#undef WGMMA_OF_TYPE
+#undef SUMS_128
+#undef SUMS_64
 #undef ROW
+#undef FRAGMENT
+#undef NAMES_128
+#undef NAMES_64
 
 #endif
 

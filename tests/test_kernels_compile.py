@@ -16,7 +16,7 @@ KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))
 ARCHITECTURES = ["75", "80", "90"]
 FUSED_ARCHITECTURES = ["80", "90a"]  # fused.py asks for 8.0 or later; on Hopper the loader builds for 90a
-TYPES = ["float", "half_t", "bfloat16_t", "double"]
+TYPES = ["VALUE_T=float", "VALUE_T=half_t", "VALUE_T=bfloat16_t", "VALUE_T=double"]
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 FLAGS = ["-std=c++17", "--expt-relaxed-constexpr", f"-I{KERNELS}"]
@@ -25,12 +25,12 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 
 
 def compile(job: tuple[Path, str, str], folder: Path) -> str:
-    """The compiler's complaints about a source for an architecture and an element type; empty if there are none."""
-    source, architecture, value = job
-    out = folder / f"{source.stem}_{architecture}_{value}.cubin"
-    command = [NVCC, "-cubin", f"-arch=sm_{architecture}", f"-DVALUE_T={value}", *FLAGS, "-o", str(out), str(source)]
+    """The compiler's complaints about a source for an architecture and a definition; empty if there are none."""
+    source, architecture, define = job
+    out = folder / f"{source.stem}_{architecture}_{define}.cubin"
+    command = [NVCC, "-cubin", f"-arch=sm_{architecture}", f"-D{define}", *FLAGS, "-o", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"{source.name}, sm_{architecture}, {value}:\n{done.stdout}{done.stderr}"
+    return "" if done.returncode == 0 else f"{source.name}, sm_{architecture}, {define}:\n{done.stdout}{done.stderr}"
 
 
 def test_there_is_something_to_compile():
@@ -40,12 +40,13 @@ def test_there_is_something_to_compile():
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_compiles_for_every_architecture(source, tmp_path):
-    """float for all architectures, the other element types for one; the fused kernels with their defaults alone."""
+    """float for all architectures, the other element types for one; the fused kernels with their defaults and by wgmma."""
     if source.stem.endswith("_fused"):
-        jobs = [(source, architecture, "float") for architecture in FUSED_ARCHITECTURES]
+        jobs = [(source, architecture, TYPES[0]) for architecture in FUSED_ARCHITECTURES]
+        jobs += [(source, "90a", "WGMMA=1")] if "#if WGMMA" in source.read_text() else []
     else:
-        jobs = [(source, architecture, "float") for architecture in ARCHITECTURES]
-        jobs += [(source, "75", value) for value in TYPES[1:]]
+        jobs = [(source, architecture, TYPES[0]) for architecture in ARCHITECTURES]
+        jobs += [(source, "75", define) for define in TYPES[1:]]
     with ThreadPoolExecutor(2) as pool:
         complaints = [text for text in pool.map(lambda job: compile(job, tmp_path), jobs) if text]
     assert not complaints, "\n".join(complaints)
