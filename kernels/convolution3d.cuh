@@ -1,4 +1,4 @@
-// A small 3-D convolution on tensor cores at float32 accuracy, whose output never leaves the registers: what the fused kernels share.
+// A small 3-D convolution on tensor cores at float32 accuracy, whose output a sink takes from the registers: what the fused kernels share.
 //
 // Stride 1, no padding, CHANNELS_IN ≤ 4; 16 output channels at a time. Each block owns some output rows of one sample and walks
 // along depth, with a ring of KERNEL_D + 1 input planes in shared memory; the next plane arrives while one is computed.
