@@ -361,6 +361,7 @@ __device__ __forceinline__ void consume(
       multiply_tile(sums, kept, others, ring.rows, oldest.slot);
       hand_on(consumer);
       await_products<0>();
+      hold(sums);
       release();
       finish(sums, tails[lane / 4], tails[lane / 4 + 8], of.constant, of.scale);
       store_tile(to, staging, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW - place.column, runs_on && tile != start,
