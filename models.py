@@ -188,7 +188,7 @@ class Fused:
             return "fused", "asked for"
         if obstacle is None and self.training and operators.keeps(x, *self.parameters()):
             obstacle = "in training a backward pass will follow, which needs the convolution's output"
-        return ("fused", "the convolution's output never reaches memory") if obstacle is None else ("epilogue", obstacle)
+        return ("fused", "the convolution runs inside our kernels") if obstacle is None else ("epilogue", obstacle)
 
     def _fused_obstacle(self, x: torch.Tensor) -> str | None:
         """Why the fused kernels can't run on the GPU, or None."""

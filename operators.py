@@ -9,8 +9,8 @@ operator; the function that users call. Variants:
 - epilogue: the library's convolution without its bias, then our fused tail. On the CPU and without gradients a few samples
   at a time, so that the convolution's output stays in cache.
 - folded: 83 without its convolution, where the input at hand is proved to make no difference; else, and in backward, as epilogue.
-- fused: on a GPU the convolution inside our kernels, its output never written (fused.py); backward runs the epilogue's forward
-  once more for what it needs. On the CPU the same as epilogue.
+- fused: on a GPU the convolution inside our kernels (fused.py). Its output is not written; 83's lies in the result's place for a
+  while. Backward runs the epilogue's forward once more for what it needs. On the CPU the same as epilogue.
 
 Parameters by channel (biases, affine, multiplier, scale) are vectors of C elements, in the dtype of the result.
 """
