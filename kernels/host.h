@@ -77,13 +77,15 @@ class Call {
       fail(name, std::string("expected a ") + Dtype<Element>::name + " tensor, got " + scalar_type_name(tensor.scalar_type()));
     if (!tensor.is_contiguous()) fail(name, "expected a contiguous tensor");
 #ifdef WITH_CUDA
-    if (!tensor.is_cuda()) fail(name, "expected a CUDA tensor, got a tensor on another kind of device");
+    if (!tensor.is_cuda()) fail(name, std::string("expected a CUDA tensor, got one on ") + (tensor.is_cpu() ? "the CPU" : "another kind of device"));
     int device = tensor.get_device();
     if (device_ >= 0 && device != device_)
       fail(name, "expected a tensor on cuda:" + std::to_string(device_) + " like the others, got one on cuda:" + std::to_string(device));
     device_ = device;
 #else
-    if (tensor.is_cuda()) fail(name, "expected a CPU tensor, got a CUDA tensor");
+    if (!tensor.is_cpu())
+      fail(name, tensor.is_cuda() ? "expected a CPU tensor, got one on cuda:" + std::to_string(tensor.get_device())
+                                  : std::string("expected a CPU tensor, got one on another kind of device"));
 #endif
     return tensor.numel() == 0 ? nullptr : static_cast<T*>(const_cast<void*>(static_cast<const void*>(tensor.data_ptr())));
   }
