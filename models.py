@@ -180,7 +180,7 @@ class Fused:
             return "folded", "asked for; for an input that can reach NaN, and in backward, it computes as epilogue"
         if x.device.type == "cpu":
             name = "epilogue" if self.variant == "auto" else "fused"
-            return name, "on the CPU epilogue and fused are one: the library's convolution and our tail, by turns, in cache"
+            return name, "on the CPU epilogue and fused are one: a convolution, Winograd's or the library's, and our tail, in cache"
         obstacle = self._fused_obstacle(x)
         if self.variant == "fused":
             if obstacle is not None:

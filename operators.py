@@ -6,8 +6,8 @@ autograd, autocast, torch.compile and torch.export. The functions here check not
 
 Per problem there are, in this order: a forward operator, which returns the result and what backward needs; a backward
 operator; the function that users call. Variants:
-- epilogue: the library's convolution without its bias, then our fused tail. On the CPU and without gradients a few samples
-  at a time, so that the convolution's output stays in cache.
+- epilogue: the library's convolution without its bias, then our fused tail. On the CPU our own convolution where that is faster
+  (kernels/winograd.h); and without gradients a few samples at a time, so that the convolution's output stays in cache.
 - folded: 83 without its convolution, where the input at hand is proved to make no difference; else, and in backward, as epilogue.
 - fused: on a GPU the convolution inside our kernels (fused.py). Its output is not written; 83's lies in the result's place for a
   while. Backward runs the epilogue's forward once more for what it needs. On the CPU the same as epilogue.
@@ -73,6 +73,37 @@ def _convolve(x: Tensor, weight: Tensor, channels_last: bool) -> Tensor:
     convolve = torch.conv2d if x.dim() == 4 else torch.conv3d
     v = convolve(x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout))
     return (v.movedim(1, -1) if channels_last else v).contiguous()
+
+
+def _winograd_applies(x: Tensor, weight: Tensor) -> bool:
+    """Is kernels/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to
+    make transforming cheap. Its error grows with the terms of a sum: up to 64 of them 1.2 times the library's on average, 1.7
+    at most (benchmarks/NOTES.md).
+    """
+    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3) or _is_channels_last(x, weight):
+        return False
+    terms = math.prod(weight.shape[1:-2])
+    return 8 <= terms <= 64 and weight.shape[0] % 8 == 0 and min(_output_size(x, weight)[-2:]) >= 16
+
+
+def _convolved_again(finite: Tensor, x: Tensor, weight: Tensor):
+    """(n, the library's convolution of x[n : n + 1]) where finite (N) is 0: direct sums say what is infinite and what NaN."""
+    for n, is_finite in enumerate(finite.tolist()):
+        if not is_finite:
+            yield n, _convolve(x[n : n + 1], weight, channels_last=False)
+
+
+def _convolve_contiguous(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:
+    """The convolution without bias, contiguous (N, C, D', H', W'): our own where it is faster."""
+    if not _winograd_applies(x, weight):
+        return _convolve(x, weight, channels_last=False)
+    x, weight, finite = x.contiguous(), weight.contiguous(), x.new_ones(len(x), dtype=torch.int32)
+    (N, Cin, D, H, W), C = x.shape, weight.shape[0]
+    v = x.new_empty(N, C, *_output_size(x, weight))
+    kernels.convolve(v, finite, x, weight, N, Cin, C, D, H, W, weight.shape[2])
+    for n, direct in _convolved_again(finite, x, weight):
+        v[n] = direct[0]
+    return v
 
 
 def _convolve_backward(
@@ -214,6 +245,9 @@ def _conv2d_min_add_multiply(
         parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
         y = fused.conv2d_min_add_multiply(x, weight, *parameters, bias.dtype, constant, scale)
         return y.contiguous(memory_format=_result_format(x, weight, True)), *_nothing(x, x.dtype)
+    if _winograd_applies(x, weight):
+        y, v = _conv2d_min_add_multiply_winograd(x, weight, conv_bias, bias, constant, scale, keep)
+        return y, *_kept(keep, v)
     kernels, count = _kernels("conv2d_min_add_multiply", x, bias.dtype), _samples_per_piece(x, weight, keep)
     convolve = _convolve_to_channels_last if x.device.type == "cuda" else _convolve_as_eager
     convolved = _begun(convolve(part, weight, kernels) for (part,) in _pieces(count, x))
@@ -223,6 +257,22 @@ def _conv2d_min_add_multiply(
     for v, (out,) in zip(convolved, _pieces(count, y)):
         kernels.forward(out, v, *parameters, constant, scale, len(v), C, math.prod(size))
     return y.contiguous(memory_format=_result_format(x, weight, True)), *_kept(keep, v)
+
+
+def _conv2d_min_add_multiply_winograd(
+    x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """y and v (N, C, H', W'), tile by tile; v without elements unless `keep`."""
+    kernels, (N, Cin, H, W), C, size = _kernels("conv2d_min_add_multiply", x, bias.dtype), x.shape, len(weight), _output_size(x, weight)
+    x, weight, *parameters = x.contiguous(), weight.contiguous(), *_accumulated(x.dtype, conv_bias, bias)
+    y = x.new_empty(N, C, *size, dtype=bias.dtype)
+    v, finite = x.new_empty(y.shape if keep else 0), x.new_ones(N, dtype=torch.int32)
+    kernels.convolve_forward(y, v, finite, x, weight, *parameters, constant, scale, N, Cin, C, H, W)
+    for n, direct in _convolved_again(finite, x, weight):
+        kernels.forward(y[n : n + 1], direct, *parameters, constant, scale, 1, C, math.prod(size))
+        if keep:
+            v[n] = direct[0]
+    return y, v
 
 
 def _to_channels_last(x: Tensor, kernels: inline_loader.Operators) -> Tensor:
@@ -318,11 +368,10 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
     if variant == "fused" and x.device.type == "cuda":
         y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, conv_bias, multiplier, low, high, eps)
         return y, *_nothing(x, x.dtype, _index(weight.shape[0])[1], x.dtype, x.dtype, x.dtype)
-    count = _samples_per_piece(x, weight, keep)
-    convolved = _begun(_convolve(part, weight, channels_last=False) for (part,) in _pieces(count, x))
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     ctype, dtype = _index(C)
-    kernels = _kernels("conv3d_multiply_instancenorm_clamp_multiply_max", x, multiplier.dtype, INDEX_T=ctype)
+    kernels, count = _kernels("conv3d_multiply_instancenorm_clamp_multiply_max", x, multiplier.dtype, INDEX_T=ctype), _samples_per_piece(x, weight, keep)
+    convolved = _begun(_convolve_contiguous(part, weight, kernels) for (part,) in _pieces(count, x))
     parameters = _accumulated(x.dtype, conv_bias, multiplier)
     y = x.new_empty(N, *size, dtype=multiplier.dtype)
     index = x.new_empty(y.shape if keep else 0, dtype=dtype)
@@ -404,9 +453,8 @@ def _conv3d_groupnorm_min_clamp_dropout(
         kernels.constant(y, seed, value, p, y.numel())
         y, accumulate = y.contiguous(memory_format=_result_format(x, weight, False)), _accumulate_dtype(x.dtype)
         return y, *_nothing(x, x.dtype, torch.int32, accumulate, accumulate, accumulate)
-    count = _samples_per_piece(x, weight, keep)
-    convolved = _begun(_convolve(part, weight, channels_last=False) for (part,) in _pieces(count, x))
-    kernels = _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype)
+    kernels, count = _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype), _samples_per_piece(x, weight, keep)
+    convolved = _begun(_convolve_contiguous(part, weight, kernels) for (part,) in _pieces(count, x))
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     parameters, low = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias), _rounded(low, norm_weight.dtype)
     y = x.new_empty(N, C, *size, dtype=norm_weight.dtype)

@@ -10,17 +10,13 @@
 #endif
 using Sums = std::vector<accumulate_t>;
 
-// kLanes channels side by side, in vector registers.
-typedef accumulate_t Lanes __attribute__((vector_size(kLanes * sizeof(accumulate_t))));
 using Places = decltype(Lanes{} > Lanes{});  // integers of the same width: masks, and places in a window
 
 // Channels c0 … c0 + kLanes of a pixel; those past C are zero.
-static Lanes load_lanes(const value_t* pixel, int64_t c0, int64_t C) {
+static Lanes load_channels(const value_t* pixel, int64_t c0, int64_t C) {
+  if (c0 + kLanes <= C) return load_lanes(pixel + c0);
   Lanes lanes = {};
-  if (c0 + kLanes <= C)
-    for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(pixel[c0 + j]);
-  else
-    for (int j = 0; c0 + j < C; j++) lanes[j] = accumulate_t(pixel[c0 + j]);
+  for (int j = 0; c0 + j < C; j++) lanes[j] = accumulate_t(pixel[c0 + j]);
   return lanes;
 }
 
@@ -44,13 +40,13 @@ static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments,
     const int lanes = int(std::min<int64_t>(kLanes, C - c0));
     Lanes way = {};
     for (int j = 0; j < lanes; j++) way[j] = direction[c0 + j];
-    LaneSums sums{load_lanes(rows, c0, C)};
+    LaneSums sums{load_channels(rows, c0, C)};
     for (int64_t p = 0; p < windows; p++) {
-      Lanes selected = load_lanes(rows + p * POOL_W * C, c0, C), best = selected * way;
+      Lanes selected = load_channels(rows + p * POOL_W * C, c0, C), best = selected * way;
       Places place = {};
       for (int h = 0; h < POOL_H; h++)
         for (int w = 0; w < POOL_W; w++) {
-          const Lanes value = load_lanes(rows + (h * W + p * POOL_W + w) * C, c0, C), key = value * way;
+          const Lanes value = load_channels(rows + (h * W + p * POOL_W + w) * C, c0, C), key = value * way;
           sums.add(value);
           const Places replaces = (key > best) | ((key != key) & (best == best));  // as replaces_maximum
           best = replaces ? key : best;
@@ -62,7 +58,7 @@ static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments,
         for (int j = 0; j < lanes; j++) index[(c0 + j) * plane + p] = index_t(place[j]);
     }
     for (int64_t h = 0; h < height; h++)
-      for (int64_t w = windows * POOL_W; w < W; w++) sums.add(load_lanes(rows + (h * W + w) * C, c0, C));
+      for (int64_t w = windows * POOL_W; w < W; w++) sums.add(load_channels(rows + (h * W + w) * C, c0, C));
     for (int j = 0; j < lanes; j++)
       moments[c0 + j] = Moments<double>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
   }

@@ -2,6 +2,7 @@
 // conv2d_min_add_multiply.cu, but v and dv are (N, C, S) like y and dy: here the library's convolution is most exact in that
 // layout, and no slower. A thread takes whole planes.
 #include "cpu.h"
+#include "winograd.h"
 
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,
                     double constant, double scale, int64_t N, int64_t C, int64_t S) {
@@ -30,5 +31,19 @@ EXPORT void backward(value_t* dv, accumulate_t* sums, const output_t* dy, const 
       }
       sums[plane] = inner, sums[N * chunks * C + plane] = outer;
     }
+  });
+}
+
+// The whole problem: y (N, C, H', W') from x (N, Cin, H, W) and weight (C, Cin, 3, 3); v like y is the convolution, or has no elements.
+// finite as in winograd.h.
+EXPORT void convolve_forward(output_t* y, value_t* v, int32_t* finite, const value_t* x, const value_t* weight,
+                             const accumulate_t* conv_bias, const accumulate_t* bias, double constant, double scale, int64_t N,
+                             int64_t Cin, int64_t C, int64_t H, int64_t W) {
+  const accumulate_t bound = constant, factor = scale;
+  const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
+  winograd::convolve(finite, x, weight, sizes, [=](int64_t c, int64_t at, const accumulate_t* values, int64_t count) {
+    const accumulate_t inner = conv_bias[c], outer = bias[c];
+    for (int64_t i = 0; i < count; i++) y[at + i] = output_t((minimum(values[i] + inner, bound) + outer) * factor);
+    for (int64_t i = 0; v && i < count; i++) v[at + i] = value_t(values[i]);
   });
 }

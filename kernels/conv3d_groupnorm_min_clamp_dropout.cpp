@@ -2,6 +2,7 @@
 // conv3d_groupnorm_min_clamp_dropout.cu; a thread takes whole planes, a piece of kPiece elements at a time.
 #include "cpu.h"
 #include "philox.h"
+#include "winograd.h"
 
 constexpr int64_t kPiece = 1024;
 
@@ -36,6 +37,12 @@ static void dropout_factors(float* factor, const int64_t* seed, double p, float 
     for (int k = 0; k < 4 * kDraws; k++) drawn[i + k] = dropout_keeps(lanes[k], p) ? scale : 0.0f;
   }
   std::copy(drawn + skipped, drawn + skipped + count, factor);
+}
+
+// The convolution v (N, C, D', H', W') from x (N, Cin, D, H, W) and weight (C, Cin, depth, 3, 3); finite as in winograd.h.
+EXPORT void convolve(value_t* v, int32_t* finite, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C,
+                     int64_t D, int64_t H, int64_t W, int64_t depth) {
+  winograd::convolve(v, finite, x, weight, {N, Cin, C, D, H, W, depth});
 }
 
 EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,

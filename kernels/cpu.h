@@ -4,32 +4,45 @@
 #include "normalisation.h"
 #include "host.h"
 
-constexpr int kLanes = 16;          // independent sums, so that the compiler may vectorise
+constexpr int kLanes = 16;          // values side by side in vector registers
+constexpr int kAccumulators = 4;    // independent sums, so that an addition need not wait for the one before
 constexpr int64_t kBlock = 4096;    // values that share a shift
+
+typedef accumulate_t Lanes __attribute__((vector_size(kLanes * sizeof(accumulate_t))));
+
+inline Lanes load_lanes(const value_t* values) {
+  Lanes lanes;
+  for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(values[j]);
+  return lanes;
+}
 
 // Moments of `size` contiguous values: sums shifted by about each block's mean, merged by Chan's formula in order,
 // in double so that the mean is rounded once.
 inline Moments<double> moments_of(const value_t* values, int64_t size) {
+  constexpr int64_t kStep = kLanes * kAccumulators;
   Moments<double> moments{0, 0, 0};
   for (int64_t begin = 0; begin < size; begin += kBlock) {
-    const int64_t count = std::min(kBlock, size - begin), whole = count / kLanes * kLanes;
+    const int64_t count = std::min(kBlock, size - begin), whole = count / kStep * kStep;
     const value_t* block = values + begin;
     double start = 0;  // the mean of a few: a single value may lie far out, and digits are lost with its distance squared
     const int64_t few = std::min<int64_t>(kLanes, count);
     for (int64_t i = 0; i < few; i++) start += accumulate_t(block[i]);
     const accumulate_t shift = accumulate_t(start / few);
-    accumulate_t sum[kLanes] = {}, square[kLanes] = {};
-    for (int64_t i = 0; i < whole; i += kLanes)
-      for (int lane = 0; lane < kLanes; lane++) {
-        const accumulate_t d = accumulate_t(block[i + lane]) - shift;
-        sum[lane] += d, square[lane] += d * d;
+    Lanes sums[kAccumulators] = {}, squares[kAccumulators] = {};
+    for (int64_t i = 0; i < whole; i += kStep)
+      for (int j = 0; j < kAccumulators; j++) {
+        const Lanes d = load_lanes(block + i + j * kLanes) - shift;
+        sums[j] += d, squares[j] += d * d;
       }
+    Lanes sum = sums[0], square = squares[0];
+    for (int j = 1; j < kAccumulators; j++) sum += sums[j], square += squares[j];
+    accumulate_t total = 0, total_square = 0;
+    for (int lane = 0; lane < kLanes; lane++) total += sum[lane], total_square += square[lane];
     for (int64_t i = whole; i < count; i++) {
       const accumulate_t d = accumulate_t(block[i]) - shift;
-      sum[i - whole] += d, square[i - whole] += d * d;
+      total += d, total_square += d * d;
     }
-    for (int lane = 1; lane < kLanes; lane++) sum[0] += sum[lane], square[0] += square[lane];
-    moments = moments.merge(Moments<double>::from_shifted(count, shift, sum[0], square[0]));
+    moments = moments.merge(Moments<double>::from_shifted(count, shift, total, total_square));
   }
   return moments;
 }

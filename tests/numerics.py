@@ -44,6 +44,13 @@ FUSED = {
     POOL: ((5, 80, 3, 10, (80, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
 }
 
+# And where on a CPU Winograd's convolution runs: odd and even results, more tiles than it takes at a time.
+WINOGRAD = {
+    MIN_ADD: ((9, 40, 3, 0.1, (40, 1, 1), 2.0), (3, 9, 19, 22)),
+    INSTANCE_NORM: ((4, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (3, 4, 4, 21, 20)),
+    DROPOUT: ((3, 24, 3, 4, -0.3, 1.0, 0.2), (3, 3, 5, 18, 23)),
+}
+
 
 def build(name: str, arguments: tuple, *, device="cpu", dtype=torch.float32, seed=0) -> torch.nn.Module:
     """A reference model in eval mode; all that scales or shifts in it is random."""

@@ -141,6 +141,23 @@ def test_rule_in_pieces(name, monkeypatch):
     numerics.assert_rule(model, x)
 
 
+@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1, 1e4), (1e15, 0), (1e-6, 0)])
+@pytest.mark.parametrize("name", numerics.WINOGRAD)
+def test_rule_by_winograd(name, scale, shift):
+    arguments, shape = numerics.WINOGRAD[name]
+    model, x = numerics.build(name, arguments), numerics.random_input(shape)
+    assert operators._winograd_applies(x, model.conv.weight)
+    numerics.assert_rule(model, x * scale + shift)
+
+
+def test_rule_by_winograd_a_few_planes_at_a_time():
+    """As many terms as it may have: the transformed planes of a piece don't fit in cache together."""
+    model = numerics.build(INSTANCE_NORM, (32, 8, (2, 3, 3), (8, 1, 1, 1), -1.0, 1.0))
+    x = numerics.random_input((1, 32, 8, 18, 18))
+    assert operators._winograd_applies(x, model.conv.weight)
+    numerics.assert_rule(model, x)
+
+
 # ---------------------------------------------------------------------------------------------------------- the contract
 
 

@@ -1,0 +1,204 @@
+// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias, stride or padding: Winograd's F(2×2, 3×3). From a tile d of
+// 4×4 pixels and a filter g come 2×2 outputs
+//   Aᵀ ((G g Gᵀ) ∘ (Bᵀ d B)) A,
+// where ∘, summed over channels in and depth, is 16 products of matrices: 2.25 times fewer multiplications than in direct sums.
+// A thread takes kChunk tiles from pixels to results, so that all it makes on the way stays in its core's cache.
+//
+// An output depends on the pixels of its own window only, here as in direct sums: what is not finite spreads no further. But
+// infinities meet otherwise on the way, and a sum may overflow; so a sample whose results are not all finite is marked.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+#include "host.h"
+
+namespace winograd {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kAcross = 2;  // vectors side by side: kTogether·kAcross sums fit the registers
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32, kAcross = 1;
+#else
+constexpr int kVectorBytes = 16, kAcross = 1;
+#endif
+typedef accumulate_t Wide __attribute__((vector_size(kVectorBytes), may_alias));
+// GCC would load a vector anew for each product, and loads are what bounds them.
+#if defined(__x86_64__)
+#define KEEP_IN_REGISTER(vector) asm("" : "+v"(vector))
+#else
+#define KEEP_IN_REGISTER(vector)
+#endif
+struct alignas(64) Line { accumulate_t at[64 / sizeof(accumulate_t)]; };  // of a cache
+
+constexpr int64_t kChunk = 64;                   // tiles of a plane
+constexpr int64_t kOutputs = 32, kTogether = 8;  // channels out whose products wait for each other; that are multiplied together
+constexpr int64_t kWide = kVectorBytes / sizeof(accumulate_t);
+constexpr int64_t kRow = kChunk + kWide;         // a row of tiles, and room for the last vector of a run
+constexpr int64_t kTileBytes = 512 << 10;        // of transformed input: half of a usual cache of a core
+
+// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1. kTogether divides K.
+struct Sizes {
+  int64_t N, C, K, D, H, W, depth;
+  int64_t terms() const { return C * depth; }  // of an output's sum
+  int64_t planes() const { return D - depth + 1; }
+  int64_t height() const { return H - 2; }
+  int64_t width() const { return W - 2; }
+  int64_t down() const { return (H - 1) / 2; }  // tiles
+  int64_t across() const { return (W - 1) / 2; }
+};
+
+// Consecutive tiles of one row of tiles: the first's row and column, their number, and their place in the chunk.
+struct Run { int64_t row, column, count, at; };
+inline std::vector<Run> runs_of(int64_t first, int64_t count, int64_t across) {
+  std::vector<Run> runs;
+  for (int64_t at = 0; at < count; at += runs.back().count) {
+    const int64_t row = (first + at) / across, column = (first + at) % across;
+    runs.push_back({row, column, std::min(count - at, across - column), at});
+  }
+  return runs;
+}
+
+// G g Gᵀ of all filters, (16, K / kTogether, depth, C, kTogether), in double precision but for the last rounding.
+inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes) {
+  const int64_t terms = sizes.terms();
+  std::vector<Line> memory(16 * sizes.K * terms * sizeof(accumulate_t) / sizeof(Line) + 1);
+  accumulate_t* const out = memory[0].at;
+  const auto times_g = [](double (&result)[4], double a, double b, double c) {
+    result[0] = a, result[1] = (a + b + c) / 2, result[2] = (a - b + c) / 2, result[3] = c;
+  };
+  host::parallel_for(sizes.K, 8, [=](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; k++)
+      for (int64_t r = 0; r < terms; r++) {
+        const value_t* g = weight + ((k * sizes.C + r % sizes.C) * sizes.depth + r / sizes.C) * 9;
+        double columns[3][4], row[4];
+        for (int j = 0; j < 3; j++) times_g(columns[j], double(g[j]), double(g[3 + j]), double(g[6 + j]));
+        for (int i = 0; i < 4; i++) {
+          times_g(row, columns[0][i], columns[1][i], columns[2][i]);
+          for (int j = 0; j < 4; j++)
+            out[(((4 * i + j) * (sizes.K / kTogether) + k / kTogether) * terms + r) * kTogether + k % kTogether] = accumulate_t(row[j]);
+        }
+      }
+  });
+  return memory;
+}
+
+// Bᵀ times (a, b, c, d), for `count` neighbours at `step`.
+inline void times_b(accumulate_t* __restrict out0, accumulate_t* __restrict out1, accumulate_t* __restrict out2,
+                    accumulate_t* __restrict out3, const accumulate_t* a, const accumulate_t* b, const accumulate_t* c,
+                    const accumulate_t* d, int64_t count, int64_t step) {
+  for (int64_t i = 0; i < count; i++) {
+    const accumulate_t p = a[i * step], q = b[i * step], r = c[i * step], s = d[i * step];
+    out0[i] = p - r, out1[i] = q + r, out2[i] = r - q, out3[i] = q - s;
+  }
+}
+
+// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels beyond the plane are zero. Whole
+// vectors are written; what lies behind the run belongs to the next one, which comes later, or to nobody.
+inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* plane, int64_t H, int64_t W, const Run& run) {
+  const int64_t count = (run.count + kWide - 1) / kWide * kWide, width = 2 * count + kWide, left = 2 * run.column;
+  accumulate_t pixels[4][2 * kChunk + kWide], half[4][2 * kChunk + kWide];
+  for (int64_t i = 0; i < 4; i++) {
+    const int64_t h = 2 * run.row + i, real = h < H ? std::min(2 * run.count + 2, W - left) : 0;
+    for (int64_t w = 0; w < real; w++) pixels[i][w] = accumulate_t(plane[h * W + left + w]);
+    for (int64_t w = real; w < width; w++) pixels[i][w] = 0;
+  }
+  times_b(half[0], half[1], half[2], half[3], pixels[0], pixels[1], pixels[2], pixels[3], width, 1);
+  for (int64_t i = 0; i < 4; i++) {
+    accumulate_t* out = tiles + 4 * i * stride + run.at;
+    times_b(out, out + stride, out + 2 * stride, out + 3 * stride, half[i], half[i] + 1, half[i] + 2, half[i] + 3, count, 2);
+  }
+}
+
+// products (kTogether, kRow) = filters (terms, kTogether) · tiles (terms, kRow), summed over the terms.
+inline void multiply(accumulate_t* products, const accumulate_t* filters, const accumulate_t* tiles, int64_t terms) {
+  for (int64_t t = 0; t < kChunk; t += kAcross * kWide) {
+    Wide sum[kTogether][kAcross] = {};
+    for (int64_t r = 0; r < terms; r++) {
+      Wide pixels[kAcross];
+      for (int j = 0; j < kAcross; j++) {
+        pixels[j] = reinterpret_cast<const Wide*>(tiles + r * kRow + t)[j];
+        KEEP_IN_REGISTER(pixels[j]);
+      }
+      for (int k = 0; k < kTogether; k++)
+        for (int j = 0; j < kAcross; j++) sum[k][j] += filters[r * kTogether + k] * pixels[j];
+    }
+    for (int k = 0; k < kTogether; k++)
+      for (int j = 0; j < kAcross; j++) reinterpret_cast<Wide*>(products + k * kRow + t)[j] = sum[k][j];
+  }
+}
+
+// Aᵀ m A of one channel's tiles, two rows of outputs each. Element e of a tile is m[e·stride + its place].
+inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumulate_t* m, int64_t stride) {
+  accumulate_t half[2][4][kChunk];
+  for (int64_t k = 0; k < 4; k++) {
+    const accumulate_t *a = m + k * stride, *b = a + 4 * stride, *c = a + 8 * stride, *d = a + 12 * stride;
+    for (int64_t j = 0; j < kChunk; j++) half[0][k][j] = a[j] + b[j] + c[j], half[1][k][j] = b[j] - c[j] - d[j];
+  }
+  for (int64_t i = 0; i < 2; i++)
+    for (int64_t j = 0; j < kChunk; j++) {
+      rows[i][2 * j] = half[i][0][j] + half[i][1][j] + half[i][2][j];
+      rows[i][2 * j + 1] = half[i][1][j] - half[i][2][j] - half[i][3][j];
+    }
+}
+
+inline bool all_finite(const accumulate_t (&rows)[2][2 * kChunk]) {
+  int odd = 0;
+  for (const auto& row : rows)
+    for (const accumulate_t value : row) odd |= !(std::abs(value) <= std::numeric_limits<accumulate_t>::max());
+  return !odd;
+}
+
+// Calls sink(k, at, values, count) with consecutive results of channel k, the first at index `at`, from several threads.
+// finite (N), ones before: 0 where a sample's results, or sums on the way, are not all finite.
+template <class Sink>
+void convolve(int32_t* finite, const value_t* x, const value_t* weight, const Sizes& sizes, const Sink& sink) {
+  const std::vector<Line> filters_memory = transformed(weight, sizes);
+  const accumulate_t* const filters = filters_memory[0].at;
+  const int64_t C = sizes.C, K = sizes.K, terms = sizes.terms(), all = sizes.down() * sizes.across();
+  const int64_t fitting = kTileBytes / (16 * C * kRow * int64_t(sizeof(accumulate_t))) - (sizes.depth - 1);
+  const int64_t planes = std::max<int64_t>(1, std::min(sizes.planes(), fitting)), inputs = planes + sizes.depth - 1;  // of a piece
+  const int64_t chunks = (all + kChunk - 1) / kChunk, layers = (sizes.planes() + planes - 1) / planes;
+  const int64_t stride = inputs * C * kRow;  // tiles (16, inputs, C, kRow): the terms of an output plane follow one another
+  host::parallel_for(sizes.N * layers * chunks, 1, [=, &sizes, &sink](int64_t begin, int64_t end) {
+    std::vector<Line> memory((16 * stride + 16 * kOutputs * kRow) * sizeof(accumulate_t) / sizeof(Line));
+    accumulate_t *const tiles = memory[0].at, *const products = tiles + 16 * stride;
+    accumulate_t rows[2][2 * kChunk];
+    for (int64_t piece = begin; piece < end; piece++) {
+      const int64_t n = piece / (layers * chunks), first_plane = piece / chunks % layers * planes, first = piece % chunks * kChunk;
+      const int64_t last_plane = std::min(first_plane + planes, sizes.planes());
+      const std::vector<Run> runs = runs_of(first, std::min(kChunk, all - first), sizes.across());
+      for (int64_t d = first_plane; d < last_plane + sizes.depth - 1; d++)
+        for (int64_t c = 0; c < C; c++)
+          for (const Run& run : runs)
+            transform_input(tiles + ((d - first_plane) * C + c) * kRow, stride, x + ((n * C + c) * sizes.D + d) * sizes.H * sizes.W,
+                            sizes.H, sizes.W, run);
+      for (int64_t d = first_plane; d < last_plane; d++)
+        for (int64_t k0 = 0; k0 < K; k0 += kOutputs) {
+          const int64_t outputs = std::min(kOutputs, K - k0);
+          for (int64_t e = 0; e < 16; e++)
+            for (int64_t k = 0; k < outputs; k += kTogether)
+              multiply(products + (e * kOutputs + k) * kRow, filters + (e * K + k0 + k) * terms,
+                       tiles + e * stride + (d - first_plane) * C * kRow, terms);
+          for (int64_t k = 0; k < outputs; k++) {
+            transform_output(rows, products + k * kRow, kOutputs * kRow);
+            if (!all_finite(rows)) __atomic_store_n(finite + n, 0, __ATOMIC_RELAXED);
+            const int64_t plane = (n * K + k0 + k) * sizes.planes() + d;
+            for (const Run& run : runs)
+              for (int64_t i = 0; i < std::min<int64_t>(2, sizes.height() - 2 * run.row); i++)
+                sink(k0 + k, (plane * sizes.height() + 2 * run.row + i) * sizes.width() + 2 * run.column, rows[i] + 2 * run.at,
+                     std::min(2 * run.count, sizes.width() - 2 * run.column));
+          }
+        }
+    }
+  });
+}
+
+// The same to v (N, K, planes, height, width).
+inline void convolve(value_t* v, int32_t* finite, const value_t* x, const value_t* weight, const Sizes& sizes) {
+  convolve(finite, x, weight, sizes, [=](int64_t, int64_t at, const accumulate_t* values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) v[at + i] = value_t(values[i]);
+  });
+}
+
+}  // namespace winograd
