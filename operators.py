@@ -86,23 +86,12 @@ def _winograd_applies(x: Tensor, weight: Tensor) -> bool:
     return 8 <= terms <= 64 and weight.shape[0] % 8 == 0 and min(_output_size(x, weight)[-2:]) >= 16
 
 
-def _convolved_again(finite: Tensor, x: Tensor, weight: Tensor):
-    """(n, the library's convolution of x[n : n + 1]) where finite (N) is 0: direct sums say what is infinite and what NaN."""
-    for n, is_finite in enumerate(finite.tolist()):
-        if not is_finite:
-            yield n, _convolve(x[n : n + 1], weight, channels_last=False)
-
-
 def _convolve_contiguous(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:
     """The convolution without bias, contiguous (N, C, D', H', W'): our own where it is faster."""
     if not _winograd_applies(x, weight):
         return _convolve(x, weight, channels_last=False)
-    x, weight, finite = x.contiguous(), weight.contiguous(), x.new_ones(len(x), dtype=torch.int32)
-    (N, Cin, D, H, W), C = x.shape, weight.shape[0]
-    v = x.new_empty(N, C, *_output_size(x, weight))
-    kernels.convolve(v, finite, x, weight, N, Cin, C, D, H, W, weight.shape[2])
-    for n, direct in _convolved_again(finite, x, weight):
-        v[n] = direct[0]
+    v = x.new_empty(len(x), len(weight), *_output_size(x, weight))
+    kernels.convolve(v, x.contiguous(), weight.contiguous(), *x.shape[:2], len(weight), *x.shape[2:], weight.shape[2])
     return v
 
 
@@ -262,13 +251,18 @@ def _conv2d_min_add_multiply(
 def _conv2d_min_add_multiply_winograd(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and v (N, C, H', W'), tile by tile; v without elements unless `keep`."""
+    """y and v (N, C, H', W'), tile by tile; v without elements unless `keep`. The library repeats a sample whose convolution is not
+    finite everywhere: direct sums say what is infinite and what NaN. (A normalisation makes NaN of both.)
+    """
     kernels, (N, Cin, H, W), C, size = _kernels("conv2d_min_add_multiply", x, bias.dtype), x.shape, len(weight), _output_size(x, weight)
     x, weight, *parameters = x.contiguous(), weight.contiguous(), *_accumulated(x.dtype, conv_bias, bias)
     y = x.new_empty(N, C, *size, dtype=bias.dtype)
     v, finite = x.new_empty(y.shape if keep else 0), x.new_ones(N, dtype=torch.int32)
     kernels.convolve_forward(y, v, finite, x, weight, *parameters, constant, scale, N, Cin, C, H, W)
-    for n, direct in _convolved_again(finite, x, weight):
+    for n, is_finite in enumerate(finite.tolist()):
+        if is_finite:
+            continue
+        direct = _convolve(x[n : n + 1], weight, channels_last=False)
         kernels.forward(y[n : n + 1], direct, *parameters, constant, scale, 1, C, math.prod(size))
         if keep:
             v[n] = direct[0]
@@ -566,18 +560,24 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
         parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
         y = fused.conv2d_groupnorm_scale_maxpool_clamp(x, weight, parameters, scale.dtype, groups, pool, low, high, eps)
         return y, *_nothing(x, x.dtype, _index(pool[0] * pool[1])[1], x.dtype, x.dtype, x.dtype, x.dtype)
-    count, channels_last = _samples_per_piece(x, weight, keep), x.device.type == "cpu"
-    convolved = _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
+    N, C, (H, W), channels_last = x.shape[0], weight.shape[0], _output_size(x, weight), x.device.type == "cpu"
+    count, by_winograd = _samples_per_piece(x, weight, keep), C % 32 == 0 and pool[0] % 2 == 0 and _winograd_applies(x, weight)
+    convolved = None if by_winograd else _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
     kernels = _kernels("conv2d_groupnorm_scale_maxpool_clamp", x, scale.dtype, **_pool_defines(pool))
-    N, C, (H, W) = x.shape[0], weight.shape[0], _output_size(x, weight)
     parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
     y = x.new_empty(N, C, H // pool[0], W // pool[1], dtype=scale.dtype)
-    extreme = x.new_empty(y.shape)
+    in_place = x.device.type == "cpu" and not keep and y.dtype == x.dtype  # the selected values become the result where they are
+    extreme = y if in_place else x.new_empty(y.shape)
     index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
     group_mean, group_rstd = parameters[0].new_empty(N, groups), parameters[0].new_empty(N, groups)
-    for v, outputs in zip(convolved, _pieces(count, y, extreme, index, mean, m2, group_mean, group_rstd)):
-        kernels.forward(*outputs, v, *parameters, low, high, eps, len(v), C, groups, H, W)
+    outputs = y, extreme, index, mean, m2, group_mean, group_rstd
+    if by_winograd:
+        v, sizes = x.new_empty((N, H, W, C) if keep else 0), (N, x.shape[1], C, groups, *x.shape[2:])
+        kernels.convolve_forward(*outputs, v, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, *sizes)
+    else:
+        for v, part in zip(convolved, _pieces(count, *outputs)):
+            kernels.forward(*part, v, *parameters, low, high, eps, len(v), C, groups, H, W)
     y = y.contiguous(memory_format=_result_format(x, weight, False))
     return y, *_kept(keep, v, index, extreme, mean, group_mean, group_rstd)
 

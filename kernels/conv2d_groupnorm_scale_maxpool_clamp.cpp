@@ -3,6 +3,7 @@
 // a thread takes rows of windows, and the inner loops run over channels. y, dy, extreme, index are (N, C, PH, PW).
 #include <vector>
 #include "cpu.h"
+#include "winograd.h"
 
 #ifndef POOL_H
 #define POOL_H 2
@@ -11,14 +12,6 @@
 using Sums = std::vector<accumulate_t>;
 
 using Places = decltype(Lanes{} > Lanes{});  // integers of the same width: masks, and places in a window
-
-// Channels c0 … c0 + kLanes of a pixel; those past C are zero.
-static Lanes load_channels(const value_t* pixel, int64_t c0, int64_t C) {
-  if (c0 + kLanes <= C) return load_lanes(pixel + c0);
-  Lanes lanes = {};
-  for (int j = 0; c0 + j < C; j++) lanes[j] = accumulate_t(pixel[c0 + j]);
-  return lanes;
-}
 
 // Running sums over some pixels, shifted by the first.
 struct LaneSums {
@@ -32,42 +25,69 @@ struct LaneSums {
 
 // One row of windows of one sample, POOL_H rows of pixels: selected values and places (C, plane), moments (C) of the pixels.
 // The last row of windows may have fewer rows of pixels; these count for the moments alone, as do pixels right of the last
-// window.
-static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments, const value_t* rows, int64_t height,
-                     int64_t W, int64_t C, int64_t plane, const accumulate_t* direction) {
+// window. Here for `lanes` channels, at most kLanes; load(i) gives them of the i-th pixel, and zeros behind them. Without places
+// any value serves where the direction is zero; and NaN need not be selected, because it reaches the result by the moments.
+template <bool kPlaces, class Load>
+static void pool_lanes(value_t* extreme, index_t* index, Moments<double>* moments, const Load& load, int lanes, int64_t height,
+                       int64_t W, int64_t plane, const accumulate_t* direction) {
   const int64_t windows = height < POOL_H ? 0 : W / POOL_W;
-  for (int64_t c0 = 0; c0 < C; c0 += kLanes) {
-    const int lanes = int(std::min<int64_t>(kLanes, C - c0));
-    Lanes way = {};
-    for (int j = 0; j < lanes; j++) way[j] = direction[c0 + j];
-    LaneSums sums{load_channels(rows, c0, C)};
-    for (int64_t p = 0; p < windows; p++) {
-      Lanes selected = load_channels(rows + p * POOL_W * C, c0, C), best = selected * way;
-      Places place = {};
-      for (int h = 0; h < POOL_H; h++)
-        for (int w = 0; w < POOL_W; w++) {
-          const Lanes value = load_channels(rows + (h * W + p * POOL_W + w) * C, c0, C), key = value * way;
-          sums.add(value);
+  Lanes way = {};
+  for (int j = 0; j < lanes; j++) way[j] = direction[j];
+  LaneSums sums{load(0)};
+  for (int64_t p = 0; p < windows; p++) {
+    Lanes selected = load(p * POOL_W), best = selected * way;
+    Places place = {};
+    for (int h = 0; h < POOL_H; h++)
+      for (int w = 0; w < POOL_W; w++) {
+        const Lanes value = load(h * W + p * POOL_W + w), key = value * way;
+        sums.add(value);
+        if constexpr (kPlaces) {
           const Places replaces = (key > best) | ((key != key) & (best == best));  // as replaces_maximum
           best = replaces ? key : best;
           selected = replaces ? value : selected;
           place = replaces ? Places{} + (h * POOL_W + w) : place;
+        } else {
+          best = key > best ? key : best;
         }
-      for (int j = 0; j < lanes; j++) extreme[(c0 + j) * plane + p] = value_t(selected[j]);
-      if (index)
-        for (int j = 0; j < lanes; j++) index[(c0 + j) * plane + p] = index_t(place[j]);
-    }
-    for (int64_t h = 0; h < height; h++)
-      for (int64_t w = windows * POOL_W; w < W; w++) sums.add(load_channels(rows + (h * W + w) * C, c0, C));
-    for (int j = 0; j < lanes; j++)
-      moments[c0 + j] = Moments<double>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
+      }
+    if (!kPlaces) selected = best * way;
+    for (int j = 0; j < lanes; j++) extreme[j * plane + p] = value_t(selected[j]);
+    if (kPlaces)
+      for (int j = 0; j < lanes; j++) index[j * plane + p] = index_t(place[j]);
+  }
+  for (int64_t h = 0; h < height; h++)
+    for (int64_t w = windows * POOL_W; w < W; w++) sums.add(load(h * W + w));
+  for (int j = 0; j < lanes; j++)
+    moments[j] = Moments<double>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
+}
+
+// The same for all channels; rows (height, W, C).
+static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments, const value_t* rows, int64_t height,
+                     int64_t W, int64_t C, int64_t plane, const accumulate_t* direction) {
+  for (int64_t c = 0; c < C; c += kLanes) {
+    const int lanes = int(std::min<int64_t>(kLanes, C - c));
+    const auto whole = [=](int64_t i) { return load_lanes(rows + i * C + c); };
+    const auto some = [=](int64_t i) {
+      Lanes channels = {};
+      for (int j = 0; j < lanes; j++) channels[j] = accumulate_t(rows[i * C + c + j]);
+      return channels;
+    };
+    const auto pool = [&](const auto& load) {
+      index ? pool_lanes<true>(extreme + c * plane, index + c * plane, moments + c, load, lanes, height, W, plane, direction + c)
+            : pool_lanes<false>(extreme + c * plane, nullptr, moments + c, load, lanes, height, W, plane, direction + c);
+    };
+    lanes == kLanes ? pool(whole) : pool(some);
   }
 }
 
-EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
-                    accumulate_t* group_mean, accumulate_t* group_rstd, const value_t* v, const accumulate_t* conv_bias,
-                    const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
-                    double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W) {
+// What both ways forward share. `rows_of()`, called in each thread, gives a function of a sample, a first row and a number of rows
+// that yields these rows of v, (rows, W, C).
+template <class RowsOf>
+static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
+                               accumulate_t* group_mean, accumulate_t* group_rstd, const RowsOf& rows_of,
+                               const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                               const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C, int64_t G,
+                               int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
   const int64_t pooled_height = H / POOL_H, pooled_width = W / POOL_W, pooled = pooled_height * pooled_width;
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
@@ -75,11 +95,12 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
   for (int64_t c = 0; c < C; c++) direction[c] = weight[c] * scale[c] > 0 ? 1 : weight[c] * scale[c] < 0 ? -1 : 0;
   std::vector<Moments<double>> moments(N * strips * C);
   host::parallel_for(N * strips, 1, [&](int64_t begin, int64_t end) {
+    auto rows = rows_of();
     for (int64_t i = begin; i < end; i++) {
       const int64_t n = i / strips, strip = i % strips, first = n * C * pooled + strip * pooled_width;
-      pool_row(extreme + first, index ? index + first : nullptr, moments.data() + i * C,
-               v + (n * H + strip * POOL_H) * W * C, std::min<int64_t>(POOL_H, H - strip * POOL_H), W, C, pooled,
-               direction.data());
+      const int64_t height = std::min<int64_t>(POOL_H, H - strip * POOL_H);
+      pool_row(extreme + first, index ? index + first : nullptr, moments.data() + i * C, rows(n, strip * POOL_H, height), height,
+               W, C, pooled, direction.data());
     }
   });
   for (int64_t i = 0; i < N * C; i++) {
@@ -97,6 +118,37 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
         y[i] = output_t(clamp(normalise(accumulate_t(extreme[i])) * factor, lower, upper));
     }
   });
+}
+
+EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
+                    accumulate_t* group_mean, accumulate_t* group_rstd, const value_t* v, const accumulate_t* conv_bias,
+                    const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
+                    double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W) {
+  const auto rows_of = [=] { return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; }; };
+  pool_and_normalise(y, extreme, index, mean, m2, group_mean, group_rstd, rows_of, conv_bias, weight, bias, scale, low, high, eps,
+                     N, C, G, H, W);
+}
+
+// The convolution included, from x (N, Cin, H, W) and filters (C, Cin, 3, 3). v may have no elements: a row of windows then goes from
+// pixels to selected values in cache.
+EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
+                             accumulate_t* group_mean, accumulate_t* group_rstd, value_t* v, const value_t* x,
+                             const value_t* filters, const accumulate_t* conv_bias, const accumulate_t* weight,
+                             const accumulate_t* bias, const accumulate_t* scale, double low, double high, double eps, int64_t N,
+                             int64_t Cin, int64_t C, int64_t G, int64_t H, int64_t W) {
+  const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
+  const std::vector<winograd::Line> transformed = winograd::transformed(filters, sizes, winograd::kOutputs);
+  const auto rows_of = [&] {
+    std::vector<value_t> memory(v ? 0 : POOL_H * sizes.width() * C);
+    return [=, &sizes, convolve = winograd::Rows(x, transformed, sizes), memory = std::move(memory)](
+               int64_t n, int64_t first, int64_t count) mutable -> const value_t* {
+      value_t* const rows = v ? v + (n * sizes.height() + first) * sizes.width() * C : memory.data();
+      convolve(rows, n, first, count);
+      return rows;
+    };
+  };
+  pool_and_normalise(y, extreme, index, mean, m2, group_mean, group_rstd, rows_of, conv_bias, weight, bias, scale, low, high, eps,
+                     N, C, G, sizes.height(), sizes.width());
 }
 
 EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, accumulate_t* coefficients,

@@ -1,6 +1,8 @@
 // y = (min(conv + conv_bias, constant) + bias) * scale, and its gradient, on the CPU. The launchers of
 // conv2d_min_add_multiply.cu, but v and dv are (N, C, S) like y and dy: here the library's convolution is most exact in that
 // layout, and no slower. A thread takes whole planes.
+#include <cmath>
+#include <limits>
 #include "cpu.h"
 #include "winograd.h"
 
@@ -35,15 +37,21 @@ EXPORT void backward(value_t* dv, accumulate_t* sums, const output_t* dy, const 
 }
 
 // The whole problem: y (N, C, H', W') from x (N, Cin, H, W) and weight (C, Cin, 3, 3); v like y is the convolution, or has no elements.
-// finite as in winograd.h.
+// finite (N), ones before: 0 where a sample's convolution is not finite everywhere, so that direct sums may give something else.
 EXPORT void convolve_forward(output_t* y, value_t* v, int32_t* finite, const value_t* x, const value_t* weight,
                              const accumulate_t* conv_bias, const accumulate_t* bias, double constant, double scale, int64_t N,
                              int64_t Cin, int64_t C, int64_t H, int64_t W) {
   const accumulate_t bound = constant, factor = scale;
   const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
-  winograd::convolve(finite, x, weight, sizes, [=](int64_t c, int64_t at, const accumulate_t* values, int64_t count) {
+  const int64_t sample = C * sizes.height() * sizes.width();
+  winograd::convolve(x, weight, sizes, [=](int64_t c, int64_t at, const accumulate_t* values, int64_t count) {
     const accumulate_t inner = conv_bias[c], outer = bias[c];
-    for (int64_t i = 0; i < count; i++) y[at + i] = output_t((minimum(values[i] + inner, bound) + outer) * factor);
+    int odd = 0;
+    for (int64_t i = 0; i < count; i++) {
+      odd |= !(std::abs(values[i]) <= std::numeric_limits<accumulate_t>::max());
+      y[at + i] = output_t((minimum(values[i] + inner, bound) + outer) * factor);
+    }
     for (int64_t i = 0; v && i < count; i++) v[at + i] = value_t(values[i]);
+    if (odd) __atomic_store_n(finite + at / sample, 0, __ATOMIC_RELAXED);
   });
 }

@@ -6,10 +6,10 @@
 
 constexpr int64_t kStrip = 512;  // running maxima that stay in L1
 
-// The convolution v (N, C, D', H', W') from x (N, Cin, D, H, W) and weight (C, Cin, depth, 3, 3); finite as in winograd.h.
-EXPORT void convolve(value_t* v, int32_t* finite, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C,
-                     int64_t D, int64_t H, int64_t W, int64_t depth) {
-  winograd::convolve(v, finite, x, weight, {N, Cin, C, D, H, W, depth});
+// The convolution v (N, C, D', H', W') from x (N, Cin, D, H, W) and weight (C, Cin, depth, 3, 3).
+EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C, int64_t D,
+                     int64_t H, int64_t W, int64_t depth) {
+  winograd::convolve(v, x, weight, {N, Cin, C, D, H, W, depth});
 }
 
 EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* mean, accumulate_t* m2, const value_t* v,

@@ -4,12 +4,10 @@
 // where ∘, summed over channels in and depth, is 16 products of matrices: 2.25 times fewer multiplications than in direct sums.
 // A thread takes kChunk tiles from pixels to results, so that all it makes on the way stays in its core's cache.
 //
-// An output depends on the pixels of its own window only, here as in direct sums: what is not finite spreads no further. But
-// infinities meet otherwise on the way, and a sum may overflow; so a sample whose results are not all finite is marked.
+// An output depends on the pixels of its own window only, here as in direct sums: what is not finite spreads no further. But it may be
+// NaN where direct sums give an infinity, and pixels near the largest number may overflow on the way.
 #pragma once
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <vector>
 #include "host.h"
 
@@ -19,6 +17,8 @@ namespace winograd {
 constexpr int kVectorBytes = 64, kAcross = 2;  // vectors side by side: kTogether·kAcross sums fit the registers
 #elif defined(__AVX2__)
 constexpr int kVectorBytes = 32, kAcross = 1;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16, kAcross = 2;
 #else
 constexpr int kVectorBytes = 16, kAcross = 1;
 #endif
@@ -32,12 +32,13 @@ typedef accumulate_t Wide __attribute__((vector_size(kVectorBytes), may_alias));
 struct alignas(64) Line { accumulate_t at[64 / sizeof(accumulate_t)]; };  // of a cache
 
 constexpr int64_t kChunk = 64;                   // tiles of a plane
-constexpr int64_t kOutputs = 32, kTogether = 8;  // channels out whose products wait for each other; that are multiplied together
+constexpr int64_t kOutputs = 32;                 // channels out whose products wait for each other
+constexpr int64_t kTogether = 8;                 // rows of products that are summed together
 constexpr int64_t kWide = kVectorBytes / sizeof(accumulate_t);
 constexpr int64_t kRow = kChunk + kWide;         // a row of tiles, and room for the last vector of a run
 constexpr int64_t kTileBytes = 512 << 10;        // of transformed input: half of a usual cache of a core
 
-// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1. kTogether divides K.
+// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1.
 struct Sizes {
   int64_t N, C, K, D, H, W, depth;
   int64_t terms() const { return C * depth; }  // of an output's sum
@@ -59,8 +60,8 @@ inline std::vector<Run> runs_of(int64_t first, int64_t count, int64_t across) {
   return runs;
 }
 
-// G g Gᵀ of all filters, (16, K / kTogether, depth, C, kTogether), in double precision but for the last rounding.
-inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes) {
+// G g Gᵀ of all filters, (16, K / block, depth, C, block), in double precision but for the last rounding.
+inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes, int64_t block) {
   const int64_t terms = sizes.terms();
   std::vector<Line> memory(16 * sizes.K * terms * sizeof(accumulate_t) / sizeof(Line) + 1);
   accumulate_t* const out = memory[0].at;
@@ -76,7 +77,7 @@ inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes) 
         for (int i = 0; i < 4; i++) {
           times_g(row, columns[0][i], columns[1][i], columns[2][i]);
           for (int j = 0; j < 4; j++)
-            out[(((4 * i + j) * (sizes.K / kTogether) + k / kTogether) * terms + r) * kTogether + k % kTogether] = accumulate_t(row[j]);
+            out[(((4 * i + j) * (sizes.K / block) + k / block) * terms + r) * block + k % block] = accumulate_t(row[j]);
         }
       }
   });
@@ -110,23 +111,29 @@ inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* 
   }
 }
 
-// products (kTogether, kRow) = filters (terms, kTogether) · tiles (terms, kRow), summed over the terms.
-inline void multiply(accumulate_t* products, const accumulate_t* filters, const accumulate_t* tiles, int64_t terms) {
-  for (int64_t t = 0; t < kChunk; t += kAcross * kWide) {
+// A matrix's rows lie `stride` apart.
+template <class T> struct Matrix { T* at; int64_t stride; };
+using Factor = Matrix<const accumulate_t>;
+
+// products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms; b in vectors.
+inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
+  for (int64_t t = 0; t < width; t += kAcross * kWide) {
     Wide sum[kTogether][kAcross] = {};
     for (int64_t r = 0; r < terms; r++) {
-      Wide pixels[kAcross];
+      Wide row[kAcross];
       for (int j = 0; j < kAcross; j++) {
-        pixels[j] = reinterpret_cast<const Wide*>(tiles + r * kRow + t)[j];
-        KEEP_IN_REGISTER(pixels[j]);
+        row[j] = reinterpret_cast<const Wide*>(b.at + r * b.stride + t)[j];
+        KEEP_IN_REGISTER(row[j]);
       }
       for (int k = 0; k < kTogether; k++)
-        for (int j = 0; j < kAcross; j++) sum[k][j] += filters[r * kTogether + k] * pixels[j];
+        for (int j = 0; j < kAcross; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
     }
     for (int k = 0; k < kTogether; k++)
-      for (int j = 0; j < kAcross; j++) reinterpret_cast<Wide*>(products + k * kRow + t)[j] = sum[k][j];
+      for (int j = 0; j < kAcross; j++) reinterpret_cast<Wide*>(products.at + k * products.stride + t)[j] = sum[k][j];
   }
 }
+
+// ------------------------------------------------------------------------------------------------- vectors of tiles
 
 // Aᵀ m A of one channel's tiles, two rows of outputs each. Element e of a tile is m[e·stride + its place].
 inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumulate_t* m, int64_t stride) {
@@ -142,18 +149,9 @@ inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumula
     }
 }
 
-inline bool all_finite(const accumulate_t (&rows)[2][2 * kChunk]) {
-  int odd = 0;
-  for (const auto& row : rows)
-    for (const accumulate_t value : row) odd |= !(std::abs(value) <= std::numeric_limits<accumulate_t>::max());
-  return !odd;
-}
-
-// Calls sink(k, at, values, count) with consecutive results of channel k, the first at index `at`, from several threads.
-// finite (N), ones before: 0 where a sample's results, or sums on the way, are not all finite.
-template <class Sink>
-void convolve(int32_t* finite, const value_t* x, const value_t* weight, const Sizes& sizes, const Sink& sink) {
-  const std::vector<Line> filters_memory = transformed(weight, sizes);
+// Calls sink(k, at, values, count) with consecutive results of channel k, the first at index `at`, from several threads. kTogether divides K.
+template <class Sink> void convolve(const value_t* x, const value_t* weight, const Sizes& sizes, const Sink& sink) {
+  const std::vector<Line> filters_memory = transformed(weight, sizes, kTogether);
   const accumulate_t* const filters = filters_memory[0].at;
   const int64_t C = sizes.C, K = sizes.K, terms = sizes.terms(), all = sizes.down() * sizes.across();
   const int64_t fitting = kTileBytes / (16 * C * kRow * int64_t(sizeof(accumulate_t))) - (sizes.depth - 1);
@@ -178,11 +176,10 @@ void convolve(int32_t* finite, const value_t* x, const value_t* weight, const Si
           const int64_t outputs = std::min(kOutputs, K - k0);
           for (int64_t e = 0; e < 16; e++)
             for (int64_t k = 0; k < outputs; k += kTogether)
-              multiply(products + (e * kOutputs + k) * kRow, filters + (e * K + k0 + k) * terms,
-                       tiles + e * stride + (d - first_plane) * C * kRow, terms);
+              multiply({products + (e * kOutputs + k) * kRow, kRow}, {filters + (e * K + k0 + k) * terms, kTogether},
+                       {tiles + e * stride + (d - first_plane) * C * kRow, kRow}, kChunk, terms);
           for (int64_t k = 0; k < outputs; k++) {
             transform_output(rows, products + k * kRow, kOutputs * kRow);
-            if (!all_finite(rows)) __atomic_store_n(finite + n, 0, __ATOMIC_RELAXED);
             const int64_t plane = (n * K + k0 + k) * sizes.planes() + d;
             for (const Run& run : runs)
               for (int64_t i = 0; i < std::min<int64_t>(2, sizes.height() - 2 * run.row); i++)
@@ -195,10 +192,78 @@ void convolve(int32_t* finite, const value_t* x, const value_t* weight, const Si
 }
 
 // The same to v (N, K, planes, height, width).
-inline void convolve(value_t* v, int32_t* finite, const value_t* x, const value_t* weight, const Sizes& sizes) {
-  convolve(finite, x, weight, sizes, [=](int64_t, int64_t at, const accumulate_t* values, int64_t count) {
+inline void convolve(value_t* v, const value_t* x, const value_t* weight, const Sizes& sizes) {
+  convolve(x, weight, sizes, [=](int64_t, int64_t at, const accumulate_t* values, int64_t count) {
     for (int64_t i = 0; i < count; i++) v[at + i] = value_t(values[i]);
   });
 }
+
+// ---------------------------------------------------------------------------------------------- vectors of channels out
+
+inline void store(value_t* out, const Wide& values) {
+  for (int i = 0; i < kWide; i++) out[i] = value_t(values[i]);
+}
+
+// In 2-D, some rows of one sample's results at a time, in the cache of the thread that owns this. kOutputs divides K.
+class Rows {
+ public:
+  // filters as `transformed` makes them, in blocks of kOutputs.
+  Rows(const value_t* x, const std::vector<Line>& filters, const Sizes& sizes)
+      : x_(x), filters_(filters[0].at), sizes_(sizes),
+        memory_((16 * sizes.C * kRow + 16 * kPlane) * sizeof(accumulate_t) / sizeof(Line)),
+        tiles_(memory_[0].at), products_(tiles_ + 16 * sizes.C * kRow) {}
+  Rows(Rows&&) = default;
+
+  // out (count, width, K): sample n's rows from `first` on.
+  void operator()(value_t* out, int64_t n, int64_t first, int64_t count) {
+    const int64_t all = (count + 1) / 2 * sizes_.across(), C = sizes_.C, H = sizes_.H, W = sizes_.W;
+    for (int64_t tile = 0; tile < all; tile += kChunk) {
+      const int64_t tiles = std::min(kChunk, all - tile);
+      const std::vector<Run> runs = runs_of(tile, tiles, sizes_.across());
+      for (int64_t c = 0; c < C; c++)
+        for (const Run& run : runs)
+          transform_input(tiles_ + c * kRow, C * kRow, x_ + ((n * C + c) * H + first) * W, H - first, W, run);
+      for (int64_t k0 = 0; k0 < sizes_.K; k0 += kOutputs) {
+        for (int64_t e = 0; e < 16; e++)
+          for (int64_t t = 0; t < tiles; t += kTogether)
+            multiply({products_ + e * kPlane + t * kOutputs, kOutputs}, {tiles_ + e * C * kRow + t, kRow},
+                     {filters_ + (e * sizes_.K + k0) * C, kOutputs}, kOutputs, C);
+        for (const Run& run : runs)
+          for (int64_t j = 0; j < run.count; j++)
+            output_tile(out + k0, products_ + (run.at + j) * kOutputs, 2 * run.row, 2 * (run.column + j), count);
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kPlane = kChunk * kOutputs + kWide;  // products (16, kPlane): no two elements of a tile share a cache set
+
+  // Aᵀ m A of one tile for kOutputs channels, at its place in `out`, as far as that reaches.
+  void output_tile(value_t* out, const accumulate_t* m, int64_t row, int64_t column, int64_t height) const {
+    const bool right = column + 1 < sizes_.width(), below = row + 1 < height;
+    value_t* const above_out = out + (row * sizes_.width() + column) * sizes_.K;
+    value_t* const below_out = above_out + sizes_.width() * sizes_.K;
+    for (int64_t k = 0; k < kOutputs; k += kWide) {
+      Wide top[4], bottom[4];
+      for (int64_t j = 0; j < 4; j++) {
+        const auto element = [&](int64_t i) { return *reinterpret_cast<const Wide*>(m + (4 * i + j) * kPlane + k); };
+        const Wide a = element(0), b = element(1), c = element(2), d = element(3);
+        top[j] = a + b + c, bottom[j] = b - c - d;
+      }
+      const Wide y00 = top[0] + top[1] + top[2], y01 = top[1] - top[2] - top[3];
+      const Wide y10 = bottom[0] + bottom[1] + bottom[2], y11 = bottom[1] - bottom[2] - bottom[3];
+      store(above_out + k, y00);
+      if (right) store(above_out + sizes_.K + k, y01);
+      if (below) store(below_out + k, y10);
+      if (below && right) store(below_out + sizes_.K + k, y11);
+    }
+  }
+
+  const value_t* x_;
+  const accumulate_t* filters_;
+  Sizes sizes_;
+  std::vector<Line> memory_;
+  accumulate_t *tiles_, *products_;  // tiles (16, C, kRow)
+};
 
 }  // namespace winograd

@@ -11,6 +11,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import models
@@ -148,6 +150,14 @@ def test_rule_by_winograd(name, scale, shift):
     model, x = numerics.build(name, arguments), numerics.random_input(shape)
     assert operators._winograd_applies(x, model.conv.weight)
     numerics.assert_rule(model, x * scale + shift)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 3), st.integers(8, 12), st.sampled_from([32, 64]), st.integers(18, 40), st.integers(18, 150))
+def test_rule_by_winograd_at_random_sizes(N, Cin, C, H, W):
+    """85, which works by rows; test_operators.py has the others' convolution."""
+    model, x = numerics.build(POOL, (Cin, C, 3, 4, (C, 1, 1), (2, 3), -0.5, 1.0)), numerics.random_input((N, Cin, H, W))
+    numerics.assert_rule(model, x)
 
 
 def test_rule_by_winograd_a_few_planes_at_a_time():
