@@ -1,19 +1,35 @@
-// What the CPU kernels share: statistics that vectorise.
+// What the CPU kernels share: vectors, and statistics made with them.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include "normalisation.h"
 #include "host.h"
 
-constexpr int kLanes = 16;          // values side by side in vector registers
-constexpr int kAccumulators = 4;    // independent sums, so that an addition need not wait for the one before
-constexpr int64_t kBlock = 4096;    // values that share a shift
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+typedef accumulate_t Lanes __attribute__((vector_size(kVectorBytes), may_alias));  // a register: compilers split wider ones badly
+constexpr int kLanes = kVectorBytes / sizeof(accumulate_t);
 
-typedef accumulate_t Lanes __attribute__((vector_size(kLanes * sizeof(accumulate_t))));
+constexpr int kAccumulators = 4;  // independent sums, so that an addition need not wait for the one before
+constexpr int64_t kBlock = 4096;  // values that share a shift
+constexpr int64_t kFew = 16;      // values whose mean it is
 
+// Compilers make a vector's load of the copy, not always of the loop.
 inline Lanes load_lanes(const value_t* values) {
   Lanes lanes;
-  for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(values[j]);
+  if constexpr (std::is_same_v<value_t, accumulate_t>) __builtin_memcpy(&lanes, values, sizeof lanes);
+  else for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(values[j]);
   return lanes;
+}
+
+inline void store_lanes(value_t* values, const Lanes& lanes) {
+  if constexpr (std::is_same_v<value_t, accumulate_t>) __builtin_memcpy(values, &lanes, sizeof lanes);
+  else for (int j = 0; j < kLanes; j++) values[j] = value_t(lanes[j]);
 }
 
 // Moments of `size` contiguous values: sums shifted by about each block's mean, merged by Chan's formula in order,
@@ -25,7 +41,7 @@ inline Moments<double> moments_of(const value_t* values, int64_t size) {
     const int64_t count = std::min(kBlock, size - begin), whole = count / kStep * kStep;
     const value_t* block = values + begin;
     double start = 0;  // the mean of a few: a single value may lie far out, and digits are lost with its distance squared
-    const int64_t few = std::min<int64_t>(kLanes, count);
+    const int64_t few = std::min(kFew, count);
     for (int64_t i = 0; i < few; i++) start += accumulate_t(block[i]);
     const accumulate_t shift = accumulate_t(start / few);
     Lanes sums[kAccumulators] = {}, squares[kAccumulators] = {};

@@ -9,20 +9,16 @@
 #pragma once
 #include <algorithm>
 #include <vector>
-#include "host.h"
+#include "cpu.h"
 
 namespace winograd {
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64, kAcross = 2;  // vectors side by side: kTogether·kAcross sums fit the registers
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32, kAcross = 1;
-#elif defined(__aarch64__)
-constexpr int kVectorBytes = 16, kAcross = 2;
+// Vectors side by side: kTogether·kAcross sums and what they need fit the registers, and hide an addition's latency.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kAcross = 2;
 #else
-constexpr int kVectorBytes = 16, kAcross = 1;
+constexpr int kAcross = 1;
 #endif
-typedef accumulate_t Wide __attribute__((vector_size(kVectorBytes), may_alias));
 // GCC would load a vector anew for each product, and loads are what bounds them.
 #if defined(__x86_64__)
 #define KEEP_IN_REGISTER(vector) asm("" : "+v"(vector))
@@ -34,8 +30,7 @@ struct alignas(64) Line { accumulate_t at[64 / sizeof(accumulate_t)]; };  // of 
 constexpr int64_t kChunk = 64;                   // tiles of a plane
 constexpr int64_t kOutputs = 32;                 // channels out whose products wait for each other
 constexpr int64_t kTogether = 8;                 // rows of products that are summed together
-constexpr int64_t kWide = kVectorBytes / sizeof(accumulate_t);
-constexpr int64_t kRow = kChunk + kWide;         // a row of tiles, and room for the last vector of a run
+constexpr int64_t kRow = kChunk + kLanes;        // a row of tiles, and room for the last vector of a run
 constexpr int64_t kTileBytes = 512 << 10;        // of transformed input: half of a usual cache of a core
 
 // x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1.
@@ -97,8 +92,8 @@ inline void times_b(accumulate_t* __restrict out0, accumulate_t* __restrict out1
 // Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels beyond the plane are zero. Whole
 // vectors are written; what lies behind the run belongs to the next one, which comes later, or to nobody.
 inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* plane, int64_t H, int64_t W, const Run& run) {
-  const int64_t count = (run.count + kWide - 1) / kWide * kWide, width = 2 * count + kWide, left = 2 * run.column;
-  accumulate_t pixels[4][2 * kChunk + kWide], half[4][2 * kChunk + kWide];
+  const int64_t count = (run.count + kLanes - 1) / kLanes * kLanes, width = 2 * count + kLanes, left = 2 * run.column;
+  accumulate_t pixels[4][2 * kChunk + kLanes], half[4][2 * kChunk + kLanes];
   for (int64_t i = 0; i < 4; i++) {
     const int64_t h = 2 * run.row + i, real = h < H ? std::min(2 * run.count + 2, W - left) : 0;
     for (int64_t w = 0; w < real; w++) pixels[i][w] = accumulate_t(plane[h * W + left + w]);
@@ -117,19 +112,19 @@ using Factor = Matrix<const accumulate_t>;
 
 // products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms; b in vectors.
 inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
-  for (int64_t t = 0; t < width; t += kAcross * kWide) {
-    Wide sum[kTogether][kAcross] = {};
+  for (int64_t t = 0; t < width; t += kAcross * kLanes) {
+    Lanes sum[kTogether][kAcross] = {};
     for (int64_t r = 0; r < terms; r++) {
-      Wide row[kAcross];
+      Lanes row[kAcross];
       for (int j = 0; j < kAcross; j++) {
-        row[j] = reinterpret_cast<const Wide*>(b.at + r * b.stride + t)[j];
+        row[j] = reinterpret_cast<const Lanes*>(b.at + r * b.stride + t)[j];
         KEEP_IN_REGISTER(row[j]);
       }
       for (int k = 0; k < kTogether; k++)
         for (int j = 0; j < kAcross; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
     }
     for (int k = 0; k < kTogether; k++)
-      for (int j = 0; j < kAcross; j++) reinterpret_cast<Wide*>(products.at + k * products.stride + t)[j] = sum[k][j];
+      for (int j = 0; j < kAcross; j++) reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j] = sum[k][j];
   }
 }
 
@@ -200,10 +195,6 @@ inline void convolve(value_t* v, const value_t* x, const value_t* weight, const 
 
 // ---------------------------------------------------------------------------------------------- vectors of channels out
 
-inline void store(value_t* out, const Wide& values) {
-  for (int i = 0; i < kWide; i++) out[i] = value_t(values[i]);
-}
-
 // In 2-D, some rows of one sample's results at a time, in the cache of the thread that owns this. kOutputs divides K.
 class Rows {
  public:
@@ -236,26 +227,26 @@ class Rows {
   }
 
  private:
-  static constexpr int64_t kPlane = kChunk * kOutputs + kWide;  // products (16, kPlane): no two elements of a tile share a cache set
+  static constexpr int64_t kPlane = kChunk * kOutputs + kLanes;  // products (16, kPlane): no two elements of a tile share a cache set
 
   // Aᵀ m A of one tile for kOutputs channels, at its place in `out`, as far as that reaches.
   void output_tile(value_t* out, const accumulate_t* m, int64_t row, int64_t column, int64_t height) const {
     const bool right = column + 1 < sizes_.width(), below = row + 1 < height;
     value_t* const above_out = out + (row * sizes_.width() + column) * sizes_.K;
     value_t* const below_out = above_out + sizes_.width() * sizes_.K;
-    for (int64_t k = 0; k < kOutputs; k += kWide) {
-      Wide top[4], bottom[4];
+    for (int64_t k = 0; k < kOutputs; k += kLanes) {
+      Lanes top[4], bottom[4];
       for (int64_t j = 0; j < 4; j++) {
-        const auto element = [&](int64_t i) { return *reinterpret_cast<const Wide*>(m + (4 * i + j) * kPlane + k); };
-        const Wide a = element(0), b = element(1), c = element(2), d = element(3);
+        const auto element = [&](int64_t i) { return *reinterpret_cast<const Lanes*>(m + (4 * i + j) * kPlane + k); };
+        const Lanes a = element(0), b = element(1), c = element(2), d = element(3);
         top[j] = a + b + c, bottom[j] = b - c - d;
       }
-      const Wide y00 = top[0] + top[1] + top[2], y01 = top[1] - top[2] - top[3];
-      const Wide y10 = bottom[0] + bottom[1] + bottom[2], y11 = bottom[1] - bottom[2] - bottom[3];
-      store(above_out + k, y00);
-      if (right) store(above_out + sizes_.K + k, y01);
-      if (below) store(below_out + k, y10);
-      if (below && right) store(below_out + sizes_.K + k, y11);
+      const Lanes y00 = top[0] + top[1] + top[2], y01 = top[1] - top[2] - top[3];
+      const Lanes y10 = bottom[0] + bottom[1] + bottom[2], y11 = bottom[1] - bottom[2] - bottom[3];
+      store_lanes(above_out + k, y00);
+      if (right) store_lanes(above_out + sizes_.K + k, y01);
+      if (below) store_lanes(below_out + k, y10);
+      if (below && right) store_lanes(below_out + sizes_.K + k, y11);
     }
   }
 
