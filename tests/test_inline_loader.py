@@ -913,7 +913,7 @@ def test_oldest_and_newest_torch(tmp_path):
         folder = tmp_path / str(index)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         python = str(folder / "bin" / "python")
-        packages = [release, "ninja", "filelock", "setuptools", "numpy", "pytest"]
+        packages = [release, "ninja", "filelock", "setuptools", "numpy", "pytest", "hypothesis"]
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
         environment = {key: value for key, value in os.environ.items() if key != "TEST_TORCH_RELEASES"}
         environment["PYTHONPATH"] = str(ROOT)
