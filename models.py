@@ -281,11 +281,6 @@ def _is_by_channel(parameter: torch.Tensor, conv: nn.Module) -> bool:
     return parameter.dim() <= spatial + 2 and (parameter.numel() == 1 or (by_channel and parameter.numel() == channels))
 
 
-def _by_channel(parameter: torch.Tensor, conv: nn.Module) -> torch.Tensor:
-    """`parameter` as a vector of one value per channel."""
-    return parameter.reshape(-1).expand(conv.weight.shape[0])
-
-
 _SHAPE_OBSTACLE = "{} holds neither one value per channel nor one in all"
 
 
@@ -302,7 +297,7 @@ class Conv2dMinAddMultiplyNew(Fused, Conv2dMinAddMultiply):
         return None if _is_by_channel(self.bias, self.conv) else _SHAPE_OBSTACLE.format("bias")
 
     def _run(self, x, variant):
-        conv, bias = self.conv, _by_channel(self.bias, self.conv)
+        conv, bias = self.conv, self.bias.reshape(-1)
         return operators.conv2d_min_add_multiply(
             x, conv.weight, conv.bias, bias, self.constant_value, self.scaling_factor, variant
         )
@@ -326,7 +321,7 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Fused, Conv3dMultiplyInstanc
         return None if _is_by_channel(self.multiplier, self.conv) else _SHAPE_OBSTACLE.format("multiplier")
 
     def _run(self, x, variant):
-        conv, multiplier = self.conv, _by_channel(self.multiplier, self.conv)
+        conv, multiplier = self.conv, self.multiplier.reshape(-1)
         return operators.conv3d_multiply_instancenorm_clamp_multiply_max(
             x, conv.weight, conv.bias, multiplier, self.clamp_min, self.clamp_max, self.instance_norm.eps, variant
         )
@@ -378,7 +373,7 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Fused, Conv2dGroupNormScaleMaxPoolClam
         return None if _is_by_channel(self.scale, self.conv) else _SHAPE_OBSTACLE.format("scale")
 
     def _run(self, x, variant):
-        conv, norm, scale = self.conv, self.group_norm, _by_channel(self.scale, self.conv)
+        conv, norm, scale = self.conv, self.group_norm, self.scale.reshape(-1)
         return operators.conv2d_groupnorm_scale_maxpool_clamp(
             x, conv.weight, conv.bias, norm.weight, norm.bias, scale, norm.num_groups, self._pool(), self.clamp_min,
             self.clamp_max, norm.eps, variant,

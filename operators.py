@@ -12,7 +12,8 @@ operator; the function that users call. Variants:
 - fused: on a GPU the convolution inside our kernels (fused.py). Its output is not written; 83's lies in the result's place for a
   while. Backward runs the epilogue's forward once more for what it needs. On the CPU the same as epilogue.
 
-Parameters by channel (biases, affine, multiplier, scale) are vectors of C elements, in the dtype of the result.
+Parameters by channel (biases, affine, multiplier, scale) are vectors of C elements, in the dtype of the result; the problems' own
+(bias, multiplier, scale) may be of one element for all channels.
 """
 
 from __future__ import annotations
@@ -143,10 +144,10 @@ def _index(count: int) -> tuple[str, torch.dtype]:
     return ("uint8_t", torch.uint8) if count <= 256 else ("int32_t", torch.int32)
 
 
-def _accumulated(dtype: torch.dtype, *parameters: Tensor) -> list[Tensor]:
-    """Parameters by channel as the kernels read them."""
+def _accumulated(dtype: torch.dtype, conv_bias: Tensor, *parameters: Tensor) -> list[Tensor]:
+    """Parameters by channel as the kernels read them: C elements each."""
     accumulate = _accumulate_dtype(dtype)
-    return [parameter.to(accumulate).contiguous() for parameter in parameters]
+    return [parameter.to(accumulate).expand(conv_bias.shape).contiguous() for parameter in (conv_bias, *parameters)]
 
 
 @functools.lru_cache(None)
@@ -156,15 +157,17 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 
 def _summed(gradients: Tensor, *like: Tensor) -> list[Tensor]:
-    """Gradients by sample (k, N, C) to k gradients (C), each in the dtype of `like`, sharing no memory."""
-    return [total.to(other.dtype, copy=True) for total, other in zip(gradients.sum(1), like)]
+    """Gradients by sample (k, N, C) to k gradients, each in shape (C or 1) and dtype of `like`, rounded once, sharing no memory."""
+    totals = [total.sum(0, keepdim=True) if len(other) == 1 else total for total, other in zip(gradients.sum(1), like)]
+    return [total.to(other.dtype, copy=True) for total, other in zip(totals, like)]
 
 
-def _check_by_channel(weight: Tensor, **parameters: Tensor) -> None:
-    """Raises RuntimeError unless each parameter holds an element for each channel, which the kernels read unasked."""
+def _check_by_channel(weight: Tensor, may_be_one: tuple[str, ...] = (), **parameters: Tensor) -> None:
+    """Raises RuntimeError unless each parameter holds an element for each channel, or one in all where it may."""
     for name, parameter in parameters.items():
-        if parameter.shape != weight.shape[:1]:
-            raise RuntimeError(f"expected {name} of shape [{weight.shape[0]}], one per channel, got {list(parameter.shape)}")
+        if parameter.shape != weight.shape[:1] and (name not in may_be_one or parameter.shape != (1,)):
+            shapes = f"[{weight.shape[0]}], one per channel" + (", or [1]" if name in may_be_one else "")
+            raise RuntimeError(f"expected {name} of shape {shapes}, got {list(parameter.shape)}")
 
 
 def _autocast(x: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor, torch.dtype | None]:
@@ -339,10 +342,10 @@ _register_gradient(_conv2d_min_add_multiply, _conv2d_min_add_multiply_backward, 
 def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant="epilogue") -> Tensor:
     """(min(conv2d(x, weight, conv_bias), constant) + bias) * scale.
 
-    x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias and bias (C); constant and scale are numbers.
+    x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias (C), bias (C or 1); constant and scale are numbers.
     Returns (N, C, H - kh + 1, W - kw + 1) in the dtype that `conv + bias` has.
     """
-    _check_by_channel(weight, conv_bias=conv_bias, bias=bias)
+    _check_by_channel(weight, ("bias",), conv_bias=conv_bias, bias=bias)
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         bias = bias.to(torch.promote_types(autocast, bias.dtype))
@@ -360,7 +363,8 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, D', H', W'); if `keep` v (N, C, D', H', W'), the winners' index and v (N, D', H', W'); mean, m2 (N, C)."""
     if variant == "fused" and x.device.type == "cuda":
-        y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, conv_bias, multiplier, low, high, eps)
+        parameters = _accumulated(x.dtype, conv_bias, multiplier)
+        y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, *parameters, low, high, eps)
         return y, *_nothing(x, x.dtype, _index(weight.shape[0])[1], x.dtype, x.dtype, x.dtype)
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     ctype, dtype = _index(C)
@@ -415,10 +419,10 @@ def conv3d_multiply_instancenorm_clamp_multiply_max(
 ) -> Tensor:
     """max over channels of multiplier * clamp(instance_norm(conv3d(x, weight, conv_bias) * multiplier), low, high).
 
-    x (N, Cin, D, H, W), weight (C, Cin, kd, kh, kw), conv_bias and multiplier (C); low, high, eps are numbers.
+    x (N, Cin, D, H, W), weight (C, Cin, kd, kh, kw), conv_bias (C), multiplier (C or 1); low, high, eps are numbers.
     Returns (N, D', H', W') in the dtype that `conv * multiplier` has.
     """
-    _check_by_channel(weight, conv_bias=conv_bias, multiplier=multiplier)
+    _check_by_channel(weight, ("multiplier",), conv_bias=conv_bias, multiplier=multiplier)
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         multiplier = multiplier.to(torch.promote_types(autocast, multiplier.dtype))
@@ -630,10 +634,10 @@ def conv2d_groupnorm_scale_maxpool_clamp(
 ) -> Tensor:
     """clamp(max_pool2d(group_norm(conv2d(x, weight, conv_bias)) * scale, pool), low, high).
 
-    x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias, norm_weight, norm_bias and scale (C); pool (height, width); the
+    x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias, norm_weight and norm_bias (C), scale (C or 1); pool (height, width); the
     others are numbers. Returns (N, C, H' // pool height, W' // pool width) in the dtype of `group_norm * scale`.
     """
-    _check_by_channel(weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale)
+    _check_by_channel(weight, ("scale",), conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale)
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         norm_weight, norm_bias, scale = norm_weight.float(), norm_bias.float(), scale.float()

@@ -89,6 +89,17 @@ def test_rule_in_every_dtype(name, dtype, variant, device):
 
 
 @every_variant
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradient_of_one_bias_for_all_is_rounded_once(dtype, variant, device):
+    """Not channel by channel before these are summed up, which leaves no digit where they cancel."""
+    model, x = numerics.build(MIN_ADD, SIZES[MIN_ADD]["a number as bias"][0], device=device, dtype=dtype), numerics.random_input((3, 5, 11, 13), device=device, dtype=dtype)
+    g = torch.randn(3, 20, 9, 11)
+    g = (g - g.mean()).to(device, dtype)
+    exact = model.scaling_factor * g.double().sum().item()
+    assert results(numerics.twin_of(model, variant, x), x, g)["bias"].item() == pytest.approx(exact, rel=0.01, abs=1e-4)
+
+
+@every_variant
 @pytest.mark.parametrize("mean", [1e2, 1e4])
 @every_name
 def test_rule_with_a_large_mean(name, mean, variant, device):

@@ -121,13 +121,15 @@ def test_gradcheck_where_min_ties():
     (POOL, lambda x, w, c, short: operators.conv2d_groupnorm_scale_maxpool_clamp(x, w, c, c, c, short, 4, (2, 3), 0, 1)),
 ])  # fmt: skip
 def test_parameters_of_another_length_are_refused(name, call):
-    """Not read past, not expanded."""
+    """Not read past, not expanded; but one element counts for all channels, except in a normalisation's own parameters."""
     model, x = numerics.small(name)
     conv = model.conv
     C = conv.out_channels
-    for shape in ((C - 1,), (C + 1,), (1,), (), (C, 1)):
-        with pytest.raises(RuntimeError, match=rf"of shape \[{C}\], one per channel, got \[{', '.join(map(str, shape))}\]"):
+    for shape in ((C - 1,), (C + 1,), (), (C, 1), *([(1,)] if name == DROPOUT else [])):
+        with pytest.raises(RuntimeError, match=rf"of shape \[{C}\], one per channel.*, got \[{', '.join(map(str, shape))}\]"):
             call(x, conv.weight, conv.bias, torch.ones(shape))
+    if name != DROPOUT:
+        assert torch.equal(*(call(x, conv.weight, conv.bias, torch.full((count,), 1.5)) for count in (1, C)))
 
 
 # ---------------------------------------------------------------------------------------------------------------- dropout
