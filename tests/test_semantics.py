@@ -11,7 +11,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import models
@@ -249,10 +249,11 @@ channels = st.integers(2, 6)  # with one, a normalisation leaves the convolution
 def problems(draw, name, variant, device):
     """A model of `name` and an input, both small; the input perhaps strided, on a CPU perhaps with special values.
 
-    Fused kernels are compiled for the convolution's shape, which is therefore always the same.
+    Fused kernels are compiled for the filters' shape, which is therefore always the same.
     """
-    spatial = 2 if name in (MIN_ADD, POOL) else 3
+    spatial, largest, dtypes = 2 if name in (MIN_ADD, POOL) else 3, 7, [torch.float32, torch.float16, torch.bfloat16]
     if variant == "fused":
+        largest, dtypes = 12, dtypes[: 3 if spatial == 2 else 1]  # what the fused kernels take
         inputs, outputs, kernel, groups = *numerics.FUSED[name][0][:3], 4
         kernel = kernel if isinstance(kernel, tuple) else (kernel,) * spatial
     else:
@@ -266,13 +267,13 @@ def problems(draw, name, variant, device):
         DROPOUT: lambda: (groups, draw(numbers), draw(numbers), 0.2),
         POOL: lambda: (groups, shape, (2, 3), draw(numbers), draw(numbers)),
     }[name]()
-    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))  # float64 has no better reference
+    dtype = draw(st.sampled_from(dtypes))  # float64 has no better reference
     model = numerics.build(name, (inputs, outputs, kernel, *arguments), device=device, dtype=dtype, seed=draw(st.integers(0, 99)))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key != "conv.weight" and draw(st.booleans()):
                 parameter.view(-1)[0] = draw(st.sampled_from([0.0, -1.0, 1e-6]))
-    sizes = [k - 1 + draw(st.integers(2 if name != POOL else 3, 7)) for k in kernel]
+    sizes = [k - 1 + draw(st.integers(2 if name != POOL else 3, largest)) for k in kernel]
     x = numerics.random_input((draw(st.integers(1, 4)), inputs, *sizes), device=device, dtype=dtype, seed=draw(st.integers(0, 99)))
     x = x * draw(st.sampled_from([1.0, 1e-3, 30.0])) + draw(st.sampled_from([0.0, 0.0, 100.0]))
     special = st.tuples(st.integers(0, x.numel() - 1), st.sampled_from(SPECIAL))
@@ -296,6 +297,7 @@ def test_random_problems(name, variant, device):
     if variant not in models.PROBLEMS[name].variants:
         pytest.skip(f"{name} has no variant {variant!r}")
 
+    @settings(max_examples=10 if variant == "fused" else 50)  # each size may have to be compiled for
     @given(problems(name, variant, device))
     def run(problem):
         model, x, special = problem
