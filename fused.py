@@ -19,17 +19,21 @@ _CTYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfl
 
 
 @torch.compiler.assume_constant_result
-def _device(index: int) -> tuple[tuple[int, int], int, int]:
-    """Compute capability, shared memory that a block may ask for (bytes), multiprocessors."""
+def _device(index: int) -> tuple[tuple[int, int], int, int, int]:
+    """Compute capability, shared memory that a block may ask for (bytes), multiprocessors, L2 cache (bytes)."""
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     # shared_memory_per_block_optin is missing from torch 2.8's properties; by architecture as in CUDA's programming guide
     optin = getattr(properties, "shared_memory_per_block_optin", (163 if capability in ((8, 0), (8, 7)) else 99) << 10)
-    return capability, optin, properties.multi_processor_count
+    return capability, optin, properties.multi_processor_count, properties.L2_cache_size
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _types(value: torch.dtype, out: torch.dtype) -> dict[str, str]:
+    return {"VALUE_T": _CTYPES[value], "OUTPUT_T": _CTYPES[out]}
 
 
 def _spatial_defines(weight: Tensor) -> dict[str, int]:
@@ -88,8 +92,8 @@ def conv2d_min_add_multiply(
     # The workspace: scales, then packed weights, then x packed to float16 unless wgmma reads x itself.
     sizes = [4 * padded_out, 4 * N, 2 * parts * padded_out * padded_in * kh * kw]
     workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + (0 if wgmma else 2 * parts * N * padded_in * H * W)
-    defines = {"SPLIT": int(split), "WGMMA": int(wgmma), "VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
-    kernels = _load("conv2d_min_add_multiply", **defines, **_spatial_defines(weight))
+    defines = {"SPLIT": int(split), "WGMMA": int(wgmma), **_types(x.dtype, out_dtype), **_spatial_defines(weight)}
+    kernels = _load("conv2d_min_add_multiply", **defines)
     y = x.new_empty(N, C, H - kh + 1, W - kw + 1, dtype=out_dtype)
     scratch = torch.empty(workspace, dtype=torch.uint8, device=x.device)
     kernels.forward(y, scratch, x, weight.contiguous(), conv_bias, bias, constant, scale, workspace, N, H, W)
@@ -99,7 +103,7 @@ def conv2d_min_add_multiply(
 def _wgmma_takes(x: Tensor, weight: Tensor, out_dtype: torch.dtype, group: int) -> bool:
     """Can x be convolved by wgmma, in one group of channels? The kernels rely on it, and don't compile where it doesn't fit."""
     (N, channels, H, W), (_, _, kh, kw) = x.shape, weight.shape
-    capability, optin, _ = _device(x.device.index)
+    capability, optin, *_ = _device(x.device.index)
     pitch, products = 127 + kw, kh * kw * group // 16  # pixels of a tile's row in shared memory; wgmma's of depth 16
     ring = (kh + 1) * (group // 8 * pitch * 16 + 16)  # rows, each with two barriers
     raw = 2 * 16 * _ceil_div(channels * _ceil_div(pitch * x.element_size(), 4), 4)
@@ -112,10 +116,10 @@ def _wgmma_takes(x: Tensor, weight: Tensor, out_dtype: torch.dtype, group: int) 
     return capability == (9, 0) and fits and counts and words
 
 
-# --------------------------------------- 79 and 83: two launches; 79 convolves in both, 83 in the first and finishes in place
+# ----------------------------------------------------- 79 and 83, whose kernels share the convolution of convolution3d.cuh
 
-_STAGE_BYTES = 88 << 10  # shared memory for the input that a block holds: two blocks share a multiprocessor
-_STEP_REGISTERS = 90     # of weights
+_WEIGHT_REGISTERS = 90  # leave room for the rest
+_HELD_SHARE = 0.25  # of the L2 cache, for sums that 79's kernel then need not compute again; the rest is for x
 
 
 def _pitch(width: int) -> int:
@@ -128,32 +132,46 @@ def _pitch(width: int) -> int:
 def _tiling(x: Tensor, weight: Tensor, fours: bool) -> tuple[int, int, int, int] | None:
     """How many output rows and planes a block computes, how many blocks a sample has, and pixels of input that a block holds;
     None where shared memory does not suffice. `fours`: rows · W' is a multiple of 4 if H' · W' is, for stores of 16 bytes."""
-    (N, channels, D, H, W), (C, _, kd, kh, kw) = x.shape, weight.shape
+    _, optin, multiprocessors, _ = _device(x.device.index)
+    return _conv3d_tiling(*x.shape, x.element_size(), weight.shape[0], *weight.shape[2:], fours, optin, multiprocessors)
+
+
+@functools.lru_cache(None)
+def _conv3d_tiling(
+    N: int, channels: int, D: int, H: int, W: int, itemsize: int, C: int, kd: int, kh: int, kw: int, fours: bool, optin: int,
+    multiprocessors: int,
+) -> tuple[int, int, int, int] | None:  # fmt: skip
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice; a block fills one."""
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
+    words = channels if itemsize == 4 else _ceil_div(channels, 2)  # of 4 bytes, of a pixel in the ring
+    filters = _ceil_div(16 * channels * kd * kh * kw, words)  # they pass through the ring
     unit = 4 // math.gcd(OW, 4) if fours and OH * OW % 4 == 0 else 1
-    for most in range(16, 0, -1):
-        rows = _ceil_div(_ceil_div(OH, _ceil_div(OH, most)), unit) * unit
-        stage = _ceil_div((kd + 1) * (rows + kh - 1) * _pitch(W), 256) * 256
-        if 4 * channels * (stage + (rows + kh - 1) * (W + 3) // 4 * 4) <= _STAGE_BYTES:
-            break
-    else:
-        return None
-    slabs = _ceil_div(OH, rows)
-    blocks = N * slabs * (C // 16)
-    depth = OD if blocks >= 200 else max(1, OD * blocks // 264)  # planes split where blocks are few
-    return rows, depth, slabs * _ceil_div(OD, depth), stage
+    best = None
+    for slabs in range(1, OH + 1):
+        rows = _ceil_div(_ceil_div(OH, slabs), unit) * unit
+        stage = _ceil_div(max((kd + 3) * (rows + kh - 1) * _pitch(W), filters), 256) * 256
+        pixels = (rows + kh - 1) * _ceil_div(W, 8) * 8
+        if 4 * words * stage + 3 * channels * pixels * itemsize + 2 * (rows * OW + 32 + pixels) > optin - (36 << 10):  # for the kernels' static arrays
+            continue
+        for chunks in (1, 2, 4, 8):
+            depth = _ceil_div(OD, chunks)
+            slots = _ceil_div(OH, rows) * _ceil_div(OD, depth)
+            work = _ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
+            if best is None or work < best[0]:
+                best = work, (rows, depth, slots, stage)
+    return best and best[1]
 
 
 def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     """For 79 and 83 alike."""
-    obstacle = _common_obstacle(x, dtype, (torch.float32,))
+    obstacle = _common_obstacle(x, dtype, (torch.float32, torch.float16, torch.bfloat16))
     C, channels, *kernel = weight.shape
     half = (channels + 1) // 2  # registers of weights per step of 4 taps: 4 for each pair of channels, 2 for a single one
     registers = _ceil_div(math.prod(kernel), 4) * (4 * half + 2 * (channels - half))
     positions = math.prod([size - extent + 1 for size, extent in zip(x.shape[2:], kernel)])
-    if obstacle is None and (channels > 4 or C % 16):
-        obstacle = "the fused kernels take up to 4 channels in, and 16, 32, … out"
-    if obstacle is None and registers > _STEP_REGISTERS:
+    if obstacle is None and (channels > 4 or C % 16 or C > 960):
+        obstacle = "the fused kernels take up to 4 channels in, and 16, 32, … 960 out"
+    if obstacle is None and registers > _WEIGHT_REGISTERS:
         obstacle = "the filter does not fit in registers"
     if obstacle is None and positions < 64:
         obstacle = "the fused kernels' statistics are exact enough from 64 positions on"
@@ -163,27 +181,31 @@ def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None
 
 
 def conv3d_multiply_instancenorm_clamp_multiply_max(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, low: float, high: float, eps: float
+    x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, out_dtype: torch.dtype, low: float, high: float, eps: float
 ) -> Tensor:
-    """y (N, D', H', W')."""
+    """y (N, D', H', W'); conv_bias and multiplier as the kernels read them."""
     N, _, D, H, W = x.shape
     rows, depth, slots, stage = _tiling(x, weight, fours=False)
-    y = x.new_empty(N, *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])))
-    statistics = x.new_empty(N, slots, weight.shape[0], 2)
-    kernels = _load("conv3d_multiply_instancenorm_clamp_multiply_max", STAGE_PIXELS=stage, **_spatial_defines(weight))
-    kernels.forward(y, statistics, x.contiguous(), weight.contiguous(), conv_bias, multiplier, low, high, eps, N, D, H, W, rows, depth)
+    y = x.new_empty(N, *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])), dtype=out_dtype)
+    held = min(int(_HELD_SHARE * _device(x.device.index)[3]) // 4, N * 16 * math.prod(x.shape[2:])) if slots == 1 and weight.shape[0] == 16 else 0
+    outputs = y, conv_bias.new_empty(N, slots, weight.shape[0], 2), conv_bias.new_empty(held)
+    defines = {**_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
+    kernels = _load("conv3d_multiply_instancenorm_clamp_multiply_max", **defines)
+    kernels.forward(*outputs, x.contiguous(), weight.contiguous(), conv_bias, multiplier, low, high, eps, held, N, D, H, W, rows, depth)
     return y
 
 
 def conv3d_groupnorm_min_clamp_dropout(
-    x: Tensor, weight: Tensor, parameters: list[Tensor], seed: Tensor, groups: int, low: float, high: float, p: float, eps: float
-) -> Tensor:
-    """y (N, C, D', H', W'); parameters: conv_bias, norm_weight, norm_bias."""
+    x: Tensor, weight: Tensor, parameters: list[Tensor], out_dtype: torch.dtype, seed: Tensor, groups: int, low: float, high: float,
+    p: float, eps: float,
+) -> Tensor:  # fmt: skip
+    """y (N, C, D', H', W'); parameters: conv_bias, norm_weight, norm_bias, as the kernels read them."""
     (N, _, D, H, W), (C, _, kd, kh, kw) = x.shape, weight.shape
     rows, depth, slots, stage = _tiling(x, weight, fours=True)
-    y = x.new_empty(N, C, D - kd + 1, H - kh + 1, W - kw + 1)
-    scratch = x.new_empty(N, slots, C, 2), x.new_empty(N, C, 4), x.new_empty(N, dtype=torch.int32)
-    kernels = _load("conv3d_groupnorm_min_clamp_dropout", STAGE_PIXELS=stage, **_spatial_defines(weight))
+    y = x.new_empty(N, C, D - kd + 1, H - kh + 1, W - kw + 1, dtype=out_dtype)
+    scratch = *(parameters[0].new_empty(N, *size) for size in ((slots, C, 2), (C, 4))), x.new_empty(N, dtype=torch.int32)
+    defines = {**_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
+    kernels = _load("conv3d_groupnorm_min_clamp_dropout", **defines)
     constants, sizes = (low, high, p, eps, 0, groups), (N, D, H, W, rows, depth)
     kernels.forward(y, *scratch, x.contiguous(), weight.contiguous(), *parameters, seed, *constants, *sizes)
     return y
@@ -220,8 +242,7 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     extreme, (mean, m2) = parameters[0].new_empty(y.shape), parameters[0].new_empty(2, N, C)
     group_mean, group_rstd = parameters[0].new_empty(2, N, groups)
     partial = parameters[0].new_empty(N, C, tiles * strips, 3)
-    types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
-    defines = {**types, **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1], "SEVERAL_TILES": int(tiles > 1)}
+    defines = {**_types(x.dtype, out_dtype), **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1], "SEVERAL_TILES": int(tiles > 1)}
     kernels = _load("conv2d_groupnorm_scale_maxpool_clamp", **defines)
     outputs = y, extreme, mean, m2, group_mean, group_rstd, partial
     kernels.forward(*outputs, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, N, groups, H, W, strips)

@@ -9,8 +9,8 @@ operator; the function that users call. Variants:
 - epilogue: the library's convolution without its bias, then our fused tail. On the CPU our own convolution where that is faster
   (kernels/winograd.h); and without gradients a few samples at a time, so that the convolution's output stays in cache.
 - folded: 83 without its convolution, where the input at hand is proved to make no difference; else, and in backward, as epilogue.
-- fused: on a GPU the convolution inside our kernels (fused.py). Its output is not written; 83's lies in the result's place for a
-  while. Backward runs the epilogue's forward once more for what it needs. On the CPU the same as epilogue.
+- fused: on a GPU the convolution inside our kernels (fused.py). Its output is not written as a whole; 83's lies in the result's
+  place for a while, a part of 79's in scratch. Backward runs the epilogue's forward once more for what it needs. On the CPU the same as epilogue.
 
 Parameters by channel (biases, affine, multiplier, scale) are vectors of C elements, in the dtype of the result; the problems' own
 (bias, multiplier, scale) may be of one element for all channels.
@@ -38,10 +38,15 @@ CPU_PIECE_BYTES = 8 << 20
 # ------------------------------------------------------------------------------------------------------ common ground
 
 
+def _device_type(x: Tensor) -> str:
+    """Whose kernels take x: "cpu" or "cuda"."""
+    return x.device.type
+
+
 def _kernels(name: str, x: Tensor, out_dtype: torch.dtype, **defines) -> inline_loader.Operators:
     """The kernels of kernels/<name>.* for x's device and dtype, results in `out_dtype`."""
     types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
-    return inline_loader.load(name, device=x.device.type, defines={**types, **defines})
+    return inline_loader.load(name, device=_device_type(x), defines={**types, **defines})
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -64,7 +69,7 @@ def _is_channels_last(*tensors: Tensor) -> bool:
 
 def _result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.memory_format:
     """Eager's layout of a result with the convolution's number of dimensions."""
-    follows = follows_on_cuda or x.device.type == "cpu"
+    follows = follows_on_cuda or _device_type(x) == "cpu"
     return _channels_last(x) if follows and _is_channels_last(x, weight) else torch.contiguous_format
 
 
@@ -81,7 +86,7 @@ def _winograd_applies(x: Tensor, weight: Tensor) -> bool:
     make transforming cheap. Its error grows with the terms of a sum: up to 64 of them 1.2 times the library's on average, 1.7
     at most (benchmarks/NOTES.md).
     """
-    if x.device.type != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3) or _is_channels_last(x, weight):
+    if _device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3) or _is_channels_last(x, weight):
         return False
     terms = math.prod(weight.shape[1:-2])
     return 8 <= terms <= 64 and weight.shape[0] % 8 == 0 and min(_output_size(x, weight)[-2:]) >= 16
@@ -121,7 +126,7 @@ def _samples_per_piece(x: Tensor, weight: Tensor, keep: bool) -> int:
 
     A piece has two samples or more, because the library is slow on single ones.
     """
-    if keep or x.device.type == "cuda":
+    if keep or _device_type(x) == "cuda":
         return x.shape[0]
     sample = weight.shape[0] * math.prod(_output_size(x, weight)) * x.element_size()
     return max(2, CPU_PIECE_BYTES // sample)
@@ -173,9 +178,9 @@ def _check_by_channel(weight: Tensor, may_be_one: tuple[str, ...] = (), **parame
 def _autocast(x: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor, torch.dtype | None]:
     """x and weight as the convolution sees them under autocast, and autocast's dtype or None where it does not apply.
 
-    The fused kernels take x and weight as they are: they are no faster, and less exact, in a lower dtype.
+    The fused kernels take x and weight as they are: that is more exact, and no pass converts x.
     """
-    device = x.device.type
+    device = _device_type(x)
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, weight, None
     dtype = torch.get_autocast_dtype(device)
@@ -233,7 +238,7 @@ def _conv2d_min_add_multiply(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, variant: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """y (N, C, H', W'), and if `keep` v: (N, H', W', C) on a GPU and (N, C, H', W') on the CPU, each where it serves best."""
-    if variant == "fused" and x.device.type == "cuda":
+    if variant == "fused" and _device_type(x) == "cuda":
         parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
         y = fused.conv2d_min_add_multiply(x, weight, *parameters, bias.dtype, constant, scale)
         return y.contiguous(memory_format=_result_format(x, weight, True)), *_nothing(x, x.dtype)
@@ -241,7 +246,7 @@ def _conv2d_min_add_multiply(
         y, v = _conv2d_min_add_multiply_winograd(x, weight, conv_bias, bias, constant, scale, keep)
         return y, *_kept(keep, v)
     kernels, count = _kernels("conv2d_min_add_multiply", x, bias.dtype), _samples_per_piece(x, weight, keep)
-    convolve = _convolve_to_channels_last if x.device.type == "cuda" else _convolve_as_eager
+    convolve = _convolve_to_channels_last if _device_type(x) == "cuda" else _convolve_as_eager
     convolved = _begun(convolve(part, weight, kernels) for (part,) in _pieces(count, x))
     C, size = weight.shape[0], _output_size(x, weight)
     parameters, constant = _accumulated(x.dtype, conv_bias, bias), _rounded(constant, x.dtype)
@@ -306,7 +311,7 @@ def _convolve_as_eager(x: Tensor, weight: Tensor, kernels: inline_loader.Operato
 def _(x, weight, conv_bias, bias, constant, scale, variant, keep):
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     y = x.new_empty(N, C, *size, dtype=bias.dtype).contiguous(memory_format=_result_format(x, weight, True))
-    return y, *_kept(keep, x.new_empty((N, C, *size) if x.device.type == "cpu" else (N, *size, C)))
+    return y, *_kept(keep, x.new_empty((N, C, *size) if _device_type(x) == "cpu" else (N, *size, C)))
 
 
 @torch.library.custom_op("inline_kernels::conv2d_min_add_multiply_backward", mutates_args=())
@@ -318,7 +323,7 @@ def _conv2d_min_add_multiply_backward(
     kernels = _kernels("conv2d_min_add_multiply", x, dy.dtype)
     N, C, S = x.shape[0], weight.shape[0], math.prod(_output_size(x, weight))
     (inner,) = _accumulated(x.dtype, conv_bias)
-    on_gpu = x.device.type == "cuda"
+    on_gpu = _device_type(x) == "cuda"
     dv, chunks, constant = torch.empty_like(v), min(S, 8) if on_gpu else 1, _rounded(constant, x.dtype)
     sums = inner.new_empty(2, N * chunks, C)
     kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, S, chunks)
@@ -362,10 +367,11 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, D', H', W'); if `keep` v (N, C, D', H', W'), the winners' index and v (N, D', H', W'); mean, m2 (N, C)."""
-    if variant == "fused" and x.device.type == "cuda":
+    if variant == "fused" and _device_type(x) == "cuda":
         parameters = _accumulated(x.dtype, conv_bias, multiplier)
-        y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, *parameters, low, high, eps)
-        return y, *_nothing(x, x.dtype, _index(weight.shape[0])[1], x.dtype, x.dtype, x.dtype)
+        y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, *parameters, multiplier.dtype, low, high, eps)
+        accumulate = parameters[0].dtype
+        return y, *_nothing(x, x.dtype, _index(weight.shape[0])[1], x.dtype, accumulate, accumulate)
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     ctype, dtype = _index(C)
     kernels, count = _kernels("conv3d_multiply_instancenorm_clamp_multiply_max", x, multiplier.dtype, INDEX_T=ctype), _samples_per_piece(x, weight, keep)
@@ -440,11 +446,11 @@ def _conv3d_groupnorm_min_clamp_dropout(
     low: float, high: float, p: float, eps: float, variant: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, C, D', H', W'); if `keep` v likewise and active (N, C); mean (N, C); group mean and rstd (N, G)."""
-    if variant == "fused" and x.device.type == "cuda":
-        parameters, low = [conv_bias, norm_weight, norm_bias], _rounded(low, norm_weight.dtype)
-        y = fused.conv3d_groupnorm_min_clamp_dropout(x, weight, parameters, seed, groups, low, high, p, eps)
-        y = y.contiguous(memory_format=_result_format(x, weight, False))
-        return y, *_nothing(x, x.dtype, torch.int32, x.dtype, x.dtype, x.dtype)
+    if variant == "fused" and _device_type(x) == "cuda":
+        parameters, low = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias), _rounded(low, norm_weight.dtype)
+        y = fused.conv3d_groupnorm_min_clamp_dropout(x, weight, parameters, norm_weight.dtype, seed, groups, low, high, p, eps)
+        y, accumulate = y.contiguous(memory_format=_result_format(x, weight, False)), parameters[0].dtype
+        return y, *_nothing(x, x.dtype, torch.int32, accumulate, accumulate, accumulate)
     if variant == "folded" and low == low and high == high and _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups, eps):
         y = x.new_empty(x.shape[0], weight.shape[0], *_output_size(x, weight), dtype=norm_weight.dtype)
         kernels, value = _kernels("conv3d_groupnorm_min_clamp_dropout", x, y.dtype), min(_rounded(low, y.dtype), high)
@@ -541,7 +547,7 @@ def conv3d_groupnorm_min_clamp_dropout(
     y = _conv3d_groupnorm_min_clamp_dropout(
         x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
     )[0]
-    return y.to(autocast) if autocast is not None and x.device.type == "cpu" else y  # only on CUDA does autocast widen group_norm's result
+    return y.to(autocast) if autocast is not None and _device_type(x) == "cpu" else y  # only on CUDA does autocast widen group_norm's result
 
 
 # ----------------------------------------------------------------- 85: conv2d_groupnorm_scale_maxpool_clamp
@@ -560,17 +566,18 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
 
     v is (N, C, H', W') on a GPU and (N, H', W', C) on the CPU: each where the library is fastest.
     """
-    if variant == "fused" and x.device.type == "cuda":
+    if variant == "fused" and _device_type(x) == "cuda":
         parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
         y = fused.conv2d_groupnorm_scale_maxpool_clamp(x, weight, parameters, scale.dtype, groups, pool, low, high, eps)
-        return y, *_nothing(x, x.dtype, _index(pool[0] * pool[1])[1], x.dtype, x.dtype, x.dtype, x.dtype)
-    N, C, (H, W), channels_last = x.shape[0], weight.shape[0], _output_size(x, weight), x.device.type == "cpu"
+        accumulate = parameters[0].dtype
+        return y, *_nothing(x, x.dtype, _index(pool[0] * pool[1])[1], x.dtype, accumulate, accumulate, accumulate)
+    N, C, (H, W), channels_last = x.shape[0], weight.shape[0], _output_size(x, weight), _device_type(x) == "cpu"
     count, by_winograd = _samples_per_piece(x, weight, keep), C % 32 == 0 and pool[0] % 2 == 0 and _winograd_applies(x, weight)
     convolved = None if by_winograd else _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
     kernels = _kernels("conv2d_groupnorm_scale_maxpool_clamp", x, scale.dtype, **_pool_defines(pool))
     parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
     y = x.new_empty(N, C, H // pool[0], W // pool[1], dtype=scale.dtype)
-    in_place = x.device.type == "cpu" and not keep and y.dtype == x.dtype  # the selected values become the result where they are
+    in_place = _device_type(x) == "cpu" and not keep and y.dtype == x.dtype  # the selected values become the result where they are
     extreme = y if in_place else x.new_empty(y.shape)
     index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
@@ -590,7 +597,7 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
 def _(x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, high, eps, variant, keep):
     N, C, (H, W) = x.shape[0], weight.shape[0], _output_size(x, weight)
     y = x.new_empty(N, C, H // pool[0], W // pool[1], dtype=scale.dtype)
-    v = (N, H, W, C) if x.device.type == "cpu" else (N, C, H, W)
+    v = (N, H, W, C) if _device_type(x) == "cpu" else (N, C, H, W)
     index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
     mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
     extreme, group_mean, group_rstd = x.new_empty(y.shape), mean.new_empty(N, groups), mean.new_empty(N, groups)
@@ -613,7 +620,7 @@ def _conv2d_groupnorm_scale_maxpool_clamp_backward(
     parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
     sizes = N, C, groups, *_output_size(x, weight)
     kernels.backward(dv, gradients, *scratch, *inputs, *parameters, low, high, *sizes)
-    dx, dw = _convolve_backward(dv, x, weight, x.device.type == "cpu", need_x, need_weight)
+    dx, dw = _convolve_backward(dv, x, weight, _device_type(x) == "cpu", need_x, need_weight)
     return dx, dw, *_summed(gradients, conv_bias, norm_weight, norm_bias, scale)
 
 

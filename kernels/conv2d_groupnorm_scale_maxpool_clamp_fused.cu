@@ -158,13 +158,13 @@ __device__ __forceinline__ void await(float (&d)[kTiles][4]) {
 // Waits for all threads of the team and, on sm_90a, until the tensor cores are its own; then hands them on to the next team.
 __device__ __forceinline__ void take_turn(int team) {
   if (TENSOR_CORE_WGMMA && kTeams > 1)
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(2 * kTeamThreads) : "memory");
+    sync_threads<2 * kTeamThreads>(1 + team);
   else
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeamThreads) : "memory");
+    sync_threads<kTeamThreads>(1 + team);
 }
 __device__ __forceinline__ void hand_on(int team) {
   if (TENSOR_CORE_WGMMA && kTeams > 1)
-    asm volatile("bar.arrive %0, %1;" ::"r"(1 + (team == kTeams - 1 ? 0 : team + 1)), "n"(2 * kTeamThreads) : "memory");
+    signal_threads<2 * kTeamThreads>(1 + (team == kTeams - 1 ? 0 : team + 1));
 }
 
 // extreme (N, CHANNELS_OUT, PH, PW); partial (N, CHANNELS_OUT, tiles·strips, 3): count, mean, m2 of v.
@@ -438,7 +438,7 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
   output_t* out = y + first * pooled;
   const int size = int(channels * pooled), plane = int(pooled), begin = chunk * kThreads + threadIdx.x, step = chunks * kThreads;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // until convolve_kernel has ended
+  await_previous_kernel();
 #endif
   Vector<float> ahead[kAhead];  // on their way while the statistics are merged
 #pragma unroll

@@ -176,13 +176,6 @@ __device__ __forceinline__ Tail make_tail(const Arguments& of, int channel, int 
   return tail;
 }
 
-// min(a, b), NaN wins.
-__device__ __forceinline__ float minimum_of(float a, float b) {
-  float result;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-  return result;
-}
-
 // Turns a warp's sums of 16 channels × 8·kTiles pixels into results, in PyTorch's order of operations. Lane 4 g + t holds
 // pixels 8 j + 2 t and the next: of channel g in [j][0] and [j][1], of channel g + 8 in [j][2] and [j][3].
 template <int kTiles>
@@ -196,7 +189,7 @@ __device__ __forceinline__ void finish(
   for (int i = 0; i < kTiles * 4; i++) {
     const Tail& tail = i % 4 < 2 ? low : high;
     float& value = sums[i / 4][i % 4];
-    value = (minimum_of(value * tail.factor + tail.conv_bias, constant) + tail.bias) * scale;
+    value = (min_nan(value * tail.factor + tail.conv_bias, constant) + tail.bias) * scale;
   }
 }
 

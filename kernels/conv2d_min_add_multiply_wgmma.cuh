@@ -49,38 +49,15 @@ static_assert(!SPLIT && kGroups == 1 && kProducts <= 36 && kBytes <= 227 << 10, 
 
 #if TENSOR_CORE_WGMMA
 
-// ----------------------------------------------------------------------------------------------- barriers and bulk copies
+// --------------------------------------------------------------------------------------------------------------- barriers
 
-__device__ __forceinline__ void initialize(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-__device__ __forceinline__ void await(uint64_t* barrier, uint32_t parity) {
-  asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-               ::"r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-
-// Barriers by number: consumer c gets its turn with the tensor cores on 1 + c; its warps meet on 3 + c.
-template <int kCount> __device__ __forceinline__ void sync_threads(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kCount) : "memory");
-}
+// Consumer c gets its turn with the tensor cores on barrier 1 + c; its warps meet on 3 + c.
 __device__ __forceinline__ void take_turn(int consumer) {
   if (kInTurns) sync_threads<2 * kTeam>(1 + consumer);
 }
 __device__ __forceinline__ void hand_on(int consumer) {
-  if (kInTurns) asm volatile("bar.arrive %0, %1;" ::"r"(2 - consumer), "n"(2 * kTeam) : "memory");
+  if (kInTurns) signal_threads<2 * kTeam>(2 - consumer);
 }
-
-// Shared memory to global memory by the copy engine, in the background; both start at a sector.
-__device__ __forceinline__ void copy_bulk(output_t* to, const output_t* from, int count) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(count * int(sizeof(output_t))) : "memory");
-}
-__device__ __forceinline__ void commit_bulk_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until this thread's bulk copies have read their source.
-__device__ __forceinline__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // A position in the ring: a slot, and how often the ring has been gone through, modulo 2.
 struct Position {
@@ -302,7 +279,7 @@ __device__ __forceinline__ void store_tile(output_t* to, output_t* staging, cons
   const int first = continues || shift == 0 ? 0 : kSector, last = max(end / kSector * kSector, first);  // whole sectors
   const bool real = channel < channels;
   output_t* const out = to + channel * stride - shift;
-  if (real && lane < 16 && first < last) copy_bulk(out + first, mine + first, last - first);
+  if (real && lane < 16 && first < last) copy_bulk_out(out + first, mine + first, (last - first) * int(sizeof(output_t)));
   commit_bulk_copies();
   if (!continues || !continued) {
     const bool head = lane < 16;
@@ -385,14 +362,14 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_kernel(Arguments of, boo
   const Tiles tiles(of);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRing; i++) initialize(ring.full + i, kTeam), initialize(ring.empty + i, kConsumers);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   __syncthreads();  // the barriers are there
   if (threadIdx.x < kTeam) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    give_registers_but<56>();
     produce(of, tiles, ring, shared + kRawAt, again);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    take_registers_to<224>();
     consume(of, tiles, ring, shared, again);
   }
 #endif

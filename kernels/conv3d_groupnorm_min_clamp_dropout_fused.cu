@@ -1,13 +1,12 @@
 // y = dropout(clamp(min(group_norm(conv(x)), low), low, high), p), forward, with the convolution inside.
 //
-// Two launches. The first convolves, once: the sums go to y's own place, their statistics aside; the block that completes a
-// sample merges those, in the order of their places, so that results are bitwise equal from run to run. The second normalises,
-// applies min, clamp and dropout in place. Every value is computed, though min and clamp make most of them equal. The mask is that
-// of conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
+// Two launches. The first convolves, once: the sums go to y's own place, rounded to its dtype, and their statistics, taken before,
+// aside; the block that completes a sample merges those, in a fixed order, so that results are bitwise equal from run to run. The second normalises, applies min, clamp and dropout in place. Every value is computed, though min and clamp make most of them
+// equal. The mask is that of conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
 #include "convolution3d.cuh"
 #include "philox.h"
 
-constexpr int kRunPitch = kTurn + 8;  // of a warp's results in shared memory: stores of 8 channels meet no bank conflict
+constexpr int kStagingPitch = kTurn + 8;  // of a warp's results in shared memory: stores of 8 channels meet no bank conflict
 
 struct DropoutMask {
   const int64_t* seed;  // null: nothing is dropped
@@ -17,7 +16,7 @@ struct DropoutMask {
 
 inline DropoutMask dropout_mask(const int64_t* seed, double p) {
   const double kept_from = ceil(double(float(p)) * 0x1p24) * 256;  // p = 1 drops everything: its scale is 0
-  return {seed, kept_from >= 0x1p32 ? 0xffffffffu : uint32_t(kept_from), float(p < 1 ? 1 / (1 - p) : 0)};
+  return {seed, kept_from >= 0x1p32 ? 0xffffffffu : uint32_t(kept_from), float(float(p) < 1 ? 1 / (1 - p) : 0)};
 }
 
 struct GroupNorm {
@@ -35,21 +34,21 @@ struct alignas(16) Affine {
 
 // Takes statistics, and writes the convolution of x - shift, in real units: four values at a time, or one by one where rows of
 // the part don't start at a multiple of four.
-template <bool kVectors> struct RawSink : StatisticsWithScale {
-  float w_unit[2], unit[2];
-  float* run;  // [16][kRunPitch] of this warp
-  float* y;    // the part's first element
+template <bool kVectors> struct StoringSink : StatisticsSink {
+  const float* weight_scale;  // [16]
+  float unit[2];
+  float* staging;  // [16][kStagingPitch] of this warp
+  output_t* y;  // the part's first element
   int64_t channel;
   int plane_size;
-  // A turn's results wait in `run` until the next turn's products give time to store them.
+  // A turn's results wait in `staging` until the next turn's products give time to store them.
   static constexpr int kLanes = kTurn / 4, kRows = 32 / kLanes, kStores = 16 / kRows;  // lanes per channel, channels at a time
-  float* lane_at;  // y, of this lane's first element
-  float* waiting;  // where the waiting results go, or null
-  __device__ void first(float s) { StatisticsWithScale::first(s), set_unit(); }
-  __device__ void rescale(float factor, float s) { StatisticsWithScale::rescale(factor, s), set_unit(); }
-  __device__ void set_unit() {
+  output_t* lane_at;  // y, of this lane's first element
+  output_t* waiting;  // where the waiting results go, or null
+  __device__ void start(float s) {
+    StatisticsSink::start(s), waiting = nullptr;
 #pragma unroll
-    for (int r = 0; r < 2; r++) unit[r] = 1 / scale * w_unit[r];
+    for (int r = 0; r < 2; r++) unit[r] = 1 / scale * (1 / weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
   }
   // Sums start at zero: values that started at an outlier would be as inexact as it is.
   __device__ __forceinline__ void begin(float (&c)[kTiles][4]) const {
@@ -59,12 +58,16 @@ template <bool kVectors> struct RawSink : StatisticsWithScale {
   // Four elements of channel lane / kLanes + i·kRows.
   __device__ __forceinline__ void store(int i) {
     const int lane = threadIdx.x % 32;
-    const float4 four = *reinterpret_cast<const float4*>(run + (lane / kLanes + i * kRows) * kRunPitch + lane % kLanes * 4);
-    // A predicate in place of a branch, which would keep the products around it from being scheduled together.
-    asm volatile("{ .reg .pred valid; setp.ne.s64 valid, %0, 0; @valid st.global.v4.f32 [%1], {%2, %3, %4, %5}; }"
-                 :: "l"(waiting), "l"(waiting + i * kRows * channel), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w) : "memory");
+    const float4 four = *reinterpret_cast<const float4*>(staging + (lane / kLanes + i * kRows) * kStagingPitch + lane % kLanes * 4);
+    output_t* const to = waiting + i * kRows * channel;
+    if constexpr (sizeof(output_t) == 4) {
+      store_if(waiting, to, four);
+    } else {
+      const Vector<output_t> rounded{output_t(four.x), output_t(four.y), output_t(four.z), output_t(four.w)};
+      store_if(waiting, to, reinterpret_cast<const uint2&>(rounded));
+    }
   }
-  __device__ __forceinline__ void meanwhile(int step, int, int, int) {
+  __device__ __forceinline__ void meanwhile(int step) {
     if constexpr (kVectors)
 #pragma unroll
       for (int i = step * kStores / kSteps; i < (step + 1) * kStores / kSteps; i++) store(i);
@@ -76,7 +79,7 @@ template <bool kVectors> struct RawSink : StatisticsWithScale {
     for (int j = 0; j < kTiles; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        *reinterpret_cast<float2*>(run + (g + 8 * r) * kRunPitch + j * 8 + 2 * t) =
+        *reinterpret_cast<float2*>(staging + (g + 8 * r) * kStagingPitch + j * 8 + 2 * t) =
             make_float2(v[j][2 * r] * unit[r], v[j][2 * r + 1] * unit[r]);
     __syncwarp();
     if (started)
@@ -84,20 +87,21 @@ template <bool kVectors> struct RawSink : StatisticsWithScale {
       for (int j = 0; j < kTiles; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) v[j][i] -= shift[i / 2];
-    StatisticsWithScale::take(v, plane, q, limit);
+    StatisticsSink::take(v, plane, q, limit);
     const int64_t at = int64_t(plane) * plane_size + q;
     if constexpr (kVectors) {
       waiting = q + lane % kLanes * 4 < limit ? lane_at + at : nullptr;
     } else {
 #pragma unroll 1
       for (int row = 0; row < 16; row++)
-        for (int i = lane; i < min(kTurn, limit - q); i += 32) y[row * channel + at + i] = run[row * kRunPitch + i];
+        for (int i = lane; i < min(kTurn, limit - q); i += 32) y[row * channel + at + i] = output_t(staging[row * kStagingPitch + i]);
     }
   }
   __device__ __forceinline__ void finish() {
     if constexpr (kVectors)
 #pragma unroll
       for (int i = 0; i < kStores; i++) store(i);
+    StatisticsSink::finish();
   }
 };
 
@@ -115,11 +119,14 @@ __device__ inline bool is_last_part(unsigned* parts_done, unsigned parts) {
   return last;
 }
 
-// affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel.
-__device__ inline void find_affines(Affine* affines, const PartStatistics* statistics, const Convolution& c,
+struct Channel {
+  Moments<double> moments;
+  double constant;  // what shifting x and the bias add
+};
+
+// affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel. `channels`: shared memory.
+__device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], const PartStatistics* statistics, const Convolution& c,
                                     const GroupNorm& norm, int64_t n) {
-  __shared__ Moments<double> moments[kOut];
-  __shared__ double constant[kOut];
   const int eighth = threadIdx.x % 8;
   for (int channel = threadIdx.x / 8; channel < kOut; channel += kBlock / 8) {
     Moments<float> own{0, 0, 0};
@@ -130,50 +137,47 @@ __device__ inline void find_affines(Affine* affines, const PartStatistics* stati
     for (int m = 1; m < 8; m *= 2)
       own = own.merge({__shfl_xor_sync(~0u, own.count, m), __shfl_xor_sync(~0u, own.mean, m), __shfl_xor_sync(~0u, own.m2, m)});
     if (eighth == 0) {
-      float shift[kIn];
-      find_shifts(shift, c, n);
       double level = norm.conv_bias[channel];  // in double: it may be many times the spread
       for (int i = 0; i < kIn; i++) {
         double taps = 0;
         for (int tap = 0; tap < kTaps; tap++) taps += double(c.weight[(channel * kIn + i) * kTaps + tap]);
-        level += taps * double(shift[i]);
+        level += taps * double(shift_of(c, n, i));
       }
-      constant[channel] = level;
-      moments[channel] = {double(c.OD) * c.OH * c.OW, double(own.mean) + level, double(own.m2)};
+      channels[channel] = {{double(c.OD) * c.OH * c.OW, double(own.mean) + level, double(own.m2)}, level};
     }
   }
   __syncthreads();
   const int per_group = kOut / norm.groups;
   for (int channel = threadIdx.x; channel < kOut; channel += kBlock) {
     Moments<double> all{0, 0, 0};
-    for (int i = 0; i < per_group; i++) all = all.merge(moments[channel / per_group * per_group + i]);
-    affines[n * kOut + channel] = {float(constant[channel] - all.mean), norm.weight[channel] / sqrtf(float(all.variance()) + norm.eps),
+    for (int i = 0; i < per_group; i++) all = all.merge(channels[channel / per_group * per_group + i].moments);
+    affines[n * kOut + channel] = {float(channels[channel].constant - all.mean), norm.weight[channel] / sqrtf(float(all.variance()) + norm.eps),
                                    norm.bias[channel]};
   }
 }
 
 // Grid (N · slots, kOut / 16). parts_done (N) is zero at the start.
 template <bool kVectors>
-__global__ void __launch_bounds__(kBlock, BLOCKS_PER_SM)
-convolve_kernel(float* y, PartStatistics* statistics, Affine* affines, unsigned* parts_done, GroupNorm norm, const Convolution c) {
+__global__ void __launch_bounds__(kBlock, 1)
+convolve_kernel(output_t* y, PartStatistics* statistics, Affine* affines, unsigned* parts_done, GroupNorm norm, const Convolution c) {
   extern __shared__ uint4 shared[];
-  __shared__ __align__(16) float runs[kBlockWarps][16 * kRunPitch];
+  __shared__ __align__(16) float staging[kBlockWarps][16 * kStagingPitch];
   __shared__ float weight_scale[16];
   const Part part(c, blockIdx.x);
-  const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32, g = lane / 4;
+  static_assert(kOut * sizeof(Channel) <= sizeof staging, "too many channels");
+  const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32;
   const int64_t plane = int64_t(c.OH) * c.OW;
-  find_weight_scales(weight_scale, c, first_channel);
-  RawSink<kVectors> sink;
+  Sweep sweep(c, part, reinterpret_cast<uint32_t*>(shared), weight_scale, first_channel);
+  StoringSink<kVectors> sink;
   sink.plane_size = int(plane), sink.channel = c.OD * plane;
   sink.y = y + (part.n * kOut + first_channel) * sink.channel + part.first_row * c.OW;
   sink.lane_at = sink.y + lane / sink.kLanes * sink.channel + lane % sink.kLanes * 4;
-  sink.run = runs[threadIdx.x / 32], sink.waiting = nullptr;
-#pragma unroll
-  for (int r = 0; r < 2; r++) sink.w_unit[r] = 1 / weight_scale[g + 8 * r];
-  sweep(c, part, first_channel, weight_scale, reinterpret_cast<uint32_t*>(shared), sink);
-  sink.finish();
-  write_statistics(statistics, c, part, first_channel, weight_scale, sink);
-  if (is_last_part(parts_done + part.n, c.slots() * (kOut / 16))) find_affines(affines, statistics, c, norm, part.n);
+  sink.staging = staging[threadIdx.x / 32];
+  sink.weight_scale = weight_scale;
+  sweep.run(sink, part.plane_count * sweep.turns);
+  sink.write(statistics, c, part, first_channel, weight_scale);
+  if (is_last_part(parts_done + part.n, c.slots() * (kOut / 16)))
+    find_affines(affines, reinterpret_cast<Channel(&)[kOut]>(staging), statistics, c, norm, part.n);
 }
 
 // ------------------------------------------------------------------------------------------------ what follows it
@@ -209,7 +213,7 @@ template <int kCount> __device__ __forceinline__ void draw(Philox4 (&draws)[kCou
 // of four. Grid: N · kOut · chunks. The last samples come first: of those the cache still holds something.
 template <bool kVectors>
 __global__ void __launch_bounds__(kThreads)
-finish_kernel(float* y, const Affine* affines, Tail tail, int64_t size, unsigned channels, unsigned chunks) {
+finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsigned channels, unsigned chunks) {
   constexpr int kAtOnce = 4;
   const unsigned channel = channels - 1 - blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Affine affine = affines[channel];
@@ -219,10 +223,10 @@ finish_kernel(float* y, const Affine* affines, Tail tail, int64_t size, unsigned
   y += channel * size;
 #pragma unroll 1
   for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < count; i += kAtOnce * step) {
-    float4 four[kAtOnce];  // they arrive while the draws are computed
+    Vector<output_t> four[kAtOnce];  // they arrive while the draws are computed
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++)
-      if (kVectors && i + j * step < count) four[j] = reinterpret_cast<const float4*>(y)[i + j * step];
+      if (kVectors && i + j * step < count) four[j] = load_vector(y + (i + j * step) * kVector);
     Philox4 draws[kAtOnce] = {};
     if (tail.mask.seed) draw(draws, seed, first + i, step);
 #pragma unroll
@@ -230,14 +234,15 @@ finish_kernel(float* y, const Affine* affines, Tail tail, int64_t size, unsigned
       const int64_t at = i + j * step;
       const uint32_t(&random)[4] = draws[j].lane;
       if constexpr (kVectors) {
-        if (at < count)
-          __stcs(reinterpret_cast<float4*>(y) + at, make_float4(tail(affine, four[j].x, random[0]), tail(affine, four[j].y, random[1]),
-                                                               tail(affine, four[j].z, random[2]), tail(affine, four[j].w, random[3])));
+        Vector<output_t> finished;
+#pragma unroll
+        for (int k = 0; k < kVector; k++) finished.at[k] = output_t(tail(affine, float(four[j].at[k]), random[k]));
+        if (at < count) store_vector(y + at * kVector, finished);
       } else {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           const int64_t element = (first + at) * 4 + k - whole;
-          if (element >= 0 && element < size) y[element] = tail(affine, y[element], random[k]);
+          if (element >= 0 && element < size) y[element] = output_t(tail(affine, float(y[element]), random[k]));
         }
       }
     }
@@ -247,15 +252,16 @@ finish_kernel(float* y, const Affine* affines, Tail tail, int64_t size, unsigned
 // y (N, CHANNELS_OUT, D', H', W'). Scratch: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth), since a
 // block convolves `rows` output rows of `depth` output planes; affines (N, CHANNELS_OUT, 4); parts_done (N). seed (1), or without
 // elements for no dropout; offset is the number of elements before y in the whole.
-EXPORT void forward(float* y, float* statistics, float* affines, int32_t* parts_done, const float* x, const float* weight,
+EXPORT void forward(output_t* y, float* statistics, float* affines, int32_t* parts_done, const value_t* x, const value_t* weight,
                     const float* conv_bias, const float* norm_weight, const float* norm_bias, const int64_t* seed, double low,
                     double high, double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
                     int64_t rows, int64_t depth, cudaStream_t stream) {
+  if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
   const int bytes = shared_bytes(c);
   const auto convolve = vectors_fit(y, plane) && rows * c.OW % 4 == 0 ? convolve_kernel<true> : convolve_kernel<false>;
-  allow_shared(convolve, bytes);
+  allow_shared(convolve);
   cudaMemsetAsync(parts_done, 0, N * sizeof(int32_t), stream);
   convolve<<<dim3(unsigned(N * c.slots()), kOut / 16), kBlock, bytes, stream>>>(
       y, reinterpret_cast<PartStatistics*>(statistics), reinterpret_cast<Affine*>(affines), reinterpret_cast<unsigned*>(parts_done),

@@ -1,26 +1,101 @@
-// y = max over c of m[c]·clamp(instance_norm(conv(x)·m[c]), low, high), forward, with the convolution inside; its output is never written.
+// y = max over c of m[c]·clamp(instance_norm(conv(x)·m[c]), low, high), forward, with the convolution inside.
 //
-// Two launches: statistics per (sample, block, channel), then the convolution again, normalised and reduced over the channels.
+// Twice over: statistics per (sample, block, channel), then the convolution again, normalised and reduced over the channels. One launch
+// where a block has a whole sample, else two. In one launch the sums at the last positions are held, not computed again: those that find
+// room in shared memory, and before them those for which there is scratch, small enough to stay in the L2 cache.
 // Instance normalisation removes whatever is constant over a channel: the convolution's bias and what shifting x adds.
 #include "convolution3d.cuh"
 
+// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds and, squared, in `slope`.
+// The maximum over channels of max(low, min(value, high)) is the larger one of their lows' and of their min(value, high)'s.
+struct Coefficients {
+  float offset, slope, low, high;
+};
+// m·bound; where 0 times infinity would stand, 0, which is what m·clamp(z) is.
+__device__ inline float scaled_bound(float bound, float m) { return m == 0 && isinf(bound) ? 0.f : bound * m; }
+
+// Sums at `turns` of a block's turns, from `first` on.
+struct Held {
+  float* values;  // [16][pitch]
+  int first, turns, pitch;
+  static constexpr int kPad = 8;  // stores of 8 channels then meet no bank conflict, and fill sectors
+  __device__ static int pitch_of(int turns) { return turns * kTurn + kPad; }
+  __device__ Held(float* values, int first, int turns) : values(values), first(first), turns(turns), pitch(pitch_of(turns)) {}
+  __device__ __forceinline__ void take(const float (&v)[kTiles][4], const float (&shift)[2], int turn) const {
+    turn -= first;
+    if (turn < 0 || turn >= turns) return;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    float* const to = values + g * pitch + turn * kTurn + 2 * t;
+#pragma unroll
+    for (int j = 0; j < kTiles; j++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        *reinterpret_cast<float2*>(to + 8 * r * pitch + 8 * j) = make_float2(v[j][2 * r] + shift[r], v[j][2 * r + 1] + shift[r]);
+  }
+};
+// Of how many turns have `values` room?
+inline int held_turns(int64_t values) { return int(max(values / 16 - Held::kPad, int64_t(0)) / kTurn); }
+
+struct HoldingSink : StatisticsSink {
+  const Held &in_scratch, &in_shared;
+  const int plane_turns;
+  __device__ HoldingSink(const Held& in_scratch, const Held& in_shared, int plane_turns)
+      : in_scratch(in_scratch), in_shared(in_shared), plane_turns(plane_turns) {}
+  __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
+    StatisticsSink::take(v, plane, q, limit);
+    const int turn = plane * plane_turns + q / kTurn;
+    in_scratch.take(v, shift, turn), in_shared.take(v, shift, turn);
+  }
+};
+
 struct MaximumSink {
-  float low, high, m[2], offset[2], slope[2];  // real units: z = (v + offset)·slope
-  float start[2], factor[2], w_scale[2];       // in units of the sums
-  float* y;                                    // of the sample's first plane, at the block's first row
+  const Coefficients* coefficients;  // [16], in shared memory, as are the following
+  const float* weight_scale;
+  float4* scaled;                    // high, initial, factor
+  output_t* y;                       // of the sample's first plane, at the block's first row
   int plane_size;
   bool first_channels;
-  __device__ void first(float scale) { rescale(1, scale); }
-  __device__ void rescale(float, float scale) {
+  float low;                               // the largest of all channels
+  float high[2], initial[2], factor[2];    // of channels g, g + 8; the last two in units of the sums
+  __device__ void start(float scale) {
+    low = -INFINITY;
 #pragma unroll
-    for (int r = 0; r < 2; r++) start[r] = offset[r] * scale * w_scale[r], factor[r] = slope[r] * (1 / scale) * (1 / w_scale[r]);
+    for (int r = 0; r < 2; r++) {
+      const Coefficients own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
+      low = max_nan(low, own.low), high[r] = own.high;
+      const float w_scale = weight_scale[threadIdx.x % 32 / 4 + 8 * r];
+      initial[r] = own.offset * scale * w_scale, factor[r] = own.slope * (1 / scale) * (1 / w_scale);
+      if (threadIdx.x < 32 && threadIdx.x % 4 == 0) scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], 0);
+    }
+    for (int m = 4; m < 32; m *= 2) low = max_nan(low, __shfl_xor_sync(~0u, low, m));
+  }
+  // What is held, a thread per two positions.
+  __device__ __forceinline__ void take_held(const Held& held, int plane_turns, int limit) const {
+#pragma unroll 1
+    for (int i = 2 * threadIdx.x; i < held.turns * kTurn; i += 2 * kBlock) {
+      float2 v[16];
+#pragma unroll
+      for (int channel = 0; channel < 16; channel++) v[channel] = *reinterpret_cast<const float2*>(held.values + channel * held.pitch + i);
+      float best[2] = {low, low};
+#pragma unroll
+      for (int channel = 0; channel < 16; channel++) {
+        const float4 own = scaled[channel];
+        best[0] = max_nan(best[0], min_nan((v[channel].x + own.y) * own.z, own.x));
+        best[1] = max_nan(best[1], min_nan((v[channel].y + own.y) * own.z, own.x));
+      }
+      const int turn = held.first + i / kTurn, plane = turn / plane_turns, q = turn % plane_turns * kTurn + i % kTurn;
+#pragma unroll
+      for (int u = 0; u < 2; u++)
+        if (q + u < limit) y[int64_t(plane) * plane_size + q + u] = output_t(best[u]);
+    }
   }
   __device__ __forceinline__ void begin(float (&c)[kTiles][4]) const {
 #pragma unroll
-    for (int j = 0; j < kTiles; j++) c[j][0] = c[j][1] = start[0], c[j][2] = c[j][3] = start[1];
+    for (int j = 0; j < kTiles; j++) c[j][0] = c[j][1] = initial[0], c[j][2] = c[j][3] = initial[1];
   }
-  __device__ __forceinline__ float value(int r, float v) const { return min_nan(max_nan(v * factor[r], low), high) * m[r]; }
-  __device__ __forceinline__ void meanwhile(int, int, int, int) {}
+  __device__ __forceinline__ float value(int r, float v) const { return min_nan(v * factor[r], high[r]); }
+  __device__ __forceinline__ void meanwhile(int) {}
+  __device__ __forceinline__ void finish() {}
   __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float best[2 * kTiles];  // positions 2t, 2t + 1 of each tile
@@ -48,52 +123,80 @@ struct MaximumSink {
     }
     const int position = q + kept / 2 * 8 + 2 * t + kept % 2;
     if (owner && position < limit) {
-      float* at = y + int64_t(plane) * plane_size + position;
-      *at = first_channels ? best[0] : max_nan(best[0], *at);
+      output_t* at = y + int64_t(plane) * plane_size + position;
+      const float all = max_nan(best[0], low);
+      *at = output_t(first_channels ? all : max_nan(all, float(*at)));
     }
   }
 };
 
-// The block's channels come 16 at a time; y holds the maximum so far, which the same thread reads again.
-__global__ void __launch_bounds__(kBlock, BLOCKS_PER_SM)
-apply_kernel(float* y, const PartStatistics* statistics, const float* conv_bias, const float* multiplier, float low, float high,
-             float eps, const Convolution c) {
+enum Phases { kStatistics = 1, kApply = 2 };
+
+// Grid: N · slots. The block's channels come 16 at a time; y holds the maximum so far, which the same thread reads again.
+__global__ void __launch_bounds__(kBlock, 1)
+fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const float* conv_bias, const float* multiplier, float low,
+             float high, float eps, int phases, int scratch_turns, int shared_turns, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ float weight_scale[16];
-  __shared__ float coefficients[16][3];
+  __shared__ Coefficients coefficients[16];
+  __shared__ float4 scaled[16];
   const Part part(c, blockIdx.x);
-  const int g = threadIdx.x % 32 / 4;
+  Sweep sweep(c, part, reinterpret_cast<uint32_t*>(shared), weight_scale, 0);
+  const int all_turns = part.plane_count * sweep.turns, unheld = all_turns - scratch_turns - shared_turns;
+  const Held in_scratch(scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns), unheld, scratch_turns);
+  const Held in_shared(reinterpret_cast<float*>(shared + (shared_bytes(c) + 15) / 16), unheld + scratch_turns, shared_turns);
 #pragma unroll 1
   for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
-    if (threadIdx.x < 16) {
-      const int channel = first_channel + threadIdx.x;
-      const Moments<float> moments = merge_slots(statistics, c, part.n, channel);
-      const ScaledChannel scaled =
-          scaled_channel(&moments.mean, &moments.m2, conv_bias + channel, multiplier + channel, eps, 0, 0, 1, int64_t(c.OD) * c.OH * c.OW);
-      coefficients[threadIdx.x][0] = -scaled.mean, coefficients[threadIdx.x][1] = scaled.a, coefficients[threadIdx.x][2] = scaled.m;
+    if (first_channel > 0) {
+      __syncthreads();  // weight_scale has been read
+      sweep.fetch_weights(first_channel);
+      __syncthreads();
     }
-    find_weight_scales(weight_scale, c, first_channel);
-    MaximumSink sink;
-    sink.low = low, sink.high = high, sink.plane_size = c.OH * c.OW, sink.first_channels = first_channel == 0;
-    sink.y = y + part.n * c.OD * int64_t(sink.plane_size) + part.first_row * c.OW;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      sink.offset[r] = coefficients[g + 8 * r][0], sink.slope[r] = coefficients[g + 8 * r][1];
-      sink.m[r] = coefficients[g + 8 * r][2], sink.w_scale[r] = weight_scale[g + 8 * r];
+    if (phases & kStatistics) {
+      HoldingSink sink(in_scratch, in_shared, sweep.turns);
+      sweep.run(sink, all_turns);
+      sink.write(statistics, c, part, first_channel, weight_scale);
     }
-    sweep(c, part, first_channel, weight_scale, reinterpret_cast<uint32_t*>(shared), sink);
+    if (phases & kApply) {
+      const int own = threadIdx.x / 8, channel = first_channel + own;
+      if (threadIdx.x % 8 == 0 && own < 16) {  // the thread that wrote this channel's statistics
+        const Moments<float> moments = merge_slots(statistics, c, part.n, channel);
+        const ScaledChannel scaled =
+            scaled_channel(&moments.mean, &moments.m2, conv_bias + channel, multiplier + channel, eps, 0, 0, 1, int64_t(c.OD) * c.OH * c.OW);
+        const float at_low = scaled_bound(low > high ? high : low, scaled.m), at_high = scaled_bound(high, scaled.m);
+        coefficients[own] = {-scaled.mean, scaled.a * scaled.m, scaled.m < 0 ? at_high : at_low, scaled.m < 0 ? at_low : at_high};
+      }
+      MaximumSink sink;
+      sink.coefficients = coefficients, sink.weight_scale = weight_scale, sink.scaled = scaled;
+      sink.plane_size = c.OH * c.OW, sink.first_channels = first_channel == 0;
+      sink.y = y + part.n * c.OD * int64_t(sink.plane_size) + part.first_row * c.OW;
+      sweep.run(sink, unheld);
+      sink.take_held(in_scratch, sweep.turns, part.limit);
+      sink.take_held(in_shared, sweep.turns, part.limit);
+    }
   }
 }
 
 // y (N, D', H', W'); statistics (N, slots, CHANNELS_OUT, 2) is scratch, with slots = ceil(H' / rows)·ceil(D' / depth): a block computes
-// `rows` output rows of `depth` output planes.
-EXPORT void forward(float* y, float* statistics, const float* x, const float* weight, const float* conv_bias,
-                    const float* multiplier, double low, double high, double eps, int64_t N, int64_t D, int64_t H, int64_t W,
-                    int64_t rows, int64_t depth, cudaStream_t stream) {
-  launch_statistics(statistics, convolution(x, weight, D, H, W, rows, depth), N, stream);
+// `rows` output rows of `depth` output planes; and so is scratch (scratch_size), of any size, where sums are held.
+EXPORT void forward(output_t* y, float* statistics, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
+                    const float* multiplier, double low, double high, double eps, int64_t scratch_size, int64_t N, int64_t D, int64_t H,
+                    int64_t W, int64_t rows, int64_t depth, cudaStream_t stream) {
+  if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth);
-  const int bytes = shared_bytes(c);
-  allow_shared(apply_kernel, bytes);
-  apply_kernel<<<unsigned(N * c.slots()), kBlock, bytes, stream>>>(y, reinterpret_cast<const PartStatistics*>(statistics), conv_bias,
-                                                                   multiplier, low, high, eps, c);
+  const int bytes = (shared_bytes(c) + 15) / 16 * 16, all = allow_shared(fused_kernel);
+  int shared_turns = 0, scratch_turns = 0;
+  if (c.slots() == 1 && kOut == 16) {
+    const int most = (c.OD - 1) * turns(c);
+    shared_turns = min(held_turns((all - bytes) / int(sizeof(float))), most);
+    scratch_turns = min(held_turns(scratch_size / N), most - shared_turns);
+    const int last_round = (c.OD * turns(c) - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
+    if (last_round) scratch_turns -= min(scratch_turns, kBlockWarps - last_round);
+  }
+  const auto launch = [&](int phases) {
+    fused_kernel<<<unsigned(N * c.slots()), kBlock, shared_turns ? all : bytes, stream>>>(
+        y, reinterpret_cast<PartStatistics*>(statistics), scratch, conv_bias, multiplier, low, high, eps, phases, scratch_turns, shared_turns, c);
+  };
+  if (c.slots() == 1) launch(kStatistics | kApply);
+  else launch(kStatistics), launch(kApply);
 }

@@ -1,19 +1,22 @@
-// A small 3-D convolution on tensor cores at float32 accuracy, whose output a sink takes from the registers: what the fused kernels share.
+// A small 3-D convolution on tensor cores at eager's accuracy, whose output a sink takes from the registers: what the fused kernels share.
 //
-// Stride 1, no padding, CHANNELS_IN ≤ 4; 16 output channels at a time. Each block owns some output rows of one sample and walks
-// along depth, with a ring of KERNEL_D + 1 input planes in shared memory; the next plane arrives while one is computed.
+// Stride 1, no padding, CHANNELS_IN ≤ 4; 16 output channels at a time. A block fills a multiprocessor. It owns some output rows of one
+// sample and walks along depth, with a ring of input planes in shared memory: KERNEL_D that are in use, and three that come. Its warps
+// share out each plane's positions and pixels, and may be two planes apart.
 //
-// Accuracy: x - shift and the weights, scaled by powers of two, are each split into two halves of fp16, high + low;
-// high·high + high·low + low·high, summed in float32, has float32's accuracy. The scale of x follows the data: a value that
-// does not fit makes the block stage its planes again. `shift`, one value per (sample, input channel) taken from x, removes a
-// large mean; the constant that it adds per output channel is left to whoever needs it.
+// Accuracy: of float32, x - shift and the weights, scaled by powers of two, are each split into two halves of float16, high + low;
+// high·high + high·low + low·high, summed in float32, has float32's accuracy. x is scaled by input channel, which the weights make up
+// for, and the weights by output channel. A block guesses the scales of x from a few planes, and starts again if the largest magnitude
+// turns out to want others. `shift`, one value per (sample, input channel) taken from x, removes a large mean; the constant that it adds
+// per output channel is left to whoever needs it. Halves, VALUE_T of 16 bits, are themselves.
 //
-// A pixel's 2·CHANNELS_IN halves (highs, then lows) form CHANNELS_IN words: those with a high in one array, the others in a
-// second. They are the B fragment of m16n8k16 as they are: lane (g, t) holds pixel g of tap 4·step + t, and a warp's loads of 8
+// A pixel is some words of two halves: its highs, then its lows. Those words with a high lie in one array, the others in a second.
+// They are the B fragment of m16n8k16 as they are: lane (g, t) holds pixel g of tap 4·step + t, and a warp's loads of 8
 // neighbouring pixels × 4 taps are free of bank conflicts. The weights are the A fragment, in registers. Each word meets the
 // weights' highs, and those with a high meet their lows too (and 0, where they hold a low): 17.5 products for 27 taps of 3 channels.
 #pragma once
 #include "reduce.cuh"
+#include "tensor_core.cuh"
 
 #ifndef CHANNELS_IN
 #define CHANNELS_IN 3
@@ -23,24 +26,18 @@
 #define KERNEL_W 3
 #endif
 #ifndef STAGE_PIXELS
-#define STAGE_PIXELS 3072  // capacity of the ring: (KERNEL_D + 1)·(rows + KERNEL_H - 1)·pitch_for(W) must fit
-#endif
-#ifndef BLOCK_THREADS
-#define BLOCK_THREADS 128
-#endif
-#ifndef BLOCKS_PER_SM
-#define BLOCKS_PER_SM 2
-#endif
-#ifndef TILES
-#define TILES 4
+#define STAGE_PIXELS 8704  // capacity of the ring: (KERNEL_D + 3)·(rows + KERNEL_H - 1)·pitch_for(W) must fit
 #endif
 
 constexpr int kIn = CHANNELS_IN, kOut = CHANNELS_OUT, kDepth = KERNEL_D, kHeight = KERNEL_H, kWidth = KERNEL_W;
 constexpr int kTaps = kDepth * kHeight * kWidth, kSteps = (kTaps + 3) / 4;
-constexpr int kMain = (kIn + 1) / 2, kRest = kIn - kMain;  // words per pixel that hold a high, and the others
-constexpr int kTiles = TILES, kTurn = 8 * kTiles;  // of 8 positions, that a warp computes side by side
-constexpr int kStage = STAGE_PIXELS, kBlock = BLOCK_THREADS, kBlockWarps = kBlock / 32;
-static_assert(kIn >= 1 && kIn <= 4 && kOut % 16 == 0 && kBlock >= 128, "the sizes that this kernel serves");
+constexpr bool kSplit = std::is_same_v<value_t, float>;
+using operand_t = std::conditional_t<kSplit, half_t, value_t>;
+constexpr int kMain = (kIn + 1) / 2, kRest = kSplit ? kIn - kMain : 0, kWords = kMain + kRest;  // of a pixel: with a high, the others, all
+constexpr int kTiles = 4, kTurn = 8 * kTiles;  // of 8 positions, that a warp computes side by side
+constexpr int kStage = STAGE_PIXELS, kRing = kDepth + 3, kRaw = 3;  // planes: in the ring, and as they come
+constexpr int kBlock = 384, kBlockWarps = kBlock / 32;  // 168 registers a thread
+static_assert(kIn >= 1 && kIn <= 4 && kOut % 16 == 0 && kWords * kStage >= 16 * kIn * kTaps, "the sizes that this kernel serves");
 
 // Pixels from one row to the next in the ring: rows of a tap group fall into different banks, and are 16-byte aligned.
 inline int pitch_for(int64_t width) {
@@ -49,30 +46,31 @@ inline int pitch_for(int64_t width) {
 }
 
 struct Convolution {
-  const float* x;       // (N, kIn, D, H, W)
-  const float* weight;  // (kOut, kIn, kDepth, kHeight, kWidth)
+  const value_t* x;       // (N, kIn, D, H, W)
+  const value_t* weight;  // (kOut, kIn, kDepth, kHeight, kWidth)
   int64_t channel;      // D·H·W
   int D, H, W, OD, OH, OW;
   int rows, slabs, depth, chunks;  // a block's output rows and planes, and how many such parts there are
   int pitch, plane;                // pixels
-  bool aligned;                    // rows start at 16-byte boundaries
-  struct Step { int columns, address; } tile, stride;  // to the position 8 on, and from the end of a warp's turn to its next
+  bool aligned, bulk;              // rows start at multiples of four elements, which of float32 are 16 bytes; of 16 bytes
   __host__ __device__ int slots() const { return slabs * chunks; }  // blocks of a sample
 };
 
-inline Convolution convolution(const float* x, const float* weight, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth) {
+inline Convolution convolution(const value_t* x, const value_t* weight, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth) {
   Convolution c{x, weight, D * H * W, int(D), int(H), int(W), int(D) - kDepth + 1, int(H) - kHeight + 1, int(W) - kWidth + 1};
   c.rows = int(rows), c.slabs = (c.OH + c.rows - 1) / c.rows;
   c.depth = int(depth), c.chunks = (c.OD + c.depth - 1) / c.depth;
   c.pitch = pitch_for(W), c.plane = (c.rows + kHeight - 1) * c.pitch;
-  c.aligned = vectors_fit(x, W);
-  auto step = [&](int q) { return Convolution::Step{q % c.OW, q / c.OW * c.pitch + q % c.OW}; };
-  c.tile = step(8), c.stride = step(kTurn * (kBlockWarps - 1));
+  c.aligned = vectors_fit(x, W), c.bulk = W * sizeof(value_t) % 16 == 0 && uintptr_t(x) % 16 == 0;
   return c;
 }
 
-inline int raw_floats(const Convolution& c) { return (c.rows + kHeight - 1) * ((c.W + 3) / 4 * 4) * kIn; }
-inline int shared_bytes(const Convolution& c) { return (kIn * kStage + raw_floats(c)) * 4; }
+// A block's shared memory: the ring; planes of x as they come; where the output positions' pixels lie in a plane, and where the items'.
+HOST_DEVICE int raw_pixels(const Convolution& c) { return (c.rows + kHeight - 1) * ((c.W + 7) / 8 * 8); }
+HOST_DEVICE int turns(const Convolution& c) { return (min(c.rows, c.OH) * c.OW + kTurn - 1) / kTurn; }
+HOST_DEVICE int shared_bytes(const Convolution& c) {
+  return kWords * kStage * 4 + kRaw * kIn * raw_pixels(c) * int(sizeof(value_t)) + (turns(c) * kTurn + raw_pixels(c)) * 2;
+}
 
 // The part of the output that a block owns.
 struct Part {
@@ -90,299 +88,417 @@ __device__ inline float slot_count(const Convolution& c, int slot) {
 }
 
 // ---------------------------------------------------------------------------------------------------- primitives
-__device__ __forceinline__ void multiply_16(float (&c)[4], const uint32_t* a, const uint32_t* b, uint32_t x, uint32_t y) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b[0]), "r"(b[1]), "r"(x), "r"(y));
-}
-__device__ __forceinline__ void multiply_8(float (&c)[4], const uint32_t* a, uint32_t x) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(x));
-}
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const __half2 h = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&h);
+using namespace tensor_core;
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  if constexpr (std::is_same_v<operand_t, half_t>) {
+    const __half2 both = __floats2half2_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const uint32_t&>(both);
+  }
 }
 __device__ __forceinline__ float rounded(float v) { return __half2float(__float2half_rn(v)); }
-template <int kBytes> __device__ __forceinline__ void copy_async(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "l"(global), "n"(kBytes));
-}
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-template <int kCount> struct Pixels { static constexpr int value = kCount; };
 // Words [k][pixel] of four pixels, stored pixel by pixel.
-template <int kWords> __device__ __forceinline__ void store_words(uint32_t* at, const uint32_t (*words)[4]) {
+template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, const uint32_t (*words)[4]) {
 #pragma unroll
-  for (int i = 0; i < kWords; i++)
-    reinterpret_cast<uint4*>(at)[i] = make_uint4(words[4 * i % kWords][4 * i / kWords], words[(4 * i + 1) % kWords][(4 * i + 1) / kWords],
-                                                 words[(4 * i + 2) % kWords][(4 * i + 2) / kWords],
-                                                 words[(4 * i + 3) % kWords][(4 * i + 3) / kWords]);
+  for (int i = 0; i < kCount; i++)
+    reinterpret_cast<uint4*>(at)[i] = make_uint4(words[4 * i % kCount][4 * i / kCount], words[(4 * i + 1) % kCount][(4 * i + 1) / kCount],
+                                                 words[(4 * i + 2) % kCount][(4 * i + 2) / kCount],
+                                                 words[(4 * i + 3) % kCount][(4 * i + 3) / kCount]);
 }
-template <int kWords> __device__ __forceinline__ void load_words(uint32_t* to, uint32_t at) {
-  if constexpr (kWords == 2) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(at));
-  } else if constexpr (kWords == 1) {
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(at));
-  }
-}
-// 2^k with largest·2^k in [2^target, 2^(target + 1)); 1 for zero.
-__device__ inline float scale_for(float largest, int target) {
+// 2^k with largest·2^k in [2^10, 2^11); 1 for zero.
+__device__ inline float scale_for(float largest) {
   if (!(largest > 0)) return 1;
-  return exp2f(float(min(max(target - ilogbf(largest), -126), 108)));
+  return exp2f(float(min(max(10 - ilogbf(largest), -126), 108)));
 }
-// min and max as PyTorch: NaN wins. One instruction where numerics.h's need two.
-__device__ __forceinline__ float min_nan(float a, float b) { float r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
-__device__ __forceinline__ float max_nan(float a, float b) { float r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
-
 __device__ inline float middle(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
-// A sample's shifts: the middle one of three values of each input channel.
-__device__ inline void find_shifts(float (&shift)[kIn], const Convolution& c, int64_t n) {
-  for (int i = 0; i < kIn; i++) {
-    const float* x = c.x + (n * kIn + i) * c.channel;
-    const float value = middle(x[0], x[c.channel / 2], x[c.channel - 1]);
-    shift[i] = fabsf(value) < 1e36f ? value : 0.f;
-  }
+// The shift of an input channel of a sample, from three of its elements.
+__device__ inline float shift_from(float first, float central, float last) {
+  const float value = middle(first, central, last);
+  return fabsf(value) < 1e36f ? value : 0.f;
+}
+__device__ inline float shift_of(const Convolution& c, int64_t n, int k) {
+  const value_t* const x = c.x + (n * kIn + k) * c.channel;
+  return kSplit ? shift_from(x[0], x[c.channel / 2], x[c.channel - 1]) : 0.f;
 }
 
 // ---------------------------------------------------------------------------------------------------- the sweep
-// Computes the convolution of a block's part, output channels first_channel … + 15, and hands it to `sink`, in units of
-// 1 / (scale of x · weight_scale[channel]); lane (g, t) receives channels g and g + 8 of positions q + 2t, q + 2t + 1 of each
-// 8: values[tile][0, 1] and [2, 3]. The sink's first(scale), rescale(scale), begin(sum) and take(values, plane, q, limit),
-// of kTurn neighbouring positions from q on; meanwhile(step, plane, q, limit) is called between the products of a turn, for work
-// that need not wait for them.
-template <class Sink>
-__device__ __forceinline__ void sweep(const Convolution& c, const Part& part, int first_channel, const float* weight_scale,
-                                      uint32_t* shared, Sink& sink) {
-  __shared__ float largest[kBlockWarps];
+// The convolution of a block's part, 16 output channels at a time: run() as often as wanted, for the channels whose weights were fetched,
+// by the constructor or by fetch_weights().
+struct Sweep {
+  static constexpr int kAhead = kDepth + 1;  // the plane of x that is split while an output plane is computed
+  const Convolution& c;
+  const Part& part;
+  uint32_t* const shared;  // the ring: the words with a high, then the others; planes as they come; positions; places
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
-  uint32_t *ring = shared, *second_ring = shared + kMain * kStage;
-  float* raw = reinterpret_cast<float*>(shared + kIn * kStage);
-  float shift[kIn];
-  find_shifts(shift, c, part.n);
+  const int turns = (part.limit + kTurn - 1) / kTurn;
+  int planes = part.plane_count + kDepth - 1;  // of x, that a run needs
+  uint32_t parities = 0;  // a bit each: of the barriers `arrived` as awaited next, of `done` as arrived at next
+  const int width = c.aligned ? 4 : 1, quads = c.W / width, items = (part.row_count + kHeight - 1) * quads;  // an item: pixels side by side
+  const int64_t plane_stride = int64_t(c.H) * c.W;
+  const value_t* const origin = c.x + part.n * kIn * c.channel + part.first_plane * plane_stride + part.first_row * c.W;
+  float* const weight_scale;  // [16], in shared memory
+  int first_channel;          // of the weights
+  bool fetched;               // and not yet taken
+  float scale = 1;            // of x's largest channel
+  float magnitude;            // the largest that this thread has scaled
+  bool scales_fit = !kSplit;  // the whole part, which the first run sees; until then they are a guess
+  uint32_t main[kSteps * kMain][2], lows[kSteps * kMain][2], rest[kSteps * kRest + 1][2];  // the weights
+#if __CUDA_ARCH__ >= 900
+  const bool bulk = kSplit ? c.aligned : c.bulk;  // the same, of float32
+#else
+  static constexpr bool bulk = false;
+#endif
 
-  // weights
-  uint32_t main[kSteps * kMain][2], lows[kSteps * kMain][2], rest[kSteps * kRest + 1][2];
-#pragma unroll
-  for (int s = 0; s < kSteps; s++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int tap = 4 * s + t, row = g + r * 8;
-      float high[kIn + 1], low[kIn + 1];
-      high[kIn] = low[kIn] = 0;
-#pragma unroll
-      for (int i = 0; i < kIn; i++) {
-        const float w = tap < kTaps ? c.weight[((first_channel + row) * kIn + i) * kTaps + tap] * weight_scale[row] : 0.f;
-        high[i] = rounded(w), low[i] = w - high[i];
-      }
+  __device__ __forceinline__ Sweep(const Convolution& c, const Part& part, uint32_t* shared, float* weight_scale, int first_channel)
+      : c(c), part(part), shared(shared), weight_scale(weight_scale) {
+    if (tid == 0) {
+      for (int i = 0; i < 2; i++) initialize(done(i), kBlockWarps);
+      for (int i = 0; i < kRaw; i++) initialize(arrived(i), 1);
+#if __CUDA_ARCH__ >= 900
+      publish_barriers();
+#endif
+    }
+    float sample[3][kIn], end[3][kIn];  // of the part, and of the whole sample's channels
+    if constexpr (kSplit)
 #pragma unroll
       for (int k = 0; k < kIn; k++) {
-        const uint32_t highs = pack(high[2 * k % kIn], high[(2 * k + 1) % kIn]);
-        if (k < kMain) main[s * kMain + k][r] = highs, lows[s * kMain + k][r] = pack(low[2 * k], low[2 * k + 1]);
-        else rest[s * kRest + k - kMain][r] = highs;
+        const value_t* const x = c.x + (part.n * kIn + k) * c.channel;
+#pragma unroll
+        for (int i = 0; i < 3; i++) sample[i][k] = origin[(planes - 1) * i / 2 * plane_stride + k * c.channel + min(tid, items - 1) * width];
+        end[0][k] = x[0], end[1][k] = x[c.channel / 2], end[2][k] = x[c.channel - 1];
       }
+    fetch_weights(first_channel);
+#pragma unroll 1
+    for (int q = tid; q < turns * kTurn; q += kBlock) positions()[q] = q < part.limit ? q / c.OW * c.pitch + q % c.OW : 0;
+#pragma unroll 1
+    for (int i = tid; i < items; i += kBlock) places()[i] = i / quads * c.pitch + i % quads * width;
+    if constexpr (kSplit) {
+      float shift[kIn], most[kIn] = {};
+#pragma unroll
+      for (int k = 0; k < kIn; k++) {
+        shift[k] = shift_from(end[0][k], end[1][k], end[2][k]);
+#pragma unroll
+        for (int i = 0; i < 3; i++) consider(most[k], sample[i][k] - shift[k]);
+      }
+      set_scales(shift, most);
+    } else {
+      __syncthreads();  // the weights are there
     }
+  }
 
-  // staging
-  const int in_rows = part.row_count + kHeight - 1;
-  const int quads = c.aligned ? c.W / 4 : c.W, items = in_rows * quads;  // an item: 4 pixels, or 1
-  const int item_row = tid / quads, item_column = tid % quads, step_rows = kBlock / quads, step_columns = kBlock % quads;
-  const float* origin = c.x + part.n * kIn * c.channel + (int64_t(part.first_plane) * c.H + part.first_row) * c.W;
-  const int64_t plane_stride = int64_t(c.H) * c.W;
-  float scale = 1;
-  auto for_items = [&](auto body) {
-    int row = item_row, column = item_column;
-    for (int i = tid; i < items; i += kBlock) {
-      body(i, row, column);
-      row += step_rows, column += step_columns;
-      if (column >= quads) column -= quads, row++;
+  __device__ __forceinline__ uint32_t* second_ring() const { return shared + kMain * kStage; }
+  __device__ __forceinline__ value_t* raw(int plane) const {
+    return reinterpret_cast<value_t*>(shared + kWords * kStage) + plane % kRaw * kIn * raw_pixels(c);
+  }
+  __device__ __forceinline__ uint16_t* positions() const { return reinterpret_cast<uint16_t*>(raw(0) + kRaw * kIn * raw_pixels(c)); }
+  __device__ __forceinline__ uint16_t* places() const { return positions() + ::turns(c) * kTurn; }
+
+  __device__ __forceinline__ static void consider(float& most, float v) {
+    v = fabsf(v);
+    if (v < INFINITY) most = fmaxf(most, v);
+  }
+  // Of all threads, which have met before; ends behind a barrier.
+  template <int kCount> __device__ __forceinline__ void block_most(float (&most)[kCount]) const {
+    __shared__ float largest[kBlockWarps][kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; k++) {
+      for (int m = 16; m; m /= 2) most[k] = fmaxf(most[k], __shfl_xor_sync(~0u, most[k], m));
+      if (lane == 0) largest[warp][k] = most[k];
     }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kBlockWarps; i++)
+#pragma unroll
+      for (int k = 0; k < kCount; k++) most[k] = fmaxf(most[k], largest[i][k]);
+  }
+
+  // What x needs, by input channel. It becomes (x - shift)·scale; its weights are multiplied by `share`, which is this scale's share in it.
+  struct Input {
+    float shift, scale, share;
   };
-  __half2 range;
-  auto put = [&](int at, const float (&v)[kIn][4], auto count) {
-    constexpr int kCount = decltype(count)::value;
-    uint32_t words[kIn][4];
+  __device__ __forceinline__ static Input* inputs() {
+    __shared__ Input of_channels[kIn];
+    return of_channels;
+  }
+  // From the largest |x - shift| that each thread has seen; ends with a barrier.
+  __device__ __forceinline__ void set_scales(const float (&shift)[kIn], float (&most)[kIn]) {
+    block_most(most);
+    float all = 0;
+#pragma unroll
+    for (int k = 0; k < kIn; k++) all = fmaxf(all, most[k]);
+    scale = scale_for(all);
+#pragma unroll
+    for (int k = 0; k < kIn; k++) {
+      const float ratio = most[k] > 0 ? fminf(scale_for(most[k]) / scale, 0x1p24f) : 1;
+      if (tid == 0) inputs()[k] = {shift[k], scale * ratio, 1 / ratio};
+    }
+    __syncthreads();
+  }
+  // The scales that fit; the weights are fetched for them. The ring is nobody's.
+  __device__ void find_scales() {
+    float shift[kIn], most[kIn] = {};
+#pragma unroll
+    for (int k = 0; k < kIn; k++) shift[k] = inputs()[k].shift;
+#pragma unroll 1
+    for (int plane = 0; plane < planes; plane++)
+#pragma unroll 1
+      for (int i = tid; i < items * width; i += kBlock)
+#pragma unroll
+        for (int k = 0; k < kIn; k++) consider(most[k], float(origin[plane * plane_stride + k * c.channel + i]) - shift[k]);
+    fetch_weights(first_channel);
+    __syncthreads();
+    set_scales(shift, most);
+  }
+
+  // d += the products of words i - 1 and i: weights of two rows each, and a pixel's.
+  __device__ __forceinline__ static void multiply_pair(float (&d)[4], const uint32_t (*a)[2], const uint32_t* b) {
+    multiply_add<operand_t>(d, {a[-1][0], a[-1][1], a[0][0], a[0][1]}, b[-1], b[0]);
+  }
+
+  // To shared memory, where the ring will be; a barrier follows.
+  static constexpr int kFilter = kIn * kTaps;
+  __device__ __forceinline__ void fetch_weights(int from_channel) {
+    first_channel = from_channel, fetched = true;
+    constexpr int kLoads = (16 * kFilter + kBlock - 1) / kBlock;  // on their way together
+    float own[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; j++) own[j] = tid + j * kBlock < 16 * kFilter ? float(c.weight[first_channel * kFilter + tid + j * kBlock]) : 0.f;
+#pragma unroll
+    for (int j = 0; j < kLoads; j++)
+      if (tid + j * kBlock < 16 * kFilter) reinterpret_cast<float*>(shared)[tid + j * kBlock] = own[j];
+  }
+  // To registers, scaled, which weight_scale tells; ends with a barrier.
+  __device__ __forceinline__ void take_weights() {
+    const float* const weights = reinterpret_cast<float*>(shared);
+    if (tid < 16 * 8) {
+      float most = 0;
+#pragma unroll
+      for (int i = 0; i < kFilter; i += 8)
+        if (kSplit && i + tid % 8 < kFilter) consider(most, weights[tid / 8 * kFilter + i + tid % 8] * inputs()[(i + tid % 8) / kTaps].share);
+      for (int m = 1; m < 8; m *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
+      if (tid % 8 == 0) weight_scale[tid / 8] = scale_for(most);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int tap = 4 * s + t, row = g + r * 8;
+        float high[2 * kIn] = {}, low[2 * kIn] = {};
+#pragma unroll
+        for (int i = 0; i < kIn; i++) {
+          float w = tap < kTaps ? weights[row * kFilter + i * kTaps + tap] : 0.f;
+          if (kSplit) w = w * inputs()[i].share * weight_scale[row];
+          high[i] = kSplit ? rounded(w) : w, low[i] = w - high[i];
+          if (kSplit) high[kIn + i] = high[i];  // for the lows of x
+        }
+#pragma unroll
+        for (int k = 0; k < kWords; k++) {
+          const uint32_t highs = pack(high[2 * k], high[2 * k + 1]);
+          if (k < kMain) main[s * kMain + k][r] = highs, lows[s * kMain + k][r] = pack(low[2 * k], low[2 * k + 1]);
+          else rest[s * kRest + k - kMain][r] = highs;
+        }
+      }
+    __syncthreads();
+  }
+
+  // A phase: all warps are through with a plane of output; a plane of x has been copied.
+  __device__ __forceinline__ static uint64_t* done(int plane) {
+    __shared__ uint64_t barriers[2];
+    return barriers + plane % 2;
+  }
+  __device__ __forceinline__ static uint64_t* arrived(int plane) {
+    __shared__ uint64_t barriers[kRaw];
+    return barriers + plane % kRaw;
+  }
+  // The items of a plane that this thread copies and splits. They change from plane to plane, but not from one to the next in its place.
+  template <class Body> __device__ __forceinline__ void for_items(int plane, Body body) const {
+    int first = tid + plane % kRaw * (kBlock / kRaw);
+    if (first >= kBlock) first -= kBlock;
+#pragma unroll 1
+    for (int i = first; i < items; i += kBlock) body(i);
+  }
+  // A plane's copies set off; its rows follow one another in memory. Bulk copies are a warp's work, each time another's.
+  __device__ __forceinline__ void stage(int plane) const {
+    const value_t* const from = origin + plane * plane_stride;
+    value_t* const to = raw(plane);
+#if __CUDA_ARCH__ >= 900
+    if (bulk) {
+      if (tid != plane % kBlockWarps * 32 || plane >= planes) return;
+      const int bytes = items * 4 * int(sizeof(value_t));
+      arrive(arrived(plane), kIn * bytes);
+      for (int k = 0; k < kIn; k++) copy_bulk(to + k * items * 4, from + k * c.channel, bytes, arrived(plane));
+      return;
+    }
+#endif
+    if (plane < planes) for_items(plane, [&](int i) {
+#pragma unroll
+      for (int k = 0; k < kIn; k++)
+        if (c.aligned) copy_async<4 * sizeof(value_t)>(to + (k * items + i) * 4, from + k * c.channel + i * 4);
+        else if constexpr (kSplit) copy_async<4>(to + k * items + i, from + k * c.channel + i);
+        else to[k * items + i] = from[k * c.channel + i];  // too few bytes for an asynchronous copy
+    });
+    commit_copies();  // a group, empty where there is no plane
+  }
+  __device__ __forceinline__ void await_staged(int plane) {
+    const uint32_t bit = 1u << plane % kRaw;
+    if (bulk) await(arrived(plane), (parities & bit) != 0), parities ^= bit;
+    else await_copies<1>();  // all groups but the newest, the next plane's
+  }
+  // Splits pixels, from `at` on in the ring.
+  template <int kCount> __device__ __forceinline__ void put(int at, const float (&v)[kIn][4]) {
+    uint32_t words[kWords][4];
+    float shift[kIn], scale[kIn];
+#pragma unroll
+    for (int i = 0; i < kIn; i++)
+      if (kSplit) shift[i] = inputs()[i].shift, scale[i] = inputs()[i].scale;
 #pragma unroll
     for (int j = 0; j < kCount; j++) {
-      float part_of[2 * kIn + 1];
+      float half[2 * kIn] = {};
 #pragma unroll
-      for (int i = 0; i < kIn; i++) part_of[i] = (v[i][j] - shift[i]) * scale;
-#pragma unroll
-      for (int k = 0; k < kIn; k++) {
-#pragma unroll
-        for (int e = 2 * k; e < 2 * k + 2; e++)
-          if (e >= kIn) {  // a low: what rounding left of a high
-            const __half2 h = *reinterpret_cast<const __half2*>(&words[(e - kIn) / 2][j]);
-            if ((e - kIn) / 2 < k) part_of[e] = part_of[e - kIn] - ((e - kIn) % 2 ? __high2float(h) : __low2float(h));
-            else part_of[e] = part_of[e - kIn] - rounded(part_of[e - kIn]);
-          }
-        words[k][j] = pack(part_of[2 * k], part_of[2 * k + 1]);
-        if (k < kMain) range = __hmax2(range, __habs2(*reinterpret_cast<const __half2*>(&words[k][j])));
+      for (int i = 0; i < kIn; i++) {
+        if constexpr (kSplit) {
+          half[i] = (v[i][j] - shift[i]) * scale[i], magnitude = fmaxf(magnitude, fabsf(half[i]));
+          half[kIn + i] = half[i] - rounded(half[i]);
+        } else {
+          half[i] = v[i][j];
+        }
       }
+#pragma unroll
+      for (int k = 0; k < kWords; k++) words[k][j] = pack(half[2 * k], half[2 * k + 1]);
     }
     if constexpr (kCount == 4) {
-      store_words<kMain>(ring + at * kMain, words);
-      if constexpr (kRest > 0) store_words<kRest>(second_ring + at * kRest, words + kMain);
+      store_words<kMain>(shared + at * kMain, words);
+      if constexpr (kRest > 0) store_words<kRest>(second_ring() + at * kRest, words + kMain);
     } else {
 #pragma unroll
-      for (int k = 0; k < kIn; k++) (k < kMain ? ring[at * kMain + k] : second_ring[at * kRest + k - kMain]) = words[k][0];
+      for (int k = 0; k < kWords; k++) (k < kMain ? shared[at * kMain + k] : second_ring()[at * kRest + k - kMain]) = words[k][0];
     }
-  };
-  auto stage_raw = [&](int plane) {  // the next plane's copies set off
-    const float* from = origin + plane * plane_stride;
-    for_items([&](int i, int row, int column) {
-#pragma unroll
-      for (int k = 0; k < kIn; k++) {
-        const float* at = from + k * c.channel + row * c.W;
-        if (c.aligned) copy_async<16>(raw + (k * items + i) * 4, at + column * 4);
-        else copy_async<4>(raw + k * items + i, at + column);
-      }
-    });
-  };
-  auto convert = [&](int plane, bool from_raw) {
-    const int slot = plane % (kDepth + 1) * c.plane;
-    const float* from = origin + plane * plane_stride;
-    for_items([&](int i, int row, int column) {
+  }
+  // A plane, of which an input channel begins at from + k·channel.
+  __device__ __forceinline__ void split(int plane, const value_t* from, int64_t channel) {
+    const int slot = plane % kRing * c.plane;
+    const uint16_t* const places = this->places();
+    for_items(plane, [&](int i) {
+      const int at = slot + places[i];
       float v[kIn][4];
       if (c.aligned) {
 #pragma unroll
         for (int k = 0; k < kIn; k++) {
-          const float4 four = from_raw ? reinterpret_cast<const float4*>(raw)[k * items + i]
-                                       : *reinterpret_cast<const float4*>(from + k * c.channel + row * c.W + column * 4);
-          v[k][0] = four.x, v[k][1] = four.y, v[k][2] = four.z, v[k][3] = four.w;
+          const Vector<value_t> four = load_vector(from + k * channel + i * 4);
+#pragma unroll
+          for (int j = 0; j < 4; j++) v[k][j] = four.at[j];
         }
-        put(slot + row * c.pitch + column * 4, v, Pixels<4>{});
+        put<4>(at, v);
       } else {
 #pragma unroll
-        for (int k = 0; k < kIn; k++) v[k][0] = from_raw ? raw[k * items + i] : from[k * c.channel + row * c.W + column];
-        put(slot + row * c.pitch + column, v, Pixels<1>{});
+        for (int k = 0; k < kIn; k++) v[k][0] = from[k * channel + i];
+        put<1>(at, v);
       }
     });
-  };
-  auto stage_all = [&](int plane, bool first) {  // kDepth planes, with a scale that suits them
-    float most = 0;
-    auto consider = [&](float v) {
-      v = fabsf(v);
-      if (v < INFINITY) most = fmaxf(most, v);
-    };
-    for_items([&](int, int row, int column) {
-#pragma unroll
-      for (int d = 0; d < kDepth; d++)
-#pragma unroll
-        for (int k = 0; k < kIn; k++) {
-          const float* at = origin + (plane + d) * plane_stride + k * c.channel + row * c.W;
-          if (c.aligned) {
-            const float4 four = reinterpret_cast<const float4*>(at)[column];
-            consider(four.x - shift[k]), consider(four.y - shift[k]), consider(four.z - shift[k]), consider(four.w - shift[k]);
-          } else {
-            consider(at[column] - shift[k]);
-          }
-        }
-    });
-    for (int m = 16; m; m /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
-    if (lane == 0) largest[warp] = most;
-    __syncthreads();
-    for (int i = 0; i < kBlockWarps; i++) most = fmaxf(most, largest[i]);
-    const float wanted = scale_for(most, 10);
-    const float next = first ? wanted : fminf(scale, wanted);
-    if (first) sink.first(next);
-    else sink.rescale(next / scale, next);
-    scale = next;
-    range = __half2half2(__ushort_as_half(0));
-    for (int d = plane; d < plane + kDepth; d++) convert(d, false);
-    __syncthreads();
-  };
-  stage_all(0, true);
-
-  // positions
-  constexpr uint32_t kPixel = kMain * 4;  // bytes, in the first array
-  const uint32_t ring_at = __cvta_generic_to_shared(ring), second_at = __cvta_generic_to_shared(second_ring);
-  uint32_t offset[kSteps];  // bytes
-#pragma unroll
-  for (int s = 0; s < kSteps; s++) {
-    const int tap = min(4 * s + t, kTaps - 1);
-    offset[s] = (tap / (kHeight * kWidth) * c.plane + tap / kWidth % kHeight * c.pitch + tap % kWidth) * kPixel;
   }
-  const uint32_t plane_bytes = c.plane * kPixel, ring_size = (kDepth + 1) * plane_bytes;
-  const int wrap = c.pitch - c.OW;
-  const int start = warp * kTurn + g, start_column = start % c.OW, start_address = start / c.OW * c.pitch + start_column;
 
+  // Hands the convolution to `sink`, in units of 1 / (scale of x · weight_scale[channel]); lane (g, t) receives channels g and g + 8 of
+  // positions q + 2t, q + 2t + 1 of each 8: values[tile][0, 1] and [2, 3]. The sink's start(scale), behind a barrier, begin(sum) and
+  // take(values, plane, q, limit), of kTurn neighbouring positions from q on; meanwhile(step) between the products of a turn, for work
+  // that need not wait for them; finish(), in front of a barrier. Then it may have to start again. The run takes the first `count` of the
+  // part's turns, plane by plane.
+  template <class Sink> __device__ __forceinline__ void run(Sink& sink, int count) {
+    planes = (count + turns - 1) / turns + kDepth - 1;
+    while (true) {
+      if (fetched) take_weights(), fetched = false;
+      magnitude = 0;
+      run_once(sink, count);
+      float most[1] = {magnitude};
+      block_most(most);
+      if (!kSplit || scales_fit || (most[0] >= 16 && most[0] < 65520)) break;  // float16 holds it, and its low part too
+      scales_fit = true;
+      find_scales();
+    }
+    scales_fit = true;
+  }
+
+  template <class Sink> __device__ __forceinline__ void run_once(Sink& sink, int count) {
+    stage(kAhead);
 #pragma unroll 1
-  for (int plane = 0; plane < part.plane_count; plane++) {
-    const bool more = plane + 1 < part.plane_count;
-    if (more) stage_raw(plane + kDepth);
-    int column = start_column, address = start_address;
+    for (int plane = 0; plane < min(kAhead, planes); plane++) split(plane, origin + plane * plane_stride, c.channel);
+    __syncthreads();
+    sink.start(scale);
+
+    constexpr uint32_t kPixel = kMain * 4;  // bytes, in the ring's first part
+    const uint32_t plane_bytes = c.plane * kPixel, ring_bytes = kRing * plane_bytes;
+    const uint32_t first_at = shared_address(shared), second_at = shared_address(second_ring()) - first_at / kMain * kRest;
+    const uint16_t* const positions = this->positions();
+    uint32_t offset[kSteps];  // of this lane's tap, from a position's pixel
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      const int tap = min(4 * s + t, kTaps - 1);
+      offset[s] = (tap / (kHeight * kWidth) * c.plane + tap / kWidth % kHeight * c.pitch + tap % kWidth) * kPixel;
+    }
+    int turn = warp;  // this warp's next
 #pragma unroll 1
-    for (int q = warp * kTurn; q < part.limit; q += kTurn * kBlockWarps) {
-      uint32_t pixel[kTiles];
+    for (int plane = 0; plane <= planes - kDepth; plane++) {
+      const uint32_t done_bit = 1u << (kRaw + plane % 2);
+      if (plane >= 2) await(done(plane), (parities & done_bit) == 0);  // all warps are through with plane - 2
+      stage(plane + kAhead + 1);                              // where plane - 2 + kAhead was split from
+      if (plane + kAhead < planes) await_staged(plane + kAhead), split(plane + kAhead, raw(plane + kAhead), items * width);
+      const int plane_turns = min(turns, count - plane * turns);
+#pragma unroll 1
+      for (; turn < plane_turns; turn += kBlockWarps) {
+        const int q = turn * kTurn;
+        uint32_t pixel[kTiles];
 #pragma unroll
-      for (int j = 0; j < kTiles; j++) {
-        pixel[j] = q + 8 * j + g < part.limit ? address * kPixel : 0u;
-        column += c.tile.columns, address += c.tile.address;
-        if (column >= c.OW) column -= c.OW, address += wrap;
-      }
-      column += c.stride.columns, address += c.stride.address;
-      if (column >= c.OW) column -= c.OW, address += wrap;
-      float sum[kTiles][4], low_sum[kTiles][4] = {};
-      sink.begin(sum);
-      uint32_t highs[kTiles][kSteps * kMain], others[kTiles][kSteps * kRest + 1];
+        for (int j = 0; j < kTiles; j++) pixel[j] = first_at + positions[q + 8 * j + g] * kPixel;
+        float sum[kTiles][4], low_sum[kTiles][4] = {};
+        sink.begin(sum);
+        uint32_t highs[kTiles][kSteps * kMain], others[kTiles][kSteps * kRest + 1];
 #pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        sink.meanwhile(s, part.first_plane + plane, q, part.limit);
-#pragma unroll
-        for (int j = 0; j < kTiles; j++) {
-          const uint32_t at = offset[s] + pixel[j];
-          load_words<kMain>(&highs[j][s * kMain], ring_at + at);
-          load_words<kRest>(&others[j][s * kRest], second_at + at * kRest / kMain);
-        }
-#pragma unroll
-        for (int i = s * kMain | 1; i < (s + 1) * kMain; i += 2)
+        for (int s = 0; s < kSteps; s++) {
+          sink.meanwhile(s);
 #pragma unroll
           for (int j = 0; j < kTiles; j++) {
-            multiply_16(low_sum[j], lows[i - 1], lows[i], highs[j][i - 1], highs[j][i]);
-            multiply_16(sum[j], main[i - 1], main[i], highs[j][i - 1], highs[j][i]);
+            const uint32_t at = offset[s] + pixel[j];
+            load_shared<kMain>(&highs[j][s * kMain], at);
+            if constexpr (kRest > 0) load_shared<kRest>(&others[j][s * kRest], second_at + at / kMain * kRest);
           }
 #pragma unroll
-        for (int i = s * kRest | 1; i < (s + 1) * kRest; i += 2)
+          for (int i = s * kMain | 1; i < (s + 1) * kMain; i += 2)
 #pragma unroll
-          for (int j = 0; j < kTiles; j++) multiply_16(low_sum[j], rest[i - 1], rest[i], others[j][i - 1], others[j][i]);
+            for (int j = 0; j < kTiles; j++) {
+              multiply_pair(sum[j], main + i, highs[j] + i);
+              if (kSplit) multiply_pair(low_sum[j], lows + i, highs[j] + i);
+            }
+#pragma unroll
+          for (int i = s * kRest | 1; i < (s + 1) * kRest; i += 2)
+#pragma unroll
+            for (int j = 0; j < kTiles; j++) multiply_pair(low_sum[j], rest + i, others[j] + i);
+        }
+#pragma unroll
+        for (int j = 0; j < kTiles; j++) {
+          constexpr int kLast = kSteps * kMain - 1, kLastRest = kSteps * kRest - 1;
+          if (kSplit && kLast % 2 == 0) multiply_add<operand_t>(low_sum[j], lows[kLast][0], lows[kLast][1], highs[j][kLast]);
+          if (kLast % 2 == 0) multiply_add<operand_t>(sum[j], main[kLast][0], main[kLast][1], highs[j][kLast]);
+          if constexpr (kLastRest >= 0 && kLastRest % 2 == 0)
+            multiply_add<operand_t>(low_sum[j], rest[kLastRest][0], rest[kLastRest][1], others[j][kLastRest]);
+          if (kSplit)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[j][i] += low_sum[j][i];
+        }
+        sink.take(sum, part.first_plane + plane, q, part.limit);
       }
+      turn -= turns;
 #pragma unroll
-      for (int j = 0; j < kTiles; j++) {
-        constexpr int kLast = kSteps * kMain - 1;
-        if (kLast % 2 == 0) multiply_8(low_sum[j], lows[kLast], highs[j][kLast]), multiply_8(sum[j], main[kLast], highs[j][kLast]);
-        if (kSteps * kRest % 2) multiply_8(low_sum[j], rest[kSteps * kRest - 1], others[j][kSteps * kRest - 1]);
-#pragma unroll
-        for (int i = 0; i < 4; i++) sum[j][i] += low_sum[j][i];
-      }
-      sink.take(sum, part.first_plane + plane, q, part.limit);
+      for (int s = 0; s < kSteps; s++) offset[s] = min(offset[s] + plane_bytes, offset[s] + plane_bytes - ring_bytes);  // what is negative is large
+      __syncwarp();
+      if (lane == 0) arrive(done(plane));
+      parities ^= done_bit;
     }
-    if (more) {
-      range = __half2half2(__ushort_as_half(0));
-      wait_copies();
-      convert(plane + kDepth, true);
-#pragma unroll
-      for (int s = 0; s < kSteps; s++) {
-        offset[s] += plane_bytes;
-        if (offset[s] >= ring_size) offset[s] -= ring_size;
-      }
-    }
-    const bool overflow = more && (__hisinf(__low2half(range)) || __hisinf(__high2half(range)));
-    if (__syncthreads_or(overflow)) stage_all(plane + 1, false);
+    sink.finish();
   }
-}
-
-// weight_scale[16] of the channels first_channel … + 15.
-__device__ inline void find_weight_scales(float* weight_scale, const Convolution& c, int first_channel) {
-  const int channel = threadIdx.x / 8;
-  float most = 0;
-  if (channel < 16)
-    for (int i = threadIdx.x % 8; i < kIn * kTaps; i += 8) {
-      const float w = fabsf(c.weight[(first_channel + channel) * kIn * kTaps + i]);
-      if (w < INFINITY) most = fmaxf(most, w);
-    }
-  for (int m = 1; m < 8; m *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
-  if (channel < 16 && threadIdx.x % 8 == 0) weight_scale[channel] = scale_for(most, 10);
-  __syncthreads();
-}
+};
 
 // ---------------------------------------------------------------------------------------------------- statistics
 // Of the convolution of x - shift, of one block's part and one output channel.
@@ -393,18 +509,16 @@ struct alignas(8) PartStatistics {
 struct StatisticsSink {
   float shift[2], sum[2], square[2], count;
   bool started;
-  __device__ void first(float) {
-    started = false, count = 0;
+  float scale;
+  __device__ void start(float s) {
+    scale = s, started = false, count = 0;
     for (int r = 0; r < 2; r++) shift[r] = sum[r] = square[r] = 0;
-  }
-  __device__ void rescale(float factor, float) {
-    for (int r = 0; r < 2; r++) shift[r] *= factor, sum[r] *= factor, square[r] *= factor * factor;
   }
   __device__ __forceinline__ void begin(float (&c)[kTiles][4]) const {
 #pragma unroll
     for (int j = 0; j < kTiles; j++) c[j][0] = c[j][1] = -shift[0], c[j][2] = c[j][3] = -shift[1];
   }
-  __device__ __forceinline__ void meanwhile(int, int, int, int) {}
+  __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void add(int r, float v) { sum[r] += v, square[r] = fmaf(v, v, square[r]); }
   __device__ __forceinline__ void take(float (&v)[kTiles][4], int, int q, int limit) {
     if (!started) {
@@ -430,49 +544,35 @@ struct StatisticsSink {
           if (q + 8 * j + int(threadIdx.x % 4) * 2 + u < limit) add(0, v[j][u]), add(1, v[j][2 + u]), count += 1;
     }
   }
-};
-
-struct StatisticsWithScale : StatisticsSink {
-  float scale;
-  __device__ void first(float s) { scale = s, StatisticsSink::first(s); }
-  __device__ void rescale(float factor, float s) { scale = s, StatisticsSink::rescale(factor, s); }
-};
-
-// Writes what a swept sink has summed up: statistics (N, slots, kOut). All threads call it.
-__device__ inline void write_statistics(PartStatistics* statistics, const Convolution& c, const Part& part, int first_channel,
-                                        const float* weight_scale, const StatisticsWithScale& sink) {
-  __shared__ Moments<float> moments[kBlockWarps][16];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __device__ static Moments<float> (&warps())[kBlockWarps][16] {
+    __shared__ Moments<float> moments[kBlockWarps][16];
+    return moments;
+  }
+  __device__ __forceinline__ void finish() const {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    Moments<float> own = Moments<float>::from_shifted(sink.count, sink.shift[r], sink.sum[r], sink.square[r]);
-    for (int m = 1; m < 4; m *= 2)
-      own = own.merge({__shfl_xor_sync(~0u, own.count, m), __shfl_xor_sync(~0u, own.mean, m), __shfl_xor_sync(~0u, own.m2, m)});
-    if (lane % 4 == 0) moments[warp][lane / 4 + r * 8] = own;
+    for (int r = 0; r < 2; r++) {
+      Moments<float> own = Moments<float>::from_shifted(count, shift[r], sum[r], square[r]);
+      for (int m = 1; m < 4; m *= 2)
+        own = own.merge({__shfl_xor_sync(~0u, own.count, m), __shfl_xor_sync(~0u, own.mean, m), __shfl_xor_sync(~0u, own.m2, m)});
+      if (lane % 4 == 0) warps()[threadIdx.x / 32][lane / 4 + r * 8] = own;
+    }
   }
-  __syncthreads();
-  if (threadIdx.x < 16) {
-    Moments<float> all = moments[0][threadIdx.x];
-    for (int i = 1; i < kBlockWarps; i++) all = all.merge(moments[i][threadIdx.x]);
-    const float x_unit = 1 / sink.scale, w_unit = 1 / weight_scale[threadIdx.x];
-    statistics[(part.n * c.slots() + part.slot) * kOut + first_channel + threadIdx.x] = {all.mean * x_unit * w_unit,
-                                                                                       all.m2 * x_unit * w_unit * x_unit * w_unit};
+  // Behind the barrier: threads 8 i write statistics (N, slots, kOut) of channel first_channel + i, for i < 16. All threads call it.
+  __device__ void write(PartStatistics* statistics, const Convolution& c, const Part& part, int first_channel, const float* weight_scale) const {
+    const int channel = threadIdx.x / 8, eighth = threadIdx.x % 8;
+    if (channel >= 16) return;
+    Moments<float> all = warps()[eighth][channel];
+    for (int i = eighth + 8; i < kBlockWarps; i += 8) all = all.merge(warps()[i][channel]);
+    for (int m = 1; m < 8; m *= 2)
+      all = all.merge({__shfl_xor_sync(~0u, all.count, m), __shfl_xor_sync(~0u, all.mean, m), __shfl_xor_sync(~0u, all.m2, m)});
+    if (eighth) return;
+    const float unit = 1 / scale * (1 / weight_scale[channel]);
+    statistics[(part.n * c.slots() + part.slot) * kOut + first_channel + channel] = {all.mean * unit, all.m2 * unit * unit};
   }
-}
+};
 
-// Grid (N · slots, kOut / 16).
-__global__ void __launch_bounds__(kBlock, BLOCKS_PER_SM) statistics_kernel(PartStatistics* statistics, const Convolution c) {
-  extern __shared__ uint4 shared[];
-  __shared__ float weight_scale[16];
-  const Part part(c, blockIdx.x);
-  const int first_channel = blockIdx.y * 16;
-  find_weight_scales(weight_scale, c, first_channel);
-  StatisticsWithScale sink;
-  sweep(c, part, first_channel, weight_scale, reinterpret_cast<uint32_t*>(shared), sink);
-  write_statistics(statistics, c, part, first_channel, weight_scale, sink);
-}
-
-// The sizes of a sample's statistics merged over its blocks, in their order.
+// The moments of a channel of a sample: those of its blocks, merged in their order.
 __device__ inline Moments<float> merge_slots(const PartStatistics* statistics, const Convolution& c, int64_t n, int channel) {
   Moments<float> all{0, 0, 0};
   for (int slot = 0; slot < c.slots(); slot++) {
@@ -483,12 +583,14 @@ __device__ inline Moments<float> merge_slots(const PartStatistics* statistics, c
   return all;
 }
 
-template <class Kernel> inline void allow_shared(Kernel kernel, int bytes) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
-inline void launch_statistics(float* statistics, const Convolution& c, int64_t N, cudaStream_t stream) {
-  const int bytes = shared_bytes(c);
-  allow_shared(statistics_kernel, bytes);
-  statistics_kernel<<<dim3(unsigned(N * c.slots()), kOut / 16), kBlock, bytes, stream>>>(reinterpret_cast<PartStatistics*>(statistics), c);
+// Lets blocks of a kernel have as much shared memory as there is, and returns how much that is: less would not do for a thread that
+// launches the kernel at the same time.
+template <class Kernel> inline int allow_shared(Kernel kernel) {
+  int device = 0, most = 0;
+  cudaFuncAttributes attributes{};
+  cudaGetDevice(&device), cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  cudaFuncGetAttributes(&attributes, kernel);
+  most -= int(attributes.sharedSizeBytes);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  return most;
 }

@@ -1,5 +1,6 @@
 // Tensor cores: products of float16 or bfloat16 fragments, float32 values as sums of two float16, powers of two as scales,
-// copies to shared memory in the background. From sm_80 on; what needs sm_90a stands under TENSOR_CORE_WGMMA.
+// copies to shared memory in the background, barriers there; and all other instructions that C++ has no words for.
+// From sm_80 on; what needs sm_90a stands under TENSOR_CORE_WGMMA. tests/emulation has a version without a GPU.
 //
 // Fragments of D (16×8) += A (16×16)·B (16×8), lane = 4 g + t; a register holds two neighbours, the first in its low half:
 //   A   0: row g, k 2t    1: row g + 8, k 2t    2: row g, k 2t + 8    3: row g + 8, k 2t + 8
@@ -52,6 +53,13 @@ __device__ __forceinline__ Halves split(float first, float second) {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
+// One word from there, or two.
+template <int kCount> __device__ __forceinline__ void load_shared(uint32_t* to, uint32_t address) {
+  static_assert(kCount == 1 || kCount == 2);
+  if constexpr (kCount == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(address));
+  else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address));
+}
+
 #if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)
 
 // kBytes to shared memory in the background: 4 or 8, or 16, which bypass the L1 cache.
@@ -93,10 +101,91 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 }
 #undef MMA
 
-// The same with k = 8 and float16: registers 0 and 1 of A, 0 of B.
+// The same with k = 8: registers 0 and 1 of A, 0 of B.
+#define MMA(type) \
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0))
+template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
+  if constexpr (std::is_same_v<Operand, half_t>) MMA("f16");
+  else MMA("bf16");
+}
+#undef MMA
+
+// ---------------------------------------------------------------------------------------------------------------- barriers
+
+// A barrier in shared memory: a phase is complete after so many arrivals.
+__device__ __forceinline__ void initialize(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+}
+// Until the phase of this parity is complete.
+__device__ __forceinline__ void await(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+#define WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+  asm volatile("{\n.reg .pred done;\nagain:\n" WAIT " done, [%0], %1;\n@!done bra again;\n}"
+               ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+#undef WAIT
+}
+
+// Barriers by number, from 1 to 15, of kCount threads, some of which only signal that they have come.
+template <int kCount> __device__ __forceinline__ void sync_threads(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kCount) : "memory");
+}
+template <int kCount> __device__ __forceinline__ void signal_threads(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kCount) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+// The copy engine sees barriers that were initialised before.
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// An arrival that announces bytes; and a copy of so many, which completes them: a multiple of 16, from and to such places.
+__device__ __forceinline__ void arrive(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// The other way, from shared to global memory.
+__device__ __forceinline__ void copy_bulk_out(void* global, const void* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit_bulk_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until this thread's bulk copies have read their source.
+__device__ __forceinline__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until the kernel before this one, which was launched early, has ended.
+__device__ __forceinline__ void await_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
+
+// --------------------------------------------------------------------------------------------------------- floating point
+
+// min and max as PyTorch: NaN wins. One instruction where numerics.h's need two.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// 8 or 16 bytes to global memory, unless `valid` is false: a predicate in place of a branch, which would keep the instructions around it
+// from being scheduled together.
+__device__ __forceinline__ void store_if(bool valid, void* to, uint2 v) {
+  asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; @valid st.global.v2.u32 [%1], {%2, %3}; }"
+               ::"r"(int(valid)), "l"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+__device__ __forceinline__ void store_if(bool valid, void* to, float4 v) {
+  asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; @valid st.global.v4.f32 [%1], {%2, %3, %4, %5}; }"
+               ::"r"(int(valid)), "l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 #endif  // sm_80
@@ -104,6 +193,10 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_
 // -------------------------------------------------------------------------------------------------------------------- wgmma
 
 #if TENSOR_CORE_WGMMA
+
+// Registers of a thread, of all in a group of four warps, from one group to another.
+template <int kCount> __device__ __forceinline__ void give_registers_but() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
+template <int kCount> __device__ __forceinline__ void take_registers_to() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
 
 // Wgmma reads shared memory by the asynchronous proxy: each thread that wrote some calls this before the barrier.
 __device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
