@@ -44,6 +44,10 @@ FUSED = {
     POOL: ((5, 80, 3, 10, (80, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
 }
 
+# And where each block of the fused kernel has a whole sample, some of whose sums it holds: in shared memory; in scratch, too.
+HELD = ((3, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (132, 3, 5, 7, 9))
+HELD_IN_SCRATCH = ((3, 16, 3, (16, 1, 1, 1), -1.0, 1.0), (140, 3, 16, 32, 32))
+
 # And where on a CPU Winograd's convolution runs: odd and even results, more tiles than it takes at a time.
 WINOGRAD = {
     MIN_ADD: ((9, 40, 3, 0.1, (40, 1, 1), 2.0), (3, 9, 19, 22)),

@@ -1,0 +1,226 @@
+// CUDA's blocks on a CPU, one after the other, for tests without a GPU.
+//
+// A thread is a fiber, which runs until it has to wait: at a barrier, a shuffle, a product. Warps take turns at random, so that some run
+// far ahead. Shared memory is NaN at the start. What no order of turns gets out of its waiting is a deadlock; `failure` says so.
+// An order that a GPU would take and this does not is not tried: a test that passes here proves no absence of races.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <vector>
+
+#undef __align__
+#undef __device__
+#undef __forceinline__
+#undef __global__
+#undef __host__
+#undef __launch_bounds__
+#undef __shared__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __host__
+#define __launch_bounds__(...)
+#define __shared__ static
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace emulation {
+
+constexpr int kSharedBytes = 227 << 10, kStackBytes = 256 << 10, kMostThreads = 1024, kPatience = 100000;
+
+struct Index { unsigned x = 0, y = 0, z = 0; };
+
+}  // namespace emulation
+
+emulation::Index gridDim, blockDim, blockIdx;
+#define threadIdx emulation::fibers[emulation::current].index
+
+namespace emulation {
+
+// Begins in its context; from then on jumps take its turns up, which cost no system call.
+struct Fiber {
+  ucontext_t context;
+  jmp_buf jump;
+  Index index;
+  bool begun = false, done = false;
+};
+// Threads that wait for one another.
+struct Barrier {
+  int arrived = 0;
+  long generation = 0;
+};
+
+alignas(1024) uint4 dynamic_shared[kSharedBytes / sizeof(uint4)];
+std::vector<Fiber> fibers;
+char* const stacks = new char[size_t(kStackBytes) * kMostThreads];  // takes no memory until it is used
+jmp_buf scheduler;
+std::function<void()> kernel;
+std::mt19937 random_order(1);
+Barrier block_barrier, warp_barriers[kMostThreads / 32], named_barriers[16];
+int current;         // thread
+long events;         // anything that may end a wait
+const char* failure = nullptr;
+
+inline int thread_count() { return blockDim.x * blockDim.y * blockDim.z; }
+inline int lane() { return current % 32; }
+inline int warp() { return current / 32; }
+
+inline void yield() {
+  if (!_setjmp(fibers[current].jump)) _longjmp(scheduler, 1);
+}
+inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.jump, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
+
+inline void arrive(Barrier& barrier, int count) {
+  events++;
+  if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
+}
+inline void meet(Barrier& barrier, int count) {
+  const long generation = barrier.generation;
+  arrive(barrier, count);
+  while (barrier.generation == generation) yield();
+}
+
+inline void run_fiber() {
+  kernel();
+  events++, fibers[current].done = true;
+  yield();
+}
+
+inline void run_block() {
+  memset(dynamic_shared, 0xff, sizeof dynamic_shared);
+  block_barrier = {}, std::fill(std::begin(warp_barriers), std::end(warp_barriers), Barrier{});
+  std::fill(std::begin(named_barriers), std::end(named_barriers), Barrier{});
+  const int count = thread_count();
+  fibers = std::vector<Fiber>(count);
+  for (unsigned i = 0; i < count; i++) {
+    getcontext(&fibers[i].context);
+    fibers[i].context.uc_stack.ss_sp = stacks + size_t(i) * kStackBytes;
+    fibers[i].context.uc_stack.ss_size = kStackBytes;
+    fibers[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
+    makecontext(&fibers[i].context, run_fiber, 0);
+  }
+  int left = count, idle = 0;
+  while (left) {
+    const int first = random_order() % ((count + 31) / 32) * 32;
+    for (int turns = random_order() % 32 ? 1 : 32; turns; turns--) {
+      const long before = events;
+      for (current = first; current < std::min(first + 32, count); current++) {
+        if (fibers[current].done) continue;
+        resume(fibers[current]);
+        left -= fibers[current].done;
+      }
+      idle = events == before ? idle + 1 : 0;
+    }
+    if (idle > kPatience) {
+      failure = "all threads wait: a deadlock";
+      return;
+    }
+  }
+}
+
+inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> run) {
+  if (failure) return;
+  kernel = run;
+  gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
+  if (bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32) {
+    failure = "a launch that is not possible here: too much shared memory, too many threads, or a part of a warp";
+    return;
+  }
+  for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
+    for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
+      for (blockIdx.x = 0; blockIdx.x < gridDim.x && !failure; blockIdx.x++) run_block();
+}
+
+// Every lane of the warp gives a value, and reads another lane's.
+template <class T> T exchange(T value, int from) {
+  static uint64_t values[kMostThreads / 32][32];
+  static_assert(sizeof(T) <= 8);
+  memcpy(&values[warp()][lane()], &value, sizeof(T));
+  meet(warp_barriers[warp()], 32);
+  memcpy(&value, &values[warp()][from], sizeof(T));
+  meet(warp_barriers[warp()], 32);
+  return value;
+}
+template <class T, class Merge> T reduce(T value, Merge merge) {
+  for (int mask = 16; mask; mask /= 2) value = merge(value, exchange(value, lane() ^ mask));
+  return value;
+}
+
+}  // namespace emulation
+
+// ------------------------------------------------------------------------------------------------------- CUDA C++'s own words
+
+using std::isinf;
+using std::isnan;
+using std::max;
+using std::min;
+
+inline void __syncthreads() { meet(emulation::block_barrier, emulation::thread_count()); }
+inline bool __syncthreads_or(bool value) {
+  static bool any;
+  __syncthreads();
+  any = false;
+  __syncthreads();
+  any |= value;
+  __syncthreads();
+  return any;
+}
+inline void __syncwarp(unsigned = ~0u) { meet(emulation::warp_barriers[emulation::warp()], 32); }
+template <class T> T __shfl_sync(unsigned, T value, int from) { return emulation::exchange(value, from); }
+template <class T> T __shfl_xor_sync(unsigned, T value, int mask) { return emulation::exchange(value, emulation::lane() ^ mask); }
+template <class T> T __shfl_down_sync(unsigned, T value, int offset) {
+  return emulation::exchange(value, emulation::lane() + offset < 32 ? emulation::lane() + offset : emulation::lane());
+}
+inline bool __any_sync(unsigned, bool value) { return emulation::reduce(int(value), [](int a, int b) { return a | b; }); }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) { return emulation::reduce(value, [](unsigned a, unsigned b) { return max(a, b); }); }
+inline void __threadfence() {}
+template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
+template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }
+template <class T> void __stcs(T* at, T value) { *at = value; }
+template <class T> T __ldcg(const T* at) { return *at; }
+template <class To, class From> To emulated_bits(From from) {
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+inline float __int_as_float(int bits) { return emulated_bits<float>(bits); }
+inline float __uint_as_float(unsigned bits) { return emulated_bits<float>(bits); }
+inline int __float_as_int(float value) { return emulated_bits<int>(value); }
+inline unsigned __float_as_uint(float value) { return emulated_bits<unsigned>(value); }
+
+// --------------------------------------------------------------------------------------------------------- the host's calls
+
+inline cudaError_t emulated_get_device(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? __CUDA_ARCH__ / 100 : emulation::kSharedBytes;
+  return cudaSuccess;
+}
+template <class... Arguments> cudaError_t emulated_nothing(Arguments...) { return cudaSuccess; }
+template <class Kernel, class... Arguments>
+cudaError_t emulated_launch(const cudaLaunchConfig_t* config, Kernel run, Arguments... arguments) {
+  emulation::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { run(arguments...); });
+  return cudaSuccess;
+}
+#define cudaGetDevice emulated_get_device
+#define cudaDeviceGetAttribute emulated_attribute
+#define cudaFuncGetAttributes emulated_nothing
+#define cudaFuncSetAttribute emulated_nothing
+#define cudaMemsetAsync(at, value, bytes, stream) memset(at, value, bytes)
+#define cudaLaunchKernelEx emulated_launch
+
+EXPORT const char* emulation_failure() { return std::exchange(emulation::failure, nullptr); }

@@ -1,0 +1,140 @@
+// What kernels/tensor_core.cuh offers from sm_80 on, but for wgmma, in C++ for emulation/cuda.h.
+#pragma once
+#include <type_traits>
+
+#include "scalar.h"
+
+#define TENSOR_CORE_WGMMA 0
+
+namespace tensor_core {
+
+// As in kernels/tensor_core.cuh.
+constexpr int kTop = 14;
+inline float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+inline int fitting_exponent(float magnitude) {
+  const int exponent = (__float_as_int(magnitude) >> 23 & 0xff) - 127;
+  return magnitude == 0.f || exponent == 128 ? 0 : min(kTop - exponent, 126);
+}
+struct PowerOfTwo {
+  float first, second;
+  explicit PowerOfTwo(int exponent) : first(power_of_two(exponent / 2)), second(power_of_two(exponent - exponent / 2)) {}
+  float operator()(float value) const { return value * first * second; }
+};
+struct Halves { uint32_t high, low; };
+inline Halves split(float first, float second) {
+  const __half2 high = __floats2half2_rn(first, second);
+  const float2 back = __half22float2(high);
+  return {emulated_bits<uint32_t>(high), emulated_bits<uint32_t>(__floats2half2_rn(first - back.x, second - back.y))};
+}
+
+// An address in shared memory counts from the start of the dynamic part.
+inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<const char*>(at) - reinterpret_cast<char*>(emulation::dynamic_shared)); }
+inline char* shared_pointer(uint32_t address) { return reinterpret_cast<char*>(emulation::dynamic_shared) + int32_t(address); }
+
+template <int kCount> void load_shared(uint32_t* to, uint32_t address) {
+  if (address % (4 * kCount)) emulation::failure = "a load that is not aligned";
+  memcpy(to, shared_pointer(address), 4 * kCount);
+}
+template <int kBytes> void copy_async(void* to, const void* from) {
+  if (uintptr_t(to) % kBytes || uintptr_t(from) % kBytes) emulation::failure = "a copy that is not aligned";
+  memcpy(to, from, kBytes);
+}
+inline void copy_async_or_zero(void* to, const void* from, bool real) { real ? copy_async<16>(to, from) : void(memset(to, 0, 16)); }
+inline void commit_copies() {}
+template <int kPending> void await_copies() {}
+
+inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
+  for (int i = 0; i < 4; i++) {
+    const uint32_t row = emulation::exchange(address, 8 * i + emulation::lane() / 4);
+    if (row % 16) emulation::failure = "a row of a matrix that is not aligned";
+    memcpy(registers + i, shared_pointer(row) + emulation::lane() % 4 * 4, 4);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------- products
+
+template <class Operand> float half_of(uint32_t word, int i) {
+  const uint16_t bits = uint16_t(word >> 16 * i);
+  return float(emulated_bits<Operand>(bits));
+}
+// d += A·B of depth `depth` = 8 or 16, from all lanes' fragments. Sums are rounded once a product.
+template <class Operand> void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth) {
+  static uint32_t fragments[emulation::kMostThreads / 32][32][6];
+  const int g = emulation::lane() / 4, t = emulation::lane() % 4;
+  auto& of_warp = fragments[emulation::warp()];
+  std::copy(a, a + depth / 4, of_warp[emulation::lane()]);
+  std::copy(b, b + depth / 8, of_warp[emulation::lane()] + 4);
+  __syncwarp();
+  for (int i = 0; i < 4; i++) {
+    const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+    double sum = d[i];
+    for (int k = 0; k < depth; k++) {
+      const uint32_t of_a = of_warp[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], of_b = of_warp[column * 4 + k % 8 / 2][4 + k / 8];
+      sum += double(half_of<Operand>(of_a, k % 2)) * half_of<Operand>(of_b, k % 2);
+    }
+    d[i] = float(sum);
+  }
+  __syncwarp();
+}
+template <class Operand = half_t> void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const uint32_t b[] = {b0, b1};
+  product<Operand>(d, a, b, 16);
+}
+template <class Operand = half_t> void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
+  const uint32_t a[] = {a0, a1};
+  product<Operand>(d, a, &b0, 8);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- barriers
+
+struct Phases {
+  int count, missing;
+  int64_t bytes;  // announced and not yet copied
+  uint32_t parity;
+};
+inline Phases& phases_of(uint64_t* barrier) {
+  static std::map<uint64_t*, Phases> all;
+  return all[barrier];
+}
+inline void advance(Phases& phases) {
+  emulation::events++;
+  if (phases.missing == 0 && phases.bytes == 0) phases.missing = phases.count, phases.parity ^= 1;
+}
+inline void initialize(uint64_t* barrier, int arrivals) { phases_of(barrier) = {arrivals, arrivals, 0, 0}; }
+inline void arrive(uint64_t* barrier) {
+  Phases& phases = phases_of(barrier);
+  if (phases.missing-- == 0) emulation::failure = "an arrival too many";
+  advance(phases);
+}
+inline void await(uint64_t* barrier, uint32_t parity) {
+  while (phases_of(barrier).parity == parity) emulation::yield();
+}
+template <int kCount> void sync_threads(int barrier) { meet(emulation::named_barriers[barrier], kCount); }
+template <int kCount> void signal_threads(int barrier) { arrive(emulation::named_barriers[barrier], kCount); }
+
+inline void publish_barriers() {}
+inline void arrive(uint64_t* barrier, int bytes) {
+  phases_of(barrier).bytes += bytes;
+  arrive(barrier);
+}
+// Takes its time: until then there is NaN.
+inline void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier) {
+  if (bytes % 16 || uintptr_t(shared) % 16 || uintptr_t(global) % 16) emulation::failure = "a bulk copy that is not aligned";
+  memset(shared, 0xff, bytes);
+  for (int turns = emulation::random_order() % 4; turns; turns--) emulation::events++, emulation::yield();
+  memcpy(shared, global, bytes);
+  phases_of(barrier).bytes -= bytes;
+  advance(phases_of(barrier));
+}
+inline void await_previous_kernel() {}
+
+// --------------------------------------------------------------------------------------------------------- floating point
+
+inline float min_nan(float a, float b) { return a != a || b != b ? NAN : min(a, b); }
+inline float max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+template <class T> void store_if(bool valid, void* to, T value) {
+  if (uintptr_t(to) % sizeof(T) && valid) emulation::failure = "a store that is not aligned";
+  if (valid) memcpy(to, &value, sizeof value);
+}
+
+}  // namespace tensor_core

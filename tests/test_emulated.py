@@ -1,0 +1,345 @@
+"""The CUDA kernels without a GPU: their sources, run by tests/emulation on the CPU, against float64.
+
+Operators are told that CPU tensors are on a GPU, with a device that is made up, and do all that they do there; the library's
+convolutions are the CPU's. Small problems alone: a product of tensor cores takes microseconds. wgmma is not emulated, so 31's fused
+kernel runs by mma.sync.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.cpp_extension import CUDA_HOME
+
+import fused
+import inline_loader
+import numerics
+import operators
+from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL
+
+EMULATION = Path(__file__).resolve().parent / "emulation"
+HEADERS = Path(CUDA_HOME or "/usr/local/cuda") / "include"
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+NAN, INF = float("nan"), float("inf")
+
+pytestmark = pytest.mark.skipif(
+    not (COMPILER and (HEADERS / "cuda_fp16.h").is_file()), reason="there is no C++ compiler, or CUDA's headers are missing"
+)
+every_name = pytest.mark.parametrize("name", [MIN_ADD, INSTANCE_NORM, DROPOUT, POOL])
+every_convolution_in_3d = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])
+
+# 83's result is known beforehand. Instead of it, its fused kernel may show the normalised value.
+FAITHFUL, SHOWN = "const float value = min_nan(max_nan(min_nan(z, low), low), high);", "const float value = z;"
+
+
+# --------------------------------------------------------------------------------------------------------------- building
+
+
+def translated(text: str) -> str:
+    """A source with what C++ does not know in the words of emulation/cuda.h."""
+    dynamic = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];")
+    text = dynamic.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulation::dynamic_shared);", text)
+    launch = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?), stream>>>\((.*?)\);", re.S)
+    text = launch.sub(r"emulation::launch(\2, [=] { \1(\3); });", text)
+    return text.replace("#ifdef __CUDACC__", "#if 1").replace('#define EXPORT extern "C"', "")
+
+
+class Emulated:
+    """The launchers of a source, as operators on CPU tensors. They raise AssertionError for a deadlock, or an access that is not aligned."""
+
+    def __init__(self, library: Path):
+        self.library = ctypes.CDLL(str(library))
+        self.library.emulation_failure.restype = ctypes.c_char_p
+
+    def __getattr__(self, launcher: str):
+        def call(*arguments):
+            getattr(self.library, launcher)(*map(self._argument, arguments), None)
+            failure = self.library.emulation_failure()
+            assert not failure, failure.decode()
+
+        return call
+
+    @staticmethod
+    def _argument(value):
+        if isinstance(value, torch.Tensor):
+            assert value.is_contiguous()
+            return ctypes.c_void_p(value.data_ptr() if value.numel() else None)
+        return ctypes.c_double(value) if isinstance(value, float) else ctypes.c_int64(value)
+
+
+def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> Emulated:
+    key = hashlib.sha256(repr((name, architecture, sorted(defines.items()), replaced)).encode()).hexdigest()[:16]
+    library, sources = folder / f"{key}.so", folder / key
+    if not library.exists():
+        sources.mkdir()
+        for path in inline_loader.KERNELS.iterdir():
+            if path.suffix in (".h", ".cuh", ".cu"):
+                text = translated(path.read_text())
+                (sources / path.name).write_text(text.replace(*replaced) if replaced else text)
+        shutil.copy(EMULATION / "tensor_core.cuh", sources)
+        command = [COMPILER, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "-fvisibility=hidden"]
+        command += [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
+        command += ["-isystem", str(HEADERS), "-include", str(EMULATION / "cuda.h"), "-x", "c++", str(sources / f"{name}.cu")]
+        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return Emulated(library)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulated")
+
+
+@pytest.fixture
+def gpu(monkeypatch, folder):
+    """gpu(…) makes a GPU of the CPU, with so many multiprocessors and so large an L2 cache."""
+
+    def become(*, architecture=800, multiprocessors=4, cache=1 << 16, replaced=()):
+        def load(name, source=None, *, device, defines=None):
+            assert source is None and device == "cuda"
+            return build(name, architecture, defines or {}, replaced, folder)
+
+        monkeypatch.setattr(inline_loader, "load", load)
+        monkeypatch.setattr(operators, "_device_type", lambda x: "cuda")
+        monkeypatch.setattr(fused, "_device", lambda index: ((architecture // 100, 0), 163 << 10, multiprocessors, cache))
+
+    return become
+
+
+@pytest.fixture
+def emulated(gpu):
+    """emulated(name, model, x, …): what the fused kernels give, and for 83 the normalised value."""
+
+    def run(name, model, x, **device):
+        gpu(replaced=(FAITHFUL, SHOWN) if name == DROPOUT else (), **device)
+        with torch.no_grad():
+            return numerics.twin_of(model, "fused")(x)
+
+    return run
+
+
+def reference(name, model, x):
+    with torch.no_grad():
+        return model.norm(model.conv(x)) if name == DROPOUT else model(x)
+
+
+def assert_rule(name, model, x, ours):
+    """As exact as eager, by the rule of checks.py for one draw: twice its error, plus a few units in the last place."""
+    eager, exact = reference(name, model, x), reference(name, copy.deepcopy(model).double(), x.double())
+    assert ours.dtype == eager.dtype and ours.shape == eager.shape
+    assert torch.equal(ours.isnan(), exact.isnan()), "NaN where float64 has it"
+    ours, eager, exact = (t.double().nan_to_num(0.0) for t in (ours, eager, exact))
+    last_place = 4 * torch.finfo(x.dtype).eps * exact.abs().max()
+    for size in (lambda t: t.abs().max(), lambda t: t.square().mean().sqrt()):
+        assert size(ours - exact) <= 2 * size(eager - exact) + last_place
+
+
+def small(name, variant="fused", **options):
+    """As numerics.small, but for 85's fused kernel, which takes longest."""
+    if name != POOL or variant != "fused":
+        return numerics.small(name, variant, **options)
+    arguments, shape = (5, 16, 3, 4, (16, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 9, 13)
+    return numerics.build(name, arguments, **options), numerics.random_input(shape, **options)
+
+
+# ------------------------------------------------------------------------------------------------------- the epilogue variant
+
+
+@every_name
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_epilogue_forward_and_backward(name, dtype, gpu):
+    model, x = small(name, "epilogue", dtype=dtype)
+    gpu()
+    numerics.assert_rule(model, x, "epilogue")
+
+
+@pytest.mark.parametrize("variant", ["epilogue", "fused", "folded"])
+def test_83_has_gradients_where_elements_tie(variant, gpu):
+    model, x = small(DROPOUT, variant)
+    with torch.no_grad():
+        model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
+    gpu()
+    numerics.assert_rule(model, x, variant)
+
+
+# ---------------------------------------------------------------------------------------------------------- the fused variant
+
+
+@every_name
+def test_fused_forward_and_backward(name, gpu):
+    model, x = small(name)
+    gpu()
+    numerics.assert_rule(model, x, "fused")
+
+
+@every_name
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rule_in_every_dtype(name, dtype, emulated):
+    model, x = small(name, dtype=dtype)
+    assert_rule(name, model, x, emulated(name, model, x))
+
+
+@every_convolution_in_3d
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 9, 14, 16), (1, 3, 30, 6, 11), (3, 3, 4, 5, 68), (1, 3, 3, 20, 9)], ids=str)
+@pytest.mark.parametrize("multiprocessors", [1, 9])
+def test_other_sizes_and_shares_of_blocks(name, shape, dtype, multiprocessors, emulated):
+    """Hopper's way: planes come by the copy engine, where rows are aligned. One multiprocessor leaves a sample to a block."""
+    model, _ = small(name, dtype=dtype)
+    x = numerics.random_input(shape, dtype=dtype)
+    assert_rule(name, model, x, emulated(name, model, x, architecture=900, multiprocessors=multiprocessors))
+
+
+@every_convolution_in_3d
+def test_random_sizes_and_devices(name, emulated):
+    @settings(max_examples=10)  # each size may have to be compiled for
+    @given(st.data())
+    def run(data):
+        size, one_of = lambda low, high: data.draw(st.integers(low, high)), lambda *values: data.draw(st.sampled_from(values))
+        inputs, outputs, kernel, dtype = size(1, 4), 16 * size(1, 2), one_of((3, 3, 3), (1, 2, 4), (5, 1, 2)), one_of(torch.float32, torch.bfloat16)
+        shape = size(1, 3), inputs, *(extent - 1 + size(4, 16) for extent in kernel)
+        tail = {INSTANCE_NORM: ((outputs, 1, 1, 1), -1.0, 1.0), DROPOUT: (4, 0.0, 1.0, 0.2)}[name]
+        model = numerics.build(name, (inputs, outputs, kernel, *tail), dtype=dtype)
+        device = dict(architecture=one_of(800, 900), multiprocessors=size(1, 12), cache=one_of(0, 1 << 14, 1 << 20))
+        x = numerics.random_input(shape, dtype=dtype)
+        assert_rule(name, model, x, emulated(name, model, x, **device))
+
+    run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("cache", [0, 1 << 16, 1 << 30])
+def test_79_holds_sums(cache, dtype, emulated):
+    """None, some and most of those that shared memory has no room for, in scratch."""
+    model = numerics.build(INSTANCE_NORM, numerics.HELD[0], dtype=dtype)
+    x = numerics.random_input((2, 3, 12, 26, 30), dtype=dtype)
+    assert_rule(INSTANCE_NORM, model, x, emulated(INSTANCE_NORM, model, x, architecture=900, multiprocessors=1, cache=cache))
+
+
+@pytest.mark.parametrize("low, high", [(-INF, 0.5), (-0.5, INF), (-INF, INF), (1.0, -1.0), (0.5, 0.5)])
+def test_79_open_and_swapped_bounds(low, high, emulated):
+    model, x = small(INSTANCE_NORM)
+    model.clamp_min, model.clamp_max = low, high
+    with torch.no_grad():
+        model.multiplier[::3], model.multiplier[1] = 0, -1
+    assert_rule(INSTANCE_NORM, model, x, emulated(INSTANCE_NORM, model, x))
+
+
+@every_name
+@pytest.mark.parametrize("change", ["large mean", "1e15", "1e-15", "channels apart", "late and large", "second and large", "early and zero", "constant"])
+def test_rule_at_any_magnitude(name, change, emulated):
+    """A scale that a block guesses from its first rows or planes has to be found out as wrong."""
+    model, x = small(name)
+    half = x.shape[2] // 2
+    if change == "large mean":
+        x += 1e3
+    elif change in ("1e15", "1e-15"):
+        x *= float(change)
+    elif change == "channels apart":
+        x[:, 0] *= 1e4
+    elif change == "late and large":
+        x[:, :, half:] *= 1e6
+    elif change == "second and large":
+        x[:, :, 1] *= 1e6
+    elif change == "early and zero":
+        x[:, :, :half] = 0
+    else:
+        x[:] = 3
+    assert_rule(name, model, x, emulated(name, model, x))
+
+
+@pytest.mark.parametrize("name, factor", [(INSTANCE_NORM, 1e8), (DROPOUT, 1e8), (MIN_ADD, 1e3), (POOL, 1e3)])
+@pytest.mark.parametrize("up", [True, False])
+def test_weights_that_make_up_for_magnitudes(name, factor, up, emulated):
+    """A channel that is so many times larger or smaller than the others, and counts for as much. 31 and 85 scale all channels alike."""
+    model, x = small(name)
+    factor = factor if up else 1 / factor
+    x[:, 1] *= factor
+    with torch.no_grad():
+        model.conv.weight[:, 1] /= factor
+    assert_rule(name, model, x, emulated(name, model, x, architecture=900))
+
+
+@every_convolution_in_3d
+def test_channels_that_are_far_apart_on_their_own(name, emulated):
+    """The first channels out read one channel in, the others another, which is larger by far."""
+    model, x = small(name)
+    x[:, 0] *= 1e-6
+    with torch.no_grad():
+        model.conv.weight[:8, 1:], model.conv.weight[8:, 0] = 0, 0
+    if name == INSTANCE_NORM:
+        model.instance_norm.eps = 0.0
+    assert_rule(name, model, x, emulated(name, model, x))
+
+
+@every_convolution_in_3d
+def test_variance_that_overflows(name, emulated):
+    """It is infinite, and what it divides becomes zero, as in eager on a CPU."""
+    model, x = small(name)
+    x = x.abs() * 1e35
+    torch.testing.assert_close(emulated(name, model, x), reference(name, model, x))
+
+
+def test_83_with_many_channels(emulated):
+    model = numerics.build(DROPOUT, (3, 512, 3, 8, -0.3, 1.0, 0.2))
+    x = numerics.random_input((1, 3, 6, 7, 9))
+    assert_rule(DROPOUT, model, x, emulated(DROPOUT, model, x))
+    assert "960" in fused.conv3d_obstacle(x, x.new_empty(976, 3, 3, 3, 3), x.dtype)
+
+
+@pytest.mark.parametrize("name, call", [
+    (INSTANCE_NORM, lambda x, model: operators.conv3d_multiply_instancenorm_clamp_multiply_max(
+        x, model.conv.weight, model.conv.bias, model.multiplier.flatten(), -1.0, 1.0, variant="fused")),
+    (DROPOUT, lambda x, model: operators.conv3d_groupnorm_min_clamp_dropout(
+        x, model.conv.weight, model.conv.bias, model.norm.weight, model.norm.bias, 12, 0.0, 1.0, variant="fused")),
+])  # fmt: skip
+def test_operators_take_a_batch_of_none(name, call, gpu):
+    model, x = small(name)
+    gpu(multiprocessors=1)
+    assert call(x[:0], model).shape[0] == 0
+
+
+@every_name
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_one_special_value(name, value, emulated):
+    """It spoils what it spoils in eager; the other samples don't notice."""
+    model, x = small(name)
+    spoilt = x.clone()
+    spoilt[1].view(-1)[17] = value
+    ours, exact = emulated(name, model, spoilt), reference(name, copy.deepcopy(model).double(), spoilt.double())
+    kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours, exact)]
+    assert torch.equal(*kinds)
+    assert torch.equal(ours[::2], emulated(name, model, x)[::2])
+
+
+@every_name
+def test_repeats_are_bitwise_equal(name, emulated):
+    """Whichever warp comes first: the emulation's order is another one each time."""
+    model, x = small(name)
+    results = [emulated(name, model, x, architecture=architecture) for architecture in (800, 800, 900, 900)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_83_draws_the_mask_of_the_other_variants(gpu):
+    model, x = small(DROPOUT)
+    conv, norm = model.conv, model.norm
+    gpu()
+    with torch.no_grad():
+        results = [
+            operators.conv3d_groupnorm_min_clamp_dropout(
+                x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, 0.25, 1.0, 0.2, 1e-5, variant, torch.tensor([2024])
+            )
+            for variant in ("fused", "epilogue", "folded")
+        ]
+    assert all(torch.equal(result, results[0]) for result in results) and 0.7 < (results[0] != 0).double().mean() < 0.9
