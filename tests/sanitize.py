@@ -63,7 +63,9 @@ def run_fault(device: str, name: str) -> None:
 def run_kernels(device: str, name: str) -> None:
     """Every variant of a problem, in float32 and float16: forward without gradients, then with all gradients."""
     for variant in models.PROBLEMS[name].variants[1:]:
-        sizes = [numerics.sizes_for(variant)[name], *([numerics.WINOGRAD[name]] if device == "cpu" and name in numerics.WINOGRAD else [])]
+        sizes = [numerics.sizes_for(variant)[name]]
+        sizes += [numerics.WINOGRAD[name]] if device == "cpu" and name in numerics.WINOGRAD else []
+        sizes += [numerics.HELD] if variant == "fused" and name == numerics.INSTANCE_NORM and device == "cuda" else []
         for (arguments, shape), dtype in itertools.product(sizes, (torch.float32, torch.float16)):
             model, x = numerics.build(name, arguments, device=device, dtype=dtype), numerics.random_input(shape, device=device, dtype=dtype)
             module = models.PROBLEMS[name].ModelNew.from_eager(model.train())

@@ -91,13 +91,13 @@ def test_export(name, dynamic):
         torch.testing.assert_close(program.module()(part), new(part))
 
 
-@every_device
+@pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_name
-def test_autocast(name, dtype, device):
+def test_autocast(name, dtype, variant, device):
     """The reference's dtypes for the output and every gradient, and values as near to float64 as its own."""
-    model, x = numerics.small(name, device=device)
-    new, answers = numerics.twin_of(model), []
+    model, x = numerics.small(name, variant, device=device)
+    new, answers = numerics.twin_of(model, variant, x), []
     for module in (model, new):
         with torch.autocast(device, dtype=dtype):
             answers.append(results(module, x))

@@ -40,9 +40,9 @@ def test_there_is_something_to_compile():
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_compiles_for_every_architecture(source, tmp_path):
-    """float for all architectures, the other element types for one; the fused kernels with their defaults and by wgmma."""
+    """float for all architectures, the other element types for one; the fused kernels in all their types, and by wgmma."""
     if source.stem.endswith("_fused"):
-        jobs = [(source, architecture, TYPES[0]) for architecture in FUSED_ARCHITECTURES]
+        jobs = [(source, architecture, define) for architecture in FUSED_ARCHITECTURES for define in TYPES[:3]]
         jobs += [(source, "90a", "WGMMA=1")] if "#if WGMMA" in source.read_text() else []
     else:
         jobs = [(source, architecture, TYPES[0]) for architecture in ARCHITECTURES]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -88,6 +89,14 @@ def test_rule_in_every_dtype(name, dtype, variant, device):
     numerics.assert_rule(*numerics.small(name, variant, device=device, dtype=dtype), variant)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("arguments, shape", [numerics.HELD, numerics.HELD_IN_SCRATCH], ids=["in shared memory", "in scratch"])
+def test_rule_where_sums_are_held(arguments, shape, dtype):
+    model = numerics.build(INSTANCE_NORM, arguments, device="cuda", dtype=dtype)
+    numerics.assert_rule(model, numerics.random_input(shape, device="cuda", dtype=dtype), "fused")
+
+
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradient_of_one_bias_for_all_is_rounded_once(dtype, variant, device):
@@ -114,6 +123,17 @@ def test_rule_with_large_beside_small(name, variant, device):
     """Samples of 1e15, 1 and 1e-15: the squares still fit, and the smallest variance is far below eps."""
     model, x = numerics.small(name, variant, device=device)
     x *= torch.tensor([1e15, 1, 1e-15], device=device).view(-1, *[1] * (x.dim() - 1))
+    numerics.assert_rule(model, x, variant)
+
+
+@every_variant
+@pytest.mark.parametrize("low, high", [(-math.inf, 0.5), (-0.5, math.inf), (-math.inf, math.inf), (1.0, -1.0)])
+def test_rule_with_open_and_swapped_bounds(low, high, variant, device):
+    """With multipliers of zero and below: none of 79's products of them and a bound may become NaN."""
+    model, x = numerics.small(INSTANCE_NORM, variant, device=device)
+    model.clamp_min, model.clamp_max = low, high
+    with torch.no_grad():
+        model.multiplier[::3], model.multiplier[1] = 0, -1
     numerics.assert_rule(model, x, variant)
 
 

@@ -50,6 +50,17 @@ def test_opcheck(name, layout, device):
         torch.library.opcheck(backward, (*arguments, *needs))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@every_name
+def test_opcheck_of_the_fused_kernels(name, dtype):
+    model, x = numerics.small(name, "fused", device="cuda", dtype=dtype)
+    with Recorder() as recorder, torch.no_grad():
+        numerics.twin_of(model, "fused", x)(x)
+    ((forward, arguments),) = recorder.calls.items()
+    torch.library.opcheck(forward, tuple(map(_detached, arguments)))
+
+
 @given(st.data())
 def test_winograd_at_random_sizes(data):
     """The convolution by itself against the library's, in 3-D; what lies behind its result stays as it was."""
