@@ -15,7 +15,7 @@ from torch import Tensor
 
 import inline_loader
 
-_CTYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
+_CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
 
 
 @torch.compiler.assume_constant_result
@@ -32,7 +32,8 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _types(value: torch.dtype, out: torch.dtype) -> dict[str, str]:
+def element_types(value: torch.dtype, out: torch.dtype) -> dict[str, str]:
+    """What tells a build of any kernels the dtypes of the convolution and of the result (kernels/scalar.h)."""
     return {"VALUE_T": _CTYPES[value], "OUTPUT_T": _CTYPES[out]}
 
 
@@ -92,7 +93,7 @@ def conv2d_min_add_multiply(
     # The workspace: scales, then packed weights, then x packed to float16 unless wgmma reads x itself.
     sizes = [4 * padded_out, 4 * N, 2 * parts * padded_out * padded_in * kh * kw]
     workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + (0 if wgmma else 2 * parts * N * padded_in * H * W)
-    defines = {"SPLIT": int(split), "WGMMA": int(wgmma), **_types(x.dtype, out_dtype), **_spatial_defines(weight)}
+    defines = {"SPLIT": int(split), "WGMMA": int(wgmma), **element_types(x.dtype, out_dtype), **_spatial_defines(weight)}
     kernels = _load("conv2d_min_add_multiply", **defines)
     y = x.new_empty(N, C, H - kh + 1, W - kw + 1, dtype=out_dtype)
     scratch = torch.empty(workspace, dtype=torch.uint8, device=x.device)
@@ -187,9 +188,10 @@ def conv3d_multiply_instancenorm_clamp_multiply_max(
     N, _, D, H, W = x.shape
     rows, depth, slots, stage = _tiling(x, weight, fours=False)
     y = x.new_empty(N, *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])), dtype=out_dtype)
-    held = min(int(_HELD_SHARE * _device(x.device.index)[3]) // 4, N * 16 * math.prod(x.shape[2:])) if slots == 1 and weight.shape[0] == 16 else 0
+    holds = slots == 1 and weight.shape[0] == 16  # as the kernel does
+    held = min(int(_HELD_SHARE * _device(x.device.index)[3]) // 4, N * 16 * math.prod(x.shape[2:])) if holds else 0
     outputs = y, conv_bias.new_empty(N, slots, weight.shape[0], 2), conv_bias.new_empty(held)
-    defines = {**_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
+    defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
     kernels = _load("conv3d_multiply_instancenorm_clamp_multiply_max", **defines)
     kernels.forward(*outputs, x.contiguous(), weight.contiguous(), conv_bias, multiplier, low, high, eps, held, N, D, H, W, rows, depth)
     return y
@@ -204,7 +206,7 @@ def conv3d_groupnorm_min_clamp_dropout(
     rows, depth, slots, stage = _tiling(x, weight, fours=True)
     y = x.new_empty(N, C, D - kd + 1, H - kh + 1, W - kw + 1, dtype=out_dtype)
     scratch = *(parameters[0].new_empty(N, *size) for size in ((slots, C, 2), (C, 4))), x.new_empty(N, dtype=torch.int32)
-    defines = {**_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
+    defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
     kernels = _load("conv3d_groupnorm_min_clamp_dropout", **defines)
     constants, sizes = (low, high, p, eps, 0, groups), (N, D, H, W, rows, depth)
     kernels.forward(y, *scratch, x.contiguous(), weight.contiguous(), *parameters, seed, *constants, *sizes)
@@ -242,7 +244,7 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     extreme, (mean, m2) = parameters[0].new_empty(y.shape), parameters[0].new_empty(2, N, C)
     group_mean, group_rstd = parameters[0].new_empty(2, N, groups)
     partial = parameters[0].new_empty(N, C, tiles * strips, 3)
-    defines = {**_types(x.dtype, out_dtype), **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1], "SEVERAL_TILES": int(tiles > 1)}
+    defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1], "SEVERAL_TILES": int(tiles > 1)}
     kernels = _load("conv2d_groupnorm_scale_maxpool_clamp", **defines)
     outputs = y, extreme, mean, m2, group_mean, group_rstd, partial
     kernels.forward(*outputs, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, N, groups, H, W, strips)

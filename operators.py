@@ -29,7 +29,6 @@ import fused
 import inline_loader
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
 
 # The convolution's output per piece of work on the CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
@@ -45,8 +44,7 @@ def _device_type(x: Tensor) -> str:
 
 def _kernels(name: str, x: Tensor, out_dtype: torch.dtype, **defines) -> inline_loader.Operators:
     """The kernels of kernels/<name>.* for x's device and dtype, results in `out_dtype`."""
-    types = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype]}
-    return inline_loader.load(name, device=_device_type(x), defines={**types, **defines})
+    return inline_loader.load(name, device=_device_type(x), defines={**fused.element_types(x.dtype, out_dtype), **defines})
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,6 +6,7 @@
 #pragma once
 #include <type_traits>
 
+#include "halves.cuh"
 #include "tensor_core.cuh"
 
 #ifndef SPLIT  // is an operand the sum of two float16?

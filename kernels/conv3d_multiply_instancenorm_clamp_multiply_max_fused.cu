@@ -51,12 +51,12 @@ struct HoldingSink : StatisticsSink {
 struct MaximumSink {
   const Coefficients* coefficients;  // [16], in shared memory, as are the following
   const float* weight_scale;
-  float4* scaled;                    // high, initial, factor
-  output_t* y;                       // of the sample's first plane, at the block's first row
+  float4* scaled;  // high, initial, factor
+  output_t* y;     // of the sample's first plane, at the block's first row
   int plane_size;
   bool first_channels;
-  float low;                               // the largest of all channels
-  float high[2], initial[2], factor[2];    // of channels g, g + 8; the last two in units of the sums
+  float low;                             // the largest of all channels
+  float high[2], initial[2], factor[2];  // of channels g, g + 8; the last two in units of the sums
   __device__ void start(float scale) {
     low = -INFINITY;
 #pragma unroll
@@ -148,9 +148,8 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
 #pragma unroll 1
   for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
     if (first_channel > 0) {
-      __syncthreads();  // weight_scale has been read
       sweep.fetch_weights(first_channel);
-      __syncthreads();
+      __syncthreads();  // they are there, and weight_scale has been read
     }
     if (phases & kStatistics) {
       HoldingSink sink(in_scratch, in_shared, sweep.turns);

@@ -46,9 +46,9 @@ inline int pitch_for(int64_t width) {
 }
 
 struct Convolution {
-  const value_t* x;       // (N, kIn, D, H, W)
-  const value_t* weight;  // (kOut, kIn, kDepth, kHeight, kWidth)
-  int64_t channel;      // D·H·W
+  const value_t* x;                // (N, kIn, D, H, W)
+  const value_t* weight;           // (kOut, kIn, kDepth, kHeight, kWidth)
+  int64_t channel;                 // D·H·W
   int D, H, W, OD, OH, OW;
   int rows, slabs, depth, chunks;  // a block's output rows and planes, and how many such parts there are
   int pitch, plane;                // pixels
@@ -142,7 +142,7 @@ struct Sweep {
   float* const weight_scale;  // [16], in shared memory
   int first_channel;          // of the weights
   bool fetched;               // and not yet taken
-  float scale = 1;            // of x's largest channel
+  float scale = 1;            // of x's largest channel, the smallest of all
   float magnitude;            // the largest that this thread has scaled
   bool scales_fit = !kSplit;  // the whole part, which the first run sees; until then they are a guess
   uint32_t main[kSteps * kMain][2], lows[kSteps * kMain][2], rest[kSteps * kRest + 1][2];  // the weights
@@ -215,7 +215,7 @@ struct Sweep {
       for (int k = 0; k < kCount; k++) most[k] = fmaxf(most[k], largest[i][k]);
   }
 
-  // What x needs, by input channel. It becomes (x - shift)·scale; its weights are multiplied by `share`, which is this scale's share in it.
+  // What x needs, by input channel: it becomes (x - shift)·scale, and its weights are multiplied by `share`, Sweep's scale over this one.
   struct Input {
     float shift, scale, share;
   };
@@ -414,11 +414,11 @@ struct Sweep {
       run_once(sink, count);
       float most[1] = {magnitude};
       block_most(most);
-      if (!kSplit || scales_fit || (most[0] >= 16 && most[0] < 65520)) break;  // float16 holds it, and its low part too
+      const bool fit = !kSplit || scales_fit || (most[0] >= 16 && most[0] < 65520);  // float16 holds it, and its low part too
       scales_fit = true;
+      if (fit) break;
       find_scales();
     }
-    scales_fit = true;
   }
 
   template <class Sink> __device__ __forceinline__ void run_once(Sink& sink, int count) {
@@ -443,7 +443,7 @@ struct Sweep {
     for (int plane = 0; plane <= planes - kDepth; plane++) {
       const uint32_t done_bit = 1u << (kRaw + plane % 2);
       if (plane >= 2) await(done(plane), (parities & done_bit) == 0);  // all warps are through with plane - 2
-      stage(plane + kAhead + 1);                              // where plane - 2 + kAhead was split from
+      stage(plane + kAhead + 1);  // where plane - 2 + kAhead was split from
       if (plane + kAhead < planes) await_staged(plane + kAhead), split(plane + kAhead, raw(plane + kAhead), items * width);
       const int plane_turns = min(turns, count - plane * turns);
 #pragma unroll 1

@@ -43,16 +43,24 @@ struct Index { unsigned x = 0, y = 0, z = 0; };
 }  // namespace emulation
 
 emulation::Index gridDim, blockDim, blockIdx;
-#define threadIdx emulation::fibers[emulation::current].index
+#define threadIdx emulation::self().index
 
 namespace emulation {
 
+// A copy in the background.
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  int bytes, group;
+};
 // Begins in its context; from then on jumps take its turns up, which cost no system call.
 struct Fiber {
   ucontext_t context;
   jmp_buf jump;
   Index index;
   bool begun = false, done = false;
+  std::vector<Copy> copies;  // on their way
+  int copy_groups = 0;       // so far
 };
 // Threads that wait for one another.
 struct Barrier {
@@ -71,12 +79,13 @@ int current;         // thread
 long events;         // anything that may end a wait
 const char* failure = nullptr;
 
+inline Fiber& self() { return fibers[current]; }
 inline int thread_count() { return blockDim.x * blockDim.y * blockDim.z; }
 inline int lane() { return current % 32; }
 inline int warp() { return current / 32; }
 
 inline void yield() {
-  if (!_setjmp(fibers[current].jump)) _longjmp(scheduler, 1);
+  if (!_setjmp(self().jump)) _longjmp(scheduler, 1);
 }
 inline void resume(Fiber& fiber) {
   if (_setjmp(scheduler)) return;
@@ -97,7 +106,7 @@ inline void meet(Barrier& barrier, int count) {
 
 inline void run_fiber() {
   kernel();
-  events++, fibers[current].done = true;
+  events++, self().done = true;
   yield();
 }
 
@@ -120,9 +129,9 @@ inline void run_block() {
     for (int turns = random_order() % 32 ? 1 : 32; turns; turns--) {
       const long before = events;
       for (current = first; current < std::min(first + 32, count); current++) {
-        if (fibers[current].done) continue;
-        resume(fibers[current]);
-        left -= fibers[current].done;
+        if (self().done) continue;
+        resume(self());
+        left -= self().done;
       }
       idle = events == before ? idle + 1 : 0;
     }
@@ -137,8 +146,8 @@ inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> 
   if (failure) return;
   kernel = run;
   gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
-  if (bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32) {
-    failure = "a launch that is not possible here: too much shared memory, too many threads, or a part of a warp";
+  if (blocks.x * blocks.y * blocks.z == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32) {
+    failure = "a launch that is not possible here: no blocks, too much shared memory, too many threads, or a part of a warp";
     return;
   }
   for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)

@@ -8,25 +8,6 @@
 
 namespace tensor_core {
 
-// As in kernels/tensor_core.cuh.
-constexpr int kTop = 14;
-inline float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
-inline int fitting_exponent(float magnitude) {
-  const int exponent = (__float_as_int(magnitude) >> 23 & 0xff) - 127;
-  return magnitude == 0.f || exponent == 128 ? 0 : min(kTop - exponent, 126);
-}
-struct PowerOfTwo {
-  float first, second;
-  explicit PowerOfTwo(int exponent) : first(power_of_two(exponent / 2)), second(power_of_two(exponent - exponent / 2)) {}
-  float operator()(float value) const { return value * first * second; }
-};
-struct Halves { uint32_t high, low; };
-inline Halves split(float first, float second) {
-  const __half2 high = __floats2half2_rn(first, second);
-  const float2 back = __half22float2(high);
-  return {emulated_bits<uint32_t>(high), emulated_bits<uint32_t>(__floats2half2_rn(first - back.x, second - back.y))};
-}
-
 // An address in shared memory counts from the start of the dynamic part.
 inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<const char*>(at) - reinterpret_cast<char*>(emulation::dynamic_shared)); }
 inline char* shared_pointer(uint32_t address) { return reinterpret_cast<char*>(emulation::dynamic_shared) + int32_t(address); }
@@ -35,13 +16,23 @@ template <int kCount> void load_shared(uint32_t* to, uint32_t address) {
   if (address % (4 * kCount)) emulation::failure = "a load that is not aligned";
   memcpy(to, shared_pointer(address), 4 * kCount);
 }
-template <int kBytes> void copy_async(void* to, const void* from) {
-  if (uintptr_t(to) % kBytes || uintptr_t(from) % kBytes) emulation::failure = "a copy that is not aligned";
-  memcpy(to, from, kBytes);
+
+// Copies arrive when they are awaited, not before: until then there is NaN.
+inline void copy_later(void* to, const void* from, int bytes) {
+  if (uintptr_t(to) % bytes || uintptr_t(from) % bytes) emulation::failure = "a copy that is not aligned";
+  memset(to, 0xff, bytes);
+  emulation::self().copies.push_back({to, from, bytes, emulation::self().copy_groups});
 }
-inline void copy_async_or_zero(void* to, const void* from, bool real) { real ? copy_async<16>(to, from) : void(memset(to, 0, 16)); }
-inline void commit_copies() {}
-template <int kPending> void await_copies() {}
+template <int kBytes> void copy_async(void* to, const void* from) { copy_later(to, from, kBytes); }
+inline void copy_async_or_zero(void* to, const void* from, bool real) { copy_later(to, real ? from : nullptr, 16); }
+inline void commit_copies() { emulation::self().copy_groups++; }
+template <int kPending> void await_copies() {
+  auto& copies = emulation::self().copies;
+  const auto arrives = [](const emulation::Copy& copy) { return copy.group < emulation::self().copy_groups - kPending; };
+  for (const emulation::Copy& copy : copies)
+    if (arrives(copy)) copy.from ? memcpy(copy.to, copy.from, copy.bytes) : memset(copy.to, 0, copy.bytes);
+  copies.erase(std::remove_if(copies.begin(), copies.end(), arrives), copies.end());
+}
 
 inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   for (int i = 0; i < 4; i++) {
