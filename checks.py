@@ -231,15 +231,19 @@ def errors_of(label: str, module, model, x, phase: str) -> tuple[list[Error], li
             reference = _named(*_float64(model, x, phase, g, keep)[:2])
         results = _named(out, gradients)
         distances.append([_distance(results[name], r) for name, r in reference.items()])
-    found, ulp = [], torch.finfo(x.dtype).eps
-    for (name, r), eager, ours in zip(reference.items(), *distances):
-        size = r.abs().max().item() if r.numel() else 0.0
-        limits = 2 * eager[0] + 4 * ulp * bool(size), 2 * eager[1] + 4 * ulp * size
-        found.append(Error(label, name, *ours[:2], *eager[:2], *limits, ours[2]))
+    named = zip(reference.items(), *distances)
+    found = [_judged(label, name, r, eager, ours, x.dtype) for (name, r), eager, ours in named]
     if not p:
         return found, []
     again = call(module, leaves, x, "forward", None)[0] != 0
     return found, [f"{label}: {text}" for text in _bad_mask(keep, again, plain != 0, p)]
+
+
+def _judged(label: str, quantity: str, r: torch.Tensor, eager: tuple, ours: tuple, dtype: torch.dtype) -> Error:
+    """The Error of a result of `dtype`, r being the reference, from eager's and our `_distance` to it."""
+    size, ulp = r.abs().max().item() if r.numel() else 0.0, torch.finfo(dtype).eps
+    limits = 2 * eager[0] + 4 * ulp * bool(size), 2 * eager[1] + 4 * ulp * size
+    return Error(label, quantity, *ours[:2], *eager[:2], *limits, ours[2])
 
 
 def _named(out, gradients) -> dict[str, torch.Tensor]:

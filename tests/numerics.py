@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checks
 import models
@@ -145,3 +146,16 @@ def assert_equal(ours: dict, theirs: dict) -> None:
         assert value.dtype == theirs[key].dtype and value.shape == theirs[key].shape, key
         assert torch.equal(value.nan_to_num(123.0), theirs[key].nan_to_num(123.0)), key
         assert torch.equal(value.isnan(), theirs[key].isnan()), key
+
+
+class Recorder(TorchDispatchMode):
+    """The arguments with which each of our operators gets called, by the operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "inline_kernels":
+            self.calls[func] = args
+        return func(*args, **(kwargs or {}))

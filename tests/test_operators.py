@@ -8,27 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import numerics
 import operators
-from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
+from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, Recorder, results
 
 every_name = pytest.mark.parametrize("name", list(SMALL))
 every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-class Recorder(TorchDispatchMode):
-    """The arguments with which each of our operators gets called, by the operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "inline_kernels":
-            self.calls[func] = args
-        return func(*args, **(kwargs or {}))
 
 
 @every_device
@@ -48,17 +34,6 @@ def test_opcheck(name, layout, device):
     arguments = [_detached(argument) for argument in recorder.calls[backward][:-2]]
     for needs in ((True, True), (True, False), (False, True), (False, False)):
         torch.library.opcheck(backward, (*arguments, *needs))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@every_name
-def test_opcheck_of_the_fused_kernels(name, dtype):
-    model, x = numerics.small(name, "fused", device="cuda", dtype=dtype)
-    with Recorder() as recorder, torch.no_grad():
-        numerics.twin_of(model, "fused", x)(x)
-    ((forward, arguments),) = recorder.calls.items()
-    torch.library.opcheck(forward, tuple(map(_detached, arguments)))
 
 
 @given(st.data())
