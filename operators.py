@@ -220,7 +220,8 @@ def _register_gradient(operator, backward_operator, tensors: int, constants: int
             return tuple(nones)
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:2]
         if not ctx.kept:
-            saved = *saved[:tensors], *operator(*saved[:tensors], *ctx.constants, "epilogue", True)[1:]
+            with torch.autocast(dy.device.type, enabled=False):  # forward chose the dtypes; an autocast region around backward may not
+                saved = *saved[:tensors], *operator(*saved[:tensors], *ctx.constants, "epilogue", True)[1:]
         dx, dw, *parameters = backward_operator(dy, *saved, *ctx.constants[:backward_constants], *needs)
         gradients = [dx if needs[0] else None, dw if needs[1] else None, *parameters]
         return *gradients, *nones[len(gradients) :]
