@@ -72,7 +72,7 @@ struct MaximumSink {
   // What is held, a thread per two positions.
   __device__ __forceinline__ void take_held(const Held& held, int plane_turns, int limit) const {
 #pragma unroll 1
-    for (int i = 2 * threadIdx.x; i < held.turns * kTurn; i += 2 * kBlock) {
+    for (int i = 2 * thread_index_anew(); i < held.turns * kTurn; i += 2 * kBlock) {
       float2 v[16];
 #pragma unroll
       for (int channel = 0; channel < 16; channel++) v[channel] = *reinterpret_cast<const float2*>(held.values + channel * held.pitch + i);

@@ -76,7 +76,7 @@ HOST_DEVICE int shared_bytes(const Convolution& c) {
 struct Part {
   int64_t n;
   int slot, first_row, row_count, first_plane, plane_count, limit;  // limit: output positions in a plane
-  __device__ Part(const Convolution& c, int64_t job) {
+  __device__ Part(const Convolution& c, unsigned job) {
     n = job / c.slots(), slot = int(job % c.slots());
     first_row = slot % c.slabs * c.rows, row_count = min(c.rows, c.OH - first_row);
     first_plane = slot / c.slabs * c.depth, plane_count = min(c.depth, c.OD - first_plane);
@@ -155,7 +155,7 @@ struct Sweep {
   __device__ __forceinline__ Sweep(const Convolution& c, const Part& part, uint32_t* shared, float* weight_scale, int first_channel)
       : c(c), part(part), shared(shared), weight_scale(weight_scale) {
     if (tid == 0) {
-      for (int i = 0; i < 2; i++) initialize(done(i), kBlockWarps);
+      for (int i = 0; i < 2; i++) initialize(done(i), kBlock);
       for (int i = 0; i < kRaw; i++) initialize(arrived(i), 1);
 #if __CUDA_ARCH__ >= 900
       publish_barriers();
@@ -203,6 +203,7 @@ struct Sweep {
   // Of all threads, which have met before; ends behind a barrier.
   template <int kCount> __device__ __forceinline__ void block_most(float (&most)[kCount]) const {
     __shared__ float largest[kBlockWarps][kCount];
+    const int tid = thread_index_anew(), lane = tid % 32, warp = tid / 32;
 #pragma unroll
     for (int k = 0; k < kCount; k++) {
       for (int m = 16; m; m /= 2) most[k] = fmaxf(most[k], __shfl_xor_sync(~0u, most[k], m));
@@ -225,6 +226,7 @@ struct Sweep {
   }
   // From the largest |x - shift| that each thread has seen; ends with a barrier.
   __device__ __forceinline__ void set_scales(const float (&shift)[kIn], float (&most)[kIn]) {
+    const int tid = thread_index_anew();
     block_most(most);
     float all = 0;
 #pragma unroll
@@ -239,6 +241,7 @@ struct Sweep {
   }
   // The scales that fit; the weights are fetched for them. The ring is nobody's.
   __device__ void find_scales() {
+    const int tid = thread_index_anew();
     float shift[kIn], most[kIn] = {};
 #pragma unroll
     for (int k = 0; k < kIn; k++) shift[k] = inputs()[k].shift;
@@ -262,6 +265,7 @@ struct Sweep {
   static constexpr int kFilter = kIn * kTaps;
   __device__ __forceinline__ void fetch_weights(int from_channel) {
     first_channel = from_channel, fetched = true;
+    const int tid = thread_index_anew();
     constexpr int kLoads = (16 * kFilter + kBlock - 1) / kBlock;  // on their way together
     float own[kLoads];
 #pragma unroll
@@ -272,6 +276,7 @@ struct Sweep {
   }
   // To registers, scaled, which weight_scale tells; ends with a barrier.
   __device__ __forceinline__ void take_weights() {
+    const int tid = thread_index_anew(), g = tid % 32 / 4, t = tid % 4;
     const float* const weights = reinterpret_cast<float*>(shared);
     if (tid < 16 * 8) {
       float most = 0;
@@ -305,7 +310,7 @@ struct Sweep {
     __syncthreads();
   }
 
-  // A phase: all warps are through with a plane of output; a plane of x has been copied.
+  // A phase: all threads are through with a plane of output; a plane of x has been copied.
   __device__ __forceinline__ static uint64_t* done(int plane) {
     __shared__ uint64_t barriers[2];
     return barriers + plane % 2;
@@ -432,6 +437,7 @@ struct Sweep {
     const uint32_t plane_bytes = c.plane * kPixel, ring_bytes = kRing * plane_bytes;
     const uint32_t first_at = shared_address(shared), second_at = shared_address(second_ring()) - first_at / kMain * kRest;
     const uint16_t* const positions = this->positions();
+    const int t = thread_index_anew() % 4;
     uint32_t offset[kSteps];  // of this lane's tap, from a position's pixel
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
@@ -442,7 +448,7 @@ struct Sweep {
 #pragma unroll 1
     for (int plane = 0; plane <= planes - kDepth; plane++) {
       const uint32_t done_bit = 1u << (kRaw + plane % 2);
-      if (plane >= 2) await(done(plane), (parities & done_bit) == 0);  // all warps are through with plane - 2
+      if (plane >= 2) await(done(plane), (parities & done_bit) == 0);  // all threads are through with plane - 2
       stage(plane + kAhead + 1);  // where plane - 2 + kAhead was split from
       if (plane + kAhead < planes) await_staged(plane + kAhead), split(plane + kAhead, raw(plane + kAhead), items * width);
       const int plane_turns = min(turns, count - plane * turns);
@@ -492,8 +498,7 @@ struct Sweep {
       turn -= turns;
 #pragma unroll
       for (int s = 0; s < kSteps; s++) offset[s] = min(offset[s] + plane_bytes, offset[s] + plane_bytes - ring_bytes);  // what is negative is large
-      __syncwarp();
-      if (lane == 0) arrive(done(plane));
+      arrive(done(plane));
       parities ^= done_bit;
     }
     sink.finish();

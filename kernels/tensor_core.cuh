@@ -81,6 +81,13 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_
 }
 #undef MMA
 
+// threadIdx.x, read anew: what was computed from it before need not wait in registers for being used again.
+__device__ __forceinline__ int thread_index_anew() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // ---------------------------------------------------------------------------------------------------------------- barriers
 
 // A barrier in shared memory: a phase is complete after so many arrivals.

@@ -76,6 +76,8 @@ template <class Operand = half_t> void multiply_add(float (&d)[4], uint32_t a0, 
   product<Operand>(d, a, &b0, 8);
 }
 
+inline int thread_index_anew() { return threadIdx.x; }
+
 // ---------------------------------------------------------------------------------------------------------------- barriers
 
 struct Phases {
