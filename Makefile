@@ -27,7 +27,7 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint sanitize gpu gpu-tests gpu-sanitize gpu-bench bench notebooks refresh clean
+.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench bench notebooks refresh clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
@@ -41,7 +41,10 @@ lint: $(READY)
 sanitize: $(READY)
 	$(RUN) tests/sanitize.py
 
-gpu: gpu-tests gpu-sanitize gpu-bench
+gpu: gpu-checks gpu-bench
+
+gpu-checks: $(READY)
+	$(MAKE) --jobs 2 --output-sync gpu-tests gpu-sanitize
 
 gpu-tests: $(READY)
 	$(RUN) -m pytest -m gpu -n auto --maxprocesses 14 --dist loadgroup

@@ -33,7 +33,7 @@ import sys
 import textwrap
 import time as clock
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 
@@ -454,11 +454,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     device, reason = pick_device(options.device)
     print(f"{reason}; torch {torch.__version__}")
-    rows = _run_all(names, phases, device, options.batch)
+    rows = []
+    for of_one in _run_all(names, phases, device, options.batch):
+        rows += of_one
+        if options.json:  # what has been measured outlasts an interruption
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(record(rows), indent=1) + "\n")
     print(table(rows))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record(rows), indent=1) + "\n")
         print(f"\nrecord: {options.json}")
     if options.plots:
         options.plots.mkdir(parents=True, exist_ok=True)
@@ -469,11 +472,11 @@ def main(arguments: list[str] | None = None) -> int:
     return int(any(row["ok"] is False for row in rows if row["variant"] not in PEERS))
 
 
-def _run_all(names: list[str], phases: list[str], device: str, batch: int | None) -> list[dict]:
+def _run_all(names: list[str], phases: list[str], device: str, batch: int | None) -> Iterator[list[dict]]:
+    """The rows of each problem and phase."""
     from tqdm import tqdm
 
     steps = sum(len(variants_of(models.PROBLEMS[name], device)) + 1 for name in names) * len(phases)
-    rows = []
     with tqdm(total=steps, bar_format="{l_bar}{bar:20}| {n}/{total} {elapsed} {desc}") as bar:
 
         def tell(text):
@@ -482,9 +485,8 @@ def _run_all(names: list[str], phases: list[str], device: str, batch: int | None
 
         for name in names:
             for phase in phases:
-                rows += compare(name, device=device, phase=phase, batch_size=batch, tell=tell)
+                yield compare(name, device=device, phase=phase, batch_size=batch, tell=tell)
         bar.set_description_str("done")
-    return rows
 
 
 if __name__ == "__main__":

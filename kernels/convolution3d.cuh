@@ -448,7 +448,7 @@ struct Sweep {
 #pragma unroll 1
     for (int plane = 0; plane <= planes - kDepth; plane++) {
       const uint32_t done_bit = 1u << (kRaw + plane % 2);
-      if (plane >= 2) await(done(plane), (parities & done_bit) == 0);  // all threads are through with plane - 2
+      await(done(plane), (parities & done_bit) == 0);  // all threads are through with plane - 2
       stage(plane + kAhead + 1);  // where plane - 2 + kAhead was split from
       if (plane + kAhead < planes) await_staged(plane + kAhead), split(plane + kAhead, raw(plane + kAhead), items * width);
       const int plane_turns = min(turns, count - plane * turns);
