@@ -324,7 +324,7 @@ def _machine(item: dict) -> str:
 
 
 def readme_table(records: list[dict]) -> str:
-    """What stands between README's markers: a table for each record, a row per problem and phase."""
+    """What stands between README's markers: a table for each record, a row per problem and phase, phase by phase."""
     parts = [_markdown(item) for item in records]
     if records:
         machine = _machine(records[0])
@@ -339,7 +339,8 @@ def _markdown(item: dict) -> str:
     commit = f"commit {item['commit'][:10]}{' with changes' if item['dirty'] else ''}" if item["commit"] else item["sources"]
     lines = [f"{_machine(item)}{driver}, torch {item['torch']}, {rows[0]['dtype']}, {commit}, {item['date'][:10]}:", ""]
     lines += [f"| problem | phase | input | {' | '.join(variants)} |", "|---|---|---|" + "---|" * len(variants)]
-    for problem, phase in dict.fromkeys((row["problem"], row["phase"]) for row in rows):
+    pairs = dict.fromkeys((row["problem"], row["phase"]) for row in rows)
+    for problem, phase in sorted(pairs, key=lambda pair: PHASES.index(pair[1])):
         group = {row["variant"]: row for row in rows if (row["problem"], row["phase"]) == (problem, phase)}
         first = next(iter(group.values()))
         cells = [_cell(group[variant]) if variant in group else "" for variant in variants]
