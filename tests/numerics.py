@@ -49,6 +49,9 @@ FUSED = {
 HELD = ((3, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (132, 3, 5, 7, 9))
 HELD_IN_SCRATCH = ((3, 16, 3, (16, 1, 1, 1), -1.0, 1.0), (140, 3, 16, 32, 32))
 
+# Where 31's fused kernel runs by wgmma, on Hopper: float32 where TF32 is allowed, and halves.
+WGMMA = ((64, 128, 3, 0.1, (128, 1, 1), 2.0), (3, 64, 11, 260))
+
 # And where on a CPU Winograd's convolution runs: odd and even results, more tiles than it takes at a time.
 WINOGRAD = {
     MIN_ADD: ((9, 40, 3, 0.1, (40, 1, 1), 2.0), (3, 9, 19, 22)),
