@@ -110,7 +110,7 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
 // 2^k with largest·2^k in [2^10, 2^11); 1 for zero.
 __device__ inline float scale_for(float largest) {
   if (!(largest > 0)) return 1;
-  return exp2f(float(min(max(10 - ilogbf(largest), -126), 108)));
+  return exp2f(float(min(max(10 - ilogbf(largest), -126), 127)));
 }
 __device__ inline float middle(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 

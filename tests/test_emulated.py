@@ -139,13 +139,13 @@ def reference(name, model, x):
 
 
 def assert_rule(name, model, x, ours):
-    """As exact as eager, by checks.py's limits, in one draw."""
+    """As exact as eager, by checks.py's limits, in one draw, sample by sample: the largest one's errors would hide the others'."""
     eager, exact = reference(name, model, x), reference(name, copy.deepcopy(model).double(), x.double())
     assert ours.dtype == eager.dtype and ours.shape == eager.shape
     assert torch.equal(ours.isnan(), exact.isnan()), "NaN where float64 has it"
-    ours, eager, exact = (t.nan_to_num(0.0) for t in (ours, eager, exact))
-    error = checks._judged(name, "output", exact, checks._distance(eager, exact), checks._distance(ours, exact), x.dtype)
-    assert error.share <= 1, error
+    for n, (y, theirs, r) in enumerate(zip(*(t.nan_to_num(0.0) for t in (ours, eager, exact)))):
+        error = checks._judged(name, f"output of sample {n}", r, checks._distance(theirs, r), checks._distance(y, r), x.dtype)
+        assert error.share <= 1, error
 
 
 def small(name, variant="fused", **options):
@@ -252,7 +252,7 @@ def test_79_open_and_swapped_bounds(low, high, emulated):
 
 
 @every_name
-@pytest.mark.parametrize("change", ["large mean", "1e15", "1e-15", "channels apart", "late and large", "second and large", "early and zero", "constant"])
+@pytest.mark.parametrize("change", ["large mean", "1e15", "1e-15", "channels apart", "late and large", "second and large", "early and zero", "constant", "samples apart"])
 def test_rule_at_any_magnitude(name, change, emulated):
     """A scale that a block guesses from its first rows or planes has to be found out as wrong."""
     model, x = small(name)
@@ -267,11 +267,26 @@ def test_rule_at_any_magnitude(name, change, emulated):
         x[:, :, half:] *= 1e6
     elif change == "second and large":
         x[:, :, 1] *= 1e6
+    elif change == "samples apart":
+        large = 1e20 if name == MIN_ADD else 1e15
+        x *= torch.tensor([large, 1, 1 / large]).view(-1, *[1] * (x.dim() - 1))
+        if name == MIN_ADD:  # or they hide the smallest
+            with torch.no_grad():
+                model.conv.bias.zero_(), model.bias.zero_()
     elif change == "early and zero":
         x[:, :, :half] = 0
     else:
         x[:] = 3
     assert_rule(name, model, x, emulated(name, model, x))
+
+
+@pytest.mark.parametrize("magnitude", [1e-42, 1e-40, 1e-38, 1e-36])
+def test_79_keeps_values_that_are_hardly_any(magnitude, emulated):
+    """Far below eps; the convolution's bias would hide them."""
+    model, x = small(INSTANCE_NORM)
+    with torch.no_grad():
+        model.conv.bias.zero_()
+    assert_rule(INSTANCE_NORM, model, x * magnitude, emulated(INSTANCE_NORM, model, x * magnitude))
 
 
 @pytest.mark.parametrize("name, factor", [(INSTANCE_NORM, 1e8), (DROPOUT, 1e8), (MIN_ADD, 1e3), (POOL, 1e3)])
