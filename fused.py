@@ -124,35 +124,51 @@ _HELD_SHARE = 0.25  # of the L2 cache, for sums that 79's kernel then need not c
 
 
 def _pitch(width: int) -> int:
-    """Pixels from row to row in shared memory: rows start in different banks. As in convolution3d.cuh."""
+    """Pixels from row to row in shared memory: rows start in different banks. As in convolution3d.cuh, in terms that stay symbolic."""
     padded = _ceil_div(width, 4) * 4
-    rest = padded % 32
-    return padded + (12 if rest <= 12 else 24 if rest <= 24 else 44) - rest
+    return padded + min((12 - padded) % 32, (24 - padded) % 32)
 
 
-def _tiling(x: Tensor, weight: Tensor, fours: bool) -> tuple[int, int, int, int] | None:
+def _block(rows: int, W: int, channels: int, itemsize: int, kd: int, kh: int, kw: int) -> tuple[int, int]:
+    """What a block of `rows` output rows takes: pixels of input in its ring, and bytes of shared memory."""
+    words = channels if itemsize == 4 else _ceil_div(channels, 2)  # of 4 bytes, of a pixel in the ring
+    filters = _ceil_div(16 * channels * kd * kh * kw, words)  # they pass through the ring
+    stage = _ceil_div(max((kd + 3) * (rows + kh - 1) * _pitch(W), filters), 256) * 256
+    pixels = (rows + kh - 1) * _ceil_div(W, 8) * 8
+    static = 36 << 10  # the kernels' own arrays
+    return stage, 4 * words * stage + 3 * channels * pixels * itemsize + 2 * (rows * (W - kw + 1) + 32 + pixels) + static
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Is there a tiling, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks this, so it asks for
+    four rows first: where they fit, as they mostly do, one bound on W is its only guard."""
+    (_, channels, _, H, W), kernel, optin = x.shape, weight.shape[2:], _device(x.device.index)[1]
+    OH, OW = H - kernel[1] + 1, W - kernel[2] + 1
+    for rows in (4, 2, 1):
+        if (rows * OW % 4 == 0 or OH * OW % 4 > 0) and _block(rows, W, channels, x.element_size(), *kernel)[1] <= optin:
+            return True
+    return False
+
+
+def _tiling(x: Tensor, weight: Tensor, fours: bool) -> tuple[int, int, int, int]:
     """How many output rows and planes a block computes, how many blocks a sample has, and pixels of input that a block holds;
-    None where shared memory does not suffice. `fours`: rows · W' is a multiple of 4 if H' · W' is, for stores of 16 bytes."""
+    for sizes that fit. `fours`: rows · W' is a multiple of 4 if H' · W' is, for stores of 16 bytes."""
     _, optin, multiprocessors, _ = _device(x.device.index)
-    return _conv3d_tiling(*x.shape, x.element_size(), weight.shape[0], *weight.shape[2:], fours, optin, multiprocessors)
+    return _conv3d_tiling(*x.shape, x.element_size(), *weight.shape[2:], fours, optin, multiprocessors)
 
 
 @functools.lru_cache(None)
 def _conv3d_tiling(
-    N: int, channels: int, D: int, H: int, W: int, itemsize: int, C: int, kd: int, kh: int, kw: int, fours: bool, optin: int,
-    multiprocessors: int,
-) -> tuple[int, int, int, int] | None:  # fmt: skip
+    N: int, channels: int, D: int, H: int, W: int, itemsize: int, kd: int, kh: int, kw: int, fours: bool, optin: int, multiprocessors: int
+) -> tuple[int, int, int, int]:
     """What keeps all multiprocessors busy with the fewest rows and planes read twice; a block fills one."""
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
-    words = channels if itemsize == 4 else _ceil_div(channels, 2)  # of 4 bytes, of a pixel in the ring
-    filters = _ceil_div(16 * channels * kd * kh * kw, words)  # they pass through the ring
     unit = 4 // math.gcd(OW, 4) if fours and OH * OW % 4 == 0 else 1
     best = None
     for slabs in range(1, OH + 1):
         rows = _ceil_div(_ceil_div(OH, slabs), unit) * unit
-        stage = _ceil_div(max((kd + 3) * (rows + kh - 1) * _pitch(W), filters), 256) * 256
-        pixels = (rows + kh - 1) * _ceil_div(W, 8) * 8
-        if 4 * words * stage + 3 * channels * pixels * itemsize + 2 * (rows * OW + 32 + pixels) > optin - (36 << 10):  # for the kernels' static arrays
+        stage, shared = _block(rows, W, channels, itemsize, kd, kh, kw)
+        if shared > optin:
             continue
         for chunks in (1, 2, 4, 8):
             depth = _ceil_div(OD, chunks)
@@ -160,7 +176,7 @@ def _conv3d_tiling(
             work = _ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
             if best is None or work < best[0]:
                 best = work, (rows, depth, slots, stage)
-    return best and best[1]
+    return best[1]
 
 
 def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
@@ -176,7 +192,7 @@ def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None
         obstacle = "the filter does not fit in registers"
     if obstacle is None and positions < 64:
         obstacle = "the fused kernels' statistics are exact enough from 64 positions on"
-    if obstacle is None and (math.prod(x.shape[3:]) >= 2**24 or x.shape[2] >= 2**15 or _tiling(x, weight, True) is None):
+    if obstacle is None and (math.prod(x.shape[3:]) >= 2**24 or x.shape[2] >= 2**15 or not _fits(x, weight)):
         obstacle = "the planes are too large for shared memory"
     return obstacle
 

@@ -6,17 +6,28 @@ Each test compares with the same module called plainly, or with the reference un
 from __future__ import annotations
 
 import copy
+import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import checks
+import fused
+import models
 import numerics
 from numerics import DEVICES, DROPOUT, SMALL, results
 
 every_name = pytest.mark.parametrize("name", list(SMALL))
 every_device = pytest.mark.parametrize("device", DEVICES)
+every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
+# And what runs unless a variant is asked for.
+CHOICES = [*numerics.VARIANTS, ("auto", "cpu"), pytest.param("auto", "cuda", marks=pytest.mark.gpu)]
+every_choice = pytest.mark.parametrize("variant, device", CHOICES)
+
+H200 = (9, 0), 232448, 132, 62914560  # as fused._device describes it
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +41,7 @@ def assert_close(ours: dict, theirs: dict) -> None:
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-4, msg=lambda text: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("variant, device", numerics.VARIANTS)
+@every_variant
 @every_name
 @numerics.steady_library()
 def test_compile(name, variant, device):
@@ -43,70 +54,149 @@ def test_compile(name, variant, device):
         torch.testing.assert_close(compiled(x), new(x))
 
 
+def counted(function, dynamic: bool | None) -> tuple:
+    """`function` compiled, but run as it is, and the list of its graphs, which grows."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    return torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend), graphs
+
+
+def graphs_made(module, x, dynamic, call) -> tuple[int, int]:
+    """How many graphs call(compiled module, …) makes for six batch sizes, and then with another spatial size and layout."""
+    compiled, graphs = counted(module, dynamic)
+    for size in (2, 4, 6, 8, 10, 12):  # each unlike every other extent, or a graph may take the two for one
+        call(compiled, x[:size])
+    batches = len(graphs)
+    call(compiled, x[:2, ..., 1:, :-1])
+    return batches, len(graphs)
+
+
+def resizable(name, device) -> tuple[nn.Module, torch.Tensor]:
+    """A reference model and an input of twelve samples, of a size at which "auto" is fused, too."""
+    model, x = numerics.small(name, "fused", device=device)
+    return model, x.repeat_interleave(4, 0)
+
+
+@functools.cache
+def graphs_of_the_reference(name, device, dynamic) -> tuple[int, int]:
+    return graphs_made(*resizable(name, device), dynamic, results)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@every_choice
+@every_name
+@numerics.steady_library()
+def test_compile_with_dynamic_shapes(name, variant, device, dynamic):
+    """Batch sizes, spatial sizes and layouts take no more graphs than the reference's: one for all batch sizes, and one before
+    PyTorch knows that they change."""
+    model, x = resizable(name, device)
+    new = numerics.twin_of(model, variant, x)
+    batches, every = graphs_made(new, x, dynamic, lambda compiled, part: assert_close(results(compiled, part), results(new, part)))
+    assert batches <= min(2, graphs_of_the_reference(name, device, dynamic)[0])
+    assert every <= graphs_of_the_reference(name, device, dynamic)[1]
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@every_name
+def test_the_choice_for_a_gpu_is_traced(name, dynamic, monkeypatch):
+    """Whether the fused kernels take x is decided in the graph. The batch size has no say in it, and other sizes are decided anew."""
+    monkeypatch.setattr(fused, "_device", lambda index: H200)
+    model, shape = models.get_model(name), models.PROBLEMS[name].input_shape
+    compiled, graphs = counted(lambda x: (x + 1, model._fused_obstacle(x)), dynamic)
+    for size in (2, 4, 5, 6, 7, 9):
+        assert compiled(torch.empty(size, *shape[1:]))[1] is None
+    assert len(graphs) == (1 if dynamic else 2)
+    # In 3d a block's four rows fit; two; one; not the four that stores of 16 bytes need; not one beside the kernels' own arrays.
+    inputs = [torch.empty(2, *shape[1:-2], *size) for size in ((5, 100), (4, 400), (4, 501), (6, 401), (5, 650))]
+    answers = [compiled(x)[1] for x in inputs]
+    assert answers == [model._fused_obstacle(x) for x in inputs]
+    assert [answer is None for answer in answers] == [True, True, True, len(shape) == 4, len(shape) == 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_fits_has_a_tiling(dtype, monkeypatch):
+    """And what does not fit has none: no number of rows that serves stores of 16 bytes."""
+    monkeypatch.setattr(fused, "_device", lambda index: H200)
+    found, weight = set(), torch.empty(16, 3, 3, 3, 3)
+    for H in range(3, 9):
+        for W in range(3, 1400, 3):
+            x = torch.empty((), dtype=dtype).expand(2, 3, 5, H, W)
+            fits = fused._fits(x, weight)
+            aligned = [rows for rows in range(1, H + 3) if rows * (W - 2) % 4 == 0 or (H - 2) * (W - 2) % 4]
+            least = min(fused._block(rows, W, 3, x.element_size(), 3, 3, 3)[1] for rows in aligned)
+            assert fits == (least <= H200[1]), (H, W)
+            if fits:
+                rows, *_, stage = fused._tiling(x, weight, fours=True)
+                assert rows in aligned and 6 * (rows + 2) * fused._pitch(W) <= stage
+            found.add((aligned[0], fits))
+            assert fused._pitch(W) % 32 in (12, 24) and W <= fused._pitch(W) < W + 20
+    assert found == {(rows, fits) for rows in (1, 2, 4) for fits in (True, False)}
+
+
 @every_device
 @every_name
 @numerics.steady_library()
-def test_compile_with_dynamic_shapes(name, device):
-    """Several batch sizes, spatial sizes and layouts take no more graphs than the reference's."""
-    model, x = numerics.small(name, device=device)
-    new, graphs = numerics.twin_of(model), {}
-    for module in (model, new):
-
-        def backend(graph, inputs):
-            graphs[module] = graphs.get(module, 0) + 1
-            return graph
-
-        compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=backend)
-        for part in (x, x.repeat_interleave(2, 0), x[:2, ..., 1:, :-1]):
-            assert_close(results(compiled, part), results(module, part))
-    assert graphs[new] <= graphs[model]
-
-
-@every_name
-def test_compile_in_training(name):
-    """The graph draws a new dropout mask each time, and goes back through the mask that it drew."""
-    model, x = numerics.small(name)
+def test_compile_in_training(name, device):
+    """By the rule, with and without gradients. The graph draws a new dropout mask each time, and goes back through the mask that it drew."""
+    model, x = numerics.small(name, "fused", device=device)
     if name == DROPOUT:
-        with torch.no_grad():
-            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
-    new = numerics.twin_of(model.train())
-    compiled = torch.compile(new, fullgraph=True, backend="aot_eager")
-    answers = [results(compiled, x) for _ in range(2)]
-    assert torch.equal(answers[0]["output"], answers[1]["output"]) == (name != DROPOUT)
-    if name == DROPOUT:
-        for answer in answers:
-            kept = (answer["output"] != 0).sum((0, 2, 3, 4))
-            torch.testing.assert_close(answer["norm.bias"], kept * 0.5 / (1 - model.dropout.p))
+        checks._ties(model, x)  # else all gradients are zero
+    compiled = torch.compile(numerics.twin_of(model.train(), "auto", x), fullgraph=True)
+    masks = [results(compiled, x)["output"] != 0 for _ in range(2)]
+    assert torch.equal(*masks) == (name != DROPOUT)
+    numerics.assert_module_follows_rule(compiled, model, x)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@every_choice
 @every_name
-def test_export(name, dynamic):
-    model, x = numerics.small(name)
-    new = numerics.twin_of(model)
+@numerics.steady_library()
+def test_export(name, variant, device, dynamic):
+    """With the variant that runs outside, for every batch size if asked for."""
+    model, x = numerics.small(name, "fused", device=device)
+    new = numerics.twin_of(model, variant, x)
     shapes = ({0: torch.export.Dim("batch", min=2, max=64)},) if dynamic else None
     program = torch.export.export(new, (x,), dynamic_shapes=shapes)
-    assert any("inline_kernels" in str(node.target) for node in program.graph.nodes)
+    (ours,) = [node for node in program.graph.nodes if "inline_kernels" in str(node.target)]
+    assert new.plan(x).variant in ours.args
     for part in (x, x.repeat_interleave(2, 0)) if dynamic else (x,):
         torch.testing.assert_close(program.module()(part), new(part))
 
 
-@pytest.mark.parametrize("variant, device", numerics.VARIANTS)
+@pytest.mark.parametrize("around", ["forward", "backward", "both"])
+@every_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_name
-def test_autocast(name, dtype, variant, device):
-    """The reference's dtypes for the output and every gradient, and values as near to float64 as its own."""
+@numerics.steady_library()
+def test_autocast(name, dtype, variant, device, around):
+    """The reference's dtypes for the output and every gradient, and values as near to float64 as its own, with the region around
+    forward (the usual way), around backward, where it changes nothing, or around both."""
     model, x = numerics.small(name, variant, device=device)
-    new, answers = numerics.twin_of(model, variant, x), []
-    for module in (model, new):
-        with torch.autocast(device, dtype=dtype):
-            answers.append(results(module, x))
-    exact = results(copy.deepcopy(model).double(), x.double())
-    for key, value in answers[0].items():
-        ours = answers[1][key]
-        assert (ours.dtype, ours.shape, ours.stride()) == (value.dtype, value.shape, value.stride()), key
-        error, limit = ((t.double() - exact[key]).norm() for t in (ours, value))
-        assert error <= 2 * limit + 4 * torch.finfo(dtype).eps * exact[key].norm(), key
+    if name == DROPOUT:
+        checks._ties(model, x)  # else all gradients are zero
+    new = numerics.twin_of(model, variant, x)
+    regions = [torch.autocast(device, dtype=dtype, enabled=around in (phase, "both")) for phase in ("forward", "backward")]
+    theirs, ours = (_results_within(*regions, module, x) for module in (model, new))
+    exact = _results_within(nullcontext(), nullcontext(), copy.deepcopy(model).double(), x.double())
+    eps = torch.finfo(x.dtype if around == "backward" else dtype).eps
+    for key, value in theirs.items():
+        assert (ours[key].dtype, ours[key].shape, ours[key].stride()) == (value.dtype, value.shape, value.stride()), key
+        error, limit = ((t.double() - exact[key]).norm() for t in (ours[key], value))
+        assert error <= 2 * limit + 4 * eps * exact[key].norm(), key
+
+
+def _results_within(forward, backward, module, x):
+    """Like `results`, each pass within a context of its own, and for a gradient so small that float16 holds those of all parameters."""
+    leaves = {"x": x.detach().requires_grad_(), **dict(module.named_parameters())}
+    with forward:
+        y = module(leaves["x"])
+    with backward:
+        gradients = torch.autograd.grad(y, list(leaves.values()), torch.full_like(y, 2**-6))
+    return {"output": y.detach(), **dict(zip(leaves, gradients))}
 
 
 @every_device
@@ -206,7 +296,7 @@ def test_profiler_shows_our_names(name):
     assert {f"inline_kernels::{name}", f"inline_kernels::{name}_backward"} <= keys
 
 
-@pytest.mark.parametrize("variant, device", numerics.VARIANTS)
+@every_variant
 @every_name
 def test_deterministic_algorithms(name, variant, device, monkeypatch):
     """Allowed, and with memory that PyTorch fills with NaN then: all of it gets written."""
