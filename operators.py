@@ -66,9 +66,17 @@ def _is_channels_last(*tensors: Tensor) -> bool:
 
 
 def _result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.memory_format:
-    """Eager's layout of a result with the convolution's number of dimensions."""
-    follows = follows_on_cuda or _device_type(x) == "cpu"
+    """Eager's layout of a result with the convolution's number of dimensions: contiguous where its library has no other way."""
+    if _device_type(x) == "cuda":
+        follows = follows_on_cuda and x.dtype != torch.float64
+    else:
+        follows = x.dim() == 4 or x.dtype in (torch.float32, torch.bfloat16)
     return _channels_last(x) if follows and _is_channels_last(x, weight) else torch.contiguous_format
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Does a CUDA graph record what is done to x?"""
+    return _device_type(x) == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _convolve(x: Tensor, weight: Tensor, channels_last: bool) -> Tensor:
@@ -100,23 +108,26 @@ def _convolve_contiguous(x: Tensor, weight: Tensor, kernels: inline_loader.Opera
 
 
 def _convolve_backward(
-    dv: Tensor, x: Tensor, weight: Tensor, channels_last: bool, need_x: bool, need_weight: bool
+    dv: Tensor, x: Tensor, weight: Tensor, channels_last: bool, need_x: bool, need_weight: bool, laid_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight, contiguous; without elements where not needed. dv as _convolve's result."""
-    dx, dw = x.new_empty(0), weight.new_empty(0)
+    """Gradients of x, in eager's layout, and of weight, contiguous; without elements where not needed. dv as _convolve's result;
+    laid_out is x in the convolution's layout, where the caller has it.
+    """
+    dx, dw, dx_layout = x.new_empty(0), weight.new_empty(0), _result_format(x, weight, True)
     if need_x or need_weight:
         layout = _channels_last(x) if channels_last else torch.contiguous_format
         ones, zeros = [1] * (x.dim() - 2), [0] * (x.dim() - 2)
-        x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+        x, weight = (x if laid_out is None else laid_out).contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
         dv = dv.movedim(-1, 1) if channels_last else dv
         mask = [need_x, need_weight, False]
         grads = torch.ops.aten.convolution_backward(dv, x, weight, None, ones, zeros, ones, False, zeros, 1, mask)
-        dx, dw = grads[0].contiguous() if need_x else dx, grads[1].contiguous() if need_weight else dw
+        dx, dw = grads[0].contiguous(memory_format=dx_layout) if need_x else dx, grads[1].contiguous() if need_weight else dw
     return dx, dw
 
 
 def _fake_gradients(x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0)
+    dx = x.new_empty(x.shape).contiguous(memory_format=_result_format(x, weight, True)) if need_x else x.new_empty(0)
+    return dx, weight.new_empty(weight.shape if need_weight else 0)
 
 
 def _samples_per_piece(x: Tensor, weight: Tensor, keep: bool) -> int:
@@ -171,6 +182,13 @@ def _check_by_channel(weight: Tensor, may_be_one: tuple[str, ...] = (), **parame
         if parameter.shape != weight.shape[:1] and (name not in may_be_one or parameter.shape != (1,)):
             shapes = f"[{weight.shape[0]}], one per channel" + (", or [1]" if name in may_be_one else "")
             raise RuntimeError(f"expected {name} of shape {shapes}, got {list(parameter.shape)}")
+
+
+def _check_device(x: Tensor, **parameters: Tensor) -> None:
+    """Raises RuntimeError unless all parameters are where x is: kernels see to that themselves, torch's sums take single numbers from anywhere."""
+    for name, parameter in parameters.items():
+        if parameter.device != x.device:
+            raise RuntimeError(f"expected {name} on {x.device}, where x is, got it on {parameter.device}")
 
 
 def _autocast(x: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor, torch.dtype | None]:
@@ -327,11 +345,10 @@ def _conv2d_min_add_multiply_backward(
     sums = inner.new_empty(2, N * chunks, C)
     kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, S, chunks)
     channels_last = _convolves_channels_last(x, weight) if on_gpu else _is_channels_last(x, weight)
-    if on_gpu and channels_last:
-        x = _to_channels_last(x, kernels)
+    laid_out = _to_channels_last(x, kernels) if on_gpu and channels_last else x
     if on_gpu != channels_last:  # dv lies otherwise than the convolution wants it
         dv = (dv.movedim(-1, 1) if on_gpu else dv.movedim(1, -1)).contiguous()
-    dx, dw = _convolve_backward(dv, x, weight, channels_last, need_x, need_weight)
+    dx, dw = _convolve_backward(dv, x, weight, channels_last, need_x, need_weight, laid_out)
     return dx, dw, *_summed(sums, conv_bias, bias)
 
 
@@ -476,6 +493,8 @@ def _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups: 
 
     Then min(z, low) is at most low and the clamp lifts it there: after both, every element is min(low, high).
     """
+    if _is_captured(x):
+        raise RuntimeError("the variant 'folded' looks at its input's values, so no CUDA graph can capture it: capture 'epilogue' or 'fused'")
     conv = (weight.double().abs().flatten(1).sum(1) * x.abs().amax() + conv_bias.double().abs()).amax()  # NaN fails each comparison
     count = weight.shape[0] // groups * math.prod(_output_size(x, weight))
     z = 2 * conv / max(eps, 1e-300) ** 0.5 * norm_weight.double().abs().amax() + norm_bias.double().abs().amax()
@@ -535,6 +554,8 @@ def conv3d_groupnorm_min_clamp_dropout(
     Returns (N, C, D', H', W') in the dtype of group_norm's result.
     """
     _check_by_channel(weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias)
+    if variant == "folded":
+        _check_device(x, weight=weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias)
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         norm_weight, norm_bias = norm_weight.float(), norm_bias.float()

@@ -116,11 +116,36 @@ def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogu
     As in checks.py, a limit that is missed is judged again on the mean of several draws, here of the incoming gradient and of the
     input's last digits: x comes in four sizes, at most 5 % apart.
     """
+    assert_module_follows_rule(twin_of(model, variant, x), model, x)
+
+
+def assert_rule_by_sample(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogue") -> None:
+    """The rule for each sample of x in the company of the others, in whose results its own errors would be lost if they are larger."""
     twin = twin_of(model, variant, x)
+    for n, sample in enumerate(x.split(1)):
+        assert_module_follows_rule(_Among(twin, x, n), _Among(model, x, n), sample)
+
+
+class _Among(torch.nn.Module):
+    """`module` on a sample in the place n of the batch x. In float64, where it is the reference, on the sample alone."""
+
+    def __init__(self, module: torch.nn.Module, x: torch.Tensor, n: int):
+        super().__init__()
+        self.module, self.before, self.after = module, x[:n], x[n + 1 :]
+
+    def forward(self, sample):
+        if sample.dtype == torch.float64:
+            return self.module(sample)
+        return self.module(torch.cat([self.before, sample, self.after]))[len(self.before)][None]
+
+
+def assert_module_follows_rule(module, model: torch.nn.Module, x: torch.Tensor) -> None:
+    """The rule for `module`, which shares the parameters of `model`; all results have eager's dtypes, too."""
+    assert _dtypes(module, model, x) == _dtypes(model, model, x)
     for phase in ("forward", "train_dx"):
-        draws = [checks.errors_of("", twin, model, x, phase)]
+        draws = [checks.errors_of("", module, model, x, phase)]
         if any(error.share > 1 for error in draws[0][0]):
-            draws += [checks.errors_of("", twin, model, x * (1 + draw / 64), phase) for draw in range(1, checks.DRAWS)]
+            draws += [checks.errors_of("", module, model, x * (1 + draw / 64), phase) for draw in range(1, checks.DRAWS)]
         errors = [checks._mean(same) for same in zip(*(errors for errors, _ in draws))]
         report = "\n".join(["", *draws[0][1], *map(str, errors)])
         # In float64 eager is its own reference, so both err by a few units in the last place of the largest value they sum.
@@ -128,9 +153,17 @@ def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogu
         assert not draws[0][1] and all(error.share <= 1 or error.max <= exact for error in errors), report
 
 
-def steady_library():
-    """On a GPU the library's convolution then takes the same algorithm each time, in float32."""
-    return torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+def _dtypes(module, model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.dtype]:
+    """Those of all results, without gradients and with them."""
+    leaves = dict(model.named_parameters())
+    out, _ = checks.call(module, leaves, x, "forward", None)
+    trained, gradients = checks.call(module, leaves, x, "train_dx", torch.ones_like(out))
+    return {"output": out.dtype, "output in training": trained.dtype, **{name: t.dtype for name, t in gradients.items()}}
+
+
+def steady_library(allow_tf32: bool = False):
+    """On a GPU the library's convolution then takes the same algorithm each time, in float32 unless TF32 is allowed."""
+    return torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=allow_tf32)
 
 
 def results(module, x: torch.Tensor, g: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
