@@ -1,6 +1,6 @@
 """Is a variant of a problem right, and does it compute what it claims? The rule by which a comparison judges.
 
-    print(check("conv2d_min_add_multiply", "epilogue", phase="train"))
+    print(check("conv2d_min_add_multiply", "epilogue", phase="train", batch_size=2))
 
 Let r be the reference in float64 on the same input and weights. A variant is right if its output and every gradient is at
 most twice as far from r as eager PyTorch is in the dtype at hand, both as ‖out − r‖/‖r‖ and as max |out − r|, plus 4 units
@@ -31,7 +31,8 @@ import models
 PHASES = ("forward", "train", "train_dx")  # no gradients; all but that of x; all
 PEERS = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 DRAWS = 4
-REPEATS = {"cuda": 100, "cpu": 10}  # a tenth of it, but 10 at least, where gradients are computed
+REPEATS = 100
+SLEEPS = 10**8, 10**9  # cycles of a GPU: each far longer than the host takes to launch everything
 
 # ---------------------------------------------------------------------------------------------------------- contestants
 
@@ -223,7 +224,7 @@ def errors_of(label: str, module, model, x, phase: str) -> tuple[list[Error], li
     leaves, p = dict(model.named_parameters()), _dropout(model)
     plain, _, edges = _float64(model, x, "forward", None, None)
     g = None if phase == "forward" else torch.randn_like(plain, dtype=x.dtype).masked_fill_(edges, 0)
-    distances, reference = [], None
+    distances, dtypes, reference = [], [], None
     for run in (model, module):
         out, gradients = call(run, leaves, x, phase, g)
         keep = (out != 0) if p else None
@@ -231,12 +232,14 @@ def errors_of(label: str, module, model, x, phase: str) -> tuple[list[Error], li
             reference = _named(*_float64(model, x, phase, g, keep)[:2])
         results = _named(out, gradients)
         distances.append([_distance(results[name], r) for name, r in reference.items()])
+        dtypes.append({name: t.dtype for name, t in results.items()})
     named = zip(reference.items(), *distances)
     found = [_judged(label, name, r, eager, ours, x.dtype) for (name, r), eager, ours in named]
-    if not p:
-        return found, []
-    again = call(module, leaves, x, "forward", None)[0] != 0
-    return found, [f"{label}: {text}" for text in _bad_mask(keep, again, plain != 0, p)]
+    complaints = [f"{name} is {dtypes[1][name]}, expected {dtype}" for name, dtype in dtypes[0].items() if dtypes[1][name] != dtype]
+    if p:
+        again = call(module, leaves, x, "forward", None)[0] != 0
+        complaints += _bad_mask(keep, again, plain != 0, p)
+    return found, [f"{label}: {text}" for text in complaints]
 
 
 def _judged(label: str, quantity: str, r: torch.Tensor, eager: tuple, ours: tuple, dtype: torch.dtype) -> Error:
@@ -307,9 +310,9 @@ def _float64(model, x, phase, g, keep) -> tuple:
 class _Edges(TorchFunctionMode):
     """Marks, in `found`, the outputs whose gradient hangs on a comparison too close to call in the dtype at hand.
 
-    Where min, max or clamp meet two values that differ, but by less than `near` of the largest, rounding decides which one
-    gets the gradient, for eager as for us. Either is right, so the check sends no gradient there. Exact ties are not
-    marked: those follow a rule.
+    Where min, max or clamp meet two values that differ, but by less than `near` of the sample's largest finite one, rounding
+    decides which one gets the gradient, for eager as for us. Either is right, so the check sends no gradient there. Exact ties
+    are not marked: those follow a rule.
     """
 
     def __init__(self, near: float):
@@ -333,7 +336,8 @@ class _Edges(TorchFunctionMode):
         return out
 
     def _mark(self, x, distance):
-        close = (distance > 0) & (distance < self.near * x.detach().abs().max())
+        sizes = x.detach().abs().nan_to_num(0.0, posinf=0.0).flatten(1).amax(1)
+        close = (distance > 0) & (distance < self.near * sizes.view(-1, *[1] * (distance.dim() - 1)))
         self.found = close if self.found is None else self.found | close
 
     def _choose(self, x, dim):
@@ -525,37 +529,55 @@ def _new_tensors_are_nan() -> Iterator[None]:
 
 def _repeats(probe: Probe) -> Iterator[str]:
     """The same bits each time, the library's algorithm being the same."""
-    count = REPEATS[probe.x.device.type]
-    count = count if probe.phase == "forward" else max(10, count // 10)
     library = torch.backends.cudnn
     with library.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=library.allow_tf32):
         first = probe.results()
-        for number in range(2, count + 1):
+        for number in range(2, REPEATS + 1):
             again = probe.results()
             if changed := [name for name, t in first.items() if not _same(t, again[name])]:
-                yield f"run {number} of {count} on the same input gave other bits: {', '.join(changed)}"
+                yield f"run {number} of {REPEATS} on the same input gave other bits: {', '.join(changed)}"
                 return
 
 
 def _waits_for_its_stream(probe: Probe) -> Iterator[str]:
-    """On a side stream the input and the gradient are written late; what does not wait for them finds zeros."""
+    """On a side stream the input and the gradient are written late; what does not wait for them finds zeros.
+
+    That shows only while the stream is busy: if it no longer is when our call returns, then again with a longer sleep. A call that
+    outlasts the longest waits for the GPU itself, before it knows what to launch.
+    """
     if not probe.x.is_cuda:
         return
     spoilt = probe.x.clone()
     spoilt.view(-1)[-1] = math.nan
     for on_time in (probe.on(spoilt, "forward"), probe):
-        stream = torch.cuda.Stream(probe.x.device)
-        torch.cuda.synchronize(probe.x.device)
-        with torch.cuda.stream(stream):
-            late = on_time._replace(x=torch.zeros_like(on_time.x), g=None if on_time.g is None else torch.zeros_like(on_time.g))
-            torch.cuda._sleep(100_000_000)  # cycles: far longer than the host takes to launch everything
-            late.x.copy_(on_time.x)
-            if late.g is not None:
-                late.g.copy_(on_time.g)
-            results = late.results()
-        stream.synchronize()
+        for cycles in SLEEPS:
+            results, busy_before, busy_after = _late_results(on_time, cycles)
+            if busy_after:
+                break
+        if not busy_before:
+            yield "was not seen on a busy stream: the input was there before the call"
         if found := on_time.strange(results):
             yield f"does not wait for its stream: {found}"
+
+
+def _late_results(probe: Probe, cycles: int) -> tuple[dict[str, torch.Tensor], bool, bool]:
+    """Results of what is written after so many cycles; and had it yet to be written when the call began, and when it returned?"""
+    stream = torch.cuda.Stream(probe.x.device)
+    torch.cuda.synchronize(probe.x.device)
+    with torch.cuda.stream(stream):
+        late = probe._replace(x=torch.zeros_like(probe.x), g=None if probe.g is None else torch.zeros_like(probe.g))
+        late.results()  # the first call on a stream may compile and allocate, which takes the host long
+        torch.cuda._sleep(cycles)
+        late.x.copy_(probe.x)
+        if late.g is not None:
+            late.g.copy_(probe.g)
+        written = torch.cuda.Event()
+        written.record()
+        busy_before = not written.query()
+        results = late.results()
+        busy_after = not written.query()
+    stream.synchronize()
+    return results, busy_before, busy_after
 
 
 HONESTY = (

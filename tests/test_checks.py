@@ -6,12 +6,15 @@ Mutants are problems whose `ModelNew` does one thing wrong.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import checks
 import models
@@ -107,6 +110,57 @@ def repeats_last_row_but_one(self, x, right):
 
 def rounds_to_tf32(self, x, right):
     return right((x.view(torch.int32) & ~0x1FFF).view(torch.float32))
+
+
+def sums_in_half(self, x, right):
+    """The convolution one product after the other, its sum a float16."""
+    kernel = self.conv.kernel_size
+    size = [extent - k + 1 for extent, k in zip(x.shape[2:], kernel)]
+
+    def convolve(x):
+        total = torch.zeros((), dtype=torch.float16)
+        for channel, *tap in itertools.product(range(x.shape[1]), *map(range, kernel)):
+            window = x[(slice(None), slice(channel, channel + 1), *(slice(at, at + extent) for at, extent in zip(tap, size)))]
+            total = total + (window * by_channel(self.conv.weight[(slice(None), channel, *tap)])).half()
+        return total.to(x.dtype) + by_channel(self.conv.bias)
+
+    def by_channel(values):
+        return values.view(-1, *[1] * len(kernel))
+
+    with mock.patch.object(self.conv, "forward", convolve):
+        return right(x)
+
+
+class _Without(TorchFunctionMode):
+    """Leaves out the operations of this name: their first operand is the result."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        left_out = getattr(func, "__name__", "") == self.name
+        return args[0] if left_out else func(*args, **(kwargs or {}))
+
+
+def without(operation):
+    def forward(self, x, right):
+        with _Without(operation):
+            return right(x)
+
+    return forward
+
+
+def without_parameter(name, neutral):
+    """As if the whole parameter were `neutral`."""
+
+    def forward(self, x, right):
+        module, _, key = name.rpartition(".")
+        parameters = self.get_submodule(module)._parameters
+        with mock.patch.dict(parameters, {key: parameters[key] * 0 + neutral}):
+            return right(x)
+
+    return forward
 
 
 def reuses_its_output(self, x, right):
@@ -217,7 +271,7 @@ def not_rescaled(self, x, right):
         (MIN_ADD, "forward", returns_part_of_a_workspace, "output of the next call shares memory with output"),
         (MIN_ADD, "forward", keeps_first_shape, r"change of shape: output of shape \[2, 8, 10, 10\], expected \[1, 8, 9, 10\]"),
         (INSTANCE_NORM, "forward", keeps_first_stride, "does not follow a change of shape: output of sample 0"),
-        (MIN_ADD, "forward", adds_noise, "run 2 of 10 on the same input gave other bits: output"),
+        (MIN_ADD, "forward", adds_noise, "run 2 of 100 on the same input gave other bits: output"),
         (MIN_ADD, "forward", leaves_last_element, r"left parts of output unwritten, first \[1, 7, 9, 9\]"),
         (MIN_ADD, "forward", sums_into_unwritten_memory, "left parts of output unwritten"),
         (MIN_ADD, "forward", writes_to_its_input, "changed its input"),
@@ -234,6 +288,42 @@ def not_rescaled(self, x, right):
 def test_mutants_fail(name, phase, forward, complaint):
     result = checks.check(small(name, forward), "epilogue", phase=phase, seed=1)
     assert any(re.search(complaint, failure) for failure in result.failures), str(result)
+
+
+@pytest.mark.parametrize("dtype, channels", [(torch.float32, 4), (torch.float16, 64)], ids=str)
+@pytest.mark.parametrize("name", [MIN_ADD, INSTANCE_NORM, POOL])  # 83's result does not depend on them
+def test_sums_in_half_are_found(name, dtype, channels):
+    """In float16 only where they are long: a few roundings are within 4 units in the last place."""
+    problem = small(name, sums_in_half)
+    (_, *arguments), (N, _, *size) = problem.init_inputs, problem.input_shape
+    problem = dataclasses.replace(problem, init_inputs=(channels, *arguments), input_shape=(N, channels, *size))
+    result = checks.check(problem, "epilogue", dtype=dtype, seed=1)
+    assert any(re.search("mean of 4, output: error", failure) for failure in result.failures), str(result)
+
+
+@pytest.mark.parametrize(
+    "name, forward",
+    [
+        *[(MIN_ADD, without(operation)) for operation in ("min", "add", "mul")],
+        *[(INSTANCE_NORM, without(operation)) for operation in ("mul", "instance_norm", "clamp")],
+        *[(DROPOUT, without(operation)) for operation in ("min", "clamp")],
+        *[(POOL, without(operation)) for operation in ("group_norm", "mul", "clamp")],
+        (MIN_ADD, without_parameter("conv.bias", 0)),
+        (MIN_ADD, without_parameter("bias", 0)),
+        *[(POOL, without_parameter(*left_out)) for left_out in (("conv.bias", 0), ("group_norm.bias", 0), ("group_norm.weight", 1), ("scale", 1))],
+    ],
+)
+def test_what_is_left_out_is_found(name, forward):
+    result = checks.check(small(name, forward), "epilogue", seed=1)
+    assert any(re.search("random parameters, mean of 4, output: error", failure) for failure in result.failures), str(result)
+
+
+@pytest.mark.parametrize("phase, dtype", [("forward", torch.float16), ("forward", torch.bfloat16), ("train", torch.float16)], ids=str)
+@pytest.mark.parametrize("name", models.PROBLEMS)
+def test_another_dtype_is_found(name, phase, dtype):
+    """Values alone don't show it: these are right, but float32."""
+    result = checks.check(small(name, lambda self, x, right: right(x).float()), "epilogue", phase=phase, dtype=dtype, seed=1)
+    assert f"random parameters: output is torch.float32, expected {dtype}" in result.complaints, str(result)
 
 
 @pytest.mark.parametrize("forward", [adds_noise, keeps_first_shape, keeps_first_stride, packs_bias_of_this_memory])

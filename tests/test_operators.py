@@ -15,6 +15,7 @@ from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, Reco
 
 every_name = pytest.mark.parametrize("name", list(SMALL))
 every_device = pytest.mark.parametrize("device", DEVICES)
+every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 
 
 @every_device
@@ -121,20 +122,21 @@ def test_parameters_of_another_length_are_refused(name, call):
 # ---------------------------------------------------------------------------------------------------------------- dropout
 
 
-def visible(device="cpu", p=0.2, dtype=torch.float32, ties=False):
+def visible(device="cpu", p=0.2, dtype=torch.float32, ties=False, variant="epilogue"):
     """A module in training whose output is not zero where kept, and its input. With ties, gradients show the mask too."""
-    model = numerics.build(DROPOUT, (*SMALL[DROPOUT][0][:-1], p), device=device, dtype=dtype)
+    model = numerics.build(DROPOUT, (*numerics.FUSED[DROPOUT][0][:-1], p), device=device, dtype=dtype)
     if ties:
         with torch.no_grad():
             model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
-    return numerics.twin_of(model.train()), numerics.random_input((5, 3, 6, 13, 11), device=device, dtype=dtype)
+    x = numerics.random_input((5, 3, 6, 13, 11), device=device, dtype=dtype)
+    return numerics.twin_of(model.train(), variant, x), x
 
 
-@every_device
+@every_variant
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_dropout_keeps_the_right_share(p, device):
+def test_dropout_keeps_the_right_share(p, variant, device):
     """Within six standard deviations, over all, by channel and by position; kept values are scaled up."""
-    new, x = visible(device, p)
+    new, x = visible(device, p, variant=variant)
     y = new(x)
     kept = y != 0
     torch.testing.assert_close(y[kept], torch.full_like(y[kept], new.min_value / (1 - p)))
@@ -149,9 +151,9 @@ def test_dropout_keeps_the_right_share(p, device):
         assert correlation.abs() <= 6 / math.sqrt(flat.numel())
 
 
-@every_device
-def test_dropout_follows_the_generator(device):
-    new, x = visible(device)
+@every_variant
+def test_dropout_follows_the_generator(variant, device):
+    new, x = visible(device, variant=variant)
     torch.manual_seed(11)
     first, second = new(x), new(x)
     torch.manual_seed(11)
@@ -165,11 +167,11 @@ def test_dropout_follows_the_generator(device):
     assert torch.equal(state, after), "eval and p = 0 use no random numbers"
 
 
-@every_device
-def test_dropout_backward_uses_the_mask_of_forward(device):
+@every_variant
+def test_dropout_backward_uses_the_mask_of_forward(variant, device):
     """Every element ties, so its gradient is half its factor: read through the gradient of norm.bias, channel by channel,
     and, with one channel at a time let through, position by position."""
-    new, x = visible(device, ties=True)
+    new, x = visible(device, ties=True, variant=variant)
     y = new(x)
     kept = (y != 0).float()
     torch.manual_seed(99)  # a backward pass that drew again would draw something else
@@ -179,17 +181,17 @@ def test_dropout_backward_uses_the_mask_of_forward(device):
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
-@every_device
+@every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_dropout_is_a_function_of_the_seed(dtype, device):
+def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
     """Of the seed alone: not of dtype, and not of whether a gradient is wanted."""
-    new, x = visible(device, dtype=dtype)
+    new, x = visible(device, dtype=dtype, variant=variant)
     seed = torch.tensor([12345], device=device)
     conv, norm = new.conv, new.norm
 
     def run(x):
         y = operators.conv3d_groupnorm_min_clamp_dropout(
-            x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, new.min_value, new.max_value, 0.2, seed=seed
+            x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, new.min_value, new.max_value, 0.2, variant=variant, seed=seed
         )
         return y != 0
 
@@ -197,10 +199,25 @@ def test_dropout_is_a_function_of_the_seed(dtype, device):
     with torch.no_grad():
         assert torch.equal(mask, run(x))
     assert torch.equal(mask[:2], run(x[:2]))
-    other, y = visible(device)
+    _, y = visible(device)
     assert (dtype == torch.float64) or torch.equal(mask, run(y))
     seed += 1
     assert not torch.equal(mask, run(x))
+
+
+@every_device
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_masks_are_equal_across_variants(p, device):
+    """For the same seed, also where one computes with gradients."""
+    masks = []
+    for variant in ("epilogue", "fused", "folded"):
+        new, x = visible(device, p, variant=variant)
+        torch.manual_seed(7)
+        masks.append(new(x) != 0)
+        torch.manual_seed(7)
+        with torch.no_grad():
+            masks.append(new(x) != 0)
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
 @pytest.mark.parametrize("samples", [2, 3])
@@ -215,12 +232,12 @@ def test_dropout_in_pieces_draws_the_same_mask(samples, monkeypatch):
         assert torch.equal(new(x), whole)
 
 
-@every_device
-def test_dropout_probabilities_at_the_ends(device):
+@every_variant
+def test_dropout_probabilities_at_the_ends(variant, device):
     """p = 0 drops nothing; p = 1 gives x times 0, which keeps NaN, with gradients of 0; eval returns the input."""
-    new, x = visible(device, p=1.0, ties=True)
+    new, x = visible(device, p=1.0, ties=True, variant=variant)
     x[1, 0, 0, 0, 0] = math.nan
-    reference = numerics.problem_of(new).Model(*SMALL[DROPOUT][0][:-1], 1.0).to(device).train()
+    reference = numerics.problem_of(new).Model(*numerics.FUSED[DROPOUT][0][:-1], 1.0).to(device).train()
     reference.load_state_dict(new.state_dict())
     for p, training in ((1.0, True), (0.0, True), (0.5, False)):
         for module in (new, reference):
