@@ -1,7 +1,8 @@
 # make demo       compile, check, time and plot all four problems on what this machine has
 # make test       the tests
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
-# make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure
+# make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
+#                 Ends with both verdicts and forward's times; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
 # make lint       ruff
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make notebooks  run the notebooks from top to bottom
@@ -9,6 +10,10 @@
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
 # PYTHON=python3.12 chooses the Python that .venv is made of. PYTHON=python VENV= uses an environment of your own as it is.
+
+# So that a check that tee shows keeps its status.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +32,7 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench bench notebooks refresh clean
+.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench notebooks refresh clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
@@ -41,20 +46,25 @@ lint: $(READY)
 sanitize: $(READY)
 	$(RUN) tests/sanitize.py
 
-gpu: gpu-checks gpu-bench
+gpu: gpu-checks gpu-bench gpu-summary
 
 gpu-checks: $(READY)
 	$(MAKE) --jobs 2 --output-sync gpu-tests gpu-sanitize
 
 gpu-tests: $(READY)
-	$(RUN) -m pytest -m gpu -n auto --maxprocesses 14 --dist loadgroup
+	@mkdir -p build/gpu
+	$(RUN) -m pytest -m gpu -n auto --maxprocesses 14 --dist loadgroup 2>&1 | tee build/gpu/tests.log
 
 gpu-sanitize: $(READY)
-	$(RUN) tests/sanitize.py cuda
+	@mkdir -p build/gpu
+	$(RUN) tests/sanitize.py cuda 2>&1 | tee build/gpu/sanitizers.log
 
 gpu-bench: $(READY)
 	$(RUN) compare.py --device cuda --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
 	$(RUN) compare.py --readme
+
+gpu-summary: $(READY)
+	@$(RUN) compare.py --summary build/gpu/tests.log build/gpu/sanitizers.log
 
 bench: $(READY)
 	$(RUN) compare.py --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json

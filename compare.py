@@ -308,19 +308,70 @@ def _status(row: dict) -> str:
     return "did not run" if row["ok"] is None else "fails its check"
 
 
+# -------------------------------------------------------------------------------------------------------------- summary
+
+
+def summary(logs: list[Path], folder: Path = RESULTS) -> str:
+    """How `make gpu` went: the last line of each log, which is its verdict; the newest record's, a GPU's if there is one, with
+    forward's times; and where all that is."""
+    lines = [f"{log.stem:12}{_last_line(log)}" for log in logs]
+    if not (records := _records(folder)):
+        return "\n".join([*lines, f"{'benchmark':12}no record in {folder}"])
+    path, item = max(records, key=lambda pair: (_is_gpu(pair[1]), pair[1]["date"]))
+    failed = [f"{row['number']} {row['variant']} {row['phase']}" for row in item["rows"] if row["ok"] is False and row["variant"] not in PEERS]
+    lines += [f"{'benchmark':12}{'fails its check: ' + ', '.join(failed) if failed else 'all of ours pass their checks'}"]
+    lines += ["", f"{'forward, ms':54}{'eager':>9}{'best peer':>23}{'ours':>18}{'× best peer':>13}"]
+    rows = [row for row in item["rows"] if row["phase"] == "forward"]
+    lines += [_summary_line([row for row in rows if row["problem"] == name]) for name in dict.fromkeys(row["problem"] for row in rows)]
+    return "\n".join([*lines, "", f"record      {path}: {_machine(item)}, {item['date']}", f"logs        {' '.join(map(str, logs))}"])
+
+
+def _last_line(log: Path) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace").strip() if log.is_file() else ""
+    return text.splitlines()[-1].strip("= ") if text else "no log"
+
+
+def _summary_line(rows: list[dict]) -> str:
+    """A problem in a line. Peer and ours are the fastest that passed; "–" where none did."""
+    timed = [row for row in rows if row["median_ms"] is not None and row["variant"] not in NOT_A_KERNEL]
+    fastest = {row["variant"] in PEERS: row for row in sorted(timed, key=lambda row: -row["median_ms"])}
+    peer, ours = fastest.get(True), fastest.get(False)
+    eager = next((row for row in timed if row["variant"] == "eager"), None)
+    ratio = f"{peer['median_ms'] / ours['median_ms']:.2f}×" if peer and ours else "–"
+    title = f"{rows[0]['number']} {rows[0]['problem'].replace('_', ' ')}"
+    return f"{title:54}{_milliseconds(eager):>9}{_named_time(peer):>23}{_named_time(ours):>18}{ratio:>13}"
+
+
+def _milliseconds(row: dict | None) -> str:
+    return f"{row['median_ms']:.3g}" if row else "–"
+
+
+def _named_time(row: dict | None) -> str:
+    return f"{row['variant']} {_milliseconds(row)}" if row else "–"
+
+
 # --------------------------------------------------------------------------------------------------------------- README
 
 
 def load_records(folder: Path = RESULTS) -> list[dict]:
     """The newest record of each machine in `folder`, GPUs first. Other JSON files there are left alone."""
-    items = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    items = [item for item in items if "variant" in (item.get("rows") or [{}])[0]]
-    newest = {_machine(item): item for item in sorted(items, key=lambda item: item["date"])}
-    return sorted(newest.values(), key=lambda item: item["rows"][0]["device"] != "cuda")
+    newest = {_machine(item): item for _, item in _records(folder)}
+    return sorted(newest.values(), key=_is_gpu, reverse=True)
+
+
+def _records(folder: Path) -> list[tuple[Path, dict]]:
+    """Every record in `folder` and where it is, the newest last."""
+    items = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    items = [(path, item) for path, item in items if "variant" in (item.get("rows") or [{}])[0]]
+    return sorted(items, key=lambda pair: pair[1]["date"])
 
 
 def _machine(item: dict) -> str:
-    return item["gpu"] if item["rows"][0]["device"] == "cuda" else f"{item['cpu']}, {item['threads']} threads"
+    return item["gpu"] if _is_gpu(item) else f"{item['cpu']}, {item['threads']} threads"
+
+
+def _is_gpu(item: dict) -> bool:
+    return item["rows"][0]["device"] == "cuda"
 
 
 def readme_table(records: list[dict]) -> str:
@@ -444,7 +495,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write a plot per phase into FOLDER")
     parser.add_argument("--readme", action="store_true", help="only write README's table and plot from the recorded runs")
+    parser.add_argument("--summary", nargs="+", type=Path, metavar="LOG", help="only print how each LOG ends and the newest record's forward times")
     options = parser.parse_args(arguments)
+    if options.summary:
+        print(summary(options.summary))
+        return 0
     if options.readme:
         write_readme()
         return 0

@@ -5,9 +5,9 @@
     python tests/sanitize.py          both, as far as this machine has what they need
 
 Each sanitizer gets a program with one fault planted for it, which it must report, and the kernels, problem by problem, about
-which it must say nothing. The status is 1 if one of them fails; its log is then in build/sanitize/. On a GPU PyTorch's memory
-cache is off, so that tensors don't share a block; and the library's kernels are left out, except that initcheck must see what
-they write: there only reports about ours count.
+which it must say nothing; a line says how often each variant ran. The closing line counts the verdicts. The status is 1 if one of
+them is a failure; its log is then in build/sanitize/. On a GPU PyTorch's memory cache is off, so that tensors don't share a block;
+and the library's kernels are left out, except that initcheck must see what they write: there only reports about ours count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -60,28 +62,106 @@ def run_fault(device: str, name: str) -> None:
     torch.cuda.synchronize() if device == "cuda" else None
 
 
+class Call(NamedTuple):
+    """A way to call a variant: the model's arguments, x's shape and dtype, and what is special about it."""
+
+    arguments: tuple
+    shape: tuple
+    dtype: torch.dtype = torch.float32
+    gradients: str = "ours"  # "all"; "ours": but for the convolution's, which the library takes its time for; "none"
+    lay_out: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+    autocast: bool = False
+
+
+# 85's rows past one tile of its fused kernel, which has 128 columns of the convolution and of what its filter sees beside them.
+TWO_TILES = (numerics.FUSED[numerics.POOL][0], (2, 5, 7, 140))
+
+# What only one device has: on a CPU in float32; fused in all DTYPES, and without gradients, because of so much the library's take minutes.
+ONLY_CPU = numerics.WINOGRAD
+ONLY_FUSED = {numerics.INSTANCE_NORM: numerics.HELD, numerics.MIN_ADD: numerics.WGMMA, numerics.POOL: TWO_TILES}
+DTYPES = (torch.float32, torch.float16)  # that every variant must have run in
+
+
+def calls(device: str, name: str, variant: str) -> Iterator[Call]:
+    """All that a variant is run on. Rows are odd and even, because vectors may fit into one and not into the other."""
+    arguments, shape = numerics.sizes_for(variant)[name]
+    for dtype in DTYPES:
+        odd, even = both_rows(arguments, shape, dtype)
+        yield from (odd._replace(gradients="all"), even, even._replace(lay_out=one_element_on))
+    yield Call(arguments, shape, torch.bfloat16)
+    yield Call(arguments, shape, lay_out=channels_last)
+    yield Call(arguments, shape, autocast=True)
+    if device == "cpu" and name in ONLY_CPU:
+        yield from both_rows(*ONLY_CPU[name], torch.float32, "ours")
+    if variant == "fused" and name in ONLY_FUSED:
+        for dtype in DTYPES:
+            yield from both_rows(*ONLY_FUSED[name], dtype, "none")
+
+
+def both_rows(arguments: tuple, shape: tuple, *options) -> Iterator[Call]:
+    for columns in (shape[-1], shape[-1] - 1):
+        yield Call(arguments, (*shape[:-1], columns), *options)
+
+
+def one_element_on(x: torch.Tensor) -> torch.Tensor:
+    """x behind one element of its storage, so that no vector is aligned."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def tie(model: torch.nn.Module) -> None:
+    """Whole channels of 83 at min_value, where alone it has gradients: in the first group, but for its first channel, because the
+    convolution is zero; and the next group's first because its slope is zero."""
+    channels = model.norm.num_channels // model.norm.num_groups
+    with torch.no_grad():
+        model.conv.weight[:channels], model.conv.bias[:channels], model.norm.weight[channels] = 0, 0, 0
+        model.norm.bias[1 : channels + 1] = model.min_value
+
+
+def run_call(device: str, name: str, variant: str, call: Call) -> None:
+    """Forward on random parameters, which folded can shorten, then with gradients, of which some must not be zero."""
+    options = dict(device=device, dtype=call.dtype)
+    model, x = numerics.build(name, call.arguments, **options), call.lay_out(numerics.random_input(call.shape, **options))
+    module = models.PROBLEMS[name].ModelNew.from_eager(model.train())
+    module.variant = variant
+    with torch.autocast(device, enabled=call.autocast):
+        with torch.no_grad():
+            module(x)
+            plan = module.plan(x)
+        if plan.variant != variant:
+            raise RuntimeError(f"expected {variant} to run, not {plan}")
+        if call.gradients == "none":
+            return
+        tie(model) if name == numerics.DROPOUT else None
+        for leaf in (x, model.conv.weight):
+            leaf.requires_grad_(call.gradients == "all")
+        y = module(x)
+        y.backward(torch.ones_like(y))
+    if not any(p.grad.any() for p in model.parameters() if p.requires_grad):
+        raise RuntimeError("all gradients are zero, so their kernels may have had nothing to do")
+
+
 def run_kernels(device: str, name: str) -> None:
-    """Every variant of a problem, in float32 and float16: forward without gradients, then with all of them."""
-    for variant in models.PROBLEMS[name].variants[1:]:
-        sizes = [(*numerics.sizes_for(variant)[name], True)]  # the last: with gradients?
-        sizes += [(*numerics.WINOGRAD[name], True)] if device == "cpu" and name in numerics.WINOGRAD else []
-        if variant == "fused" and name == numerics.INSTANCE_NORM and device == "cuda":
-            sizes.append((*numerics.HELD, False))  # of so many samples the library's take minutes under initcheck
-        for (arguments, shape, trains), dtype in itertools.product(sizes, (torch.float32, torch.float16)):
-            model, x = numerics.build(name, arguments, device=device, dtype=dtype), numerics.random_input(shape, device=device, dtype=dtype)
-            module = models.PROBLEMS[name].ModelNew.from_eager(model.train())
-            module.variant = variant
-            try:
-                module.plan(x)
-            except RuntimeError:
-                continue  # not in this dtype
-            print(variant, dtype, flush=True)
-            for part in (x, x[..., 1:].contiguous()):  # odd and even rows, of which the second may go another way
-                with torch.no_grad():
-                    module(part)
-                if trains:
-                    numerics.results(module, part)
+    """Every variant of a problem in all `calls`. None may be refused; what ran is counted in the closing line."""
+    variants = [variant for variant in models.PROBLEMS[name].variants[1:] if variant != "fused" or runs_fused(device)]
+    ran = Counter()
+    for variant in variants:
+        for call in calls(device, name, variant):
+            print(variant, call, flush=True)
+            run_call(device, name, variant, call)
+            ran[variant, call.dtype] += 1
     torch.cuda.synchronize() if device == "cuda" else None
+    if missing := [pair for pair in itertools.product(variants, DTYPES) if not ran[pair]]:
+        raise RuntimeError(f"did not run: {missing}")
+    print("ran", ", ".join(f"{variant} {sum(ran[pair] for pair in ran if pair[0] == variant)}" for variant in variants))
+
+
+def runs_fused(device: str) -> bool:
+    """On a CPU it is epilogue once more."""
+    return device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------- the sanitizers
@@ -99,8 +179,9 @@ class Job(NamedTuple):
     summary: str = ""  # stands in the log if the sanitizer ran
 
 
-def run_jobs(jobs: list[Job], reports_in) -> bool:
-    """Runs all side by side and prints a line for each. `reports_in(log)` gives the reports that count."""
+def run_jobs(jobs: list[Job], reports_in) -> Counter:
+    """Runs all side by side, prints a line for each, and counts "clean", "found" and "failed". `reports_in(log)` gives the reports that
+    matter."""
 
     def run(job):
         start = time.monotonic()
@@ -110,7 +191,7 @@ def run_jobs(jobs: list[Job], reports_in) -> bool:
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
         return done, time.monotonic() - start
 
-    good = True
+    count = Counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for job, (done, seconds) in zip(jobs, pool.map(run, jobs)):
             reports, ran = reports_in(done.stdout), job.summary in done.stdout
@@ -118,17 +199,18 @@ def run_jobs(jobs: list[Job], reports_in) -> bool:
                 verdict = "found" if ran and any(job.expected in report for report in reports) else "MISSED"
             else:
                 verdict = "clean" if ran and done.returncode == 0 and not reports else f"FAILS, status {done.returncode}"
-            print(f"{job.title:65}{verdict}, {seconds:.0f} s", flush=True)
+            what = re.findall(r"^ran .*", done.stdout, re.M)
+            print(f"{job.title:65}{', '.join([verdict, f'{seconds:.0f} s', *what])}", flush=True)
+            count[verdict if verdict in ("clean", "found") else "failed"] += 1
             if verdict not in ("clean", "found"):
-                good = False
                 LOGS.mkdir(parents=True, exist_ok=True)
                 (LOGS / f"{job.title.replace(', ', '-').replace(' ', '_')}.log").write_text(done.stdout)
                 lines = [line for line in done.stdout.splitlines() if not line.startswith("frame #")]
                 print("\n".join(reports[:10] or lines[-20:]))
-    return good
+    return count
 
 
-def sanitize_cpu() -> bool:
+def sanitize_cpu() -> Counter:
     """The kernels are built once more by a compiler that adds the checks, into a cache that goes afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         compiler = Path(folder) / "c++"
@@ -150,10 +232,10 @@ def sanitize_cpu() -> bool:
 TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
-def sanitize_cuda() -> bool:
+def sanitize_cuda() -> Counter:
     """Everything is built first, without a sanitizer. racecheck runs without cuDNN, because it fails in that library's backward
     convolution in 3D, also where it is told to look at no kernel at all (CUDA 13.0)."""
-    good = run_jobs([Job(f"no sanitizer, {name}", "cuda", name) for name in [*FAULTS["cuda"], *models.PROBLEMS]], lambda log: [])
+    built = run_jobs([Job(f"no sanitizer, {name}", "cuda", name) for name in [*FAULTS["cuda"], *models.PROBLEMS]], lambda log: [])
     texts = [path.read_text(encoding="utf-8") for path in inline_loader.KERNELS.glob("*.cu*")]
     kernels = sorted({kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)} | {"fault_kernel"})
     chosen = "--kernel-name", ",".join(f"kns={kernel}" for kernel in kernels)
@@ -164,7 +246,7 @@ def sanitize_cuda() -> bool:
         for name in (tool, *models.PROBLEMS):
             title, expected = (f"{tool}, planted fault", "fault_kernel") if name == tool else (f"{tool}, {name}", None)
             jobs.append(Job(title, "cuda", name, expected, under, environment, "SUMMARY: "))
-    return run_jobs(jobs, lambda log: cuda_reports(log, kernels)) and good
+    return run_jobs(jobs, lambda log: cuda_reports(log, kernels)) + Counter(failed=built["failed"])
 
 
 def cuda_reports(log: str, kernels: list[str]) -> list[str]:
@@ -180,12 +262,13 @@ def main(arguments: list[str]) -> int:
         torch.backends.cudnn.enabled = "SANITIZE_WITHOUT_CUDNN" not in os.environ
         run_fault(device, name) if name in FAULTS[device] else run_kernels(device, name)
         return 0
-    good = True
+    count = Counter()
     if arguments in ([], ["cpu"]):
-        good &= sanitize_cpu()
+        count += sanitize_cpu()
     if arguments == ["cuda"] or not arguments and torch.cuda.is_available() and TOOL:
-        good &= sanitize_cuda()
-    return 0 if good else 1
+        count += sanitize_cuda()
+    print(", ".join(f"{count[verdict]} {verdict}" for verdict in ("clean", "found", "failed")))
+    return 1 if count["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -83,6 +83,40 @@ def test_readme_table_is_the_newest_record_of_each_machine(tmp_path):
         compare.with_table("no markers", [])
 
 
+def test_summary(tmp_path):
+    """Each log's last line; the newest record of a GPU; the fastest that passed, beside it what failed; and a log or record that is missing."""
+    (row,) = compare.compare(small(MIN_ADD), device="cpu", variants=["eager"], seed=1)
+
+    def rows(failing=(), **times):
+        for variant, milliseconds in times.items():
+            yield {**row, "device": "cuda", "variant": variant, "median_ms": milliseconds, "ok": variant not in failing}
+
+    of_one = [*rows(eager=8.0, compile=4.0, epilogue=3.0, fused=2.0, folded=1.0), {**row, "phase": "train", "median_ms": 99.0}]
+    other = [{**each, "problem": "other", "number": 7} for each in rows(["compile", "fused"], eager=9.0, compile=None, epilogue=6.0, fused=None)]
+    nothing = [{**each, "problem": "nothing"} for each in rows(["epilogue"], eager=9.0, epilogue=None)]
+    base = {**compare.record([]), "gpu": "NVIDIA H200"}
+    for name, date, of_run in (("new", "2026-02-02", of_one + other + nothing), ("old", "2026-02-01", of_one), ("cpu", "2026-02-03", [row])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**base, "date": date, "rows": of_run}))
+    (tmp_path / "tests.log").write_text("FAILED test_a\n=== 1 failed, 411 passed in 3.21s ===\n\n")
+    lines = compare.summary([tmp_path / "tests.log", tmp_path / "no.log"], tmp_path).splitlines()
+    assert [line.split(maxsplit=1) for line in lines[:3]] == [
+        ["tests", "1 failed, 411 passed in 3.21s"], ["no", "no log"],
+        ["benchmark", f"fails its check: 7 fused forward, {row['number']} epilogue forward"],
+    ]  # fmt: skip
+    assert [line.split()[-6:] for line in lines[5:8]] == [
+        ["8", "compile", "4", "fused", "2", "2.00×"], ["9", "eager", "9", "epilogue", "6", "1.50×"], ["nothing", "9", "eager", "9", "–", "–"],
+    ]  # fmt: skip
+    assert f"{tmp_path / 'new.json'}: NVIDIA H200, 2026-02-02" in lines[9] and len(lines) < 20 and max(map(len, lines[3:9])) < 120
+    (tmp_path / "empty").mkdir()
+    assert compare.summary([], tmp_path / "empty") == f"benchmark   no record in {tmp_path / 'empty'}"
+
+
+def test_summary_is_printed(tmp_path, capsys):
+    (tmp_path / "tests.log").write_text("5 passed\n")
+    assert compare.main(["--summary", str(tmp_path / "tests.log")]) == 0
+    assert capsys.readouterr().out.startswith("tests       5 passed\nbenchmark")
+
+
 @pytest.mark.gpu
 def test_floor_of_a_known_gpu():
     problem = models.PROBLEMS[POOL]
