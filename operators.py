@@ -562,7 +562,8 @@ def conv3d_groupnorm_min_clamp_dropout(
     if seed is None:
         seed = torch.empty(0, dtype=torch.int64, device=x.device)
         if p > 0:
-            seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=x.device)
+            halves = torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device)  # inductor knows no larger bounds on a GPU
+            seed = halves.view(torch.int64)
     keep = variant not in ("fused", "folded") and keeps(x, weight, conv_bias, norm_weight, norm_bias)
     y = _conv3d_groupnorm_min_clamp_dropout(
         x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
