@@ -111,11 +111,7 @@ def problem_of(model: torch.nn.Module) -> models.Problem:
 
 
 def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogue") -> None:
-    """The rule for `variant` on x: without gradients, and with those of x and of all parameters.
-
-    As in checks.py, a limit that is missed is judged again on the mean of several draws, here of the incoming gradient and of the
-    input's last digits: x comes in four sizes, at most 5 % apart.
-    """
+    """The rule for `variant` on x: without gradients, and with those of x and of all parameters."""
     assert_module_follows_rule(twin_of(model, variant, x), model, x)
 
 
@@ -143,14 +139,20 @@ def assert_module_follows_rule(module, model: torch.nn.Module, x: torch.Tensor) 
     """The rule for `module`, which shares the parameters of `model`; all results have eager's dtypes, too."""
     assert _dtypes(module, model, x) == _dtypes(model, model, x)
     for phase in ("forward", "train_dx"):
-        draws = [checks.errors_of("", module, model, x, phase)]
-        if any(error.share > 1 for error in draws[0][0]):
-            draws += [checks.errors_of("", module, model, x * (1 + draw / 64), phase) for draw in range(1, checks.DRAWS)]
-        errors = [checks._mean(same) for same in zip(*(errors for errors, _ in draws))]
-        report = "\n".join(["", *draws[0][1], *map(str, errors)])
-        # In float64 eager is its own reference, so both err by a few units in the last place of the largest value they sum.
-        exact = 4 * max(error.limit_max for error in errors) if x.dtype == torch.float64 else 0.0
-        assert not draws[0][1] and all(error.share <= 1 or error.max <= exact for error in errors), report
+        assert_within_limits(lambda x: checks.errors_of("", module, model, x, phase), x)
+
+
+def assert_within_limits(errors_of, x: torch.Tensor) -> None:
+    """errors_of(x) gives errors and complaints. As in checks.py, a limit that is missed is judged again on the mean of several draws,
+    here of the incoming gradient and of the input's last digits: x comes in four sizes, at most 5 % apart."""
+    draws = [errors_of(x)]
+    if any(error.share > 1 for error in draws[0][0]):
+        draws += [errors_of(x * (1 + draw / 64)) for draw in range(1, checks.DRAWS)]
+    errors = [checks._mean(same) for same in zip(*(errors for errors, _ in draws))]
+    # In float64 eager is its own reference, so both err by a few units in the last place of the largest value they sum.
+    exact = 4 * max(error.limit_max for error in errors) if x.dtype == torch.float64 else 0.0
+    report = "\n".join(["", *draws[0][1], *map(str, errors)])
+    assert not draws[0][1] and all(error.share <= 1 or error.max <= exact for error in errors), report
 
 
 def _dtypes(module, model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.dtype]:

@@ -293,18 +293,9 @@ def assert_not_finite_as_eager(model, x, variant="epilogue", reference=None):
 
 
 def assert_rule_where_finite(new, model, x):
-    """The rule for what is finite: output and x's gradient by themselves in each sample, and the parameters' gradients.
-
-    As in numerics.assert_rule, a limit that is missed is judged again on the mean of several draws, and in float64, where eager is
-    its own reference, both may err by a few units in the last place.
-    """
+    """The rule for what is finite: output and x's gradient by themselves in each sample, and the parameters' gradients."""
     for phase in ("forward", "train_dx"):
-        errors = errors_where_finite(new, model, x, phase)
-        if any(error.share > 1 for error in errors):
-            draws = [errors] + [errors_where_finite(new, model, x * (1 + draw / 64), phase) for draw in range(1, checks.DRAWS)]
-            errors = [checks._mean(same) for same in zip(*draws)]
-        exact = 4 * max(error.limit_max for error in errors) if x.dtype == torch.float64 else 0.0
-        assert all(error.share <= 1 or error.max <= exact for error in errors), "\n".join(["", *map(str, errors)])
+        numerics.assert_within_limits(lambda x: (errors_where_finite(new, model, x, phase), []), x)
 
 
 def errors_where_finite(new, model, x, phase):
