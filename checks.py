@@ -370,9 +370,12 @@ class Probe(NamedTuple):
     g: torch.Tensor | None
 
     def on(self, x: torch.Tensor, phase: str | None = None) -> Probe:
-        """The same on another input, with a gradient of its own."""
-        phase = phase or self.phase
-        return self._replace(x=x, phase=phase, g=None if phase == "forward" else torch.randn_like(self.model(x)))
+        """The same on another input, with a gradient of its own: none where rounding decides what it meets (see `_Edges`)."""
+        probe = self._replace(x=x, phase=phase or self.phase, g=None)
+        if probe.phase == "forward":
+            return probe
+        out, _, edges = _float64(self.model, x, "forward", None, None)
+        return probe._replace(g=torch.randn_like(out, dtype=x.dtype).masked_fill_(edges, 0))
 
     def results(self, run: Callable | None = None) -> dict[str, torch.Tensor]:
         """Output and gradients of `module`, or of `run`, by name."""
@@ -442,7 +445,7 @@ def _follows_parameters(probe: Probe) -> Iterator[str]:
     for name, parameter in probe.model.named_parameters():
         kept = parameter.data
         parameter.data = torch.randn_like(kept)
-        found = probe.strange()
+        found = probe.on(probe.x).strange()
         parameter.data.normal_().view(-1)[-1] = math.nan
         found = found or spoilt.strange()
         parameter.data = kept
