@@ -294,21 +294,32 @@ def _conv2d_min_add_multiply_winograd(
     return y, v
 
 
-def _to_channels_last(x: Tensor, kernels: inline_loader.Operators) -> Tensor:
-    """x (N, C, H, W) with channels-last strides, by our own transposition: the library's takes twice as long."""
+def _to_channels_last(x: Tensor, kernels: inline_loader.Operators, tf32: bool = False) -> Tensor:
+    """x (N, C, H, W) with channels-last strides, by our own transposition: the library's takes twice as long. tf32: rounded to TF32
+    where it is copied."""
     if x.is_contiguous(memory_format=torch.channels_last):
         return x
     N, C, H, W = x.shape
     out = x.new_empty(N, H, W, C)
-    kernels.transpose(out, x.contiguous(), N, C, H * W)
+    kernels.transpose(out, x.contiguous(), N, C, H * W, tf32)
     return out.permute(0, 3, 1, 2)
 
 
+def _may_run_tf32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+
+
 def _convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Is a GPU's convolution to run channels last? Only where the library takes the same precision in both layouts: with few
-    channels eager's layout may run in float32 where channels last would run in TF32.
+    """Is a GPU's convolution to run channels last? Where TF32 is allowed the library runs it in that layout always, in eager's layout
+    for some sizes only. So only for sizes for which all of forward and backward were TF32 in eager's layout, too, whatever the filter
+    (observed with cuDNN on an H200: benchmarks/results/trials/tf32.json).
     """
-    return _is_channels_last(x, weight) or min(weight.shape[:2]) >= 32
+    if _is_channels_last(x, weight):
+        return True
+    (C, channels, _, width), positions = weight.shape, len(x) * math.prod(_output_size(x, weight))
+    if _may_run_tf32(x):
+        return channels >= 64 and C >= 128 and width > 1 and positions >= 2**18
+    return min(C, channels) >= 32
 
 
 def _convolve_to_channels_last(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:
@@ -342,10 +353,12 @@ def _conv2d_min_add_multiply_backward(
     (inner,) = _accumulated(x.dtype, conv_bias)
     on_gpu = _device_type(x) == "cuda"
     dv, chunks, constant = torch.empty_like(v), min(S, 8) if on_gpu else 1, _rounded(constant, x.dtype)
-    sums = inner.new_empty(2, N * chunks, C)
-    kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, S, chunks)
+    sums = inner.new_empty(2, N * chunks, C, dtype=torch.float64)
     channels_last = _convolves_channels_last(x, weight) if on_gpu else _is_channels_last(x, weight)
-    laid_out = _to_channels_last(x, kernels) if on_gpu and channels_last else x
+    # The weights' gradient in TF32 would cut off what it doesn't hold, where in eager's layout the library may round.
+    tf32 = on_gpu and channels_last and _may_run_tf32(x)
+    kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, S, chunks, tf32)
+    laid_out = _to_channels_last(x, kernels, tf32) if on_gpu and channels_last else x
     if on_gpu != channels_last:  # dv lies otherwise than the convolution wants it
         dv = (dv.movedim(-1, 1) if on_gpu else dv.movedim(1, -1)).contiguous()
     dx, dw = _convolve_backward(dv, x, weight, channels_last, need_x, need_weight, laid_out)

@@ -18,9 +18,9 @@ EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias
   });
 }
 
-// sums (2, N·chunks, C) of dv and of dy·scale, with chunks = 1: a row per sample.
-EXPORT void backward(value_t* dv, accumulate_t* sums, const output_t* dy, const value_t* v, const accumulate_t* conv_bias,
-                     double constant, double scale, int64_t N, int64_t C, int64_t S, int64_t chunks) {
+// sums (2, N·chunks, C) of dv and of dy·scale, with chunks = 1: a row per sample. There is no TF32 here.
+EXPORT void backward(value_t* dv, double* sums, const output_t* dy, const value_t* v, const accumulate_t* conv_bias,
+                     double constant, double scale, int64_t N, int64_t C, int64_t S, int64_t chunks, bool tf32) {
   const accumulate_t bound = constant, factor = scale;
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {

@@ -68,16 +68,23 @@ __device__ __forceinline__ void transpose_tile(Out* out, const In* source, int64
   }
 }
 
+// The nearest value of TF32's, where a tensor core would cut the other bits off. No other type runs in TF32.
+__device__ inline float nearest_tf32(float v) {
+  const bool stays_finite = fabsf(v) < 0x1.ffep127f;  // and is not NaN
+  return stays_finite ? __uint_as_float((__float_as_uint(v) + 0x1000) & ~0x1fffu) : v;
+}
+template <class T> __device__ T nearest_tf32(T v) { return v; }
+
 constexpr int kSquare = 64;  // tiles of the plain transposition
 
 __global__ void __launch_bounds__(kThreads)
 transpose_kernel(value_t* out, const value_t* source, int64_t rows, int64_t columns, unsigned row_tiles,
-                 unsigned column_tiles, bool aligned) {
+                 unsigned column_tiles, bool tf32, bool aligned) {
   const Place at(row_tiles, column_tiles);
   const int64_t begin = at.n * rows * columns;
   transpose_tile<kSquare, kSquare>(out + begin, source + begin, rows, columns, int64_t(at.row) * kSquare,
                                    int64_t(at.column) * kSquare, aligned,
-                                   [](value_t value, int64_t, int64_t, int) { return value; });
+                                   [=](value_t value, int64_t, int64_t, int) { return tf32 ? nearest_tf32(value) : value; });
 }
 
 constexpr int kForwardPositions = 128, kForwardChannels = 32;
@@ -99,29 +106,32 @@ min_add_multiply_kernel(output_t* y, const value_t* v, const accumulate_t* conv_
 constexpr int kBackwardChannels = 32, kBackwardPositions = 64;
 
 // A block walks over the position tiles chunk, chunk + chunks, … of one (sample, channel tile); its sums over positions go
-// to row n·chunks + chunk of sums (2, N·chunks, C): of dv, the gradient of conv_bias, and of dy·scale, that of bias.
+// to row n·chunks + chunk of sums (2, N·chunks, C): of dv, the gradient of conv_bias, and of dy·scale, that of bias. A tile's
+// few values are summed as they are, tiles in double: what cancels leaves no rounding errors of large sums.
 __global__ void __launch_bounds__(kThreads)
-min_add_multiply_backward_kernel(value_t* dv, accumulate_t* sums, const output_t* dy, const value_t* v,
-                                 const accumulate_t* conv_bias, accumulate_t constant, accumulate_t scale, int64_t N,
-                                 int64_t C, int64_t S, unsigned position_tiles, unsigned channel_tiles, unsigned chunks,
-                                 bool aligned) {
+min_add_multiply_backward_kernel(value_t* dv, double* sums, const output_t* dy, const value_t* v, const accumulate_t* conv_bias,
+                                 accumulate_t constant, accumulate_t scale, int64_t N, int64_t C, int64_t S,
+                                 unsigned position_tiles, unsigned channel_tiles, unsigned chunks, bool tf32, bool aligned) {
   const Place at(chunks, channel_tiles);
   const int64_t begin = at.n * C * S, c0 = int64_t(at.column) * kBackwardChannels;
-  accumulate_t conv_bias_sum[kVector] = {}, bias_sum[kVector] = {};
+  double conv_bias_sum[kVector] = {}, bias_sum[kVector] = {};
   const value_t* value = v + begin;
   for (unsigned tile = at.row; tile < position_tiles; tile += chunks) {
+    accumulate_t inner_sum[kVector] = {}, outer_sum[kVector] = {};
     transpose_tile<kBackwardChannels, kBackwardPositions>(
         dv + begin, dy + begin, C, S, c0, int64_t(tile) * kBackwardPositions, aligned,
         [&](output_t gradient, int64_t c, int64_t s, int i) {
           const accumulate_t outer = accumulate_t(gradient) * scale;
           const accumulate_t inner = minimum_backward(outer, accumulate_t(value[s * C + c]) + conv_bias[c], constant);
-          bias_sum[i] += outer;
-          conv_bias_sum[i] += inner;
-          return value_t(inner);
+          outer_sum[i] += outer;
+          inner_sum[i] += inner;
+          return tf32 ? nearest_tf32(value_t(inner)) : value_t(inner);
         });
+#pragma unroll
+    for (int i = 0; i < kVector; i++) conv_bias_sum[i] += inner_sum[i], bias_sum[i] += outer_sum[i];
   }
   const Layout<kBackwardChannels> to;
-  __shared__ accumulate_t partial[2][to.kStep][kBackwardChannels];
+  __shared__ double partial[2][to.kStep][kBackwardChannels];
 #pragma unroll
   for (int i = 0; i < kVector; i++) {
     partial[0][to.step][to.lane + i] = conv_bias_sum[i];
@@ -131,18 +141,18 @@ min_add_multiply_backward_kernel(value_t* dv, accumulate_t* sums, const output_t
   if (threadIdx.x >= 2 * kBackwardChannels) return;
   const int which = threadIdx.x / kBackwardChannels, c = threadIdx.x % kBackwardChannels;
   if (c0 + c >= C) return;
-  accumulate_t sum = 0;
+  double sum = 0;
   for (int k = 0; k < to.kStep; k++) sum += partial[which][k][c];
   sums[((which * N + at.n) * chunks + at.row) * C + c0 + c] = sum;
 }
 
 static unsigned tiles(int64_t size, int tile) { return unsigned((size + tile - 1) / tile); }
 
-// source (N, rows, columns) -> out (N, columns, rows): to channels last.
-EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, cudaStream_t stream) {
+// source (N, rows, columns) -> out (N, columns, rows): to channels last. tf32: as an operand of TF32, see nearest_tf32.
+EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool tf32, cudaStream_t stream) {
   const unsigned row_tiles = tiles(rows, kSquare), column_tiles = tiles(columns, kSquare);
   transpose_kernel<<<N * row_tiles * column_tiles, kThreads, 0, stream>>>(
-      out, source, rows, columns, row_tiles, column_tiles, vectors_fit(out, rows) && vectors_fit(source, columns));
+      out, source, rows, columns, row_tiles, column_tiles, tf32, vectors_fit(out, rows) && vectors_fit(source, columns));
 }
 
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,
@@ -152,11 +162,12 @@ EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias
       y, v, conv_bias, bias, constant, scale, C, S, position_tiles, channel_tiles, vectors_fit(y, S) && vectors_fit(v, C));
 }
 
-// sums (2, N·chunks, C), 1 ≤ chunks ≤ S; see the kernel.
-EXPORT void backward(value_t* dv, accumulate_t* sums, const output_t* dy, const value_t* v, const accumulate_t* conv_bias,
-                     double constant, double scale, int64_t N, int64_t C, int64_t S, int64_t chunks, cudaStream_t stream) {
+// sums (2, N·chunks, C), 1 ≤ chunks ≤ S; see the kernel. tf32: dv as an operand of TF32.
+EXPORT void backward(value_t* dv, double* sums, const output_t* dy, const value_t* v, const accumulate_t* conv_bias,
+                     double constant, double scale, int64_t N, int64_t C, int64_t S, int64_t chunks, bool tf32,
+                     cudaStream_t stream) {
   const unsigned position_tiles = tiles(S, kBackwardPositions), channel_tiles = tiles(C, kBackwardChannels);
   min_add_multiply_backward_kernel<<<N * chunks * channel_tiles, kThreads, 0, stream>>>(
-      dv, sums, dy, v, conv_bias, constant, scale, N, C, S, position_tiles, channel_tiles, unsigned(chunks),
+      dv, sums, dy, v, conv_bias, constant, scale, N, C, S, position_tiles, channel_tiles, unsigned(chunks), tf32,
       vectors_fit(dv, C) && vectors_fit(dy, S));
 }

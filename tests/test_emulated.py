@@ -91,10 +91,11 @@ def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: 
             if path.suffix in (".h", ".cuh", ".cu"):
                 text = translated(path.read_text())
                 (sources / path.name).write_text(text.replace(*replaced) if replaced else text)
-        shutil.copy(EMULATION / "tensor_core.cuh", sources)
+        for header in ("tensor_core.cuh", "cooperative_groups.h"):
+            shutil.copy(EMULATION / header, sources)
         command = [COMPILER, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "-fvisibility=hidden"]
         command += [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
-        command += ["-isystem", str(HEADERS), "-include", str(EMULATION / "cuda.h"), "-x", "c++", str(sources / f"{name}.cu")]
+        command += ["-I", str(sources), "-isystem", str(HEADERS), "-include", str(EMULATION / "cuda.h"), "-x", "c++", str(sources / f"{name}.cu")]
         done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     return Emulated(name, library)
@@ -165,6 +166,33 @@ def test_epilogue_forward_and_backward(name, dtype, gpu):
     model, x = small(name, "epilogue", dtype=dtype)
     gpu()
     numerics.assert_rule(model, x, "epilogue")
+
+
+def test_31_sums_what_cancels(gpu):
+    """The gradients of both biases: whole numbers, whose sums float32 does not hold before positions far apart cancel."""
+    model = numerics.build(MIN_ADD, (2, 3, 1, 100.0, (3, 1, 1), 1.0))
+    x, g = numerics.random_input((1, 2, 80, 80)), (torch.randn(1, 3, 80, 80) * 2**21).round()
+    g[..., 40:, :] = torch.randint(-3, 4, (1, 3, 40, 80)) - g[..., :40, :].flip(2)
+    gpu()
+    found = numerics.results(numerics.twin_of(model, "epilogue"), x, g)
+    for name in ("conv.bias", "bias"):
+        assert torch.equal(found[name].flatten().double(), g.double().sum((0, 2, 3)))
+
+
+def test_31_rounds_operands_of_tf32(gpu):
+    """To the nearest value with ten digits behind the binary point, where it is finite; and only if asked to."""
+    model, x = small(MIN_ADD, "epilogue")
+    largest, (nan,) = torch.finfo(torch.float32).max, torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)
+    x.view(-1)[:6] = torch.tensor([1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 3 * 2**-11, nan, -INF, largest])
+    gpu()
+    kernels = operators._kernels("conv2d_min_add_multiply", x, x.dtype)
+    exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(operators._to_channels_last(x, kernels), x, **exactly)
+    rounded = operators._to_channels_last(x, kernels, tf32=True)
+    torch.testing.assert_close(rounded.contiguous().view(-1)[:6], torch.tensor([1 + 2**-10, 1.0, -1 - 2**-9, NAN, -INF, largest]), **exactly)
+    rest, given = rounded.contiguous().view(-1)[6:], x.view(-1)[6:]
+    digits = torch.frexp(rest).mantissa * 2**11
+    assert torch.equal(digits, digits.round()) and ((rest - given).abs() <= given.abs() * 2**-11).all()
 
 
 @pytest.mark.parametrize("variant", ["epilogue", "fused", "folded"])
