@@ -205,8 +205,9 @@ def conv3d_multiply_instancenorm_clamp_multiply_max(
     N, _, D, H, W = x.shape
     rows, depth, slots, stage = _tiling(x, weight, fours=False)
     y = x.new_empty(N, *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])), dtype=out_dtype)
-    holds = slots == 1 and weight.shape[0] == 16  # as the kernel does
-    held = min(int(_HELD_SHARE * _device(x.device.index)[3]) // 4, N * 16 * math.prod(x.shape[2:])) if holds else 0
+    _, _, multiprocessors, l2_cache = _device(x.device.index)
+    holds = (slots == 1 or N * slots <= multiprocessors) and weight.shape[0] == 16  # as the kernel does
+    held = min(int(_HELD_SHARE * l2_cache) // 4, N * 16 * math.prod(x.shape[2:])) if holds else 0
     outputs = y, conv_bias.new_empty(N, slots, weight.shape[0], 2), conv_bias.new_empty(held)
     defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
     kernels = _load("conv3d_multiply_instancenorm_clamp_multiply_max", **defines)

@@ -1,9 +1,12 @@
 // y = max over c of m[c]·clamp(instance_norm(conv(x)·m[c]), low, high), forward, with the convolution inside.
 //
 // Twice over: statistics per (sample, block, channel), then the convolution again, normalised and reduced over the channels. One launch
-// where a block has a whole sample, else two. In one launch the sums at the last positions are held, not computed again: those that find
-// room in shared memory, and before them those for which there is scratch, small enough to stay in the L2 cache.
+// where a block has a whole sample, or where all blocks run at the same time and can meet in between; else two. In one launch the sums at
+// the last positions are held, not computed again: those that find room in shared memory, and before them those for which there is scratch,
+// small enough to stay in the L2 cache.
 // Instance normalisation removes whatever is constant over a channel: the convolution's bias and what shifting x adds.
+#include <cooperative_groups.h>
+
 #include "convolution3d.cuh"
 
 // What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds and, squared, in `slope`.
@@ -14,13 +17,13 @@ struct Coefficients {
 // m·bound; where 0 times infinity would stand, 0, which is what m·clamp(z) is.
 __device__ inline float scaled_bound(float bound, float m) { return m == 0 && isinf(bound) ? 0.f : bound * m; }
 
-// Sums at `turns` of a block's turns, from `first` on.
+// Sums at `turns` of a block's turns, from `first` on, where there is room for `most`.
 struct Held {
   float* values;  // [16][pitch]
   int first, turns, pitch;
   static constexpr int kPad = 8;  // stores of 8 channels then meet no bank conflict, and fill sectors
-  __device__ static int pitch_of(int turns) { return turns * kTurn + kPad; }
-  __device__ Held(float* values, int first, int turns) : values(values), first(first), turns(turns), pitch(pitch_of(turns)) {}
+  __device__ static int pitch_of(int most) { return most * kTurn + kPad; }
+  __device__ Held(float* values, int first, int turns, int most) : values(values), first(first), turns(turns), pitch(pitch_of(most)) {}
   __device__ __forceinline__ void take(const float (&v)[kTiles][4], const float (&shift)[2], int turn) const {
     turn -= first;
     if (turn < 0 || turn >= turns) return;
@@ -38,12 +41,12 @@ inline int held_turns(int64_t values) { return int(max(values / 16 - Held::kPad,
 
 struct HoldingSink : StatisticsSink {
   const Held &in_scratch, &in_shared;
-  const int plane_turns;
-  __device__ HoldingSink(const Held& in_scratch, const Held& in_shared, int plane_turns)
-      : in_scratch(in_scratch), in_shared(in_shared), plane_turns(plane_turns) {}
+  const int first_plane, plane_turns;
+  __device__ HoldingSink(const Held& in_scratch, const Held& in_shared, int first_plane, int plane_turns)
+      : in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane), plane_turns(plane_turns) {}
   __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
     StatisticsSink::take(v, plane, q, limit);
-    const int turn = plane * plane_turns + q / kTurn;
+    const int turn = (plane - first_plane) * plane_turns + q / kTurn;
     in_scratch.take(v, shift, turn), in_shared.take(v, shift, turn);
   }
 };
@@ -70,7 +73,7 @@ struct MaximumSink {
     for (int m = 4; m < 32; m *= 2) low = max_nan(low, __shfl_xor_sync(~0u, low, m));
   }
   // What is held, a thread per two positions.
-  __device__ __forceinline__ void take_held(const Held& held, int plane_turns, int limit) const {
+  __device__ __forceinline__ void take_held(const Held& held, const Part& part, int plane_turns) const {
 #pragma unroll 1
     for (int i = 2 * thread_index_anew(); i < held.turns * kTurn; i += 2 * kBlock) {
       float2 v[16];
@@ -86,7 +89,7 @@ struct MaximumSink {
       const int turn = held.first + i / kTurn, plane = turn / plane_turns, q = turn % plane_turns * kTurn + i % kTurn;
 #pragma unroll
       for (int u = 0; u < 2; u++)
-        if (q + u < limit) y[int64_t(plane) * plane_size + q + u] = output_t(best[u]);
+        if (q + u < part.limit) y[int64_t(part.first_plane + plane) * plane_size + q + u] = output_t(best[u]);
     }
   }
   __device__ __forceinline__ void begin(float (&c)[kTiles][4]) const {
@@ -142,9 +145,11 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
   __shared__ float4 scaled[16];
   const Part part(c, blockIdx.x);
   Sweep sweep(c, part, reinterpret_cast<uint32_t*>(shared), weight_scale, 0);
-  const int all_turns = part.plane_count * sweep.turns, unheld = all_turns - scratch_turns - shared_turns;
-  const Held in_scratch(scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns), unheld, scratch_turns);
-  const Held in_shared(reinterpret_cast<float*>(shared + (shared_bytes(c) + 15) / 16), unheld + scratch_turns, shared_turns);
+  const int all_turns = part.plane_count * sweep.turns;  // at the edges fewer than there is room for
+  const int in_shared_turns = min(shared_turns, all_turns), in_scratch_turns = min(scratch_turns, all_turns - in_shared_turns);
+  const int unheld = all_turns - in_scratch_turns - in_shared_turns;
+  const Held in_scratch(scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns), unheld, in_scratch_turns, scratch_turns);
+  const Held in_shared(reinterpret_cast<float*>(shared + (shared_bytes(c) + 15) / 16), unheld + in_scratch_turns, in_shared_turns, shared_turns);
 #pragma unroll 1
   for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
     if (first_channel > 0) {
@@ -152,13 +157,14 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
       __syncthreads();  // they are there, and weight_scale has been read
     }
     if (phases & kStatistics) {
-      HoldingSink sink(in_scratch, in_shared, sweep.turns);
+      HoldingSink sink(in_scratch, in_shared, part.first_plane, sweep.turns);
       sweep.run(sink, all_turns);
       sink.write(statistics, c, part, first_channel, weight_scale);
     }
+    if (phases == (kStatistics | kApply) && c.slots() > 1) cooperative_groups::this_grid().sync();  // all statistics are there
     if (phases & kApply) {
       const int own = threadIdx.x / 8, channel = first_channel + own;
-      if (threadIdx.x % 8 == 0 && own < 16) {  // the thread that wrote this channel's statistics
+      if (threadIdx.x % 8 == 0 && own < 16) {  // the thread that wrote the block's own statistics of this channel
         const Moments<float> moments = merge_slots(statistics, c, part.n, channel);
         const ScaledChannel scaled =
             scaled_channel(&moments.mean, &moments.m2, conv_bias + channel, multiplier + channel, eps, 0, 0, 1, int64_t(c.OD) * c.OH * c.OW);
@@ -170,8 +176,12 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
       sink.plane_size = c.OH * c.OW, sink.first_channels = first_channel == 0;
       sink.y = y + part.n * c.OD * int64_t(sink.plane_size) + part.first_row * c.OW;
       sweep.run(sink, unheld);
-      sink.take_held(in_scratch, sweep.turns, part.limit);
-      sink.take_held(in_shared, sweep.turns, part.limit);
+#pragma unroll 1
+      for (int i = 0; i < 2; i++) {
+        Held held = in_scratch;
+        if (i) held = in_shared;
+        sink.take_held(held, part, sweep.turns);
+      }
     }
   }
 }
@@ -183,19 +193,27 @@ EXPORT void forward(output_t* y, float* statistics, float* scratch, const value_
                     int64_t W, int64_t rows, int64_t depth, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth);
+  const int64_t blocks = N * c.slots();
   const int bytes = (shared_bytes(c) + 15) / 16 * 16, all = allow_shared(fused_kernel);
+  const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
   int shared_turns = 0, scratch_turns = 0;
-  if (c.slots() == 1 && kOut == 16) {
-    const int most = (c.OD - 1) * turns(c);
+  if (one_launch && kOut == 16) {
+    const int most = c.depth * turns(c);
     shared_turns = min(held_turns((all - bytes) / int(sizeof(float))), most);
-    scratch_turns = min(held_turns(scratch_size / N), most - shared_turns);
-    const int last_round = (c.OD * turns(c) - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
+    scratch_turns = min(held_turns(scratch_size / blocks), most - shared_turns);
+    const int last_round = (most - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
     if (last_round) scratch_turns -= min(scratch_turns, kBlockWarps - last_round);
   }
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(blocks), config.blockDim = kBlock, config.dynamicSmemBytes = shared_turns ? all : bytes, config.stream = stream;
+  config.attrs = &cooperative, config.numAttrs = meet;
   const auto launch = [&](int phases) {
-    fused_kernel<<<unsigned(N * c.slots()), kBlock, shared_turns ? all : bytes, stream>>>(
-        y, reinterpret_cast<PartStatistics*>(statistics), scratch, conv_bias, multiplier, low, high, eps, phases, scratch_turns, shared_turns, c);
+    cudaLaunchKernelEx(&config, fused_kernel, y, reinterpret_cast<PartStatistics*>(statistics), scratch, conv_bias, multiplier, float(low),
+                       float(high), float(eps), phases, scratch_turns, shared_turns, c);
   };
-  if (c.slots() == 1) launch(kStatistics | kApply);
+  if (one_launch) launch(kStatistics | kApply);
   else launch(kStatistics), launch(kApply);
 }

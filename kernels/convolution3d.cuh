@@ -107,11 +107,10 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
                                                  words[(4 * i + 2) % kCount][(4 * i + 2) / kCount],
                                                  words[(4 * i + 3) % kCount][(4 * i + 3) / kCount]);
 }
-// 2^k with largest·2^k in [2^10, 2^11); 1 for zero.
-__device__ inline float scale_for(float largest) {
-  if (!(largest > 0)) return 1;
-  return exp2f(float(min(max(10 - ilogbf(largest), -126), 127)));
-}
+// Scales are 2^k, of which only k is reckoned with, in [-126, 127].
+__device__ inline float power_of_two(int k) { return __int_as_float((k + 127) << 23); }
+// k with largest·2^k in [2^10, 2^11), for what is not negative; 0 for zero.
+__device__ inline int scale_for(float largest) { return largest > 0 ? min(max(10 + 127 - (__float_as_int(largest) >> 23), -126), 127) : 0; }
 __device__ inline float middle(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 // The shift of an input channel of a sample, from three of its elements.
@@ -136,15 +135,15 @@ struct Sweep {
   const int turns = (part.limit + kTurn - 1) / kTurn;
   int planes = part.plane_count + kDepth - 1;  // of x, that a run needs
   uint32_t parities = 0;  // a bit each: of the barriers `arrived` as awaited next, of `done` as arrived at next
-  const int width = c.aligned ? 4 : 1, quads = c.W / width, items = (part.row_count + kHeight - 1) * quads;  // an item: pixels side by side
+  const int width = c.aligned ? 4 : 1, quads = c.aligned ? c.W / 4 : c.W, items = (part.row_count + kHeight - 1) * quads;  // an item: pixels side by side
   const int64_t plane_stride = int64_t(c.H) * c.W;
   const value_t* const origin = c.x + part.n * kIn * c.channel + part.first_plane * plane_stride + part.first_row * c.W;
   float* const weight_scale;  // [16], in shared memory
   int first_channel;          // of the weights
   bool fetched;               // and not yet taken
   float scale = 1;            // of x's largest channel, the smallest of all
-  float magnitude;            // the largest that this thread has scaled
-  bool scales_fit = !kSplit;  // the whole part, which the first run sees; until then they are a guess
+  __half2 magnitude;          // the largest that this thread has scaled, of each of two
+  bool scales_fit = !kSplit;  // the whole part, which the first run sees; until then they are a guess. Halves need none
   uint32_t main[kSteps * kMain][2], lows[kSteps * kMain][2], rest[kSteps * kRest + 1][2];  // the weights
 #if __CUDA_ARCH__ >= 900
   const bool bulk = kSplit ? c.aligned : c.bulk;  // the same, of float32
@@ -162,19 +161,25 @@ struct Sweep {
 #endif
     }
     float sample[3][kIn], end[3][kIn];  // of the part, and of the whole sample's channels
-    if constexpr (kSplit)
+    if constexpr (kSplit) {
+      const value_t* own = origin + min(tid, items - 1) * width;
+      const value_t* whole = c.x + part.n * kIn * c.channel;
+      const int64_t middle = (planes - 1) / 2 * plane_stride, last = (planes - 1) * plane_stride;
 #pragma unroll
-      for (int k = 0; k < kIn; k++) {
-        const value_t* const x = c.x + (part.n * kIn + k) * c.channel;
-#pragma unroll
-        for (int i = 0; i < 3; i++) sample[i][k] = origin[(planes - 1) * i / 2 * plane_stride + k * c.channel + min(tid, items - 1) * width];
-        end[0][k] = x[0], end[1][k] = x[c.channel / 2], end[2][k] = x[c.channel - 1];
+      for (int k = 0; k < kIn; k++, own += c.channel, whole += c.channel) {
+        sample[0][k] = own[0], sample[1][k] = own[middle], sample[2][k] = own[last];
+        end[0][k] = whole[0], end[1][k] = whole[c.channel / 2], end[2][k] = whole[c.channel - 1];
       }
+    }
     fetch_weights(first_channel);
 #pragma unroll 1
     for (int q = tid; q < turns * kTurn; q += kBlock) positions()[q] = q < part.limit ? q / c.OW * c.pitch + q % c.OW : 0;
 #pragma unroll 1
     for (int i = tid; i < items; i += kBlock) places()[i] = i / quads * c.pitch + i % quads * width;
+    if (tid < 4 * kSteps) {
+      const int tap = min(tid, kTaps - 1);
+      taps()[tid] = tap / (kHeight * kWidth) * c.plane + tap / kWidth % kHeight * c.pitch + tap % kWidth;
+    }
     if constexpr (kSplit) {
       float shift[kIn], most[kIn] = {};
 #pragma unroll
@@ -195,25 +200,28 @@ struct Sweep {
   }
   __device__ __forceinline__ uint16_t* positions() const { return reinterpret_cast<uint16_t*>(raw(0) + kRaw * kIn * raw_pixels(c)); }
   __device__ __forceinline__ uint16_t* places() const { return positions() + ::turns(c) * kTurn; }
+  __device__ __forceinline__ static uint32_t* taps() {  // where a tap's pixel lies, from a position's
+    __shared__ uint32_t pixels[4 * kSteps];
+    return pixels;
+  }
 
   __device__ __forceinline__ static void consider(float& most, float v) {
     v = fabsf(v);
     if (v < INFINITY) most = fmaxf(most, v);
   }
-  // Of all threads, which have met before; ends behind a barrier.
+  // Of all threads, which have met before, and whose values are not negative; ends behind a barrier.
   template <int kCount> __device__ __forceinline__ void block_most(float (&most)[kCount]) const {
     __shared__ float largest[kBlockWarps][kCount];
     const int tid = thread_index_anew(), lane = tid % 32, warp = tid / 32;
+    const auto warp_most = [](float v) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v))); };
 #pragma unroll
     for (int k = 0; k < kCount; k++) {
-      for (int m = 16; m; m /= 2) most[k] = fmaxf(most[k], __shfl_xor_sync(~0u, most[k], m));
+      most[k] = warp_most(most[k]);
       if (lane == 0) largest[warp][k] = most[k];
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kBlockWarps; i++)
-#pragma unroll
-      for (int k = 0; k < kCount; k++) most[k] = fmaxf(most[k], largest[i][k]);
+    for (int k = 0; k < kCount; k++) most[k] = warp_most(largest[min(lane, kBlockWarps - 1)][k]);
   }
 
   // What x needs, by input channel: it becomes (x - shift)·scale, and its weights are multiplied by `share`, Sweep's scale over this one.
@@ -231,11 +239,12 @@ struct Sweep {
     float all = 0;
 #pragma unroll
     for (int k = 0; k < kIn; k++) all = fmaxf(all, most[k]);
-    scale = scale_for(all);
+    const int smallest = scale_for(all);
+    scale = power_of_two(smallest);
 #pragma unroll
     for (int k = 0; k < kIn; k++) {
-      const float ratio = most[k] > 0 ? fminf(scale_for(most[k]) / scale, 0x1p24f) : 1;
-      if (tid == 0) inputs()[k] = {shift[k], scale * ratio, 1 / ratio};
+      const int more = most[k] > 0 ? min(scale_for(most[k]) - smallest, 24) : 0;
+      if (tid == 0) inputs()[k] = {shift[k], power_of_two(smallest + more), power_of_two(-more)};
     }
     __syncthreads();
   }
@@ -281,10 +290,11 @@ struct Sweep {
     if (tid < 16 * 8) {
       float most = 0;
 #pragma unroll
-      for (int i = 0; i < kFilter; i += 8)
-        if (kSplit && i + tid % 8 < kFilter) consider(most, weights[tid / 8 * kFilter + i + tid % 8] * inputs()[(i + tid % 8) / kTaps].share);
+      for (int i = 0; i < kIn; i++)
+#pragma unroll 4
+        for (int tap = tid % 8; kSplit && tap < kTaps; tap += 8) consider(most, weights[tid / 8 * kFilter + i * kTaps + tap] * inputs()[i].share);
       for (int m = 1; m < 8; m *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
-      if (tid % 8 == 0) weight_scale[tid / 8] = scale_for(most);
+      if (tid % 8 == 0) weight_scale[tid / 8] = power_of_two(scale_for(most));
     }
     __syncthreads();
 #pragma unroll
@@ -353,27 +363,45 @@ struct Sweep {
     if (bulk) await(arrived(plane), (parities & bit) != 0), parities ^= bit;
     else await_copies<1>();  // all groups but the newest, the next plane's
   }
+  // Two values as halves, their highs, and what is left of each.
+  __device__ __forceinline__ void split_two(uint32_t& highs, float first, float second, float& first_low, float& second_low) {
+    highs = pack(first, second);
+    const __half2 both = reinterpret_cast<const __half2&>(highs);
+    first_low = first - __low2float(both), second_low = second - __high2float(both);
+    magnitude = __hmax2(magnitude, __habs2(both));
+  }
   // Splits pixels, from `at` on in the ring.
   template <int kCount> __device__ __forceinline__ void put(int at, const float (&v)[kIn][4]) {
     uint32_t words[kWords][4];
-    float shift[kIn], scale[kIn];
-#pragma unroll
-    for (int i = 0; i < kIn; i++)
-      if (kSplit) shift[i] = inputs()[i].shift, scale[i] = inputs()[i].scale;
-#pragma unroll
-    for (int j = 0; j < kCount; j++) {
-      float half[2 * kIn] = {};
+    if constexpr (kSplit) {
+      float half[2 * kIn][kCount];  // highs, then lows
 #pragma unroll
       for (int i = 0; i < kIn; i++) {
-        if constexpr (kSplit) {
-          half[i] = (v[i][j] - shift[i]) * scale[i], magnitude = fmaxf(magnitude, fabsf(half[i]));
-          half[kIn + i] = half[i] - rounded(half[i]);
-        } else {
-          half[i] = v[i][j];
-        }
+        const float shift = inputs()[i].shift, scale = inputs()[i].scale;
+#pragma unroll
+        for (int j = 0; j < kCount; j++) half[i][j] = (v[i][j] - shift) * scale;
       }
 #pragma unroll
-      for (int k = 0; k < kWords; k++) words[k][j] = pack(half[2 * k], half[2 * k + 1]);
+      for (int j = 0; j < kCount; j++)
+#pragma unroll
+        for (int i = 0; i + 1 < kIn; i += 2)
+          split_two(words[i / 2][j], half[i][j], half[i + 1][j], half[kIn + i][j], half[kIn + i + 1][j]);
+      if constexpr (kIn % 2)  // the last channel has no neighbour in its word: its pixels are rounded two by two
+#pragma unroll
+        for (int j = 0; j < kCount; j += 2) {
+          const int next = min(j + 1, kCount - 1);
+          uint32_t highs;
+          split_two(highs, half[kIn - 1][j], half[kIn - 1][next], half[2 * kIn - 1][j], half[2 * kIn - 1][next]);
+        }
+#pragma unroll
+      for (int j = 0; j < kCount; j++)
+#pragma unroll
+        for (int k = kIn / 2; k < kWords; k++) words[k][j] = pack(half[2 * k][j], half[2 * k + 1][j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; j++)
+#pragma unroll
+        for (int k = 0; k < kWords; k++) words[k][j] = pack(v[2 * k][j], 2 * k + 1 < kIn ? v[min(2 * k + 1, kIn - 1)][j] : 0.f);
     }
     if constexpr (kCount == 4) {
       store_words<kMain>(shared + at * kMain, words);
@@ -412,16 +440,16 @@ struct Sweep {
   // that need not wait for them; finish(), in front of a barrier. Then it may have to start again. The run takes the first `count` of the
   // part's turns, plane by plane.
   template <class Sink> __device__ __forceinline__ void run(Sink& sink, int count) {
-    planes = (count + turns - 1) / turns + kDepth - 1;
+    planes = count ? (count + turns - 1) / turns + kDepth - 1 : 0;
     while (true) {
       if (fetched) take_weights(), fetched = false;
-      magnitude = 0;
+      magnitude = __half2(0, 0);
       run_once(sink, count);
-      float most[1] = {magnitude};
-      block_most(most);
-      const bool fit = !kSplit || scales_fit || (most[0] >= 16 && most[0] < 65520);  // float16 holds it, and its low part too
+      if (scales_fit) return __syncthreads();
       scales_fit = true;
-      if (fit) break;
+      float most[1] = {fmaxf(__low2float(magnitude), __high2float(magnitude))};
+      block_most(most);
+      if (most[0] >= 16 && most[0] < 65520) return;  // float16 holds it, and its low part too
       find_scales();
     }
   }
@@ -440,10 +468,7 @@ struct Sweep {
     const int t = thread_index_anew() % 4;
     uint32_t offset[kSteps];  // of this lane's tap, from a position's pixel
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) {
-      const int tap = min(4 * s + t, kTaps - 1);
-      offset[s] = (tap / (kHeight * kWidth) * c.plane + tap / kWidth % kHeight * c.pitch + tap % kWidth) * kPixel;
-    }
+    for (int s = 0; s < kSteps; s++) offset[s] = taps()[4 * s + t] * kPixel;
     int turn = warp;  // this warp's next
 #pragma unroll 1
     for (int plane = 0; plane <= planes - kDepth; plane++) {
@@ -530,7 +555,8 @@ struct StatisticsSink {
       started = true;
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        shift[r] = middle(v[0][2 * r], v[kTiles / 2][2 * r], v[kTiles - 1][2 * r]);  // one alone may be far from the mean
+        const float own = middle(v[0][2 * r], v[kTiles / 2][2 * r], v[kTiles - 1][2 * r]);  // one alone may be far from the mean
+        shift[r] = __shfl_sync(~0u, own, threadIdx.x % 32 & ~3);  // the same for all four lanes of a channel
 #pragma unroll
         for (int j = 0; j < kTiles; j++) v[j][2 * r] -= shift[r], v[j][2 * r + 1] -= shift[r];
       }
@@ -555,11 +581,11 @@ struct StatisticsSink {
   }
   __device__ __forceinline__ void finish() const {
     const int lane = threadIdx.x % 32;
+    const auto channel_sum = [](float v) { return v += __shfl_xor_sync(~0u, v, 1), v + __shfl_xor_sync(~0u, v, 2); };
+    const float all = channel_sum(count);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      Moments<float> own = Moments<float>::from_shifted(count, shift[r], sum[r], square[r]);
-      for (int m = 1; m < 4; m *= 2)
-        own = own.merge({__shfl_xor_sync(~0u, own.count, m), __shfl_xor_sync(~0u, own.mean, m), __shfl_xor_sync(~0u, own.m2, m)});
+      const Moments<float> own = Moments<float>::from_shifted(all, shift[r], channel_sum(sum[r]), channel_sum(square[r]));
       if (lane % 4 == 0) warps()[threadIdx.x / 32][lane / 4 + r * 8] = own;
     }
   }
@@ -568,7 +594,9 @@ struct StatisticsSink {
     const int channel = threadIdx.x / 8, eighth = threadIdx.x % 8;
     if (channel >= 16) return;
     Moments<float> all = warps()[eighth][channel];
+#pragma unroll 1
     for (int i = eighth + 8; i < kBlockWarps; i += 8) all = all.merge(warps()[i][channel]);
+#pragma unroll 1
     for (int m = 1; m < 8; m *= 2)
       all = all.merge({__shfl_xor_sync(~0u, all.count, m), __shfl_xor_sync(~0u, all.mean, m), __shfl_xor_sync(~0u, all.m2, m)});
     if (eighth) return;
@@ -581,8 +609,8 @@ struct StatisticsSink {
 __device__ inline Moments<float> merge_slots(const PartStatistics* statistics, const Convolution& c, int64_t n, int channel) {
   Moments<float> all{0, 0, 0};
   for (int slot = 0; slot < c.slots(); slot++) {
-    const PartStatistics s = statistics[(n * c.slots() + slot) * kOut + channel];
-    const Moments<float> part{slot_count(c, slot), s.mean, s.m2};
+    const float2 s = __ldcg(reinterpret_cast<const float2*>(statistics + (n * c.slots() + slot) * kOut + channel));
+    const Moments<float> part{slot_count(c, slot), s.x, s.y};
     all = slot ? all.merge(part) : part;  // merging with nothing would be inf·0 where a square overflows
   }
   return all;
@@ -598,4 +626,12 @@ template <class Kernel> inline int allow_shared(Kernel kernel) {
   most -= int(attributes.sharedSizeBytes);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   return most;
+}
+
+// Can so many blocks, each of which fills a multiprocessor, run at the same time?
+inline bool run_together(int64_t blocks) {
+  int device = 0, multiprocessors = 0, cooperative = 0;
+  cudaGetDevice(&device), cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
+  return cooperative && blocks <= multiprocessors;
 }

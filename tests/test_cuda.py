@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import checks
+import fused
 import inline_loader
 import numerics
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
@@ -339,6 +340,21 @@ def test_profiler_shows_operators_and_kernels(name, variant):
     texts = [path.read_text() for path in inline_loader.KERNELS.glob("*.cu*")]
     kernels = {kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)}
     assert kernels and any(re.search(rf"\b{kernel}\b", key) for kernel in kernels for key in keys), keys
+
+
+@pytest.mark.parametrize("channels", [16, 32])
+@pytest.mark.parametrize("shape", [(32, 3, 16, 32, 32), (50, 3, 13, 29, 30), (2, 3, 9, 29, 30), (70, 3, 16, 32, 32), (100, 3, 16, 32, 32)], ids=str)
+def test_79_meets_in_one_launch(shape, channels):
+    """Where a block has a whole sample, or all blocks run at the same time; parts may be unequal. Else there are two launches."""
+    model = numerics.build(INSTANCE_NORM, (3, channels, 3, (channels, 1, 1, 1), -1.0, 1.0), device="cuda")
+    x = numerics.random_input(shape, device="cuda")
+    numerics.assert_rule(model, x, "fused")
+    new, slots = numerics.twin_of(model, "fused", x), fused._tiling(x, model.conv.weight, fours=False)[2]
+    with torch.profiler.profile() as profile, torch.no_grad():
+        new(x)
+        torch.cuda.synchronize()
+    (launched,) = [event.count for event in profile.key_averages() if "fused_kernel" in event.key and event.device_type.name == "CUDA"]
+    assert launched == (1 if slots == 1 or len(x) * slots <= fused._device(0)[2] else 2)
 
 
 # ------------------------------------------------------------------------------------------------------------------- size

@@ -216,7 +216,9 @@ inline unsigned __float_as_uint(float value) { return emulated_bits<unsigned>(va
 
 inline cudaError_t emulated_get_device(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor ? __CUDA_ARCH__ / 100 : emulation::kSharedBytes;
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? __CUDA_ARCH__ / 100
+           : attribute == cudaDevAttrCooperativeLaunch    ? 0
+                                                          : emulation::kSharedBytes;
   return cudaSuccess;
 }
 template <class... Arguments> cudaError_t emulated_nothing(Arguments...) { return cudaSuccess; }
