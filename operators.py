@@ -309,17 +309,19 @@ def _may_run_tf32(x: Tensor) -> bool:
     return x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
 
 
-def _convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Is a GPU's convolution to run channels last? Where TF32 is allowed the library runs it in that layout always, in eager's layout
-    for some sizes only. So only for sizes for which all of forward and backward were TF32 in eager's layout, too, whatever the filter
-    (observed with cuDNN on an H200: benchmarks/results/trials/tf32.json).
+def _surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
+    """Does a GPU's library run TF32 in forward and backward, in every layout? It did for these sizes and any filter (observed with
+    cuDNN on an H200: benchmarks/results/trials/tf32.json); for smaller ones eager's layout stays in float32 here and there.
     """
-    if _is_channels_last(x, weight):
-        return True
     (C, channels, _, width), positions = weight.shape, len(x) * math.prod(_output_size(x, weight))
-    if _may_run_tf32(x):
-        return channels >= 64 and C >= 128 and width > 1 and positions >= 2**18
-    return min(C, channels) >= 32
+    return _may_run_tf32(x) and channels >= 64 and C >= 128 and width > 1 and positions >= 2**18
+
+
+def _convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
+    """Is a GPU's convolution to run channels last? As eager, and where that takes no precision away."""
+    if _is_channels_last(x, weight) or _surely_runs_tf32(x, weight):
+        return True
+    return not _may_run_tf32(x) and min(weight.shape[:2]) >= 32
 
 
 def _convolve_to_channels_last(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:
@@ -355,8 +357,8 @@ def _conv2d_min_add_multiply_backward(
     dv, chunks, constant = torch.empty_like(v), min(S, 8) if on_gpu else 1, _rounded(constant, x.dtype)
     sums = inner.new_empty(2, N * chunks, C, dtype=torch.float64)
     channels_last = _convolves_channels_last(x, weight) if on_gpu else _is_channels_last(x, weight)
-    # The weights' gradient in TF32 would cut off what it doesn't hold, where in eager's layout the library may round.
-    tf32 = on_gpu and channels_last and _may_run_tf32(x)
+    # Channels last the library cuts off what TF32 doesn't hold, for the gradient of weight; in eager's layout it may round.
+    tf32 = on_gpu and _surely_runs_tf32(x, weight)
     kernels.backward(dv, sums, dy.contiguous(), v, inner, constant, scale, N, C, S, chunks, tf32)
     laid_out = _to_channels_last(x, kernels, tf32) if on_gpu and channels_last else x
     if on_gpu != channels_last:  # dv lies otherwise than the convolution wants it

@@ -195,6 +195,22 @@ def test_31_rounds_operands_of_tf32(gpu):
     assert torch.equal(digits, digits.round()) and ((rest - given).abs() <= given.abs() * 2**-11).all()
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("surely", [False, True])
+def test_31_rounds_where_the_library_surely_runs_tf32(surely, channels_last, gpu, monkeypatch):
+    """And nowhere else: here it never does, so that rounding shows in the weights' gradient; x that needs no copy is not rounded."""
+    model, x = small(MIN_ADD, "epilogue")
+    x = x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    gpu()
+    monkeypatch.setattr(operators, "_surely_runs_tf32", lambda x, weight: surely)
+    errors, _ = checks.errors_of("", numerics.twin_of(model, "epilogue"), model, x, "train")
+    (error,) = [error.norm for error in errors if error.quantity == "gradient of conv.weight"]
+    one = 2**-10 / 12**0.5 * 0.75  # operand rounded: the spacing of TF32 at 1, evenly distributed, for values between 1 and 2 on average
+    expected = one * (1 if channels_last else 2**0.5) if surely else 0
+    assert error == pytest.approx(expected, rel=0.15, abs=1e-6)
+    assert all(error.share <= 1 for error in errors if error.quantity != "gradient of conv.weight")
+
+
 @pytest.mark.parametrize("variant", ["epilogue", "fused", "folded"])
 def test_83_has_gradients_where_elements_tie(variant, gpu):
     model, x = small(DROPOUT, variant)
