@@ -530,10 +530,21 @@ def _new_tensors_are_nan() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+@contextlib.contextmanager
+def _one_algorithm() -> Iterator[None]:
+    """The library of a GPU takes the same one each time. (Its own context manager fails where torch's newer setting of TF32 is used.)"""
+    library = torch.backends.cudnn
+    before = library.benchmark, library.deterministic
+    library.benchmark, library.deterministic = False, True
+    try:
+        yield
+    finally:
+        library.benchmark, library.deterministic = before
+
+
 def _repeats(probe: Probe) -> Iterator[str]:
     """The same bits each time, the library's algorithm being the same."""
-    library = torch.backends.cudnn
-    with library.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=library.allow_tf32):
+    with _one_algorithm():
         first = probe.results()
         for number in range(2, REPEATS + 1):
             again = probe.results()

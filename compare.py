@@ -37,6 +37,7 @@ from typing import Callable, Iterator, NamedTuple
 
 import torch
 
+import fused
 import models
 from checks import PEERS, PHASES, Check, call, check, contestant, new_seed
 
@@ -252,7 +253,7 @@ def record(rows: list[dict]) -> dict:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "allow_tf32": torch.backends.cudnn.allow_tf32,
+        "allow_tf32": fused.allows_tf32(),
         "commit": commit,
         "dirty": bool(_output("git", "status", "--porcelain")) if commit else None,
         "sources": sources(),

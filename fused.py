@@ -57,12 +57,18 @@ def _common_obstacle(x: Tensor, dtype: torch.dtype, dtypes: tuple[torch.dtype, .
 # ------------------------------------------------------------------------------------- 31: conv2d_min_add_multiply
 
 
+def allows_tf32() -> bool:
+    """May the library's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading the older may raise."""
+    library = torch.backends.cudnn
+    return library.conv.fp32_precision == "tf32" if hasattr(library, "conv") else library.allow_tf32
+
+
 def _is_split(dtype: torch.dtype, weight: Tensor) -> bool:
     """Do float32 operands need two float16 parts? One is as exact as TF32, which is what eager runs where it is allowed and
     where there are channels enough (observed with cuDNN: always from 64 to 128 channels on, but for filters one column wide;
     benchmarks/results/trials/tf32.json)."""
     C, channels, _, width = weight.shape
-    eager_runs_tf32 = torch.backends.cudnn.allow_tf32 and channels >= 64 and C >= 128 and width > 1
+    eager_runs_tf32 = allows_tf32() and channels >= 64 and C >= 128 and width > 1
     return dtype == torch.float32 and not eager_runs_tf32
 
 
@@ -78,7 +84,7 @@ def _conv2d_min_add_multiply_sizes(weight: Tensor, split: bool) -> tuple[int, in
 
 def conv2d_min_add_multiply_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     obstacle = _common_obstacle(x, dtype, (torch.float32, torch.float16, torch.bfloat16))
-    if obstacle is None and _conv2d_min_add_multiply_sizes(weight, _is_split(dtype, weight))[3] > _device(x.device.index)[1]:
+    if obstacle is None and _conv2d_min_add_multiply_sizes(weight, dtype == torch.float32)[3] > _device(x.device.index)[1]:
         obstacle = "the kernel's window does not fit in shared memory"
     return obstacle
 

@@ -306,7 +306,7 @@ def _to_channels_last(x: Tensor, kernels: inline_loader.Operators, tf32: bool = 
 
 
 def _may_run_tf32(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+    return x.dtype == torch.float32 and fused.allows_tf32()
 
 
 def _surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:

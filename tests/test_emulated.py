@@ -211,6 +211,26 @@ def test_31_rounds_where_the_library_surely_runs_tf32(surely, channels_last, gpu
     assert all(error.share <= 1 for error in errors if error.quantity != "gradient of conv.weight")
 
 
+@pytest.fixture
+def newer_setting():
+    """torch's setting of TF32 for convolutions; the older, torch.backends.cudnn.allow_tf32, must not be read where they differ."""
+    setting = getattr(torch.backends.cudnn, "conv", None) or pytest.skip("this torch has the older setting alone")
+    before = setting.fp32_precision
+    yield setting
+    setting.fp32_precision = before
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_31_reads_the_newer_setting_of_tf32(precision, gpu, newer_setting):
+    newer_setting.fp32_precision = precision
+    model, x = small(MIN_ADD)
+    gpu()
+    new = numerics.twin_of(model, "fused")
+    assert new.plan(x).variant == "fused" and fused.allows_tf32() == (precision == "tf32")
+    numerics.assert_rule(model, x, "fused")
+    assert not list(checks._repeats(checks.Probe(new, model, x, "train", None).on(x)))
+
+
 @pytest.mark.parametrize("variant", ["epilogue", "fused", "folded"])
 def test_83_has_gradients_where_elements_tie(variant, gpu):
     model, x = small(DROPOUT, variant)
