@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -58,18 +59,24 @@ def _common_obstacle(x: Tensor, dtype: torch.dtype, dtypes: tuple[torch.dtype, .
 
 
 def allows_tf32() -> bool:
-    """May the library's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading the older may raise."""
+    """May a GPU's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading the older may raise."""
     library = torch.backends.cudnn
-    return library.conv.fp32_precision == "tf32" if hasattr(library, "conv") else library.allow_tf32
+    allowed = library.conv.fp32_precision == "tf32" if hasattr(library, "conv") else library.allow_tf32
+    return allowed and library.enabled and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
-def _is_split(dtype: torch.dtype, weight: Tensor) -> bool:
+def may_run_tf32(x: Tensor) -> bool:
+    """May the library's convolution of x, on a GPU, run TF32?"""
+    return x.dtype == torch.float32 and allows_tf32() and _device(x.device.index)[0] >= (8, 0)
+
+
+def _is_split(x: Tensor, weight: Tensor) -> bool:
     """Do float32 operands need two float16 parts? One is as exact as TF32, which is what eager runs where it is allowed and
     where there are channels enough (observed with cuDNN: always from 64 to 128 channels on, but for filters one column wide;
     benchmarks/results/trials/tf32.json)."""
     C, channels, _, width = weight.shape
-    eager_runs_tf32 = allows_tf32() and channels >= 64 and C >= 128 and width > 1
-    return dtype == torch.float32 and not eager_runs_tf32
+    eager_runs_tf32 = may_run_tf32(x) and channels >= 64 and C >= 128 and width > 1
+    return x.dtype == torch.float32 and not eager_runs_tf32
 
 
 def _conv2d_min_add_multiply_sizes(weight: Tensor, split: bool) -> tuple[int, int, int, int]:
@@ -93,7 +100,7 @@ def conv2d_min_add_multiply(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, out_dtype: torch.dtype, constant: float, scale: float
 ) -> Tensor:
     """y (N, C, H', W'); conv_bias and bias as the kernels read them."""
-    x, split = x.contiguous(), _is_split(x.dtype, weight)
+    x, split = x.contiguous(), _is_split(x, weight)
     (N, _, H, W), (C, _, kh, kw), parts = x.shape, weight.shape, 2 if split else 1
     padded_in, padded_out, group, _ = _conv2d_min_add_multiply_sizes(weight, split)
     wgmma = not split and padded_in == group and _wgmma_takes(x, weight, out_dtype, group)

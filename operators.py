@@ -305,23 +305,20 @@ def _to_channels_last(x: Tensor, kernels: inline_loader.Operators, tf32: bool = 
     return out.permute(0, 3, 1, 2)
 
 
-def _may_run_tf32(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and fused.allows_tf32()
-
-
 def _surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
-    """Does a GPU's library run TF32 in forward and backward, in every layout? It did for these sizes and any filter (observed with
-    cuDNN on an H200: benchmarks/results/trials/tf32.json); for smaller ones eager's layout stays in float32 here and there.
+    """Does a GPU's library run TF32 in forward and backward, in every layout? For filters of two or three columns and up to three rows it
+    did from 14 thousand positions on, up to the 254 thousand that were tried (cuDNN on an H200: benchmarks/results/trials/tf32.json).
+    Eager's layout stays in float32 here and there with fewer positions, fewer channels and other filters.
     """
-    (C, channels, _, width), positions = weight.shape, len(x) * math.prod(_output_size(x, weight))
-    return _may_run_tf32(x) and channels >= 64 and C >= 128 and width > 1 and positions >= 2**18
+    (C, channels, height, width), positions = weight.shape, len(x) * math.prod(_output_size(x, weight))
+    return fused.may_run_tf32(x) and channels >= 64 and C >= 128 and height <= 3 and 1 < width <= 3 and positions >= 2**16
 
 
 def _convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
     """Is a GPU's convolution to run channels last? As eager, and where that takes no precision away."""
     if _is_channels_last(x, weight) or _surely_runs_tf32(x, weight):
         return True
-    return not _may_run_tf32(x) and min(weight.shape[:2]) >= 32
+    return not fused.may_run_tf32(x) and min(weight.shape[:2]) >= 32
 
 
 def _convolve_to_channels_last(x: Tensor, weight: Tensor, kernels: inline_loader.Operators) -> Tensor:

@@ -860,6 +860,32 @@ def test_way_with_many_channels(reason, allow_tf32, capability, monkeypatch):
         fused.conv2d_min_add_multiply(x, model.conv.weight, model.conv.bias, model.bias.flatten(), dtype, 0.1, 2.0)
 
 
+SURE_SHAPE, SURE_WEIGHT = (4, 64, 130, 130), (128, 64, 3, 3)
+
+
+@pytest.mark.parametrize("expected, shape, weight, dtype, capability, setting", [
+    (True, SURE_SHAPE, SURE_WEIGHT, torch.float32, (8, 0), {}),
+    (True, SURE_SHAPE, (130, 64, 1, 2), torch.float32, (9, 0), {}),
+    (False, SURE_SHAPE, SURE_WEIGHT, torch.float32, (7, 5), {}),
+    (False, SURE_SHAPE, SURE_WEIGHT, torch.float16, (9, 0), {}),
+    (False, SURE_SHAPE, SURE_WEIGHT, torch.float32, (9, 0), {"allow_tf32": False}),
+    (False, SURE_SHAPE, SURE_WEIGHT, torch.float32, (9, 0), {"enabled": False}),
+    (False, (3, 64, 130, 130), SURE_WEIGHT, torch.float32, (9, 0), {}),
+    (False, (4, 63, 130, 130), (128, 63, 3, 3), torch.float32, (9, 0), {}),
+    (False, SURE_SHAPE, (127, 64, 3, 3), torch.float32, (9, 0), {}),
+    *((False, SURE_SHAPE, (128, 64, *kernel), torch.float32, (9, 0), {}) for kernel in [(3, 1), (4, 3), (3, 4)]),
+], ids=str)  # fmt: skip
+def test_where_tf32_is_sure(expected, shape, weight, dtype, capability, setting, monkeypatch):
+    """Only there may a result lose the digits that TF32 doesn't hold."""
+    monkeypatch.setattr(fused, "_device", lambda index: (capability, *H200[1:]))
+    x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(weight, dtype=dtype, device="meta")
+    with torch.backends.cudnn.flags(**{"enabled": True, **setting}):
+        assert operators._surely_runs_tf32(x, weight) == expected
+        assert fused._is_split(x, weight) <= (not expected)
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        assert not operators._surely_runs_tf32(x, weight) and fused._is_split(x, weight) == (dtype == torch.float32)
+
+
 @pytest.mark.gpu
 @every_precision
 @every_many
