@@ -605,7 +605,8 @@ struct StatisticsSink {
   }
 };
 
-// The moments of a channel of a sample: those of its blocks, merged in their order.
+// The moments of a channel of a sample: those of its blocks, merged in their order. Read past the L1 cache: in a launch whose blocks meet,
+// others have just written them.
 __device__ inline Moments<float> merge_slots(const PartStatistics* statistics, const Convolution& c, int64_t n, int channel) {
   Moments<float> all{0, 0, 0};
   for (int slot = 0; slot < c.slots(); slot++) {
