@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -178,12 +179,28 @@ class Job(NamedTuple):
     environment: dict[str, str] = {}
     summary: str = ""  # stands in the log if the sanitizer ran
 
+    @property
+    def clean(self) -> str:
+        """The verdict if nothing was reported."""
+        return "clean" if self.under or self.environment else "runs"
+
 
 def run_jobs(jobs: list[Job], reports_in) -> Counter:
-    """Runs all side by side, prints a line for each, and counts "clean", "found" and "failed". `reports_in(log)` gives the reports that
-    matter."""
+    """Runs all side by side, prints a line for each, and counts "clean", "runs", "found" and "failed". `reports_in(log)` gives the reports that
+    matter. A program's first job builds what it runs: the others of that program wait for it."""
+    places, built = threading.Semaphore(os.cpu_count()), {job.program: threading.Event() for job in jobs}
+    builds = {job.program: job for job in reversed(jobs)}.values()
 
     def run(job):
+        if job not in builds:
+            built[job.program].wait()
+        try:
+            with places:
+                return run_alone(job)
+        finally:
+            built[job.program].set()
+
+    def run_alone(job):
         start = time.monotonic()
         script = (sys.executable, str(Path(__file__).resolve()), "run", job.device, job.program)
         command = ["timeout", "-k", "5", str(TIME_LIMIT), *job.under, *script]
@@ -192,17 +209,18 @@ def run_jobs(jobs: list[Job], reports_in) -> Counter:
         return done, time.monotonic() - start
 
     count = Counter()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(jobs)) as pool:
         for job, (done, seconds) in zip(jobs, pool.map(run, jobs)):
             reports, ran = reports_in(done.stdout), job.summary in done.stdout
             if job.expected:
                 verdict = "found" if ran and any(job.expected in report for report in reports) else "MISSED"
             else:
-                verdict = "clean" if ran and done.returncode == 0 and not reports else f"FAILS, status {done.returncode}"
+                verdict = job.clean if ran and done.returncode == 0 and not reports else f"FAILS, status {done.returncode}"
             what = re.findall(r"^ran .*", done.stdout, re.M)
             print(f"{job.title:65}{', '.join([verdict, f'{seconds:.0f} s', *what])}", flush=True)
-            count[verdict if verdict in ("clean", "found") else "failed"] += 1
-            if verdict not in ("clean", "found"):
+            good = verdict in ("clean", "runs", "found")
+            count[verdict if good else "failed"] += 1
+            if not good:
                 LOGS.mkdir(parents=True, exist_ok=True)
                 (LOGS / f"{job.title.replace(', ', '-').replace(' ', '_')}.log").write_text(done.stdout)
                 lines = [line for line in done.stdout.splitlines() if not line.startswith("frame #")]
@@ -233,20 +251,19 @@ TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", pa
 
 
 def sanitize_cuda() -> Counter:
-    """Everything is built first, without a sanitizer. racecheck runs without cuDNN, because it fails in that library's backward
+    """Every program runs without a sanitizer first. racecheck runs without cuDNN, because it fails in that library's backward
     convolution in 3D, also where it is told to look at no kernel at all (CUDA 13.0)."""
-    built = run_jobs([Job(f"no sanitizer, {name}", "cuda", name) for name in [*FAULTS["cuda"], *models.PROBLEMS]], lambda log: [])
+    jobs = [Job(f"no sanitizer, {name}", "cuda", name) for name in [*models.PROBLEMS, *FAULTS["cuda"]]]
     texts = [path.read_text(encoding="utf-8") for path in inline_loader.KERNELS.glob("*.cu*")]
     kernels = sorted({kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)} | {"fault_kernel"})
     chosen = "--kernel-name", ",".join(f"kns={kernel}" for kernel in kernels)
-    jobs = []
     for tool in FAULTS["cuda"]:
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **({"SANITIZE_WITHOUT_CUDNN": "1"} if tool == "racecheck" else {})}
         under = (TOOL, "--tool", tool, "--print-limit", "100000", *(chosen if tool != "initcheck" else ()))
         for name in (tool, *models.PROBLEMS):
             title, expected = (f"{tool}, planted fault", "fault_kernel") if name == tool else (f"{tool}, {name}", None)
             jobs.append(Job(title, "cuda", name, expected, under, environment, "SUMMARY: "))
-    return run_jobs(jobs, lambda log: cuda_reports(log, kernels)) + Counter(failed=built["failed"])
+    return run_jobs(jobs, lambda log: cuda_reports(log, kernels))
 
 
 def cuda_reports(log: str, kernels: list[str]) -> list[str]:
