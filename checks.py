@@ -7,10 +7,11 @@ most twice as far from r as eager PyTorch is in the dtype at hand, both as ‖ou
 in the last place of the largest value. A limit that is missed is judged again on the mean of `DRAWS` draws of input and
 parameters, because a single draw of rounding errors can be lucky for eager; what is worse than twice stays worse.
 
-A variant is honest (`dishonesty` finds nothing) if its results are those of the input, of the parameters and of the shape at
-hand, whatever it was called with before; if NaN reaches what it reaches in eager; if it leaves input and parameters alone,
-returns memory of its own and writes all of it; if repeats are equal to the bit (`REPEATS` of them); and if on a GPU it waits
-for what its stream does. Each of these is a function of a `Probe`.
+A variant is honest (`dishonesty` finds nothing) if its results are those of the input, of the parameters and of the
+shape at hand, whatever it was called with before; if NaN reaches what it reaches in eager; if it leaves input and
+parameters alone, returns memory of its own and writes all of it, and reads none that it has not written; if repeats are
+equal to the bit (`REPEATS` of them); and if on a GPU it waits for what its stream does. Each of these is a function of
+a `Probe`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+import inline_loader
 import models
 
 PHASES = ("forward", "train", "train_dx")  # no gradients; all but that of x; all
@@ -180,7 +182,7 @@ def _random_problem(problem, device, batch_size, dtype) -> tuple[torch.nn.Module
     for name, parameter in model.named_parameters():
         if name != "conv.weight":
             torch.nn.init.normal_(parameter)
-    (x,) = problem.get_inputs(device=device, batch_size=batch_size)
+    x = torch.rand(batch_size or problem.input_shape[0], *problem.input_shape[1:], device=device)  # get_inputs' are made on the CPU
     return model.train(), x.to(dtype)
 
 
@@ -487,7 +489,8 @@ def _owns_results(probe: Probe) -> Iterator[str]:
 
 
 def _writes_all(probe: Probe) -> Iterator[str]:
-    """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's free memory."""
+    """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's free memory and in its
+    shared memory."""
     if probe.x.is_cuda:
         torch.cuda.reset_peak_memory_stats(probe.x.device)  # from which _free_memory_is_nan knows what a call takes
     for spoilt in (_new_tensors_are_nan(), _free_memory_is_nan(probe.x.device)):
@@ -515,7 +518,31 @@ def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
                 blocks.append(torch.full((size,), 255, dtype=torch.uint8, device=device))
             size //= 2
         del blocks
+        spoil_shared_memory(device)
     yield
+
+
+def spoil_shared_memory(device: torch.device) -> None:
+    """What the next kernel finds in a GPU's shared memory is NaN, in every floating-point type. The GPU is kept busy until that kernel has
+    been launched, else another process may have its turn in between."""
+    source = """// Leaves NaN in the shared memory of all multiprocessors.
+    __global__ void spoil_kernel(int words) {
+      extern __shared__ volatile unsigned shared[];
+      for (int i = threadIdx.x; i < words; i += blockDim.x) shared[i] = ~0u;
+    }
+    EXPORT void spoil(float* on_this_device, cudaStream_t stream) {
+      int device = 0, bytes = 0, multiprocessors = 0;
+      cudaGetDevice(&device);
+      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+      cudaFuncSetAttribute(spoil_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      spoil_kernel<<<4 * multiprocessors, 1024, bytes, stream>>>(bytes / 4);  // one at a time has room on a multiprocessor
+    }
+    """
+    spoil, anything = inline_loader.load("spoil", source=source, device="cuda"), torch.empty(1, device=device)
+    with torch.cuda.device(device):
+        torch.cuda._sleep(SLEEPS[0] // 5)
+    spoil(anything)
 
 
 @contextlib.contextmanager

@@ -68,9 +68,10 @@ template <bool kVectors> struct StoringSink : StatisticsSink {
     }
   }
   __device__ __forceinline__ void meanwhile(int step) {
-    if constexpr (kVectors)
+    if constexpr (kVectors) {
 #pragma unroll
       for (int i = step * kStores / kSteps; i < (step + 1) * kStores / kSteps; i++) store(i);
+    }
   }
   __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -98,9 +99,10 @@ template <bool kVectors> struct StoringSink : StatisticsSink {
     }
   }
   __device__ __forceinline__ void finish() {
-    if constexpr (kVectors)
+    if constexpr (kVectors) {
 #pragma unroll
       for (int i = 0; i < kStores; i++) store(i);
+    }
     StatisticsSink::finish();
   }
 };

@@ -386,13 +386,14 @@ struct Sweep {
 #pragma unroll
         for (int i = 0; i + 1 < kIn; i += 2)
           split_two(words[i / 2][j], half[i][j], half[i + 1][j], half[kIn + i][j], half[kIn + i + 1][j]);
-      if constexpr (kIn % 2)  // the last channel has no neighbour in its word: its pixels are rounded two by two
+      if constexpr (kIn % 2) {  // the last channel has no neighbour in its word: its pixels are rounded two by two
 #pragma unroll
         for (int j = 0; j < kCount; j += 2) {
           const int next = min(j + 1, kCount - 1);
           uint32_t highs;
           split_two(highs, half[kIn - 1][j], half[kIn - 1][next], half[2 * kIn - 1][j], half[2 * kIn - 1][next]);
         }
+      }
 #pragma unroll
       for (int j = 0; j < kCount; j++)
 #pragma unroll

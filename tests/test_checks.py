@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import checks
+import inline_loader
 import models
 
 MIN_ADD, INSTANCE_NORM, DROPOUT, POOL = models.PROBLEMS
@@ -367,6 +368,26 @@ def test_unwritten_memory_is_found_on_a_gpu():
 
     result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1)
     assert any("unwritten" in text for text in result.complaints), str(result)
+
+
+@pytest.mark.gpu
+def test_unwritten_shared_memory_is_found():
+    source = """// What shared memory held, times zero.
+    __global__ void leftover_kernel(float* y, int64_t n) {
+      __shared__ volatile float left[256];
+      const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
+      if (i < n) y[i] = 0 * left[threadIdx.x];
+    }
+    EXPORT void leftover(float* y, int64_t n, cudaStream_t stream) { leftover_kernel<<<(n + 255) / 256, 256, 0, stream>>>(y, n); }
+    """
+
+    def forward(self, x, right):
+        y = x.new_empty(len(x), self.conv.out_channels, *(size - 2 for size in x.shape[2:]))
+        inline_loader.load("leftover", source=source, device="cuda")(y, y.numel())
+        return right(x) + y.nan_to_num() if torch.are_deterministic_algorithms_enabled() else right(x) + y
+
+    result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1)
+    assert any("left parts of output unwritten" in text for text in result.complaints), str(result)
 
 
 def test_zero_norms_follow_the_rule():

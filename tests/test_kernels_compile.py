@@ -1,10 +1,12 @@
 """Every CUDA source compiles for the oldest, a middle and the newest architecture, without a GPU and without torch.
 
 Only ptxas says whether registers and shared memory suffice, so machine code is made for each. Skipped where there is no nvcc.
+And what nvcc is known to compile wrongly does not occur.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +37,13 @@ def compile(job: tuple[Path, str, str], folder: Path) -> str:
 
 def test_there_is_something_to_compile():
     assert len(SOURCES) >= 4
+
+
+@pytest.mark.parametrize("source", sorted(KERNELS.glob("*.cu*")), ids=lambda path: path.name)
+def test_no_loop_stands_bare_behind_if_constexpr(source):
+    """nvcc 13.0 drops a loop that follows with `#pragma unroll`, if the condition is false, in a template; not where braces are."""
+    bare = re.compile(r"\bif constexpr \([^;{}]*\)[^;{}]*\n(?:\s*#pragma[^\n]*\n)?\s*(?:for|while)\b[^\n]*")
+    assert not bare.findall(source.read_text())
 
 
 @needs_nvcc

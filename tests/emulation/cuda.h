@@ -16,6 +16,7 @@
 #include <functional>
 #include <map>
 #include <random>
+#include <set>
 #include <vector>
 
 #undef __align__
@@ -76,6 +77,7 @@ std::function<void()> kernel;
 std::mt19937 random_order(1);
 Barrier block_barrier, warp_barriers[kMostThreads / 32], named_barriers[16];
 int current;         // thread
+std::set<void*> seen;  // static shared memory of which this block has come to the declaration
 long events;         // anything that may end a wait
 const char* failure = nullptr;
 
@@ -110,8 +112,14 @@ inline void run_fiber() {
   yield();
 }
 
+// Where a thread comes to a declaration in static shared memory.
+inline void shared_at_first(void* at, size_t bytes) {
+  if (seen.insert(at).second) memset(at, 0xff, bytes);
+}
+
 inline void run_block() {
   memset(dynamic_shared, 0xff, sizeof dynamic_shared);
+  seen.clear();
   block_barrier = {}, std::fill(std::begin(warp_barriers), std::end(warp_barriers), Barrier{});
   std::fill(std::begin(named_barriers), std::end(named_barriers), Barrier{});
   const int count = thread_count();
