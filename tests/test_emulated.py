@@ -115,7 +115,9 @@ def gpu(monkeypatch, folder):
     def become(*, architecture=800, multiprocessors=4, cache=1 << 16, replaced=()):
         def load(name, source=None, *, device, defines=None):
             assert source is None and device == "cuda"
-            return build(name, architecture, defines or {}, replaced, folder)
+            kernels = build(name, architecture, defines or {}, replaced, folder)
+            kernels.library.emulation_multiprocessors(multiprocessors)
+            return kernels
 
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(operators, "_device_type", lambda x: "cuda")
@@ -129,7 +131,7 @@ def emulated(gpu):
     """emulated(name, model, x, …): what the fused kernels give, and for 83 the normalised value."""
 
     def run(name, model, x, **device):
-        gpu(replaced=(FAITHFUL, SHOWN) if name == DROPOUT else (), **device)
+        gpu(**{"replaced": (FAITHFUL, SHOWN) if name == DROPOUT else (), **device})
         with torch.no_grad():
             return numerics.twin_of(model, "fused")(x)
 
@@ -223,13 +225,14 @@ def newer_setting():
 
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-def test_31_reads_the_newer_setting_of_tf32(precision, gpu, newer_setting):
+def test_31_reads_the_newer_setting_of_tf32(precision, gpu, newer_setting, monkeypatch):
     newer_setting.fp32_precision = precision
     model, x = small(MIN_ADD)
     gpu()
     new = numerics.twin_of(model, "fused")
     assert new.plan(x).variant == "fused" and fused.allows_tf32() == (precision == "tf32")
     numerics.assert_rule(model, x, "fused")
+    monkeypatch.setattr(checks, "REPEATS", 2)
     assert not list(checks._repeats(checks.Probe(new, model, x, "train", None).on(x)))
 
 
@@ -306,6 +309,26 @@ def test_79_holds_sums(cache, dtype, emulated):
     model = numerics.build(INSTANCE_NORM, numerics.HELD[0], dtype=dtype)
     x = numerics.random_input((2, 3, 12, 26, 30), dtype=dtype)
     assert_rule(INSTANCE_NORM, model, x, emulated(INSTANCE_NORM, model, x, architecture=900, multiprocessors=1, cache=cache))
+
+
+MEETING = "cooperative_groups::this_grid().sync();"
+
+
+@pytest.mark.parametrize("channels", [16, 32])
+@pytest.mark.parametrize("cache", [0, 1 << 20])
+@pytest.mark.parametrize("shape", [(2, 3, 9, 14, 16), (3, 3, 7, 11, 9)], ids=str)
+def test_79_meets_in_one_launch(shape, cache, channels, emulated):
+    """A sample's parts, unequal ones too, wait for one another's statistics; without that, they read what has not been written."""
+    model = numerics.build(INSTANCE_NORM, (3, channels, (2, 3, 3), (channels, 1, 1, 1), -1.0, 1.0))
+    x = numerics.random_input(shape)
+    device = dict(architecture=900, multiprocessors=12, cache=cache)
+    assert_rule(INSTANCE_NORM, model, x, emulated(INSTANCE_NORM, model, x, **device))
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        assert emulated(INSTANCE_NORM, model, x, **device).isfinite().all()
+        assert emulated(INSTANCE_NORM, model, x, **device, replaced=(MEETING, ";")).isnan().any()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("low, high", [(-INF, 0.5), (-0.5, INF), (-INF, INF), (1.0, -1.0), (0.5, 0.5)])

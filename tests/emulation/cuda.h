@@ -1,4 +1,4 @@
-// CUDA's blocks on a CPU, one after the other, for tests without a GPU.
+// CUDA's blocks on a CPU, one after the other, for tests without a GPU. Those of a cooperative launch run from one meeting to the next.
 //
 // A thread is a fiber, which runs until it has to wait: at a barrier, a shuffle, a product. Warps take turns at random, so that some run
 // far ahead. Shared memory is NaN at the start. What no order of turns gets out of its waiting is a deadlock; `failure` says so.
@@ -15,8 +15,9 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
-#include <set>
+#include <string>
 #include <vector>
 
 #undef __align__
@@ -69,19 +70,30 @@ struct Barrier {
   long generation = 0;
 };
 
+// A block's threads, and its shared memory while another block runs: the dynamic part, and the static variables by their address, of
+// which a thread has come to the declaration.
+struct Block {
+  Index index;
+  std::vector<Fiber> fibers;
+  Barrier barrier, warp_barriers[kMostThreads / 32], named_barriers[16];
+  int left, waiting = 0;  // threads that are not done; of these, those that wait for other blocks
+  std::string dynamic_shared = std::string(kSharedBytes, '\xff');
+  std::map<void*, std::string> static_shared;
+};
+
 alignas(1024) uint4 dynamic_shared[kSharedBytes / sizeof(uint4)];
-std::vector<Fiber> fibers;
-char* const stacks = new char[size_t(kStackBytes) * kMostThreads];  // takes no memory until it is used
+std::vector<std::unique_ptr<char[]>> stacks;  // of the blocks that run together; they take no memory until they are used
 jmp_buf scheduler;
 std::function<void()> kernel;
 std::mt19937 random_order(1);
-Barrier block_barrier, warp_barriers[kMostThreads / 32], named_barriers[16];
-int current;         // thread
-std::set<void*> seen;  // static shared memory of which this block has come to the declaration
-long events;         // anything that may end a wait
+Block* block;
+int current;      // thread
+long events;      // anything that may end a wait
+long meetings;    // of all blocks
+int multiprocessors = 1;
 const char* failure = nullptr;
 
-inline Fiber& self() { return fibers[current]; }
+inline Fiber& self() { return block->fibers[current]; }
 inline int thread_count() { return blockDim.x * blockDim.y * blockDim.z; }
 inline int lane() { return current % 32; }
 inline int warp() { return current / 32; }
@@ -112,34 +124,42 @@ inline void run_fiber() {
   yield();
 }
 
-// Where a thread comes to a declaration in static shared memory.
-inline void shared_at_first(void* at, size_t bytes) {
-  if (seen.insert(at).second) memset(at, 0xff, bytes);
+// Until all threads of all blocks are here.
+inline void meet_grid() {
+  const long meeting = meetings;
+  events++, block->waiting++;
+  while (meetings == meeting) yield();
 }
 
-inline void run_block() {
-  memset(dynamic_shared, 0xff, sizeof dynamic_shared);
-  seen.clear();
-  block_barrier = {}, std::fill(std::begin(warp_barriers), std::end(warp_barriers), Barrier{});
-  std::fill(std::begin(named_barriers), std::end(named_barriers), Barrier{});
-  const int count = thread_count();
-  fibers = std::vector<Fiber>(count);
-  for (unsigned i = 0; i < count; i++) {
-    getcontext(&fibers[i].context);
-    fibers[i].context.uc_stack.ss_sp = stacks + size_t(i) * kStackBytes;
-    fibers[i].context.uc_stack.ss_size = kStackBytes;
-    fibers[i].index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
-    makecontext(&fibers[i].context, run_fiber, 0);
+// Where a thread comes to the declaration of a static variable.
+inline void shared_at_first(void* at, size_t bytes) {
+  if (block->static_shared.emplace(at, std::string(bytes, '\xff')).second) memset(at, 0xff, bytes);
+}
+
+inline void begin(Block& block, Index index, size_t number) {
+  block.index = index, block.left = thread_count(), block.fibers = std::vector<Fiber>(block.left);
+  if (number == stacks.size()) stacks.emplace_back(new char[size_t(kStackBytes) * kMostThreads]);
+  for (unsigned i = 0; i < block.left; i++) {
+    Fiber& fiber = block.fibers[i];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = stacks[number].get() + size_t(i) * kStackBytes;
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
+    makecontext(&fiber.context, run_fiber, 0);
   }
-  int left = count, idle = 0;
-  while (left) {
+}
+
+// Until all threads are done or wait for other blocks.
+inline void run_threads() {
+  const int count = thread_count();
+  for (int idle = 0; block->left > block->waiting;) {
     const int first = random_order() % ((count + 31) / 32) * 32;
     for (int turns = random_order() % 32 ? 1 : 32; turns; turns--) {
       const long before = events;
       for (current = first; current < std::min(first + 32, count); current++) {
         if (self().done) continue;
         resume(self());
-        left -= self().done;
+        block->left -= self().done;
       }
       idle = events == before ? idle + 1 : 0;
     }
@@ -150,17 +170,51 @@ inline void run_block() {
   }
 }
 
-inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> run) {
+inline void run(Block& next) {
+  block = &next, blockIdx = next.index;
+  memcpy(dynamic_shared, next.dynamic_shared.data(), kSharedBytes);
+  for (auto& [at, content] : next.static_shared) memcpy(at, content.data(), content.size());
+  run_threads();
+  if (!next.left) return;
+  memcpy(next.dynamic_shared.data(), dynamic_shared, kSharedBytes);
+  for (auto& [at, content] : next.static_shared) memcpy(content.data(), at, content.size());
+}
+
+// From one meeting to the next, in a new order each time.
+inline void run_together(std::vector<Block>& blocks) {
+  std::vector<Block*> order;
+  for (Block& each : blocks) order.push_back(&each);
+  while (!failure) {
+    std::shuffle(order.begin(), order.end(), random_order);
+    int left = 0, waiting = 0;
+    for (Block* each : order) {
+      if (!failure) run(*each);
+      left += each->left, waiting += each->waiting, each->waiting = 0;
+    }
+    if (!left) return;
+    if (waiting < int(blocks.size()) * thread_count()) failure = "some threads wait for others that have ended";
+    meetings++;
+  }
+}
+
+inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> of_thread, bool together = false) {
   if (failure) return;
-  kernel = run;
+  kernel = of_thread;
   gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
-  if (blocks.x * blocks.y * blocks.z == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32) {
-    failure = "a launch that is not possible here: no blocks, too much shared memory, too many threads, or a part of a warp";
+  const unsigned count = blocks.x * blocks.y * blocks.z;
+  if (count == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 || together && count > multiprocessors) {
+    failure = "a launch that is not possible here: no blocks, too many together, too much shared memory, too many threads, or a part of a warp";
     return;
   }
-  for (blockIdx.z = 0; blockIdx.z < gridDim.z; blockIdx.z++)
-    for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
-      for (blockIdx.x = 0; blockIdx.x < gridDim.x && !failure; blockIdx.x++) run_block();
+  std::vector<Block> all(together ? count : 1);
+  for (unsigned i = 0; i < count && !failure; i++) {
+    const size_t number = together ? i : 0;
+    Block& own = all[number] = Block();
+    begin(own, {i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y}, number);
+    if (!together) run(own);
+    if (own.waiting) failure = "a block waits for others in a launch that is not cooperative";
+  }
+  if (together) run_together(all);
 }
 
 // Every lane of the warp gives a value, and reads another lane's.
@@ -168,9 +222,9 @@ template <class T> T exchange(T value, int from) {
   static uint64_t values[kMostThreads / 32][32];
   static_assert(sizeof(T) <= 8);
   memcpy(&values[warp()][lane()], &value, sizeof(T));
-  meet(warp_barriers[warp()], 32);
+  meet(block->warp_barriers[warp()], 32);
   memcpy(&value, &values[warp()][from], sizeof(T));
-  meet(warp_barriers[warp()], 32);
+  meet(block->warp_barriers[warp()], 32);
   return value;
 }
 template <class T, class Merge> T reduce(T value, Merge merge) {
@@ -187,7 +241,7 @@ using std::isnan;
 using std::max;
 using std::min;
 
-inline void __syncthreads() { meet(emulation::block_barrier, emulation::thread_count()); }
+inline void __syncthreads() { meet(emulation::block->barrier, emulation::thread_count()); }
 inline bool __syncthreads_or(bool value) {
   static bool any;
   __syncthreads();
@@ -197,7 +251,7 @@ inline bool __syncthreads_or(bool value) {
   __syncthreads();
   return any;
 }
-inline void __syncwarp(unsigned = ~0u) { meet(emulation::warp_barriers[emulation::warp()], 32); }
+inline void __syncwarp(unsigned = ~0u) { meet(emulation::block->warp_barriers[emulation::warp()], 32); }
 template <class T> T __shfl_sync(unsigned, T value, int from) { return emulation::exchange(value, from); }
 template <class T> T __shfl_xor_sync(unsigned, T value, int mask) { return emulation::exchange(value, emulation::lane() ^ mask); }
 template <class T> T __shfl_down_sync(unsigned, T value, int offset) {
@@ -225,14 +279,16 @@ inline unsigned __float_as_uint(float value) { return emulated_bits<unsigned>(va
 inline cudaError_t emulated_get_device(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? __CUDA_ARCH__ / 100
-           : attribute == cudaDevAttrCooperativeLaunch    ? 0
+           : attribute == cudaDevAttrCooperativeLaunch    ? 1
+           : attribute == cudaDevAttrMultiProcessorCount  ? emulation::multiprocessors
                                                           : emulation::kSharedBytes;
   return cudaSuccess;
 }
 template <class... Arguments> cudaError_t emulated_nothing(Arguments...) { return cudaSuccess; }
 template <class Kernel, class... Arguments>
 cudaError_t emulated_launch(const cudaLaunchConfig_t* config, Kernel run, Arguments... arguments) {
-  emulation::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { run(arguments...); });
+  const bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
+  emulation::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { run(arguments...); }, together);
   return cudaSuccess;
 }
 #define cudaGetDevice emulated_get_device
@@ -242,4 +298,5 @@ cudaError_t emulated_launch(const cudaLaunchConfig_t* config, Kernel run, Argume
 #define cudaMemsetAsync(at, value, bytes, stream) memset(at, value, bytes)
 #define cudaLaunchKernelEx emulated_launch
 
+EXPORT void emulation_multiprocessors(int count) { emulation::multiprocessors = count; }
 EXPORT const char* emulation_failure() { return std::exchange(emulation::failure, nullptr); }

@@ -80,20 +80,18 @@ inline int thread_index_anew() { return threadIdx.x; }
 
 // ---------------------------------------------------------------------------------------------------------------- barriers
 
+// What lies in the barrier's memory.
 struct Phases {
-  int count, missing;
-  int64_t bytes;  // announced and not yet copied
-  uint32_t parity;
+  uint32_t count : 12, missing : 12, parity : 1;
+  int32_t bytes;  // announced and not yet copied
 };
-inline Phases& phases_of(uint64_t* barrier) {
-  static std::map<uint64_t*, Phases> all;
-  return all[barrier];
-}
+static_assert(sizeof(Phases) == sizeof(uint64_t));
+inline Phases& phases_of(uint64_t* barrier) { return reinterpret_cast<Phases&>(*barrier); }
 inline void advance(Phases& phases) {
   emulation::events++;
   if (phases.missing == 0 && phases.bytes == 0) phases.missing = phases.count, phases.parity ^= 1;
 }
-inline void initialize(uint64_t* barrier, int arrivals) { phases_of(barrier) = {arrivals, arrivals, 0, 0}; }
+inline void initialize(uint64_t* barrier, int arrivals) { phases_of(barrier) = {unsigned(arrivals), unsigned(arrivals), 0, 0}; }
 inline void arrive(uint64_t* barrier) {
   Phases& phases = phases_of(barrier);
   if (phases.missing-- == 0) emulation::failure = "an arrival too many";
@@ -102,8 +100,8 @@ inline void arrive(uint64_t* barrier) {
 inline void await(uint64_t* barrier, uint32_t parity) {
   while (phases_of(barrier).parity == parity) emulation::yield();
 }
-template <int kCount> void sync_threads(int barrier) { meet(emulation::named_barriers[barrier], kCount); }
-template <int kCount> void signal_threads(int barrier) { arrive(emulation::named_barriers[barrier], kCount); }
+template <int kCount> void sync_threads(int barrier) { meet(emulation::block->named_barriers[barrier], kCount); }
+template <int kCount> void signal_threads(int barrier) { arrive(emulation::block->named_barriers[barrier], kCount); }
 
 inline void publish_barriers() {}
 inline void arrive(uint64_t* barrier, int bytes) {
