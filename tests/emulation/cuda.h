@@ -75,6 +75,7 @@ struct Barrier {
 struct Block {
   Index index;
   std::vector<Fiber> fibers;
+  std::unique_ptr<char[]> stacks;  // take no memory until they are used
   Barrier barrier, warp_barriers[kMostThreads / 32], named_barriers[16];
   int left, waiting = 0;  // threads that are not done; of these, those that wait for other blocks
   std::string dynamic_shared = std::string(kSharedBytes, '\xff');
@@ -82,7 +83,6 @@ struct Block {
 };
 
 alignas(1024) uint4 dynamic_shared[kSharedBytes / sizeof(uint4)];
-std::vector<std::unique_ptr<char[]>> stacks;  // of the blocks that run together; they take no memory until they are used
 jmp_buf scheduler;
 std::function<void()> kernel;
 std::mt19937 random_order(1);
@@ -136,13 +136,16 @@ inline void shared_at_first(void* at, size_t bytes) {
   if (block->static_shared.emplace(at, std::string(bytes, '\xff')).second) memset(at, 0xff, bytes);
 }
 
-inline void begin(Block& block, Index index, size_t number) {
+// On the stacks of the block that `block` was, if there was one.
+inline void begin(Block& block, Index index) {
+  std::unique_ptr<char[]> stacks = std::move(block.stacks);
+  block = Block();
   block.index = index, block.left = thread_count(), block.fibers = std::vector<Fiber>(block.left);
-  if (number == stacks.size()) stacks.emplace_back(new char[size_t(kStackBytes) * kMostThreads]);
+  block.stacks = stacks ? std::move(stacks) : std::unique_ptr<char[]>(new char[size_t(kStackBytes) * block.left]);
   for (unsigned i = 0; i < block.left; i++) {
     Fiber& fiber = block.fibers[i];
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks[number].get() + size_t(i) * kStackBytes;
+    fiber.context.uc_stack.ss_sp = block.stacks.get() + size_t(i) * kStackBytes;
     fiber.context.uc_stack.ss_size = kStackBytes;
     fiber.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
     makecontext(&fiber.context, run_fiber, 0);
@@ -208,9 +211,8 @@ inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> 
   }
   std::vector<Block> all(together ? count : 1);
   for (unsigned i = 0; i < count && !failure; i++) {
-    const size_t number = together ? i : 0;
-    Block& own = all[number] = Block();
-    begin(own, {i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y}, number);
+    Block& own = all[together ? i : 0];
+    begin(own, {i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y});
     if (!together) run(own);
     if (own.waiting) failure = "a block waits for others in a launch that is not cooperative";
   }
