@@ -505,7 +505,7 @@ def _writes_all(probe: Probe) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
-    """What PyTorch's allocator for a GPU hands out next was full of NaN (in every floating-point type) and of −1."""
+    """What PyTorch's allocator for a GPU hands out next was full of NaN (in every floating-point type) and of −1; so is shared memory."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -180,19 +180,18 @@ class Job(NamedTuple):
     summary: str = ""  # stands in the log if the sanitizer ran
 
     @property
-    def clean(self) -> str:
-        """The verdict if nothing was reported."""
+    def verdict_of_silence(self) -> str:
         return "clean" if self.under or self.environment else "runs"
 
 
 def run_jobs(jobs: list[Job], reports_in) -> Counter:
-    """Runs all side by side, prints a line for each, and counts "clean", "runs", "found" and "failed". `reports_in(log)` gives the reports that
-    matter. A program's first job builds what it runs: the others of that program wait for it."""
+    """Runs all side by side, prints a line for each, and counts "clean", "runs", "found" and "failed". `reports_in(log)` gives the
+    reports that matter. A program's first job builds what it runs: the others of that program wait for it."""
     places, built = threading.Semaphore(os.cpu_count()), {job.program: threading.Event() for job in jobs}
-    builds = {job.program: job for job in reversed(jobs)}.values()
+    first = {job.program: job for job in reversed(jobs)}
 
     def run(job):
-        if job not in builds:
+        if job is not first[job.program]:
             built[job.program].wait()
         try:
             with places:
@@ -215,7 +214,7 @@ def run_jobs(jobs: list[Job], reports_in) -> Counter:
             if job.expected:
                 verdict = "found" if ran and any(job.expected in report for report in reports) else "MISSED"
             else:
-                verdict = job.clean if ran and done.returncode == 0 and not reports else f"FAILS, status {done.returncode}"
+                verdict = job.verdict_of_silence if ran and done.returncode == 0 and not reports else f"FAILS, status {done.returncode}"
             what = re.findall(r"^ran .*", done.stdout, re.M)
             print(f"{job.title:65}{', '.join([verdict, f'{seconds:.0f} s', *what])}", flush=True)
             good = verdict in ("clean", "runs", "found")

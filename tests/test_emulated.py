@@ -51,7 +51,7 @@ def translated(text: str) -> str:
     """A source with what C++ does not know in the words of emulation/cuda.h."""
     dynamic = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];")
     text = dynamic.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulation::dynamic_shared);", text)
-    static = re.compile(r"__shared__ ((?:[\w:]+(?:<\w+>)? )+)(\w+)((?:\[[^\]]+\])*);")
+    static = re.compile(r"__shared__ ((?:__align__\(\d+\) )?(?:[\w:]+(?:<\w+>)? )+)(\w+)((?:\[[^\]]+\])*);")
     text = static.sub(r"static \1\2\3; emulation::shared_at_first(&\2, sizeof \2);", text)
     launch = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?), stream>>>\((.*?)\);", re.S)
     text = launch.sub(r"emulation::launch(\2, [=] { \1(\3); });", text)

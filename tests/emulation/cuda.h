@@ -33,7 +33,6 @@
 #define __global__
 #define __host__
 #define __launch_bounds__(...)
-#define __shared__ static
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace emulation {
@@ -195,7 +194,7 @@ inline void run_together(std::vector<Block>& blocks) {
       left += each->left, waiting += each->waiting, each->waiting = 0;
     }
     if (!left) return;
-    if (waiting < int(blocks.size()) * thread_count()) failure = "some threads wait for others that have ended";
+    if (!failure && waiting < int(blocks.size()) * thread_count()) failure = "some threads wait for others that have ended";
     meetings++;
   }
 }
@@ -205,7 +204,7 @@ inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> 
   kernel = of_thread;
   gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
   const unsigned count = blocks.x * blocks.y * blocks.z;
-  if (count == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 || together && count > multiprocessors) {
+  if (count == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 || (together && count > multiprocessors)) {
     failure = "a launch that is not possible here: no blocks, too many together, too much shared memory, too many threads, or a part of a warp";
     return;
   }

@@ -13,8 +13,9 @@ inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<con
 inline char* shared_pointer(uint32_t address) { return reinterpret_cast<char*>(emulation::dynamic_shared) + int32_t(address); }
 
 template <int kCount> void load_shared(uint32_t* to, uint32_t address) {
-  if (address % (4 * kCount)) emulation::failure = "a load that is not aligned";
-  memcpy(to, shared_pointer(address), 4 * kCount);
+  const bool valid = address % (4 * kCount) == 0 && address < emulation::kSharedBytes;
+  if (!valid) emulation::failure = "a load that is not aligned, or not of shared memory";
+  memcpy(to, shared_pointer(valid ? address : 0), 4 * kCount);
 }
 
 // Copies arrive when they are awaited, not before: until then there is NaN.
