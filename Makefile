@@ -3,7 +3,7 @@
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
 # make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
 #                 Ends with both verdicts and forward's times; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
-# make lint       ruff
+# make lint       ruff: its checks, and its format
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make notebooks  run the notebooks from top to bottom
 # make refresh    bring the sources that the notebooks carry up to date
@@ -42,6 +42,7 @@ test: $(READY)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 sanitize: $(READY)
 	$(RUN) tests/sanitize.py

@@ -86,7 +86,9 @@ class Error(NamedTuple):
     def share(self) -> float:
         """The larger error as a share of its limit; infinite if an error is not finite."""
         pairs = ((self.norm, self.limit_norm), (self.max, self.limit_max))
-        return max(0.0 if e == 0 else e / limit if limit and math.isfinite(e) else math.inf for e, limit in pairs)
+        return max(
+            0.0 if e == 0 else e / limit if limit and math.isfinite(e) else math.inf for e, limit in pairs
+        )
 
     def __str__(self):
         return (
@@ -118,7 +120,9 @@ class Check(NamedTuple):
 
     def __str__(self):
         lines = [f"{self.variant} (seed {self.seed}): {'passes' if self.ok else 'FAILS'}"]
-        return "\n  ".join(lines + self.complaints + [f"{'ok ' if e.share <= 1 else 'BAD'} {e}" for e in self.errors])
+        return "\n  ".join(
+            lines + self.complaints + [f"{'ok ' if e.share <= 1 else 'BAD'} {e}" for e in self.errors]
+        )
 
 
 def check(
@@ -152,7 +156,10 @@ def check(
         for case in _cases(problem.name) if ours else _COMMON[:1]:
             found = errors(case, 0)
             if any(error.share > 1 for error in found):
-                found = [_mean(draws) for draws in zip(found, *(errors(case, number) for number in range(1, DRAWS)))]
+                found = [
+                    _mean(draws)
+                    for draws in zip(found, *(errors(case, number) for number in range(1, DRAWS)))
+                ]
             result.errors.extend(found)
         if ours:
             model, x = draw(0)
@@ -160,7 +167,9 @@ def check(
                 _ties(model, x)  # else its results are constant
             result.complaints.extend(dishonesty(contestant(problem, variant, model.eval()), model, x, phase))
     except Exception as error:  # whatever a variant raises is the finding
-        result.complaints.append(f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}")
+        result.complaints.append(
+            f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+        )
     return result
 
 
@@ -182,7 +191,9 @@ def _random_problem(problem, device, batch_size, dtype) -> tuple[torch.nn.Module
     for name, parameter in model.named_parameters():
         if name != "conv.weight":
             torch.nn.init.normal_(parameter)
-    x = torch.rand(batch_size or problem.input_shape[0], *problem.input_shape[1:], device=device)  # get_inputs' are made on the CPU
+    x = torch.rand(
+        batch_size or problem.input_shape[0], *problem.input_shape[1:], device=device
+    )  # get_inputs' are made on the CPU
     return model.train(), x.to(dtype)
 
 
@@ -237,14 +248,20 @@ def errors_of(label: str, module, model, x, phase: str) -> tuple[list[Error], li
         dtypes.append({name: t.dtype for name, t in results.items()})
     named = zip(reference.items(), *distances)
     found = [_judged(label, name, r, eager, ours, x.dtype) for (name, r), eager, ours in named]
-    complaints = [f"{name} is {dtypes[1][name]}, expected {dtype}" for name, dtype in dtypes[0].items() if dtypes[1][name] != dtype]
+    complaints = [
+        f"{name} is {dtypes[1][name]}, expected {dtype}"
+        for name, dtype in dtypes[0].items()
+        if dtypes[1][name] != dtype
+    ]
     if p:
         again = call(module, leaves, x, "forward", None)[0] != 0
         complaints += _bad_mask(keep, again, plain != 0, p)
     return found, [f"{label}: {text}" for text in complaints]
 
 
-def _judged(label: str, quantity: str, r: torch.Tensor, eager: tuple, ours: tuple, dtype: torch.dtype) -> Error:
+def _judged(
+    label: str, quantity: str, r: torch.Tensor, eager: tuple, ours: tuple, dtype: torch.dtype
+) -> Error:
     """The Error of a result of `dtype`, r being the reference, from eager's and our `_distance` to it."""
     size, ulp = r.abs().max().item() if r.numel() else 0.0, torch.finfo(dtype).eps
     limits = 2 * eager[0] + 4 * ulp * bool(size), 2 * eager[1] + 4 * ulp * size
@@ -268,7 +285,9 @@ def _distance(out: torch.Tensor, r: torch.Tensor) -> tuple[float, float, tuple[i
 
 def _dropout(model) -> float:
     """The probability with which `model` drops elements of its output, as its last step; 0 in eval."""
-    drops = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.training]
+    drops = [
+        module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.training
+    ]
     return drops[0] if drops else 0.0
 
 
@@ -354,7 +373,11 @@ class _Edges(TorchFunctionMode):
     def _windows(x, out, height, width):
         """x (N, C, H, W) as (N, C, H', W', height * width), the windows of a max pool that gives `out`."""
         (rows, columns) = out.shape[2:]
-        x = x[..., : rows * height, : columns * width].unflatten(3, (columns, width)).unflatten(2, (rows, height))
+        x = (
+            x[..., : rows * height, : columns * width]
+            .unflatten(3, (columns, width))
+            .unflatten(2, (rows, height))
+        )
         return x.transpose(3, 4).flatten(4)
 
 
@@ -381,7 +404,9 @@ class Probe(NamedTuple):
 
     def results(self, run: Callable | None = None) -> dict[str, torch.Tensor]:
         """Output and gradients of `module`, or of `run`, by name."""
-        return _named(*call(run or self.module, dict(self.model.named_parameters()), self.x, self.phase, self.g))
+        return _named(
+            *call(run or self.module, dict(self.model.named_parameters()), self.x, self.phase, self.g)
+        )
 
     def strange(self, ours: dict[str, torch.Tensor] | None = None) -> str:
         """Which of our results are nothing like eager's, in words; empty if none is. A coarse look, where `errors_of` is exact."""
@@ -393,9 +418,18 @@ class Probe(NamedTuple):
                 found.append(f"{name} of shape {list(ours[name].shape)}, expected {list(expected.shape)}")
                 continue
             # A gradient jumps where rounding decides a comparison, and one much smaller than the largest is all rounding.
-            near, floor = (max(1e-2, 16 * torch.finfo(self.x.dtype).eps), 0) if name == "output" else (0.3, 1e-3 * max(gradients))
+            near, floor = (
+                (max(1e-2, 16 * torch.finfo(self.x.dtype).eps), 0)
+                if name == "output"
+                else (0.3, 1e-3 * max(gradients))
+            )
             by_sample = name in ("output", "gradient of x")
-            rows = _far(*(t if by_sample else t[None] for t in (ours[name], expected)), near, floor).nonzero().flatten().tolist()
+            rows = (
+                _far(*(t if by_sample else t[None] for t in (ours[name], expected)), near, floor)
+                .nonzero()
+                .flatten()
+                .tolist()
+            )
             if rows:
                 found.append(name + (f" of sample {', '.join(map(str, rows))}" if by_sample else ""))
         return "; ".join(found)
@@ -409,7 +443,9 @@ def _far(ours: torch.Tensor, theirs: torch.Tensor, near: float, floor: float) ->
     return wrong | (distance > near * size + floor)
 
 
-def dishonesty(module: Callable, model: torch.nn.Module, x: torch.Tensor, phase: str = "forward") -> Iterator[str]:
+def dishonesty(
+    module: Callable, model: torch.nn.Module, x: torch.Tensor, phase: str = "forward"
+) -> Iterator[str]:
     """What is wrong with how `module` computes, beyond its errors, one complaint at a time.
 
     `module` is any callable that shares the parameters of `model`, a reference model in eval mode; x is random. Uses torch's
@@ -431,7 +467,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _follows_input(probe: Probe) -> Iterator[str]:
     """Another input, in other memory and in the same."""
     x = probe.x.clone()
-    for how, values in (("another input", torch.rand_like(x)), ("other values in its input's memory", torch.rand_like(x))):
+    for how, values in (
+        ("another input", torch.rand_like(x)),
+        ("other values in its input's memory", torch.rand_like(x)),
+    ):
         probe._replace(x=x).results()
         if how == "another input":
             x = values
@@ -492,7 +531,9 @@ def _writes_all(probe: Probe) -> Iterator[str]:
     """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's free memory and in its
     shared memory."""
     if probe.x.is_cuda:
-        torch.cuda.reset_peak_memory_stats(probe.x.device)  # from which _free_memory_is_nan knows what a call takes
+        torch.cuda.reset_peak_memory_stats(
+            probe.x.device
+        )  # from which _free_memory_is_nan knows what a call takes
     for spoilt in (_new_tensors_are_nan(), _free_memory_is_nan(probe.x.device)):
         with spoilt:
             results = probe.results()
@@ -547,7 +588,10 @@ def spoil_shared_memory(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _new_tensors_are_nan() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what torch.empty returns
@@ -606,7 +650,9 @@ def _late_results(probe: Probe, cycles: int) -> tuple[dict[str, torch.Tensor], b
     stream = torch.cuda.Stream(probe.x.device)
     torch.cuda.synchronize(probe.x.device)
     with torch.cuda.stream(stream):
-        late = probe._replace(x=torch.zeros_like(probe.x), g=None if probe.g is None else torch.zeros_like(probe.g))
+        late = probe._replace(
+            x=torch.zeros_like(probe.x), g=None if probe.g is None else torch.zeros_like(probe.g)
+        )
         late.results()  # the first call on a stream may compile and allocate, which takes the host long
         torch.cuda._sleep(cycles)
         late.x.copy_(probe.x)

@@ -65,7 +65,9 @@ class Timing(NamedTuple):
     runs: int
 
 
-def time(calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 6.0) -> dict[str, Timing]:
+def time(
+    calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 6.0
+) -> dict[str, Timing]:
     """How long each of `calls` takes, in turn (A B A B), for about `seconds` in all, but 7 rounds at least and 30 at most."""
     for run in [*calls.values()] * 2:
         run()
@@ -118,9 +120,16 @@ def pick_device(device: str = "auto") -> tuple[str, str]:
         return device, f"{device}, as asked for"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-        return ("cuda", name) if CUDA_HOME else ("cpu", f"CPU: there is a GPU ({name}), but no nvcc to build its kernels with")
+        return (
+            ("cuda", name)
+            if CUDA_HOME
+            else ("cpu", f"CPU: there is a GPU ({name}), but no nvcc to build its kernels with")
+        )
     if _output("nvidia-smi", "-L"):
-        return "cpu", f"CPU: there is a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) can't use it"
+        return (
+            "cpu",
+            f"CPU: there is a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) can't use it",
+        )
     return "cpu", f"CPU: {_cpu_name()}, {torch.get_num_threads()} threads"
 
 
@@ -142,7 +151,15 @@ def _quiet_compiler():
 
 @_quiet_compiler()
 def compare(
-    problem, *, device="auto", phase="forward", batch_size=None, variants=None, dtype=torch.float32, seed=None, tell=None
+    problem,
+    *,
+    device="auto",
+    phase="forward",
+    batch_size=None,
+    variants=None,
+    dtype=torch.float32,
+    seed=None,
+    tell=None,
 ) -> list[dict]:
     """Checks the variants of `problem` (a name or a `Problem`) and times those that pass: a row each, as described above.
 
@@ -220,7 +237,10 @@ def _row(problem, variant, result: Check, model, x, y, phase) -> dict:
         **dict.fromkeys(("median_ms", "low_ms", "high_ms", "runs", "speedup_vs_eager")),
         "quantity": worst and worst.quantity,
         "case": worst and worst.case,
-        **{name: value if value is not None and math.isfinite(value) else None for name, value in zip(names, figures)},
+        **{
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in zip(names, figures)
+        },
         "bytes": problem.bytes(x, y),
         "floor_ms": _floor(problem, model, x, y) if phase == "forward" else None,
         "plan": None,
@@ -247,7 +267,8 @@ def record(rows: list[dict]) -> dict:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "gpu": torch.cuda.get_device_name() if gpu else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        or None,
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -269,7 +290,9 @@ def sources() -> str:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(
+            command, cwd=FOLDER, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -290,8 +313,13 @@ def table(rows: list[dict]) -> str:
             group = row["problem"], row["phase"]
             shape = "×".join(map(str, row["shape"]))
             floor = f", floor {row['floor_ms']:.3g} ms" if row["floor_ms"] else ""
-            lines += ["", f"{row['number']} {row['problem']}: {row['phase']}, {row['dtype']}, {shape}, {row['device']}{floor}"]
-            lines.append(f"  {'variant':13}{'ms':>9}{'quartiles':>17}{'× eager':>9}{'error':>10}{'eager’s':>10}")
+            lines += [
+                "",
+                f"{row['number']} {row['problem']}: {row['phase']}, {row['dtype']}, {shape}, {row['device']}{floor}",
+            ]
+            lines.append(
+                f"  {'variant':13}{'ms':>9}{'quartiles':>17}{'× eager':>9}{'error':>10}{'eager’s':>10}"
+            )
         lines.append("  " + _line(row))
     return "\n".join(lines[1:])
 
@@ -319,12 +347,28 @@ def summary(logs: list[Path], folder: Path = RESULTS) -> str:
     if not (records := _records(folder)):
         return "\n".join([*lines, f"{'benchmark':12}no record in {folder}"])
     path, item = max(records, key=lambda pair: (_is_gpu(pair[1]), pair[1]["date"]))
-    failed = [f"{row['number']} {row['variant']} {row['phase']}" for row in item["rows"] if row["ok"] is False and row["variant"] not in PEERS]
-    lines += [f"{'benchmark':12}{'fails its check: ' + ', '.join(failed) if failed else 'all of ours pass their checks'}"]
+    failed = [
+        f"{row['number']} {row['variant']} {row['phase']}"
+        for row in item["rows"]
+        if row["ok"] is False and row["variant"] not in PEERS
+    ]
+    lines += [
+        f"{'benchmark':12}{'fails its check: ' + ', '.join(failed) if failed else 'all of ours pass their checks'}"
+    ]
     lines += ["", f"{'forward, ms':54}{'eager':>9}{'best peer':>23}{'ours':>18}{'× best peer':>13}"]
     rows = [row for row in item["rows"] if row["phase"] == "forward"]
-    lines += [_summary_line([row for row in rows if row["problem"] == name]) for name in dict.fromkeys(row["problem"] for row in rows)]
-    return "\n".join([*lines, "", f"record      {path}: {_machine(item)}, {item['date']}", f"logs        {' '.join(map(str, logs))}"])
+    lines += [
+        _summary_line([row for row in rows if row["problem"] == name])
+        for name in dict.fromkeys(row["problem"] for row in rows)
+    ]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"record      {path}: {_machine(item)}, {item['date']}",
+            f"logs        {' '.join(map(str, logs))}",
+        ]
+    )
 
 
 def _last_line(log: Path) -> str:
@@ -388,16 +432,28 @@ def _markdown(item: dict) -> str:
     rows = item["rows"]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     driver = f", driver {item['driver']}" if rows[0]["device"] == "cuda" else ""
-    commit = f"commit {item['commit'][:10]}{' with changes' if item['dirty'] else ''}" if item["commit"] else item["sources"]
-    lines = [f"{_machine(item)}{driver}, torch {item['torch']}, {rows[0]['dtype']}, {commit}, {item['date'][:10]}:", ""]
-    lines += [f"| problem | phase | input | {' | '.join(variants)} |", "|---|---|---|" + "---|" * len(variants)]
+    commit = (
+        f"commit {item['commit'][:10]}{' with changes' if item['dirty'] else ''}"
+        if item["commit"]
+        else item["sources"]
+    )
+    lines = [
+        f"{_machine(item)}{driver}, torch {item['torch']}, {rows[0]['dtype']}, {commit}, {item['date'][:10]}:",
+        "",
+    ]
+    lines += [
+        f"| problem | phase | input | {' | '.join(variants)} |",
+        "|---|---|---|" + "---|" * len(variants),
+    ]
     pairs = dict.fromkeys((row["problem"], row["phase"]) for row in rows)
     for problem, phase in sorted(pairs, key=lambda pair: PHASES.index(pair[1])):
         group = {row["variant"]: row for row in rows if (row["problem"], row["phase"]) == (problem, phase)}
         first = next(iter(group.values()))
         cells = [_cell(group[variant]) if variant in group else "" for variant in variants]
         shape = "×".join(map(str, first["shape"]))
-        lines.append(f"| {first['number']} {problem.replace('_', ' ')} | {phase} | {shape} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {first['number']} {problem.replace('_', ' ')} | {phase} | {shape} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -413,7 +469,9 @@ def with_table(text: str, records: list[dict]) -> str:
     before, _, rest = text.partition("<!-- table -->\n")
     _, marker, after = rest.partition("<!-- end of table -->")
     if not marker:
-        raise ValueError("expected the markers <!-- table --> and <!-- end of table -->, each on a line of its own")
+        raise ValueError(
+            "expected the markers <!-- table --> and <!-- end of table -->, each on a line of its own"
+        )
     return f"{before}<!-- table -->\n{readme_table(records)}{marker}{after}"
 
 
@@ -422,12 +480,20 @@ def write_readme() -> None:
     records, path = load_records(), FOLDER / "README.md"
     path.write_text(with_table(path.read_text(encoding="utf-8"), records), encoding="utf-8")
     if records:
-        plot([row for row in records[0]["rows"] if row["phase"] == "forward"]).savefig(FOLDER / README_PLOT, dpi=110)
+        plot([row for row in records[0]["rows"] if row["phase"] == "forward"]).savefig(
+            FOLDER / README_PLOT, dpi=110
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- plotting
 
-COLOURS = {"eager": "#8c8c8c", "compile": "#9ecae1", "max-autotune": "#4292c6", "epilogue": "#fd8d3c", "fused": "#d94801"}
+COLOURS = {
+    "eager": "#8c8c8c",
+    "compile": "#9ecae1",
+    "max-autotune": "#4292c6",
+    "epilogue": "#fd8d3c",
+    "fused": "#d94801",
+}
 
 
 def plot(rows: list[dict]):
@@ -446,7 +512,12 @@ def plot(rows: list[dict]):
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": "#222222"}
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(
-            lines, columns, figsize=(5.2 * columns, height * lines), squeeze=False, layout="constrained", facecolor="#ffffff"
+            lines,
+            columns,
+            figsize=(5.2 * columns, height * lines),
+            squeeze=False,
+            layout="constrained",
+            facecolor="#ffffff",
         )
         panels = [(problem, phase) for phase in phases for problem in problems]
         per_phase = lines // len(phases) * columns
@@ -464,15 +535,23 @@ def _panel(axis, rows: list[dict]) -> None:
     first, longest = rows[0], max((row["high_ms"] or 0 for row in rows), default=0) or 1.0
     title = textwrap.shorten(first["problem"].replace("_", " "), 60)
     shape = "×".join(map(str, first["shape"]))
-    axis.set_title(f"{first['number']} · {title}\n{first['phase']}, {first['dtype']}, {shape}", loc="left", fontsize=9)
+    axis.set_title(
+        f"{first['number']} · {title}\n{first['phase']}, {first['dtype']}, {shape}", loc="left", fontsize=9
+    )
     for y, row in enumerate(rows):
         if row["median_ms"] is None:
             axis.text(longest * 0.01, y, _status(row), va="center", color="#a00000", style="italic")
             continue
         median, low, high = row["median_ms"], row["low_ms"], row["high_ms"]
         axis.barh(y, median, color=COLOURS.get(row["variant"], "#74c476"), height=0.7)
-        axis.errorbar(median, y, xerr=[[median - low], [high - median]], color="#222222", capsize=2, linewidth=0.8)
-        speedup = f"  {row['speedup_vs_eager']:.2f}×" if row["speedup_vs_eager"] and row["variant"] != "eager" else ""
+        axis.errorbar(
+            median, y, xerr=[[median - low], [high - median]], color="#222222", capsize=2, linewidth=0.8
+        )
+        speedup = (
+            f"  {row['speedup_vs_eager']:.2f}×"
+            if row["speedup_vs_eager"] and row["variant"] != "eager"
+            else ""
+        )
         axis.text(high + longest * 0.02, y, f"{median:.3g} ms{speedup}", va="center")
     if first["floor_ms"]:
         axis.axvline(first["floor_ms"], color="#222222", linestyle="--", linewidth=1)
@@ -488,15 +567,31 @@ def _panel(axis, rows: list[dict]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns 1 if a check of one of our variants fails, else 0; a peer's failure is shown, not judged."""
-    parser = argparse.ArgumentParser(description="Check, time and plot eager PyTorch, torch.compile and our kernels.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"problems, default all: {', '.join(models.PROBLEMS)}")
+    parser = argparse.ArgumentParser(
+        description="Check, time and plot eager PyTorch, torch.compile and our kernels."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"problems, default all: {', '.join(models.PROBLEMS)}"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--batch", type=int, metavar="N", help="batch size; default: the problem's own, on a CPU a small one")
-    parser.add_argument("--phase", default="forward", help=f"one or more of {','.join(PHASES)}; default forward")
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="batch size; default: the problem's own, on a CPU a small one"
+    )
+    parser.add_argument(
+        "--phase", default="forward", help=f"one or more of {','.join(PHASES)}; default forward"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write a plot per phase into FOLDER")
-    parser.add_argument("--readme", action="store_true", help="only write README's table and plot from the recorded runs")
-    parser.add_argument("--summary", nargs="+", type=Path, metavar="LOG", help="only print how each LOG ends and the newest record's forward times")
+    parser.add_argument(
+        "--readme", action="store_true", help="only write README's table and plot from the recorded runs"
+    )
+    parser.add_argument(
+        "--summary",
+        nargs="+",
+        type=Path,
+        metavar="LOG",
+        help="only print how each LOG ends and the newest record's forward times",
+    )
     options = parser.parse_args(arguments)
     if options.summary:
         print(summary(options.summary))

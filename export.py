@@ -36,9 +36,16 @@ def sources(names: list[str]) -> dict[str, str]:
     unknown = [name for name in names if name not in models.PROBLEMS]
     if unknown:
         raise KeyError(f"expected names out of {', '.join(models.PROBLEMS)}, got {', '.join(unknown)}")
-    kernels = [path for name in names for pattern in (f"{name}.*", f"{name}_*.*") for path in (FOLDER / "kernels").glob(pattern)]
+    kernels = [
+        path
+        for name in names
+        for pattern in (f"{name}.*", f"{name}_*.*")
+        for path in (FOLDER / "kernels").glob(pattern)
+    ]
     kernels.append(FOLDER / "kernels" / HOST_SIDE)
-    found = _closure([FOLDER / module for module in MODULES], _imported) + _closure(sorted(set(kernels)), _included)
+    found = _closure([FOLDER / module for module in MODULES], _imported) + _closure(
+        sorted(set(kernels)), _included
+    )
     return {("kernels/" if path.parent.name == "kernels" else "") + path.name: _read(path) for path in found}
 
 
@@ -81,7 +88,11 @@ def cell(names: list[str]) -> str:
         "FILES = {}",
     ]
     parts += [f"FILES[{json.dumps(name)}] = {literal(text)}" for name, text in sources(names).items()]
-    parts += [f"\n{inspect.getsource(unpack)}", "SOURCES = unpack(FILES)", "import compare, inline_loader, models, walkthrough"]
+    parts += [
+        f"\n{inspect.getsource(unpack)}",
+        "SOURCES = unpack(FILES)",
+        "import compare, inline_loader, models, walkthrough",
+    ]
     return "\n".join(parts)
 
 
@@ -154,7 +165,9 @@ def refreshed(notebook: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write problems as one self-contained notebook cell.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"out of {', '.join(models.PROBLEMS)}")
-    parser.add_argument("--refresh", action="store_true", help="bring notebooks/*.ipynb up to date and strip their outputs")
+    parser.add_argument(
+        "--refresh", action="store_true", help="bring notebooks/*.ipynb up to date and strip their outputs"
+    )
     arguments = parser.parse_args()
     if not arguments.names and not arguments.refresh:
         parser.error("expected a NAME or --refresh")

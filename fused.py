@@ -16,7 +16,12 @@ from torch import Tensor
 
 import inline_loader
 
-_CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
+_CTYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "half_t",
+    torch.bfloat16: "bfloat16_t",
+}
 
 
 @torch.compiler.assume_constant_result
@@ -25,7 +30,9 @@ def _device(index: int) -> tuple[tuple[int, int], int, int, int]:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     # shared_memory_per_block_optin is missing from torch 2.8's properties; by architecture as in CUDA's programming guide
-    optin = getattr(properties, "shared_memory_per_block_optin", (163 if capability in ((8, 0), (8, 7)) else 99) << 10)
+    optin = getattr(
+        properties, "shared_memory_per_block_optin", (163 if capability in ((8, 0), (8, 7)) else 99) << 10
+    )
     return capability, optin, properties.multi_processor_count, properties.L2_cache_size
 
 
@@ -40,7 +47,11 @@ def element_types(value: torch.dtype, out: torch.dtype) -> dict[str, str]:
 
 def _spatial_defines(weight: Tensor) -> dict[str, int]:
     names = ("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - weight.dim() :]
-    return {"CHANNELS_IN": weight.shape[1], "CHANNELS_OUT": weight.shape[0], **dict(zip(names, weight.shape[2:]))}
+    return {
+        "CHANNELS_IN": weight.shape[1],
+        "CHANNELS_OUT": weight.shape[0],
+        **dict(zip(names, weight.shape[2:])),
+    }
 
 
 def _load(name: str, **defines) -> inline_loader.Operators:
@@ -91,13 +102,22 @@ def _conv2d_min_add_multiply_sizes(weight: Tensor, split: bool) -> tuple[int, in
 
 def conv2d_min_add_multiply_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     obstacle = _common_obstacle(x, dtype, (torch.float32, torch.float16, torch.bfloat16))
-    if obstacle is None and _conv2d_min_add_multiply_sizes(weight, dtype == torch.float32)[3] > _device(x.device.index)[1]:
+    if (
+        obstacle is None
+        and _conv2d_min_add_multiply_sizes(weight, dtype == torch.float32)[3] > _device(x.device.index)[1]
+    ):
         obstacle = "the kernel's window does not fit in shared memory"
     return obstacle
 
 
 def conv2d_min_add_multiply(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, out_dtype: torch.dtype, constant: float, scale: float
+    x: Tensor,
+    weight: Tensor,
+    conv_bias: Tensor,
+    bias: Tensor,
+    out_dtype: torch.dtype,
+    constant: float,
+    scale: float,
 ) -> Tensor:
     """y (N, C, H', W'); conv_bias and bias as the kernels read them."""
     x, split = x.contiguous(), _is_split(x, weight)
@@ -106,8 +126,15 @@ def conv2d_min_add_multiply(
     wgmma = not split and padded_in == group and _wgmma_takes(x, weight, out_dtype, group)
     # The workspace: scales, then packed weights, then x packed to float16 unless wgmma reads x itself.
     sizes = [4 * padded_out, 4 * N, 2 * parts * padded_out * padded_in * kh * kw]
-    workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + (0 if wgmma else 2 * parts * N * padded_in * H * W)
-    defines = {"SPLIT": int(split), "WGMMA": int(wgmma), **element_types(x.dtype, out_dtype), **_spatial_defines(weight)}
+    workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + (
+        0 if wgmma else 2 * parts * N * padded_in * H * W
+    )
+    defines = {
+        "SPLIT": int(split),
+        "WGMMA": int(wgmma),
+        **element_types(x.dtype, out_dtype),
+        **_spatial_defines(weight),
+    }
     kernels = _load("conv2d_min_add_multiply", **defines)
     y = x.new_empty(N, C, H - kh + 1, W - kw + 1, dtype=out_dtype)
     scratch = torch.empty(workspace, dtype=torch.uint8, device=x.device)
@@ -119,7 +146,10 @@ def _wgmma_takes(x: Tensor, weight: Tensor, out_dtype: torch.dtype, group: int) 
     """Can x be convolved by wgmma, in one group of channels? The kernels rely on it, and don't compile where it doesn't fit."""
     (N, channels, H, W), (_, _, kh, kw) = x.shape, weight.shape
     capability, optin, *_ = _device(x.device.index)
-    pitch, products = 127 + kw, kh * kw * group // 16  # pixels of a tile's row in shared memory; wgmma's of depth 16
+    pitch, products = (
+        127 + kw,
+        kh * kw * group // 16,
+    )  # pixels of a tile's row in shared memory; wgmma's of depth 16
     ring = (kh + 1) * (group // 8 * pitch * 16 + 16)  # rows, each with two barriers
     raw = 2 * 16 * _ceil_div(channels * _ceil_div(pitch * x.element_size(), 4), 4)
     staging = 8 * 16 * (128 * out_dtype.itemsize + 32 + 16)  # of a channel's results and its tail
@@ -134,7 +164,9 @@ def _wgmma_takes(x: Tensor, weight: Tensor, out_dtype: torch.dtype, group: int) 
 # ----------------------------------------------------- 79 and 83, whose kernels share the convolution of convolution3d.cuh
 
 _WEIGHT_REGISTERS = 90  # leave room for the rest
-_HELD_SHARE = 0.25  # of the L2 cache, for sums that 79's kernel then need not compute again; the rest is for x
+_HELD_SHARE = (
+    0.25  # of the L2 cache, for sums that 79's kernel then need not compute again; the rest is for x
+)
 
 
 def _pitch(width: int) -> int:
@@ -150,7 +182,9 @@ def _block(rows: int, W: int, channels: int, itemsize: int, kd: int, kh: int, kw
     stage = _ceil_div(max((kd + 3) * (rows + kh - 1) * _pitch(W), filters), 256) * 256
     pixels = (rows + kh - 1) * _ceil_div(W, 8) * 8
     static = 36 << 10  # the kernels' own arrays
-    return stage, 4 * words * stage + 3 * channels * pixels * itemsize + 2 * (rows * (W - kw + 1) + 32 + pixels) + static
+    return stage, 4 * words * stage + 3 * channels * pixels * itemsize + 2 * (
+        rows * (W - kw + 1) + 32 + pixels
+    ) + static
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
@@ -159,7 +193,9 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
     (_, channels, _, H, W), kernel, optin = x.shape, weight.shape[2:], _device(x.device.index)[1]
     OH, OW = H - kernel[1] + 1, W - kernel[2] + 1
     for rows in (4, 2, 1):
-        if (rows * OW % 4 == 0 or OH * OW % 4 > 0) and _block(rows, W, channels, x.element_size(), *kernel)[1] <= optin:
+        if (rows * OW % 4 == 0 or OH * OW % 4 > 0) and _block(rows, W, channels, x.element_size(), *kernel)[
+            1
+        ] <= optin:
             return True
     return False
 
@@ -173,7 +209,18 @@ def _tiling(x: Tensor, weight: Tensor, fours: bool) -> tuple[int, int, int, int]
 
 @functools.lru_cache(None)
 def _conv3d_tiling(
-    N: int, channels: int, D: int, H: int, W: int, itemsize: int, kd: int, kh: int, kw: int, fours: bool, optin: int, multiprocessors: int
+    N: int,
+    channels: int,
+    D: int,
+    H: int,
+    W: int,
+    itemsize: int,
+    kd: int,
+    kh: int,
+    kw: int,
+    fours: bool,
+    optin: int,
+    multiprocessors: int,
 ) -> tuple[int, int, int, int]:
     """What keeps all multiprocessors busy with the fewest rows and planes read twice; a block fills one."""
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
@@ -197,7 +244,9 @@ def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None
     """For 79 and 83 alike."""
     obstacle = _common_obstacle(x, dtype, (torch.float32, torch.float16, torch.bfloat16))
     C, channels, *kernel = weight.shape
-    half = (channels + 1) // 2  # registers of weights per step of 4 taps: 4 for each pair of channels, 2 for a single one
+    half = (
+        channels + 1
+    ) // 2  # registers of weights per step of 4 taps: 4 for each pair of channels, 2 for a single one
     registers = _ceil_div(math.prod(kernel), 4) * (4 * half + 2 * (channels - half))
     positions = math.prod([size - extent + 1 for size, extent in zip(x.shape[2:], kernel)])
     if obstacle is None and (channels > 4 or C % 16 or C > 960):
@@ -212,19 +261,44 @@ def conv3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None
 
 
 def conv3d_multiply_instancenorm_clamp_multiply_max(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, out_dtype: torch.dtype, low: float, high: float, eps: float
+    x: Tensor,
+    weight: Tensor,
+    conv_bias: Tensor,
+    multiplier: Tensor,
+    out_dtype: torch.dtype,
+    low: float,
+    high: float,
+    eps: float,
 ) -> Tensor:
     """y (N, D', H', W'); conv_bias and multiplier as the kernels read them."""
     N, _, D, H, W = x.shape
     rows, depth, slots, stage = _tiling(x, weight, fours=False)
-    y = x.new_empty(N, *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])), dtype=out_dtype)
+    y = x.new_empty(
+        N, *(size - extent + 1 for size, extent in zip(x.shape[2:], weight.shape[2:])), dtype=out_dtype
+    )
     _, _, multiprocessors, l2_cache = _device(x.device.index)
     holds = (slots == 1 or N * slots <= multiprocessors) and weight.shape[0] == 16  # as the kernel does
     held = min(int(_HELD_SHARE * l2_cache) // 4, N * 16 * math.prod(x.shape[2:])) if holds else 0
     outputs = y, conv_bias.new_empty(N, slots, weight.shape[0], 2), conv_bias.new_empty(held)
     defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
     kernels = _load("conv3d_multiply_instancenorm_clamp_multiply_max", **defines)
-    kernels.forward(*outputs, x.contiguous(), weight.contiguous(), conv_bias, multiplier, low, high, eps, held, N, D, H, W, rows, depth)
+    kernels.forward(
+        *outputs,
+        x.contiguous(),
+        weight.contiguous(),
+        conv_bias,
+        multiplier,
+        low,
+        high,
+        eps,
+        held,
+        N,
+        D,
+        H,
+        W,
+        rows,
+        depth,
+    )
     return y
 
 
@@ -236,7 +310,10 @@ def conv3d_groupnorm_min_clamp_dropout(
     (N, _, D, H, W), (C, _, kd, kh, kw) = x.shape, weight.shape
     rows, depth, slots, stage = _tiling(x, weight, fours=True)
     y = x.new_empty(N, C, D - kd + 1, H - kh + 1, W - kw + 1, dtype=out_dtype)
-    scratch = *(parameters[0].new_empty(N, *size) for size in ((slots, C, 2), (C, 4))), x.new_empty(N, dtype=torch.int32)
+    scratch = (
+        *(parameters[0].new_empty(N, *size) for size in ((slots, C, 2), (C, 4))),
+        x.new_empty(N, dtype=torch.int32),
+    )
     defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), "STAGE_PIXELS": stage}
     kernels = _load("conv3d_groupnorm_min_clamp_dropout", **defines)
     constants, sizes = (low, high, p, eps, 0, groups), (N, D, H, W, rows, depth)
@@ -269,16 +346,26 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
     width, pooled = W - kw + 1, ((H - kh + 1) // pool[0], (W - kw + 1) // pool[1])
     multiprocessors = _device(x.device.index)[2]
-    tiles = 1 if width <= 129 - kw else _ceil_div(width, 128 // pool[1] * pool[1])  # of 128 columns, of whole windows
+    tiles = (
+        1 if width <= 129 - kw else _ceil_div(width, 128 // pool[1] * pool[1])
+    )  # of 128 columns, of whole windows
     strips = _strips(N * _ceil_div(C, 64) * tiles, pooled[0], pool[0], kh, multiprocessors)
     y = x.new_empty(N, C, *pooled, dtype=out_dtype)
     extreme, (mean, m2) = parameters[0].new_empty(y.shape), parameters[0].new_empty(2, N, C)
     group_mean, group_rstd = parameters[0].new_empty(2, N, groups)
     partial = parameters[0].new_empty(N, C, tiles * strips, 3)
-    defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), "POOL_H": pool[0], "POOL_W": pool[1], "SEVERAL_TILES": int(tiles > 1)}
+    defines = {
+        **element_types(x.dtype, out_dtype),
+        **_spatial_defines(weight),
+        "POOL_H": pool[0],
+        "POOL_W": pool[1],
+        "SEVERAL_TILES": int(tiles > 1),
+    }
     kernels = _load("conv2d_groupnorm_scale_maxpool_clamp", **defines)
     outputs = y, extreme, mean, m2, group_mean, group_rstd, partial
-    kernels.forward(*outputs, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, N, groups, H, W, strips)
+    kernels.forward(
+        *outputs, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, N, groups, H, W, strips
+    )
     return y
 
 
@@ -286,8 +373,14 @@ def conv2d_groupnorm_scale_maxpool_clamp(
 def _strips(work: int, pooled_rows: int, pool_height: int, kernel_height: int, multiprocessors: int) -> int:
     """Into how many strips of rows an image is cut: what keeps all multiprocessors busy with the fewest rows read twice."""
 
-    def rows(pairs: int) -> int:  # that the busiest multiprocessor reads, if each of a block's two teams takes 1 of `pairs` strips
-        return _ceil_div(work * pairs, multiprocessors) * (_ceil_div(pooled_rows, 2 * pairs) * pool_height + kernel_height + 3)
+    def rows(
+        pairs: int,
+    ) -> (
+        int
+    ):  # that the busiest multiprocessor reads, if each of a block's two teams takes 1 of `pairs` strips
+        return _ceil_div(work * pairs, multiprocessors) * (
+            _ceil_div(pooled_rows, 2 * pairs) * pool_height + kernel_height + 3
+        )
 
     pairs = min(range(1, max(2, _ceil_div(2 * multiprocessors, work) + 1)), key=rows)
     return _ceil_div(pooled_rows, _ceil_div(pooled_rows, min(pooled_rows, 2 * pairs)))

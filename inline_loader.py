@@ -64,12 +64,12 @@ class Parameter:
     def schema(self) -> str:
         if self.pointer:
             return f"Tensor {self.name}" if self.const else f"Tensor({self.name}!) {self.name}"
-        return f"{ {'int64_t': 'int', 'double': 'float', 'bool': 'bool'}[self.ctype]} {self.name}"
+        return f"{ {'int64_t': 'int', 'double': 'float', 'bool': 'bool'}[self.ctype] } {self.name}"
 
     def read(self, index: int) -> str:
         if self.pointer:
             return f'call.pointer<{"const " if self.const else ""}{self.ctype}>({index}, "{self.name}")'
-        return f"call.{ {'int64_t': 'integer', 'double': 'real', 'bool': 'boolean'}[self.ctype]}({index})"
+        return f"call.{ {'int64_t': 'integer', 'double': 'real', 'bool': 'boolean'}[self.ctype] }({index})"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def parse_launchers(source: str, origin: str = "source") -> list[Launcher]:
     Raises BuildError where there is none, or where one has a parameter that an operator can't have.
     """
     # Comments become blanks of the same shape, so that positions stay those of the source.
-    code = re.sub(r"//[^\n]*|/\*.*?\*/", lambda comment: re.sub(r"[^\n]", " ", comment[0]), source, flags=re.S)
+    code = re.sub(
+        r"//[^\n]*|/\*.*?\*/", lambda comment: re.sub(r"[^\n]", " ", comment[0]), source, flags=re.S
+    )
     launchers = []
     for match in re.finditer(r"^[ \t]*EXPORT\s+void\s+(\w+)\s*\(([^)]*)\)", code, flags=re.M):
         try:
@@ -98,7 +100,9 @@ def parse_launchers(source: str, origin: str = "source") -> list[Launcher]:
             column = match.start(1) - code.rfind("\n", 0, match.start(1))
             raise BuildError(at_line(origin, source, line, column, str(error))) from None
     if not launchers:
-        raise BuildError(f"{origin}: expected at least one launcher, `EXPORT void name(float* y, const float* x, int64_t n)`")
+        raise BuildError(
+            f"{origin}: expected at least one launcher, `EXPORT void name(float* y, const float* x, int64_t n)`"
+        )
     return launchers
 
 
@@ -107,7 +111,9 @@ def _parse_launcher(match: re.Match) -> Launcher:
     stream = texts[-1].startswith("cudaStream_t ")
     parameters = tuple(_parse_parameter(text) for text in (texts[:-1] if stream else texts))
     if not any(parameter.pointer for parameter in parameters):
-        raise ValueError(f"{name}: expected at least one tensor (pointer) parameter, got ({match[2].strip()})")
+        raise ValueError(
+            f"{name}: expected at least one tensor (pointer) parameter, got ({match[2].strip()})"
+        )
     return Launcher(name, " ".join(match[0].split()), parameters, stream)
 
 
@@ -132,7 +138,12 @@ def host_source(launchers: Iterable[Launcher], namespace: str, device: str) -> s
         if device == "cuda":
             body.insert(len(reads), "  host::DeviceGuard guard(call.device());")
             body.append("  call.check_launch();")
-        parts += [f"{launcher.declaration};", f"static void {launcher.name}_call(host::Call& call) {{", *body, "}"]
+        parts += [
+            f"{launcher.declaration};",
+            f"static void {launcher.name}_call(host::Call& call) {{",
+            *body,
+            "}",
+        ]
         parts += [f"OPERATOR({launcher.name}, {len(names)})", ""]
     parts.append(f"LIBRARY({namespace}, library) {{")
     for launcher in launchers:
@@ -204,7 +215,9 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _unit(name: str, source: str | None, device: str, defines: Mapping[str, object], first_line: int = 1) -> Unit:
+def _unit(
+    name: str, source: str | None, device: str, defines: Mapping[str, object], first_line: int = 1
+) -> Unit:
     if device not in ("cpu", "cuda"):
         raise ValueError(f'expected device "cpu" or "cuda", got {device!r}')
     if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.A):
@@ -225,7 +238,10 @@ def _unit(name: str, source: str | None, device: str, defines: Mapping[str, obje
         cflags = ["-O1", "-fvisibility=hidden"]
         flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
         flags += [f"-U__CUDA_NO_{what}__" for what in RESTORED]
-        flags += ["-Xcompiler=-fvisibility=hidden", "--threads=2"]  # the host's and the device's half side by side
+        flags += [
+            "-Xcompiler=-fvisibility=hidden",
+            "--threads=2",
+        ]  # the host's and the device's half side by side
         defines["WITH_CUDA"] = ""
     else:
         compilers = [toolchain.version_of(toolchain.host_compiler())]
@@ -235,17 +251,42 @@ def _unit(name: str, source: str | None, device: str, defines: Mapping[str, obje
         flags = []
     parts["flags"] = [device, cflags, flags, STABLE_ABI]
     parts["environment"] = {variable: os.environ.get(variable) for variable in COMPILER_VARIABLES}
-    parts["torch"] = [torch.__version__, torch.version.git_version, torch.version.cuda, torch._C._GLIBCXX_USE_CXX11_ABI]
+    parts["torch"] = [
+        torch.__version__,
+        torch.version.git_version,
+        torch.version.cuda,
+        torch._C._GLIBCXX_USE_CXX11_ABI,
+    ]
     parts["compiler"] = compilers
     parts["loader"] = [sys.implementation.cache_tag, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
     digests = {part: _digest(value) for part, value in parts.items()}
-    return Unit(name, device, origin, source, first_line, headers, defines, tuple(cflags), tuple(flags), launchers, digests)
+    return Unit(
+        name,
+        device,
+        origin,
+        source,
+        first_line,
+        headers,
+        defines,
+        tuple(cflags),
+        tuple(flags),
+        launchers,
+        digests,
+    )
 
 
 # Operators of the halves that load_inline switches off.
 RESTORED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
 # What compilers read beyond their command line.
-COMPILER_VARIABLES = ("CC", "CXX", "CPATH", "CPLUS_INCLUDE_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
+COMPILER_VARIABLES = (
+    "CC",
+    "CXX",
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+    "NVCC_CCBIN",
+)
 
 
 def _headers(source: str) -> dict[str, str]:
@@ -298,7 +339,12 @@ def _build(unit: Unit, folder: Path) -> None:
         _compile(unit, sources, folder)
         (sources / f"{work.name}.so").rename(work / "kernels.so")
         shutil.rmtree(sources)
-        record = {"name": unit.name, "device": unit.device, "parts": unit.parts, "seconds": time.monotonic() - start}
+        record = {
+            "name": unit.name,
+            "device": unit.device,
+            "parts": unit.parts,
+            "seconds": time.monotonic() - start,
+        }
         cache.publish(work, folder, record)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -325,7 +371,9 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> None:
         )
     except OSError as error:  # from the dynamic linker
         text = str(error.__cause__ or error)
-        problem = cache.folder_problem(folder.parent, text) or f"{unit.name} ({unit.device}) does not load: {text}"
+        problem = (
+            cache.folder_problem(folder.parent, text) or f"{unit.name} ({unit.device}) does not load: {text}"
+        )
         raise BuildError(problem, text) from error
     except UnicodeDecodeError as error:  # load_inline takes every compiler's words for UTF-8
         raise _compile_error(unit, error.object.decode(errors="replace"), Path(f"{folder}.log")) from None
@@ -340,7 +388,9 @@ def _compile_error(unit: Unit, log: str, log_path: Path) -> BuildError:
         log_path.write_text(log, encoding="utf-8", errors="replace")
     full = re.search("No space left on device|Disk quota exceeded", log)
     first = cache.folder_problem(log_path.parent, log) if full else first_error(log, unit.text_of)
-    return BuildError(f"{first}\nwhile compiling {unit.name} ({unit.device}); the whole log: {log_path}", log, str(log_path))
+    return BuildError(
+        f"{first}\nwhile compiling {unit.name} ({unit.device}); the whole log: {log_path}", log, str(log_path)
+    )
 
 
 @functools.lru_cache(None)
@@ -381,7 +431,9 @@ class Operators:
         return self._single(*arguments)
 
     def __repr__(self) -> str:
-        calls = [f"{each.name}({', '.join(p.schema for p in each.parameters)})" for each in self.unit.launchers]
+        calls = [
+            f"{each.name}({', '.join(p.schema for p in each.parameters)})" for each in self.unit.launchers
+        ]
         return f"<{self.unit.name} for {self.unit.device}: {', '.join(calls)}>"
 
 
@@ -412,7 +464,9 @@ def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
             raise
 
 
-def _load(name: str, source: str | None, device: str, defines: Mapping[str, object], place: str = "") -> Operators:
+def _load(
+    name: str, source: str | None, device: str, defines: Mapping[str, object], place: str = ""
+) -> Operators:
     slot = (name, source, device, tuple(sorted(defines.items())))
     operators = _loaded.get(slot)
     if operators is None:
@@ -424,7 +478,11 @@ def _load_unit(unit: Unit, place: str = "") -> Operators:
     with _loading.setdefault(unit.namespace, threading.Lock()):
         # Registering a namespace a second time would abort the process.
         if not hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].name):
-            if unit.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if (
+                unit.device == "cuda"
+                and torch.cuda.is_available()
+                and torch.cuda.is_current_stream_capturing()
+            ):
                 raise BuildError(
                     f"{unit.name} (cuda) is not loaded yet, and no kernel can be loaded while a CUDA graph is captured: "
                     "call what you capture once before, forward and backward"
@@ -468,7 +526,9 @@ def load_ipython_extension(shell) -> None:
     def compile_cell(device: str, line: str, cell: str) -> None:
         name, *macros = line.split() or [""]
         defines = dict(macro.partition("=")[::2] for macro in macros)
-        operators = _load_unit(_unit(name, cell, device, defines, first_line=2))  # the magic is the cell's first line
+        operators = _load_unit(
+            _unit(name, cell, device, defines, first_line=2)
+        )  # the magic is the cell's first line
         known = shell.user_ns.get(name)
         if isinstance(known, Operators):
             known.__dict__ = operators.__dict__

@@ -1,10 +1,10 @@
 """The folder that holds the builds: private, locked, checked before anything in it is loaded, and limited in size.
 
-    <cache>/<name>_<key>/kernels.so     a build; build.json beside it says of what, and its checksum
-    <cache>/<name>_<key>.building-*/    a build that is being made; left behind only by a killed builder, until the next build
-    <cache>/<name>_<key>.lock           held by the process that builds; the operating system frees it when that process dies
-    <cache>/<name>_<key>.owner          that process, for those who wait
-    <cache>/<name>_<key>.failure, .log  how its last build failed, for those who waited, and all that the compiler said
+<cache>/<name>_<key>/kernels.so     a build; build.json beside it says of what, and its checksum
+<cache>/<name>_<key>.building-*/    a build that is being made; left behind only by a killed builder, until the next build
+<cache>/<name>_<key>.lock           held by the process that builds; the operating system frees it when that process dies
+<cache>/<name>_<key>.owner          that process, for those who wait
+<cache>/<name>_<key>.failure, .log  how its last build failed, for those who waited, and all that the compiler said
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def why_missing(folder: Path, name: str, device: str, parts: Mapping[str, str]) 
     if not records:
         return "first build", None
     changes = [[part for part in parts if record["parts"].get(part) != parts[part]] for record in records]
-    fewest, record = min(zip(changes, records, strict=True), key=lambda pair: (len(pair[0]), -pair[1]["built"]))
+    fewest, record = min(
+        zip(changes, records, strict=True), key=lambda pair: (len(pair[0]), -pair[1]["built"])
+    )
     return " and ".join(fewest) + " changed", record["seconds"]
 
 
@@ -213,7 +215,9 @@ def sweep(cache: Path, held: Path | None = None) -> None:
     for work in cache.glob(f"*{BUILDING}*"):
         folder = cache / work.name.split(BUILDING)[0]
         with contextlib.suppress(filelock.Timeout, OSError):
-            with contextlib.nullcontext() if folder == held else filelock.FileLock(f"{folder}.lock", timeout=0):
+            with (
+                contextlib.nullcontext() if folder == held else filelock.FileLock(f"{folder}.lock", timeout=0)
+            ):
                 shutil.rmtree(work, ignore_errors=True)
 
 

@@ -49,9 +49,12 @@ def at_line(origin: str, text: str, line: int, column: int | None, message: str)
     return f"{place}: error: {message}\n{line:5} | {lines[line - 1].expandtabs()}{caret}"
 
 
-GCC_ERROR = re.compile(r"^(?P<file>.+?):(?P<line>\d+):(?:(?P<column>\d+):)? (?:fatal )?error: (?P<message>.*)$", re.M)
+GCC_ERROR = re.compile(
+    r"^(?P<file>.+?):(?P<line>\d+):(?:(?P<column>\d+):)? (?:fatal )?error: (?P<message>.*)$", re.M
+)
 NVCC_ERROR = re.compile(
-    r"^(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<message>.*)\n(?P<code>.*)\n(?P<caret> *)\^", re.M
+    r"^(?P<file>.+?)\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<message>.*)\n(?P<code>.*)\n(?P<caret> *)\^",
+    re.M,
 )
 NOTE = re.compile(r"^(?P<file>.+?):(?P<line>\d+):(?:(?P<column>\d+):)? ", re.M)
 
@@ -104,14 +107,21 @@ class Status:
         self.start = time.monotonic()
         self.finished = threading.Event()
         self._all.append(self)
-        self._print(f"{self.what}: {self.state}{self.estimate.replace(' of', ',', 1)} ...", last=not sys.stderr.isatty())
+        self._print(
+            f"{self.what}: {self.state}{self.estimate.replace(' of', ',', 1)} ...",
+            last=not sys.stderr.isatty(),
+        )
         if self.notebook or sys.stderr.isatty():
             threading.Thread(target=self._tick, daemon=True).start()
         return self
 
     def _tick(self) -> None:
         while not self.finished.wait(0.2):
-            lines = [self.line() + self.estimate] if self.notebook else [each.line() + each.estimate for each in self._all]
+            lines = (
+                [self.line() + self.estimate]
+                if self.notebook
+                else [each.line() + each.estimate for each in self._all]
+            )
             self._print(" | ".join(lines))
 
     def say(self, state: str) -> None:
@@ -140,5 +150,7 @@ class Status:
         self.finished.set()
         self._all.remove(self)
         if kind or self.state == "compiling":
-            self.state = "built" if kind is None else "failed" if issubclass(kind, Exception) else "interrupted"
+            self.state = (
+                "built" if kind is None else "failed" if issubclass(kind, Exception) else "interrupted"
+            )
         self._print(self.line(), last=True)

@@ -45,10 +45,14 @@ def host_compiler() -> str:
 def nvcc() -> str:
     """CUDA's compiler. Raises BuildError where it is missing or of another CUDA than torch's."""
     if not torch.version.cuda:
-        raise BuildError(f"torch {torch.__version__} is built without CUDA: use device=\"cpu\", or install a torch with CUDA")
+        raise BuildError(
+            f'torch {torch.__version__} is built without CUDA: use device="cpu", or install a torch with CUDA'
+        )
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc")
-    home = home or (os.path.dirname(os.path.dirname(found)) if found else "/usr/local/cuda")  # as torch looks for it
+    home = home or (
+        os.path.dirname(os.path.dirname(found)) if found else "/usr/local/cuda"
+    )  # as torch looks for it
     compiler = os.path.join(home, "bin", "nvcc")
     release = re.search(r"release (\d+)\.(\d+)", version_of(compiler))
     if release and release[1] != torch.version.cuda.split(".")[0]:
@@ -62,12 +66,20 @@ def nvcc() -> str:
 @functools.lru_cache(None)
 def version_of(compiler: str) -> str:
     try:
-        command = [*shlex.split(compiler), "--version"] if not os.path.exists(compiler) else [compiler, "--version"]
+        command = (
+            [*shlex.split(compiler), "--version"] if not os.path.exists(compiler) else [compiler, "--version"]
+        )
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        what, fix = "C++ compiler", "install one with apt-get install g++ (or dnf install gcc-c++), or set CXX to it"
+        what, fix = (
+            "C++ compiler",
+            "install one with apt-get install g++ (or dnf install gcc-c++), or set CXX to it",
+        )
         if os.path.basename(compiler) == "nvcc":
-            what, fix = "CUDA compiler", f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to its folder"
+            what, fix = (
+                "CUDA compiler",
+                f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to its folder",
+            )
         raise BuildError(f"no {what}: {compiler} does not run ({error}); {fix}") from None
 
 
@@ -104,11 +116,15 @@ def cuda_architectures() -> list[str]:
         listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("+PTX", "").replace(";", " ").split()
         capabilities = {tuple(int(part) for part in text.rstrip("af").split(".")) for text in listed}
         if not capabilities:
-            raise BuildError("no GPU is visible: set TORCH_CUDA_ARCH_LIST to the compute capability to build for, e.g. 9.0")
+            raise BuildError(
+                "no GPU is visible: set TORCH_CUDA_ARCH_LIST to the compute capability to build for, e.g. 9.0"
+            )
     supported = sorted(capability for capability in capabilities if capability >= MINIMUM_CAPABILITY)
     if not supported:
         got = ", ".join(f"{major}.{minor}" for major, minor in sorted(capabilities))
-        raise BuildError(f"expected a GPU of compute capability 7.5 or later (7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0), got {got}")
+        raise BuildError(
+            f"expected a GPU of compute capability 7.5 or later (7.5, 8.0, 8.6, 8.9, 9.0, 10.0, 12.0), got {got}"
+        )
     return [f"{major}{minor}" + ("a" if (major, minor) >= (9, 0) else "") for major, minor in supported]
 
 
@@ -136,7 +152,9 @@ def free_memory() -> int:
     """Bytes that a new process may use: of the machine, and of the container where that has a limit."""
     free = 1 << 62
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        free = int(re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), flags=re.M)[1]) << 10
+        free = (
+            int(re.search(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text(), flags=re.M)[1]) << 10
+        )
     with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
         group = Path("/sys/fs/cgroup")
         used = int((group / "memory.current").read_text())
@@ -150,7 +168,9 @@ def free_memory() -> int:
 
 def _check_torch() -> str:
     if TORCH < (2, 8):
-        raise BuildError(f"expected torch 2.8 or later, got {torch.__version__}: {sys.executable} -m pip install --upgrade torch")
+        raise BuildError(
+            f"expected torch 2.8 or later, got {torch.__version__}: {sys.executable} -m pip install --upgrade torch"
+        )
     return f"{torch.__version__}, CUDA {torch.version.cuda}"
 
 
@@ -179,8 +199,14 @@ def _check_gpu() -> str:
 
 def _check_torch_locks() -> str:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    stale = shlex.join(str(lock) for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > 3600)
-    return f"torch's own load_inline, not this loader, may wait for ever for one of: rm {stale}" if stale else "none"
+    stale = shlex.join(
+        str(lock) for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > 3600
+    )
+    return (
+        f"torch's own load_inline, not this loader, may wait for ever for one of: rm {stale}"
+        if stale
+        else "none"
+    )
 
 
 CHECKS = {

@@ -95,7 +95,15 @@ class Conv2dGroupNormScaleMaxPoolClamp(nn.Module):
     """
 
     def __init__(
-        self, in_channels, out_channels, kernel_size, num_groups, scale_shape, maxpool_kernel_size, clamp_min, clamp_max
+        self,
+        in_channels,
+        out_channels,
+        kernel_size,
+        num_groups,
+        scale_shape,
+        maxpool_kernel_size,
+        clamp_min,
+        clamp_max,
     ):
         super().__init__()
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
@@ -146,7 +154,12 @@ class Fused:
         if not isinstance(model, reference):
             raise TypeError(f"expected a {reference.__name__}, got a {type(model).__name__}")
         twin = cls.__new__(cls)
-        twin.__dict__.update({key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(model).items()})
+        twin.__dict__.update(
+            {
+                key: copy.copy(value) if isinstance(value, dict) else value
+                for key, value in vars(model).items()
+            }
+        )
         return twin
 
     def plan(self, x: torch.Tensor) -> Plan:
@@ -162,7 +175,9 @@ class Fused:
 
     def _choose(self, x: torch.Tensor) -> tuple[str, str]:
         if self.variant != "auto" and self.variant not in self.variants:
-            raise ValueError(f"expected variant to be 'auto' or one of {', '.join(self.variants)}, got {self.variant!r}")
+            raise ValueError(
+                f"expected variant to be 'auto' or one of {', '.join(self.variants)}, got {self.variant!r}"
+            )
         if self.variant == "eager":
             return "eager", "asked for"
         obstacle = self._altered()  # first, because reading a parametrized weight may change it
@@ -177,10 +192,16 @@ class Fused:
         if self.variant == "epilogue":
             return "epilogue", "asked for"
         if self.variant == "folded":
-            return "folded", "asked for; for an input that can reach NaN, and in backward, it computes as epilogue"
+            return (
+                "folded",
+                "asked for; for an input that can reach NaN, and in backward, it computes as epilogue",
+            )
         if x.device.type == "cpu":
             name = "epilogue" if self.variant == "auto" else "fused"
-            return name, "on the CPU epilogue and fused are one: a convolution, Winograd's or the library's, and our tail, in cache"
+            return (
+                name,
+                "on the CPU epilogue and fused are one: a convolution, Winograd's or the library's, and our tail, in cache",
+            )
         obstacle = self._fused_obstacle(x)
         if self.variant == "fused":
             if obstacle is not None:
@@ -188,7 +209,11 @@ class Fused:
             return "fused", "asked for"
         if obstacle is None and self.training and operators.keeps(x, *self.parameters()):
             obstacle = "in training a backward pass will follow, which needs the convolution's output"
-        return ("fused", "the convolution runs inside our kernels") if obstacle is None else ("epilogue", obstacle)
+        return (
+            ("fused", "the convolution runs inside our kernels")
+            if obstacle is None
+            else ("epilogue", obstacle)
+        )
 
     def _fused_obstacle(self, x: torch.Tensor) -> str | None:
         """Why the fused kernels can't run on the GPU, or None."""
@@ -258,14 +283,24 @@ class Fused:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    tables = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(len(table) > 0 for table in tables)
 
 
 def _convolved_dtype(tensor: torch.Tensor) -> torch.dtype:
     """The dtype in which the convolution sees `tensor`: autocast changes that of floating-point tensors but float64."""
     device = tensor.device.type
-    casts = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    casts = (
+        device in ("cpu", "cuda")
+        and torch.is_autocast_enabled(device)
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+    )
     return torch.get_autocast_dtype(device) if casts else tensor.dtype
 
 
@@ -278,7 +313,9 @@ def _is_by_channel(parameter: torch.Tensor, conv: nn.Module) -> bool:
     """Does `parameter` hold one value per channel, or one in all?"""
     channels, spatial = conv.weight.shape[0], conv.weight.dim() - 2
     by_channel = tuple(parameter.shape[-spatial - 1 :]) == (channels,) + (1,) * spatial
-    return parameter.dim() <= spatial + 2 and (parameter.numel() == 1 or (by_channel and parameter.numel() == channels))
+    return parameter.dim() <= spatial + 2 and (
+        parameter.numel() == 1 or (by_channel and parameter.numel() == channels)
+    )
 
 
 _SHAPE_OBSTACLE = "{} holds neither one value per channel nor one in all"
@@ -323,7 +360,14 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Fused, Conv3dMultiplyInstanc
     def _run(self, x, variant):
         conv, multiplier = self.conv, self.multiplier.reshape(-1)
         return operators.conv3d_multiply_instancenorm_clamp_multiply_max(
-            x, conv.weight, conv.bias, multiplier, self.clamp_min, self.clamp_max, self.instance_norm.eps, variant
+            x,
+            conv.weight,
+            conv.bias,
+            multiplier,
+            self.clamp_min,
+            self.clamp_max,
+            self.instance_norm.eps,
+            variant,
         )
 
 
@@ -335,7 +379,10 @@ class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
         return fused.conv3d_obstacle(x, self.conv.weight, _fused_dtype(x, self.conv.weight))
 
     def _tail_raises(self, x, size):
-        return x.dim() == 5 and x.shape[0] * math.prod(size) * self.conv.out_channels // self.norm.num_groups == 1
+        return (
+            x.dim() == 5
+            and x.shape[0] * math.prod(size) * self.conv.out_channels // self.norm.num_groups == 1
+        )
 
     def _tail_parameters(self):
         return self.norm.weight, self.norm.bias
@@ -343,7 +390,17 @@ class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
     def _run(self, x, variant):
         conv, norm, p = self.conv, self.norm, self.dropout.p if self.dropout.training else 0.0
         return operators.conv3d_groupnorm_min_clamp_dropout(
-            x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, self.min_value, self.max_value, p, norm.eps, variant
+            x,
+            conv.weight,
+            conv.bias,
+            norm.weight,
+            norm.bias,
+            norm.num_groups,
+            self.min_value,
+            self.max_value,
+            p,
+            norm.eps,
+            variant,
         )
 
 
@@ -352,7 +409,9 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Fused, Conv2dGroupNormScaleMaxPoolClam
 
     def _fused_obstacle(self, x):
         weight = self.conv.weight
-        return fused.conv2d_groupnorm_scale_maxpool_clamp_obstacle(x, weight, _fused_dtype(x, weight), self._pool())
+        return fused.conv2d_groupnorm_scale_maxpool_clamp_obstacle(
+            x, weight, _fused_dtype(x, weight), self._pool()
+        )
 
     def _tail_parameters(self):
         return self.group_norm.weight, self.group_norm.bias, self.scale
@@ -362,13 +421,22 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Fused, Conv2dGroupNormScaleMaxPoolClam
         return (size, size) if isinstance(size, int) else tuple(size)
 
     def _tail_raises(self, x, size):
-        if x.dim() == 4 and x.shape[0] * math.prod(size) * self.conv.out_channels // self.group_norm.num_groups == 1:
+        if (
+            x.dim() == 4
+            and x.shape[0] * math.prod(size) * self.conv.out_channels // self.group_norm.num_groups == 1
+        ):
             return True
         return any(extent < window for extent, window in zip(size, self._pool()))
 
     def _tail_obstacle(self):
         pool = self.maxpool
-        if pool.stride != pool.kernel_size or pool.padding or pool.dilation != 1 or pool.ceil_mode or pool.return_indices:
+        if (
+            pool.stride != pool.kernel_size
+            or pool.padding
+            or pool.dilation != 1
+            or pool.ceil_mode
+            or pool.return_indices
+        ):
             return "maxpool has another stride than its size, padding, dilation, ceil_mode or return_indices"
         return None if _is_by_channel(self.scale, self.conv) else _SHAPE_OBSTACLE.format("scale")
 

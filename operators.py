@@ -44,7 +44,9 @@ def _device_type(x: Tensor) -> str:
 
 def _kernels(name: str, x: Tensor, out_dtype: torch.dtype, **defines) -> inline_loader.Operators:
     """The kernels of kernels/<name>.* for x's device and dtype, results in `out_dtype`."""
-    return inline_loader.load(name, device=_device_type(x), defines={**fused.element_types(x.dtype, out_dtype), **defines})
+    return inline_loader.load(
+        name, device=_device_type(x), defines={**fused.element_types(x.dtype, out_dtype), **defines}
+    )
 
 
 def _accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -76,7 +78,9 @@ def _result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.me
 
 def _is_captured(x: Tensor) -> bool:
     """Does a CUDA graph record what is done to x?"""
-    return _device_type(x) == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return (
+        _device_type(x) == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _convolve(x: Tensor, weight: Tensor, channels_last: bool) -> Tensor:
@@ -92,7 +96,12 @@ def _winograd_applies(x: Tensor, weight: Tensor) -> bool:
     make transforming cheap. Its error grows with the terms of a sum: up to 64 of them 1.2 times the library's on average, 1.7
     at most (benchmarks/NOTES.md).
     """
-    if _device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3) or _is_channels_last(x, weight):
+    if (
+        _device_type(x) != "cpu"
+        or x.dtype != torch.float32
+        or weight.shape[-2:] != (3, 3)
+        or _is_channels_last(x, weight)
+    ):
         return False
     terms = math.prod(weight.shape[1:-2])
     return 8 <= terms <= 64 and weight.shape[0] % 8 == 0 and min(_output_size(x, weight)[-2:]) >= 16
@@ -103,12 +112,20 @@ def _convolve_contiguous(x: Tensor, weight: Tensor, kernels: inline_loader.Opera
     if not _winograd_applies(x, weight):
         return _convolve(x, weight, channels_last=False)
     v = x.new_empty(len(x), len(weight), *_output_size(x, weight))
-    kernels.convolve(v, x.contiguous(), weight.contiguous(), *x.shape[:2], len(weight), *x.shape[2:], weight.shape[2])
+    kernels.convolve(
+        v, x.contiguous(), weight.contiguous(), *x.shape[:2], len(weight), *x.shape[2:], weight.shape[2]
+    )
     return v
 
 
 def _convolve_backward(
-    dv: Tensor, x: Tensor, weight: Tensor, channels_last: bool, need_x: bool, need_weight: bool, laid_out: Tensor | None = None
+    dv: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    channels_last: bool,
+    need_x: bool,
+    need_weight: bool,
+    laid_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x, in eager's layout, and of weight, contiguous; without elements where not needed. dv as _convolve's result;
     laid_out is x in the convolution's layout, where the caller has it.
@@ -117,16 +134,28 @@ def _convolve_backward(
     if need_x or need_weight:
         layout = _channels_last(x) if channels_last else torch.contiguous_format
         ones, zeros = [1] * (x.dim() - 2), [0] * (x.dim() - 2)
-        x, weight = (x if laid_out is None else laid_out).contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+        x, weight = (
+            (x if laid_out is None else laid_out).contiguous(memory_format=layout),
+            weight.contiguous(memory_format=layout),
+        )
         dv = dv.movedim(-1, 1) if channels_last else dv
         mask = [need_x, need_weight, False]
-        grads = torch.ops.aten.convolution_backward(dv, x, weight, None, ones, zeros, ones, False, zeros, 1, mask)
-        dx, dw = grads[0].contiguous(memory_format=dx_layout) if need_x else dx, grads[1].contiguous() if need_weight else dw
+        grads = torch.ops.aten.convolution_backward(
+            dv, x, weight, None, ones, zeros, ones, False, zeros, 1, mask
+        )
+        dx, dw = (
+            grads[0].contiguous(memory_format=dx_layout) if need_x else dx,
+            grads[1].contiguous() if need_weight else dw,
+        )
     return dx, dw
 
 
 def _fake_gradients(x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
-    dx = x.new_empty(x.shape).contiguous(memory_format=_result_format(x, weight, True)) if need_x else x.new_empty(0)
+    dx = (
+        x.new_empty(x.shape).contiguous(memory_format=_result_format(x, weight, True))
+        if need_x
+        else x.new_empty(0)
+    )
     return dx, weight.new_empty(weight.shape if need_weight else 0)
 
 
@@ -161,7 +190,10 @@ def _index(count: int) -> tuple[str, torch.dtype]:
 def _accumulated(dtype: torch.dtype, conv_bias: Tensor, *parameters: Tensor) -> list[Tensor]:
     """Parameters by channel as the kernels read them: C elements each."""
     accumulate = _accumulate_dtype(dtype)
-    return [parameter.to(accumulate).expand(conv_bias.shape).contiguous() for parameter in (conv_bias, *parameters)]
+    return [
+        parameter.to(accumulate).expand(conv_bias.shape).contiguous()
+        for parameter in (conv_bias, *parameters)
+    ]
 
 
 @functools.lru_cache(None)
@@ -172,7 +204,10 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 
 def _summed(gradients: Tensor, *like: Tensor) -> list[Tensor]:
     """Gradients by sample (k, N, C) to k gradients, each in shape (C or 1) and dtype of `like`, rounded once, sharing no memory."""
-    totals = [total.sum(0, keepdim=True) if len(other) == 1 else total for total, other in zip(gradients.sum(1), like)]
+    totals = [
+        total.sum(0, keepdim=True) if len(other) == 1 else total
+        for total, other in zip(gradients.sum(1), like)
+    ]
     return [total.to(other.dtype, copy=True) for total, other in zip(totals, like)]
 
 
@@ -219,7 +254,9 @@ def _nothing(x: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     return [x.new_empty(0, dtype=dtype) for dtype in dtypes]
 
 
-def _register_gradient(operator, backward_operator, tensors: int, constants: int, backward_constants: int) -> None:
+def _register_gradient(
+    operator, backward_operator, tensors: int, constants: int, backward_constants: int
+) -> None:
     """Autograd of `operator(tensors…, constants…, variant, keep) -> (result, kept…)`.
 
     It comes from `backward_operator(dy, tensors…, kept…, the first constants…, need_x, need_weight)`, which returns gradients of
@@ -238,7 +275,9 @@ def _register_gradient(operator, backward_operator, tensors: int, constants: int
             return tuple(nones)
         saved, needs = ctx.saved_tensors, ctx.needs_input_grad[:2]
         if not ctx.kept:
-            with torch.autocast(dy.device.type, enabled=False):  # forward chose the dtypes; an autocast region around backward may not
+            with torch.autocast(
+                dy.device.type, enabled=False
+            ):  # forward chose the dtypes; an autocast region around backward may not
                 saved = *saved[:tensors], *operator(*saved[:tensors], *ctx.constants, "epilogue", True)[1:]
         dx, dw, *parameters = backward_operator(dy, *saved, *ctx.constants[:backward_constants], *needs)
         gradients = [dx if needs[0] else None, dw if needs[1] else None, *parameters]
@@ -252,7 +291,14 @@ def _register_gradient(operator, backward_operator, tensors: int, constants: int
 
 @torch.library.custom_op("inline_kernels::conv2d_min_add_multiply", mutates_args=())
 def _conv2d_min_add_multiply(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, variant: str, keep: bool
+    x: Tensor,
+    weight: Tensor,
+    conv_bias: Tensor,
+    bias: Tensor,
+    constant: float,
+    scale: float,
+    variant: str,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """y (N, C, H', W'), and if `keep` v: (N, H', W', C) on a GPU and (N, C, H', W') on the CPU, each where it serves best."""
     if variant == "fused" and _device_type(x) == "cuda":
@@ -279,7 +325,12 @@ def _conv2d_min_add_multiply_winograd(
     """y and v (N, C, H', W'), tile by tile; v without elements unless `keep`. The library repeats a sample whose convolution is not
     finite everywhere: direct sums say what is infinite and what NaN. (A normalisation makes NaN of both.)
     """
-    kernels, (N, Cin, H, W), C, size = _kernels("conv2d_min_add_multiply", x, bias.dtype), x.shape, len(weight), _output_size(x, weight)
+    kernels, (N, Cin, H, W), C, size = (
+        _kernels("conv2d_min_add_multiply", x, bias.dtype),
+        x.shape,
+        len(weight),
+        _output_size(x, weight),
+    )
     x, weight, *parameters = x.contiguous(), weight.contiguous(), *_accumulated(x.dtype, conv_bias, bias)
     y = x.new_empty(N, C, *size, dtype=bias.dtype)
     v, finite = x.new_empty(y.shape if keep else 0), x.new_ones(N, dtype=torch.int32)
@@ -311,7 +362,14 @@ def _surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
     Eager's layout stays in float32 here and there with fewer positions, fewer channels and other filters.
     """
     (C, channels, height, width), positions = weight.shape, len(x) * math.prod(_output_size(x, weight))
-    return fused.may_run_tf32(x) and channels >= 64 and C >= 128 and height <= 3 and 1 < width <= 3 and positions >= 2**16
+    return (
+        fused.may_run_tf32(x)
+        and channels >= 64
+        and C >= 128
+        and height <= 3
+        and 1 < width <= 3
+        and positions >= 2**16
+    )
 
 
 def _convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
@@ -366,10 +424,16 @@ def _conv2d_min_add_multiply_backward(
 
 @_conv2d_min_add_multiply_backward.register_fake
 def _(dy, x, weight, conv_bias, bias, v, constant, scale, need_x, need_weight):
-    return *_fake_gradients(x, weight, need_x, need_weight), torch.empty_like(conv_bias), torch.empty_like(bias)
+    return (
+        *_fake_gradients(x, weight, need_x, need_weight),
+        torch.empty_like(conv_bias),
+        torch.empty_like(bias),
+    )
 
 
-_register_gradient(_conv2d_min_add_multiply, _conv2d_min_add_multiply_backward, tensors=4, constants=2, backward_constants=2)
+_register_gradient(
+    _conv2d_min_add_multiply, _conv2d_min_add_multiply_backward, tensors=4, constants=2, backward_constants=2
+)
 
 
 def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant="epilogue") -> Tensor:
@@ -383,7 +447,9 @@ def conv2d_min_add_multiply(x, weight, conv_bias, bias, constant, scale, variant
     if autocast is not None:
         bias = bias.to(torch.promote_types(autocast, bias.dtype))
     keep = variant != "fused" and keeps(x, weight, conv_bias, bias)
-    return _conv2d_min_add_multiply(x, weight, conv_bias, bias, float(constant), float(scale), variant, keep)[0]
+    return _conv2d_min_add_multiply(x, weight, conv_bias, bias, float(constant), float(scale), variant, keep)[
+        0
+    ]
 
 
 # ------------------------------------------------------- 79: conv3d_multiply_instancenorm_clamp_multiply_max
@@ -397,12 +463,17 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
     """y (N, D', H', W'); if `keep` v (N, C, D', H', W'), the winners' index and v (N, D', H', W'); mean, m2 (N, C)."""
     if variant == "fused" and _device_type(x) == "cuda":
         parameters = _accumulated(x.dtype, conv_bias, multiplier)
-        y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, *parameters, multiplier.dtype, low, high, eps)
+        y = fused.conv3d_multiply_instancenorm_clamp_multiply_max(
+            x, weight, *parameters, multiplier.dtype, low, high, eps
+        )
         accumulate = parameters[0].dtype
         return y, *_nothing(x, x.dtype, _index(weight.shape[0])[1], x.dtype, accumulate, accumulate)
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     ctype, dtype = _index(C)
-    kernels, count = _kernels("conv3d_multiply_instancenorm_clamp_multiply_max", x, multiplier.dtype, INDEX_T=ctype), _samples_per_piece(x, weight, keep)
+    kernels, count = (
+        _kernels("conv3d_multiply_instancenorm_clamp_multiply_max", x, multiplier.dtype, INDEX_T=ctype),
+        _samples_per_piece(x, weight, keep),
+    )
     convolved = _begun(_convolve_contiguous(part, weight, kernels) for (part,) in _pieces(count, x))
     parameters = _accumulated(x.dtype, conv_bias, multiplier)
     y = x.new_empty(N, *size, dtype=multiplier.dtype)
@@ -418,12 +489,17 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max(
 def _(x, weight, conv_bias, multiplier, low, high, eps, variant, keep):
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
     y = x.new_empty(N, *size, dtype=multiplier.dtype)
-    index, winner = x.new_empty(y.shape if keep else 0, dtype=_index(C)[1]), x.new_empty(y.shape if keep else 0)
+    index, winner = (
+        x.new_empty(y.shape if keep else 0, dtype=_index(C)[1]),
+        x.new_empty(y.shape if keep else 0),
+    )
     mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
     return y, *_kept(keep, x.new_empty(N, C, *size), index, winner, mean, torch.empty_like(mean))
 
 
-@torch.library.custom_op("inline_kernels::conv3d_multiply_instancenorm_clamp_multiply_max_backward", mutates_args=())
+@torch.library.custom_op(
+    "inline_kernels::conv3d_multiply_instancenorm_clamp_multiply_max_backward", mutates_args=()
+)
 def _conv3d_multiply_instancenorm_clamp_multiply_max_backward(
     dy: Tensor, x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, v: Tensor, index: Tensor,
     winner: Tensor, mean: Tensor, m2: Tensor, low: float, high: float, eps: float, need_x: bool, need_weight: bool,
@@ -442,10 +518,20 @@ def _conv3d_multiply_instancenorm_clamp_multiply_max_backward(
 
 @_conv3d_multiply_instancenorm_clamp_multiply_max_backward.register_fake
 def _(dy, x, weight, conv_bias, multiplier, v, index, winner, mean, m2, low, high, eps, need_x, need_weight):
-    return *_fake_gradients(x, weight, need_x, need_weight), torch.empty_like(conv_bias), torch.empty_like(multiplier)
+    return (
+        *_fake_gradients(x, weight, need_x, need_weight),
+        torch.empty_like(conv_bias),
+        torch.empty_like(multiplier),
+    )
 
 
-_register_gradient(_conv3d_multiply_instancenorm_clamp_multiply_max, _conv3d_multiply_instancenorm_clamp_multiply_max_backward, tensors=4, constants=3, backward_constants=3)
+_register_gradient(
+    _conv3d_multiply_instancenorm_clamp_multiply_max,
+    _conv3d_multiply_instancenorm_clamp_multiply_max_backward,
+    tensors=4,
+    constants=3,
+    backward_constants=3,
+)
 
 
 def conv3d_multiply_instancenorm_clamp_multiply_max(
@@ -462,7 +548,9 @@ def conv3d_multiply_instancenorm_clamp_multiply_max(
         multiplier = multiplier.to(torch.promote_types(autocast, multiplier.dtype))
     keep = variant != "fused" and keeps(x, weight, conv_bias, multiplier)
     constants = float(low), float(high), float(eps)
-    return _conv3d_multiply_instancenorm_clamp_multiply_max(x, weight, conv_bias, multiplier, *constants, variant, keep)[0]
+    return _conv3d_multiply_instancenorm_clamp_multiply_max(
+        x, weight, conv_bias, multiplier, *constants, variant, keep
+    )[0]
 
 
 # ------------------------------------------------------------------- 83: conv3d_groupnorm_min_clamp_dropout
@@ -475,20 +563,42 @@ def _conv3d_groupnorm_min_clamp_dropout(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y (N, C, D', H', W'); if `keep` v likewise and active (N, C); mean (N, C); group mean and rstd (N, G)."""
     if variant == "fused" and _device_type(x) == "cuda":
-        parameters, low = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias), _rounded(low, norm_weight.dtype)
-        y = fused.conv3d_groupnorm_min_clamp_dropout(x, weight, parameters, norm_weight.dtype, seed, groups, low, high, p, eps)
+        parameters, low = (
+            _accumulated(x.dtype, conv_bias, norm_weight, norm_bias),
+            _rounded(low, norm_weight.dtype),
+        )
+        y = fused.conv3d_groupnorm_min_clamp_dropout(
+            x, weight, parameters, norm_weight.dtype, seed, groups, low, high, p, eps
+        )
         y, accumulate = y.contiguous(memory_format=_result_format(x, weight, False)), parameters[0].dtype
         return y, *_nothing(x, x.dtype, torch.int32, accumulate, accumulate, accumulate)
-    if variant == "folded" and low == low and high == high and _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups, eps):
+    if (
+        variant == "folded"
+        and low == low
+        and high == high
+        and _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups, eps)
+    ):
         y = x.new_empty(x.shape[0], weight.shape[0], *_output_size(x, weight), dtype=norm_weight.dtype)
-        kernels, value = _kernels("conv3d_groupnorm_min_clamp_dropout", x, y.dtype), min(_rounded(low, y.dtype), high)
+        kernels, value = (
+            _kernels("conv3d_groupnorm_min_clamp_dropout", x, y.dtype),
+            min(_rounded(low, y.dtype), high),
+        )
         kernels.constant(y, seed, value, p, y.numel())
-        y, accumulate = y.contiguous(memory_format=_result_format(x, weight, False)), _accumulate_dtype(x.dtype)
+        y, accumulate = (
+            y.contiguous(memory_format=_result_format(x, weight, False)),
+            _accumulate_dtype(x.dtype),
+        )
         return y, *_nothing(x, x.dtype, torch.int32, accumulate, accumulate, accumulate)
-    kernels, count = _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype), _samples_per_piece(x, weight, keep)
+    kernels, count = (
+        _kernels("conv3d_groupnorm_min_clamp_dropout", x, norm_weight.dtype),
+        _samples_per_piece(x, weight, keep),
+    )
     convolved = _begun(_convolve_contiguous(part, weight, kernels) for (part,) in _pieces(count, x))
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
-    parameters, low = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias), _rounded(low, norm_weight.dtype)
+    parameters, low = (
+        _accumulated(x.dtype, conv_bias, norm_weight, norm_bias),
+        _rounded(low, norm_weight.dtype),
+    )
     y = x.new_empty(N, C, *size, dtype=norm_weight.dtype)
     active = x.new_zeros((N, C) if keep else 0, dtype=torch.int32)
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
@@ -506,10 +616,17 @@ def _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups: 
     Then min(z, low) is at most low and the clamp lifts it there: after both, every element is min(low, high).
     """
     if _is_captured(x):
-        raise RuntimeError("the variant 'folded' looks at its input's values, so no CUDA graph can capture it: capture 'epilogue' or 'fused'")
-    conv = (weight.double().abs().flatten(1).sum(1) * x.abs().amax() + conv_bias.double().abs()).amax()  # NaN fails each comparison
+        raise RuntimeError(
+            "the variant 'folded' looks at its input's values, so no CUDA graph can capture it: capture 'epilogue' or 'fused'"
+        )
+    conv = (
+        weight.double().abs().flatten(1).sum(1) * x.abs().amax() + conv_bias.double().abs()
+    ).amax()  # NaN fails each comparison
     count = weight.shape[0] // groups * math.prod(_output_size(x, weight))
-    z = 2 * conv / max(eps, 1e-300) ** 0.5 * norm_weight.double().abs().amax() + norm_bias.double().abs().amax()
+    z = (
+        2 * conv / max(eps, 1e-300) ** 0.5 * norm_weight.double().abs().amax()
+        + norm_bias.double().abs().amax()
+    )
     bounds = (conv, x.dtype), (count * (2 * conv) ** 2, _accumulate_dtype(x.dtype)), (z, norm_weight.dtype)
     fits = [value < torch.finfo(dtype).max for value, dtype in bounds]
     return bool(torch.stack([*fits, (norm_weight != 0).all()]).all())
@@ -518,7 +635,9 @@ def _normalises_to_finite(x, weight, conv_bias, norm_weight, norm_bias, groups: 
 @_conv3d_groupnorm_min_clamp_dropout.register_fake
 def _(x, weight, conv_bias, norm_weight, norm_bias, seed, groups, low, high, p, eps, variant, keep):
     N, C, size = x.shape[0], weight.shape[0], _output_size(x, weight)
-    y = x.new_empty(N, C, *size, dtype=norm_weight.dtype).contiguous(memory_format=_result_format(x, weight, False))
+    y = x.new_empty(N, C, *size, dtype=norm_weight.dtype).contiguous(
+        memory_format=_result_format(x, weight, False)
+    )
     v, active = x.new_empty(N, C, *size), x.new_empty(N, C, dtype=torch.int32)
     mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
     return y, *_kept(keep, v, active, mean, mean.new_empty(N, groups), mean.new_empty(N, groups))
@@ -552,11 +671,28 @@ def _(
     return *_fake_gradients(x, weight, need_x, need_weight), *parameters
 
 
-_register_gradient(_conv3d_groupnorm_min_clamp_dropout, _conv3d_groupnorm_min_clamp_dropout_backward, tensors=6, constants=5, backward_constants=4)
+_register_gradient(
+    _conv3d_groupnorm_min_clamp_dropout,
+    _conv3d_groupnorm_min_clamp_dropout_backward,
+    tensors=6,
+    constants=5,
+    backward_constants=4,
+)
 
 
 def conv3d_groupnorm_min_clamp_dropout(
-    x, weight, conv_bias, norm_weight, norm_bias, groups, low, high, p=0.0, eps=1e-5, variant="epilogue", seed=None
+    x,
+    weight,
+    conv_bias,
+    norm_weight,
+    norm_bias,
+    groups,
+    low,
+    high,
+    p=0.0,
+    eps=1e-5,
+    variant="epilogue",
+    seed=None,
 ) -> Tensor:
     """dropout(clamp(min(group_norm(conv3d(x, weight, conv_bias)), low), low, high), p).
 
@@ -574,13 +710,29 @@ def conv3d_groupnorm_min_clamp_dropout(
     if seed is None:
         seed = torch.empty(0, dtype=torch.int64, device=x.device)
         if p > 0:
-            halves = torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device)  # inductor knows no larger bounds on a GPU
+            halves = torch.randint(
+                2**31 - 1, (2,), dtype=torch.int32, device=x.device
+            )  # inductor knows no larger bounds on a GPU
             seed = halves.view(torch.int64)
     keep = variant not in ("fused", "folded") and keeps(x, weight, conv_bias, norm_weight, norm_bias)
     y = _conv3d_groupnorm_min_clamp_dropout(
-        x, weight, conv_bias, norm_weight, norm_bias, seed, groups, float(low), float(high), float(p), float(eps), variant, keep
+        x,
+        weight,
+        conv_bias,
+        norm_weight,
+        norm_bias,
+        seed,
+        groups,
+        float(low),
+        float(high),
+        float(p),
+        float(eps),
+        variant,
+        keep,
     )[0]
-    return y.to(autocast) if autocast is not None and _device_type(x) == "cpu" else y  # only on CUDA does autocast widen group_norm's result
+    return (
+        y.to(autocast) if autocast is not None and _device_type(x) == "cpu" else y
+    )  # only on CUDA does autocast widen group_norm's result
 
 
 # ----------------------------------------------------------------- 85: conv2d_groupnorm_scale_maxpool_clamp
@@ -601,16 +753,34 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
     """
     if variant == "fused" and _device_type(x) == "cuda":
         parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
-        y = fused.conv2d_groupnorm_scale_maxpool_clamp(x, weight, parameters, scale.dtype, groups, pool, low, high, eps)
+        y = fused.conv2d_groupnorm_scale_maxpool_clamp(
+            x, weight, parameters, scale.dtype, groups, pool, low, high, eps
+        )
         accumulate = parameters[0].dtype
-        return y, *_nothing(x, x.dtype, _index(pool[0] * pool[1])[1], x.dtype, accumulate, accumulate, accumulate)
-    N, C, (H, W), channels_last = x.shape[0], weight.shape[0], _output_size(x, weight), _device_type(x) == "cpu"
-    count, by_winograd = _samples_per_piece(x, weight, keep), C % 32 == 0 and pool[0] % 2 == 0 and _winograd_applies(x, weight)
-    convolved = None if by_winograd else _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
+        return y, *_nothing(
+            x, x.dtype, _index(pool[0] * pool[1])[1], x.dtype, accumulate, accumulate, accumulate
+        )
+    N, C, (H, W), channels_last = (
+        x.shape[0],
+        weight.shape[0],
+        _output_size(x, weight),
+        _device_type(x) == "cpu",
+    )
+    count, by_winograd = (
+        _samples_per_piece(x, weight, keep),
+        C % 32 == 0 and pool[0] % 2 == 0 and _winograd_applies(x, weight),
+    )
+    convolved = (
+        None
+        if by_winograd
+        else _begun(_convolve(part, weight, channels_last) for (part,) in _pieces(count, x))
+    )
     kernels = _kernels("conv2d_groupnorm_scale_maxpool_clamp", x, scale.dtype, **_pool_defines(pool))
     parameters = _accumulated(x.dtype, conv_bias, norm_weight, norm_bias, scale)
     y = x.new_empty(N, C, H // pool[0], W // pool[1], dtype=scale.dtype)
-    in_place = _device_type(x) == "cpu" and not keep and y.dtype == x.dtype  # the selected values become the result where they are
+    in_place = (
+        _device_type(x) == "cpu" and not keep and y.dtype == x.dtype
+    )  # the selected values become the result where they are
     extreme = y if in_place else x.new_empty(y.shape)
     index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
     mean, m2 = parameters[0].new_empty(N, C), parameters[0].new_empty(N, C)
@@ -618,7 +788,9 @@ def _conv2d_groupnorm_scale_maxpool_clamp(
     outputs = y, extreme, index, mean, m2, group_mean, group_rstd
     if by_winograd:
         v, sizes = x.new_empty((N, H, W, C) if keep else 0), (N, x.shape[1], C, groups, *x.shape[2:])
-        kernels.convolve_forward(*outputs, v, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, *sizes)
+        kernels.convolve_forward(
+            *outputs, v, x.contiguous(), weight.contiguous(), *parameters, low, high, eps, *sizes
+        )
     else:
         for v, part in zip(convolved, _pieces(count, *outputs)):
             kernels.forward(*part, v, *parameters, low, high, eps, len(v), C, groups, H, W)
@@ -633,7 +805,11 @@ def _(x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, hi
     v = (N, H, W, C) if _device_type(x) == "cpu" else (N, C, H, W)
     index = x.new_empty(y.shape if keep else 0, dtype=_index(pool[0] * pool[1])[1])
     mean = x.new_empty(N, C, dtype=_accumulate_dtype(x.dtype))
-    extreme, group_mean, group_rstd = x.new_empty(y.shape), mean.new_empty(N, groups), mean.new_empty(N, groups)
+    extreme, group_mean, group_rstd = (
+        x.new_empty(y.shape),
+        mean.new_empty(N, groups),
+        mean.new_empty(N, groups),
+    )
     y = y.contiguous(memory_format=_result_format(x, weight, False))
     return y, *_kept(keep, x.new_empty(v), index, extreme, mean, group_mean, group_rstd)
 
@@ -666,7 +842,13 @@ def _(
     return *_fake_gradients(x, weight, need_x, need_weight), *parameters
 
 
-_register_gradient(_conv2d_groupnorm_scale_maxpool_clamp, _conv2d_groupnorm_scale_maxpool_clamp_backward, tensors=6, constants=5, backward_constants=4)
+_register_gradient(
+    _conv2d_groupnorm_scale_maxpool_clamp,
+    _conv2d_groupnorm_scale_maxpool_clamp_backward,
+    tensors=6,
+    constants=5,
+    backward_constants=4,
+)
 
 
 def conv2d_groupnorm_scale_maxpool_clamp(
@@ -677,11 +859,25 @@ def conv2d_groupnorm_scale_maxpool_clamp(
     x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias, norm_weight and norm_bias (C), scale (C or 1); pool (height, width); the
     others are numbers. Returns (N, C, H' // pool height, W' // pool width) in the dtype of `group_norm * scale`.
     """
-    _check_by_channel(weight, ("scale",), conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale)
+    _check_by_channel(
+        weight, ("scale",), conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale
+    )
     x, weight, autocast = _autocast(x, weight, variant)
     if autocast is not None:
         norm_weight, norm_bias, scale = norm_weight.float(), norm_bias.float(), scale.float()
     keep = variant != "fused" and keeps(x, weight, conv_bias, norm_weight, norm_bias, scale)
     return _conv2d_groupnorm_scale_maxpool_clamp(
-        x, weight, conv_bias, norm_weight, norm_bias, scale, groups, list(pool), float(low), float(high), float(eps), variant, keep
+        x,
+        weight,
+        conv_bias,
+        norm_weight,
+        norm_bias,
+        scale,
+        groups,
+        list(pool),
+        float(low),
+        float(high),
+        float(eps),
+        variant,
+        keep,
     )[0]

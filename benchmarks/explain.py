@@ -42,7 +42,18 @@ COUNTERS = {
     "tensor_percent": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "counted_us": "gpu__time_duration.sum",
 }
-UNITS = {"byte": 1e-6, "Kbyte": 1e-3, "Mbyte": 1.0, "Gbyte": 1e3, "ns": 1e-3, "us": 1.0, "ms": 1e3, "nsecond": 1e-3, "usecond": 1.0, "%": 1.0}
+UNITS = {
+    "byte": 1e-6,
+    "Kbyte": 1e-3,
+    "Mbyte": 1.0,
+    "Gbyte": 1e3,
+    "ns": 1e-3,
+    "us": 1.0,
+    "ms": 1e3,
+    "nsecond": 1e-3,
+    "usecond": 1.0,
+    "%": 1.0,
+}
 
 
 def contestant(name: str, variant: str):
@@ -62,7 +73,9 @@ def short(kernel: str) -> str:
 def profile(call) -> list[dict]:
     """The kernels of one call, in order, from torch's profiler: name, us, registers, shared_kb, blocks, threads."""
     cache = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as record:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as record:
         for _ in range(CALLS):
             cache.zero_()
             with torch.profiler.record_function("one call"):
@@ -71,8 +84,14 @@ def profile(call) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         record.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "gpu_user_annotation" and e["name"] == "one call"]
-    kernels = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")), key=lambda e: e["ts"])
+    spans = [
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") == "gpu_user_annotation" and e["name"] == "one call"
+    ]
+    kernels = sorted(
+        (e for e in events if e.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")), key=lambda e: e["ts"]
+    )
     calls = [[e for e in kernels if start <= e["ts"] < end] for start, end in sorted(spans)]
     calls = [each for each in calls if len(each) == len(calls[-1])]
     rows = []
@@ -99,7 +118,9 @@ def stacks(cache: Path) -> dict[str, int]:
     tools = [shutil.which(tool, path=path) for tool in ("cuobjdump", "c++filt")]
     found: dict[str, int] = {}
     for library in cache.rglob("*.so") if all(tools) else ():
-        dump = subprocess.run([tools[0], "--dump-resource-usage", library], capture_output=True, text=True).stdout
+        dump = subprocess.run(
+            [tools[0], "--dump-resource-usage", library], capture_output=True, text=True
+        ).stdout
         plain = subprocess.run(tools[1], input=dump, capture_output=True, text=True).stdout
         for kernel, stack in re.findall(r"Function ([^\n]+):\n.*?STACK:(\d+)", plain):
             found[short(kernel)] = max(int(stack), found.get(short(kernel), 0))
@@ -112,7 +133,18 @@ def counters(name: str, variant: str) -> list[dict] | str:
     if tool is None:
         return "ncu is not on the PATH"
     metrics = ",".join(COUNTERS.values())
-    command = [tool, "--csv", "--page", "raw", "--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none"]
+    command = [
+        tool,
+        "--csv",
+        "--page",
+        "raw",
+        "--profile-from-start",
+        "off",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "none",
+    ]
     command += ["--metrics", metrics, sys.executable, __file__, name, "--variants", variant, "--once"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     start = run.stdout.find('"ID"')
@@ -120,7 +152,13 @@ def counters(name: str, variant: str) -> list[dict] | str:
         return (run.stdout + run.stderr).strip()[-300:]
     units, *lines = csv.DictReader(io.StringIO(run.stdout[start:]))
     return [
-        {"kernel": short(line["Kernel Name"]), **{key: float(line[metric].replace(",", "")) * UNITS[units[metric]] for key, metric in COUNTERS.items()}}
+        {
+            "kernel": short(line["Kernel Name"]),
+            **{
+                key: float(line[metric].replace(",", "")) * UNITS[units[metric]]
+                for key, metric in COUNTERS.items()
+            },
+        }
         for line in lines
     ]
 
@@ -154,7 +192,11 @@ def explain(name: str, variant: str, cache: Path) -> dict:
     row["counters"] = counted if isinstance(counted, str) else "ncu"
     for kernel in row["kernels"]:
         kernel["stack_bytes"] = ours.get(kernel["kernel"])
-        match = next((each for each in counted if each["kernel"] == kernel["kernel"]), None) if isinstance(counted, list) else None
+        match = (
+            next((each for each in counted if each["kernel"] == kernel["kernel"]), None)
+            if isinstance(counted, list)
+            else None
+        )
         if match:
             counted.remove(match)
             kernel.update({key: round(match[key], 2) for key in COUNTERS if key != "counted_us"})
@@ -163,11 +205,25 @@ def explain(name: str, variant: str, cache: Path) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    columns = ("us", "registers", "shared_kb", "stack_bytes", "read_mb", "written_mb", "tb_per_s", "tensor_percent")
+    columns = (
+        "us",
+        "registers",
+        "shared_kb",
+        "stack_bytes",
+        "read_mb",
+        "written_mb",
+        "tb_per_s",
+        "tensor_percent",
+    )
     lines = []
     for row in rows:
-        floor = f", floor {row['floor_ms']:.3f} ms: {row['floor_ms'] / row['ms']:.0%}" if row["floor_ms"] else ""
-        lines += ["", f"{row['number']} {row['problem']}, {row['variant']}: {row['ms']:.3f} ms{floor} (counters: {row['counters']})"]
+        floor = (
+            f", floor {row['floor_ms']:.3f} ms: {row['floor_ms'] / row['ms']:.0%}" if row["floor_ms"] else ""
+        )
+        lines += [
+            "",
+            f"{row['number']} {row['problem']}, {row['variant']}: {row['ms']:.3f} ms{floor} (counters: {row['counters']})",
+        ]
         lines.append(f"  {'kernel':60}" + "".join(f"{column:>15}" for column in columns))
         for kernel in row["kernels"]:
             values = ("–" if kernel.get(column) is None else f"{kernel[column]:g}" for column in columns)
@@ -176,8 +232,12 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*models.PROBLEMS, []], help="default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", choices=[*models.PROBLEMS, []], help="default: all"
+    )
     parser.add_argument("--variants", default=VARIANTS)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
@@ -193,7 +253,9 @@ def main() -> None:
     print(table(rows))
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(compare.record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        Path(options.json).write_text(
+            json.dumps(compare.record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -79,8 +79,14 @@ def usual(name: str, device: str) -> dict:
         functions.append(f"{signature} {{ {launcher.name}({', '.join(arguments)}); }}")
     source = "\n".join(['#include "host.h"' if device == "cpu" else "", unit.source, *functions])
     names = [f"{launcher.name}_usual" for launcher in unit.launchers]
-    common = {"name": f"usual_{name}", "functions": names, "extra_include_paths": [str(inline_loader.KERNELS)]}
-    if device == "cpu":  # host.h for parallel_for alone: on ATen, as whoever includes torch/extension.h has it
+    common = {
+        "name": f"usual_{name}",
+        "functions": names,
+        "extra_include_paths": [str(inline_loader.KERNELS)],
+    }
+    if (
+        device == "cpu"
+    ):  # host.h for parallel_for alone: on ATen, as whoever includes torch/extension.h has it
         return {**common, "cpp_sources": [source], "extra_cflags": [*unit.cflags, "-DSTABLE_ABI=0"]}
     return {
         **common,
@@ -92,7 +98,9 @@ def usual(name: str, device: str) -> dict:
 
 def in_fresh_process(program: str, **environment: str) -> float:
     """The seconds that `program` prints."""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment})
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}
+    )
     if result.returncode:
         sys.exit(result.stderr)
     return float(result.stdout.split("seconds")[-1])
@@ -141,19 +149,27 @@ def in_use() -> dict[str, float]:
 
 
 def commit() -> str:
-    result = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
+    result = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
     return result.stdout.strip() or "unknown"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=NAMES)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="of each cold build; the median counts")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     report = {
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name()
+        if arguments.device == "cuda"
+        else platform.processor() or platform.machine(),
         "processors": os.cpu_count(),
         "torch": torch.__version__,
         "commit": commit(),
@@ -168,12 +184,24 @@ def main() -> None:
             for way, times in seconds.items():
                 times.append(cold(name, arguments.device, way))
         usual_s, ours_s = (statistics.median(times) for times in seconds.values())
-        row = {"name": name, "device": arguments.device, "usual_s": usual_s, "ours_s": ours_s, "ratio": usual_s / ours_s}
-        row.update(all_usual_s=seconds["usual"], all_ours_s=seconds["ours"], **warm(name, arguments.device, arguments.repeats))
+        row = {
+            "name": name,
+            "device": arguments.device,
+            "usual_s": usual_s,
+            "ours_s": ours_s,
+            "ratio": usual_s / ours_s,
+        }
+        row.update(
+            all_usual_s=seconds["usual"],
+            all_ours_s=seconds["ours"],
+            **warm(name, arguments.device, arguments.repeats),
+        )
         report["rows"].append(row)
         times = f"{usual_s:7.1f}s {ours_s:7.2f}s {row['ratio']:6.1f}x {row['warm_s']:7.3f}s   ({row['import_torch_s']:.2f}s)"
         print(f"{name:50} {times}", flush=True)
-    print("in use: load {load_us:.2f} us, a call {call_us:.1f} us, x + 1 {x_plus_1_us:.1f} us".format(**report))
+    print(
+        "in use: load {load_us:.2f} us, a call {call_us:.1f} us, x + 1 {x_plus_1_us:.1f} us".format(**report)
+    )
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

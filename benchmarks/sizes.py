@@ -35,8 +35,13 @@ def sizes(problem: models.Problem) -> dict[str, tuple[models.Problem, torch.dtyp
         "four times the batch": (batch * 4, *rest),
         "twice the width": (batch, *rest[:-1], rest[-1] * 2),
     }
-    cases = {size: (dataclasses.replace(problem, input_shape=shape), torch.float32) for size, shape in shapes.items()}
-    return cases | {str(dtype).removeprefix("torch."): (problem, dtype) for dtype in (torch.float16, torch.bfloat16)}
+    cases = {
+        size: (dataclasses.replace(problem, input_shape=shape), torch.float32)
+        for size, shape in shapes.items()
+    }
+    return cases | {
+        str(dtype).removeprefix("torch."): (problem, dtype) for dtype in (torch.float16, torch.bfloat16)
+    }
 
 
 @torch.no_grad()
@@ -68,29 +73,53 @@ def measure(problem: models.Problem) -> list[dict]:
     rows = []
     for size, (sized, dtype) in sizes(problem).items():
         for row in compare.compare(sized, device="cuda", dtype=dtype, variants=VARIANTS):
-            rows.append({**row, "size": size, "extra_mb": extra_mb(sized, dtype) if row["variant"] == "auto" else None})
+            rows.append(
+                {
+                    **row,
+                    "size": size,
+                    "extra_mb": extra_mb(sized, dtype) if row["variant"] == "auto" else None,
+                }
+            )
     plain = next(row for row in rows if row["size"] == "default" and row["variant"] == "auto")
     for dtype in (torch.float16, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        rows.append({**plain, "size": f"autocast {name}", "autocast": name, "median_ms": autocast_ms(problem, dtype), "extra_mb": None})
+        rows.append(
+            {
+                **plain,
+                "size": f"autocast {name}",
+                "autocast": name,
+                "median_ms": autocast_ms(problem, dtype),
+                "extra_mb": None,
+            }
+        )
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    lines = [f"{'':3}{'size':22}{'variant':10}{'eager':>9}{'compile':>9}{'ours':>9}{'over the best':>15}{'extra MB':>10}"]
+    lines = [
+        f"{'':3}{'size':22}{'variant':10}{'eager':>9}{'compile':>9}{'ours':>9}{'over the best':>15}{'extra MB':>10}"
+    ]
     for number, size in dict.fromkeys((row["number"], row["size"]) for row in rows):
-        ms = {row["variant"]: row["median_ms"] for row in rows if (row["number"], row["size"]) == (number, size)}
-        ours = next(row for row in rows if (row["number"], row["size"], row["variant"]) == (number, size, "auto"))
+        ms = {
+            row["variant"]: row["median_ms"] for row in rows if (row["number"], row["size"]) == (number, size)
+        }
+        ours = next(
+            row for row in rows if (row["number"], row["size"], row["variant"]) == (number, size, "auto")
+        )
         peers = [ms[name] for name in VARIANTS[:-1] if ms.get(name)]
         ratio = f"{min(peers) / ms['auto']:.2f}" if peers and ms["auto"] else "–"
         cells = "".join(f"{ms[name]:9.3f}" if ms.get(name) else f"{'–':>9}" for name in VARIANTS)
         extra = "–" if ours["extra_mb"] is None else f"{ours['extra_mb']:.1f}"
-        lines.append(f"{number:<3}{size:22}{(ours['plan'] or ours['reason'] or '–').split(':')[0][:9]:10}{cells}{ratio:>15}{extra:>10}")
+        lines.append(
+            f"{number:<3}{size:22}{(ours['plan'] or ours['reason'] or '–').split(':')[0][:9]:10}{cells}{ratio:>15}{extra:>10}"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()

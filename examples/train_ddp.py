@@ -32,7 +32,9 @@ def gradients(module) -> torch.Tensor:
 def train(name: str, steps: int, batch: int, device: torch.device) -> float:
     """Prints the loss of each step. Gives the distance of the first gradients from a single process's, as a share of their norm."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    torch.manual_seed(0)  # the same models and the same batch everywhere, of which each process takes its part
+    torch.manual_seed(
+        0
+    )  # the same models and the same batch everywhere, of which each process takes its part
     model, teacher = (models.get_model(name, device=device) for _ in range(2))
     (x,) = models.get_inputs(name, device=device, batch_size=batch * world)
     with torch.no_grad():
@@ -48,7 +50,9 @@ def train(name: str, steps: int, batch: int, device: torch.device) -> float:
         loss = loss_of(parallel, x[part], target[part])
         loss.backward()
         if step == 0:
-            difference = (gradients(model) - gradients(single)).norm() / gradients(single).norm().clamp(min=1e-30)
+            difference = (gradients(model) - gradients(single)).norm() / gradients(single).norm().clamp(
+                min=1e-30
+            )
         optimiser.step()
         distributed.all_reduce(loss.detach_())
         if rank == 0:
@@ -60,7 +64,9 @@ def train(name: str, steps: int, batch: int, device: torch.device) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", choices=list(models.PROBLEMS), default="conv2d_groupnorm_scale_maxpool_clamp")
+    parser.add_argument(
+        "name", nargs="?", choices=list(models.PROBLEMS), default="conv2d_groupnorm_scale_maxpool_clamp"
+    )
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--batch", type=int, default=4, help="samples per process")
     options = parser.parse_args()
@@ -73,7 +79,9 @@ def main() -> int:
     difference = train(options.name, options.steps, options.batch, device)
     if distributed.get_rank() == 0:
         verdict = "equal" if difference < 1e-3 else "DIFFER FROM"
-        print(f"gradients {verdict} a single process's: ‖difference‖/‖gradients‖ = {difference:.1e}", flush=True)
+        print(
+            f"gradients {verdict} a single process's: ‖difference‖/‖gradients‖ = {difference:.1e}", flush=True
+        )
     distributed.destroy_process_group()  # after the model is gone: what outlives the group may wait for it for ever
     return int(difference >= 1e-3)
 

@@ -35,7 +35,9 @@ def batch_size(problem, device: str) -> int:
     if device == "cpu":
         return problem.cpu_batch_size
     batch, weight = problem.input_shape[0], problem.get_model().conv.weight
-    sample = weight.shape[0] * 4 * torch.Size(problem.input_shape[2:]).numel()  # of the convolution's output, about
+    sample = (
+        weight.shape[0] * 4 * torch.Size(problem.input_shape[2:]).numel()
+    )  # of the convolution's output, about
     while batch > 1 and 16 * batch * sample > torch.cuda.mem_get_info()[0]:
         batch //= 2
     return batch
@@ -117,7 +119,9 @@ def products(device: str) -> float:
 
 def beside(predicted: dict[str, float], rows: list[dict], floor: float) -> Markdown:
     """Predicted and measured milliseconds and speed-ups of every variant, and the share of `floor`, in milliseconds."""
-    lines = ["| variant | predicted ms | measured ms | predicted speed-up | measured speed-up | share of the floor |"]
+    lines = [
+        "| variant | predicted ms | measured ms | predicted speed-up | measured speed-up | share of the floor |"
+    ]
     lines.append("|:--|--:|--:|--:|--:|--:|")
     for row in rows:
         guess, measured = predicted.get(row["variant"]), row["median_ms"]
@@ -127,5 +131,7 @@ def beside(predicted: dict[str, float], rows: list[dict], floor: float) -> Markd
         guesses = ("", "") if guess is None else (f"{guess:.2f}", f"{predicted['eager'] / guess:.2f} ×")
         speedup = row["speedup_vs_eager"]
         speedup = "" if speedup is None else f"{speedup:.2f} ×"
-        lines.append(f"| {row['variant']} | {guesses[0]} | {measured:.2f} | {guesses[1]} | {speedup} | {floor / measured:.1%} |")
+        lines.append(
+            f"| {row['variant']} | {guesses[0]} | {measured:.2f} | {guesses[1]} | {speedup} | {floor / measured:.1%} |"
+        )
     return Markdown("\n".join(lines))

@@ -14,7 +14,12 @@ _compiled = tempfile.TemporaryDirectory(prefix="torchinductor-", ignore_cleanup_
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 settings.register_profile(
-    "tests", max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    "tests",
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("tests")
 

@@ -22,7 +22,9 @@ DEVICES = ["cpu", CUDA]
 # Variant and device; on the CPU epilogue and fused are one.
 VARIANTS = [("epilogue", "cpu"), ("folded", "cpu")] + [
     pytest.param(variant, "cuda", marks=pytest.mark.gpu)
-    for variant in dict.fromkeys(name for problem in models.PROBLEMS.values() for name in problem.variants if name != "eager")
+    for variant in dict.fromkeys(
+        name for problem in models.PROBLEMS.values() for name in problem.variants if name != "eager"
+    )
 ]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -75,7 +77,9 @@ def build(name: str, arguments: tuple, *, device="cpu", dtype=torch.float32, see
 
 def random_input(shape: tuple, *, device="cpu", dtype=torch.float32, seed=1) -> torch.Tensor:
     """Normal, around 1, so that a kernel that takes the mean for zero is found out."""
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 1).to(device=device, dtype=dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 1).to(
+        device=device, dtype=dtype
+    )
 
 
 def sizes_for(variant: str) -> dict[str, tuple]:
@@ -89,7 +93,9 @@ def small(name: str, variant: str = "epilogue", **options) -> tuple[torch.nn.Mod
     return build(name, arguments, **options), random_input(shape, **options)
 
 
-def twin_of(model: torch.nn.Module, variant: str = "epilogue", x: torch.Tensor | None = None) -> torch.nn.Module:
+def twin_of(
+    model: torch.nn.Module, variant: str = "epilogue", x: torch.Tensor | None = None
+) -> torch.nn.Module:
     """The ModelNew that shares `model`'s parameters, running `variant`.
 
     Skips the test if the problem has no such variant, or if it says why it can't run for x; "epilogue" always can.
@@ -173,7 +179,11 @@ def _dtypes(module, model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.
     leaves = dict(model.named_parameters())
     out, _ = checks.call(module, leaves, x, "forward", None)
     trained, gradients = checks.call(module, leaves, x, "train_dx", torch.ones_like(out))
-    return {"output": out.dtype, "output in training": trained.dtype, **{name: t.dtype for name, t in gradients.items()}}
+    return {
+        "output": out.dtype,
+        "output in training": trained.dtype,
+        **{name: t.dtype for name, t in gradients.items()},
+    }
 
 
 def steady_library(allow_tf32: bool = False):

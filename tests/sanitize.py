@@ -69,7 +69,9 @@ class Call(NamedTuple):
     arguments: tuple
     shape: tuple
     dtype: torch.dtype = torch.float32
-    gradients: str = "ours"  # "all"; "ours": but for the convolution's, which the library takes its time for; "none"
+    gradients: str = (
+        "ours"  # "all"; "ours": but for the convolution's, which the library takes its time for; "none"
+    )
     lay_out: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
     autocast: bool = False
 
@@ -79,7 +81,11 @@ TWO_TILES = (numerics.FUSED[numerics.POOL][0], (2, 5, 7, 140))
 
 # What only one device has: on a CPU in float32; fused in all DTYPES, and without gradients, because of so much the library's take minutes.
 ONLY_CPU = numerics.WINOGRAD
-ONLY_FUSED = {numerics.INSTANCE_NORM: numerics.HELD, numerics.MIN_ADD: numerics.WGMMA, numerics.POOL: TWO_TILES}
+ONLY_FUSED = {
+    numerics.INSTANCE_NORM: numerics.HELD,
+    numerics.MIN_ADD: numerics.WGMMA,
+    numerics.POOL: TWO_TILES,
+}
 DTYPES = (torch.float32, torch.float16)  # that every variant must have run in
 
 
@@ -125,7 +131,10 @@ def tie(model: torch.nn.Module) -> None:
 def run_call(device: str, name: str, variant: str, call: Call) -> None:
     """Forward on random parameters, which folded can shorten, then with gradients, of which some must not be zero."""
     options = dict(device=device, dtype=call.dtype)
-    model, x = numerics.build(name, call.arguments, **options), call.lay_out(numerics.random_input(call.shape, **options))
+    model, x = (
+        numerics.build(name, call.arguments, **options),
+        call.lay_out(numerics.random_input(call.shape, **options)),
+    )
     module = models.PROBLEMS[name].ModelNew.from_eager(model.train())
     module.variant = variant
     with torch.autocast(device, enabled=call.autocast):
@@ -147,7 +156,9 @@ def run_call(device: str, name: str, variant: str, call: Call) -> None:
 
 def run_kernels(device: str, name: str) -> None:
     """Every variant of a problem in all `calls`. None may be refused; what ran is counted in the closing line."""
-    variants = [variant for variant in models.PROBLEMS[name].variants[1:] if variant != "fused" or runs_fused(device)]
+    variants = [
+        variant for variant in models.PROBLEMS[name].variants[1:] if variant != "fused" or runs_fused(device)
+    ]
     ran = Counter()
     for variant in variants:
         for call in calls(device, name, variant):
@@ -157,7 +168,12 @@ def run_kernels(device: str, name: str) -> None:
     torch.cuda.synchronize() if device == "cuda" else None
     if missing := [pair for pair in itertools.product(variants, DTYPES) if not ran[pair]]:
         raise RuntimeError(f"did not run: {missing}")
-    print("ran", ", ".join(f"{variant} {sum(ran[pair] for pair in ran if pair[0] == variant)}" for variant in variants))
+    print(
+        "ran",
+        ", ".join(
+            f"{variant} {sum(ran[pair] for pair in ran if pair[0] == variant)}" for variant in variants
+        ),
+    )
 
 
 def runs_fused(device: str) -> bool:
@@ -204,7 +220,14 @@ def run_jobs(jobs: list[Job], reports_in) -> Counter:
         script = (sys.executable, str(Path(__file__).resolve()), "run", job.device, job.program)
         command = ["timeout", "-k", "5", str(TIME_LIMIT), *job.under, *script]
         environment = {**os.environ, **job.environment}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         return done, time.monotonic() - start
 
     count = Counter()
@@ -214,7 +237,11 @@ def run_jobs(jobs: list[Job], reports_in) -> Counter:
             if job.expected:
                 verdict = "found" if ran and any(job.expected in report for report in reports) else "MISSED"
             else:
-                verdict = job.verdict_of_silence if ran and done.returncode == 0 and not reports else f"FAILS, status {done.returncode}"
+                verdict = (
+                    job.verdict_of_silence
+                    if ran and done.returncode == 0 and not reports
+                    else f"FAILS, status {done.returncode}"
+                )
             what = re.findall(r"^ran .*", done.stdout, re.M)
             print(f"{job.title:65}{', '.join([verdict, f'{seconds:.0f} s', *what])}", flush=True)
             good = verdict in ("clean", "runs", "found")
@@ -232,17 +259,30 @@ def sanitize_cpu() -> Counter:
     with tempfile.TemporaryDirectory() as folder:
         compiler = Path(folder) / "c++"
         flags = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1"
-        compiler.write_text(f'#!/bin/sh\nexec env -u LD_PRELOAD {os.environ.get("CXX", "c++")} {flags} "$@"\n')
+        compiler.write_text(
+            f'#!/bin/sh\nexec env -u LD_PRELOAD {os.environ.get("CXX", "c++")} {flags} "$@"\n'
+        )
         compiler.chmod(0o700)
         find = ("c++", "-print-file-name=libasan.so"), ("c++", "-print-file-name=libstdc++.so.6")
-        libraries = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for command in find]
+        libraries = [
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+            for command in find
+        ]
         environment = {
             "CXX": str(compiler), "INLINE_LOADER_CACHE": f"{folder}/cache", "TORCH_DONT_CHECK_COMPILER_ABI": "1",
             "LD_PRELOAD": " ".join(libraries), "ASAN_OPTIONS": "detect_leaks=0", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
-        expected = {"AddressSanitizer": "heap-buffer-overflow", "UndefinedBehaviorSanitizer": "shift exponent 100 is too large"}
-        jobs = [Job(f"{tool}, planted fault", "cpu", tool, expected[tool], (), environment) for tool in FAULTS["cpu"]]
-        jobs += [Job(f"CPU sanitizers, {name}", "cpu", name, None, (), environment) for name in models.PROBLEMS]
+        expected = {
+            "AddressSanitizer": "heap-buffer-overflow",
+            "UndefinedBehaviorSanitizer": "shift exponent 100 is too large",
+        }
+        jobs = [
+            Job(f"{tool}, planted fault", "cpu", tool, expected[tool], (), environment)
+            for tool in FAULTS["cpu"]
+        ]
+        jobs += [
+            Job(f"CPU sanitizers, {name}", "cpu", name, None, (), environment) for name in models.PROBLEMS
+        ]
         return run_jobs(jobs, lambda log: re.findall(r".*(?:ERROR: |: runtime error: ).*", log))
 
 
@@ -254,13 +294,20 @@ def sanitize_cuda() -> Counter:
     convolution in 3D, also where it is told to look at no kernel at all (CUDA 13.0)."""
     jobs = [Job(f"no sanitizer, {name}", "cuda", name) for name in [*models.PROBLEMS, *FAULTS["cuda"]]]
     texts = [path.read_text(encoding="utf-8") for path in inline_loader.KERNELS.glob("*.cu*")]
-    kernels = sorted({kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)} | {"fault_kernel"})
+    kernels = sorted(
+        {kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)} | {"fault_kernel"}
+    )
     chosen = "--kernel-name", ",".join(f"kns={kernel}" for kernel in kernels)
     for tool in FAULTS["cuda"]:
-        environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", **({"SANITIZE_WITHOUT_CUDNN": "1"} if tool == "racecheck" else {})}
+        environment = {
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+            **({"SANITIZE_WITHOUT_CUDNN": "1"} if tool == "racecheck" else {}),
+        }
         under = (TOOL, "--tool", tool, "--print-limit", "100000", *(chosen if tool != "initcheck" else ()))
         for name in (tool, *models.PROBLEMS):
-            title, expected = (f"{tool}, planted fault", "fault_kernel") if name == tool else (f"{tool}, {name}", None)
+            title, expected = (
+                (f"{tool}, planted fault", "fault_kernel") if name == tool else (f"{tool}, {name}", None)
+            )
             jobs.append(Job(title, "cuda", name, expected, under, environment, "SUMMARY: "))
     return run_jobs(jobs, lambda log: cuda_reports(log, kernels))
 

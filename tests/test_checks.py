@@ -45,7 +45,9 @@ def small(name: str, forward=None):
             return forward(self, x, right) if forward else right(x)
 
     arguments, shape = SIZES[name]
-    return dataclasses.replace(problem, ModelNew=Mutant, init_inputs=arguments, input_shape=shape, cpu_batch_size=2)
+    return dataclasses.replace(
+        problem, ModelNew=Mutant, init_inputs=arguments, input_shape=shape, cpu_batch_size=2
+    )
 
 
 @pytest.mark.parametrize("phase", checks.PHASES)
@@ -86,7 +88,9 @@ def packs_bias_once(self, x, right):
 
 
 def packs_bias_of_this_memory(self, x, right):
-    return _min_add(self, x, vars(self).setdefault((self.bias.data_ptr(), self.bias._version), self.bias.detach().clone()))
+    return _min_add(
+        self, x, vars(self).setdefault((self.bias.data_ptr(), self.bias._version), self.bias.detach().clone())
+    )
 
 
 def _min_add(self, x, bias):
@@ -121,7 +125,13 @@ def sums_in_half(self, x, right):
     def convolve(x):
         total = torch.zeros((), dtype=torch.float16)
         for channel, *tap in itertools.product(range(x.shape[1]), *map(range, kernel)):
-            window = x[(slice(None), slice(channel, channel + 1), *(slice(at, at + extent) for at, extent in zip(tap, size)))]
+            window = x[
+                (
+                    slice(None),
+                    slice(channel, channel + 1),
+                    *(slice(at, at + extent) for at, extent in zip(tap, size)),
+                )
+            ]
             total = total + (window * by_channel(self.conv.weight[(slice(None), channel, *tap)])).half()
         return total.to(x.dtype) + by_channel(self.conv.bias)
 
@@ -222,7 +232,11 @@ def writes_to_a_parameter(self, x, right):
 def constant_only(self, x, right):
     """The algebraic shortcut that public kernels for this problem have taken, unproved."""
     shape = (len(x), self.conv.out_channels, *(size - 2 for size in x.shape[2:]))
-    return self.dropout(torch.full(shape, float(self.min_value))) + 0 * sum(p.sum() for p in self.parameters()) + 0 * x.sum() * 0
+    return (
+        self.dropout(torch.full(shape, float(self.min_value)))
+        + 0 * sum(p.sum() for p in self.parameters())
+        + 0 * x.sum() * 0
+    )
 
 
 def no_nan(self, x, right):
@@ -250,8 +264,18 @@ def not_rescaled(self, x, right):
 @pytest.mark.parametrize(
     "name, phase, forward, complaint",
     [
-        (MIN_ADD, "forward", lambda self, x, right: torch.zeros_like(right(x)), "random parameters, mean of 4, output: error 1 "),
-        (MIN_ADD, "forward", lambda self, x, right: torch.zeros_like(right(x)), "follow another input: output of sample 0, 1"),
+        (
+            MIN_ADD,
+            "forward",
+            lambda self, x, right: torch.zeros_like(right(x)),
+            "random parameters, mean of 4, output: error 1 ",
+        ),
+        (
+            MIN_ADD,
+            "forward",
+            lambda self, x, right: torch.zeros_like(right(x)),
+            "follow another input: output of sample 0, 1",
+        ),
         (MIN_ADD, "forward", lambda self, x, right: right(x) * (1 + 1e-5), "output: error 1e-05 "),
         (POOL, "forward", lambda self, x, right: right(x.half().float()), "output: error"),
         (POOL, "forward", rounds_to_tf32, "output: error"),
@@ -264,14 +288,34 @@ def not_rescaled(self, x, right):
         (POOL, "forward", keeps_result_of_this_memory, "does not follow other values in its input's memory"),
         (MIN_ADD, "forward", packs_bias_once, "does not follow a change of bias: output of sample 0, 1"),
         (MIN_ADD, "train", packs_bias_once, "does not follow a change of bias: output of sample 0, 1"),
-        (MIN_ADD, "forward", packs_bias_of_this_memory, "does not follow a change of bias: output of sample 0, 1"),
+        (
+            MIN_ADD,
+            "forward",
+            packs_bias_of_this_memory,
+            "does not follow a change of bias: output of sample 0, 1",
+        ),
         (POOL, "train", packs_gradient_once, "does not follow a change of scale: .*gradient of conv.weight"),
         (INSTANCE_NORM, "forward", ignores_last_sample, "does not follow another input: output of sample 1$"),
         (DROPOUT, "forward", ignores_last_sample, "does not pass NaN on as eager does: output of sample 1$"),
         (MIN_ADD, "forward", reuses_its_output, "the next call changed output"),
-        (MIN_ADD, "forward", returns_part_of_a_workspace, "output of the next call shares memory with output"),
-        (MIN_ADD, "forward", keeps_first_shape, r"change of shape: output of shape \[2, 8, 10, 10\], expected \[1, 8, 9, 10\]"),
-        (INSTANCE_NORM, "forward", keeps_first_stride, "does not follow a change of shape: output of sample 0"),
+        (
+            MIN_ADD,
+            "forward",
+            returns_part_of_a_workspace,
+            "output of the next call shares memory with output",
+        ),
+        (
+            MIN_ADD,
+            "forward",
+            keeps_first_shape,
+            r"change of shape: output of shape \[2, 8, 10, 10\], expected \[1, 8, 9, 10\]",
+        ),
+        (
+            INSTANCE_NORM,
+            "forward",
+            keeps_first_stride,
+            "does not follow a change of shape: output of sample 0",
+        ),
         (MIN_ADD, "forward", adds_noise, "run 2 of 100 on the same input gave other bits: output"),
         (MIN_ADD, "forward", leaves_last_element, r"left parts of output unwritten, first \[1, 7, 9, 9\]"),
         (MIN_ADD, "forward", sums_into_unwritten_memory, "left parts of output unwritten"),
@@ -297,7 +341,9 @@ def test_sums_in_half_are_found(name, dtype, channels):
     """In float16 only where they are long: a few roundings are within 4 units in the last place."""
     problem = small(name, sums_in_half)
     (_, *arguments), (N, _, *size) = problem.init_inputs, problem.input_shape
-    problem = dataclasses.replace(problem, init_inputs=(channels, *arguments), input_shape=(N, channels, *size))
+    problem = dataclasses.replace(
+        problem, init_inputs=(channels, *arguments), input_shape=(N, channels, *size)
+    )
     result = checks.check(problem, "epilogue", dtype=dtype, seed=1)
     assert any(re.search("mean of 4, output: error", failure) for failure in result.failures), str(result)
 
@@ -311,23 +357,36 @@ def test_sums_in_half_are_found(name, dtype, channels):
         *[(POOL, without(operation)) for operation in ("group_norm", "mul", "clamp")],
         (MIN_ADD, without_parameter("conv.bias", 0)),
         (MIN_ADD, without_parameter("bias", 0)),
-        *[(POOL, without_parameter(*left_out)) for left_out in (("conv.bias", 0), ("group_norm.bias", 0), ("group_norm.weight", 1), ("scale", 1))],
+        *[
+            (POOL, without_parameter(*left_out))
+            for left_out in (("conv.bias", 0), ("group_norm.bias", 0), ("group_norm.weight", 1), ("scale", 1))
+        ],
     ],
 )
 def test_what_is_left_out_is_found(name, forward):
     result = checks.check(small(name, forward), "epilogue", seed=1)
-    assert any(re.search("random parameters, mean of 4, output: error", failure) for failure in result.failures), str(result)
+    assert any(
+        re.search("random parameters, mean of 4, output: error", failure) for failure in result.failures
+    ), str(result)
 
 
-@pytest.mark.parametrize("phase, dtype", [("forward", torch.float16), ("forward", torch.bfloat16), ("train", torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "phase, dtype",
+    [("forward", torch.float16), ("forward", torch.bfloat16), ("train", torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", models.PROBLEMS)
 def test_another_dtype_is_found(name, phase, dtype):
     """Values alone don't show it: these are right, but float32."""
-    result = checks.check(small(name, lambda self, x, right: right(x).float()), "epilogue", phase=phase, dtype=dtype, seed=1)
+    result = checks.check(
+        small(name, lambda self, x, right: right(x).float()), "epilogue", phase=phase, dtype=dtype, seed=1
+    )
     assert f"random parameters: output is torch.float32, expected {dtype}" in result.complaints, str(result)
 
 
-@pytest.mark.parametrize("forward", [adds_noise, keeps_first_shape, keeps_first_stride, packs_bias_of_this_memory])
+@pytest.mark.parametrize(
+    "forward", [adds_noise, keeps_first_shape, keeps_first_stride, packs_bias_of_this_memory]
+)
 def test_only_honesty_finds_these(forward):
     """Their errors are within the rule."""
     result = checks.check(small(MIN_ADD, forward), "epilogue", seed=1)
@@ -337,9 +396,14 @@ def test_only_honesty_finds_these(forward):
 def test_parameters_and_library_are_as_before():
     problem = small(POOL, adds_noise)
     model, x = checks._random_problem(problem, "cpu", 2, torch.float32)
-    before, memory = [p.detach().clone() for p in model.parameters()], [p.data_ptr() for p in model.parameters()]
+    before, memory = (
+        [p.detach().clone() for p in model.parameters()],
+        [p.data_ptr() for p in model.parameters()],
+    )
     assert list(checks.dishonesty(checks.contestant(problem, "epilogue", model.eval()), model, x, "train_dx"))
-    assert all(map(torch.equal, before, model.parameters())) and memory == [p.data_ptr() for p in model.parameters()]
+    assert all(map(torch.equal, before, model.parameters())) and memory == [
+        p.data_ptr() for p in model.parameters()
+    ]
     assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
 
 
@@ -351,7 +415,9 @@ def test_a_launch_on_another_stream_is_found():
 
     for phase in checks.PHASES:
         result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", phase=phase, seed=1)
-        found = [text for text in result.complaints if "does not wait for its stream: output of sample" in text]
+        found = [
+            text for text in result.complaints if "does not wait for its stream: output of sample" in text
+        ]
         assert found and not any("follow" in text for text in result.complaints), str(result)
     assert checks.check(small(MIN_ADD), "epilogue", device="cuda", phase="train_dx", seed=1).ok
 

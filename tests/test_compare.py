@@ -30,7 +30,11 @@ def test_a_peer_that_cannot_run_is_a_row(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", broken)
     rows = compare.compare(small(POOL), device="cpu", variants=["eager", "compile"], seed=1)
-    assert rows[1]["ok"] is None and rows[1]["reason"] == "raised RuntimeError: no compiler" and rows[1]["median_ms"] is None
+    assert (
+        rows[1]["ok"] is None
+        and rows[1]["reason"] == "raised RuntimeError: no compiler"
+        and rows[1]["median_ms"] is None
+    )
 
 
 def test_folded_is_no_kernel_speedup():
@@ -44,12 +48,27 @@ def test_command(tmp_path, monkeypatch, capsys):
     """The command writes a record that is valid JSON with every promised field, plots, and says by its status what failed."""
     monkeypatch.setattr(compare, "variants_of", lambda problem, device: ("eager", "epilogue"))
     monkeypatch.setattr(models, "PROBLEMS", {MIN_ADD: small(MIN_ADD), DROPOUT: small(DROPOUT)})
-    monkeypatch.setattr(compare, "new_seed", lambda: 1)  # at this size one in ten leaves eager, dropping other elements, beyond its own limit
+    monkeypatch.setattr(
+        compare, "new_seed", lambda: 1
+    )  # at this size one in ten leaves eager, dropping other elements, beyond its own limit
     path = tmp_path / "new" / "times.json"
-    arguments = ["--device", "cpu", "--batch", "3", "--phase", "forward,train", "--json", str(path), "--plots", str(tmp_path)]
+    arguments = [
+        "--device",
+        "cpu",
+        "--batch",
+        "3",
+        "--phase",
+        "forward,train",
+        "--json",
+        str(path),
+        "--plots",
+        str(tmp_path),
+    ]
     assert compare.main(arguments) == 0
     item = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert {"gpu", "cpu", "driver", "torch", "cuda", "commit", "dirty", "date", "command", "threads"} <= set(item)
+    assert {"gpu", "cpu", "driver", "torch", "cuda", "commit", "dirty", "date", "command", "threads"} <= set(
+        item
+    )
     assert [row["shape"][0] for row in item["rows"]] == [3] * 8
     promised = "problem variant device dtype phase shape ok median_ms speedup_vs_eager error_norm error_max eager_error_norm"
     assert set(promised.split()) | {"eager_error_max", "bytes", "floor_ms"} <= set(item["rows"][0])
@@ -74,11 +93,20 @@ def test_readme_table_is_the_newest_record_of_each_machine(tmp_path):
     for name, date, milliseconds in (("a", "2026-02-01", 7.0), ("b", "2026-01-01", 5.0)):
         item = {**base, "date": date, "rows": [{**row, "median_ms": milliseconds}]}
         (tmp_path / f"{name}.json").write_text(json.dumps(item))
-    gpu = {**base, "date": "2025-01-01", "gpu": "NVIDIA H200", "rows": [{**row, "device": "cuda", "median_ms": 3.0}]}
+    gpu = {
+        **base,
+        "date": "2025-01-01",
+        "gpu": "NVIDIA H200",
+        "rows": [{**row, "device": "cuda", "median_ms": 3.0}],
+    }
     (tmp_path / "gpu.json").write_text(json.dumps(gpu))
     (tmp_path / "other.json").write_text(json.dumps({"rows": [{"kernel": "another benchmark's"}]}))
-    text = compare.with_table("before\n<!-- table -->\nold\n<!-- end of table -->\nafter\n", compare.load_records(tmp_path))
-    assert text.startswith("before\n<!-- table -->\nNVIDIA H200") and text.endswith("<!-- end of table -->\nafter\n")
+    text = compare.with_table(
+        "before\n<!-- table -->\nold\n<!-- end of table -->\nafter\n", compare.load_records(tmp_path)
+    )
+    assert text.startswith("before\n<!-- table -->\nNVIDIA H200") and text.endswith(
+        "<!-- end of table -->\nafter\n"
+    )
     assert "| 7 ms |" in text and "5 ms" not in text and "old" not in text
     with pytest.raises(ValueError, match="markers"):
         compare.with_table("no markers", [])
@@ -90,13 +118,29 @@ def test_summary(tmp_path):
 
     def rows(failing=(), **times):
         for variant, milliseconds in times.items():
-            yield {**row, "device": "cuda", "variant": variant, "median_ms": milliseconds, "ok": variant not in failing}
+            yield {
+                **row,
+                "device": "cuda",
+                "variant": variant,
+                "median_ms": milliseconds,
+                "ok": variant not in failing,
+            }
 
-    of_one = [*rows(eager=8.0, compile=4.0, epilogue=3.0, fused=2.0, folded=1.0), {**row, "phase": "train", "median_ms": 99.0}]
-    other = [{**each, "problem": "other", "number": 7} for each in rows(["compile", "fused"], eager=9.0, compile=None, epilogue=6.0, fused=None)]
+    of_one = [
+        *rows(eager=8.0, compile=4.0, epilogue=3.0, fused=2.0, folded=1.0),
+        {**row, "phase": "train", "median_ms": 99.0},
+    ]
+    other = [
+        {**each, "problem": "other", "number": 7}
+        for each in rows(["compile", "fused"], eager=9.0, compile=None, epilogue=6.0, fused=None)
+    ]
     nothing = [{**each, "problem": "nothing"} for each in rows(["epilogue"], eager=9.0, epilogue=None)]
     base = {**compare.record([]), "gpu": "NVIDIA H200"}
-    for name, date, of_run in (("new", "2026-02-02", of_one + other + nothing), ("old", "2026-02-01", of_one), ("cpu", "2026-02-03", [row])):
+    for name, date, of_run in (
+        ("new", "2026-02-02", of_one + other + nothing),
+        ("old", "2026-02-01", of_one),
+        ("cpu", "2026-02-03", [row]),
+    ):
         (tmp_path / f"{name}.json").write_text(json.dumps({**base, "date": date, "rows": of_run}))
     (tmp_path / "tests.log").write_text("FAILED test_a\n=== 1 failed, 411 passed in 3.21s ===\n\n")
     lines = compare.summary([tmp_path / "tests.log", tmp_path / "no.log"], tmp_path).splitlines()
@@ -107,7 +151,11 @@ def test_summary(tmp_path):
     assert [line.split()[-6:] for line in lines[5:8]] == [
         ["8", "compile", "4", "fused", "2", "2.00×"], ["9", "eager", "9", "epilogue", "6", "1.50×"], ["nothing", "9", "eager", "9", "–", "–"],
     ]  # fmt: skip
-    assert f"{tmp_path / 'new.json'}: NVIDIA H200, 2026-02-02" in lines[9] and len(lines) < 20 and max(map(len, lines[3:9])) < 120
+    assert (
+        f"{tmp_path / 'new.json'}: NVIDIA H200, 2026-02-02" in lines[9]
+        and len(lines) < 20
+        and max(map(len, lines[3:9])) < 120
+    )
     (tmp_path / "empty").mkdir()
     assert compare.summary([], tmp_path / "empty") == f"benchmark   no record in {tmp_path / 'empty'}"
 

@@ -47,7 +47,9 @@ def assert_close(ours, theirs, limit=1e-3):
     largest = max(t.norm() for key, t in theirs.items() if key != "output")
     assert largest > 0, "there are gradients to compare"
     for key, value in theirs.items():
-        assert (ours[key] - value).norm() <= limit * value.norm() + limit / 10 * largest * (key != "output"), key
+        assert (ours[key] - value).norm() <= limit * value.norm() + limit / 10 * largest * (
+            key != "output"
+        ), key
 
 
 # ------------------------------------------------------------------------------------------------------------ CUDA graphs
@@ -189,7 +191,10 @@ def test_loading_inside_a_capture_is_refused():
         inline_loader.load("add", source=source, device="cuda")(y, 9)
         return y
 
-    with pytest.raises(inline_loader.BuildError, match="add .cuda. is not loaded yet, .* CUDA graph is captured: call .* once before"):
+    with pytest.raises(
+        inline_loader.BuildError,
+        match="add .cuda. is not loaded yet, .* CUDA graph is captured: call .* once before",
+    ):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             run(y)
     replay = capture(run, y)
@@ -208,7 +213,10 @@ def test_busy_side_stream(name, variant):
     model, x = small(name, variant, device="cuda")
     new, spoilt = numerics.twin_of(model, variant, x), x.clone()
     spoilt.view(-1)[-1] = torch.nan  # which 83's output shows
-    for probe in (checks.Probe(new, model, spoilt, "forward", None), checks.Probe(new, model, x, "train_dx", torch.randn_like(model(x)))):
+    for probe in (
+        checks.Probe(new, model, spoilt, "forward", None),
+        checks.Probe(new, model, x, "train_dx", torch.randn_like(model(x))),
+    ):
         expected = probe.results()
         for cycles in checks.SLEEPS:  # nobody knows how long launching takes
             found, began, returned = checks._late_results(probe, cycles)
@@ -343,7 +351,11 @@ def test_profiler_shows_operators_and_kernels(name, variant):
 
 
 @pytest.mark.parametrize("channels", [16, 32])
-@pytest.mark.parametrize("shape", [(32, 3, 16, 32, 32), (50, 3, 13, 29, 30), (2, 3, 9, 29, 30), (70, 3, 16, 32, 32), (100, 3, 16, 32, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(32, 3, 16, 32, 32), (50, 3, 13, 29, 30), (2, 3, 9, 29, 30), (70, 3, 16, 32, 32), (100, 3, 16, 32, 32)],
+    ids=str,
+)
 def test_79_meets_in_one_launch(shape, channels):
     """Where a block has a whole sample, or all blocks run at the same time; parts may be unequal. Else there are two launches."""
     model = numerics.build(INSTANCE_NORM, (3, channels, 3, (channels, 1, 1, 1), -1.0, 1.0), device="cuda")
@@ -353,7 +365,11 @@ def test_79_meets_in_one_launch(shape, channels):
     with torch.profiler.profile() as profile, torch.no_grad():
         new(x)
         torch.cuda.synchronize()
-    (launched,) = [event.count for event in profile.key_averages() if "fused_kernel" in event.key and event.device_type.name == "CUDA"]
+    (launched,) = [
+        event.count
+        for event in profile.key_averages()
+        if "fused_kernel" in event.key and event.device_type.name == "CUDA"
+    ]
     assert launched == (1 if slots == 1 or len(x) * slots <= fused._device(0)[2] else 2)
 
 
@@ -364,8 +380,20 @@ DEFAULT = {name: tuple(problem.init_inputs) for name, problem in numerics.models
 # Constructor arguments, input and dtype; one of input, convolution and output has a little more than 2³¹ elements.
 LARGE = {
     "31, output": (MIN_ADD, "epilogue fused", DEFAULT[MIN_ADD], (1100, 64, 128, 128), torch.float16),
-    "31, input": (MIN_ADD, "epilogue fused", (128, 16, 1, 0.5, (16, 1, 1), 2.0), (1100, 128, 124, 126), torch.float16),
-    "79, convolution": (INSTANCE_NORM, "epilogue", DEFAULT[INSTANCE_NORM], (10700, 3, 16, 32, 32), torch.float16),
+    "31, input": (
+        MIN_ADD,
+        "epilogue fused",
+        (128, 16, 1, 0.5, (16, 1, 1), 2.0),
+        (1100, 128, 124, 126),
+        torch.float16,
+    ),
+    "79, convolution": (
+        INSTANCE_NORM,
+        "epilogue",
+        DEFAULT[INSTANCE_NORM],
+        (10700, 3, 16, 32, 32),
+        torch.float16,
+    ),
     "79, input": (INSTANCE_NORM, "fused", DEFAULT[INSTANCE_NORM], (43700, 3, 16, 32, 32), torch.float32),
     "83, half": (DROPOUT, "epilogue fused", DEFAULT[DROPOUT], (2500, 3, 16, 64, 64), torch.float16),
     "83, output": (DROPOUT, "fused", DEFAULT[DROPOUT], (2500, 3, 16, 64, 64), torch.float32),
@@ -376,7 +404,8 @@ LARGE = {
 
 @pytest.mark.xdist_group("large")  # one after the other, for the memory's sake
 @pytest.mark.parametrize(
-    "case, variant", [(case, variant) for case, (_, variants, *_) in LARGE.items() for variant in variants.split()]
+    "case, variant",
+    [(case, variant) for case, (_, variants, *_) in LARGE.items() for variant in variants.split()],
 )
 def test_more_elements_than_an_int_counts(case, variant):
     """Single samples, at both ends and around element 2³¹, against eager on those alone; forward, then the gradient of x."""
@@ -389,8 +418,19 @@ def test_more_elements_than_an_int_counts(case, variant):
         model.train()
     x = torch.empty(shape, dtype=dtype, device="cuda").uniform_()
     new = numerics.twin_of(model, variant, x)
-    sizes = {count: 2**31 // count for count in (x[0].numel(), _convolved(model, x[:1]).numel()) if count * len(x) > 2**31}
-    samples = sorted({0, len(x) // 2, len(x) - 1, *(at + step for at in sizes.values() for step in (-1, 0, 1) if at + step < len(x))})
+    sizes = {
+        count: 2**31 // count
+        for count in (x[0].numel(), _convolved(model, x[:1]).numel())
+        if count * len(x) > 2**31
+    }
+    samples = sorted(
+        {
+            0,
+            len(x) // 2,
+            len(x) - 1,
+            *(at + step for at in sizes.values() for step in (-1, 0, 1) if at + step < len(x)),
+        }
+    )
     if name == DROPOUT:
         _check_large_dropout(new, x, samples)
         return _check_large_dropout_gradients(model, new, x, samples) if variant == "epilogue" else None
@@ -413,7 +453,9 @@ def _free_memory(size: int) -> bool:
         if torch.cuda.mem_get_info()[0] > size:
             return True
         time.sleep(1)
-    return torch.cuda.get_device_properties(0).total_memory > 2 * size and pytest.fail("the tests beside this one leave no memory")
+    return torch.cuda.get_device_properties(0).total_memory > 2 * size and pytest.fail(
+        "the tests beside this one leave no memory"
+    )
 
 
 def _convolved(model, x):
@@ -432,13 +474,17 @@ def _check_large_dropout(new, x, samples):
         for i in samples:
             x[i].view(-1)[-1] = torch.nan
         y = new(x)
-        spoilt = torch.cat([part.isnan().flatten(1).any(1) for part in y.split(64)]).nonzero().flatten().tolist()
+        spoilt = (
+            torch.cat([part.isnan().flatten(1).any(1) for part in y.split(64)]).nonzero().flatten().tolist()
+        )
         assert spoilt == samples
         rest = [i for i in (1, *(at - 2 for at in samples[1:])) if i not in samples]
         kept = [y[i] != 0 for i in rest]
         assert all(abs(mask.float().mean() - 0.8) < 0.01 for mask in kept)
         assert len({tuple(mask.flatten()[:99].tolist()) for mask in kept}) == len(kept)
-        assert all(y[i].unique().tolist() == [0, torch.tensor(0.25 / 0.8, dtype=y.dtype).item()] for i in rest)
+        assert all(
+            y[i].unique().tolist() == [0, torch.tensor(0.25 / 0.8, dtype=y.dtype).item()] for i in rest
+        )
 
 
 def _check_large_dropout_gradients(model, new, x, samples):

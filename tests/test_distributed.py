@@ -23,9 +23,13 @@ PROCESSES = 2
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_ddp.py"
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this torch has no torch.distributed"
+)
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < PROCESSES, reason="there are not two GPUs")
-every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])])
+every_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
+)
 
 
 def whole_batch(name: str, device: str) -> tuple[nn.Module, torch.Tensor]:
@@ -59,7 +63,10 @@ def sharded_in_parts(model):
     return torch.distributed.fsdp.fully_shard(model)
 
 
-WRAPPERS = {"epilogue": [data_parallel, sharded], "eager": [sharded_in_parts]}  # by the variant that "auto" then runs
+WRAPPERS = {
+    "epilogue": [data_parallel, sharded],
+    "eager": [sharded_in_parts],
+}  # by the variant that "auto" then runs
 
 
 def rank_main(rank: int, folder: str, device: str) -> None:
@@ -68,7 +75,9 @@ def rank_main(rank: int, folder: str, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    torch.distributed.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES
+    )
     torch.save(rank_answers(rank, device), f"{folder}/{rank}.pt")
     gc.collect()  # what outlives the group may wait for it for ever
     torch.distributed.destroy_process_group()
@@ -89,14 +98,18 @@ def rank_answers(rank: int, device: str) -> dict:
 @every_device
 def test_two_processes_have_the_gradients_of_one(device, tmp_path):
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        expected = {name: gradients(*whole_batch(name, device)) for name in SMALL}  # compiles, so that the ranks need not
+        expected = {
+            name: gradients(*whole_batch(name, device)) for name in SMALL
+        }  # compiles, so that the ranks need not
     torch.multiprocessing.spawn(rank_main, args=(str(tmp_path), device), nprocs=PROCESSES)
     for rank in range(PROCESSES):
         answers = torch.load(tmp_path / f"{rank}.pt")
         assert len(answers) == 3 * len(SMALL)
         for (name, wrapper), (ran, variant, found) in answers.items():
             assert ran == variant, f"{name}, {wrapper}: {ran} ran, expected {variant}"
-            torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}, {wrapper}: {text}")
+            torch.testing.assert_close(
+                found, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}, {wrapper}: {text}"
+            )
 
 
 @every_device
@@ -105,10 +118,22 @@ def test_example_with_cold_ranks(device, tmp_path):
     environment = {**os.environ, "INLINE_LOADER_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", str(EXAMPLE)]
-    done = subprocess.run([*command, "--steps=3"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={PROCESSES}",
+        str(EXAMPLE),
+    ]
+    done = subprocess.run(
+        [*command, "--steps=3"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    assert f"{PROCESSES} processes on {device}, epilogue" in done.stdout and "gradients equal a single process's" in done.stdout
+    assert (
+        f"{PROCESSES} processes on {device}, epilogue" in done.stdout
+        and "gradients equal a single process's" in done.stdout
+    )
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 3 and losses[2] < losses[0]
     builds = [record.parent.name.rpartition("_")[0] for record in (tmp_path / "cache").glob("*/build.json")]
@@ -125,7 +150,10 @@ def test_tensors_of_a_device_mesh(name, tmp_path):
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         model, x = whole_batch(name, "cpu")
         expected = models.PROBLEMS[name].Model.forward(model, x)
-        model, x = tensor.distribute_module(model, mesh), tensor.distribute_tensor(x, mesh, [tensor.Replicate()])
+        model, x = (
+            tensor.distribute_module(model, mesh),
+            tensor.distribute_tensor(x, mesh, [tensor.Replicate()]),
+        )
         assert model.plan(x).variant == "eager" and "distributed tensor" in model.plan(x).reason
         torch.testing.assert_close(model(x).full_tensor(), expected)
     finally:

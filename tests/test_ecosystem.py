@@ -95,7 +95,9 @@ def test_compile_with_dynamic_shapes(name, variant, device, dynamic):
     PyTorch knows that they change."""
     model, x = resizable(name, device)
     new = numerics.twin_of(model, variant, x)
-    batches, every = graphs_made(new, x, dynamic, lambda compiled, part: assert_close(results(compiled, part), results(new, part)))
+    batches, every = graphs_made(
+        new, x, dynamic, lambda compiled, part: assert_close(results(compiled, part), results(new, part))
+    )
     assert batches <= min(2, graphs_of_the_reference(name, device, dynamic)[0])
     assert every <= graphs_of_the_reference(name, device, dynamic)[1]
 
@@ -111,7 +113,9 @@ def test_the_choice_for_a_gpu_is_traced(name, dynamic, monkeypatch):
         assert compiled(torch.empty(size, *shape[1:]))[1] is None
     assert len(graphs) == (1 if dynamic else 2)
     # In 3d a block's four rows fit; two; one; not the four that stores of 16 bytes need; not one beside the kernels' own arrays.
-    inputs = [torch.empty(2, *shape[1:-2], *size) for size in ((5, 100), (4, 400), (4, 501), (6, 401), (5, 650))]
+    inputs = [
+        torch.empty(2, *shape[1:-2], *size) for size in ((5, 100), (4, 400), (4, 501), (6, 401), (5, 650))
+    ]
     answers = [compiled(x)[1] for x in inputs]
     assert answers == [model._fused_obstacle(x) for x in inputs]
     assert [answer is None for answer in answers] == [True, True, True, len(shape) == 4, len(shape) == 4]
@@ -179,12 +183,19 @@ def test_autocast(name, dtype, variant, device, around):
     if name == DROPOUT:
         checks._ties(model, x)  # else all gradients are zero
     new = numerics.twin_of(model, variant, x)
-    regions = [torch.autocast(device, dtype=dtype, enabled=around in (phase, "both")) for phase in ("forward", "backward")]
+    regions = [
+        torch.autocast(device, dtype=dtype, enabled=around in (phase, "both"))
+        for phase in ("forward", "backward")
+    ]
     theirs, ours = (_results_within(*regions, module, x) for module in (model, new))
     exact = _results_within(nullcontext(), nullcontext(), copy.deepcopy(model).double(), x.double())
     eps = torch.finfo(x.dtype if around == "backward" else dtype).eps
     for key, value in theirs.items():
-        assert (ours[key].dtype, ours[key].shape, ours[key].stride()) == (value.dtype, value.shape, value.stride()), key
+        assert (ours[key].dtype, ours[key].shape, ours[key].stride()) == (
+            value.dtype,
+            value.shape,
+            value.stride(),
+        ), key
         error, limit = ((t.double() - exact[key]).norm() for t in (ours[key], value))
         assert error <= 2 * limit + 4 * eps * exact[key].norm(), key
 
@@ -226,14 +237,18 @@ def test_functional_call_and_func_grad(name, device):
     model, x = numerics.small(name, device=device)
     new = numerics.twin_of(model, "auto")
     other = {key: value.detach() * 0.5 for key, value in new.named_parameters()}
-    torch.testing.assert_close(torch.func.functional_call(new, other, x), torch.func.functional_call(model, other, x))
+    torch.testing.assert_close(
+        torch.func.functional_call(new, other, x), torch.func.functional_call(model, other, x)
+    )
 
     seen = []
 
     def loss(module):
         return lambda parameters, x: torch.func.functional_call(module, parameters, x).square().mean()
 
-    for ours, theirs in zip(*(torch.func.grad(loss(module), argnums=(0, 1))(other, x) for module in (new, model))):
+    for ours, theirs in zip(
+        *(torch.func.grad(loss(module), argnums=(0, 1))(other, x) for module in (new, model))
+    ):
         torch.testing.assert_close(ours, theirs)
     torch.func.vmap(lambda x: seen.append(new.plan(x)) or x)(x[None])
     assert seen[0].variant == "eager" and "torch.func" in seen[0].reason
@@ -272,7 +287,11 @@ def _backward(module, x):
     module.zero_grad()
     y = module(x)
     y.sum().backward()
-    return {"output": y.detach(), "x": x.grad, **{key: p.grad.clone() for key, p in module.named_parameters()}}
+    return {
+        "output": y.detach(),
+        "x": x.grad,
+        **{key: p.grad.clone() for key, p in module.named_parameters()},
+    }
 
 
 @every_name

@@ -35,13 +35,17 @@ COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 NAN, INF = float("nan"), float("inf")
 
 pytestmark = pytest.mark.skipif(
-    not (COMPILER and (HEADERS / "cuda_fp16.h").is_file()), reason="there is no C++ compiler, or CUDA's headers are missing"
+    not (COMPILER and (HEADERS / "cuda_fp16.h").is_file()),
+    reason="there is no C++ compiler, or CUDA's headers are missing",
 )
 every_name = pytest.mark.parametrize("name", [MIN_ADD, INSTANCE_NORM, DROPOUT, POOL])
 every_convolution_in_3d = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])
 
 # 83's result is known beforehand. Instead of it, its fused kernel may show the normalised value.
-FAITHFUL, SHOWN = "const float value = min_nan(max_nan(min_nan(z, low), low), high);", "const float value = z;"
+FAITHFUL, SHOWN = (
+    "const float value = min_nan(max_nan(min_nan(z, low), low), high);",
+    "const float value = z;",
+)
 
 
 # --------------------------------------------------------------------------------------------------------------- building
@@ -65,7 +69,9 @@ class Emulated:
         self.library = ctypes.CDLL(str(library))
         self.library.emulation_failure.restype = ctypes.c_char_p
         source = (inline_loader.KERNELS / f"{name}.cu").read_text()
-        self.parameters = {launcher.name: launcher.parameters for launcher in inline_loader.parse_launchers(source)}
+        self.parameters = {
+            launcher.name: launcher.parameters for launcher in inline_loader.parse_launchers(source)
+        }
 
     def __getattr__(self, launcher: str):
         def call(*arguments):
@@ -81,11 +87,15 @@ def _c_argument(parameter: inline_loader.Parameter, value):
     if parameter.pointer:
         assert value.is_contiguous(), parameter.name
         return ctypes.c_void_p(value.data_ptr() if value.numel() else None)
-    return {"double": ctypes.c_double, "int64_t": ctypes.c_int64, "bool": ctypes.c_bool}[parameter.ctype](value)
+    return {"double": ctypes.c_double, "int64_t": ctypes.c_int64, "bool": ctypes.c_bool}[parameter.ctype](
+        value
+    )
 
 
 def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> Emulated:
-    key = hashlib.sha256(repr((name, architecture, sorted(defines.items()), replaced)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((name, architecture, sorted(defines.items()), replaced)).encode()).hexdigest()[
+        :16
+    ]
     library, sources = folder / f"{key}.so", folder / key
     if not library.exists():
         sources.mkdir()
@@ -95,9 +105,28 @@ def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: 
                 (sources / path.name).write_text(text.replace(*replaced) if replaced else text)
         for header in ("tensor_core.cuh", "cooperative_groups.h"):
             shutil.copy(EMULATION / header, sources)
-        command = [COMPILER, "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w", "-shared", "-fPIC", "-fvisibility=hidden"]
+        command = [
+            COMPILER,
+            "-std=c++17",
+            "-O1",
+            "-U_FORTIFY_SOURCE",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-fvisibility=hidden",
+        ]
         command += [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
-        command += ["-I", str(sources), "-isystem", str(HEADERS), "-include", str(EMULATION / "cuda.h"), "-x", "c++", str(sources / f"{name}.cu")]
+        command += [
+            "-I",
+            str(sources),
+            "-isystem",
+            str(HEADERS),
+            "-include",
+            str(EMULATION / "cuda.h"),
+            "-x",
+            "c++",
+            str(sources / f"{name}.cu"),
+        ]
         done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     return Emulated(name, library)
@@ -121,7 +150,9 @@ def gpu(monkeypatch, folder):
 
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(operators, "_device_type", lambda x: "cuda")
-        monkeypatch.setattr(fused, "_device", lambda index: ((architecture // 100, 0), 163 << 10, multiprocessors, cache))
+        monkeypatch.setattr(
+            fused, "_device", lambda index: ((architecture // 100, 0), 163 << 10, multiprocessors, cache)
+        )
 
     return become
 
@@ -149,7 +180,9 @@ def assert_rule(name, model, x, ours):
     assert ours.dtype == eager.dtype and ours.shape == eager.shape
     assert torch.equal(ours.isnan(), exact.isnan()), "NaN where float64 has it"
     for n, (y, theirs, r) in enumerate(zip(*(t.nan_to_num(0.0) for t in (ours, eager, exact)))):
-        error = checks._judged(name, f"output of sample {n}", r, checks._distance(theirs, r), checks._distance(y, r), x.dtype)
+        error = checks._judged(
+            name, f"output of sample {n}", r, checks._distance(theirs, r), checks._distance(y, r), x.dtype
+        )
         assert error.share <= 1, error
 
 
@@ -186,14 +219,21 @@ def test_31_sums_what_cancels(gpu):
 def test_31_rounds_operands_of_tf32(gpu):
     """To the nearest value with ten digits behind the binary point, where it is finite; and only if asked to."""
     model, x = small(MIN_ADD, "epilogue")
-    largest, (nan,) = torch.finfo(torch.float32).max, torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)
+    largest, (nan,) = (
+        torch.finfo(torch.float32).max,
+        torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32),
+    )
     x.view(-1)[:6] = torch.tensor([1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 3 * 2**-11, nan, -INF, largest])
     gpu()
     kernels = operators._kernels("conv2d_min_add_multiply", x, x.dtype)
     exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(operators._to_channels_last(x, kernels), x, **exactly)
     rounded = operators._to_channels_last(x, kernels, tf32=True)
-    torch.testing.assert_close(rounded.contiguous().view(-1)[:6], torch.tensor([1 + 2**-10, 1.0, -1 - 2**-9, NAN, -INF, largest]), **exactly)
+    torch.testing.assert_close(
+        rounded.contiguous().view(-1)[:6],
+        torch.tensor([1 + 2**-10, 1.0, -1 - 2**-9, NAN, -INF, largest]),
+        **exactly,
+    )
     rest, given = rounded.contiguous().view(-1)[6:], x.view(-1)[6:]
     digits = torch.frexp(rest).mantissa * 2**11
     assert torch.equal(digits, digits.round()) and ((rest - given).abs() <= given.abs() * 2**-11).all()
@@ -209,7 +249,9 @@ def test_31_rounds_where_the_library_surely_runs_tf32(surely, channels_last, gpu
     monkeypatch.setattr(operators, "_surely_runs_tf32", lambda x, weight: surely)
     errors, _ = checks.errors_of("", numerics.twin_of(model, "epilogue"), model, x, "train")
     (error,) = [error.norm for error in errors if error.quantity == "gradient of conv.weight"]
-    one = 2**-10 / 12**0.5 * 0.75  # operand rounded: the spacing of TF32 at 1, evenly distributed, for values between 1 and 2 on average
+    one = (
+        2**-10 / 12**0.5 * 0.75
+    )  # operand rounded: the spacing of TF32 at 1, evenly distributed, for values between 1 and 2 on average
     expected = one * (1 if channels_last else 2**0.5) if surely else 0
     assert error == pytest.approx(expected, rel=0.15, abs=1e-6)
     assert all(error.share <= 1 for error in errors if error.quantity != "gradient of conv.weight")
@@ -218,7 +260,9 @@ def test_31_rounds_where_the_library_surely_runs_tf32(surely, channels_last, gpu
 @pytest.fixture
 def newer_setting():
     """torch's setting of TF32 for convolutions; the older, torch.backends.cudnn.allow_tf32, must not be read where they differ."""
-    setting = getattr(torch.backends.cudnn, "conv", None) or pytest.skip("this torch has the older setting alone")
+    setting = getattr(torch.backends.cudnn, "conv", None) or pytest.skip(
+        "this torch has the older setting alone"
+    )
     before = setting.fp32_precision
     yield setting
     setting.fp32_precision = before
@@ -276,7 +320,9 @@ def test_rule_in_every_dtype(name, dtype, emulated):
 
 @every_convolution_in_3d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(2, 3, 9, 14, 16), (1, 3, 30, 6, 11), (3, 3, 4, 5, 68), (1, 3, 3, 20, 9)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 9, 14, 16), (1, 3, 30, 6, 11), (3, 3, 4, 5, 68), (1, 3, 3, 20, 9)], ids=str
+)
 @pytest.mark.parametrize("multiprocessors", [1, 9])
 def test_other_sizes_and_shares_of_blocks(name, shape, dtype, multiprocessors, emulated):
     """Hopper's way: planes come by the copy engine, where rows are aligned. One multiprocessor leaves a sample to a block."""
@@ -290,12 +336,22 @@ def test_random_sizes_and_devices(name, emulated):
     @settings(max_examples=10)  # each size may have to be compiled for
     @given(st.data())
     def run(data):
-        size, one_of = lambda low, high: data.draw(st.integers(low, high)), lambda *values: data.draw(st.sampled_from(values))
-        inputs, outputs, kernel, dtype = size(1, 4), 16 * size(1, 2), one_of((3, 3, 3), (1, 2, 4), (5, 1, 2)), one_of(torch.float32, torch.bfloat16)
+        size, one_of = (
+            lambda low, high: data.draw(st.integers(low, high)),
+            lambda *values: data.draw(st.sampled_from(values)),
+        )
+        inputs, outputs, kernel, dtype = (
+            size(1, 4),
+            16 * size(1, 2),
+            one_of((3, 3, 3), (1, 2, 4), (5, 1, 2)),
+            one_of(torch.float32, torch.bfloat16),
+        )
         shape = size(1, 3), inputs, *(extent - 1 + size(4, 16) for extent in kernel)
         tail = {INSTANCE_NORM: ((outputs, 1, 1, 1), -1.0, 1.0), DROPOUT: (4, 0.0, 1.0, 0.2)}[name]
         model = numerics.build(name, (inputs, outputs, kernel, *tail), dtype=dtype)
-        device = dict(architecture=one_of(800, 900), multiprocessors=size(1, 12), cache=one_of(0, 1 << 14, 1 << 20))
+        device = dict(
+            architecture=one_of(800, 900), multiprocessors=size(1, 12), cache=one_of(0, 1 << 14, 1 << 20)
+        )
         x = numerics.random_input(shape, dtype=dtype)
         assert_rule(name, model, x, emulated(name, model, x, **device))
 
@@ -308,7 +364,12 @@ def test_79_holds_sums(cache, dtype, emulated):
     """None, some and most of those that shared memory has no room for, in scratch."""
     model = numerics.build(INSTANCE_NORM, numerics.HELD[0], dtype=dtype)
     x = numerics.random_input((2, 3, 12, 26, 30), dtype=dtype)
-    assert_rule(INSTANCE_NORM, model, x, emulated(INSTANCE_NORM, model, x, architecture=900, multiprocessors=1, cache=cache))
+    assert_rule(
+        INSTANCE_NORM,
+        model,
+        x,
+        emulated(INSTANCE_NORM, model, x, architecture=900, multiprocessors=1, cache=cache),
+    )
 
 
 MEETING = "cooperative_groups::this_grid().sync();"
@@ -341,7 +402,20 @@ def test_79_open_and_swapped_bounds(low, high, emulated):
 
 
 @every_name
-@pytest.mark.parametrize("change", ["large mean", "1e15", "1e-15", "channels apart", "late and large", "second and large", "early and zero", "constant", "samples apart"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "large mean",
+        "1e15",
+        "1e-15",
+        "channels apart",
+        "late and large",
+        "second and large",
+        "early and zero",
+        "constant",
+        "samples apart",
+    ],
+)
 def test_rule_at_any_magnitude(name, change, emulated):
     """A scale that a block guesses from its first rows or planes has to be found out as wrong."""
     model, x = small(name)
@@ -438,7 +512,10 @@ def test_one_special_value(name, value, emulated):
     model, x = small(name)
     spoilt = x.clone()
     spoilt[1].view(-1)[17] = value
-    ours, exact = emulated(name, model, spoilt), reference(name, copy.deepcopy(model).double(), spoilt.double())
+    ours, exact = (
+        emulated(name, model, spoilt),
+        reference(name, copy.deepcopy(model).double(), spoilt.double()),
+    )
     kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours, exact)]
     assert torch.equal(*kinds)
     assert torch.equal(ours[::2], emulated(name, model, x)[::2])
@@ -459,8 +536,22 @@ def test_83_draws_the_mask_of_the_other_variants(gpu):
     with torch.no_grad():
         results = [
             operators.conv3d_groupnorm_min_clamp_dropout(
-                x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, 0.25, 1.0, 0.2, 1e-5, variant, torch.tensor([2024])
+                x,
+                conv.weight,
+                conv.bias,
+                norm.weight,
+                norm.bias,
+                norm.num_groups,
+                0.25,
+                1.0,
+                0.2,
+                1e-5,
+                variant,
+                torch.tensor([2024]),
             )
             for variant in ("fused", "epilogue", "folded")
         ]
-    assert all(torch.equal(result, results[0]) for result in results) and 0.7 < (results[0] != 0).double().mean() < 0.9
+    assert (
+        all(torch.equal(result, results[0]) for result in results)
+        and 0.7 < (results[0] != 0).double().mean() < 0.9
+    )

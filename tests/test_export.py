@@ -28,7 +28,9 @@ def run(folder, *texts: str) -> str:
     script = folder / "cell.py"
     script.write_text("\n\n".join(texts), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, script.name], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script.name], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,7 +60,19 @@ def test_cell_is_plain_python_for_ipython():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "'''", '"""', "''' and \"\"\"", "ends with \\", "ends with '", '\\"""', "\\N{x} \\x \\u", "%%cpp\n!ls\n?x", "tab\t\r\n\0 ⅋"],
+    [
+        "",
+        "x",
+        "'''",
+        '"""',
+        "''' and \"\"\"",
+        "ends with \\",
+        "ends with '",
+        '\\"""',
+        "\\N{x} \\x \\u",
+        "%%cpp\n!ls\n?x",
+        "tab\t\r\n\0 ⅋",
+    ],
 )
 def test_literal_takes_any_text(text):
     assert ast.literal_eval(export.literal(text)) == text
@@ -85,7 +99,10 @@ def test_cells_run_in_a_fresh_process_again_and_side_by_side(tmp_path):
     """The same cell twice and then another problem's, in one process, and the user's own modules of the same names."""
     first, second = NAMES[0], NAMES[3]
     mine = "import sys, types\nsys.modules['models'] = types.ModuleType('models')"
-    uses = [export.cell([first]), USE.format(name=first)] * 2 + [export.cell([second]), USE.format(name=second)]
+    uses = [export.cell([first]), USE.format(name=first)] * 2 + [
+        export.cell([second]),
+        USE.format(name=second),
+    ]
     lines = run(tmp_path / "empty", mine, *uses).splitlines()
     assert lines == ["epilogue (2, 128, 18, 18)"] * 2 + ["epilogue (2, 64, 4, 4)"]
 
@@ -95,7 +112,9 @@ def test_unpack(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     files = {"a_module.py": "x = 1\n", "kernels/k.h": "// ⅋\r\n"}
     folder = export.unpack(files)
-    assert {str(path.relative_to(folder)): path.read_bytes().decode() for path in folder.rglob("*.*")} == files
+    assert {
+        str(path.relative_to(folder)): path.read_bytes().decode() for path in folder.rglob("*.*")
+    } == files
     assert (tmp_path / "cache").stat().st_mode & 0o077 == 0, "nobody else may write what is imported"
     assert sys.path[0] == str(folder)
     (folder / "a_module.py").write_text("spoilt")

@@ -115,8 +115,13 @@ kernels(y, x, 2.0, 2)
 print(y.tolist())
 """
     return subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        env={**os.environ, **environment}, cwd="/",
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **environment},
+        cwd="/",
     )
 
 
@@ -142,12 +147,16 @@ def only_build(cache: Path) -> Path:
 
 
 def test_launchers_become_operators(cache):
-    kernels = inline_loader.load("pair", source=scale() + """
+    kernels = inline_loader.load(
+        "pair",
+        source=scale()
+        + """
 // a comment with an EXPORT void nothing(float* y) in it
 EXPORT void flags(double* y, const int64_t* x, bool negate, int64_t n) {
   for (int64_t i = 0; i < n; i++) y[i] = negate ? -x[i] : x[i];
 }
-""")
+""",
+    )
     assert run(kernels) == [2.0, -6.0]
     y = torch.empty(2, dtype=torch.float64)
     kernels.flags(y, torch.tensor([1, 2]), True, 2)
@@ -157,31 +166,43 @@ EXPORT void flags(double* y, const int64_t* x, bool negate, int64_t n) {
         kernels(y)
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda x: (x.double(), x), r"scale: y: expected a float32 tensor, got float64"),
-    (lambda x: (torch.empty(2, 2).t(), x), r"scale: y: expected a contiguous tensor"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: (x.double(), x), r"scale: y: expected a float32 tensor, got float64"),
+        (lambda x: (torch.empty(2, 2).t(), x), r"scale: y: expected a contiguous tensor"),
+    ],
+)
 def test_host_side_checks_tensors(change, message):
     kernels = inline_loader.load("scale", source=scale(number=-1))
     with pytest.raises(RuntimeError, match=message):
         kernels(*change(torch.ones(2)), 2.0, 2)
 
 
-@pytest.mark.parametrize("declaration, message", [
-    ("EXPORT void f(float* y, int n)", r"<f>:2:13: error: expected parameters like .* got `int n`\n *2 \| EXPORT.*\n *\| {13}\^"),
-    ("EXPORT void f(int64_t n)", r"<f>:2:13: error: f: expected at least one tensor"),
-    ("void f(float* y)", r"<f>: expected at least one launcher"),
-])
+@pytest.mark.parametrize(
+    "declaration, message",
+    [
+        (
+            "EXPORT void f(float* y, int n)",
+            r"<f>:2:13: error: expected parameters like .* got `int n`\n *2 \| EXPORT.*\n *\| {13}\^",
+        ),
+        ("EXPORT void f(int64_t n)", r"<f>:2:13: error: f: expected at least one tensor"),
+        ("void f(float* y)", r"<f>: expected at least one launcher"),
+    ],
+)
 def test_bad_launchers_are_named(declaration, message):
     with pytest.raises(BuildError, match=message):
         inline_loader.load("f", source=f"// one\n{declaration} {{}}\n")
 
 
-@pytest.mark.parametrize("arguments, error", [
-    ({"name": "no_such_kernel"}, FileNotFoundError),
-    ({"name": "a-b", "source": ""}, ValueError),
-    ({"name": "f", "source": "", "device": "mps"}, ValueError),
-])
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ({"name": "no_such_kernel"}, FileNotFoundError),
+        ({"name": "a-b", "source": ""}, ValueError),
+        ({"name": "f", "source": "", "device": "mps"}, ValueError),
+    ],
+)
 def test_bad_requests(arguments, error):
     with pytest.raises(error, match="expected"):
         inline_loader.load(**arguments)
@@ -229,7 +250,10 @@ def test_loaded_once_stays_loaded(cache):
     kernels = inline_loader.load("scale", source=source)
     assert inline_loader.load("scale", source=source) is kernels
     inline_loader.clear_cache()
-    assert run(inline_loader.load("scale", source=source)) == [2.0, -6.0]  # the namespace lives on: no second registration
+    assert run(inline_loader.load("scale", source=source)) == [
+        2.0,
+        -6.0,
+    ]  # the namespace lives on: no second registration
     assert not list(cache.glob("*/build.json"))
 
 
@@ -370,7 +394,11 @@ def test_killed_builder_leaves_nothing_that_hurts(compiler, cache, kill):
 def test_locks_that_torch_left_do_not_matter(cache, tmp_path):
     source = scale()
     unit = inline_loader._unit("scale", source, "cpu", {})
-    for folder in (cache / unit.namespace, tmp_path / "extensions" / "scale", tmp_path / "extensions" / unit.namespace):
+    for folder in (
+        cache / unit.namespace,
+        tmp_path / "extensions" / "scale",
+        tmp_path / "extensions" / unit.namespace,
+    ):
         folder.mkdir(parents=True, mode=0o700)
         (folder / "lock").touch()
     cache.chmod(0o700)
@@ -521,16 +549,22 @@ def test_clear_cache_spares_what_is_being_built(cache, compiler):
 # ------------------------------------------------------------------------------------------------------ disks and paths
 
 
-def mounted(options: str, folder: Path, command: list[str], then: str = "true") -> subprocess.CompletedProcess:
+def mounted(
+    options: str, folder: Path, command: list[str], then: str = "true"
+) -> subprocess.CompletedProcess:
     """Runs `command` in a mount namespace where `folder` is a tmpfs with `options`; `then` is run before it, mounted."""
     if not shutil.which("unshare"):
         pytest.skip("needs unshare")
     folder.mkdir(exist_ok=True)
     script = f"mount -t tmpfs -o mode=0700,{options} none {shlex.quote(str(folder))} && {then} && exec {shlex.join(command)}"
     unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*unshare, f"mount -t tmpfs none {shlex.quote(str(folder))}"], capture_output=True).returncode:
+    if subprocess.run(
+        [*unshare, f"mount -t tmpfs none {shlex.quote(str(folder))}"], capture_output=True
+    ).returncode:
         pytest.skip("this machine does not allow a mount namespace")
-    return subprocess.run([*unshare, script], capture_output=True, text=True, timeout=PATIENCE, env=os.environ)
+    return subprocess.run(
+        [*unshare, script], capture_output=True, text=True, timeout=PATIENCE, env=os.environ
+    )
 
 
 def loading(source: str) -> list[str]:
@@ -578,14 +612,26 @@ def odd_project(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("locale", [
-    {"LC_ALL": "C.UTF-8"},
-    {"LC_ALL": "POSIX"},
-    {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},  # torch can't be imported from an é here
-], ids=["utf8", "posix", "ascii"])
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"LC_ALL": "C.UTF-8"},
+        {"LC_ALL": "POSIX"},
+        {
+            "LC_ALL": "POSIX",
+            "PYTHONUTF8": "0",
+            "PYTHONCOERCECLOCALE": "0",
+        },  # torch can't be imported from an é here
+    ],
+    ids=["utf8", "posix", "ascii"],
+)
 def test_odd_paths_work(odd_project, locale):
     source = scale().replace("// build", "// bâtiment")
-    environment = {"INLINE_LOADER_CACHE": str(odd_project / "cache"), "TMPDIR": str(odd_project / "tmp"), **locale}
+    environment = {
+        "INLINE_LOADER_CACHE": str(odd_project / "cache"),
+        "TMPDIR": str(odd_project / "tmp"),
+        **locale,
+    }
     paths = [odd_project] if "PYTHONUTF8" in locale else [odd_project, odd_project / "site"]
     # The program's text is ASCII: under these locales Python takes no other.
     before = "\n".join(f"import os; sys.path.insert(0, os.fsdecode({os.fsencode(path)!r}))" for path in paths)
@@ -634,7 +680,9 @@ def test_no_host_compiler(monkeypatch, fresh_versions):
 def test_old_host_compiler(monkeypatch, fresh_versions, tmp_path):
     old = program(tmp_path / "g++", "g++ (GCC) 4.8.5 20150623")
     monkeypatch.setenv("CXX", str(old))
-    with pytest.raises(BuildError, match=rf"{re.escape(str(old))} is version 4.8.5, too old .*install g\+\+ \d+"):
+    with pytest.raises(
+        BuildError, match=rf"{re.escape(str(old))} is version 4.8.5, too old .*install g\+\+ \d+"
+    ):
         inline_loader.load("scale", source=scale())
 
 
@@ -666,7 +714,9 @@ def test_ninja_is_found_beside_python(tmp_path):
 
 def test_no_nvcc(cuda_torch, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(BuildError, match=r"^no CUDA compiler: /nowhere/bin/nvcc .*install the CUDA toolkit 13.0"):
+    with pytest.raises(
+        BuildError, match=r"^no CUDA compiler: /nowhere/bin/nvcc .*install the CUDA toolkit 13.0"
+    ):
         inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
 
 
@@ -685,10 +735,14 @@ def nvcc13(cuda_torch, monkeypatch, tmp_path):
 
 def test_old_driver(nvcc13, monkeypatch):
     def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+        )
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(BuildError, match=r"driver is too old: it serves CUDA 11.4, torch .* needs 13.0; update"):
+    with pytest.raises(
+        BuildError, match=r"driver is too old: it serves CUDA 11.4, torch .* needs 13.0; update"
+    ):
         inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
 
 
@@ -746,15 +800,19 @@ def test_error_at_the_line_of_a_file(kernels_folder):
     error, source = caught.value, path.read_text().splitlines()[3]
     first, line, caret, *rest = str(error).splitlines()
     assert first.startswith(f"{path}:4:{source.index('flaot') + 1}: error: ") and "flaot" in first
-    assert line.endswith(source) and line[caret.index("^"):].startswith("flaot")
-    assert error.log_path in rest[-1] and Path(error.log_path).read_text() == error.log and "flaot" in error.log
+    assert line.endswith(source) and line[caret.index("^") :].startswith("flaot")
+    assert (
+        error.log_path in rest[-1] and Path(error.log_path).read_text() == error.log and "flaot" in error.log
+    )
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.log, copy.log_path) == (str(error), error.log, error.log_path)
 
 
 def test_error_in_a_header_and_in_a_library(kernels_folder):
     (kernels_folder / "extra.h").write_text("\n#define EXTRA 1\nint broken = ;\n")
-    with pytest.raises(BuildError, match=rf"^{kernels_folder}/extra.h:3:14: error: .*\n *3 \| int broken = ;\n"):
+    with pytest.raises(
+        BuildError, match=rf"^{kernels_folder}/extra.h:3:14: error: .*\n *3 \| int broken = ;\n"
+    ):
         inline_loader.load("scale", source='#include "extra.h"\n' + scale())
     source = "#include <vector>\n#include <mutex>\nstd::vector<std::mutex> v(2, std::mutex());\n" + scale()
     with pytest.raises(BuildError, match=r"^<scale>:3:\d+: error: .*\n *3 \| std::vector"):
@@ -771,10 +829,12 @@ def test_error_of_nvcc(monkeypatch, tmp_path):
     source = "\n".join(["__global__ void k(float* y) {", "\t y[0] = nonsense;", "}", CUDA_SOURCE])
     unit = inline_loader.Unit("k", "cuda", "<k>", source, 2, {}, {}, (), (), ())
     (tmp_path / "kernels.cu").write_text(unit.files()["kernels.cu"])
-    log = subprocess.run(["nvcc", "-c", "kernels.cu", "-o", "k.o"], cwd=tmp_path, capture_output=True, text=True).stderr
+    log = subprocess.run(
+        ["nvcc", "-c", "kernels.cu", "-o", "k.o"], cwd=tmp_path, capture_output=True, text=True
+    ).stderr
     text = loader_report.first_error(log, unit.text_of).splitlines()
     assert text[0].startswith("<k>:3:") and "nonsense" in text[0]
-    assert text[1][text[2].index("^"):].startswith("nonsense"), text
+    assert text[1][text[2].index("^") :].startswith("nonsense"), text
 
 
 def test_html_of_an_error():
@@ -806,7 +866,8 @@ def test_notebook_cells():
                 y = torch.empty_like(x)
                 plus(y, x, 2)
                 return y
-        """) + use,
+        """)
+        + use,
         CELL.format(10, ""),
         use,
         CELL.format(10, " + nonsense"),
@@ -821,7 +882,9 @@ def test_notebook_cells():
     progress = notebook.cells[3].outputs[0].data["text/plain"]
     assert re.fullmatch(r"inline_loader: plus \(cpu\), defines changed: built, [\d.]+ s", progress)
     displays = [output for output in notebook.cells[5].outputs if output.output_type == "display_data"]
-    assert "&lt;plus&gt;:3:" in displays[-1].data["text/html"] and "nonsense" in displays[-1].data["text/html"]
+    assert (
+        "&lt;plus&gt;:3:" in displays[-1].data["text/html"] and "nonsense" in displays[-1].data["text/html"]
+    )
     (error,) = [output for output in notebook.cells[5].outputs if output.output_type == "error"]
     assert error.ename == "BuildError" and "<plus>:3:" in error.traceback[0]
 
@@ -907,7 +970,9 @@ def test_cuda_errors():
 # ------------------------------------------------------------------------------------------------- old and new releases
 
 
-@pytest.mark.skipif(not os.environ.get("TEST_TORCH_RELEASES"), reason="opt in: TEST_TORCH_RELEASES='torch==2.8.0 torch' (GBs)")
+@pytest.mark.skipif(
+    not os.environ.get("TEST_TORCH_RELEASES"), reason="opt in: TEST_TORCH_RELEASES='torch==2.8.0 torch' (GBs)"
+)
 def test_oldest_and_newest_torch(tmp_path):
     for index, release in enumerate(os.environ["TEST_TORCH_RELEASES"].split()):
         folder = tmp_path / str(index)

@@ -32,7 +32,11 @@ def compile(job: tuple[Path, str, str], folder: Path) -> str:
     out = folder / f"{source.stem}_{architecture}_{define}.cubin"
     command = [NVCC, "-cubin", f"-arch=sm_{architecture}", f"-D{define}", *FLAGS, "-o", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"{source.name}, sm_{architecture}, {define}:\n{done.stdout}{done.stderr}"
+    return (
+        ""
+        if done.returncode == 0
+        else f"{source.name}, sm_{architecture}, {define}:\n{done.stdout}{done.stderr}"
+    )
 
 
 def test_there_is_something_to_compile():
@@ -51,7 +55,9 @@ def test_no_loop_stands_bare_behind_if_constexpr(source):
 def test_compiles_for_every_architecture(source, tmp_path):
     """float for all architectures, the other element types for one; the fused kernels in all their types, and by wgmma."""
     if source.stem.endswith("_fused"):
-        jobs = [(source, architecture, define) for architecture in FUSED_ARCHITECTURES for define in TYPES[:3]]
+        jobs = [
+            (source, architecture, define) for architecture in FUSED_ARCHITECTURES for define in TYPES[:3]
+        ]
         jobs += [(source, "90a", "WGMMA=1")] if "#if WGMMA" in source.read_text() else []
     else:
         jobs = [(source, architecture, TYPES[0]) for architecture in ARCHITECTURES]

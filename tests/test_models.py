@@ -99,14 +99,18 @@ NOT_FUSED = {
         "24 channels, one group": ((5, 24, 3, 1, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "24 channels, as many groups": ((5, 24, 3, 24, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "8 channels, one output position": ((3, 8, (2, 1), 2, (8, 1, 1), (2, 3), -0.5, 1.0), (1, 3, 3, 3)),
-        "windows of more elements than a byte counts": ((2, 4, 1, 2, (4, 1, 1), (17, 16), -0.5, 1.0), (2, 2, 36, 37)),
+        "windows of more elements than a byte counts": (
+            (2, 4, 1, 2, (4, 1, 1), (17, 16), -0.5, 1.0),
+            (2, 2, 36, 37),
+        ),
         "24 channels, one scale": ((5, 24, 3, 4, (1,), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "24 channels, a number as scale": ((5, 24, 3, 4, (), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "24 channels, bounds swapped": ((5, 24, 3, 4, (24, 1, 1), (2, 3), 0.5, -0.5), (3, 5, 15, 13)),
     },
 }
 every_size = pytest.mark.parametrize(
-    "name, reason", [(name, reason) for sizes in (SIZES, NOT_FUSED) for name in sizes for reason in sizes[name]]
+    "name, reason",
+    [(name, reason) for sizes in (SIZES, NOT_FUSED) for name in sizes for reason in sizes[name]],
 )
 
 
@@ -150,7 +154,9 @@ def test_rule_in_every_dtype(name, dtype, variant, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("arguments, shape", [numerics.HELD, numerics.HELD_IN_SCRATCH], ids=["in shared memory", "in scratch"])
+@pytest.mark.parametrize(
+    "arguments, shape", [numerics.HELD, numerics.HELD_IN_SCRATCH], ids=["in shared memory", "in scratch"]
+)
 def test_rule_where_sums_are_held(arguments, shape, dtype):
     model = numerics.build(INSTANCE_NORM, arguments, device="cuda", dtype=dtype)
     numerics.assert_rule(model, numerics.random_input(shape, device="cuda", dtype=dtype), "fused")
@@ -160,11 +166,16 @@ def test_rule_where_sums_are_held(arguments, shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradient_of_one_bias_for_all_is_rounded_once(dtype, variant, device):
     """Not channel by channel before these are summed up, which leaves no digit where they cancel."""
-    model, x = numerics.build(MIN_ADD, SIZES[MIN_ADD]["a number as bias"][0], device=device, dtype=dtype), numerics.random_input((3, 5, 11, 13), device=device, dtype=dtype)
+    model, x = (
+        numerics.build(MIN_ADD, SIZES[MIN_ADD]["a number as bias"][0], device=device, dtype=dtype),
+        numerics.random_input((3, 5, 11, 13), device=device, dtype=dtype),
+    )
     g = torch.randn(3, 20, 9, 11)
     g = (g - g.mean()).to(device, dtype)
     exact = model.scaling_factor * g.double().sum().item()
-    assert results(numerics.twin_of(model, variant, x), x, g)["bias"].item() == pytest.approx(exact, rel=0.01, abs=1e-4)
+    assert results(numerics.twin_of(model, variant, x), x, g)["bias"].item() == pytest.approx(
+        exact, rel=0.01, abs=1e-4
+    )
 
 
 @every_variant
@@ -191,7 +202,9 @@ def test_rule_with_large_beside_small(name, variant, device):
 
 
 @every_variant
-@pytest.mark.parametrize("low, high", [(-math.inf, 0.5), (-0.5, math.inf), (-math.inf, math.inf), (1.0, -1.0)])
+@pytest.mark.parametrize(
+    "low, high", [(-math.inf, 0.5), (-0.5, math.inf), (-math.inf, math.inf), (1.0, -1.0)]
+)
 def test_rule_with_open_and_swapped_bounds(low, high, variant, device):
     """With multipliers of zero and below: none of 79's products of them and a bound may become NaN."""
     model, x = numerics.small(INSTANCE_NORM, variant, device=device)
@@ -203,7 +216,8 @@ def test_rule_with_open_and_swapped_bounds(low, high, variant, device):
 
 @every_variant
 @pytest.mark.parametrize(
-    "name, slope", [(INSTANCE_NORM, "multiplier"), (DROPOUT, "norm.weight"), (POOL, "scale"), (POOL, "group_norm.weight")]
+    "name, slope",
+    [(INSTANCE_NORM, "multiplier"), (DROPOUT, "norm.weight"), (POOL, "scale"), (POOL, "group_norm.weight")],
 )
 def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
     model, x = numerics.small(name, variant, device=device)
@@ -231,7 +245,9 @@ def test_rule_in_pieces(name, monkeypatch):
     model, x = numerics.small(name)
     pieces = []
     convolve = operators._convolve
-    monkeypatch.setattr(operators, "_convolve", lambda x, *args, **kw: pieces.append(len(x)) or convolve(x, *args, **kw))
+    monkeypatch.setattr(
+        operators, "_convolve", lambda x, *args, **kw: pieces.append(len(x)) or convolve(x, *args, **kw)
+    )
     with torch.no_grad():
         numerics.twin_of(model)(x)
     assert pieces == [2, 1]
@@ -248,10 +264,19 @@ def test_rule_by_winograd(name, scale, shift):
 
 
 @settings(max_examples=20)
-@given(st.integers(1, 3), st.integers(8, 12), st.sampled_from([32, 64]), st.integers(18, 40), st.integers(18, 150))
+@given(
+    st.integers(1, 3),
+    st.integers(8, 12),
+    st.sampled_from([32, 64]),
+    st.integers(18, 40),
+    st.integers(18, 150),
+)
 def test_rule_by_winograd_at_random_sizes(N, Cin, C, H, W):
     """85, which works by rows; test_operators.py has the others' convolution."""
-    model, x = numerics.build(POOL, (Cin, C, 3, 4, (C, 1, 1), (2, 3), -0.5, 1.0)), numerics.random_input((N, Cin, H, W))
+    model, x = (
+        numerics.build(POOL, (Cin, C, 3, 4, (C, 1, 1), (2, 3), -0.5, 1.0)),
+        numerics.random_input((N, Cin, H, W)),
+    )
     numerics.assert_rule(model, x)
 
 
@@ -334,14 +359,21 @@ def test_variant_and_plan(name):
     new = models.PROBLEMS[name].ModelNew.from_eager(model)
     assert models.PROBLEMS[name].variants[:3] == ("eager", "epilogue", "fused")
     plan = new.plan(x)
-    assert plan.variant == "epilogue" and plan.reason and str(plan) == f"epilogue: {plan.reason}" and "\n" not in str(plan)
+    assert (
+        plan.variant == "epilogue"
+        and plan.reason
+        and str(plan) == f"epilogue: {plan.reason}"
+        and "\n" not in str(plan)
+    )
     for variant in models.PROBLEMS[name].variants:
         new.variant = variant
         assert new.plan(x).variant == variant
         torch.testing.assert_close(new(x), model(x))
     new.variant = "fastest"
     for call in (new, new.plan):
-        with pytest.raises(ValueError, match="expected variant to be 'auto' or one of eager, epilogue.*, got 'fastest'"):
+        with pytest.raises(
+            ValueError, match="expected variant to be 'auto' or one of eager, epilogue.*, got 'fastest'"
+        ):
             call(x)
 
 
@@ -394,13 +426,17 @@ def test_one_element_per_group_raises_as_eager(name, arguments, shape):
 
 
 @pytest.mark.parametrize(
-    "name, parameter", [(name, key) for name in NAMES for key, _ in numerics.small(name)[0].named_parameters()]
+    "name, parameter",
+    [(name, key) for name in NAMES for key, _ in numerics.small(name)[0].named_parameters()],
 )
 def test_parameters_that_do_not_fit_raise_as_eager(name, parameter):
     """Kernels must not read past a parameter with too few elements, nor ignore one with too many."""
     for count in (7, 40):
         model, x = numerics.small(name)
-        owner, values = model.get_submodule(".".join(parameter.split(".")[:-1])), model.get_parameter(parameter)
+        owner, values = (
+            model.get_submodule(".".join(parameter.split(".")[:-1])),
+            model.get_parameter(parameter),
+        )
         setattr(owner, parameter.split(".")[-1], nn.Parameter(torch.ones(count, *values.shape[1:])))
         with pytest.raises(RuntimeError):
             model(x)
@@ -435,7 +471,14 @@ def test_bad_constructor_arguments_raise_as_eager(name, arguments):
 def test_no_channels_out_raises_as_eager(name, device):
     """The reduction over an empty dimension is never reached."""
     (inputs, _, *rest), shape = SMALL[name]
-    arguments = [inputs, 0, *((0, *value[1:]) if isinstance(value, tuple) and value[1:] == (1,) * (len(shape) - 3) else value for value in rest)]
+    arguments = [
+        inputs,
+        0,
+        *(
+            (0, *value[1:]) if isinstance(value, tuple) and value[1:] == (1,) * (len(shape) - 3) else value
+            for value in rest
+        ),
+    ]
     model = models.PROBLEMS[name].Model(*arguments).to(device)
     _assert_same_error(model, numerics.twin_of(model, "auto"), torch.rand(shape, device=device))
 
@@ -473,8 +516,14 @@ def test_folded_names_a_parameter_on_another_device(parameter, device):
     """It reads them by torch's sums, which take a single number from any device."""
     model, x = numerics.small(DROPOUT, device="cpu" if device == "meta" else device)
     owner, key = parameter.split(".")
-    setattr(getattr(model, owner), key, nn.Parameter(model.get_parameter(parameter).detach().to("meta" if device == "meta" else "cpu")))
-    with pytest.raises(RuntimeError, match=f"expected {owner}_{key} on {x.device}, where x is, got it on (meta|cpu)"):
+    setattr(
+        getattr(model, owner),
+        key,
+        nn.Parameter(model.get_parameter(parameter).detach().to("meta" if device == "meta" else "cpu")),
+    )
+    with pytest.raises(
+        RuntimeError, match=f"expected {owner}_{key} on {x.device}, where x is, got it on (meta|cpu)"
+    ):
         numerics.twin_of(model, "folded")(x)
 
 
@@ -484,7 +533,9 @@ def test_folded_refuses_a_capture(monkeypatch):
     monkeypatch.setattr(operators, "_device_type", lambda x: "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="'folded' looks at its input's values, so no CUDA graph can capture it"):
+    with pytest.raises(
+        RuntimeError, match="'folded' looks at its input's values, so no CUDA graph can capture it"
+    ):
         numerics.twin_of(model, "folded")(x)
 
 
@@ -564,7 +615,9 @@ def test_layouts_of_the_model(name, layout, variant, device):
 
 
 @every_device
-@pytest.mark.parametrize("reduce", [lambda y: y.sum(), lambda y: y.transpose(-1, -2).contiguous().view(-1)[::2].sum()])
+@pytest.mark.parametrize(
+    "reduce", [lambda y: y.sum(), lambda y: y.transpose(-1, -2).contiguous().view(-1)[::2].sum()]
+)
 @every_name
 def test_gradient_that_is_not_contiguous(name, reduce, device):
     """sum() hands back one expanded number, a transposition a strided gradient."""
@@ -746,7 +799,11 @@ def test_deepcopy_pickle_and_save(name):
     buffer = io.BytesIO()
     torch.save(new, buffer)
     buffer.seek(0)
-    for other in (copy.deepcopy(new), pickle.loads(pickle.dumps(new)), torch.load(buffer, weights_only=False)):
+    for other in (
+        copy.deepcopy(new),
+        pickle.loads(pickle.dumps(new)),
+        torch.load(buffer, weights_only=False),
+    ):
         assert other.variant == "epilogue"
         assert torch.equal(other(x), new(x))
         assert not {id(p) for p in other.parameters()} & {id(p) for p in new.parameters()}
@@ -777,12 +834,16 @@ def test_hooks(name):
     assert new.plan(x) == ("eager", "a submodule has hooks")
     assert torch.equal(new(x), model(x))  # the submodules are shared
     handle.remove()
-    with nn.modules.module.register_module_forward_hook(lambda module, args, out: calls.append(type(module).__name__)):
+    with nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: calls.append(type(module).__name__)
+    ):
         new(x)
     assert "Conv2d" in calls or "Conv3d" in calls
 
 
-@pytest.mark.parametrize("parametrization", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    "parametrization", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
 @every_name
 def test_parametrized_convolution(name, parametrization):
     """spectral_norm takes a step at each reading of the weight in training, so nobody else may read it."""
@@ -828,7 +889,12 @@ MANY_CHANNELS = {
     "one channel more in": ((65, 128, 3, 0.1, (128, 1, 1), 2.0), (2, 65, 9, 140), torch.float32, False),
     "rectangular kernel": ((64, 128, (1, 4), 0.1, (128, 1, 1), 2.0), (2, 64, 5, 133), torch.float32, True),
     "filter of one column": ((64, 128, (3, 1), 0.1, (128, 1, 1), 2.0), (2, 64, 70, 66), torch.float32, False),
-    "backward in channels last": ((64, 128, 3, 0.1, (128, 1, 1), 2.0), (1, 64, 515, 515), torch.float32, True),
+    "backward in channels last": (
+        (64, 128, 3, 0.1, (128, 1, 1), 2.0),
+        (1, 64, 515, 515),
+        torch.float32,
+        True,
+    ),
     "one bias for all": ((64, 128, 3, 0.1, (1,), -2.0), (2, 64, 9, 140), torch.float32, True),
     "even width in half": ((64, 128, 3, 0.1, (128, 1, 1), 2.0), (2, 64, 9, 140), torch.float16, True),
     "odd width in half": ((64, 128, 3, 0.1, (128, 1, 1), 2.0), (2, 64, 9, 141), torch.float16, False),
@@ -841,10 +907,21 @@ every_many = pytest.mark.parametrize("reason", MANY_CHANNELS)
 def watched_builds(reason, allow_tf32):
     """Within, TF32 is as given; afterwards, all fused kernels of 31 that were called for were of the right way for this GPU."""
     (*_, dtype, by_wgmma), load, built = MANY_CHANNELS[reason], fused._load, []
-    with pytest.MonkeyPatch.context() as patch, torch.backends.cudnn.flags(enabled=True, allow_tf32=allow_tf32):
-        patch.setattr(fused, "_load", lambda name, **defines: built.append((defines["SPLIT"], defines["WGMMA"])) or load(name, **defines))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.backends.cudnn.flags(enabled=True, allow_tf32=allow_tf32),
+    ):
+        patch.setattr(
+            fused,
+            "_load",
+            lambda name, **defines: (
+                built.append((defines["SPLIT"], defines["WGMMA"])) or load(name, **defines)
+            ),
+        )
         yield
-    split = dtype == torch.float32 and not (allow_tf32 and reason != "filter of one column")  # which eager doesn't run in TF32
+    split = dtype == torch.float32 and not (
+        allow_tf32 and reason != "filter of one column"
+    )  # which eager doesn't run in TF32
     assert set(built) == {(split, by_wgmma and not split and fused._device(0)[0] == (9, 0))}
 
 
@@ -856,10 +933,14 @@ def test_way_with_many_channels(reason, allow_tf32, capability, monkeypatch):
     arguments, shape, dtype, _ = MANY_CHANNELS[reason]
     model, x = numerics.build(MIN_ADD, arguments, dtype=dtype), numerics.random_input(shape, dtype=dtype)
     monkeypatch.setattr(fused, "_device", lambda index: (capability, *H200[1:]))
-    monkeypatch.setattr(fused, "_load", lambda name, **defines: SimpleNamespace(forward=lambda *arguments: None))
+    monkeypatch.setattr(
+        fused, "_load", lambda name, **defines: SimpleNamespace(forward=lambda *arguments: None)
+    )
     with watched_builds(reason, allow_tf32):
         assert numerics.twin_of(model)._fused_obstacle(x) is None
-        fused.conv2d_min_add_multiply(x, model.conv.weight, model.conv.bias, model.bias.flatten(), dtype, 0.1, 2.0)
+        fused.conv2d_min_add_multiply(
+            x, model.conv.weight, model.conv.bias, model.bias.flatten(), dtype, 0.1, 2.0
+        )
 
 
 SURE_SHAPE, SURE_WEIGHT = (4, 64, 130, 130), (128, 64, 3, 3)
@@ -880,12 +961,17 @@ SURE_SHAPE, SURE_WEIGHT = (4, 64, 130, 130), (128, 64, 3, 3)
 def test_where_tf32_is_sure(expected, shape, weight, dtype, capability, setting, monkeypatch):
     """Only there may a result lose the digits that TF32 doesn't hold."""
     monkeypatch.setattr(fused, "_device", lambda index: (capability, *H200[1:]))
-    x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(weight, dtype=dtype, device="meta")
+    x, weight = (
+        torch.empty(shape, dtype=dtype, device="meta"),
+        torch.empty(weight, dtype=dtype, device="meta"),
+    )
     with torch.backends.cudnn.flags(**{"enabled": True, **setting}):
         assert operators._surely_runs_tf32(x, weight) == expected
         assert fused._is_split(x, weight) <= (not expected)
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-        assert not operators._surely_runs_tf32(x, weight) and fused._is_split(x, weight) == (dtype == torch.float32)
+        assert not operators._surely_runs_tf32(x, weight) and fused._is_split(x, weight) == (
+            dtype == torch.float32
+        )
 
 
 @pytest.mark.gpu
@@ -893,7 +979,10 @@ def test_where_tf32_is_sure(expected, shape, weight, dtype, capability, setting,
 @every_many
 def test_rule_with_many_channels(reason, allow_tf32):
     arguments, shape, dtype, _ = MANY_CHANNELS[reason]
-    model, x = numerics.build(MIN_ADD, arguments, device="cuda", dtype=dtype), numerics.random_input(shape, device="cuda", dtype=dtype)
+    model, x = (
+        numerics.build(MIN_ADD, arguments, device="cuda", dtype=dtype),
+        numerics.random_input(shape, device="cuda", dtype=dtype),
+    )
     with watched_builds(reason, allow_tf32):
         numerics.assert_rule(model, x, "fused")
 

@@ -24,8 +24,12 @@ def run(tmp_path, monkeypatch):
         alone.mkdir()
         shutil.copy(path, alone)
         notebook = nbformat.read(alone / path.name, as_version=4)
-        nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(alone)}}).execute()
-        assert [entry.name for entry in alone.iterdir()] == [path.name], "a notebook leaves no files beside it"
+        nbclient.NotebookClient(
+            notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(alone)}}
+        ).execute()
+        assert [entry.name for entry in alone.iterdir()] == [path.name], (
+            "a notebook leaves no files beside it"
+        )
         return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     return run
@@ -36,7 +40,12 @@ def shown(cells) -> str:
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     texts = [output.get("text", "") for output in outputs]
-    texts += [output.data.get(kind, "") for output in outputs if "data" in output for kind in ("text/markdown", "text/html")]
+    texts += [
+        output.data.get(kind, "")
+        for output in outputs
+        if "data" in output
+        for kind in ("text/markdown", "text/html")
+    ]
     return "\n".join(texts)
 
 

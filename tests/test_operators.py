@@ -41,12 +41,25 @@ def test_opcheck(name, layout, device):
 def test_winograd_at_random_sizes(data):
     """The convolution by itself against the library's, in 3-D; what lies behind its result stays as it was."""
     name, size = INSTANCE_NORM, lambda low, high: data.draw(st.integers(low, high))
-    N, Cin, C, depth, D, H, W = size(1, 3), size(1, 9), 8 * size(1, 5), size(1, 3), size(1, 3), size(3, 40), size(3, 150)
-    x, weight = numerics.random_input((N, Cin, D + depth - 1, H, W)), numerics.random_input((C, Cin, depth, 3, 3), seed=2)
+    N, Cin, C, depth, D, H, W = (
+        size(1, 3),
+        size(1, 9),
+        8 * size(1, 5),
+        size(1, 3),
+        size(1, 3),
+        size(3, 40),
+        size(3, 150),
+    )
+    x, weight = (
+        numerics.random_input((N, Cin, D + depth - 1, H, W)),
+        numerics.random_input((C, Cin, depth, 3, 3), seed=2),
+    )
     shape = N, C, D, H - 2, W - 2
     memory = x.new_full((math.prod(shape) + 64,), math.pi)
     v = memory[: math.prod(shape)].view(shape)
-    operators._kernels(name, x, x.dtype, INDEX_T="uint8_t").convolve(v, x, weight, N, Cin, C, D + depth - 1, H, W, depth)
+    operators._kernels(name, x, x.dtype, INDEX_T="uint8_t").convolve(
+        v, x, weight, N, Cin, C, D + depth - 1, H, W, depth
+    )
     exact = torch.conv3d(x.double(), weight.double())
     error, eager_error = ((y - exact).norm() for y in (v, torch.conv3d(x, weight)))
     assert error <= 2 * eager_error + 1e-7 * exact.norm()
@@ -113,7 +126,9 @@ def test_parameters_of_another_length_are_refused(name, call):
     conv = model.conv
     C = conv.out_channels
     for shape in ((C - 1,), (C + 1,), (), (C, 1), *([(1,)] if name == DROPOUT else [])):
-        with pytest.raises(RuntimeError, match=rf"of shape \[{C}\], one per channel.*, got \[{', '.join(map(str, shape))}\]"):
+        with pytest.raises(
+            RuntimeError, match=rf"of shape \[{C}\], one per channel.*, got \[{', '.join(map(str, shape))}\]"
+        ):
             call(x, conv.weight, conv.bias, torch.ones(shape))
     if name != DROPOUT:
         assert torch.equal(*(call(x, conv.weight, conv.bias, torch.full((count,), 1.5)) for count in (1, C)))
@@ -191,7 +206,17 @@ def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
 
     def run(x):
         y = operators.conv3d_groupnorm_min_clamp_dropout(
-            x, conv.weight, conv.bias, norm.weight, norm.bias, norm.num_groups, new.min_value, new.max_value, 0.2, variant=variant, seed=seed
+            x,
+            conv.weight,
+            conv.bias,
+            norm.weight,
+            norm.bias,
+            norm.num_groups,
+            new.min_value,
+            new.max_value,
+            0.2,
+            variant=variant,
+            seed=seed,
         )
         return y != 0
 

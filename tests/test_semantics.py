@@ -35,7 +35,9 @@ def identity(name, channels, *arguments, device="cpu", **parameters):
         model.conv.bias.zero_()
         for key, value in parameters.items():
             target = model.get_parameter(key.replace("__", "."))
-            target.copy_(torch.as_tensor(value, dtype=torch.float32, device=device).view(-1, *[1] * (target.dim() - 1)))
+            target.copy_(
+                torch.as_tensor(value, dtype=torch.float32, device=device).view(-1, *[1] * (target.dim() - 1))
+            )
     for module in model.modules():
         if hasattr(module, "eps"):
             module.eps = 0.0
@@ -53,7 +55,12 @@ def assert_as_eager(model, new, x, g=None, exact=True):
     for key, value in theirs.items():
         tolerance = 0 if exact else 1e-5
         torch.testing.assert_close(
-            ours[key], value, equal_nan=True, rtol=tolerance, atol=tolerance, msg=lambda text: f"{key}: {text}"
+            ours[key],
+            value,
+            equal_nan=True,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text: f"{key}: {text}",
         )
     with torch.no_grad():
         numerics.assert_equal({"output": new(x)}, ours)
@@ -77,7 +84,10 @@ def test_31_bound_is_rounded_to_the_dtype(device):
     for dtype in (torch.float16, torch.bfloat16):
         for constant in (0.1, 1e6):
             model, new = identity(MIN_ADD, 1, constant, (1, 1, 1), 2.0, device=device, bias=1.0)
-            model, x = model.to(dtype), torch.tensor([0.1, 0.2, 6e4, INF], dtype=dtype, device=device).view(1, 1, 2, 2)
+            model, x = (
+                model.to(dtype),
+                torch.tensor([0.1, 0.2, 6e4, INF], dtype=dtype, device=device).view(1, 1, 2, 2),
+            )
             assert_as_eager(model, new, x)
 
 
@@ -85,7 +95,9 @@ def test_31_bound_is_rounded_to_the_dtype(device):
 @pytest.mark.parametrize("constant", [0.5, INF, -INF])
 def test_31_special_values(constant, device):
     model, new = identity(MIN_ADD, 1, constant, (1, 1, 1), -2.0, device=device, bias=1.0)
-    ours = assert_as_eager(model, new, planes([NAN, INF, -INF, 0.5, 1e38, -1e38, 1e-45, 0.0], (1, 1, 2, 4), device))
+    ours = assert_as_eager(
+        model, new, planes([NAN, INF, -INF, 0.5, 1e38, -1e38, 1e-45, 0.0], (1, 1, 2, 4), device)
+    )
     assert ours["output"].isnan().flatten()[0] and ours["x"].flatten()[0] == -2.0
 
 
@@ -137,7 +149,9 @@ def test_denormals_survive_normalisation(name, variant, device):
         model.min_value = 1e-40
     with torch.no_grad():
         assert 0 < model(x).abs().max() < torch.finfo(torch.float32).tiny
-    errors = errors_where_finite(numerics.twin_of(model, variant, x), model, x, "forward")  # gradients hang on comparisons of 3 digits
+    errors = errors_where_finite(
+        numerics.twin_of(model, variant, x), model, x, "forward"
+    )  # gradients hang on comparisons of 3 digits
     assert all(error.share <= 1 for error in errors), "\n".join(["", *map(str, errors)])
 
 
@@ -155,7 +169,9 @@ def test_79_bounds_hit_exactly(bounds, device):
 
 @every_device
 def test_79_the_first_channel_wins_a_tie(device):
-    model, new = identity(INSTANCE_NORM, 3, (3, 1, 1, 1), -0.5, 0.5, device=device, multiplier=[1.0, 1.0, 1.0])
+    model, new = identity(
+        INSTANCE_NORM, 3, (3, 1, 1, 1), -0.5, 0.5, device=device, multiplier=[1.0, 1.0, 1.0]
+    )
     x = planes([1, -1, 1, -1] * 3, (1, 3, 1, 2, 2), device)
     ours = assert_as_eager(model, new, x, planes([8, 4, 2, 1], (1, 1, 2, 2), device), exact=False)
     assert ours["multiplier"].flatten().tolist() == [2.5, 0.0, 0.0]
@@ -163,7 +179,15 @@ def test_79_the_first_channel_wins_a_tie(device):
 
 @every_device
 @pytest.mark.parametrize(
-    "multiplier", [[0.0, 0.0, 0.0], [0.0, -1.0, 0.0], [-1.0, -1.0, -2.0], [1e-4, 1e-3, -1e-5], [NAN, 1.0, 1.0], [1.0, INF, 1.0]]
+    "multiplier",
+    [
+        [0.0, 0.0, 0.0],
+        [0.0, -1.0, 0.0],
+        [-1.0, -1.0, -2.0],
+        [1e-4, 1e-3, -1e-5],
+        [NAN, 1.0, 1.0],
+        [1.0, INF, 1.0],
+    ],
 )
 def test_79_odd_multipliers(multiplier, device):
     """Of zero: a slope of zero and ties between channels; tiny: eps rules the statistics."""
@@ -176,7 +200,9 @@ def test_79_odd_multipliers(multiplier, device):
 
 
 @every_device
-@pytest.mark.parametrize("low, high", [(0.0, 1.0), (-1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (-1.0, -1.0), (-INF, 0.5), (0.25, INF)])
+@pytest.mark.parametrize(
+    "low, high", [(0.0, 1.0), (-1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (-1.0, -1.0), (-INF, 0.5), (0.25, INF)]
+)
 def test_83_ties_and_bounds(low, high, device):
     """Normalised values of exactly ±1, and of exactly the bias where the slope is zero, against bounds there."""
     affine = dict(norm__weight=[1, 1, 0, 0], norm__bias=[0, 0, low, low + 1])
@@ -188,7 +214,9 @@ def test_83_ties_and_bounds(low, high, device):
 
 @every_device
 def test_83_a_tie_halves_the_gradient(device):
-    model, new = identity(DROPOUT, 2, 1, 0.25, 1.0, 0.3, device=device, norm__weight=[0, 0], norm__bias=[0.25, 0.5])
+    model, new = identity(
+        DROPOUT, 2, 1, 0.25, 1.0, 0.3, device=device, norm__weight=[0, 0], norm__bias=[0.25, 0.5]
+    )
     ours = assert_as_eager(model, new, numerics.random_input((3, 2, 1, 2, 2), device=device), exact=False)
     assert ours["norm.bias"].tolist() == [6.0, 0.0]
 
@@ -198,7 +226,9 @@ def test_83_folded_computes_where_it_can_prove_nothing(device, monkeypatch):
     """The shortcut for an ordinary input, with the mask of the other variants; the convolution wherever NaN or a tie is possible."""
     model, x = numerics.small(DROPOUT, "folded", device=device)
     folded, convolved, convolve = numerics.twin_of(model.train(), "folded"), [], operators._convolve
-    monkeypatch.setattr(operators, "_convolve", lambda *args, **kw: convolved.append(1) or convolve(*args, **kw))
+    monkeypatch.setattr(
+        operators, "_convolve", lambda *args, **kw: convolved.append(1) or convolve(*args, **kw)
+    )
 
     @torch.no_grad()
     def convolves(x, variant="folded"):
@@ -213,7 +243,12 @@ def test_83_folded_computes_where_it_can_prove_nothing(device, monkeypatch):
     for value in (NAN, INF, 1e30):
         spoilt.view(-1)[5] = value
         assert convolves(spoilt)[1]
-    for parameter, value in (("norm.weight", 0.0), ("norm.bias", NAN), ("conv.weight", INF), ("norm.weight", 1e38)):
+    for parameter, value in (
+        ("norm.weight", 0.0),
+        ("norm.bias", NAN),
+        ("conv.weight", INF),
+        ("norm.weight", 1e38),
+    ):
         kept = model.get_parameter(parameter).detach().clone()
         with torch.no_grad():
             model.get_parameter(parameter).view(-1)[3] = value
@@ -254,7 +289,10 @@ def test_one_special_value(name, value, variant, device):
     assert_not_finite_as_eager(model, x, variant, reference="cpu" if overflows else device)
 
 
-@pytest.mark.parametrize("name, value", [(name, value) for name in numerics.WINOGRAD for value in (NAN, INF, -INF)] + [(MIN_ADD, 3e38)])
+@pytest.mark.parametrize(
+    "name, value",
+    [(name, value) for name in numerics.WINOGRAD for value in (NAN, INF, -INF)] + [(MIN_ADD, 3e38)],
+)
 def test_special_values_by_winograd(name, value):
     """Infinities, and 3e38 beside 3e38, meet otherwise in its sums than in direct ones. The other samples don't notice."""
     arguments, shape = numerics.WINOGRAD[name]
@@ -270,7 +308,8 @@ def test_special_values_by_winograd(name, value):
 @every_variant
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
-    "name, parameter", [(name, key) for name in numerics.SMALL for key, _ in numerics.small(name)[0].named_parameters()]
+    "name, parameter",
+    [(name, key) for name in numerics.SMALL for key, _ in numerics.small(name)[0].named_parameters()],
 )
 def test_one_special_parameter(name, parameter, value, variant, device):
     if parameter.endswith("norm.weight") and value == INF:
@@ -287,7 +326,9 @@ def assert_not_finite_as_eager(model, x, variant="epilogue", reference=None):
     theirs, ours = results(copy.deepcopy(model).to(device), x.to(device)), results(new, x)
     for key, value in theirs.items():
         kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours[key].to(device), value)]
-        assert torch.equal(*kinds), f"{key}: {(kinds[0] != kinds[1]).sum()} elements are NaN, infinite or finite unlike eager's"
+        assert torch.equal(*kinds), (
+            f"{key}: {(kinds[0] != kinds[1]).sum()} elements are NaN, infinite or finite unlike eager's"
+        )
     with torch.no_grad():
         numerics.assert_equal({"output": new(x)}, ours)
 
@@ -335,10 +376,26 @@ def offset_by_one(x):
 
 # ------------------------------------------------------------------------------------------------------------------ at random
 
-SPECIAL = [0.0, -0.0, 1.0, -1.0, NAN, INF, -INF, 1e-40, 1e-20, 1e15, 65504.0]  # with 1e20 a variance overflows: see above
-FINITE_SUMS = [value for value in SPECIAL if value != 65504.0]  # without what overflows in a float16 convolution
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    NAN,
+    INF,
+    -INF,
+    1e-40,
+    1e-20,
+    1e15,
+    65504.0,
+]  # with 1e20 a variance overflows: see above
+FINITE_SUMS = [
+    value for value in SPECIAL if value != 65504.0
+]  # without what overflows in a float16 convolution
 numbers = st.one_of(st.sampled_from([0.0, 1.0, -1.0, 0.5, 1e4]), st.floats(-2, 2, width=32))
-channels = st.integers(2, 6)  # with one, a normalisation leaves the convolution no gradient but rounding errors
+channels = st.integers(
+    2, 6
+)  # with one, a normalisation leaves the convolution no gradient but rounding errors
 
 
 @st.composite
@@ -348,7 +405,11 @@ def problems(draw, name, variant, device):
     Fused kernels are compiled for the filters' shape, which is therefore always the same. Their sums are float32 until the
     end: what a float16 convolution makes infinite is not tried on them.
     """
-    spatial, largest, dtypes = 2 if name in (MIN_ADD, POOL) else 3, 7, [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+    spatial, largest, dtypes = (
+        2 if name in (MIN_ADD, POOL) else 3,
+        7,
+        [torch.float32, torch.float16, torch.bfloat16, torch.float64],
+    )
     if variant == "fused":
         largest, dtypes = 12, dtypes[:3]  # the fused kernels take no fewer positions than 64, and no float64
         inputs, outputs, kernel, groups = *numerics.FUSED[name][0][:3], 4
@@ -365,13 +426,17 @@ def problems(draw, name, variant, device):
         POOL: lambda: (groups, shape, (2, 3), draw(numbers), draw(numbers)),
     }[name]()
     dtype = draw(st.sampled_from(dtypes))
-    model = numerics.build(name, (inputs, outputs, kernel, *arguments), device=device, dtype=dtype, seed=draw(st.integers(0, 99)))
+    model = numerics.build(
+        name, (inputs, outputs, kernel, *arguments), device=device, dtype=dtype, seed=draw(st.integers(0, 99))
+    )
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key != "conv.weight" and draw(st.booleans()):
                 parameter.view(-1)[0] = draw(st.sampled_from([0.0, -1.0, 1e-6]))
     sizes = [k - 1 + draw(st.integers(2 if name != POOL else 3, largest)) for k in kernel]
-    x = numerics.random_input((draw(st.integers(1, 4)), inputs, *sizes), device=device, dtype=dtype, seed=draw(st.integers(0, 99)))
+    x = numerics.random_input(
+        (draw(st.integers(1, 4)), inputs, *sizes), device=device, dtype=dtype, seed=draw(st.integers(0, 99))
+    )
     if draw(st.booleans()):
         x = tie(model, x, name)
     else:
