@@ -166,7 +166,7 @@ class Unit:
     origin: str
     source: str
     first_line: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, tuple[str, str]]  # name in an #include: the file's path, its text
     defines: Mapping[str, object]
     cflags: tuple[str, ...]
     cuda_cflags: tuple[str, ...]
@@ -183,7 +183,7 @@ class Unit:
 
     def files(self) -> dict[str, str]:
         """The files to compile, by their name in the build folder: what load_inline gets includes them."""
-        files = {name: _line(1, KERNELS / name) + text for name, text in self.headers.items()}
+        files = {name: _line(1, path) + text for name, (path, text) in self.headers.items()}
         defines = "".join(f"#define {name} {value}\n" for name, value in self.defines.items())
         kernels = _line(self.first_line, self.origin) + self.source + "\n"
         host = _line(1, HOST_SIDE) + host_source(self.launchers, self.namespace, self.device)
@@ -200,7 +200,7 @@ class Unit:
             return "\n" * (self.first_line - 1) + self.source
         if origin == HOST_SIDE:
             return host_source(self.launchers, self.namespace, self.device)
-        return self.headers.get(os.path.relpath(origin, KERNELS)) if os.path.isabs(origin) else None
+        return dict(self.headers.values()).get(origin)
 
 
 HOST_SIDE = "generated host side"
@@ -216,21 +216,31 @@ def _digest(value: object) -> str:
 
 
 def _unit(
-    name: str, source: str | None, device: str, defines: Mapping[str, object], first_line: int = 1
+    name: str,
+    source: str | None,
+    device: str,
+    defines: Mapping[str, object],
+    *,
+    folder: Path | None = None,
+    first_line: int = 1,
 ) -> Unit:
     if device not in ("cpu", "cuda"):
         raise ValueError(f'expected device "cpu" or "cuda", got {device!r}')
     if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.A):
         raise ValueError(f"expected a name of ASCII letters, digits and underscores, got {name!r}")
-    origin = f"<{name}>"
+    origin, folder = f"<{name}>", Path(folder or KERNELS)
     if source is None:
-        path = KERNELS / (f"{name}.cu" if device == "cuda" else f"{name}.cpp")
+        path = folder / (f"{name}.cu" if device == "cuda" else f"{name}.cpp")
         if not path.is_file():
             raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
         origin, source = str(path), path.read_text(encoding="utf-8")
     launchers = tuple(parse_launchers(source, origin))
-    headers = _headers('#include "host.h"\n' + source)
-    parts: dict[str, object] = {"source": [source, first_line], "headers": headers, "defines": dict(defines)}
+    headers = _headers('#include "host.h"\n' + source, dict.fromkeys((folder, KERNELS)))
+    parts: dict[str, object] = {
+        "source": [source, first_line],
+        "headers": {header: text for header, (_, text) in headers.items()},
+        "defines": dict(defines),
+    }
     defines = {**defines, "STABLE_ABI": int(STABLE_ABI)}
     if device == "cuda":
         compilers = [toolchain.version_of(toolchain.host_compiler()), toolchain.version_of(toolchain.nvcc())]
@@ -289,16 +299,17 @@ COMPILER_VARIABLES = (
 )
 
 
-def _headers(source: str) -> dict[str, str]:
-    """The headers of kernels/ that `source` includes, directly or not. Only these are there when it is compiled."""
-    found: dict[str, str] = {}
+def _headers(source: str, folders: Iterable[Path]) -> dict[str, tuple[str, str]]:
+    """The headers that `source` includes, directly or not, each from the first of `folders` that has it: where it is, and its text.
+    Only these are there when it is compiled."""
+    found: dict[str, tuple[str, str]] = {}
     pending = [source]
     while pending:
         for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*["<]([\w./-]+)[">]', pending.pop(), flags=re.M):
-            header = KERNELS / name
-            if name not in found and ".." not in name and header.is_file():
-                found[name] = header.read_text(encoding="utf-8")
-                pending.append(found[name])
+            header = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            if name not in found and ".." not in name and header is not None:
+                found[name] = str(header), header.read_text(encoding="utf-8")
+                pending.append(found[name][1])
     return found
 
 
@@ -410,6 +421,19 @@ def _plain(path: str) -> str:
 
 _loaded: dict[tuple, Operators] = {}
 _loading: dict[str, threading.Lock] = {}
+_forgetters: list = []
+
+
+def forgets(clear) -> None:
+    """clear() is called whenever what is loaded is forgotten, for whoever remembers something that depends on it."""
+    _forgetters.append(clear)
+
+
+def forget() -> None:
+    """The next `load` looks at the sources again; what is loaded keeps running."""
+    _loaded.clear()
+    for clear in _forgetters:
+        clear()
 
 
 class Operators:
@@ -438,15 +462,21 @@ class Operators:
 
 
 def load(
-    name: str, *, source: str | None = None, device: str = "cpu", defines: Mapping[str, object] | None = None
+    name: str,
+    *,
+    source: str | None = None,
+    folder: Path | None = None,
+    device: str = "cpu",
+    defines: Mapping[str, object] | None = None,
 ) -> Operators:
-    """The operators of `source`, or of kernels/<name>.cu (device "cuda") or .cpp ("cpu"); compiled if need be.
+    """The operators of `source`, or of <name>.cu (device "cuda") or <name>.cpp ("cpu") in `folder`, by default kernels/; compiled
+    if need be. Headers are found there and in kernels/.
 
     Each combination of `defines` (macros) is a build of its own.
     Raises BuildError if it can't be built, FileNotFoundError if there is no such source, ValueError for a bad name or device,
     PermissionError where the cache folder is not safe to load code from.
     """
-    return _load(name, source, device, defines or {})
+    return _load(name, source, folder, device, defines or {})
 
 
 def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
@@ -455,7 +485,7 @@ def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
     with ThreadPoolExecutor(min(toolchain.builds_at_once(), max(1, len(requests)))) as pool:
         futures = []
         for index, request in enumerate(requests, 1):
-            arguments = {"source": None, "device": "cpu", "defines": {}, **request}
+            arguments = {"source": None, "folder": None, "device": "cpu", "defines": {}, **request}
             futures.append(pool.submit(_load, **arguments, place=f", {index} of {len(requests)}"))
         try:
             return [future.result() for future in futures]
@@ -465,12 +495,17 @@ def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
 
 
 def _load(
-    name: str, source: str | None, device: str, defines: Mapping[str, object], place: str = ""
+    name: str,
+    source: str | None,
+    folder: Path | None,
+    device: str,
+    defines: Mapping[str, object],
+    place: str = "",
 ) -> Operators:
-    slot = (name, source, device, tuple(sorted(defines.items())))
+    slot = (name, source, folder, device, tuple(sorted(defines.items())))
     operators = _loaded.get(slot)
     if operators is None:
-        operators = _loaded[slot] = _load_unit(_unit(name, source, device, defines), place)
+        operators = _loaded[slot] = _load_unit(_unit(name, source, device, defines, folder=folder), place)
     return operators
 
 
@@ -509,7 +544,7 @@ def _load_cached(folder: Path) -> bool:
 
 def clear_cache() -> int:
     """Removes every build that no process is making right now; what is loaded keeps running. Returns the bytes freed."""
-    _loaded.clear()
+    forget()
     return cache.clear(cache.cache_folder())
 
 
@@ -537,7 +572,7 @@ def load_ipython_extension(shell) -> None:
 
     shell.register_magic_function(functools.partial(compile_cell, "cuda"), "cell", "cuda")
     shell.register_magic_function(functools.partial(compile_cell, "cpu"), "cell", "cpp")
-    shell.events.register("pre_run_cell", lambda info: _loaded.clear())
+    shell.events.register("pre_run_cell", lambda info: forget())
 
 
 def doctor() -> bool:

@@ -83,12 +83,12 @@ static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments,
 // What both ways forward share. `rows_of()`, called in each thread, gives a function of a sample, a first row and a number of rows
 // that yields these rows of v, (rows, W, C).
 template <class RowsOf>
-static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
-                               accumulate_t* group_mean, accumulate_t* group_rstd, const RowsOf& rows_of,
+static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, const RowsOf& rows_of,
                                const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
                                const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C, int64_t G,
                                int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   const int64_t pooled_height = H / POOL_H, pooled_width = W / POOL_W, pooled = pooled_height * pooled_width;
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
   Sums direction(C);
@@ -120,19 +120,16 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
   });
 }
 
-EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
-                    accumulate_t* group_mean, accumulate_t* group_rstd, const value_t* v, const accumulate_t* conv_bias,
-                    const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
+EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, const value_t* v,
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
                     double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W) {
   const auto rows_of = [=] { return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; }; };
-  pool_and_normalise(y, extreme, index, mean, m2, group_mean, group_rstd, rows_of, conv_bias, weight, bias, scale, low, high, eps,
-                     N, C, G, H, W);
+  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps, N, C, G, H, W);
 }
 
 // The convolution included, from x (N, Cin, H, W) and filters (C, Cin, 3, 3). v may have no elements: a row of windows then goes from
 // pixels to selected values in cache.
-EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
-                             accumulate_t* group_mean, accumulate_t* group_rstd, value_t* v, const value_t* x,
+EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, value_t* v, const value_t* x,
                              const value_t* filters, const accumulate_t* conv_bias, const accumulate_t* weight,
                              const accumulate_t* bias, const accumulate_t* scale, double low, double high, double eps, int64_t N,
                              int64_t Cin, int64_t C, int64_t G, int64_t H, int64_t W) {
@@ -147,17 +144,19 @@ EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accu
       return rows;
     };
   };
-  pool_and_normalise(y, extreme, index, mean, m2, group_mean, group_rstd, rows_of, conv_bias, weight, bias, scale, low, high, eps,
-                     N, C, G, sizes.height(), sizes.width());
+  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps, N, C, G,
+                     sizes.height(), sizes.width());
 }
 
-EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, accumulate_t* coefficients,
-                     const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
-                     const accumulate_t* mean, const accumulate_t* group_mean, const accumulate_t* group_rstd,
-                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                     const accumulate_t* scale, double low, double high, int64_t N, int64_t C, int64_t G, int64_t H,
-                     int64_t W) {
+// The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1.
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* d_scale,
+                     accumulate_t* scratch, const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
+                     const accumulate_t* statistics, const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                     const accumulate_t* scale, double low, double high, int64_t scales, int64_t N, int64_t C,
+                     int64_t G, int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  accumulate_t *gradients = scratch, *sums = gradients + 4 * N * C, *coefficients = sums + 2 * N * C;
   const int64_t pooled_width = W / POOL_W, pooled = H / POOL_H * pooled_width;
   const accumulate_t lower = low, upper = high;
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
@@ -175,6 +174,8 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
     }
   });
   group_gradients(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+  accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
+  for (int i = 0; i < 4; i++) sum_rows(totals[i], i < 3 ? C : scales, gradients + i * N * C, N, C);
   // A row of pixels at a time: the part that a group shares, then the windows' selected pixels on top.
   host::parallel_for(N * H, 1, [=](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {

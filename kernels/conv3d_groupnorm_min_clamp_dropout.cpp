@@ -45,11 +45,11 @@ EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_
   winograd::convolve(v, x, weight, {N, Cin, C, D, H, W, depth});
 }
 
-EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
-                    int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
+EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
                     const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
                     int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
   plane_statistics(mean, m2, v, N * C, S);
@@ -75,12 +75,13 @@ EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulat
   });
 }
 
-EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, accumulate_t* coefficients,
-                     const output_t* dy, const value_t* v, const accumulate_t* mean, const accumulate_t* group_mean,
-                     const accumulate_t* group_rstd, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* scratch,
+                     const output_t* dy, const value_t* v, const accumulate_t* statistics, const int32_t* active,
+                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
                      double p, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
   // dz, the gradient of group_norm's result, of a plane, a piece at a time: body(first, count, dz).
@@ -110,6 +111,8 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
     }
   });
   group_gradients(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+  accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias};
+  for (int i = 0; i < 3; i++) sum_rows(totals[i], C, gradients + i * N * C, N, C);
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {
       const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
@@ -120,18 +123,6 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
           dv[first + i] =
               value_t(dz[i] * normalise.slope + constant + linear * normalise.centred(accumulate_t(v[first + i])));
       });
-    }
-  });
-}
-
-EXPORT void constant(output_t* y, const int64_t* seed, double value, double p, int64_t count) {
-  const float scale = p < 1 ? 1 / (1 - p) : 0;
-  host::parallel_for((count + kPiece - 1) / kPiece, 1, [=](int64_t begin, int64_t end) {
-    float factor[kPiece];
-    for (int64_t first = begin * kPiece; first < std::min(end * kPiece, count); first += kPiece) {
-      const int64_t size = std::min(kPiece, count - first);
-      dropout_factors(factor, seed, p, scale, first, size);
-      for (int64_t i = 0; i < size; i++) y[first + i] = output_t(accumulate_t(value) * factor[i]);
     }
   });
 }

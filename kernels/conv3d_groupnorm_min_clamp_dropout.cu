@@ -119,29 +119,17 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
   });
 }
 
-__global__ void __launch_bounds__(kThreads) constant_kernel(output_t* y, accumulate_t value, Dropout dropout, int64_t count) {
-  const int64_t first = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector;
-  if (first >= count) return;
-  accumulate_t factor[kVector];
-  dropout.factors(factor, first);
-  Vector<output_t> result;
-#pragma unroll
-  for (int j = 0; j < kVector; j++) result.at[j] = output_t(value * factor[j]);
-  if (first + kVector <= count) return store_vector(y + first, result);
-  for (int j = 0; j < count - first; j++) y[first + j] = result.at[j];
-}
-
 static Dropout dropout_from(const int64_t* seed, double p) {
   return {seed, p, accumulate_t(p < 1 ? 1 / (1 - p) : 0)};
 }
 
-// mean, m2 (N, C); group_mean, group_rstd (N, G); active (N, C) zeroed by the caller, or without elements where no
+// statistics as in GroupStatistics; active (N, C) zeroed by the caller, or without elements where no
 // gradient is wanted; seed (1), or without elements for no dropout; offset is the number of elements before y in the whole.
-EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
-                    int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
+EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
                     const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
                     int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   const unsigned chunks = chunks_for(S);
   plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, S, vectors_fit(v, S));
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
@@ -150,13 +138,15 @@ EXPORT void forward(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulat
       dropout_from(seed, p), offset, shape, chunks, vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
 }
 
-// sums (2, N, C) and coefficients (2, N, G) are scratch; gradients (3, N, C) of conv_bias, weight and bias by sample.
-EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, accumulate_t* coefficients,
-                     const output_t* dy, const value_t* v, const accumulate_t* mean, const accumulate_t* group_mean,
-                     const accumulate_t* group_rstd, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
+// The gradients of v and, summed over the samples, of the parameters (C). scratch holds the parameters' gradients by sample (3, N, C),
+// sums (2, N, C) and coefficients (2, N, G).
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* scratch,
+                     const output_t* dy, const value_t* v, const accumulate_t* statistics, const int32_t* active,
+                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
                      double p, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const Dropout dropout = dropout_from(seed, p);
   const unsigned chunks = chunks_for(S);
@@ -166,9 +156,6 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
                                                                    group_rstd, conv_bias, weight, shape);
   backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, active, coefficients, group_mean, group_rstd,
                                                           conv_bias, weight, bias, tail, dropout, shape, chunks);
-}
-
-// y = dropout(value, p), `count` elements: what is left to compute where every normalised value is known to be finite.
-EXPORT void constant(output_t* y, const int64_t* seed, double value, double p, int64_t count, cudaStream_t stream) {
-  constant_kernel<<<blocks_for(count, kThreads * kVector), kThreads, 0, stream>>>(y, accumulate_t(value), dropout_from(seed, p), count);
+  accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias};
+  for (int i = 0; i < 3; i++) sum_rows_kernel<<<C, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);
 }

@@ -12,9 +12,10 @@ EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_
   winograd::convolve(v, x, weight, {N, Cin, C, D, H, W, depth});
 }
 
-EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* mean, accumulate_t* m2, const value_t* v,
+EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* statistics, const value_t* v,
                     const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
                     int64_t N, int64_t C, int64_t S) {
+  accumulate_t *mean = statistics, *m2 = mean + N * C;
   const accumulate_t lower = low, upper = high;
   const int64_t strips = (S + kStrip - 1) / kStrip;
   plane_statistics(mean, m2, v, N * C, S);
@@ -43,10 +44,14 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
   });
 }
 
-EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, const output_t* dy, const value_t* v,
-                     const index_t* index, const value_t* winner, const accumulate_t* mean, const accumulate_t* m2,
-                     const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
-                     int64_t N, int64_t C, int64_t S) {
+// The gradients of v and, summed over the samples, of the parameters; d_multiplier has `multipliers` elements, C or 1. Normalising
+// removes the convolution's bias, so its gradient is zero; times zero keeps NaN.
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_multiplier, accumulate_t* scratch,
+                     const output_t* dy, const value_t* v, const index_t* index, const value_t* winner,
+                     const accumulate_t* statistics, const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
+                     int64_t multipliers, int64_t N, int64_t C, int64_t S) {
+  const accumulate_t *mean = statistics, *m2 = mean + N * C;
+  accumulate_t *gradients = scratch, *zeros = gradients + N * C, *sums = zeros + N * C;
   const accumulate_t lower = low, upper = high;
   host::parallel_for(N, 1, [=](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n++) {
@@ -71,6 +76,7 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, c
       const accumulate_t nothing = channel.mean - channel.mean;  // NaN in a channel counts even where another one wins
       gradients[plane] = sums[2 * N * C + plane] + nothing +
                          sums[N * C + plane] * accumulate_t(eps) * channel.rstd * channel.rstd * channel.rstd;
+      zeros[plane] = 0 * gradients[plane];
       for (int64_t s = 0; s < S; s++) {
         const accumulate_t centred = accumulate_t(v[plane * S + s]) - channel.mean;
         const bool passes = index[n * S + s] == index_t(c) && clamp_passes(centred * a, lower, upper);
@@ -79,4 +85,6 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, c
       }
     }
   });
+  sum_rows(d_conv_bias, C, zeros, N, C);
+  sum_rows(d_multiplier, multipliers, gradients, N, C);
 }

@@ -26,6 +26,13 @@ HOST_DEVICE void merge_group(accumulate_t* group_mean, accumulate_t* group_rstd,
   group_rstd[n * shape.G + g] = 1 / sqrt(moments.variance() + double(eps));
 }
 
+// What forward keeps of v, one after the other: mean and m2 (N, C), group_mean and group_rstd (N, G).
+template <class T> struct GroupStatistics {
+  T *mean, *m2, *group_mean, *group_rstd;
+  GroupStatistics(T* statistics, int64_t N, int64_t C, int64_t G)
+      : mean(statistics), m2(mean + N * C), group_mean(m2 + N * C), group_rstd(group_mean + N * G) {}
+};
+
 // What one channel of one sample needs to go back and forth: z = (v + offset) * slope + bias.
 struct Normaliser {
   accumulate_t offset, rstd, slope, bias;

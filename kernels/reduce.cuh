@@ -85,6 +85,23 @@ __global__ void group_gradient_kernel(accumulate_t* coefficients, accumulate_t* 
                    i % shape.G);
 }
 
+// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there is one, in double and in
+// a fixed order. A block per total.
+template <class T>
+__global__ void __launch_bounds__(kThreads) sum_rows_kernel(accumulate_t* totals, const T* values, int64_t rows, int64_t C) {
+  __shared__ double partial[kThreads];
+  const bool all = gridDim.x == 1;
+  const int64_t first = all ? 0 : blockIdx.x, step = all ? 1 : C, end = rows * C;
+  double sum = 0;
+  for (int64_t i = first + threadIdx.x * step; i < end; i += kThreads * step) sum += values[i];
+  partial[threadIdx.x] = sum;
+  for (int half = kThreads / 2; half; half /= 2) {
+    __syncthreads();  // the sums of twice as many threads are there
+    if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) totals[blockIdx.x] = accumulate_t(partial[0]);
+}
+
 inline unsigned blocks_for(int64_t work, int threads) { return unsigned((work + threads - 1) / threads); }
 
 // Blocks that share a plane of `size` elements, so that each thread has 16 or so.

@@ -1,0 +1,231 @@
+"""Declares a PyTorch operator once, from Python functions that launch kernels: autograd and torch.compile follow.
+
+    def forward(x: Tensor, slope: float) -> Tensor: ...            # allocates the result, launches the kernel
+    def backward(dy, x, slope, *, needs): ...                       # the gradient of each tensor argument
+    leaky_relu = declare("leaky_relu", forward, shapes=lambda x, slope: torch.empty_like(x), backward=backward)
+    y = leaky_relu(x, 0.1)
+
+A call that nothing watches goes straight to `forward`: through an autograd.Function where a gradient may follow, else without
+any detour. Where something does watch (torch.compile, torch.export, a dispatch mode, fake tensors) it is a registered
+operator, `torch.ops.inline_kernels.<name>`, with its shape function and its gradient. This module knows no model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import inline_loader
+
+NAMESPACE = "inline_kernels"
+_SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", list[int]: "SymInt[]"}
+_PLAIN = (Tensor, torch.nn.Parameter)
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def declare(
+    name: str,
+    forward: Callable,
+    *,
+    shapes: Callable,
+    backward: Callable | None = None,
+    gradients: Callable | None = None,
+) -> Operator:
+    """The operator `inline_kernels::<name>`. Declared again (an edited cell), it is the new one.
+
+    forward(*arguments) -> Tensor: its parameters are annotated with Tensor, float, int, bool or list[int], which makes the
+        operator's schema. What it returns shares no memory with what it is given. If it takes a keyword `saving`, it returns
+        (result, *saved), tensors for backward, where that is True, and (result,) where it is False.
+    shapes(*arguments): what forward returns, with the same shapes, dtypes and strides, but any values; `saving` likewise.
+    backward(dy, *arguments, *saved, needs) -> the gradient of each tensor argument, in order, or None. needs: a list of bools,
+        is that gradient asked for? Without it the operator has no gradient. It can't be differentiated twice.
+    gradients(*arguments): tensors with the shapes, dtypes and strides of the gradients; by default those of the arguments.
+
+    Raises TypeError if a parameter of forward is annotated otherwise.
+    """
+    return Operator(name, forward, shapes, backward, gradients)
+
+
+def planned(function: Callable) -> Callable:
+    """Remembers function(*arguments) by the shapes, strides, dtypes and devices of its tensors and by all else.
+
+    For what has to be decided once per situation (sizes, tilings, which build of the kernels to load), so `function` must
+    look at no value of a tensor. What it remembers is forgotten whenever kernels are, as after an edit.
+    """
+    known: dict[tuple, object] = {}
+    inline_loader.forgets(known.clear)
+
+    @functools.wraps(function)
+    def plan(*arguments):
+        key = tuple(
+            [(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
+        )
+        if (found := known.get(key)) is None:
+            if len(known) >= 256:
+                known.clear()
+            found = known[key] = function(*arguments)
+        return found
+
+    return plan
+
+
+def is_watched() -> bool:
+    """Does anything see operators by themselves, and not the work that they do? A compiler, a dispatch mode, torch.func."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
+class Operator:
+    """What `declare` returns, to be called like `forward`.
+
+    For who knows already that nothing watches there are its two ways: `run`, without a gradient, and `differentiable`.
+    `registered` is the operator that PyTorch knows.
+    """
+
+    def __init__(
+        self, name: str, forward: Callable, shapes: Callable, backward: Callable, gradients: Callable
+    ):
+        parameters = inspect.signature(forward, eval_str=True).parameters
+        saves = parameters.get("saving") is not None
+        arguments = [p for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        for p in arguments:
+            if p.annotation not in _SCHEMA_TYPES:
+                known = ", ".join(getattr(each, "__name__", str(each)) for each in _SCHEMA_TYPES)
+                raise TypeError(
+                    f"{name}: expected {p.name} annotated with one of {known}, got {p.annotation!r}"
+                )
+        self.name = name
+        self.parameters = ", ".join(f"{_SCHEMA_TYPES[p.annotation]} {p.name}" for p in arguments)
+        self.tensors = [i for i, p in enumerate(arguments) if p.annotation is Tensor]
+        self._forward, self._shapes = (forward, shapes) if saves else map(_saving_nothing, (forward, shapes))
+        self._backward, self._like = backward, gradients or self._like_arguments
+        self.differentiable = _differentiable(self).apply if backward else self.run
+        self.registered = self._register()
+
+    def __call__(self, *arguments) -> Tensor:
+        if is_watched() or any(type(arguments[i]) not in _PLAIN for i in self.tensors):
+            return self.registered(*arguments)
+        if torch.is_grad_enabled() and any(arguments[i].requires_grad for i in self.tensors):
+            return self.differentiable(*arguments)
+        return self.run(*arguments)
+
+    def __repr__(self) -> str:
+        return f"<operator {NAMESPACE}::{self.name}({self.parameters}) -> Tensor>"
+
+    def run(self, *arguments) -> Tensor:
+        """The result alone."""
+        return self._forward(*arguments, saving=False)[0]
+
+    def save(self, *arguments) -> list[Tensor]:
+        """The result, and what backward needs beside the arguments."""
+        return list(self._forward(*arguments, saving=True))
+
+    def backward(self, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: list[bool]) -> list:
+        """The gradient of each tensor argument that needs one, else None."""
+        found = self._backward(dy, *arguments, *saved, needs=needs)
+        if len(found) != len(needs):
+            raise RuntimeError(
+                f"{self.name}: expected backward to give {len(needs)} gradients, got {len(found)}"
+            )
+        return [gradient if need else None for gradient, need in zip(found, needs)]
+
+    def _like_arguments(self, *arguments) -> list[Tensor]:
+        return [torch.empty_like(arguments[i]) for i in self.tensors]
+
+    def _register(self) -> Callable:
+        """Registers <name>, and with a gradient <name>_saving and <name>_backward, with their shapes."""
+        if self.name in _libraries:
+            _libraries.pop(self.name)._destroy()
+        library = _libraries[self.name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+        def define(name: str, schema: str, function: Callable, fake: Callable) -> Callable:
+            library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+            library.impl(name, function, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+            return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+        def shape(*arguments):
+            return self._shapes(*arguments, saving=False)[0]
+
+        operator = define(self.name, f"({self.parameters}) -> Tensor", self.run, shape)
+        if self._backward is None:
+            return operator
+
+        def shapes_saved(*arguments):
+            return list(self._shapes(*arguments, saving=True))
+
+        # An operator returns tensors and nothing else: what is not needed is one without elements.
+        def gradients(dy, *rest):
+            *arguments, saved, needs = rest
+            found = self.backward(dy, arguments, saved, needs)
+            return [dy.new_empty(0) if gradient is None else gradient for gradient in found]
+
+        def gradient_shapes(dy, *rest):
+            *arguments, _, needs = rest
+            return [like if need else dy.new_empty(0) for like, need in zip(self._like(*arguments), needs)]
+
+        saving = define(f"{self.name}_saving", f"({self.parameters}) -> Tensor[]", self.save, shapes_saved)
+        schema = f"(Tensor dy, {self.parameters}, Tensor[] saved, bool[] needs) -> Tensor[]"
+        backward = define(f"{self.name}_backward", schema, gradients, gradient_shapes)
+
+        def save_registered(*arguments):
+            with torch._C._AutoDispatchBelowAutograd():
+                return saving(*arguments)
+
+        def with_autograd(keyset, *arguments):
+            if torch.is_grad_enabled() and any(arguments[i].requires_grad for i in self.tensors):
+                return self.differentiable(*arguments)
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+        library.impl(self.name, with_autograd, "Autograd", with_keyset=True)
+        self.save_registered = save_registered
+        self.backward_registered = lambda dy, arguments, saved, needs: backward(dy, *arguments, saved, needs)
+        return operator
+
+
+def _saving_nothing(function: Callable) -> Callable:
+    return lambda *arguments, saving: (function(*arguments),)
+
+
+def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
+    """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            save = operator.save_registered if is_watched() else operator.save
+            result, *saved = save(*arguments)
+            ctx.save_for_backward(*[arguments[i] for i in operator.tensors], *saved)
+            ctx.arguments = [None if isinstance(a, Tensor) else a for a in arguments]
+            ctx.set_materialize_grads(False)
+            return result
+
+        @staticmethod
+        def backward(ctx, dy):
+            return twice(ctx, dy) if torch.is_grad_enabled() else gradients(ctx, dy)
+
+    def gradients(ctx, dy):
+        tensors, by_argument = operator.tensors, [None] * len(ctx.arguments)
+        if dy is None:  # whoever used the result has no gradient for it
+            return tuple(by_argument)
+        arguments, given = ctx.arguments.copy(), ctx.saved_tensors
+        for i, tensor in zip(tensors, given):
+            arguments[i] = tensor
+        needs = [ctx.needs_input_grad[i] for i in tensors]
+        run = operator.backward_registered if is_watched() else operator.backward
+        for i, gradient, need in zip(tensors, run(dy, arguments, list(given[len(tensors) :]), needs), needs):
+            by_argument[i] = gradient if need else None
+        return tuple(by_argument)
+
+    twice = once_differentiable(gradients)  # an error, but only if somebody does differentiate the gradients
+    Differentiable.__name__ = Differentiable.__qualname__ = operator.name
+    return Differentiable

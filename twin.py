@@ -1,0 +1,395 @@
+"""What every `ModelNew` shares: which variant runs for an input, said by `plan`, and kept from call to call.
+
+A problem's ModelNew inherits from `Twin` and from its reference model, and says what its operators take. Here is decided which of
+them runs. Where eager would raise an error, eager runs, so that the error is the right one. Where only eager can compute the
+result (a submodule of another class, a hook, a stride, …) "auto" runs eager, `plan` says so, and any other variant raises
+RuntimeError. A decision is kept for as long as nothing that it depends on has changed; parameters are read afresh at each call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from operator import is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+
+import library
+from loader_operators import Operator, is_watched
+from operators import DTYPES
+
+_PLAIN = (Tensor, nn.Parameter)
+_TRACED = (*_PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
+_GLOBAL_HOOKS = [
+    table
+    for name, table in vars(nn.modules.module).items()
+    if name.startswith("_global_") and isinstance(table, dict) and "hooks" in name
+]
+_KEPT_PLANS = 64  # situations of one module; past them it starts anew
+
+
+class Plan(NamedTuple):
+    """What runs for an input: the variant's name, and the reason."""
+
+    variant: str
+    reason: str
+
+    def __str__(self):
+        return f"{self.variant}: {self.reason}"
+
+
+class Twin:
+    """A mixin in front of the reference model. A problem's ModelNew says, as class attributes:
+
+    submodules: the exact class of each submodule; anything else in its place is left to eager.
+    operands: the parameters that the operators take after x, in order; the convolution's weight and bias come first.
+    constants: the numbers that they take after those, in order, each with what converts it.
+    epilogue, fused: the operators, called as operator(x, *operands, *constants); fused is None where there is none.
+    """
+
+    __slots__ = ("_kept",)  # not in vars(module): copies and pickles go without
+
+    submodules: dict[str, type[nn.Module]]
+    operands: tuple[str, ...]
+    constants: dict[str, Callable]
+    epilogue: Operator
+    fused: Operator | None = None
+    variant = "auto"
+
+    # -------------------------------------------------------------------------------- what else a problem may have to say
+
+    def _tail_raises(self, x: Tensor, size: list[int]) -> bool:
+        """Does what follows the convolution, of spatial size `size`, raise an error in the reference?"""
+        return False
+
+    def _tail_obstacle(self) -> str | None:
+        """Why only eager can compute what follows the convolution, or None."""
+        return None
+
+    def _fused_obstacle(self, x: Tensor, dtype: torch.dtype) -> str | None:
+        """Why the fused kernels can't run for x, which they see in `dtype`, or None."""
+        return None
+
+    def _setting(self, x: Tensor) -> object:
+        """What of PyTorch's global settings the operators depend on."""
+        return None
+
+    def _drawn(self, x: Tensor, constants: tuple) -> tuple[Tensor, ...]:
+        """Tensors that the operators take between operands and constants, drawn anew at each call."""
+        return ()
+
+    @staticmethod
+    def _autocast_tail(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
+        """Under autocast to `dtype`, the dtype of what eager computes from `parameter`, one that comes after the convolution."""
+        return torch.promote_types(dtype, parameter.dtype)
+
+    @staticmethod
+    def _autocast_result(y: Tensor, dtype: torch.dtype) -> Tensor:
+        """y in the dtype that eager gives under autocast to `dtype`."""
+        return y
+
+    # ----------------------------------------------------------------------------------------------- what a user calls
+
+    @classmethod
+    def variants(cls) -> tuple[str, ...]:
+        """The ladder of variants, on a GPU."""
+        return ("eager", "epilogue", "fused") if cls.fused else ("eager", "epilogue")
+
+    @classmethod
+    def reference(cls) -> type[nn.Module]:
+        """The class of the reference model."""
+        return cls.__mro__[cls.__mro__.index(Twin) + 1]
+
+    @classmethod
+    def from_eager(cls, model: nn.Module) -> nn.Module:
+        """The fused twin of `model`: the same parameters and submodules (shared, not copied), mode and constants.
+
+        Raises TypeError if `model` is not of this class's reference, or has a forward of its own, which a twin would drop.
+        """
+        reference = cls.reference()
+        if not isinstance(model, reference):
+            raise TypeError(f"expected a {reference.__name__}, got a {type(model).__name__}")
+        if type(model).forward not in (reference.forward, cls.forward) or "forward" in vars(model):
+            raise TypeError(
+                f"expected {reference.__name__}'s forward, got a {type(model).__name__} with its own"
+            )
+        twin = cls.__new__(cls)
+        attributes = vars(model).items()
+        twin.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
+        return twin
+
+    def plan(self, x: Tensor) -> Plan:
+        """The variant that forward(x) runs, and why.
+
+        Raises ValueError if `self.variant` is no variant's name, RuntimeError if it can't run for x.
+        """
+        return self._choose(x)
+
+    def forward(self, x):
+        if is_watched() or type(x) is not Tensor or forward_ad._current_level >= 0:
+            return self._compute(x, self._choose(x).variant)
+        kept = getattr(self, "_kept", None)
+        if kept is None or not kept.holds():
+            kept = Kept(self)
+            object.__setattr__(self, "_kept", kept)
+        return kept.run(self, x)
+
+    def __getstate__(self):
+        return vars(self).copy()
+
+    # -------------------------------------------------------------------------------------------------------- computing
+
+    def _compute(self, x: Tensor, variant: str) -> Tensor:
+        if variant == "eager":
+            return super().forward(x)
+        operands = [_attribute(self, name) for name in self.operands]
+        return self._launch(getattr(self, variant), x, operands, self._constants(), _autocast_dtype(x))
+
+    def _launch(self, operator: Callable, x: Tensor, operands: list, constants: tuple, autocast) -> Tensor:
+        """operator's result. `autocast` is the dtype to which eager would cast what it convolves, or None."""
+        if autocast is None:
+            return operator(x, *operands, *self._drawn(x, constants), *constants)
+        weight, conv_bias, *tail = operands
+        tail = [parameter.to(self._autocast_tail(parameter, autocast)) for parameter in tail]
+        if (
+            operator not in _ways(self.fused) or x.dtype != weight.dtype
+        ):  # fused is more exact, and no pass converts x
+            x, weight = x.to(autocast), weight.to(autocast)
+        y = operator(x, weight, conv_bias, *tail, *self._drawn(x, constants), *constants)
+        return self._autocast_result(y, autocast)
+
+    def _constants(self) -> tuple:
+        return tuple([convert(_attribute(self, name)) for name, convert in self.constants.items()])
+
+    # ------------------------------------------------------------------------------------------------------- the decision
+
+    def _choose(self, x: Tensor) -> Plan:
+        if self.variant not in ("auto", *self.variants()):
+            known = ", ".join(self.variants())
+            raise ValueError(f"expected variant to be 'auto' or one of {known}, got {self.variant!r}")
+        if self.variant == "eager":
+            return Plan("eager", "asked for")
+        obstacle = self._altered()  # first, because reading a parametrized weight may change it
+        if obstacle is None:
+            if self._eager_raises(x):
+                return Plan("eager", "the input does not fit the model, and eager's error says why")
+            obstacle = self._obstacle(x)
+        if obstacle is not None:
+            if self.variant == "auto":
+                return Plan("eager", obstacle)
+            raise RuntimeError(f"variant {self.variant!r} can't run: {obstacle}")
+        if self.variant == "epilogue":
+            return Plan("epilogue", "asked for")
+        obstacle = self._not_fused(x)
+        if self.variant == "fused":
+            if obstacle is not None:
+                raise RuntimeError(f"variant 'fused' can't run: {obstacle}")
+            return Plan("fused", "asked for")
+        if obstacle is None and self.training and _needs_gradient(x, *map(self._operand, self.operands)):
+            obstacle = "in training a backward pass will follow, which needs the convolution's output"
+        if obstacle is not None:
+            return Plan("epilogue", obstacle)
+        return Plan("fused", "the convolution runs inside our kernels")
+
+    def _operand(self, name: str) -> Tensor | None:
+        return _attribute(self, name)
+
+    def _altered(self) -> str | None:
+        """What somebody has put in a submodule's place or added to it, so that it must run itself; or None."""
+        if any(_GLOBAL_HOOKS):
+            return "there are hooks on all modules"
+        for name, expected in self.submodules.items():
+            module = self._modules.get(name)
+            if type(module) is not expected:
+                return f"{name} is a {type(module).__name__}, and the kernels replace a {expected.__name__}"
+            if any(_hooks(module)):
+                return f"{name} has hooks"
+            for attribute in vars(module):
+                if hasattr(expected, attribute):
+                    return f"{name} has a {attribute} of its own"
+        return None
+
+    def _eager_raises(self, x: Tensor) -> bool:
+        """Does the reference raise an error for x?"""
+        weight = self.conv.weight
+        if not isinstance(x, Tensor) or _convolved_dtype(x) != _convolved_dtype(weight):
+            return True
+        if x.dim() not in (weight.dim(), weight.dim() - 1):
+            return True
+        if x.shape[-weight.dim() + 1] != weight.shape[1] or x.device != weight.device:
+            return True
+        spatial = x.shape[-weight.dim() + 2 :]
+        size = [extent - kernel + 1 for extent, kernel in zip(spatial, weight.shape[2:])]
+        return min(size) < 1 or self._tail_raises(x, size)
+
+    def _obstacle(self, x: Tensor) -> str | None:
+        """Why only eager can run, or None."""
+        conv, operands = self.conv, [_attribute(self, name) for name in self.operands]
+        if library.device_type(x) not in ("cpu", "cuda"):
+            return "there are kernels for the CPU and for CUDA only"
+        if torch._C._are_functorch_transforms_active():
+            return "a transformation of torch.func needs operators that it can look into"
+        if any(p is None for p in operands):
+            return "the convolution or the normalisation has no bias, or no affine"
+        if not torch.compiler.is_compiling():
+            if any(type(t) not in _TRACED for t in (x, *operands)):
+                return "a subclass of Tensor gives operators a meaning of its own"
+            if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in (x, *operands)):
+                return "forward-mode AD needs operators that it can look into"
+        if x.dtype not in DTYPES:
+            return "there are kernels for float32, float64, float16 and bfloat16 only"
+        if _autocast_dtype(x) is None and any(p.dtype != x.dtype for p in operands):
+            return "the input and the parameters have different dtypes"
+        if any(p.dtype not in DTYPES for p in operands):
+            return "a parameter is not floating point"
+        if x.dim() != conv.weight.dim():
+            return "the input has no batch dimension"
+        if x.numel() == 0:
+            return "the input is empty"
+        plain = all(step == 1 for step in (*conv.stride, *conv.dilation, conv.groups))
+        if not plain or conv.padding == "same" or any(conv.padding):
+            return "the convolution has a stride, padding, dilation or groups"
+        for name, convert in self.constants.items():
+            if convert in (float, int) and not isinstance(_attribute(self, name), (float, int)):
+                return f"{name} is not a number"
+        return self._tail_obstacle()
+
+    def _not_fused(self, x: Tensor) -> str | None:
+        """Why the fused kernels can't run, where the epilogue's can; or None."""
+        if not self.fused:
+            return "there are no fused kernels for this problem"
+        if library.device_type(x) == "cpu":
+            return (
+                "on a CPU the convolution is Winograd's or the library's, and the rest is one pass, in cache"
+            )
+        weight = self.conv.weight
+        # They see x in its own dtype, also under autocast, unless that must reconcile it with weight's.
+        return self._fused_obstacle(x, x.dtype if x.dtype == weight.dtype else _convolved_dtype(x))
+
+    def _not_by_channel(self, name: str) -> str | None:
+        """What is wrong with the parameter `name` if it holds neither one value per channel nor one in all; or None."""
+        parameter, weight = _attribute(self, name), self.conv.weight
+        channels, spatial = weight.shape[0], weight.dim() - 2
+        by_channel = tuple(parameter.shape[-spatial - 1 :]) == (channels,) + (1,) * spatial
+        fits = parameter.numel() == 1 or (by_channel and parameter.numel() == channels)
+        if parameter.dim() <= spatial + 2 and fits:
+            return None
+        return f"{name} holds neither one value per channel nor one in all"
+
+
+def _attribute(module: nn.Module, name: str):
+    """What module.<name> is; the name may have dots."""
+    value = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _hooks(module: nn.Module) -> tuple[dict, ...]:
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast convolves x; None where it leaves x alone."""
+    device = library.device_type(x)
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device) if x.is_floating_point() else None
+
+
+def _convolved_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which the convolution sees `tensor`."""
+    return _autocast_dtype(tensor) or tensor.dtype
+
+
+def _ways(operator: Operator | None) -> tuple:
+    return (operator, operator.run, operator.differentiable) if operator else ()
+
+
+# ---------------------------------------------------------------------------------------------------------- kept plans
+
+
+class Kept:
+    """What a twin's decisions depend on, as it was, and the decisions: one for each situation met.
+
+    Attributes of the twin and of its submodules are compared by identity, so that whatever is assigned anew is seen; hooks by
+    whether there are any. A list among them can be changed in place, so nothing is kept then.
+    """
+
+    def __init__(self, twin: Twin):
+        modules = [twin, *twin._modules.values()]
+        self.modules = [
+            (m, type(m), type(m).forward, vars(m), [*vars(m).values()]) for m in modules if m is not None
+        ]
+        self.children, self.given = twin._modules, [*twin._modules.values()]
+        self.hooks = [*_GLOBAL_HOOKS, *[table for module, *_ in self.modules[1:] for table in _hooks(module)]]
+        self.steady = not any(isinstance(v, list) for *_, values in self.modules for v in values)
+        self.sources = [self._source(twin, name) for name in twin.operands]
+        self.plans: dict[tuple, tuple] = {}
+
+    @staticmethod
+    def _source(twin: Twin, name: str) -> tuple[dict, str]:
+        """Where the parameter `name` is to be found at each call."""
+        *path, last = name.split(".")
+        owner = twin._modules.get(path[0]) if path else twin
+        return getattr(owner, "_parameters", {}), last
+
+    def holds(self) -> bool:
+        """Is the module what it was?"""
+        for module, cls, forward, attributes, values in self.modules:
+            if type(module) is not cls or cls.forward is not forward or len(attributes) != len(values):
+                return False
+            if not all(map(is_, attributes.values(), values)):
+                return False
+        same_children = len(self.children) == len(self.given) and all(
+            map(is_, self.children.values(), self.given)
+        )
+        return self.steady and same_children and not any(self.hooks)
+
+    def run(self, twin: Twin, x: Tensor) -> Tensor:
+        """forward(x) of a plain tensor which nothing watches."""
+        try:
+            operands = [parameters[name] for parameters, name in self.sources]
+            needs_gradient = torch.is_grad_enabled() and (
+                x.requires_grad or any([p.requires_grad for p in operands])
+            )
+            autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
+            described = [(type(p), p.shape, p.dtype, p.device) for p in operands]
+            situation = (x.shape, x.dtype, x.device, needs_gradient, autocast, twin._setting(x), *described)
+        except (AttributeError, KeyError):  # a parameter is missing, or none: the decision says what follows
+            return twin._compute(x, twin._choose(x).variant)
+        if (plan := self.plans.get(situation)) is None:
+            if len(self.plans) >= _KEPT_PLANS:
+                self.plans.clear()
+            plan = self.plans[situation] = self._plan(twin, x, needs_gradient)
+        operator, constants = plan
+        if operator is None:
+            return twin._compute(x, "eager")
+        return twin._launch(operator, x, operands, constants, autocast)
+
+    @staticmethod
+    def _plan(twin: Twin, x: Tensor, needs_gradient: bool) -> tuple[Callable | None, tuple]:
+        """The operator's way for this situation, None for eager, and its constants."""
+        variant = twin._choose(x).variant
+        if variant == "eager":
+            return None, ()
+        operator = getattr(twin, variant)
+        return operator.differentiable if needs_gradient else operator.run, twin._constants()
