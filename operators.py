@@ -45,22 +45,29 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype).item()
 
 
+def no_statistics(x: Tensor) -> Tensor | None:
+    """In the place of statistics that nobody keeps: a tensor without elements, where the kernels need no room for them."""
+    return x.new_empty(0, dtype=accumulate_dtype(x.dtype)) if library.device_type(x) == "cpu" else None
+
+
 # ------------------------------------------------------------------------------------------------- parameters by channel
 
 
-def by_channel(x: Tensor, weight: Tensor, may_be_one: str = "", **parameters: Tensor) -> list[Tensor]:
+def by_channel(x: Tensor, weight: Tensor, names: tuple[str, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
     """Parameters by channel as the kernels read them: contiguous, an element for each channel, of the dtype of sums.
 
-    Raises RuntimeError where one has another number of elements, but that `may_be_one` names the one that may have 1.
+    Raises RuntimeError where one has another number of elements; one whose name ends in "?" may have 1 for all channels.
     """
-    C, dtype, tensors = weight.shape[0], accumulate_dtype(x.dtype), list(parameters.values())
-    if all([p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in tensors]):
-        return tensors
-    for name, parameter in parameters.items():
-        if parameter.numel() != C and (name != may_be_one or parameter.numel() != 1):
-            elements = f"{C} elements, one per channel" + (", or 1" if name == may_be_one else "")
-            raise RuntimeError(f"expected {name} of {elements}, got the shape {list(parameter.shape)}")
-    return [p.to(dtype).reshape(-1).expand(C).contiguous() for p in tensors]
+    C, dtype = weight.shape[0], accumulate_dtype(x.dtype)
+    if all([p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in parameters]):
+        return parameters
+    for name, parameter in zip(names, parameters):
+        if parameter.numel() != C and not (name.endswith("?") and parameter.numel() == 1):
+            elements = f"{C} elements, one per channel" + (", or 1" if name.endswith("?") else "")
+            raise RuntimeError(
+                f"expected {name.rstrip('?')} of {elements}, got the shape {list(parameter.shape)}"
+            )
+    return tuple([p.to(dtype).reshape(-1).expand(C).contiguous() for p in parameters])
 
 
 def gradients_of(x: Tensor, *parameters: Tensor) -> list[Tensor]:

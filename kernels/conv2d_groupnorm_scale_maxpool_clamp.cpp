@@ -9,7 +9,6 @@
 #define POOL_H 2
 #define POOL_W 2
 #endif
-using Sums = std::vector<accumulate_t>;
 
 using Places = decltype(Lanes{} > Lanes{});  // integers of the same width: masks, and places in a window
 
@@ -88,7 +87,8 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
                                const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C, int64_t G,
                                int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics ? statistics : own.data(), N, C, G);
   const int64_t pooled_height = H / POOL_H, pooled_width = W / POOL_W, pooled = pooled_height * pooled_width;
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
   Sums direction(C);

@@ -23,6 +23,7 @@ from problems import Problem
 from twin import Twin
 
 NAME = "conv2d_groupnorm_scale_maxpool_clamp"
+BY_CHANNEL = ("conv_bias", "norm_weight", "norm_bias", "scale?")
 
 
 class Conv2dGroupNormScaleMaxPoolClamp(nn.Module):
@@ -59,20 +60,28 @@ class _Way(NamedTuple):
     kernels: inline_loader.Operators
     winograd: bool
     layout: torch.memory_format  # in which the library convolves
+    v_format: torch.memory_format  # in which the kernels read v
     y_format: torch.memory_format
+    size: list[int]  # H', W'
     samples: int  # convolved at a time
+    nothing: tuple  # index and statistics where none are saved
 
 
 @planned
 def _way(x: Tensor, weight: Tensor, pool: tuple[int, int], out_dtype: torch.dtype, saving: bool) -> _Way:
-    on_cpu, index = library.device_type(x) == "cpu", operators.index_type(math.prod(pool))[0]
+    on_cpu, (index, index_dtype) = library.device_type(x) == "cpu", operators.index_type(math.prod(pool))
+    v_format = torch.channels_last if on_cpu else torch.contiguous_format
+    # On a CPU the library is faster in v's layout, too, but for inputs so small that the weight's conversion decides.
+    layout = v_format if x.numel() >= weight.numel() else torch.contiguous_format
     return _Way(
         kernels=operators.load(NAME, x, out_dtype, POOL_H=pool[0], POOL_W=pool[1], INDEX_T=index),
         winograd=len(weight) % 32 == 0 and pool[0] % 2 == 0 and library.winograd_applies(x, weight),
-        # On a CPU the library is faster so, but for inputs so small that the weight's conversion decides.
-        layout=torch.channels_last if on_cpu and x.numel() >= weight.numel() else torch.contiguous_format,
+        layout=layout,
+        v_format=v_format,
         y_format=library.result_format(x, weight, False),
+        size=library.output_size(x, weight),
         samples=library.samples_per_piece(x, weight, saving),
+        nothing=(x.new_empty(0, dtype=index_dtype), operators.no_statistics(x)),
     )
 
 
@@ -80,45 +89,41 @@ def _epilogue(
     x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor,
     groups: int, pool: list[int], low: float, high: float, eps: float, *, saving: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    parameters = _parameters(x, weight, conv_bias, norm_weight, norm_bias, scale)
-    way, (H, W) = _way(x, weight, tuple(pool), scale.dtype, saving), library.output_size(x, weight)
-    y, *others = outputs = _outputs(x, weight, scale.dtype, groups, pool, saving)
-    on_cpu = library.device_type(x) == "cpu"
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, norm_weight, norm_bias, scale)
+    way, constants = _way(x, weight, tuple(pool), scale.dtype, saving), (low, high, eps)
+    (N, Cin, *_), C, (H, W) = x.shape, weight.shape[0], way.size
+    y, *others = _outputs(x, weight, scale.dtype, groups, pool, way.size, None if saving else way.nothing)
     if way.winograd:
-        (N, Cin, *size), C, v = (
-            x.shape,
-            len(weight),
-            x.new_empty((len(x), H, W, len(weight)) if saving else 0),
-        )
-        inputs, sizes = (v, x.contiguous(), weight.contiguous(), *parameters), (N, Cin, C, groups, *size)
-        way.kernels.convolve_forward(*outputs, *inputs, low, high, eps, *sizes)
+        v = x.new_empty((N, H, W, C) if saving else 0)
+        inputs, sizes = (v, x.contiguous(), weight.contiguous()), (N, Cin, C, groups, *x.shape[2:])
+        way.kernels.convolve_forward(y, *others, *inputs, *parameters, *constants, *sizes)
     else:
-        for part, *of_part in library.pieces(way.samples, x, *outputs):
-            v = library.convolve(part, weight, way.layout)
-            v = v.permute(0, 2, 3, 1).contiguous() if on_cpu else v
-            way.kernels.forward(*of_part, v, *parameters, low, high, eps, len(v), len(weight), groups, H, W)
+        for part, *outputs in library.pieces(way.samples, x, y, *others):
+            v = library.convolve(part, weight, way.layout).contiguous(memory_format=way.v_format)
+            v = v.permute(0, 2, 3, 1) if way.v_format == torch.channels_last else v
+            way.kernels.forward(*outputs, v, *parameters, *constants, v.shape[0], C, groups, H, W)
     y = y.contiguous(memory_format=way.y_format)
     return (y, v, *others) if saving else (y,)
 
 
-def _parameters(x: Tensor, weight: Tensor, conv_bias, norm_weight, norm_bias, scale) -> list[Tensor]:
-    named = dict(conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale)
-    return operators.by_channel(x, weight, "scale", **named)
-
-
 def _outputs(
-    x: Tensor, weight: Tensor, out_dtype: torch.dtype, groups: int, pool, saving: bool
+    x: Tensor, weight: Tensor, out_dtype, groups: int, pool, size, nothing: tuple | None
 ) -> tuple[Tensor, ...]:
-    """y, extreme, index (without elements unless saving), statistics."""
-    (N, *_), (C, *_), (H, W), device = x.shape, weight.shape, library.output_size(x, weight), x.device
-    y = torch.empty((N, C, H // pool[0], W // pool[1]), dtype=out_dtype, device=device)
-    in_place = (
-        library.device_type(x) == "cpu" and not saving and out_dtype == x.dtype
-    )  # values become results where they are
-    extreme = y if in_place else torch.empty_like(y, dtype=x.dtype)
-    index_dtype = operators.index_type(pool[0] * pool[1])[1]
-    index = torch.empty(y.shape if saving else 0, dtype=index_dtype, device=device)
-    statistics = torch.empty((N, 2 * (C + groups)), dtype=operators.accumulate_dtype(x.dtype), device=device)
+    """y, extreme, index, statistics; the last two or what `nothing` has in their place, where they aren't saved."""
+    (N, *_), (C, *_), device = x.shape, weight.shape, x.device
+    y = torch.empty((N, C, size[0] // pool[0], size[1] // pool[1]), dtype=out_dtype, device=device)
+    # Without index on a CPU the selected values become results where they are.
+    in_place = nothing is not None and library.device_type(x) == "cpu" and out_dtype == x.dtype
+    extreme, (index, statistics) = (
+        y if in_place else torch.empty_like(y, dtype=x.dtype),
+        nothing or (None, None),
+    )
+    if index is None:
+        index = torch.empty_like(y, dtype=operators.index_type(pool[0] * pool[1])[1])
+    if statistics is None:
+        statistics = torch.empty(
+            (N, 2 * (C + groups)), dtype=operators.accumulate_dtype(x.dtype), device=device
+        )
     return y, extreme, index, statistics
 
 
@@ -126,7 +131,7 @@ def _epilogue_shapes(
     x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, high, eps, *, saving
 ):  # fmt: skip
     N, C, (H, W) = x.shape[0], weight.shape[0], library.output_size(x, weight)
-    y, *others = _outputs(x, weight, scale.dtype, groups, pool, saving)
+    y, *others = _outputs(x, weight, scale.dtype, groups, pool, (H, W), None)
     v = x.new_empty((N, H, W, C) if library.device_type(x) == "cpu" else (N, C, H, W))
     y = y.contiguous(memory_format=library.result_format(x, weight, False))
     return (y, v, *others) if saving else (y,)
@@ -139,10 +144,17 @@ def _epilogue_backward(
     way, parameters = _way(x, weight, tuple(pool), dy.dtype, True), (conv_bias, norm_weight, norm_bias, scale)
     dv, gradients, N, C = torch.empty_like(v), operators.gradients_of(x, *parameters), len(x), len(weight)
     scratch = torch.empty(N * (6 * C + 2 * groups), dtype=statistics.dtype, device=x.device)
-    inputs = dy.contiguous(), v, extreme, index, statistics, *_parameters(x, weight, *parameters)
-    sizes = scale.numel(), N, C, groups, *library.output_size(x, weight)
+    inputs = (
+        dy.contiguous(),
+        v,
+        extreme,
+        index,
+        statistics,
+        *operators.by_channel(x, weight, BY_CHANNEL, *parameters),
+    )
+    sizes = scale.numel(), N, C, groups, *way.size
     way.kernels.backward(dv, *gradients, scratch, *inputs, low, high, *sizes)
-    dv = dv.permute(0, 3, 1, 2) if library.device_type(x) == "cpu" else dv
+    dv = dv.permute(0, 3, 1, 2) if way.v_format == torch.channels_last else dv
     dx, dw = library.convolve_backward(dv, x, weight, way.layout, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters)
 
@@ -185,7 +197,7 @@ def _fused(
     x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor,
     groups: int, pool: list[int], low: float, high: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    parameters = _parameters(x, weight, conv_bias, norm_weight, norm_bias, scale)
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, norm_weight, norm_bias, scale)
     launch = _launch(x, weight, tuple(pool), groups, scale.dtype)
     y, (N, C, *_) = torch.empty(launch.shape, dtype=scale.dtype, device=x.device), launch.shape
     extreme = torch.empty(launch.shape, dtype=torch.float32, device=x.device)

@@ -21,6 +21,7 @@ from problems import Problem
 from twin import Twin
 
 NAME = "conv2d_min_add_multiply"
+BY_CHANNEL = ("conv_bias", "bias?")
 plan_gemm = gemm_obstacle = None
 
 
@@ -99,7 +100,7 @@ def _convolved(x: Tensor, weight: Tensor, way: _Way) -> Tensor:
 def _epilogue(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, *, saving: bool
 ) -> tuple[Tensor, ...]:
-    parameters = operators.by_channel(x, weight, "bias", conv_bias=conv_bias, bias=bias)
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, bias)
     way, constant = (
         _way(x, weight, bias.dtype, saving, _tf32_allowed(x)),
         operators.rounded(constant, x.dtype),
@@ -111,7 +112,7 @@ def _epilogue(
     y = torch.empty((N, C, H, W), dtype=bias.dtype, device=x.device)
     for part, out in library.pieces(way.samples, x, y):
         v = _convolved(part, weight, way)
-        way.kernels.forward(out, v, *parameters, constant, scale, len(v), C, H * W)
+        way.kernels.forward(out, v, *parameters, constant, scale, v.shape[0], C, H * W)
     y = y.contiguous(memory_format=way.y_format)
     return (y, v) if saving else (y,)
 
@@ -146,7 +147,7 @@ def _epilogue_backward(dy, x, weight, conv_bias, bias, constant, scale, v, *, ne
     (N, C, H, W), constant, tf32 = dy.shape, operators.rounded(constant, x.dtype), way.round_operands
     chunks, (inner, _) = (
         min(H * W, 8) if on_gpu else 1,
-        operators.by_channel(x, weight, "bias", conv_bias=conv_bias, bias=bias),
+        operators.by_channel(x, weight, BY_CHANNEL, conv_bias, bias),
     )
     dv, gradients = torch.empty_like(v), operators.gradients_of(x, conv_bias, bias)
     sums, sizes = (
@@ -202,7 +203,7 @@ def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype, aligned: bool, al
 def _fused(
     x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float
 ) -> Tensor:
-    parameters = operators.by_channel(x, weight, "bias", conv_bias=conv_bias, bias=bias)
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, bias)
     x, weight, constant = x.contiguous(), weight.contiguous(), operators.rounded(constant, x.dtype)
     launch = _launch(x, weight, bias.dtype, x.data_ptr() % 4 == 0, _tf32_allowed(x))
     y = torch.empty(launch.shape, dtype=bias.dtype, device=x.device)

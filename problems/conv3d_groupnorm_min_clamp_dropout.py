@@ -24,6 +24,7 @@ from problems import Problem
 from twin import Twin
 
 NAME = "conv3d_groupnorm_min_clamp_dropout"
+BY_CHANNEL = ("conv_bias", "norm_weight", "norm_bias")
 STATIC_SHARED = 4 << 10  # bytes of the fused kernels' own arrays
 
 
@@ -58,46 +59,58 @@ class _Way(NamedTuple):
     kernels: inline_loader.Operators
     convolve: Callable[[Tensor, Tensor], Tensor]
     y_format: torch.memory_format
+    size: list[int]  # D', H', W'
     samples: int  # convolved at a time
+    nothing: tuple  # statistics and active where none are saved
 
 
 @planned
 def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> _Way:
-    kernels, layout = operators.load(NAME, x, out_dtype), library.result_format(x, weight, False)
-    samples = library.samples_per_piece(x, weight, saving)
-    return _Way(kernels, library.convolution(x, weight, kernels), layout, samples)
+    kernels = operators.load(NAME, x, out_dtype)
+    return _Way(
+        kernels=kernels,
+        convolve=library.convolution(x, weight, kernels),
+        y_format=library.result_format(x, weight, False),
+        size=library.output_size(x, weight),
+        samples=library.samples_per_piece(x, weight, saving),
+        nothing=(operators.no_statistics(x), x.new_empty(0, dtype=torch.int32)),
+    )
 
 
 def _epilogue(
     x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, seed: Tensor,
     groups: int, low: float, high: float, p: float, eps: float, *, saving: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    parameters = operators.by_channel(
-        x, weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias
-    )
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, norm_weight, norm_bias)
     way, low = _way(x, weight, norm_weight.dtype, saving), operators.rounded(low, norm_weight.dtype)
-    y, statistics, active = _outputs(x, weight, norm_weight.dtype, groups, saving)
-    for part, *outputs in library.pieces(way.samples, x, y, statistics, active.zero_()):
-        v, offset, sizes = way.convolve(part, weight), outputs[0].storage_offset(), (groups, y[0, 0].numel())
-        way.kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, offset, *v.shape[:2], *sizes)
+    y, *others = _outputs(x, weight, norm_weight.dtype, groups, way.size, None if saving else way.nothing)
+    sizes = weight.shape[0], groups, math.prod(way.size)
+    for part, *outputs in library.pieces(way.samples, x, y, *others):
+        v, offset = way.convolve(part, weight), outputs[0].storage_offset()
+        way.kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, offset, v.shape[0], *sizes)
     y = y.contiguous(memory_format=way.y_format)
-    return (y, v, statistics, active) if saving else (y,)
+    return (y, v, *others) if saving else (y,)
 
 
 def _outputs(
-    x: Tensor, weight: Tensor, out_dtype: torch.dtype, groups: int, saving: bool
+    x: Tensor, weight: Tensor, out_dtype, groups: int, size, nothing: tuple | None
 ) -> tuple[Tensor, ...]:
-    """y, statistics, and active, without elements unless saving."""
-    (N, *_), (C, *_), size, device = x.shape, weight.shape, library.output_size(x, weight), x.device
+    """y, statistics, active (zeros); the last two or what `nothing` has in their place, where they aren't saved."""
+    N, C, device = x.shape[0], weight.shape[0], x.device
     y = torch.empty((N, C, *size), dtype=out_dtype, device=device)
-    statistics = torch.empty((N, 2 * (C + groups)), dtype=operators.accumulate_dtype(x.dtype), device=device)
-    return y, statistics, torch.empty((N, C) if saving else 0, dtype=torch.int32, device=device)
+    statistics, active = nothing or (None, torch.zeros((N, C), dtype=torch.int32, device=device))
+    if statistics is None:
+        statistics = torch.empty(
+            (N, 2 * (C + groups)), dtype=operators.accumulate_dtype(x.dtype), device=device
+        )
+    return y, statistics, active
 
 
 def _epilogue_shapes(
     x, weight, conv_bias, norm_weight, norm_bias, seed, groups, low, high, p, eps, *, saving
 ):  # fmt: skip
-    y, *others = _outputs(x, weight, norm_weight.dtype, groups, saving)
+    size = library.output_size(x, weight)
+    y, *others = _outputs(x, weight, norm_weight.dtype, groups, size, None)
     v, y_format = torch.empty_like(y, dtype=x.dtype), library.result_format(x, weight, False)
     y = y.contiguous(memory_format=y_format)
     return (y, v, *others) if saving else (y,)
@@ -109,9 +122,7 @@ def _epilogue_backward(
     way, (N, C, *size), low = _way(x, weight, dy.dtype, True), v.shape, operators.rounded(low, dy.dtype)
     dv, gradients = torch.empty_like(v), operators.gradients_of(x, conv_bias, norm_weight, norm_bias)
     scratch = torch.empty(N * (5 * C + 2 * groups), dtype=statistics.dtype, device=x.device)
-    parameters = operators.by_channel(
-        x, weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias
-    )
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, norm_weight, norm_bias)
     inputs, sizes = (
         (dy.contiguous(), v, statistics, active, *parameters, seed),
         (N, C, groups, math.prod(size)),
@@ -160,9 +171,7 @@ def _fused(
     x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, seed: Tensor,
     groups: int, low: float, high: float, p: float, eps: float,
 ) -> Tensor:  # fmt: skip
-    parameters = operators.by_channel(
-        x, weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias
-    )
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, norm_weight, norm_bias)
     launch, N = _launch(x, weight, norm_weight.dtype), len(x)
     y = torch.empty(launch.shape, dtype=norm_weight.dtype, device=x.device)
     statistics = torch.empty(launch.statistics, dtype=torch.float32, device=x.device)

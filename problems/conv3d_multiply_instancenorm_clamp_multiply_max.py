@@ -23,6 +23,7 @@ from problems import Problem
 from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
+BY_CHANNEL = ("conv_bias", "multiplier?")
 STATIC_SHARED = 4 << 10  # bytes of the fused kernels' own arrays
 
 
@@ -57,14 +58,22 @@ class _Way(NamedTuple):
 
     kernels: inline_loader.Operators
     convolve: Callable[[Tensor, Tensor], Tensor]
+    size: list[int]  # D', H', W'
     samples: int  # convolved at a time
+    nothing: tuple  # index, winner and statistics where none are saved
 
 
 @planned
 def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> _Way:
-    kernels = operators.load(NAME, x, out_dtype, INDEX_T=operators.index_type(len(weight))[0])
-    samples = library.samples_per_piece(x, weight, saving)
-    return _Way(kernels, library.convolution(x, weight, kernels), samples)
+    index, index_dtype = operators.index_type(len(weight))
+    kernels = operators.load(NAME, x, out_dtype, INDEX_T=index)
+    return _Way(
+        kernels=kernels,
+        convolve=library.convolution(x, weight, kernels),
+        size=library.output_size(x, weight),
+        samples=library.samples_per_piece(x, weight, saving),
+        nothing=(x.new_empty(0, dtype=index_dtype), x.new_empty(0), operators.no_statistics(x)),
+    )
 
 
 def _epilogue(
@@ -78,30 +87,32 @@ def _epilogue(
     *,
     saving: bool,
 ) -> tuple[Tensor, ...]:
-    parameters = operators.by_channel(x, weight, "multiplier", conv_bias=conv_bias, multiplier=multiplier)
-    way, (y, *others) = (
-        _way(x, weight, multiplier.dtype, saving),
-        _outputs(x, weight, multiplier.dtype, saving),
-    )
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, multiplier)
+    way = _way(x, weight, multiplier.dtype, saving)
+    y, *others = _outputs(x, weight, multiplier.dtype, way.size, None if saving else way.nothing)
+    S = math.prod(way.size)
     for part, *outputs in library.pieces(way.samples, x, y, *others):
         v = way.convolve(part, weight)
-        way.kernels.forward(*outputs, v, *parameters, low, high, eps, *v.shape[:2], outputs[0][0].numel())
+        way.kernels.forward(*outputs, v, *parameters, low, high, eps, v.shape[0], v.shape[1], S)
     return (y, v, *others) if saving else (y,)
 
 
-def _outputs(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> tuple[Tensor, ...]:
-    """y, index, winner, statistics; index and winner without elements unless saving."""
-    (N, *_), (C, *_), size, device = x.shape, weight.shape, library.output_size(x, weight), x.device
+def _outputs(x: Tensor, weight: Tensor, out_dtype, size, nothing: tuple | None) -> tuple[Tensor, ...]:
+    """y, index, winner, statistics; the last three or what `nothing` has in their place, where they aren't saved."""
+    N, C, device = x.shape[0], weight.shape[0], x.device
     y = torch.empty((N, *size), dtype=out_dtype, device=device)
-    index = torch.empty(y.shape if saving else 0, dtype=operators.index_type(C)[1], device=device)
-    winner = torch.empty(index.shape, dtype=x.dtype, device=device)
-    return y, index, winner, torch.empty((N, 2 * C), dtype=operators.accumulate_dtype(x.dtype), device=device)
+    index, winner, statistics = nothing or (None, None, None)
+    if index is None:
+        index, winner = (torch.empty_like(y, dtype=dtype) for dtype in (operators.index_type(C)[1], x.dtype))
+    if statistics is None:
+        statistics = torch.empty((N, 2 * C), dtype=operators.accumulate_dtype(x.dtype), device=device)
+    return y, index, winner, statistics
 
 
 def _epilogue_shapes(x, weight, conv_bias, multiplier, low, high, eps, *, saving):
-    y, *others = _outputs(x, weight, multiplier.dtype, saving)
-    v = x.new_empty(x.shape[0], weight.shape[0], *library.output_size(x, weight))
-    return (y, v, *others) if saving else (y,)
+    size = library.output_size(x, weight)
+    y, *others = _outputs(x, weight, multiplier.dtype, size, None)
+    return (y, x.new_empty(x.shape[0], weight.shape[0], *size), *others) if saving else (y,)
 
 
 def _epilogue_backward(
@@ -110,7 +121,7 @@ def _epilogue_backward(
     way, (N, C, *size) = _way(x, weight, dy.dtype, True), v.shape
     dv, gradients = torch.empty_like(v), operators.gradients_of(x, conv_bias, multiplier)
     scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=x.device)
-    parameters = operators.by_channel(x, weight, "multiplier", conv_bias=conv_bias, multiplier=multiplier)
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, multiplier)
     inputs, sizes = (
         (dy.contiguous(), v, index, winner, statistics, *parameters),
         (multiplier.numel(), N, C, math.prod(size)),
@@ -159,7 +170,7 @@ def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> _Launch:
 def _fused(
     x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, low: float, high: float, eps: float
 ) -> Tensor:
-    parameters = operators.by_channel(x, weight, "multiplier", conv_bias=conv_bias, multiplier=multiplier)
+    parameters = operators.by_channel(x, weight, BY_CHANNEL, conv_bias, multiplier)
     launch = _launch(x, weight, multiplier.dtype)
     y = torch.empty(launch.shape, dtype=multiplier.dtype, device=x.device)
     statistics = torch.empty(launch.statistics, dtype=torch.float32, device=x.device)
