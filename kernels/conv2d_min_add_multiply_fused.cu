@@ -4,9 +4,10 @@
 // y (N, CHANNELS_OUT, H', W') with H' = H - KERNEL_H + 1, W' = W - KERNEL_W + 1; stride 1, no padding; all contiguous.
 //
 // An implicit GEMM on tensor cores: M = output channels, N = output pixels of one row, K = taps × input channels.
-//   float32   operands are rounded to nearest float16 (11 bits of mantissa, as TF32), sums are float32. Powers of two bring
-//             each sample of x and each output channel of weight into float16's range; the tail takes them out again, exactly.
-//             What is more than 2^39 times smaller than the largest value of its sample counts as zero.
+//   float32   operands are rounded to float16, which has as many digits as TF32 (11 bits), to the nearest, ties away from zero, as
+//             the library rounds for TF32; sums are float32. Powers of two bring each sample of x and each output channel of
+//             weight into float16's range; the tail takes them out again, exactly. What is more than 2^39 times smaller than the
+//             largest value of its sample counts as zero.
 //   float32, SPLIT=1   each operand is a sum of two float16 (22 bits): three products give float32 accuracy.
 //   float16, bfloat16  products of the type itself, unscaled.
 // inf and NaN reach every output whose window holds them, as in PyTorch.

@@ -67,10 +67,10 @@ struct Arguments {
 constexpr int kFirstExponent = SPLIT ? 10 : 4;
 constexpr int kLowest = SPLIT ? 8 : -4;
 
-// The exponent that brings the magnitude with these bits to [2^kTop, 2^(kTop + 1)), a subnormal one too: up to 163, for
-// PowerOfTwo. Zero needs none.
+// The exponent that brings the magnitude with these bits to [2^kTop, 2^(kTop + 1)), at most 127, the largest of a float32. Zero
+// needs none. (Under 2^127 even the smallest subnormal, 2^-149, is a float16, so that the limit costs no digits.)
 __device__ __forceinline__ int top_exponent(uint32_t magnitude) {
-  return magnitude == 0 ? 0 : kTop - ilogbf(__uint_as_float(magnitude));
+  return magnitude == 0 ? 0 : min(kTop - ilogbf(__uint_as_float(magnitude)), 127);
 }
 
 // The exponent under which a sample is packed, from the bits of its largest finite magnitude.
@@ -79,10 +79,19 @@ __device__ __forceinline__ int sample_exponent(uint32_t largest) {
   return largest == 0 || (slack >= 0 && slack <= kTop - kLowest) ? kFirstExponent : fitting;
 }
 
-// max(largest, |value|) as bits, skipping inf and NaN.
-__device__ __forceinline__ uint32_t larger_magnitude(uint32_t largest, float value) {
-  const uint32_t magnitude = __float_as_uint(value) & 0x7fffffffu;
-  return magnitude < 0x7f800000u && magnitude > largest ? magnitude : largest;
+__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < INFINITY; }
+
+// max(largest, |value|), skipping inf and NaN.
+__device__ __forceinline__ float larger_magnitude(float largest, float value) {
+  return is_finite(value) ? fmaxf(largest, fabsf(value)) : largest;
+}
+
+// value · 2^exponent, scale being that power, ready to become an operand. Conversion to float16 rounds to nearest and a tie to even;
+// the library, for TF32, a tie away from zero. A float32 in the middle between two float16 ends in zeros: with its last bit set it
+// lies beyond the middle, and any other value stays on its side of it. (inf would become NaN, and the halves of SPLIT need no ties.)
+__device__ __forceinline__ float scaled(float value, float scale) {
+  const float product = value * scale;
+  return !SPLIT && is_finite(value) ? __uint_as_float(__float_as_uint(product) | 1) : product;
 }
 
 // The value as one operand, or as the sum of two. inf and NaN go to the low part, which meets one part of the other operand
@@ -122,9 +131,9 @@ __device__ __forceinline__ int channel_exponent(const value_t* weight, bool real
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();  // cleared before anyone adds to it
-  uint32_t mine = 0;
+  float mine = 0.f;
   for (int i = threadIdx.x; real && i < kChannelWeights; i += blockDim.x) mine = larger_magnitude(mine, weight[i]);
-  atomicMax(&largest, mine);
+  atomicMax(&largest, __float_as_uint(mine));
   __syncthreads();  // complete before anyone reads it
   return top_exponent(largest);
 }
@@ -145,7 +154,7 @@ pack_weight_kernel(operand_t* packed, int32_t* exponents, uint32_t* largest, con
   for (int i = threadIdx.x; i < kGroups * kGroup * kTaps; i += blockDim.x) {
     const int c = i / kTaps, tap = i % kTaps, group = c / kGroup, step = c % kGroup / 16, k = c % 16;
     float value = real && c < CHANNELS_IN ? float(weight[(int64_t(channel) * CHANNELS_IN + c) * kTaps + tap]) : 0.f;
-    if constexpr (kScaled) value = PowerOfTwo(exponent)(value);
+    if constexpr (kScaled) value = scaled(value, power_of_two(exponent));
     const Parts parts = split(value);
     const int lane = row % 8 * 4 + k % 8 / 2, reg = row / 8 + k / 8 * 2;  // of the fragment
     const int64_t chunk = ((int64_t(block) * kGroups + group) * kTaps + tap) * kSteps + step;

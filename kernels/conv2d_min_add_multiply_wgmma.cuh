@@ -113,13 +113,13 @@ __device__ __forceinline__ void fetch_row(uint32_t* raw, const value_t* from, in
 }
 
 // A pixel of float32 under a scale, and the largest finite magnitude so far.
-__device__ __forceinline__ void convert_pixel(uint4* out, const uint32_t (&words)[8], const PowerOfTwo& scale, float& largest) {
+__device__ __forceinline__ void convert_pixel(uint4* out, const uint32_t (&words)[8], float scale, float& largest) {
   float value[8];
 #pragma unroll
   for (int c = 0; c < 8; c++) {
     value[c] = __uint_as_float(words[c]);
-    if (fabsf(value[c]) < INFINITY) largest = fmaxf(largest, fabsf(value[c]));
-    value[c] = scale(value[c]);
+    largest = larger_magnitude(largest, value[c]);
+    value[c] = scaled(value[c], scale);
   }
   pack_pixel(out, 0, value);
 }
@@ -133,7 +133,7 @@ template <int kHigh> __device__ __forceinline__ uint4 halves_of(const uint32_t (
 
 // A raw row into a slot of the ring.
 __device__ __forceinline__ void convert_row(
-    uint8_t* slot, const uint32_t* raw, int words, const PowerOfTwo& scale, float& largest) {
+    uint8_t* slot, const uint32_t* raw, int words, float scale, float& largest) {
   for_each_word(words, [&](int word, int first_plane) {
     const uint32_t* in = raw + word;
     uint4* out = reinterpret_cast<uint4*>(slot) + word * kWordPixels;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void produce(
       if (i < rows) fetch_row(raw(i), from + i * of.W, plane_size, words);
       commit_copies();  // an empty group too, so that the count of pending groups stays the same
     };
-    const PowerOfTwo scale(exponent);
+    const float scale = power_of_two(exponent);
     float largest = 0.f;
     for (int i = 0; i < kRawRows - 1; i++) fetch(i);
     for (int i = 0; i < rows; i++) {
