@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import inline_loader
+import planning_min_add
 
 _CTYPES = {
     torch.float32: "float",
@@ -90,22 +91,10 @@ def _is_split(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == torch.float32 and not eager_runs_tf32
 
 
-def _conv2d_min_add_multiply_sizes(weight: Tensor, split: bool) -> tuple[int, int, int, int]:
-    """Channels in and out as the kernels pad them, channels in per block, bytes of shared memory of the mma.sync way."""
-    (C, channels, kh, kw), parts = weight.shape, 2 if split else 1
-    group = min(_ceil_div(channels, 16) * 16, 64 // parts)
-    block = 128 if C > 64 else 64
-    weights = 3 * (group // 16) * parts * (block // 16) * 32
-    shared = max(16 * (group // 8 * parts * kh * (127 + kw) + weights), block // 64 * 2 * 4608)
-    return _ceil_div(channels, group) * group, _ceil_div(C, block) * block, group, shared
-
-
 def conv2d_min_add_multiply_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     obstacle = _common_obstacle(x, dtype, (torch.float32, torch.float16, torch.bfloat16))
-    if (
-        obstacle is None
-        and _conv2d_min_add_multiply_sizes(weight, dtype == torch.float32)[3] > _device(x.device.index)[1]
-    ):
+    shared = planning_min_add.plan_mma(weight.shape, dtype == torch.float32).shared_bytes
+    if obstacle is None and shared > _device(x.device.index)[1]:
         obstacle = "the kernel's window does not fit in shared memory"
     return obstacle
 
@@ -120,45 +109,19 @@ def conv2d_min_add_multiply(
     scale: float,
 ) -> Tensor:
     """y (N, C, H', W'); conv_bias and bias as the kernels read them."""
-    x, split = x.contiguous(), _is_split(x, weight)
-    (N, _, H, W), (C, _, kh, kw), parts = x.shape, weight.shape, 2 if split else 1
-    padded_in, padded_out, group, _ = _conv2d_min_add_multiply_sizes(weight, split)
-    wgmma = not split and padded_in == group and _wgmma_takes(x, weight, out_dtype, group)
-    # The workspace: scales, then packed weights, then x packed to float16 unless wgmma reads x itself.
-    sizes = [4 * padded_out, 4 * N, 2 * parts * padded_out * padded_in * kh * kw]
-    workspace = sum(_ceil_div(size, 256) * 256 for size in sizes) + (
-        0 if wgmma else 2 * parts * N * padded_in * H * W
-    )
-    defines = {
-        "SPLIT": int(split),
-        "WGMMA": int(wgmma),
-        **element_types(x.dtype, out_dtype),
-        **_spatial_defines(weight),
-    }
+    x, weight = x.contiguous(), weight.contiguous()
+    (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
+    capability, optin, *_ = _device(x.device.index)
+    device = {"aligned": x.data_ptr() % 4 == 0, "capability": capability, "optin": optin}
+    sizes = x.shape, weight.shape, x.element_size(), out_dtype.itemsize
+    plan = planning_min_add.plan(*sizes, split=_is_split(x, weight), **device)
+    defines = {**element_types(x.dtype, out_dtype), **_spatial_defines(weight), **plan.defines}
     kernels = _load("conv2d_min_add_multiply", **defines)
     y = x.new_empty(N, C, H - kh + 1, W - kw + 1, dtype=out_dtype)
+    workspace = planning_min_add.workspace_bytes(plan, x.shape, weight.shape)
     scratch = torch.empty(workspace, dtype=torch.uint8, device=x.device)
-    kernels.forward(y, scratch, x, weight.contiguous(), conv_bias, bias, constant, scale, workspace, N, H, W)
+    kernels.forward(y, scratch, x, weight, conv_bias, bias, constant, scale, workspace, N, H, W)
     return y
-
-
-def _wgmma_takes(x: Tensor, weight: Tensor, out_dtype: torch.dtype, group: int) -> bool:
-    """Can x be convolved by wgmma, in one group of channels? The kernels rely on it, and don't compile where it doesn't fit."""
-    (N, channels, H, W), (_, _, kh, kw) = x.shape, weight.shape
-    capability, optin, *_ = _device(x.device.index)
-    pitch, products = (
-        127 + kw,
-        kh * kw * group // 16,
-    )  # pixels of a tile's row in shared memory; wgmma's of depth 16
-    ring = (kh + 1) * (group // 8 * pitch * 16 + 16)  # rows, each with two barriers
-    raw = 2 * 16 * _ceil_div(channels * _ceil_div(pitch * x.element_size(), 4), 4)
-    staging = 8 * 16 * (128 * out_dtype.itemsize + 32 + 16)  # of a channel's results and its tail
-    weights = 2 * 2048 * max(0, products - 30)  # that two warpgroups don't keep in registers
-    fits = products <= 36 and ring + raw + staging + weights <= optin
-    tiles = N * (H - kh + 1) * _ceil_div(W - kw + 1, 128)
-    counts = tiles < 2**31 and H * W < 2**31  # in int
-    words = W * x.element_size() % 4 == 0 and x.data_ptr() % 4 == 0  # rows are copied by 4 bytes
-    return capability == (9, 0) and fits and counts and words
 
 
 # ----------------------------------------------------- 79 and 83, whose kernels share the convolution of convolution3d.cuh

@@ -26,7 +26,7 @@
 
 // workspace, in bytes: exponents 4·P, largest 4·N, packed weights 2·kParts·P·K, each rounded up to 256, and for mma.sync
 // packed x 2·kParts·N·C·H·W; C = CHANNELS_IN rounded up to kGroup, P = CHANNELS_OUT rounded up to kBlockChannels, K = C·kTaps.
-// The launch fails if it does not fit workspace_bytes.
+// The launch fails if that is not workspace_bytes: Python and this file count the same.
 EXPORT void forward(output_t* y, uint8_t* workspace, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
                     const accumulate_t* bias, double constant, double scale, int64_t workspace_bytes, int64_t N, int64_t H,
                     int64_t W, cudaStream_t stream) {
@@ -37,11 +37,11 @@ EXPORT void forward(output_t* y, uint8_t* workspace, const value_t* x, const val
   uint32_t* largest = reinterpret_cast<uint32_t*>(take(N * 4));
   uint4* packed_weight = reinterpret_cast<uint4*>(take(int64_t(kChannelBlocks) * kGroups * kTaps * kChunk * 16));
   const int64_t needed = next - workspace + packed_input_bytes(N, H * W);
-  const bool fits = needed <= workspace_bytes;  // if not, a grid of nothing makes the launch fail, and say so
+  const bool agreed = needed == workspace_bytes;  // if not, a grid of nothing makes the launch fail, and say so
 
-  pack_weight_kernel<<<fits ? kPaddedOut : 0, 128, 0, stream>>>(
+  pack_weight_kernel<<<agreed ? kPaddedOut : 0, 128, 0, stream>>>(
       reinterpret_cast<operand_t*>(packed_weight), exponents, largest, weight, N);
-  if (!fits) return;
+  if (!agreed) return;
   const Arguments of{y, x, packed_weight, exponents, largest, conv_bias, bias, float(constant), float(scale), N, H, W};
   convolve(of, reinterpret_cast<uint4*>(next), stream);
 }

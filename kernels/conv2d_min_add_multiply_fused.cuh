@@ -9,14 +9,21 @@
 #include "halves.cuh"
 #include "tensor_core.cuh"
 
-#ifndef SPLIT  // is an operand the sum of two float16?
-#define SPLIT 0
+// The sizes of a build. Those from TILE_WIDTH on are planned in Python: the layout follows from them, and has to take SHARED_BYTES.
+#ifndef SPLIT
+#define SPLIT 0  // is an operand the sum of two float16?
 #endif
-#ifndef CHANNELS_IN
+#ifndef CHANNELS_IN  // as planned for the default problem
 #define CHANNELS_IN 64
 #define CHANNELS_OUT 128
 #define KERNEL_H 3
 #define KERNEL_W 3
+#define TILE_WIDTH 128                     // output pixels of a tile, part of a row
+#define GROUP (SPLIT ? 32 : 64)            // input channels that are in shared memory at a time
+#define BLOCK_CHANNELS 128                 // output channels of a block
+#define STAGES (WGMMA ? KERNEL_H + 1 : 3)  // of the pipeline: a tap's weights by mma.sync, rows of input by wgmma
+#define REGISTER_STEPS 30                  // by wgmma: products of depth 16 whose weights are in registers
+#define SHARED_BYTES kBytes                // dynamic shared memory of a block: whatever it is
 #endif
 
 namespace {
@@ -30,19 +37,19 @@ HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int kTaps = KERNEL_H * KERNEL_W;
 constexpr int kParts = SPLIT ? 2 : 1;  // high and low half of an operand
-// Input channels come in groups: as many as a block keeps in shared memory at once, a multiple of 16.
-constexpr int kChannels16 = ceil_div(CHANNELS_IN, 16) * 16;
-constexpr int kGroup = kChannels16 < 64 / kParts ? kChannels16 : 64 / kParts;
+// Input channels come in groups: as many as a block keeps in shared memory at once.
+constexpr int kGroup = GROUP;
 constexpr int kGroups = ceil_div(CHANNELS_IN, kGroup);
 constexpr int kPlanes = kGroups * kGroup / 8;  // 8 channels of a pixel, 16 bytes, are the unit of the packed input
 constexpr int kSteps = kGroup / 16;            // products of depth 16 per tap and group
-constexpr int kBlockChannels = CHANNELS_OUT > 64 ? 128 : 64;
+constexpr int kBlockChannels = BLOCK_CHANNELS;
 constexpr int kChannelBlocks = ceil_div(CHANNELS_OUT, kBlockChannels);
 constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
 constexpr int kMTiles = kBlockChannels / 16;
 constexpr int kChunk = kSteps * kParts * kMTiles * 32;  // weights of a tap and group, in 16 bytes
-constexpr int kTileWidth = 128;                         // output pixels of a block: a tile is part of a row
+constexpr int kTileWidth = TILE_WIDTH;                  // output pixels of a block: a tile is part of a row
 constexpr int kPitch = kTileWidth + KERNEL_W - 1;       // input pixels of a tile's row
+static_assert(kTileWidth == 128 && kGroup % 16 == 0 && (kBlockChannels == 64 || kBlockChannels == 128));
 
 // What a convolution works on. packed_weight, exponents (kPaddedOut) and largest (N) are pack_weight_kernel's.
 struct Arguments {

@@ -88,7 +88,7 @@ repack_input_kernel(uint4* packed, const uint32_t* largest, const value_t* x, in
 
 // ------------------------------------------------------------------------------------------------------------- convolution
 
-constexpr int kStages = 3;  // of weights
+constexpr int kStages = STAGES;  // of weights: the current one's, and two on their way
 constexpr int kInput = kGroup / 8 * kParts * KERNEL_H * kPitch;
 constexpr int kThreads = kBlockChannels / 64 * 64;  // a warp computes 64 channels × 64 pixels
 constexpr int kStagingPitch = 72;                   // floats per channel: 8 banks on from channel to channel, no conflicts
@@ -96,6 +96,7 @@ constexpr int kStaging = 16 * kStagingPitch;        // per warp
 constexpr int kOperandBytes = (kInput + kStages * kChunk) * 16, kStagingBytes = kThreads / 32 * kStaging * 4;
 constexpr int kBytes = kOperandBytes > kStagingBytes ? kOperandBytes : kStagingBytes;
 constexpr int kIterations = kGroups * kTaps;
+static_assert(kStages == 3 && kBytes == SHARED_BYTES, "Python planned another layout");
 
 #if __CUDA_ARCH__ >= 800
 

@@ -19,15 +19,16 @@
 
 namespace {
 
-constexpr int kProducts = kTaps * kSteps;               // of depth 16 per sum
-constexpr int kKept = kProducts < 30 ? kProducts : 30;  // of their weights stay in registers, the others in shared memory
+constexpr int kProducts = kTaps * kSteps;  // of depth 16 per sum
+// The weights of so many stay in registers, the others' in shared memory.
+constexpr int kKept = kProducts < REGISTER_STEPS ? kProducts : REGISTER_STEPS;
 constexpr int kTeam = 128;                              // threads of a warpgroup
 constexpr int kConsumers = 2;                           // warpgroups that multiply, 64 channels × 128 pixels at a time
 constexpr int kThreads = kTeam * (1 + kConsumers);
 constexpr int kSharers = kConsumers * 64 / kBlockChannels;  // consumers of the same channels; each takes every kSharers-th tile
 constexpr bool kInTurns = kSharers == 1;                    // consumers of one tile multiply one after the other
 
-constexpr int kRing = KERNEL_H + 1;               // rows in the ring: those of a tile, and the next
+constexpr int kRing = STAGES;                     // rows in the ring: those of a tile, and those that come next
 constexpr int kRowBytes = kPlanes * kPitch * 16;  // [plane][pixel]
 constexpr int kRawRows = 2;                       // rows of x under way at a time
 constexpr int kWordPixels = 4 / sizeof(value_t);  // the unit of copies is a word of 4 bytes
@@ -45,7 +46,8 @@ constexpr int kTailsAt = kStagingAt + kConsumers * 4 * kStagingBytes;
 constexpr int kRawAt = kTailsAt + kTailBytes;
 constexpr int kBarriersAt = kRawAt + kRawRows * kRawBytes;
 constexpr int kBytes = kBarriersAt + 2 * kRing * 8;
-static_assert(!SPLIT && kGroups == 1 && kProducts <= 36 && kBytes <= 227 << 10, "WGMMA=1 where the weights find no room");
+static_assert(!SPLIT && kGroups == 1 && kRing > KERNEL_H && kProducts <= 36 && kBytes <= 227 << 10, "planned where it can't run");
+static_assert(kBytes == SHARED_BYTES, "Python planned another layout");
 
 #if TENSOR_CORE_WGMMA
 
