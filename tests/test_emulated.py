@@ -216,27 +216,54 @@ def test_31_sums_what_cancels(gpu):
         assert torch.equal(found[name].flatten().double(), g.double().sum((0, 2, 3)))
 
 
-def test_31_rounds_operands_of_tf32(gpu):
-    """To the nearest value with ten digits behind the binary point, where it is finite; and only if asked to."""
-    model, x = small(MIN_ADD, "epilogue")
+def around_ties(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of either sign, exact in TF32, in the middle between two such or one unit of float32 beside it; and what TF32 makes of them:
+    the nearest, ties away from zero, as the library does it."""
+    exact = torch.randint(2**10, 2**11, shape) / 2**10
+    beside = torch.tensor([0.0, 2**-11 - 2**-23, 2**-11, 2**-11 + 2**-23])[torch.randint(4, shape)]
+    sign = torch.randint(2, shape) * 2.0 - 1
+    return sign * (exact + beside), sign * (exact + (beside >= 2**-11) * 2**-10)
+
+
+def test_min_add_rounds_operands_of_tf32(gpu):
+    """To the nearest value with ten digits behind the binary point, ties away, where it is finite; and only if asked to. The weights'
+    shape, too."""
+    _, x = small(MIN_ADD, "epilogue")
     largest, (nan,) = (
         torch.finfo(torch.float32).max,
         torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32),
     )
-    x.view(-1)[:6] = torch.tensor([1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 3 * 2**-11, nan, -INF, largest])
+    special = torch.tensor([0.0, nan, -INF, INF, largest, 2**-149])
     gpu()
     kernels = operators._kernels("conv2d_min_add_multiply", x, x.dtype)
     exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(operators._to_channels_last(x, kernels), x, **exactly)
-    rounded = operators._to_channels_last(x, kernels, tf32=True)
-    torch.testing.assert_close(
-        rounded.contiguous().view(-1)[:6],
-        torch.tensor([1 + 2**-10, 1.0, -1 - 2**-9, NAN, -INF, largest]),
-        **exactly,
-    )
-    rest, given = rounded.contiguous().view(-1)[6:], x.view(-1)[6:]
-    digits = torch.frexp(rest).mantissa * 2**11
-    assert torch.equal(digits, digits.round()) and ((rest - given).abs() <= given.abs() * 2**-11).all()
+    for shape in (x.shape, (20, 5, 3, 3), (64, 64, 8, 9), (3, 7, 1, 2)):
+        x, rounded = around_ties(*shape)
+        x.view(-1)[:6] = special
+        torch.testing.assert_close(operators._to_channels_last(x, kernels), x, **exactly)
+        rounded.view(-1)[:6] = torch.tensor([0.0, NAN, -INF, INF, largest, 0.0])
+        torch.testing.assert_close(operators._to_channels_last(x, kernels, tf32=True), rounded, **exactly)
+
+
+LAST_BIT = "__float_as_uint(product) | 1"
+
+
+def test_min_add_rounds_the_operands_of_the_fused_kernel(emulated):
+    """Likewise, where eager runs TF32, under the first scale and under others. All sums are exact: a few products of eleven digits each."""
+    model = numerics.build(MIN_ADD, (64, 128, (1, 2), INF, (128, 1, 1), 1.0))
+    x, x_rounded = around_ties(3, 64, 3, 5)
+    weight, weight_rounded = around_ties(128, 128)
+    nonzero = (torch.rand(128, 128).argsort(1) < 4) * torch.exp2(torch.randint(-40, 40, (128, 1)))
+    magnitudes = torch.tensor([1.0, 2.0**-45, 2.0**60]).view(3, 1, 1, 1)
+    with torch.no_grad():
+        model.conv.weight.copy_((weight * nonzero).view(128, 64, 1, 2))
+        model.conv.bias.zero_(), model.bias.zero_()
+    filters = (weight_rounded * nonzero).view(128, 64, 1, 2).double()
+    expected = torch.conv2d((x_rounded * magnitudes).double(), filters)
+    with numerics.steady_library(allow_tf32=True):
+        assert torch.equal(emulated(MIN_ADD, model, x * magnitudes).double(), expected)
+        to_even = emulated(MIN_ADD, model, x * magnitudes, replaced=(LAST_BIT, "__float_as_uint(product)"))
+    assert all((to_even != expected).flatten(1).any(1))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
