@@ -19,6 +19,7 @@ from torch import nn
 
 import fused
 import operators
+import tiling
 
 # ----------------------------------------------------------------------------------------------- the reference models
 
@@ -344,7 +345,8 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Fused, Conv3dMultiplyInstanc
     __doc__ = Conv3dMultiplyInstanceNormClampMultiplyMax.__doc__
 
     def _fused_obstacle(self, x):
-        return fused.conv3d_obstacle(x, self.conv.weight, _fused_dtype(x, self.conv.weight))
+        weight, static_shared = self.conv.weight, fused.INSTANCE_NORM_STATIC_SHARED
+        return tiling.volume_obstacle(x, weight, _fused_dtype(x, weight), static_shared)
 
     def _tail_parameters(self):
         return (self.multiplier,)
@@ -376,7 +378,8 @@ class Conv3dGroupNormMinClampDropoutNew(Fused, Conv3dGroupNormMinClampDropout):
     variants = (*Fused.variants, "folded")
 
     def _fused_obstacle(self, x):
-        return fused.conv3d_obstacle(x, self.conv.weight, _fused_dtype(x, self.conv.weight))
+        weight, static_shared = self.conv.weight, fused.DROPOUT_STATIC_SHARED
+        return tiling.volume_obstacle(x, weight, _fused_dtype(x, weight), static_shared)
 
     def _tail_raises(self, x, size):
         return (
@@ -409,9 +412,7 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Fused, Conv2dGroupNormScaleMaxPoolClam
 
     def _fused_obstacle(self, x):
         weight = self.conv.weight
-        return fused.conv2d_groupnorm_scale_maxpool_clamp_obstacle(
-            x, weight, _fused_dtype(x, weight), self._pool()
-        )
+        return tiling.strips_obstacle(x, weight, _fused_dtype(x, weight), self._pool())
 
     def _tail_parameters(self):
         return self.group_norm.weight, self.group_norm.bias, self.scale

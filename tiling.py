@@ -1,0 +1,308 @@
+"""How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and what fits nowhere.
+
+One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A plan is made here alone; a kernel takes it by its
+launcher's arguments and by its build's `defines`, and asserts at compile time, in the words of these, all that it relies on. A
+layout that its plan has no room for is not launched.
+
+Two families of kernels are planned for:
+- volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory
+  (kernels/convolution3d.cuh): `volume_obstacle`, `plan_volume`, `volume_defines`.
+- strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory
+  (kernels/conv2d_groupnorm_scale_maxpool_clamp_fused.cu): `strips_obstacle`, `plan_strips`.
+
+An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
+it asks for as few of them as it can. A plan exists wherever there is no obstacle; it is made of ints, and kept.
+
+Words. x (N, C_in, [D,] H, W) and weight (C_out, C_in, [kd,] kh, kw) are the convolution's; its result has D', H', W' = D - kd + 1, ….
+A `pixel` is all input channels at one position; in shared memory it is some words of 4 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Device(NamedTuple):
+    capability: tuple[int, int]
+    shared: int  # bytes of shared memory that a block may ask for
+    multiprocessors: int
+    l2_cache: int  # bytes
+
+
+@torch.compiler.assume_constant_result
+def device_properties(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    # shared_memory_per_block_optin is missing from torch 2.8's properties; by architecture as in CUDA's programming guide
+    by_architecture = (163 if capability in ((8, 0), (8, 7)) else 99) << 10
+    shared = getattr(properties, "shared_memory_per_block_optin", by_architecture)
+    return Device(capability, shared, properties.multi_processor_count, properties.L2_cache_size)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def spatial_defines(weight: Tensor) -> dict[str, int]:
+    """What tells a build of any kernels the convolution's channels and kernel size."""
+    names = ("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - weight.dim() :]
+    return {
+        "CHANNELS_IN": weight.shape[1],
+        "CHANNELS_OUT": weight.shape[0],
+        **dict(zip(names, weight.shape[2:])),
+    }
+
+
+def fused_obstacle(x: Tensor, dtype: torch.dtype) -> str | None:
+    """What any fused kernel needs, if it sees x in `dtype`."""
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return "the fused kernels are not written for this dtype"
+    if device_properties(x.device.index)[0] < (8, 0):
+        return "the fused kernels need a GPU of compute capability 8.0 or later"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------- volumes
+
+_PLANES_AHEAD = 3  # of input, in the ring beside the kd that an output plane needs
+_RAW_PLANES = 3  # of input, on their way from global memory
+_TURN = 32  # output positions that a warp computes side by side
+_WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
+_HELD_SHARE = 0.25  # of the L2 cache, for sums that are then not computed again; the rest is for x
+
+
+class VolumeTiling(NamedTuple):
+    """One launch's plan; a block fills a multiprocessor."""
+
+    rows: int  # output rows that a block computes …
+    depth: int  # … of so many output planes
+    slots: int  # blocks of a sample
+    pitch: int  # pixels from one row to the next in the ring
+    stage: int  # pixels that the ring has room for
+    raw: int  # elements that a channel of a raw plane has room for
+    shared: int  # bytes of dynamic shared memory
+
+    @property
+    def launch(self) -> tuple[int, int, int, int, int]:
+        """The launchers' last arguments."""
+        return self.rows, self.depth, self.pitch, self.raw, self.shared
+
+
+def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int) -> str | None:
+    """`static_shared`: bytes of shared memory that the kernel's own arrays take, as in volume_defines."""
+    obstacle = fused_obstacle(x, dtype)
+    C, channels, *kernel = weight.shape
+    pairs = (channels + 1) // 2
+    # per step of 4 taps: 4 registers of weights for each pair of channels, 2 for one without a second
+    registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
+    positions = math.prod([size - extent + 1 for size, extent in zip(x.shape[2:], kernel)])
+    if obstacle is None and (channels > 4 or C % 16 or C > 960):
+        obstacle = "the fused kernels take up to 4 channels in, and 16, 32, … 960 out"
+    if obstacle is None and registers > _WEIGHT_REGISTERS:
+        obstacle = "the filter does not fit in registers"
+    if obstacle is None and positions < 64:
+        obstacle = "the fused kernels' statistics are exact enough from 64 positions on"
+    if obstacle is None and (
+        math.prod(x.shape[3:]) >= 2**24 or x.shape[2] >= 2**15 or not volume_fits(x, weight, static_shared)
+    ):
+        obstacle = "the planes are too large for shared memory"
+    return obstacle
+
+
+def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
+    """Is there a plan, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks this, so it asks for
+    four rows first: where they fit, as they mostly do, one bound on W is its only guard."""
+    (_, channels, _, H, W), kernel = x.shape, weight.shape[2:]
+    room = device_properties(x.device.index)[1] - static_shared
+    OH, OW = H - kernel[1] + 1, W - kernel[2] + 1
+    for rows in (4, 2, 1):
+        whole_vectors = rows * OW % 4 == 0 or OH * OW % 4 > 0
+        if whole_vectors and volume_layout(rows, W, channels, x.element_size(), *kernel)[-1] <= room:
+            return True
+    return False
+
+
+def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
+    """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
+    stores of 16 bytes."""
+    _, shared, multiprocessors, _ = device_properties(x.device.index)
+    return _plan_volume(
+        *x.shape, x.element_size(), *weight.shape[2:], vectors, shared - static_shared, multiprocessors
+    )
+
+
+def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_shared: int) -> dict[str, int]:
+    """What a build takes from the plan, and what the plan assumes of the kernel."""
+    return {
+        **spatial_defines(weight),
+        "STAGE_PIXELS": plan.stage,
+        "PIXEL_WORDS": _pixel_words(weight.shape[1], itemsize),
+        "RING_PLANES": weight.shape[2] + _PLANES_AHEAD,
+        "RAW_PLANES": _RAW_PLANES,
+        "TURN_POSITIONS": _TURN,
+        "STATIC_SHARED": static_shared,
+    }
+
+
+def held_values(plan: VolumeTiling, x: Tensor, weight: Tensor) -> int:
+    """How many float32 of scratch a kernel that needs its sums twice should have, so that they stay in the L2 cache: none where its
+    blocks can't wait for one another, or have several turns of channels."""
+    _, _, multiprocessors, l2_cache = device_properties(x.device.index)
+    blocks = x.shape[0] * plan.slots
+    if weight.shape[0] != 16 or (plan.slots > 1 and blocks > multiprocessors):
+        return 0
+    return min(int(_HELD_SHARE * l2_cache) // 4, 16 * x.shape[0] * math.prod(x.shape[2:]))
+
+
+def _pixel_words(channels: int, itemsize: int) -> int:
+    """Of 4 bytes, in the ring: two halves each; a float32 is two halves."""
+    return channels if itemsize == 4 else ceil_div(channels, 2)
+
+
+def ring_pitch(width: int) -> int:
+    """Pixels from row to row in the ring for rows of `width`: 12 or 24 modulo 32, so that the rows of a group of taps start in
+    different banks; in terms that stay symbolic."""
+    padded = ceil_div(width, 4) * 4
+    return padded + min((12 - padded) % 32, (24 - padded) % 32)
+
+
+def volume_layout(
+    rows: int, W: int, channels: int, itemsize: int, kd: int, kh: int, kw: int
+) -> tuple[int, int, int, int]:
+    """A block of `rows` output rows: pitch, stage, raw and shared of its VolumeTiling.
+
+    Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's pixel lies in a
+    plane of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up, because it is compiled for."""
+    words, pitch = _pixel_words(channels, itemsize), ring_pitch(W)
+    filters = ceil_div(
+        16 * channels * kd * kh * kw, words
+    )  # of 16 channels in float32: they pass through the ring
+    stage = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * pitch, filters), 256) * 256
+    raw = (rows + kh - 1) * ceil_div(W, 8) * 8
+    positions = ceil_div(rows * (W - kw + 1), _TURN) * _TURN
+    shared = 4 * words * stage + _RAW_PLANES * channels * raw * itemsize + 2 * (positions + raw)
+    return pitch, stage, raw, shared
+
+
+@functools.lru_cache(None)
+def _plan_volume(
+    N: int,
+    channels: int,
+    D: int,
+    H: int,
+    W: int,
+    itemsize: int,
+    kd: int,
+    kh: int,
+    kw: int,
+    vectors: bool,
+    room: int,
+    multiprocessors: int,
+) -> VolumeTiling:
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes for dynamic shared memory."""
+    OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
+    unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
+    best = None
+    for slabs in range(1, OH + 1):
+        rows = ceil_div(ceil_div(OH, slabs), unit) * unit
+        pitch, stage, raw, shared = volume_layout(rows, W, channels, itemsize, kd, kh, kw)
+        if shared > room:
+            continue
+        for chunks in (1, 2, 4, 8):
+            depth = ceil_div(OD, chunks)
+            slots = ceil_div(OH, rows) * ceil_div(OD, depth)
+            work = ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
+            if best is None or work < best[0]:
+                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
+    return best[1]
+
+
+# ----------------------------------------------------------------------------------------------------------------- strips
+
+_COLUMNS = 128  # of the result, that a team computes at a time: a tile
+_CHANNELS = 64  # of the result, that a block computes
+_TEAMS = 2  # of a block, each with a strip of its own
+_STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
+
+
+class StripTiling(NamedTuple):
+    """One launch's plan: the result's rows are cut into strips of whole windows, and its columns into tiles."""
+
+    tiles: int  # of a row
+    stride: int  # columns from one tile to the next; 0 where there is only one
+    strips: int  # none of them empty
+    rows: int  # pooled rows of a strip; the last has what is left
+
+    @property
+    def launch(self) -> tuple[int, int, int]:
+        """The launcher's last arguments."""
+        return self.tiles, self.strips, self.rows
+
+
+def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]) -> str | None:
+    obstacle = fused_obstacle(x, dtype)
+    C, channels, kh, kw = weight.shape
+    if obstacle is None and (channels > 16 or C > 128 or C % 16):
+        obstacle = "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
+    if obstacle is None and (min(pool) < 2 or max(pool) > 8):
+        obstacle = "the fused kernels pool windows of 2 to 8 rows and columns"
+    if obstacle is None and (kw > 9 or kh * kw * ceil_div(channels, 8) > 25):
+        obstacle = "the filter does not fit in registers"
+    room = device_properties(x.device.index)[1] - _STRIPS_STATIC_SHARED if obstacle is None else 0
+    if obstacle is None and strips_shared(channels, kh, pool[1]) > room:
+        obstacle = "the kernel's window does not fit in shared memory"
+    return obstacle
+
+
+def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling:
+    """The plan for sizes without an obstacle."""
+    (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
+    multiprocessors = device_properties(x.device.index)[2]
+    return _plan_strips(N * ceil_div(C, _CHANNELS), H, W, kh, kw, *pool, multiprocessors)
+
+
+def strip_defines(plan: StripTiling, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
+    """What a build takes from the plan, and what the plan assumes of the kernel."""
+    return {
+        **spatial_defines(weight),
+        "POOL_H": pool[0],
+        "POOL_W": pool[1],
+        "TILE_COLUMNS": _COLUMNS,
+        "TILE_STRIDE": plan.stride,
+        "BLOCK_CHANNELS": _CHANNELS,
+        "TEAMS": _TEAMS,
+        "STATIC_SHARED": _STRIPS_STATIC_SHARED,
+        "DYNAMIC_SHARED": strips_shared(weight.shape[1], weight.shape[2], pool[1]),
+    }
+
+
+def strips_shared(channels: int, kh: int, pool_width: int) -> int:
+    """Bytes of dynamic shared memory: of each team kh + 1 rows of x, in pixels of 8 channels and two float16 per value, 8 of them
+    behind the tile; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32."""
+    row = 2 * ceil_div(channels, 8) * (_COLUMNS + 8) * 16
+    kept = 1 if pool_width % 2 == 0 else 2
+    return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * 4)
+
+
+@functools.lru_cache(None)
+def _plan_strips(
+    images: int, H: int, W: int, kh: int, kw: int, pool_height: int, pool_width: int, multiprocessors: int
+) -> StripTiling:
+    """What keeps all multiprocessors busy with the fewest rows read twice. `images`: of as many channels as a block has."""
+    # The only tile of a row has all columns of x that it needs. Others begin with a whole window.
+    stride = 0 if W <= _COLUMNS else _COLUMNS // pool_width * pool_width
+    tiles, pooled_rows = ceil_div(W - kw + 1, stride or _COLUMNS), (H - kh + 1) // pool_height
+
+    def rows_read(pairs: int) -> int:  # by the busiest multiprocessor, of `pairs` strips for each team
+        strip = ceil_div(pooled_rows, _TEAMS * pairs)
+        return ceil_div(images * tiles * pairs, multiprocessors) * (strip * pool_height + kh + 3)
+
+    most = max(1, ceil_div(_TEAMS * multiprocessors, images * tiles))
+    pairs = min(range(1, most + 1), key=rows_read)
+    rows = ceil_div(pooled_rows, min(pooled_rows, _TEAMS * pairs))
+    return StripTiling(tiles, stride, ceil_div(pooled_rows, rows), rows)
