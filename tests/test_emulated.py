@@ -27,6 +27,7 @@ import fused
 import inline_loader
 import numerics
 import operators
+import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
 
 EMULATION = Path(__file__).resolve().parent / "emulation"
@@ -151,7 +152,9 @@ def gpu(monkeypatch, folder):
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(operators, "_device_type", lambda x: "cuda")
         monkeypatch.setattr(
-            fused, "_device", lambda index: ((architecture // 100, 0), 163 << 10, multiprocessors, cache)
+            tiling,
+            "device_properties",
+            lambda index: ((architecture // 100, 0), 163 << 10, multiprocessors, cache),
         )
 
     return become
@@ -515,7 +518,8 @@ def test_83_with_many_channels(emulated):
     model = numerics.build(DROPOUT, (3, 512, 3, 8, -0.3, 1.0, 0.2))
     x = numerics.random_input((1, 3, 6, 7, 9))
     assert_rule(DROPOUT, model, x, emulated(DROPOUT, model, x))
-    assert "960" in fused.conv3d_obstacle(x, x.new_empty(976, 3, 3, 3, 3), x.dtype)
+    obstacle = tiling.volume_obstacle(x, x.new_empty(976, 3, 3, 3, 3), x.dtype, fused.DROPOUT_STATIC_SHARED)
+    assert "960" in obstacle
 
 
 @pytest.mark.parametrize("name, call", [
@@ -530,6 +534,31 @@ def test_operators_take_a_batch_of_none(name, call, gpu):
         model = numerics.build(name, numerics.HELD[0])
     gpu(multiprocessors=1)
     assert call(x[:0], model).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    "name, field, change",
+    [
+        (INSTANCE_NORM, "rows", 8),
+        (INSTANCE_NORM, "pitch", 0.5),
+        (DROPOUT, "raw", 0.5),
+        (DROPOUT, "shared", 0.5),
+        (POOL, "rows", 0.5),
+        (POOL, "strips", 2),
+    ],
+)
+def test_a_plan_without_room_is_not_launched(name, field, change, emulated, monkeypatch):
+    model, x = small(name)
+    kind = "plan_strips" if name == POOL else "plan_volume"
+    plan = getattr(tiling, kind)
+
+    def changed(*arguments, **options):
+        right = plan(*arguments, **options)
+        return right._replace(**{field: int(getattr(right, field) * change)})
+
+    monkeypatch.setattr(tiling, kind, changed)
+    with pytest.raises(AssertionError, match="a launch that is not possible"):
+        emulated(name, model, x)
 
 
 @every_name

@@ -23,6 +23,7 @@ import fused
 import models
 import numerics
 import operators
+import tiling
 from numerics import DEVICES, DROPOUT, DTYPES, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
 
 NAMES = list(SMALL)
@@ -30,7 +31,7 @@ every_name = pytest.mark.parametrize("name", NAMES)
 every_device = pytest.mark.parametrize("device", DEVICES)
 every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 
-# What fused._device would say of one.
+# What tiling.device_properties would say of one.
 H200 = (9, 0), 227 << 10, 132, 60 << 20
 
 # --------------------------------------------------------------------------------------------------------- the error rule
@@ -106,6 +107,10 @@ NOT_FUSED = {
         "24 channels, one scale": ((5, 24, 3, 4, (1,), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "24 channels, a number as scale": ((5, 24, 3, 4, (), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
         "24 channels, bounds swapped": ((5, 24, 3, 4, (24, 1, 1), (2, 3), 0.5, -0.5), (3, 5, 15, 13)),
+        "more rows of a filter than fit": (
+            (16, 16, (12, 1), 2, (16, 1, 1), (2, 3), -0.5, 1.0),
+            (2, 16, 15, 13),
+        ),
     },
 }
 every_size = pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_rule_at_awkward_sizes(name, reason, variant, device):
 @every_size
 def test_sizes_are_fused_or_not(name, reason, monkeypatch):
     """By what the fused kernels say for an H200."""
-    monkeypatch.setattr(fused, "_device", lambda index: H200)
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     model, x = sized(name, reason)
     assert (numerics.twin_of(model)._fused_obstacle(x) is None) == (reason in SIZES[name])
 
@@ -140,7 +145,7 @@ def test_sizes_are_fused_or_not(name, reason, monkeypatch):
 @every_name
 def test_small_sizes_are_fused(name, dtype, monkeypatch):
     """Or the tests of that variant would all skip themselves on a GPU."""
-    monkeypatch.setattr(fused, "_device", lambda index: H200)
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     model, x = numerics.small(name, "fused", dtype=dtype)
     assert numerics.twin_of(model)._fused_obstacle(x) is None
 
@@ -922,7 +927,7 @@ def watched_builds(reason, allow_tf32):
     split = dtype == torch.float32 and not (
         allow_tf32 and reason != "filter of one column"
     )  # which eager doesn't run in TF32
-    assert set(built) == {(split, by_wgmma and not split and fused._device(0)[0] == (9, 0))}
+    assert set(built) == {(split, by_wgmma and not split and tiling.device_properties(0)[0] == (9, 0))}
 
 
 @every_precision
@@ -932,7 +937,7 @@ def test_way_with_many_channels(reason, allow_tf32, capability, monkeypatch):
     """On GPUs that are made up, whose kernels do nothing."""
     arguments, shape, dtype, _ = MANY_CHANNELS[reason]
     model, x = numerics.build(MIN_ADD, arguments, dtype=dtype), numerics.random_input(shape, dtype=dtype)
-    monkeypatch.setattr(fused, "_device", lambda index: (capability, *H200[1:]))
+    monkeypatch.setattr(tiling, "device_properties", lambda index: (capability, *H200[1:]))
     monkeypatch.setattr(
         fused, "_load", lambda name, **defines: SimpleNamespace(forward=lambda *arguments: None)
     )
@@ -960,7 +965,7 @@ SURE_SHAPE, SURE_WEIGHT = (4, 64, 130, 130), (128, 64, 3, 3)
 ], ids=str)  # fmt: skip
 def test_where_tf32_is_sure(expected, shape, weight, dtype, capability, setting, monkeypatch):
     """Only there may a result lose the digits that TF32 doesn't hold."""
-    monkeypatch.setattr(fused, "_device", lambda index: (capability, *H200[1:]))
+    monkeypatch.setattr(tiling, "device_properties", lambda index: (capability, *H200[1:]))
     x, weight = (
         torch.empty(shape, dtype=dtype, device="meta"),
         torch.empty(weight, dtype=dtype, device="meta"),
