@@ -7,13 +7,14 @@ multiplier, scale) may hold one element for all channels. Kernels read them in t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import inline_loader
 import library
-from loader_operators import Operator
+from loader_operators import Operator, declare
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _CTYPES = {
@@ -81,17 +82,25 @@ def as_parameters(gradients: list[Tensor], *parameters: Tensor) -> list[Tensor]:
     return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(gradients, parameters)]
 
 
-# -------------------------------------------------------------------------------------------------------------- backward
+# ----------------------------------------------------------------------------------------------------------------- fused
 
 
-def by_recomputing(operator: Operator):
-    """A backward pass for an operator that saves nothing: `operator`, which computes the same, runs once more and saves."""
+def scratch(x: Tensor, size) -> Tensor:
+    """float32 for a fused kernel's own use."""
+    return torch.empty(size, dtype=torch.float32, device=x.device)
 
-    def backward(dy: Tensor, *arguments, needs: list[bool]) -> list[Tensor | None]:
-        with torch.autocast(
-            dy.device.type, enabled=False
-        ):  # forward chose the dtypes; a region around backward may not
-            _, *saved = operator.save(*arguments)
-            return operator.backward(dy, arguments, saved, needs)
 
-    return backward
+def declare_fused(epilogue: Operator, forward: Callable) -> Operator:
+    """The operator <name>_fused: forward(a), which computes what `epilogue` does. Backward runs that once more, for what it saves."""
+
+    def backward(dy: Tensor, a: tuple, *, needs: list[bool]) -> list[Tensor | None]:
+        # Forward chose the dtypes; a region of autocast around backward may not.
+        with torch.autocast(dy.device.type, enabled=False):
+            _, *saved = epilogue.save(*a)
+            return epilogue.backward(dy, a, saved, needs)
+
+    def shapes(a: tuple) -> Tensor:
+        return epilogue.shapes(*a, saving=False)[0]
+
+    name, gradients = f"{epilogue.name}_fused", lambda a: epilogue.gradients(*a)
+    return declare(name, forward, shapes=shapes, backward=backward, gradients=gradients)

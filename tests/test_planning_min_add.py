@@ -11,12 +11,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-import planning_min_add as planning
+import tiling
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-H200 = {"capability": (9, 0), "optin": 227 << 10}
 TYPES = {4: "float", 2: "half_t"}
 
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
@@ -39,7 +39,7 @@ BY_MMA = [
 ]  # fmt: skip
 
 
-def compiled(plan: planning.Plan, weight, value_bytes: int, out_bytes: int, folder: Path, **changed):
+def compiled(plan: tiling.GemmTiling, weight, value_bytes: int, out_bytes: int, folder: Path, **changed):
     """The compiler's status and report for a build."""
     names = ("CHANNELS_OUT", "CHANNELS_IN", "KERNEL_H", "KERNEL_W")
     types = {"VALUE_T": TYPES[value_bytes], "OUTPUT_T": TYPES[out_bytes]}
@@ -69,7 +69,7 @@ def used(report: str) -> dict[str, dict[str, int]]:
     return kernels
 
 
-def assert_as_planned(plan: planning.Plan, build: tuple, threads: int, spilled: int = 0) -> None:
+def assert_as_planned(plan: tiling.GemmTiling, build: tuple, threads: int, spilled: int = 0) -> None:
     status, report = compiled(plan, *build)
     assert status == 0, report
     kernels = used(report)
@@ -86,14 +86,14 @@ def assert_as_planned(plan: planning.Plan, build: tuple, threads: int, spilled: 
     "weight, value_bytes, out_bytes, spilled, reason", BY_WGMMA, ids=lambda value: str(value)[:20]
 )
 def test_wgmma_is_built_as_planned(weight, value_bytes, out_bytes, spilled, reason, tmp_path):
-    plan = planning.plan_wgmma(weight, value_bytes, out_bytes)
+    plan = tiling.gemm_by_wgmma(weight, value_bytes, out_bytes)
     assert_as_planned(plan, (weight, value_bytes, out_bytes, tmp_path), 384, spilled)
 
 
 @needs_nvcc
 @pytest.mark.parametrize("weight, value_bytes, split, reason", BY_MMA, ids=lambda value: str(value)[:20])
 def test_mma_is_built_as_planned(weight, value_bytes, split, reason, tmp_path):
-    plan = planning.plan_mma(weight, split)
+    plan = tiling.gemm_by_mma(weight, split)
     assert_as_planned(plan, (weight, value_bytes, value_bytes, tmp_path), plan.block_channels)
 
 
@@ -109,23 +109,32 @@ def test_mma_is_built_as_planned(weight, value_bytes, split, reason, tmp_path):
     (False, {"weight": (128, 64, 5, 2)}),  # 40 products
     (False, {"x": (2**20, 64, 2**11 + 2, 3)}),  # 2^31 tiles
 ], ids=str)  # fmt: skip
-def test_where_wgmma_is_planned(by_wgmma, changed):
-    sizes = {"x": (2, 64, 9, 140), "weight": (128, 64, 3, 3), "value_bytes": 4, "out_bytes": 4}
-    given = {**sizes, "split": False, "aligned": True, **H200, **changed}
-    plan = planning.plan(**given)
+def test_where_wgmma_is_planned(by_wgmma, changed, monkeypatch):
+    """On GPUs that are made up."""
+    given = {
+        "x": (2, 64, 9, 140),
+        "weight": (128, 64, 3, 3),
+        "value_bytes": 4,
+        "split": False,
+        "aligned": True,
+        **changed,
+    }
+    device = tiling.Device(given.get("capability", (9, 0)), given.get("optin", 227 << 10), 132, 60 << 20)
+    monkeypatch.setattr(tiling, "device_properties", lambda index: device)
+    dtype = {4: torch.float32, 2: torch.float16}[given["value_bytes"]]
+    x, weight = (torch.empty(given[name], dtype=dtype, device="meta") for name in ("x", "weight"))
+    plan = tiling.plan_gemm(x, weight, torch.float32, split=given["split"], aligned=given["aligned"])
     assert plan.wgmma == by_wgmma and plan.split == given["split"]
-    assert plan == planning.plan_mma(given["weight"], given["split"]) or by_wgmma
+    assert plan == tiling.gemm_by_mma(weight.shape, given["split"]) or by_wgmma
 
 
 def test_workspace():
     """By hand, for the default problem: exponents, largest magnitudes, weights and, without wgmma, x in float16."""
-    x, weight = (128, 64, 128, 128), (128, 64, 3, 3)
-    by_wgmma, by_mma, split = (
-        planning.plan_wgmma(weight, 4, 4),
-        planning.plan_mma(weight, False),
-        planning.plan_mma(weight, True),
-    )
+    x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
     weights, packed_x = 2 * 128 * 64 * 9, 2 * 128 * 64 * 128 * 128
-    assert planning.workspace_bytes(by_wgmma, x, weight) == 512 + 512 + weights
-    assert planning.workspace_bytes(by_mma, x, weight) == 512 + 512 + weights + packed_x
-    assert planning.workspace_bytes(split, x, weight) == 512 + 512 + 2 * (weights + packed_x)
+    for plan, bytes in (
+        (tiling.gemm_by_wgmma(weight.shape, 4, 4), weights),
+        (tiling.gemm_by_mma(weight.shape, False), weights + packed_x),
+        (tiling.gemm_by_mma(weight.shape, True), 2 * (weights + packed_x)),
+    ):
+        assert tiling.gemm_workspace(plan, x, weight) == 512 + 512 + bytes
