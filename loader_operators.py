@@ -19,7 +19,6 @@ from typing import get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import inline_loader
 
@@ -228,7 +227,18 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx, dy):
-            return twice(ctx, dy) if torch.is_grad_enabled() else gradients(ctx, dy)
+            return Once.apply(ctx, dy, *ctx.saved_tensors) if torch.is_grad_enabled() else gradients(ctx, dy)
+
+    class Once(torch.autograd.Function):
+        """The gradients, where somebody asked for their graph: whoever goes back through it meets an error on every way."""
+
+        @staticmethod
+        def forward(_, ctx, dy, *given):
+            return gradients(ctx, dy)
+
+        @staticmethod
+        def backward(_, *ddy):
+            raise RuntimeError(f"{operator.name} can't be differentiated twice")
 
     def gradients(ctx, dy):
         tensors, by_argument = operator.tensors, [None] * len(ctx.arguments)
@@ -243,6 +253,5 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
             by_argument[i] = gradient if need else None
         return tuple(by_argument)
 
-    twice = once_differentiable(gradients)  # an error, but only if somebody does differentiate the gradients
     Differentiable.__name__ = Differentiable.__qualname__ = operator.name
     return Differentiable
