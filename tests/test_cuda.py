@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 import checks
-import fused
 import inline_loader
 import numerics
+import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
 
@@ -364,7 +364,7 @@ def test_79_meets_in_one_launch(shape, channels):
     numerics.assert_rule(model, x, "fused")
     new, slots = (
         numerics.twin_of(model, "fused", x),
-        tiling.plan_volume(x, model.conv.weight, fused.INSTANCE_NORM_STATIC_SHARED, vectors=False).slots,
+        tiling.plan_volume(x, model.conv.weight, instance_norm.STATIC_SHARED, vectors=False).slots,
     )
     with torch.profiler.profile() as profile, torch.no_grad():
         new(x)

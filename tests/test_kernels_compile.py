@@ -17,7 +17,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import fused
+import problems.conv3d_groupnorm_min_clamp_dropout as dropout
+import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 import tiling
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
@@ -103,9 +104,9 @@ H200 = tiling.Device((9, 0), 232448, 132, 62914560)
 INSTANCE_NORM = (
     "conv3d_multiply_instancenorm_clamp_multiply_max_fused",
     "fused_kernel",
-    fused.INSTANCE_NORM_STATIC_SHARED,
+    instance_norm.STATIC_SHARED,
 )
-DROPOUT = "conv3d_groupnorm_min_clamp_dropout_fused", "convolve_kernel", fused.DROPOUT_STATIC_SHARED
+DROPOUT = "conv3d_groupnorm_min_clamp_dropout_fused", "convolve_kernel", dropout.STATIC_SHARED
 POOL = "conv2d_groupnorm_scale_maxpool_clamp_fused", "convolve_kernel", 1 << 10
 SLACK = 640  # of those bytes: some arrays depend on the kernel size
 
