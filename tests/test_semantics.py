@@ -305,6 +305,40 @@ def test_special_values_by_winograd(name, value):
         assert torch.equal(new(spoilt)[::2], new(x)[::2])
 
 
+# What convolves on a CPU, constructor arguments, input shape: groups of 4096 and 1536 elements fill whole vectors,
+# of 969 and 858 don't.
+MAGNITUDES = {
+    "winograd, whole vectors": ((8, 64, 3, 16, (64, 1, 1), (2, 4), 0.0, 1.0), (2, 8, 34, 34)),
+    "winograd, a rest": ((8, 96, 3, 32, (96, 1, 1), (2, 4), 0.0, 1.0), (2, 8, 19, 21)),
+    "library, whole vectors": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 18, 18)),
+    "library, a rest": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+}
+
+
+@pytest.mark.parametrize("dtype, magnitudes", [
+    (torch.float32, (1e15, 1e19, 1e20, 1e25, 1e30, 1e35)),
+    (torch.bfloat16, (1e15, 1e20, 1e30, 1e35)),
+    (torch.float16, (1e2, 1e3, 1e4, 6e4)),
+    (torch.float64, (1e120, 1e160, 1e300)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("reason", MAGNITUDES)
+def test_pool_of_large_magnitudes(reason, dtype, magnitudes):
+    """Where a group's variance overflows, eager's is infinite in some sizes, so that the bias alone is left, and NaN
+    in others, if the square of a mean overflows, too: at 1e20 in some groups, but not in all."""
+    arguments, shape = MAGNITUDES[reason]
+    model, x = numerics.build(POOL, arguments, dtype=dtype), numerics.random_input(shape)
+    new, near, met_nan = numerics.twin_of(model), 64 * torch.finfo(dtype).eps, False
+    for magnitude in magnitudes:
+        large = (x.double() * magnitude).to(dtype)
+        assert_not_finite_as_eager(model, large)
+        with torch.no_grad():
+            ours, theirs = new(large), model(large)
+        if magnitude not in (1e19, 1e160):  # eager's sums overflow, ours not yet everywhere
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=near, equal_nan=True)
+        met_nan |= bool(theirs.isnan().any())
+    assert met_nan == ("whole" in reason or dtype == torch.float16)  # whose convolution overflows
+
+
 @every_variant
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
