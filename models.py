@@ -462,10 +462,17 @@ class Problem:
     init_inputs: tuple
     input_shape: tuple[int, ...]
     cpu_batch_size: int  # a batch that suits a laptop's CPU
+    cases: tuple = ()
+    timed_cases: tuple = ()
 
     @property
     def variants(self) -> tuple[str, ...]:
         return self.ModelNew.variants
+
+    def variants_on(self, device_type: str) -> tuple[str, ...]:
+        return tuple(
+            name for name in self.variants if name != "folded" and (device_type != "cpu" or name != "fused")
+        )
 
     def get_init_inputs(self) -> list:
         """The positional constructor arguments."""
@@ -489,6 +496,25 @@ class Problem:
         return 2 * x.shape[0] * math.prod(size) * model.conv.weight.numel()
 
 
+def _ties(model, x):
+    """The one situation in which conv3d_groupnorm_min_clamp_dropout has gradients: normalised values of exactly min_value.
+
+    In the first half of the groups because the convolution gives zero everywhere, in the rest because the slope is zero.
+    """
+    model.min_value = 0.25  # not 0, so that dropped elements can be told from kept ones
+    half = (model.norm.num_groups + 1) // 2 * (model.norm.num_channels // model.norm.num_groups)
+    with torch.no_grad():
+        model.conv.weight[:half], model.conv.bias[:half], model.norm.weight[half:] = 0, 0, 0
+        model.norm.bias.fill_(model.min_value)
+
+
+def _all_ties(model, x):
+    """Every normalised value is min_value, so all of them have a gradient."""
+    with torch.no_grad():
+        model.norm.weight.zero_()
+        model.norm.bias.fill_(model.min_value)
+
+
 _DEFAULT = "conv2d_min_add_multiply"
 
 PROBLEMS: dict[str, Problem] = {
@@ -505,6 +531,11 @@ PROBLEMS: dict[str, Problem] = {
         Problem(
             "conv3d_groupnorm_min_clamp_dropout", 83, Conv3dGroupNormMinClampDropout, Conv3dGroupNormMinClampDropoutNew,
             (3, 16, 3, 8, 0.0, 1.0, 0.2), (128, 3, 16, 64, 64), 2,
+            (
+                ("ties, training", _ties), ("ties, eval", lambda model, x: _ties(model.eval(), x)),
+                ("no ties, eval", lambda model, x: setattr(model.eval(), "min_value", 0.25)),
+            ),
+            (("all ties", _all_ties),),
         ),
         Problem(
             "conv2d_groupnorm_scale_maxpool_clamp", 85, Conv2dGroupNormScaleMaxPoolClamp,
