@@ -3,10 +3,11 @@
     python export.py conv2d_min_add_multiply > cell.py     # paste it into any notebook, or run it
     python export.py --refresh                             # bring the first code cell of every notebook up to date
 
-The cell holds every file that the problem needs, verbatim: compare.py and notebooks/walkthrough.py with all modules of this
-folder that they import, and the problem's kernels (kernels/<name>.* and <name>_*.*) with all headers that they include.
-Run, it writes them into a folder of the user's cache that is named by their content, and imports them from there. Run
-again, it finds them there.
+The cell holds every file that the problem needs, verbatim: its module, and what notebooks use, `MODULES`, with all
+modules of ours that they import, and the problem's kernels (<name>.* and <name>_*.* in its folder of kernels) with all headers
+that they include. Run, it writes them into a folder of the user's cache that is named by their content, and imports them from
+there. Run again, it finds them there. A problem of one's own (`models.register`) is exported like ours: its module and its
+kernels keep their places relative to each other.
 """
 
 from __future__ import annotations
@@ -17,64 +18,97 @@ import inspect
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import models
+from inline_loader import KERNELS
+from problems import Problem
 
 FOLDER = Path(__file__).resolve().parent
 NOTEBOOKS = FOLDER / "notebooks"
 CELL_ID = "sources"  # of the cell in each notebook that this file writes
-MODULES = ("compare.py", "notebooks/walkthrough.py")
-HOST_SIDE = "host.h"  # what inline_loader.py includes itself
+MODULES = (  # what the cells of a notebook import
+    *[FOLDER / name for name in ("models.py", "loader_operators.py", "compare.py")],
+    NOTEBOOKS / "walkthrough.py",
+)
+HOST_SIDE = KERNELS / "host.h"  # what inline_loader.py includes itself
 
 
 # ------------------------------------------------------------------------------------------------------ what it holds
 
 
 def sources(names: list[str]) -> dict[str, str]:
-    """The files that the problems `names` need: name in the exported folder to text. Raises KeyError for an unknown name."""
+    """The files that the problems `names` need: name in the exported folder to text. Raises KeyError for an unknown name, ValueError for
+    a problem that isn't in a module of its own, above or beside its kernels."""
     unknown = [name for name in names if name not in models.PROBLEMS]
     if unknown:
         raise KeyError(f"expected names out of {', '.join(models.PROBLEMS)}, got {', '.join(unknown)}")
-    kernels = [
-        path
-        for name in names
-        for pattern in (f"{name}.*", f"{name}_*.*")
-        for path in (FOLDER / "kernels").glob(pattern)
-    ]
-    kernels.append(FOLDER / "kernels" / HOST_SIDE)
-    found = _closure([FOLDER / module for module in MODULES], _imported) + _closure(
-        sorted(set(kernels)), _included
-    )
-    return {("kernels/" if path.parent.name == "kernels" else "") + path.name: _read(path) for path in found}
+    problems = [models.PROBLEMS[name] for name in names]
+    files, roots = zip(*map(_module, problems)) if problems else ((), ())
+    roots = FOLDER, NOTEBOOKS, *roots
+    modules = _closure([*MODULES, *files], lambda path: _imported(path, roots))
+    kernels = _closure([HOST_SIDE, *[path for problem in problems for path in _kernels(problem)]], _included)
+    return {_name(path, roots): path.read_bytes().decode() for path in [*modules, *kernels]}
 
 
-def _closure(paths: list[Path], needs) -> list[Path]:
-    """`paths` and, before each, what it needs."""
-    found: list[Path] = []
-    for path in paths:
-        for other in [*_closure(needs(path), needs), path]:
-            if other not in found:
-                found.append(other)
-    return found
+def _module(problem: Problem) -> tuple[Path, Path]:
+    """The file of the problem's module, and the folder from which it is imported."""
+    name = problem.ModelNew.__module__
+    path = Path(getattr(sys.modules[name], "__file__", None) or "").resolve()
+    if name == "__main__" or not path.is_file():
+        raise ValueError(f"expected {problem.name} in a module of its own, got one in {name}")
+    return path, path.parents[name.count(".")]
 
 
-def _imported(path: Path) -> list[Path]:
-    """The modules of this folder that a Python file imports."""
-    nodes = list(ast.walk(ast.parse(_read(path))))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return [FOLDER / f"{name}.py" for name in names if (FOLDER / f"{name}.py").is_file()]
+def _kernels(problem: Problem) -> list[Path]:
+    """The sources of the problem's kernels."""
+    found = [path for pattern in (".c*", "_*.c*") for path in problem.kernels.glob(problem.name + pattern)]
+    return sorted(path.resolve() for path in found)
+
+
+def _name(path: Path, roots: tuple[Path, ...]) -> str:
+    """The name of a file in the exported folder: relative to the innermost of `roots` that has it."""
+    inside = [root for root in roots if root in path.parents]
+    if not inside:
+        raise ValueError(
+            f"expected the kernels below the folder that their problem is imported from, got {path}"
+        )
+    return path.relative_to(max(inside, key=lambda root: len(root.parts))).as_posix()
+
+
+def _closure(paths: list[Path], needs: Callable[[Path], list[Path]]) -> list[Path]:
+    """`paths` and all that they need, directly or not."""
+    found: dict[Path, None] = {}
+    pending = paths[::-1]
+    while pending:
+        if (path := pending.pop()) not in found:
+            found[path] = None
+            pending += needs(path)[::-1]
+    return list(found)
+
+
+def _imported(path: Path, roots: tuple[Path, ...]) -> list[Path]:
+    """The modules below `roots` that a Python file imports, and the packages that they are in."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *[f"{node.module}.{alias.name}" for alias in node.names]}
+    names |= {name.rpartition(".")[0] for name in names if "." in name}
+    places = [root / name.replace(".", "/") for name in sorted(names) for root in roots]
+    found = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
+    return [file for file in found if file.is_file()]
 
 
 def _included(path: Path) -> list[Path]:
-    """The files of kernels/ that a kernel or a header includes."""
-    names = re.findall(r'^\s*#\s*include\s*"([^"]+)"', _read(path), flags=re.M)
-    return [path.with_name(name) for name in names if path.with_name(name).is_file()]
-
-
-def _read(path: Path) -> str:
-    return path.read_bytes().decode()
+    """The files that a kernel or a header includes, of its own folder or of ours."""
+    names = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_bytes().decode(), flags=re.M)
+    candidates = [
+        [folder / name for folder in (path.parent, KERNELS) if (folder / name).is_file()] for name in names
+    ]
+    return [found[0] for found in candidates if found]
 
 
 # ----------------------------------------------------------------------------------------------------------- the cell
@@ -93,6 +127,9 @@ def cell(names: list[str]) -> str:
         "SOURCES = unpack(FILES)",
         "import compare, inline_loader, models, walkthrough",
     ]
+    for module in [models.PROBLEMS[name].ModelNew.__module__ for name in names]:
+        if not module.startswith("problems."):  # those models.py finds
+            parts += [f"import {module}", f"models.register({module}.PROBLEM)"]
     return "\n".join(parts)
 
 
@@ -132,10 +169,11 @@ def unpack(files):
         if not path.is_file() or path.read_bytes() != text.encode():
             mine.write_bytes(text.encode())
             os.replace(mine, path)  # in one step: another notebook may be reading
-    for name in [name for name in files if name.endswith(".py")]:
-        module = sys.modules.get(name[:-3])
-        if module is not None and Path(getattr(module, "__file__", None) or "").parent != folder:
-            del sys.modules[name[:-3]]  # of another export, or the user's own
+    ours = {name.removesuffix(".py").split("/")[0] for name in files if name.endswith(".py")}
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+        if name.split(".")[0] in ours and folder not in Path(place).parents:
+            del sys.modules[name]  # of another export, or the user's own
     sys.path[:] = [str(folder)] + [entry for entry in sys.path if entry != str(folder)]
     return folder
 

@@ -25,7 +25,8 @@ import inline_loader
 NAMESPACE = "inline_kernels"
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", list[int]: "SymInt[]"}
 _PLAIN = (Tensor, torch.nn.Parameter)
-_libraries: dict[str, torch.library.Library] = {}
+# By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
+_libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
 
 
 def declare(

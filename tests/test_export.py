@@ -42,6 +42,7 @@ def test_cell_holds_the_sources(names):
         path = export.FOLDER / ("notebooks" if name == "walkthrough.py" else "") / name
         assert text == path.read_text(encoding="utf-8"), name
     assert {"inline_loader.py", "operators.py", "models.py", "compare.py", "kernels/host.h"} <= files.keys()
+    assert {"problems/__init__.py", *[f"problems/{name}.py" for name in names]} <= files.keys()
     assert {f"kernels/{name}{suffix}" for name in names for suffix in (".cu", ".cpp")} <= files.keys()
     for other in set(NAMES) - set(names):
         assert not [name for name in files if other in name]
@@ -96,15 +97,18 @@ assert models.__file__.startswith(str(SOURCES)) and str(inline_loader.KERNELS).s
 
 
 def test_cells_run_in_a_fresh_process_again_and_side_by_side(tmp_path):
-    """The same cell twice and then another problem's, in one process, and the user's own modules of the same names."""
+    """The same cell twice, then another problem's, then all, in one process, and the user's own modules of the same names."""
     first, second = NAMES[0], NAMES[3]
     mine = "import sys, types\nsys.modules['models'] = types.ModuleType('models')"
     uses = [export.cell([first]), USE.format(name=first)] * 2 + [
         export.cell([second]),
         USE.format(name=second),
+        export.cell(NAMES),
+        USE.format(name=first),
     ]
+    one = "epilogue (2, 128, 18, 18)"
     lines = run(tmp_path / "empty", mine, *uses).splitlines()
-    assert lines == ["epilogue (2, 128, 18, 18)"] * 2 + ["epilogue (2, 64, 4, 4)"]
+    assert lines == [one, one, "epilogue (2, 64, 4, 4)", one]
 
 
 def test_unpack(tmp_path, monkeypatch):
