@@ -69,6 +69,7 @@ class Known:
     slopes: tuple[str, ...] = ()  # parameters that scale what is compared or clamped afterwards
     large: float = 1e15  # a factor of the input, whose square may be summed
     hiding: tuple[str, ...] = ()  # parameters beside which a result of 1 / large would not be seen
+    least: int = 2  # that the convolution's result extends, at random sizes
     runs_tf32: bool = False  # may its fused kernels, where eager does?
     tail: Callable[..., tuple] | None = (
         None  # drawn(number, shape by channel, groups): the arguments after the kernel's size
@@ -213,6 +214,7 @@ KNOWN = {
         ),
         refused=((5, 24, 3, 7, (24, 1, 1), 2, 0.0, 1.0),),  # groups do not divide the channels
         slopes=("scale", "group_norm.weight"),
+        least=3,
         tail=lambda number, shape, groups: (groups, shape, (2, 3), number(), number()),
     ),
 }
