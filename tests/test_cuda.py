@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import checks
+import honesty
 import inline_loader
 import numerics
 import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
@@ -39,7 +40,7 @@ def small(name, variant="epilogue", **options):
     """numerics.small, but 83 with ties, where alone it has gradients."""
     model, x = numerics.small(name, variant, **options)
     if name == DROPOUT:
-        checks._ties(model, x)
+        numerics.ties(model, x)
     return model, x
 
 
@@ -131,7 +132,7 @@ def test_graph_of_a_training_pass_draws_new_masks(variant):
     for values in (x, x, x * 2, torch.rand_like(x)):
         ours = replay(values)
         masks.append(ours["output"] != 0)
-        output, gradients, _ = checks._float64(model, values, "train_dx", g, masks[-1])
+        output, gradients, _ = checks.reference_of(model, values, "train_dx", g, masks[-1])
         assert_close(ours, {"output": output, **gradients})
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
 
@@ -147,7 +148,7 @@ def test_graph_of_a_training_step(name):
     def step(index, x):
         module = modules[index]
         if name == DROPOUT:
-            checks._ties(module, x)  # a step undoes them
+            numerics.ties(module, x)  # a step undoes them
         optimisers[index].zero_grad(set_to_none=True)
         loss = module(x).square().mean()
         loss.backward()
@@ -215,12 +216,12 @@ def test_busy_side_stream(name, variant):
     new, spoilt = numerics.twin_of(model, variant, x), x.clone()
     spoilt.view(-1)[-1] = torch.nan  # which 83's output shows
     for probe in (
-        checks.Probe(new, model, spoilt, "forward", None),
-        checks.Probe(new, model, x, "train_dx", torch.randn_like(model(x))),
+        honesty.Probe(new, model, spoilt, "forward", None),
+        honesty.Probe(new, model, x, "train_dx", torch.randn_like(model(x))),
     ):
         expected = probe.results()
-        for cycles in checks.SLEEPS:  # nobody knows how long launching takes
-            found, began, returned = checks._late_results(probe, cycles)
+        for cycles in honesty.SLEEPS:  # nobody knows how long launching takes
+            found, began, returned = honesty.late_results(probe, cycles)
             if returned:
                 break
         assert began and (returned or variant == "folded"), "the stream was no longer busy"
@@ -493,7 +494,7 @@ def _check_large_dropout(new, x, samples):
 
 def _check_large_dropout_gradients(model, new, x, samples):
     """Those of x and of the affine, a gradient coming in for `samples` alone: eager's on these, with the mask that the output shows."""
-    checks._ties(model, x)
+    numerics.ties(model, x)
     with torch.no_grad():  # in half the groups the convolution is zero, but not its gradient
         x.uniform_()[:, 0] = 0
         model.conv.weight[: model.norm.num_channels // 2, 0].normal_()

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import checks
 import models
 import numerics
 import tiling
@@ -152,7 +151,7 @@ def test_compile_in_training(name, device):
     """By the rule, with and without gradients. The graph draws a new dropout mask each time, and goes back through the mask that it drew."""
     model, x = numerics.small(name, "fused", device=device)
     if name == DROPOUT:
-        checks._ties(model, x)  # else all gradients are zero
+        numerics.ties(model, x)  # else all gradients are zero
     compiled = torch.compile(numerics.twin_of(model.train(), "auto", x), fullgraph=True)
     masks = [results(compiled, x)["output"] != 0 for _ in range(2)]
     assert torch.equal(*masks) == (name != DROPOUT)
@@ -185,7 +184,7 @@ def test_autocast(name, dtype, variant, device, around):
     forward (the usual way), around backward, where it changes nothing, or around both."""
     model, x = numerics.small(name, variant, device=device)
     if name == DROPOUT:
-        checks._ties(model, x)  # else all gradients are zero
+        numerics.ties(model, x)  # else all gradients are zero
     new = numerics.twin_of(model, variant, x)
     regions = [
         torch.autocast(device, dtype=dtype, enabled=around in (phase, "both"))
