@@ -277,7 +277,7 @@ def give_gradients(model: torch.nn.Module, x: torch.Tensor) -> None:
         prepare(model, x)
 
 
-def mix_ties(model: torch.nn.Module, x: torch.Tensor) -> None:
+def ties(model: torch.nn.Module, x: torch.Tensor) -> None:
     """The same, with gradients that differ from group to group: its case "ties, training"."""
     dict(problem_of(model).cases).get("ties, training", lambda model, x: None)(model, x)
 

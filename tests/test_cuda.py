@@ -38,7 +38,7 @@ def leave_no_memory():
 def small(name, variant="epilogue", **options):
     """numerics.small, with gradients where it has them at ties alone."""
     model, x = numerics.small(name, variant, **options)
-    numerics.mix_ties(model, x)
+    numerics.ties(model, x)
     return model, x
 
 
@@ -145,7 +145,7 @@ def test_graph_of_a_training_step(name):
 
     def step(index, x):
         module = modules[index]
-        numerics.mix_ties(module, x)  # a step undoes them
+        numerics.ties(module, x)  # a step undoes them
         optimisers[index].zero_grad(set_to_none=True)
         loss = module(x).square().mean()
         loss.backward()
@@ -484,7 +484,7 @@ def _check_large_dropout(new, x, samples):
 
 def _check_large_dropout_gradients(model, new, x, samples):
     """Those of x and of the affine, a gradient coming in for `samples` alone: eager's on these, with the mask that the output shows."""
-    numerics.mix_ties(model, x)
+    numerics.ties(model, x)
     with torch.no_grad():  # in half the groups the convolution is zero, but not its gradient
         x.uniform_()[:, 0] = 0
         model.conv.weight[: model.norm.num_channels // 2, 0].normal_()

@@ -150,7 +150,7 @@ def test_what_fits_has_a_tiling(dtype, static_shared, monkeypatch):
 def test_compile_in_training(name, device):
     """By the rule, with and without gradients. The graph draws a new dropout mask each time, and goes back through the mask that it drew."""
     model, x = numerics.small(name, "fused", device=device)
-    numerics.mix_ties(model, x)
+    numerics.ties(model, x)
     compiled = torch.compile(numerics.twin_of(model.train(), "auto", x), fullgraph=True)
     masks = [results(compiled, x)["output"] != 0 for _ in range(2)]
     assert torch.equal(*masks) != any(isinstance(module, nn.Dropout) for module in model.modules())
@@ -182,7 +182,7 @@ def test_autocast(name, dtype, variant, device, around):
     """The reference's dtypes for the output and every gradient, and values as near to float64 as its own, with the region around
     forward (the usual way), around backward, where it changes nothing, or around both."""
     model, x = numerics.small(name, variant, device=device)
-    numerics.mix_ties(model, x)
+    numerics.ties(model, x)
     new = numerics.twin_of(model, variant, x)
     regions = [
         torch.autocast(device, dtype=dtype, enabled=around in (phase, "both"))
