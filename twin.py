@@ -28,7 +28,7 @@ _TRACED = (*_PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain
 _GLOBAL_HOOKS = [
     table
     for name, table in vars(nn.modules.module).items()
-    if name.startswith("_global_") and isinstance(table, dict) and "hooks" in name
+    if name.startswith(("_global_forward", "_global_backward")) and isinstance(table, dict)
 ]
 _KEPT_PLANS = 64  # situations of one module; past them it starts anew
 

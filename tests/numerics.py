@@ -277,7 +277,7 @@ def give_gradients(model: torch.nn.Module, x: torch.Tensor) -> None:
         prepare(model, x)
 
 
-def mix_ties(model: torch.nn.Module, x: torch.Tensor) -> None:
+def ties(model: torch.nn.Module, x: torch.Tensor) -> None:
     """The same, with gradients that differ from group to group: its case "ties, training"."""
     dict(problem_of(model).cases).get("ties, training", lambda model, x: None)(model, x)
 
@@ -414,8 +414,3 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "inline_kernels":
             self.calls[func] = args
         return func(*args, **(kwargs or {}))
-
-
-def ties(model: torch.nn.Module, x: torch.Tensor) -> None:
-    """Makes the dropout problem's elements tie, in which alone it has gradients: half of the groups each way."""
-    dict(models.PROBLEMS[DROPOUT].cases)["ties, training"](model, x)
