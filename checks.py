@@ -1,69 +1,145 @@
-"""Is a variant of a problem right, and does it compute what it claims? The rule by which a comparison judges.
+"""What is right: the error rule, by which a module is held to its reference, output and gradients.
 
-    print(check("conv2d_min_add_multiply", "epilogue", phase="train", batch_size=2))
+    errors, complaints = errors_of("random parameters", twin, model, x, "train")
 
-Let r be the reference in float64 on the same input and weights. A variant is right if its output and every gradient is at
+Let r be the reference in float64 on the same inputs and weights. A module is right if its output and every gradient is at
 most twice as far from r as eager PyTorch is in the dtype at hand, both as ‖out − r‖/‖r‖ and as max |out − r|, plus 4 units
-in the last place of the largest value. A limit that is missed is judged again on the mean of `DRAWS` draws of input and
-parameters, because a single draw of rounding errors can be lucky for eager; what is worse than twice stays worse.
+in the last place of the largest value.
 
-A variant is honest (`dishonesty` finds nothing) if its results are those of the input, of the parameters and of the
-shape at hand, whatever it was called with before; if NaN reaches what it reaches in eager; if it leaves input and
-parameters alone, returns memory of its own and writes all of it, and reads none that it has not written; if repeats are
-equal to the bit (`REPEATS` of them); and if on a GPU it waits for what its stream does. Each of these is a function of
-a `Probe`.
+Where the terms of a gradient cancel, eager's own error is a matter of luck. It then counts as no smaller than what is lost
+when the gradient of each intermediate result is rounded once to the dtype at hand and all else is done in float64: that
+grows with the size of what is summed, not of what is left of it. Eager stores these gradients, so they bound its error where
+luck plays no part; only a limit that is missed is looked at in this way.
+
+Which branch a comparison takes (relu, min, clamp, a max pool, …) may hang on rounding, and either is right: there the check
+sends no gradient (see `Edges`). Dropout is judged as a model's last step, by which of its results are zero.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
-import os
-import statistics
-import warnings
-from typing import Callable, Iterable, Iterator, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-import inline_loader
-import models
+# no_grad; training mode as a fresh model is, no backward; forward and backward without the inputs' gradients; with them
+PHASES = ("forward", "forward_grad", "train", "train_dx")
+PIECE = 16  # samples that the reference takes at a time, where it treats each on its own
+DRAWS, MANY_DRAWS, NEAR = 4, 16, 4.0  # see `judged_on_draws`
 
-PHASES = ("forward", "train", "train_dx")  # no gradients; all but that of x; all
-PEERS = {"eager": None, "compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-DRAWS = 4
-REPEATS = 100
-SLEEPS = 10**8, 10**9  # cycles of a GPU: each far longer than the host takes to launch everything
-
-# ---------------------------------------------------------------------------------------------------------- contestants
+# ------------------------------------------------------------------------------------------------------------- calling
 
 
-def contestant(problem, variant: str, model: torch.nn.Module) -> Callable:
-    """`model` (a `problem.Model`) as `variant` runs it, sharing its parameters: a peer's name, or a variant of ours."""
-    if variant == "eager":
-        return model
-    if variant in PEERS:
-        return torch.compile(model, mode=PEERS[variant], dynamic=False)
-    twin = problem.ModelNew.from_eager(model)
-    twin.variant = variant
-    return twin
+def has_backward(phase: str) -> bool:
+    return phase in ("train", "train_dx")
 
 
-def call(module: Callable, leaves: dict, x: torch.Tensor, phase: str, g: torch.Tensor | None) -> tuple:
-    """The output and the gradients of `leaves` (and of "x"), by name, for the incoming gradient g."""
+def inputs_of(x: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A model's inputs as a list; a single tensor is one."""
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def leaves_of(module: Callable, model: nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters of `module` by the names that they have in `model`; the model's own where it shares them unseen."""
+    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not isinstance(module, nn.Module):
+        return {name: model.get_parameter(name) for name in wanted}
+    found = {
+        name.replace("_orig_mod.", ""): p for name, p in module.named_parameters()
+    }  # torch.compile's prefix
+    return {name: found.get(name, model.get_parameter(name)) for name in wanted}
+
+
+def call(
+    module: Callable, leaves: dict[str, Tensor], x: Tensor | Sequence[Tensor], phase: str, g: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and for the incoming gradient g the gradients of `leaves` (in the phase train_dx also of the inputs), by name.
+
+    x is one input or a list. Raises RuntimeError if the output needs no gradient where a leaf does.
+    """
+    inputs = inputs_of(x)
     if phase == "forward":
         with torch.no_grad():
-            return module(x), {}
+            return module(*inputs), {}
     if phase == "train_dx":
-        x = x.detach().requires_grad_()
-        leaves = {**leaves, "x": x}
-    out = module(x)
+        inputs = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
+        names = ["x"] if len(inputs) == 1 else [f"x{i}" for i in range(len(inputs))]
+        leaves = leaves | {name: t for name, t in zip(names, inputs) if t.requires_grad}
+    out = module(*inputs)
+    if leaves and not out.requires_grad:
+        raise RuntimeError("the output needs no gradient")
+    if not has_backward(phase):
+        return out.detach(), {}
     gradients = torch.autograd.grad(out, list(leaves.values()), g, allow_unused=True, materialize_grads=True)
     return out.detach(), dict(zip(leaves, gradients))
 
 
-# ------------------------------------------------------------------------------------------------------------- checking
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A module as it is judged and timed: its trainable parameters by the reference's names; the layout of what it is given; may the
+    GPU's library round its operands to TF32 where PyTorch's settings let it?"""
+
+    module: Callable
+    leaves: dict[str, Tensor]
+    channels_last: bool = False
+    tf32: bool = True
+
+    def given(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [channels_last(t) for t in inputs] if self.channels_last else list(inputs)
+
+    def settings(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.tf32 else without_tf32()
+
+    def call(
+        self, inputs: Sequence[Tensor], phase: str, g: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        with self.settings():
+            return call(self.module, self.leaves, self.given(inputs), phase, g)
+
+
+def as_contestant(module: Callable, model: nn.Module) -> Contestant:
+    return module if isinstance(module, Contestant) else Contestant(module, leaves_of(module, model))
+
+
+def channels_last(t: Tensor) -> Tensor:
+    """A batch of images or volumes with the channels' values of a place side by side; anything else as it is."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.contiguous(memory_format=formats[t.dim()]) if t.dim() in formats else t
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Convolutions and products in full float32, by PyTorch's older settings, or by the newer where the older can't be read."""
+    library, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    settings = [(library, "allow_tf32", False), (products, "allow_tf32", False)]
+    try:
+        before = [getattr(part, name) for part, name, _ in settings]
+    except RuntimeError:
+        settings = [(part, "fp32_precision", "ieee") for part in (library.conv, library.rnn, products)]
+        before = [getattr(part, name) for part, name, _ in settings]
+    for part, name, value in settings:
+        setattr(part, name, value)
+    try:
+        yield
+    finally:
+        for (part, name, _), value in zip(settings, before):
+            setattr(part, name, value)
+
+
+def named(out: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `call` gives, under the names that errors go by."""
+    return {"output": out, **{f"gradient of {name}": t for name, t in gradients.items()}}
+
+
+# ------------------------------------------------------------------------------------------------------------- the rule
 
 
 class Error(NamedTuple):
@@ -98,181 +174,43 @@ class Error(NamedTuple):
         )
 
 
-class Check(NamedTuple):
-    """What a check found: the errors of every result, and complaints about everything else."""
+def judged_on_draws(errors: Callable[[int, bool], list[Error]], *, lucky: bool = True) -> list[Error]:
+    """The errors by which a case is judged: errors(number, cancelling) gives those of one draw of everything random.
 
-    variant: str
-    seed: int
-    errors: list[Error]
-    complaints: list[str]
-
-    @property
-    def worst(self) -> Error | None:
-        return max(self.errors, key=lambda error: error.share, default=None)
-
-    @property
-    def failures(self) -> list[str]:
-        return self.complaints + [str(error) for error in self.errors if not error.share <= 1]
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
-
-    def __str__(self):
-        lines = [f"{self.variant} (seed {self.seed}): {'passes' if self.ok else 'FAILS'}"]
-        return "\n  ".join(
-            lines + self.complaints + [f"{'ok ' if e.share <= 1 else 'BAD'} {e}" for e in self.errors]
-        )
-
-
-def check(
-    problem, variant: str, *, device="cpu", phase="forward", batch_size=None, dtype=torch.float32, seed=None
-) -> Check:
-    """Is `variant` of `problem` (a name or a `Problem`) right, to the tolerance of eager PyTorch, and honest?
-
-    Inputs and parameters are random, from `seed` (a new one if None). A peer is checked as it is timed; ours also on
-    an input with a large mean, and where the problem has them on the cases that catch a kernel that computes nothing.
-    Raises ValueError for an unknown phase; what the variant raises becomes a complaint.
+    Of the first draw; where that misses a limit, of the mean of `DRAWS`, because rounding errors of one can be lucky for eager; and
+    where that misses by less than `NEAR` times, of `MANY_DRAWS` that count alike, because a mean is that of the worst conditioned.
+    What is worse than twice in all of them stays worse. Not lucky: a first draw is not enough to pass, either.
     """
-    if phase not in PHASES:
-        raise ValueError(f"expected a phase out of {PHASES}, got {phase!r}")
-    problem = models.PROBLEMS[problem] if isinstance(problem, str) else problem
-    seed = new_seed() if seed is None else seed
-    result = Check(variant, seed, [], [])
-    ours = variant not in PEERS
-
-    def draw(number: int) -> tuple[torch.nn.Module, torch.Tensor]:
-        torch.manual_seed(seed + number)
-        return _random_problem(problem, device, batch_size, dtype)
-
-    def errors(case: Case, number: int) -> list[Error]:
-        model, x = draw(number)
-        case.prepare(model, x)
-        found, complaints = errors_of(case.label, contestant(problem, variant, model), model, x, phase)
-        result.complaints.extend(complaints)
-        return found
-
-    try:
-        for case in _cases(problem.name) if ours else _COMMON[:1]:
-            found = errors(case, 0)
-            if any(error.share > 1 for error in found):
-                found = [
-                    _mean(draws)
-                    for draws in zip(found, *(errors(case, number) for number in range(1, DRAWS)))
-                ]
-            result.errors.extend(found)
-        if ours:
-            model, x = draw(0)
-            if _dropout(model):
-                _ties(model, x)  # else its results are constant
-            result.complaints.extend(dishonesty(contestant(problem, variant, model.eval()), model, x, phase))
-    except Exception as error:  # whatever a variant raises is the finding
-        result.complaints.append(
-            f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-        )
-    return result
+    found = errors(0, False) if lucky else []
+    for count in (DRAWS, MANY_DRAWS):
+        worst = max((error.share for error in found), default=0.0)
+        if (found or lucky) and worst <= 1 or count == MANY_DRAWS and worst > NEAR:
+            break
+        draws = list(zip(*(errors(number, True) for number in range(count))))
+        found = [mean_of(same) for same in draws]
+        if count == MANY_DRAWS and all(error.share <= NEAR for error in found):
+            found = [mean_of(same, alike=True) for same in draws]
+    return found
 
 
-def new_seed() -> int:
-    return int.from_bytes(os.urandom(3), "big")
-
-
-def _mean(draws: Iterable[Error]) -> Error:
-    """The mean of several draws' errors and limits, and the place in the first."""
+def mean_of(draws: Iterable[Error], alike: bool = False) -> Error:
+    """The mean of several draws' errors and limits, and the place in the first. alike: weighted so that no draw is larger than
+    another, error and limit together."""
     draws = list(draws)
-    case, quantity, *_, place = draws[0]
-    means = [statistics.fmean(column) for column in list(zip(*draws))[2:-1]]
-    return Error(f"{case}, mean of {len(draws)}", quantity, *means, place)
+    weights = [[1.0, 1.0] for _ in draws]
+    if alike:
+        sums = [(draw.norm + draw.limit_norm, draw.max + draw.limit_max) for draw in draws]
+        weights = [[1 / size if size else 1.0 for size in row] for row in sums]
+
+    def mean(name: str) -> float:
+        column = [row[name.endswith("max")] for row in weights]
+        return sum(weight * getattr(draw, name) for weight, draw in zip(column, draws)) / sum(column)
+
+    label = f"{draws[0].case}, mean of {len(draws)}"
+    return Error(label, draws[0].quantity, *map(mean, Error._fields[2:-1]), draws[0].place)
 
 
-def _random_problem(problem, device, batch_size, dtype) -> tuple[torch.nn.Module, torch.Tensor]:
-    """A reference model in training mode, what scales and shifts in it drawn from a normal distribution, and its input."""
-    model = problem.Model(*problem.get_init_inputs()).to(device=device, dtype=dtype)
-    for name, parameter in model.named_parameters():
-        if name != "conv.weight":
-            torch.nn.init.normal_(parameter)
-    x = torch.rand(
-        batch_size or problem.input_shape[0], *problem.input_shape[1:], device=device
-    )  # get_inputs' are made on the CPU
-    return model.train(), x.to(dtype)
-
-
-class Case(NamedTuple):
-    """A situation to check in: prepare(model, x) changes the random model and its input in place."""
-
-    label: str
-    prepare: Callable[[torch.nn.Module, torch.Tensor], object]
-
-
-def _ties(model, x):
-    """The one situation in which conv3d_groupnorm_min_clamp_dropout has gradients: normalised values of exactly min_value.
-
-    In the first half of the groups because the convolution gives zero everywhere, in the rest because the slope is zero.
-    """
-    model.min_value = 0.25  # not 0, so that dropped elements can be told from kept ones
-    half = (model.norm.num_groups + 1) // 2 * (model.norm.num_channels // model.norm.num_groups)
-    with torch.no_grad():
-        model.conv.weight[:half], model.conv.bias[:half], model.norm.weight[half:] = 0, 0, 0
-        model.norm.bias.fill_(model.min_value)
-
-
-# The first is what peers are checked in: the mode that is timed.
-_COMMON = [Case("random parameters", lambda model, x: None), Case("large mean", lambda model, x: x.add_(100))]
-_DROPOUT = [
-    Case("ties, training", _ties),
-    Case("ties, eval", lambda model, x: _ties(model.eval(), x)),
-    Case("no ties, eval", lambda model, x: setattr(model.eval(), "min_value", 0.25)),
-]
-
-
-def _cases(name: str) -> list[Case]:
-    return _COMMON + (_DROPOUT if name == "conv3d_groupnorm_min_clamp_dropout" else [])
-
-
-def errors_of(label: str, module, model, x, phase: str) -> tuple[list[Error], list[str]]:
-    """The errors of `module` on x beside those of `model`, the reference being `model` in float64, and complaints.
-
-    `module` shares the parameters of `model`, a reference model; label names the case. Uses torch's random numbers.
-    """
-    leaves, p = dict(model.named_parameters()), _dropout(model)
-    plain, _, edges = _float64(model, x, "forward", None, None)
-    g = None if phase == "forward" else torch.randn_like(plain, dtype=x.dtype).masked_fill_(edges, 0)
-    distances, dtypes, reference = [], [], None
-    for run in (model, module):
-        out, gradients = call(run, leaves, x, phase, g)
-        keep = (out != 0) if p else None
-        if reference is None or p:  # each run drops elements of its own choice
-            reference = _named(*_float64(model, x, phase, g, keep)[:2])
-        results = _named(out, gradients)
-        distances.append([_distance(results[name], r) for name, r in reference.items()])
-        dtypes.append({name: t.dtype for name, t in results.items()})
-    named = zip(reference.items(), *distances)
-    found = [_judged(label, name, r, eager, ours, x.dtype) for (name, r), eager, ours in named]
-    complaints = [
-        f"{name} is {dtypes[1][name]}, expected {dtype}"
-        for name, dtype in dtypes[0].items()
-        if dtypes[1][name] != dtype
-    ]
-    if p:
-        again = call(module, leaves, x, "forward", None)[0] != 0
-        complaints += _bad_mask(keep, again, plain != 0, p)
-    return found, [f"{label}: {text}" for text in complaints]
-
-
-def _judged(
-    label: str, quantity: str, r: torch.Tensor, eager: tuple, ours: tuple, dtype: torch.dtype
-) -> Error:
-    """The Error of a result of `dtype`, r being the reference, from eager's and our `_distance` to it."""
-    size, ulp = r.abs().max().item() if r.numel() else 0.0, torch.finfo(dtype).eps
-    limits = 2 * eager[0] + 4 * ulp * bool(size), 2 * eager[1] + 4 * ulp * size
-    return Error(label, quantity, *ours[:2], *eager[:2], *limits, ours[2])
-
-
-def _named(out, gradients) -> dict[str, torch.Tensor]:
-    return {"output": out, **{f"gradient of {name}": t for name, t in gradients.items()}}
-
-
-def _distance(out: torch.Tensor, r: torch.Tensor) -> tuple[float, float, tuple[int, ...]]:
+def distance(out: Tensor, r: Tensor) -> tuple[float, float, tuple[int, ...]]:
     """`norm`, `max` and `place` of an Error."""
     if out.shape != r.shape:
         raise ValueError(f"expected the shape {tuple(r.shape)}, got {tuple(out.shape)}")
@@ -283,11 +221,79 @@ def _distance(out: torch.Tensor, r: torch.Tensor) -> tuple[float, float, tuple[i
     return (difference.norm() / (r.norm().item() or 1.0)).item(), difference[place].item(), place
 
 
-def _dropout(model) -> float:
-    """The probability with which `model` drops elements of its output, as its last step; 0 in eval."""
-    drops = [
-        module.p for module in model.modules() if isinstance(module, torch.nn.Dropout) and module.training
+def judged(
+    label: str,
+    quantity: str,
+    r: Tensor,
+    eager: tuple,
+    ours: tuple,
+    dtype: torch.dtype,
+    lost: tuple[float, float] = (0.0, 0.0),
+) -> Error:
+    """The Error of a result of `dtype`, r being the reference, from eager's and our `distance` to it.
+
+    lost: what rounding loses where terms cancel, as ‖·‖ and max |·| (see `lost_to_rounding`).
+    """
+    ulp = torch.finfo(dtype).eps
+    norm, size = (r.norm().item(), r.abs().max().item()) if r.numel() else (0.0, 0.0)
+    summed = max(norm, lost[0] / ulp)
+    share = (norm or 1.0) / (summed or 1.0)  # errors in norm are shares of what was summed
+    limits = 2 * share * eager[0] + 4 * ulp * bool(summed), 2 * eager[1] + 4 * max(ulp * size, lost[1])
+    return Error(label, quantity, share * ours[0], ours[1], share * eager[0], eager[1], *limits, ours[2])
+
+
+def errors_of(
+    label: str,
+    module: Callable,
+    model: nn.Module,
+    x: Tensor | Sequence[Tensor],
+    phase: str,
+    *,
+    cancelling: bool = False,
+) -> tuple[list[Error], list[str]]:
+    """The errors of `module` on x beside those of `model`, the reference being `model` in float64, and complaints.
+
+    `module` has the parameters of `model`, a reference; x is one input or a list; label names the case; cancelling: gradients are
+    judged by the size of what is summed. Uses torch's random numbers.
+    """
+    inputs, p = inputs_of(x), dropout_of(model)
+    dtype = dtype_of(model, inputs)
+    plain, _, edges = reference_of(model, inputs, "forward", None, None)
+    g = torch.randn_like(plain, dtype=dtype).masked_fill_(edges, 0) if has_backward(phase) else None
+    results, references = [], []
+    runs = [as_contestant(run, model) for run in (model, module)]
+    for run in runs:
+        out, gradients = run.call(inputs, phase, g)
+        results.append(named(out, gradients))
+        keep = (out != 0) if p else None  # each run drops elements of its own choice
+        if g is None and keep is None:
+            references.append(named(plain, {}))
+        elif keep is not None or not references:
+            references.append(named(*reference_of(model, inputs, phase, g, keep)[:2]))
+    r = references[-1]
+    eager, ours = (
+        {name: distance(result[name], exact[name]) for name in r}
+        for result, exact in zip(results, (references[0], r))
+    )
+
+    lost = lost_to_rounding(model, inputs, phase, g, keep, r, dtype) if cancelling and g is not None else {}
+    found = [
+        judged(label, name, r[name], eager[name], ours[name], dtype, lost.get(name, (0.0, 0.0))) for name in r
     ]
+    complaints = [
+        f"{name} is {results[1][name].dtype}, expected {t.dtype}"
+        for name, t in results[0].items()
+        if results[1][name].dtype != t.dtype
+    ]
+    if p:
+        again = runs[1].call(inputs, "forward", None)[0] != 0
+        complaints += _bad_mask(keep, again, plain != 0, p)
+    return found, [f"{label}: {text}" for text in complaints]
+
+
+def dropout_of(model: nn.Module) -> float:
+    """The probability with which `model` drops elements of its output, as its last step; 0 in eval."""
+    drops = [module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.training]
     return drops[0] if drops else 0.0
 
 
@@ -301,372 +307,252 @@ def _bad_mask(keep, again, visible, p) -> Iterable[str]:
         yield "two calls dropped the same elements"
 
 
-def _float64(model, x, phase, g, keep) -> tuple:
-    """Output, gradients and edges (see `_Edges`) of the reference in float64 on the same input and weights.
+# -------------------------------------------------------------------------------------------------------- the reference
 
-    A few samples at a time, because the models treat each on its own and float64 takes room. keep is the dropout mask.
+
+def dtype_of(model: nn.Module, inputs: list[Tensor]) -> torch.dtype:
+    """The floating-point type at hand: the first input's that has one, else the first parameter's."""
+    return next((t.dtype for t in (*inputs, *model.parameters()) if t.is_floating_point()), torch.float32)
+
+
+def reference_of(
+    model: nn.Module, x: Tensor | Sequence[Tensor], phase: str, g: Tensor | None, keep: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Output, gradients and, in the phase forward, edges (see `Edges`) of `model` in float64 on the same inputs and weights.
+
+    keep is the dropout mask; there is none in eval mode.
     """
-    double = copy.deepcopy(model).double().eval()
-    leaves = dict(double.named_parameters())
-    outs, edges, dxs, gradients = [], [], [], {}
-    for piece in torch.arange(len(x), device="cpu").split(16):
-        part = slice(int(piece[0]), int(piece[-1]) + 1)
-        close = _Edges(min(1024 * torch.finfo(x.dtype).eps, 2**-6))
+    inputs, edges = inputs_of(x), []
+    near = min(1024 * torch.finfo(dtype_of(model, inputs)).eps, 2**-6)
 
-        def run(x, part=part, close=close):
-            with close:
-                out = double(x)
-            return out if keep is None else out * keep[part] / (1 - _dropout(model))
+    def run(double, *inputs):
+        if phase != "forward":
+            return double(*inputs)
+        with Edges(near) as marks:
+            out = double(*inputs)
+            edges.append(marks.of(out))
+        return forward_ad.unpack_dual(out).primal
 
-        out, partial = call(run, leaves, x[part].double(), phase, None if g is None else g[part].double())
+    out, gradients = _in_float64(model, inputs, phase, g, keep, run)
+    return out, gradients, torch.cat(edges) if edges else torch.zeros_like(out, dtype=torch.bool)
+
+
+def lost_to_rounding(
+    model: nn.Module,
+    inputs: list[Tensor],
+    phase: str,
+    g: Tensor,
+    keep: Tensor | None,
+    r: dict,
+    dtype: torch.dtype,
+) -> dict[str, tuple[float, float]]:
+    """How far each gradient of the results r moves, as ‖·‖ and max |·|, if those of intermediate results are rounded to dtype."""
+
+    def run(double, *inputs):
+        with _RoundedGradients(dtype):
+            return double(*inputs)
+
+    runs = (
+        4 if r["output"].numel() < 10**5 else 1
+    )  # of few elements the mean of several, because one may have lost little
+    moved = [named(*_in_float64(model, inputs, phase, g, keep, run)) for _ in range(runs)]
+    differences = {name: [each[name] - exact for each in moved] for name, exact in r.items() if exact.numel()}
+    return {
+        name: (fmean(t.norm().item() for t in each), fmean(t.abs().max().item() for t in each))
+        for name, each in differences.items()
+    }
+
+
+def _in_float64(model, inputs, phase, g, keep, run) -> tuple[Tensor, dict[str, Tensor]]:
+    """`call` of run(model, *inputs), all in float64, a few samples at a time where the model treats each on its own."""
+    double = copy.deepcopy(model).double()
+    for module in double.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()
+    inputs = [t.double() if t.is_floating_point() else t for t in inputs]
+    size = PIECE if _treats_samples_alone(double, inputs) else max(len(inputs[0]), 1)
+    leaves = leaves_of(double, double)
+    outs, of_inputs, of_leaves = [], [], {}
+    for start in range(0, max(len(inputs[0]), 1), size):
+        part = slice(start, start + size)
+
+        def piece(*inputs, part=part):
+            out = run(double, *inputs)
+            return out if keep is None else out * keep[part] / (1 - dropout_of(model))
+
+        g_part = None if g is None else g[part].double()
+        out, gradients = call(piece, leaves, [t[part] for t in inputs], phase, g_part)
         outs.append(out)
-        edges.append(close.found)
-        dxs += [partial.pop("x")] if "x" in partial else []
-        gradients = {name: partial[name] + gradients.get(name, 0) for name in partial}
-    if dxs:
-        gradients["x"] = torch.cat(dxs)
-    return torch.cat(outs), gradients, torch.cat(edges)
+        of_inputs.append({name: t for name, t in gradients.items() if name not in leaves})
+        of_leaves = {name: gradients[name] + of_leaves.get(name, 0) for name in leaves if name in gradients}
+    joined = {name: torch.cat([each[name] for each in of_inputs]) for name in of_inputs[0]}
+    return torch.cat(outs), of_leaves | joined
 
 
-class _Edges(TorchFunctionMode):
-    """Marks, in `found`, the outputs whose gradient hangs on a comparison too close to call in the dtype at hand.
+def _treats_samples_alone(double: nn.Module, inputs: list[Tensor]) -> bool:
+    """Is a sample's result the same without the others?"""
+    if len(inputs[0]) <= PIECE:
+        return False
+    with torch.no_grad():
+        alone, among = (double(*(t[:size] for t in inputs))[:1].nan_to_num() for size in (1, PIECE))
+    return bool((alone - among).abs().max() <= 1e-9 * alone.abs().max())
 
-    Where min, max or clamp meet two values that differ, but by less than `near` of the sample's largest finite one, rounding
-    decides which one gets the gradient, for eager as for us. Either is right, so the check sends no gradient there. Exact ties
-    are not marked: those follow a rule.
+
+class _RoundedGradients(TorchFunctionMode):
+    """The gradient of each result is rounded to dtype, at a random place of its mantissa's range, on its way back."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None:
+                scale = 1 + torch.rand(()).item()
+                t.register_hook(lambda g, scale=scale: (g * scale).to(self.dtype).double() / scale)
+        return out
+
+
+# ----------------------------------------------------------------------------------------------------------- close calls
+
+
+# Where the slope of a function of one value jumps.
+_KINKS = {
+    "relu": (0.0,), "leaky_relu": (0.0,), "prelu": (0.0,), "abs": (0.0,), "relu6": (0.0, 6.0),
+    "hardsigmoid": (-3.0, 3.0), "hardswish": (-3.0, 3.0),
+}  # fmt: skip
+_BOUNDED = ("clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "threshold")  # by its arguments
+_BOUNDS = ("min", "max", "min_val", "max_val", "threshold")
+_OF_TWO = ("min", "max", "minimum", "maximum")
+_OF_MANY = {"max": 1, "amax": 1, "min": -1, "amin": -1}
+_POOLS = ("max_pool", "adaptive_max_pool")
+
+
+class Edges(TorchFunctionMode):
+    """Marks the outputs whose gradient hangs on a comparison too close to call in the dtype at hand: `of(output)`, in its context.
+
+    Where a comparison meets two values that differ, but by less than `near` of the sample's largest finite one, rounding decides
+    which one gets the gradient, for eager as for us. Either is right, so the check sends no gradient there. Exact ties are not
+    marked: those follow a rule.
+
+    A mark is a tangent of forward-mode differentiation, so it reaches exactly the outputs that send a gradient back to it. If that
+    is nearly all of them, as behind a normalisation, none is marked: without gradients there would be nothing to check.
     """
 
     def __init__(self, near: float):
         super().__init__()
         self.near = near
-        self.found = None
+        self.level = forward_ad.dual_level()
+
+    def __enter__(self):
+        self.level.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.level.__exit__(*error)
+
+    def of(self, out: Tensor) -> Tensor:
+        marks = _marks(out)
+        if marks is None or marks.sum() > 0.95 * marks.numel():
+            return torch.zeros_like(_primal(out), dtype=torch.bool)
+        return marks
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "").strip("_")
+        compares = name in (*_KINKS, *_BOUNDED, *_OF_TWO, *_OF_MANY) or name.startswith(_POOLS)
+        if not compares or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return func(*args, **kwargs)
+        x = _primal(args[0]).clone()  # func may write to it
+        earlier = [_marks(t) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         out = func(*args, **kwargs)
-        name, x = getattr(func, "__name__", ""), args[0] if args else None
-        if name in ("min", "clamp"):
-            for bound in (*args[1:], *kwargs.values()):
-                self._mark(x, (x - bound).detach().abs())
-        elif name == "max":
-            self._choose(x, kwargs.get("dim", args[-1]))
-        elif name == "max_pool2d":
-            height, width = (args[1],) * 2 if isinstance(args[1], int) else args[1]
-            self.found = None if self.found is None else self._windows(self.found, out, height, width)
-            self._choose(self._windows(x, out, height, width), -1)
-        return out
+        first, *others = out if isinstance(out, tuple) else (out,)
+        close = self._close_calls(name, x, first, args[1:], kwargs)
+        elementwise = first.shape == x.shape  # else a maximum, which has the marks of what it has chosen
+        marks = [t for t in (close, *(earlier if elementwise else [_marks(first)])) if t is not None]
+        if not marks:
+            return out
+        marks = torch.stack(torch.broadcast_tensors(*marks)).any(0)
+        first = forward_ad.make_dual(_primal(first), marks.to(first.dtype))
+        return type(out)((first, *others)) if isinstance(out, tuple) else first
 
-    def _mark(self, x, distance):
-        sizes = x.detach().abs().nan_to_num(0.0, posinf=0.0).flatten(1).amax(1)
-        close = (distance > 0) & (distance < self.near * sizes.view(-1, *[1] * (distance.dim() - 1)))
-        self.found = close if self.found is None else self.found | close
-
-    def _choose(self, x, dim):
-        """A maximum over dim: marked if its winner is, or if the runner-up comes close."""
-        best = x.detach().topk(min(2, x.shape[dim]), dim)
-        found = None if self.found is None else self.found.gather(dim, best.indices).select(dim, 0)
-        self.found = None
-        self._mark(x, best.values.select(dim, 0) - best.values.select(dim, -1))
-        self.found = self.found if found is None else self.found | found
-
-    @staticmethod
-    def _windows(x, out, height, width):
-        """x (N, C, H, W) as (N, C, H', W', height * width), the windows of a max pool that gives `out`."""
-        (rows, columns) = out.shape[2:]
-        x = (
-            x[..., : rows * height, : columns * width]
-            .unflatten(3, (columns, width))
-            .unflatten(2, (rows, height))
-        )
-        return x.transpose(3, 4).flatten(4)
-
-
-# -------------------------------------------------------------------------------------------------------------- honesty
-
-
-class Probe(NamedTuple):
-    """What honesty is tried on: `module`, which shares the parameters of `model` (a reference in eval mode), a random input x
-    and an incoming gradient g (None in the phase "forward")."""
-
-    module: Callable
-    model: torch.nn.Module
-    x: torch.Tensor
-    phase: str
-    g: torch.Tensor | None
-
-    def on(self, x: torch.Tensor, phase: str | None = None) -> Probe:
-        """The same on another input, with a gradient of its own: none where rounding decides what it meets (see `_Edges`)."""
-        probe = self._replace(x=x, phase=phase or self.phase, g=None)
-        if probe.phase == "forward":
-            return probe
-        out, _, edges = _float64(self.model, x, "forward", None, None)
-        return probe._replace(g=torch.randn_like(out, dtype=x.dtype).masked_fill_(edges, 0))
-
-    def results(self, run: Callable | None = None) -> dict[str, torch.Tensor]:
-        """Output and gradients of `module`, or of `run`, by name."""
-        return _named(
-            *call(run or self.module, dict(self.model.named_parameters()), self.x, self.phase, self.g)
+    def _close_calls(self, name: str, x: Tensor, out: Tensor, args: tuple, kwargs: dict) -> Tensor | None:
+        """Which elements of the result `out` were chosen by a close call; None if none had to be made."""
+        given = args[0] if args else kwargs.get("other", kwargs.get("dim"))
+        if name in _KINKS:
+            return self._near_any(x, _KINKS[name])
+        if name in _BOUNDED:
+            bounds = [*args, *(kwargs[key] for key in _BOUNDS if key in kwargs)]
+            return self._near_any(x, bounds[:1] if name == "threshold" else bounds)
+        if name.startswith(_POOLS):
+            return self._near_best(x, _windows(name, x, out, args, kwargs))
+        if isinstance(given, Tensor):
+            return self._near_any(x, [given])
+        dims = [given] if isinstance(given, int) else list(given or ())
+        if name not in _OF_MANY or not dims:
+            return None
+        last = range(-len(dims), 0)
+        return self._near_best(x, (_OF_MANY[name] * x).movedim(dims, tuple(last)).flatten(-len(dims))).view(
+            out.shape
         )
 
-    def strange(self, ours: dict[str, torch.Tensor] | None = None) -> str:
-        """Which of our results are nothing like eager's, in words; empty if none is. A coarse look, where `errors_of` is exact."""
-        ours, theirs = ours or self.results(), self.results(self.model)
-        gradients = [t.norm().item() for name, t in theirs.items() if name != "output"]
-        found = []
-        for name, expected in theirs.items():
-            if ours[name].shape != expected.shape:
-                found.append(f"{name} of shape {list(ours[name].shape)}, expected {list(expected.shape)}")
-                continue
-            # A gradient jumps where rounding decides a comparison, and one much smaller than the largest is all rounding.
-            near, floor = (
-                (max(1e-2, 16 * torch.finfo(self.x.dtype).eps), 0)
-                if name == "output"
-                else (0.3, 1e-3 * max(gradients))
-            )
-            by_sample = name in ("output", "gradient of x")
-            rows = (
-                _far(*(t if by_sample else t[None] for t in (ours[name], expected)), near, floor)
-                .nonzero()
-                .flatten()
-                .tolist()
-            )
-            if rows:
-                found.append(name + (f" of sample {', '.join(map(str, rows))}" if by_sample else ""))
-        return "; ".join(found)
+    def _near_any(self, x: Tensor, bounds) -> Tensor | None:
+        """The elements of x that come close to one of the bounds, numbers or tensors."""
+        bounds = [
+            _primal(b) for b in bounds if isinstance(b, (int, float, Tensor)) and not isinstance(b, bool)
+        ]
+        close = [self._near(x, (x - bound).abs()) for bound in bounds]
+        return torch.stack(close).any(0) if close else None
+
+    def _near_best(self, x: Tensor, choices: Tensor) -> Tensor:
+        """For each maximum over the last dimension: does the runner-up come close?"""
+        best = choices.topk(min(2, choices.shape[-1])).values
+        return self._near(x, best[..., 0] - best[..., -1])
+
+    def _near(self, x: Tensor, distance: Tensor) -> Tensor:
+        """Is the distance small beside what the sample of x holds, but not zero?"""
+        sizes = x.abs().nan_to_num(0.0, posinf=0.0).flatten(1).amax(1) if x.dim() > 1 else x.abs()
+        return (distance > 0) & (distance < self.near * sizes.view(-1, *[1] * (distance.dim() - 1)))
 
 
-def _far(ours: torch.Tensor, theirs: torch.Tensor, near: float, floor: float) -> torch.Tensor:
-    """For each row, is only one of the two NaN somewhere, or are they further apart than `near` of theirs plus `floor`?"""
-    ours, theirs = (t.to(torch.promote_types(t.dtype, torch.float32)).flatten(1) for t in (ours, theirs))
-    wrong = ours.isnan().any(1) != theirs.isnan().any(1)
-    distance, size = (t.masked_fill(t.isnan(), 0).norm(dim=1) for t in (ours - theirs, theirs))
-    return wrong | (distance > near * size + floor)
+def _primal(t):
+    return forward_ad.unpack_dual(t).primal if isinstance(t, Tensor) else t
 
 
-def dishonesty(
-    module: Callable, model: torch.nn.Module, x: torch.Tensor, phase: str = "forward"
-) -> Iterator[str]:
-    """What is wrong with how `module` computes, beyond its errors, one complaint at a time.
-
-    `module` is any callable that shares the parameters of `model`, a reference model in eval mode; x is random. Uses torch's
-    random numbers. The parameters are changed meanwhile and put back.
-    """
-    probe = Probe(module, model, x, phase, None).on(x)
-    given = {"its input": x, **dict(model.named_parameters())}
-    before = {name: t.detach().clone() for name, t in given.items()}
-    for judge in HONESTY:
-        yield from judge(probe)
-    yield from (f"changed {name}" for name, t in given.items() if not _same(t, before[name]))
+def _marks(t: Tensor) -> Tensor | None:
+    tangent = forward_ad.unpack_dual(t).tangent
+    return None if tangent is None else tangent != 0
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bitwise equal, but that any NaN equals any other."""
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def _follows_input(probe: Probe) -> Iterator[str]:
-    """Another input, in other memory and in the same."""
-    x = probe.x.clone()
-    for how, values in (
-        ("another input", torch.rand_like(x)),
-        ("other values in its input's memory", torch.rand_like(x)),
-    ):
-        probe._replace(x=x).results()
-        if how == "another input":
-            x = values
+def _windows(name: str, x: Tensor, out: Tensor, args: tuple, kwargs: dict) -> Tensor:
+    """What each element of a max pool's result `out` is chosen from, in a last dimension; −inf for what lies outside of x."""
+    dims = int(name.split("max_pool")[1][0])
+    options = dict(zip(("kernel_size", "stride", "padding", "dilation"), args)) | kwargs
+    x, before = nn.functional.pad(x, (0, 1) * dims, value=-math.inf), x.dim() - dims
+    for d, count in enumerate(out.shape[before:]):
+        extent = x.shape[before + d] - 1  # where −inf is
+        if name.startswith("adaptive"):
+            windows = [range(i * extent // count, -(-(i + 1) * extent // count)) for i in range(count)]
         else:
-            x.data.copy_(values)  # which autograd does not count as a change
-        if found := probe.on(x).strange():
-            yield f"does not follow {how}: {found}"
-
-
-def _follows_parameters(probe: Probe) -> Iterator[str]:
-    """Other values for each parameter in turn, in other memory and, with a NaN at the end, in the same."""
-    spoilt = probe.on(probe.x, "forward")
-    for name, parameter in probe.model.named_parameters():
-        kept = parameter.data
-        parameter.data = torch.randn_like(kept)
-        found = probe.on(probe.x).strange()
-        parameter.data.normal_().view(-1)[-1] = math.nan
-        found = found or spoilt.strange()
-        parameter.data = kept
-        if found:
-            yield f"does not follow a change of {name}: {found}"
-
-
-def _follows_shape(probe: Probe) -> Iterator[str]:
-    """Fewer samples and rows, then the first shape again."""
-    x = probe.x
-    if found := probe.on(x[: (len(x) + 1) // 2, ..., 1:, :].contiguous()).strange():
-        yield f"does not follow a change of shape: {found}"
-    if found := probe.strange():
-        yield f"does not recover from a change of shape: {found}"
-
-
-def _passes_nan(probe: Probe) -> Iterator[str]:
-    """NaN in every other sample spoils the samples that it spoils in eager."""
-    for first, place in ((0, 0), (1, -1)):
-        x = probe.x.clone()
-        x.view(len(x), -1)[first::2, place] = math.nan
-        if found := probe.on(x, "forward").strange():
-            yield f"does not pass NaN on as eager does: {found}"
-
-
-def _owns_results(probe: Probe) -> Iterator[str]:
-    """Results share memory neither with each other, nor with an earlier call's, nor with what was given."""
-    first = probe.results()
-    kept = {name: t.clone() for name, t in first.items()}
-    second = probe._replace(x=torch.rand_like(probe.x)).results()
-    tensors = [("its input", probe.x), *probe.model.named_parameters(), *first.items()]
-    tensors += [(f"{name} of the next call", t) for name, t in second.items()]
-    owners = {}
-    for name, t in tensors:
-        address = t.untyped_storage().data_ptr()
-        if t.numel() and (owner := owners.setdefault(address, name)) is not name:
-            yield f"{name} shares memory with {owner}"
-    yield from (f"the next call changed {name}" for name, t in first.items() if not _same(t, kept[name]))
-
-
-def _writes_all(probe: Probe) -> Iterator[str]:
-    """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's free memory and in its
-    shared memory."""
-    if probe.x.is_cuda:
-        torch.cuda.reset_peak_memory_stats(
-            probe.x.device
-        )  # from which _free_memory_is_nan knows what a call takes
-    for spoilt in (_new_tensors_are_nan(), _free_memory_is_nan(probe.x.device)):
-        with spoilt:
-            results = probe.results()
-        for name, t in results.items():
-            if not t.isfinite().all():
-                yield f"left parts of {name} unwritten, first {(~t.isfinite()).nonzero()[0].tolist()}"
-        if found := probe.strange(results):
-            yield f"reads memory that it has not written: {found}"
-
-
-@contextlib.contextmanager
-def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
-    """What PyTorch's allocator for a GPU hands out next was full of NaN (in every floating-point type) and of −1; so is shared memory."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        size = max(32 << 20, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
-        size = min(size, torch.cuda.mem_get_info(device)[0] // 3)
-        blocks = []
-        while size >= 512:  # first new memory, then every hole beside what is in use
-            reserved = torch.cuda.memory_reserved(device)
-            while torch.cuda.memory_reserved(device) == reserved:
-                blocks.append(torch.full((size,), 255, dtype=torch.uint8, device=device))
-            size //= 2
-        del blocks
-        spoil_shared_memory(device)
-    yield
-
-
-def spoil_shared_memory(device: torch.device) -> None:
-    """What the next kernel finds in a GPU's shared memory is NaN, in every floating-point type. The GPU is kept busy until that kernel has
-    been launched, else another process may have its turn in between."""
-    source = """// Leaves NaN in the shared memory of all multiprocessors.
-    __global__ void spoil_kernel(int words) {
-      extern __shared__ volatile unsigned shared[];
-      for (int i = threadIdx.x; i < words; i += blockDim.x) shared[i] = ~0u;
-    }
-    EXPORT void spoil(float* on_this_device, cudaStream_t stream) {
-      int device = 0, bytes = 0, multiprocessors = 0;
-      cudaGetDevice(&device);
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-      cudaFuncSetAttribute(spoil_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-      spoil_kernel<<<4 * multiprocessors, 1024, bytes, stream>>>(bytes / 4);  // one at a time has room on a multiprocessor
-    }
-    """
-    spoil, anything = inline_loader.load("spoil", source=source, device="cuda"), torch.empty(1, device=device)
-    with torch.cuda.device(device):
-        torch.cuda._sleep(SLEEPS[0] // 5)
-    spoil(anything)
-
-
-@contextlib.contextmanager
-def _new_tensors_are_nan() -> Iterator[None]:
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what torch.empty returns
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@contextlib.contextmanager
-def _one_algorithm() -> Iterator[None]:
-    """The library of a GPU takes the same one each time. (Its own context manager fails where torch's newer setting of TF32 is used.)"""
-    library = torch.backends.cudnn
-    before = library.benchmark, library.deterministic
-    library.benchmark, library.deterministic = False, True
-    try:
-        yield
-    finally:
-        library.benchmark, library.deterministic = before
-
-
-def _repeats(probe: Probe) -> Iterator[str]:
-    """The same bits each time, the library's algorithm being the same."""
-    with _one_algorithm():
-        first = probe.results()
-        for number in range(2, REPEATS + 1):
-            again = probe.results()
-            if changed := [name for name, t in first.items() if not _same(t, again[name])]:
-                yield f"run {number} of {REPEATS} on the same input gave other bits: {', '.join(changed)}"
-                return
-
-
-def _waits_for_its_stream(probe: Probe) -> Iterator[str]:
-    """On a side stream the input and the gradient are written late; what does not wait for them finds zeros.
-
-    That shows only while the stream is busy: if it no longer is when our call returns, then again with a longer sleep. A call that
-    outlasts the longest waits for the GPU itself, before it knows what to launch.
-    """
-    if not probe.x.is_cuda:
-        return
-    spoilt = probe.x.clone()
-    spoilt.view(-1)[-1] = math.nan
-    for on_time in (probe.on(spoilt, "forward"), probe):
-        for cycles in SLEEPS:
-            results, busy_before, busy_after = _late_results(on_time, cycles)
-            if busy_after:
-                break
-        if not busy_before:
-            yield "was not seen on a busy stream: the input was there before the call"
-        if found := on_time.strange(results):
-            yield f"does not wait for its stream: {found}"
-
-
-def _late_results(probe: Probe, cycles: int) -> tuple[dict[str, torch.Tensor], bool, bool]:
-    """Results of what is written after so many cycles; and had it yet to be written when the call began, and when it returned?"""
-    stream = torch.cuda.Stream(probe.x.device)
-    torch.cuda.synchronize(probe.x.device)
-    with torch.cuda.stream(stream):
-        late = probe._replace(
-            x=torch.zeros_like(probe.x), g=None if probe.g is None else torch.zeros_like(probe.g)
+            size, step, padding, apart = (
+                _of_dim(options.get(key), d) for key in ("kernel_size", "stride", "padding", "dilation")
+            )
+            starts = [i * (step or size) - (padding or 0) for i in range(count)]
+            windows = [range(start, start + size * (apart or 1), apart or 1) for start in starts]
+        longest = max(map(len, windows))
+        places = [
+            [at if 0 <= at < extent else extent for at in [*window, *[extent] * longest][:longest]]
+            for window in windows
+        ]
+        index = torch.tensor(places, device=x.device)
+        x = (
+            x.index_select(before + d, index.flatten())
+            .unflatten(before + d, index.shape)
+            .movedim(before + d + 1, -1)
         )
-        late.results()  # the first call on a stream may compile and allocate, which takes the host long
-        torch.cuda._sleep(cycles)
-        late.x.copy_(probe.x)
-        if late.g is not None:
-            late.g.copy_(probe.g)
-        written = torch.cuda.Event()
-        written.record()
-        busy_before = not written.query()
-        results = late.results()
-        busy_after = not written.query()
-    stream.synchronize()
-    return results, busy_before, busy_after
+    return x.flatten(-dims)
 
 
-HONESTY = (
-    _follows_input, _follows_parameters, _follows_shape, _passes_nan, _owns_results, _writes_all, _repeats, _waits_for_its_stream,
-)  # fmt: skip
+def _of_dim(option, d: int):
+    return option[d] if isinstance(option, (tuple, list)) else option

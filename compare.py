@@ -1,57 +1,324 @@
-"""Checks, times and plots the variants of a problem: what the notebooks call and what the benchmark is made of.
+"""Checks, times and plots a model and its faster twins: what the notebooks call and what the benchmark is made of.
 
-    rows = compare("conv2d_min_add_multiply")          # a check of every variant, then the times of those that passed
+    rows = compare("conv2d_min_add_multiply")                       # one of the problems: all its variants and its peers
+    rows = compare_pair(model, my_faster_model, lambda: [torch.rand(8, 64)])   # a model of yours, and its twin
     print(table(rows)); plot(rows)
 
-or, with a record on disk:  python compare.py --device auto --phase forward,train --json times.json --plots folder
+or, with a record on disk:  python compare.py --device auto --phase forward_grad,train --json times.json --plots folder
 
-What is right is said in checks.py. What fails its check gets no time, no bar and no speed-up.
+What is right is said in checks.py, what is honest in honesty.py. What of ours fails its check gets no time, no bar and no
+speed-up. A peer is somebody else's way to run the reference: it is judged by the same rule, on the mean of several draws, and
+its time is shown even if it misses, with its error as a multiple of eager's.
 
-Times: variants alternate (A B A B) in one process, after a warm-up; median and quartiles. On a GPU by CUDA events, the L2
-cache overwritten before every run; on a CPU by perf_counter, caches as the runs before leave them. The time of allocating
-results, of reordering weights and of launching counts.
+Phases: `forward` (no_grad), `forward_grad` (gradients on, no backward: what `model(x)` in a fresh notebook is), `train` (forward
+and backward), `train_dx` (with the inputs' gradients, too).
 
-A row is a dict: problem, number, variant, device ("cuda" or "cpu"), dtype, phase, shape (of the input), ok (None: a peer did
-not run), reason (of a failure), median_ms, low_ms and high_ms (quartiles), runs, speedup_vs_eager, error_norm, error_max,
-eager_error_norm, eager_error_max (of `quantity` in `case`, the result nearest to or furthest past its limit), bytes (input and
-output, once each), floor_ms (what the GPU needs at least; None where unknown), plan, seed. A record adds the machine.
+Times: contestants alternate (A B A B) in one process, after a warm-up. `median_ms` is the GPU's time, by events, what PyTorch
+caches overwritten before; `call_ms` the time as called: synchronize, write 256 MB, event, call, event, synchronize; both are medians. On
+a CPU both are the wall time, caches as the runs before leave them. `host_us` is how long the host takes to launch a call. The time of
+allocating results, of reordering weights and of launching counts.
+
+A row is a dict: problem, number, variant, peer (is it one?), auto (is it what runs by default?), device ("cuda" or "cpu"), dtype, phase,
+inputs ("default", or the label of a special case), shape (of the first input), ok (None: it did not run), reason (of a failure),
+median_ms, low_ms and high_ms (quartiles), runs, call_ms, host_us, memory_mb (the peak beyond inputs, output, incoming gradient and
+gradients; None on a CPU), speedup_vs_eager (by median_ms), error_norm, error_max, eager_error_norm, eager_error_max (of `quantity` in
+`case`, the result nearest to or furthest past its limit), error_vs_eager (there, the error as a multiple of what eager's is allowed
+to be; 2 is the limit), bytes (inputs and output, once each), floor_ms (what the GPU needs at least; None where unknown), plan, seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import datetime
-import hashlib
-import json
+import functools
 import math
+import os
 import platform
-import shlex
 import statistics
 import subprocess
 import sys
 import textwrap
 import time as clock
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-import library
-import models
-from checks import PEERS, PHASES, Check, call, check, contestant, new_seed
-
-NOT_A_KERNEL = ()  # proves that nothing needs computing; timed, but never called a kernel's speed-up
+import checks
+from checks import PHASES, Contestant, Error, has_backward
+from honesty import dishonesty
 
 FOLDER = Path(__file__).resolve().parent
-RESULTS = FOLDER / "benchmarks" / "results"
-README_PLOT = "benchmarks/forward.png"
 
 # Bytes per second of a copy, measured; operations per second of the tensor cores (float64: all) from the datasheet. For float32
 # that is float16's rate, the fastest that can be as exact as eager (TF32 there): a floor that needs more products is higher.
 GPUS = {
     "NVIDIA H200": (4.28e12, {"float32": 989e12, "float16": 989e12, "bfloat16": 989e12, "float64": 67e12}),
 }
+
+# ------------------------------------------------------------------------------------------------------- the contestants
+
+
+class Peer(NamedTuple):
+    """Another way to run a reference: make(model) gives a module with its parameters, and may raise to say why it can't.
+
+    channels_last: model, inputs and incoming gradient lie in memory so. tf32: False forbids it.
+    """
+
+    make: Callable[[nn.Module], Callable]
+    channels_last: bool = False
+    tf32: bool = True
+
+    def contestant(self, model: nn.Module) -> Contestant:
+        if self.channels_last:
+            model = copy.deepcopy(model)
+            for p in model.parameters():
+                p.data = checks.channels_last(p.data)
+        module = self.make(model)
+        return Contestant(module, checks.leaves_of(module, model), self.channels_last, self.tf32)
+
+
+def _compiled(mode: str) -> Callable[[nn.Module], Callable]:
+    return lambda model: torch.compile(model, mode=mode, dynamic=False)
+
+
+PEERS = {
+    "eager": Peer(lambda model: model),
+    "compile": Peer(_compiled("default")),
+    "max-autotune": Peer(_compiled("max-autotune-no-cudagraphs")),
+    "compile-cl": Peer(_compiled("default"), channels_last=True),
+    "compile-fp32": Peer(_compiled("default"), tf32=False),
+}
+EXACT = "compile-fp32"  # runs where another peer misses the rule
+
+
+class Contest(NamedTuple):
+    """What is compared, on one device and in one dtype.
+
+    model() gives a reference, inputs() fresh inputs, both to be changed at will; twin(variant, model) ours, which shares the
+    model's parameters, for each of `variants` and for "auto"; cases are (label, prepare(model, *inputs)) to be checked beside random
+    parameters, timed_cases to be timed; operations(model, *inputs) the floating-point operations that can't be avoided.
+    """
+
+    name: str
+    number: int | None
+    device: str
+    dtype: torch.dtype
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], list[Tensor]]
+    twin: Callable[[str, nn.Module], Callable]
+    variants: tuple[str, ...]
+    cases: Sequence[tuple[str, Callable]] = ()
+    timed_cases: Sequence[tuple[str, Callable]] = ()
+    operations: Callable[..., int] = lambda model, *inputs: 0
+    peers: dict[str, Peer] = {}
+
+    def contestant(self, variant: str, model: nn.Module) -> Contestant:
+        """`model` as `variant` runs it: a peer, or ours."""
+        if variant in self.peers:
+            return self.peers[variant].contestant(model)
+        return checks.as_contestant(self.twin(variant, model), model)
+
+    def drawn(
+        self, seed: int, prepare: Callable = lambda model, *inputs: None
+    ) -> tuple[nn.Module, list[Tensor]]:
+        """A reference with random parameters, and random inputs."""
+        torch.manual_seed(seed)
+        model, inputs = self.model(), self.inputs()
+        randomize(model)
+        prepare(model, *inputs)
+        return model, inputs
+
+
+def registry() -> dict:
+    """The problems by name: the one place where this file asks for them."""
+    import models
+
+    return models.PROBLEMS
+
+
+def contest_of(problem, *, device="cpu", batch_size=None, dtype=torch.float32, peers=None) -> Contest:
+    """A problem, or the name of one, as a contest. peers: others than `PEERS`, name to `Peer` or to a function of the model."""
+    problem = registry()[problem] if isinstance(problem, str) else problem
+
+    def twin(variant, model):
+        new = problem.ModelNew.from_eager(model)
+        new.variant = variant
+        return new
+
+    return Contest(
+        problem.name,
+        problem.number,
+        device,
+        dtype,
+        lambda: problem.Model(*problem.get_init_inputs()).to(device=device, dtype=dtype).train(),
+        lambda: [
+            torch.rand(batch_size or problem.input_shape[0], *problem.input_shape[1:], device=device).to(
+                dtype
+            )
+        ],
+        twin,
+        tuple(name for name in problem.variants_on(device) if name != "eager"),
+        problem.cases,
+        problem.timed_cases,
+        problem.operations,
+        _peers(peers),
+    )
+
+
+def _peers(others) -> dict[str, Peer]:
+    return PEERS | {
+        name: peer if isinstance(peer, Peer) else Peer(peer) for name, peer in (others or {}).items()
+    }
+
+
+def randomize(model: nn.Module) -> None:
+    """Parameters at random: what scales and shifts, from a normal distribution, because ones and zeros hide what is left out; what has
+    several extents keeps its values' distribution, in another order."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if sum(extent > 1 for extent in p.shape) < 2 or bool((p == p.flatten()[0]).all()):
+                nn.init.normal_(p)
+            else:
+                p.copy_(p.flatten()[torch.randperm(p.numel(), device=p.device)].view(p.shape))
+
+
+def with_parameters_of(module: Callable, model: nn.Module) -> Callable:
+    """`module`, its parameters and buffers replaced by those of `model`, by name.
+
+    Raises ValueError if names or shapes differ.
+    """
+    theirs = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    if not isinstance(module, nn.Module):
+        if theirs:
+            raise ValueError(
+                f"expected a torch.nn.Module with the parameters {', '.join(theirs)}, got {module!r}"
+            )
+        return module
+    ours = {
+        name.replace("_orig_mod.", ""): (name, t)
+        for tensors in (
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        for name, t in tensors
+    }
+    wrong = [f"{name} is missing" for name in theirs if name not in ours]
+    wrong += [f"{name} is no parameter of the reference" for name in ours if name not in theirs]
+    wrong += [
+        f"{name} has the shape {tuple(ours[name][1].shape)}, expected {tuple(t.shape)}"
+        for name, t in theirs.items()
+        if name in ours and ours[name][1].shape != t.shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"the parameters of {type(module).__name__} are not those of {type(model).__name__}: {'; '.join(wrong)}"
+        )
+    for name, t in theirs.items():
+        path, _, key = ours[name][0].rpartition(".")
+        owner = module.get_submodule(path)
+        (owner._parameters if key in owner._parameters else owner._buffers)[key] = t
+    return module
+
+
+# ------------------------------------------------------------------------------------------------------------- checking
+
+
+class Check(NamedTuple):
+    """What a check found: the errors of every result, and complaints about everything else."""
+
+    variant: str
+    seed: int
+    errors: list[Error]
+    complaints: list[str]
+
+    @property
+    def worst(self) -> Error | None:
+        return max(self.errors, key=lambda error: error.share, default=None)
+
+    @property
+    def failures(self) -> list[str]:
+        return self.complaints + [str(error) for error in self.errors if not error.share <= 1]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def __str__(self):
+        lines = [f"{self.variant} (seed {self.seed}): {'passes' if self.ok else 'FAILS'}"]
+        return "\n  ".join(
+            lines + self.complaints + [f"{'ok ' if e.share <= 1 else 'BAD'} {e}" for e in self.errors]
+        )
+
+
+_AS_DRAWN = "random parameters", lambda model, *inputs: None
+_LARGE_MEAN = "large mean", lambda model, *inputs: [t.add_(100) for t in inputs if t.is_floating_point()]
+
+
+def check(
+    problem, variant: str, *, device="cpu", phase="forward", batch_size=None, dtype=torch.float32, seed=None
+) -> Check:
+    """Is `variant` of `problem` (a name, a `Problem` or a `Contest`) right, to the tolerance of eager PyTorch, and honest?
+
+    Inputs and parameters are random, from `seed` (a new one if None). Ours is checked on them, on an input with a large mean and on the
+    problem's cases; a peer on the mean of several draws, and, where an output of one value proves nothing, on the first of the cases,
+    too, with gradients. Raises ValueError for an unknown phase; what the variant raises becomes a complaint.
+    """
+    if phase not in PHASES:
+        raise ValueError(f"expected a phase out of {PHASES}, got {phase!r}")
+    if not isinstance(problem, Contest):
+        problem = contest_of(problem, device=device, batch_size=batch_size, dtype=dtype)
+    contest, seed = problem, new_seed() if seed is None else seed
+    result = Check(variant, seed, [], [])
+
+    def errors(case: tuple[str, Callable], phase: str, number: int, cancelling: bool) -> list[Error]:
+        label, prepare = case
+        model, inputs = contest.drawn(seed + number, prepare)
+        module = contest.contestant(variant, model)
+        found, complaints = checks.errors_of(label, module, model, inputs, phase, cancelling=cancelling)
+        result.complaints.extend(text for text in complaints if text not in result.complaints)
+        return found
+
+    try:
+        telling = _AS_DRAWN if not contest.cases or _tells(contest, seed) else contest.cases[0]
+        if variant in contest.peers:
+            cases = [(_AS_DRAWN, phase)]
+            if telling is not _AS_DRAWN:
+                cases.append((telling, phase if has_backward(phase) else "train"))
+            for case, of_phase in cases:
+                drawn = functools.partial(errors, case, of_phase)
+                result.errors.extend(checks.judged_on_draws(drawn, lucky=False))
+            return result
+        for case in (_AS_DRAWN, _LARGE_MEAN, *contest.cases):
+            found = checks.judged_on_draws(functools.partial(errors, case, phase))
+            if case is not _LARGE_MEAN or all(math.isfinite(error.eager_max) for error in found):
+                result.errors.extend(found)
+        model, inputs = contest.drawn(seed, telling[1])
+        twin = contest.twin(variant, model.eval())
+        result.complaints.extend(dishonesty(twin, model, inputs, phase, contest.inputs))
+    except Exception as error:  # whatever a variant raises is the finding
+        message = (str(error).strip() or "no message").splitlines()[0]
+        result.complaints.append(f"raised {type(error).__name__}: {message}")
+    return result
+
+
+@torch.no_grad()
+def _tells(contest: Contest, seed: int) -> bool:
+    """Does an output on random parameters prove anything? A single value, which one of the problems gives, doesn't."""
+    model, inputs = contest.drawn(seed)
+    out = model.eval()(*inputs)
+    return bool((out != out.flatten()[0]).any())
+
+
+def new_seed() -> int:
+    return int.from_bytes(os.urandom(3), "big")
+
 
 # --------------------------------------------------------------------------------------------------------------- timing
 
@@ -65,13 +332,50 @@ class Timing(NamedTuple):
     runs: int
 
 
+class Call(NamedTuple):
+    """One call of a contestant, to be timed; its settings are made before."""
+
+    contestant: Contestant
+    inputs: list[Tensor]
+    phase: str
+    g: Tensor | None
+
+    def __call__(self):
+        return checks.call(self.contestant.module, self.contestant.leaves, self.inputs, self.phase, self.g)
+
+    @classmethod
+    def of(cls, contestant: Contestant, inputs: list[Tensor], phase: str) -> Call:
+        """With the inputs in the contestant's layout, and a random incoming gradient in its output's."""
+        inputs = contestant.given(inputs)
+        if not has_backward(phase):
+            return cls(contestant, inputs, phase, None)
+        with contestant.settings(), torch.no_grad():
+            return cls(contestant, inputs, phase, torch.randn_like(contestant.module(*inputs)))
+
+
+def _settings(run: Callable) -> contextlib.AbstractContextManager:
+    return run.contestant.settings() if isinstance(run, Call) else contextlib.nullcontext()
+
+
 def time(
     calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 6.0
 ) -> dict[str, Timing]:
-    """How long each of `calls` takes, in turn (A B A B), for about `seconds` in all, but 7 rounds at least and 30 at most."""
+    """How long each of `calls` takes, in turn (A B A B), for about `seconds` in all, but 7 rounds at least and 30 at most: the GPU's time,
+    or on a CPU the wall time."""
     for run in [*calls.values()] * 2:
-        run()
-    measure = _cuda_rounds if device == "cuda" else _cpu_rounds
+        with _settings(run):
+            run()
+    return _timings(calls, _gpu_rounds if device == "cuda" else _cpu_rounds, seconds)
+
+
+def call_times(
+    calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 3.0
+) -> dict[str, Timing]:
+    """The same as called: nothing is under way on the GPU but a write of 256 MB when a call begins. The calls have run before."""
+    return _timings(calls, _called_rounds if device == "cuda" else _cpu_rounds, seconds)
+
+
+def _timings(calls, measure, seconds: float) -> dict[str, Timing]:
     start = clock.perf_counter()
     measure(calls, 1)
     rounds = min(30, max(7, int(seconds / (clock.perf_counter() - start))))
@@ -92,21 +396,75 @@ def _cpu_rounds(calls, rounds) -> dict[str, list[float]]:
     return times
 
 
-def _cuda_rounds(calls, rounds) -> dict[str, list[float]]:
+def _gpu_rounds(calls, rounds) -> dict[str, list[float]]:
     # Far more than the cache, because the host must have launched what is timed before the GPU is done with clearing it.
     memory = torch.cuda.get_device_properties("cuda").total_memory
     cache = torch.empty(min(2 << 30, memory // 8), dtype=torch.int8, device="cuda")
     events = {name: [] for name in calls}
     for _ in range(rounds):
         for name, run in calls.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            cache.zero_()
-            start.record()
-            run()
-            end.record()
-            events[name].append((start, end))
+            events[name].append(_between_events(run, cache))
         torch.cuda.synchronize()
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
+
+
+def _called_rounds(calls, rounds) -> dict[str, list[float]]:
+    cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, run in calls.items():
+            torch.cuda.synchronize()
+            start, end = _between_events(run, cache)
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return times
+
+
+def _between_events(run, cache: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with _settings(run):
+        cache.zero_()
+        start.record()
+        run()
+        end.record()
+    return start, end
+
+
+BURST = 16  # calls: with backward some 30 launches each, of 1,024 that a GPU's queue holds
+
+
+def host_times(
+    calls: dict[str, Callable[[], object]],
+    device: str = "cpu",
+    seconds: float = 1.0,
+    now: Callable[[], int] = clock.perf_counter_ns,
+) -> dict[str, float]:
+    """Microseconds until each of `calls` returns: the median, in turn, in bursts that fit into the GPU's queue, so that none waits for
+    the GPU. The calls have run before; now() gives nanoseconds."""
+    times = {name: [] for name in calls}
+    start = clock.perf_counter()
+    while clock.perf_counter() - start < seconds:
+        for name, run in calls.items():
+            with _settings(run):
+                for _ in range(BURST):
+                    before = now()
+                    run()
+                    times[name].append(now() - before)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    return {name: statistics.median(values) / 1e3 for name, values in times.items()}
+
+
+def extra_memory(run: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> float:
+    """MB on the GPU: the largest memory in use in a call, beyond what it is given and gives. It has run before."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with _settings(run):
+        out, gradients = run()
+    torch.cuda.synchronize()
+    given = sum(t.nbytes for t in (out, *gradients.values()))
+    return max(0, torch.cuda.max_memory_allocated() - before - given) / 1e6
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing
@@ -120,23 +478,91 @@ def pick_device(device: str = "auto") -> tuple[str, str]:
         return device, f"{device}, as asked for"
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-        return (
-            ("cuda", name)
-            if CUDA_HOME
-            else ("cpu", f"CPU: there is a GPU ({name}), but no nvcc to build its kernels with")
-        )
-    if _output("nvidia-smi", "-L"):
+        if CUDA_HOME:
+            return "cuda", name
+        return "cpu", f"CPU: there is a GPU ({name}), but no nvcc to build its kernels with"
+    if output_of("nvidia-smi", "-L"):
         return (
             "cpu",
             f"CPU: there is a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) can't use it",
         )
-    return "cpu", f"CPU: {_cpu_name()}, {torch.get_num_threads()} threads"
+    return "cpu", f"CPU: {cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def variants_of(problem, device: str) -> tuple[str, ...]:
-    """What a comparison shows by default. On a CPU without max-autotune, which takes minutes, and fused, which is epilogue."""
-    skipped = () if device == "cuda" else ("max-autotune", "fused")
-    return tuple(name for name in dict.fromkeys((*PEERS, *problem.variants)) if name not in skipped)
+def output_of(*command: str) -> str:
+    """What a command prints, or nothing."""
+    try:
+        run = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True, timeout=30)
+        return run.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def variants_of(problem, device: str, peers=()) -> tuple[str, ...]:
+    """What a comparison shows by default: the peers and ours. On a CPU without max-autotune, which takes minutes, and TF32's."""
+    skipped = () if device == "cuda" else ("max-autotune", EXACT)
+    names = (*PEERS, *peers, *problem.variants_on(device))
+    return tuple(name for name in dict.fromkeys(names) if name not in skipped)
+
+
+def compare(
+    problem, *, device="auto", phase="forward", batch_size=None, variants=None, peers=None, dtype=torch.float32, seed=None,
+    tell=None,
+) -> list[dict]:  # fmt: skip
+    """Checks the variants of `problem` (a name or a `Problem`) and its peers and times them: a row each, as described above.
+
+    batch_size defaults to the problem's own on a GPU, and to one that suits a small machine on a CPU. peers: others than `PEERS`,
+    name to `Peer` or to a function of the model. tell(text) is called once before each check, and once before the timing. Forgets
+    what torch.compile compiled before.
+    """
+    problem = registry()[problem] if isinstance(problem, str) else problem
+    device = pick_device(device)[0]
+    batch_size = batch_size or (problem.cpu_batch_size if device == "cpu" else None)
+    contest = contest_of(problem, device=device, batch_size=batch_size, dtype=dtype, peers=peers)
+    return _rows(
+        contest, phase, variants or variants_of(problem, device, peers or ()), bool(variants), seed, tell
+    )
+
+
+def compare_pair(
+    reference: nn.Module, candidate: Callable, make_inputs: Callable[[], Sequence[Tensor]], *, device="auto",
+    phases=("forward_grad", "train"), name=None, variants=None, peers=None, cases=(), seed=None, tell=None,
+) -> list[dict]:  # fmt: skip
+    """Checks and times `candidate`, the faster twin of `reference`, beside `PEERS`: a row for each phase and contestant, as `compare` gives.
+
+    make_inputs() draws fresh inputs, a list of tensors whose first dimension is the batch; the two are called with them. Parameters are
+    matched by name; both are copied, and checked with random parameters, in the mode the reference is in. Dropout is judged as a
+    model's last step; a pair that drops elsewhere is compared in eval mode. peers, variants (out of "candidate" and the peers' names),
+    seed and tell are as in `compare`; cases: (label, prepare(model, *inputs)), situations that random parameters don't reach.
+
+    Raises ValueError where the parameters don't match.
+    """
+    device = pick_device(device)[0]
+    inputs = lambda: [t.to(device, copy=True) for t in checks.inputs_of(make_inputs())]  # noqa: E731
+    dtype = next((t.dtype for t in inputs() if t.is_floating_point()), torch.float32)
+
+    def twin(variant, model):
+        module = copy.deepcopy(candidate)
+        if isinstance(module, nn.Module):
+            module.to(device).train(model.training)
+        return with_parameters_of(module, model)
+
+    contest = Contest(
+        name or type(candidate).__name__, None, device, dtype, lambda: copy.deepcopy(reference).to(device), inputs, twin,
+        ("candidate",), cases, peers=_peers(peers),
+    )  # fmt: skip
+    twin("candidate", contest.model())  # raises what does not match
+    skipped = () if device == "cuda" else ("max-autotune", EXACT)
+    names = variants or [name for name in (*contest.peers, "candidate") if name not in skipped]
+    return [row for phase in phases for row in _rows(contest, phase, names, bool(variants), seed, tell)]
 
 
 @contextlib.contextmanager
@@ -150,416 +576,328 @@ def _quiet_compiler():
 
 
 @_quiet_compiler()
-def compare(
-    problem,
-    *,
-    device="auto",
-    phase="forward",
-    batch_size=None,
-    variants=None,
-    dtype=torch.float32,
-    seed=None,
-    tell=None,
-) -> list[dict]:
-    """Checks the variants of `problem` (a name or a `Problem`) and times those that pass: a row each, as described above.
-
-    batch_size defaults to the problem's own on a GPU, and to one that suits a small machine on a CPU. tell(text) is called
-    once before each variant's check, and once before the timing. Forgets what torch.compile compiled before.
-    """
-    problem = models.PROBLEMS[problem] if isinstance(problem, str) else problem
-    device = pick_device(device)[0]
-    batch_size = batch_size or (problem.cpu_batch_size if device == "cpu" else None)
-    seed = new_seed() if seed is None else seed
-    tell = tell or (lambda text: None)
+def _rows(contest: Contest, phase: str, names: Iterable[str], asked: bool, seed, tell) -> list[dict]:
+    """A row for each of the contestants `names`, for each kind of input. asked: all are wanted, even those that add nothing."""
+    seed, tell = new_seed() if seed is None else seed, tell or (lambda text: None)
     torch._dynamo.reset()  # else old shapes count towards the limit past which it runs eager in silence
-    options = dict(device=device, phase=phase, batch_size=batch_size, dtype=dtype, seed=seed)
-
     torch.manual_seed(seed)
-    model = problem.Model(*problem.get_init_inputs()).to(device=device, dtype=dtype)
-    x = problem.get_inputs(device=device, batch_size=batch_size)[0].to(dtype)
-    with torch.no_grad():
-        g = torch.randn_like(model(x))
-    rows, calls = [], {}
-    for variant in variants or variants_of(problem, device):
-        tell(f"{problem.name} {phase}: checking {variant}")
-        obstacle = _obstacle(problem, variant, model, x)
-        result = Check(variant, seed, [], [obstacle]) if obstacle else check(problem, variant, **options)
-        row = _row(problem, variant, result, model, x, g, phase)
+    model, inputs = contest.model(), contest.inputs()
+    rows = []
+    for variant in names:
+        if variant == EXACT and not asked and not any(row["peer"] and row["ok"] is False for row in rows):
+            continue
+        tell(f"{contest.name} {phase}: checking {variant}")
+        obstacle, plan = _plan(contest, variant, model, inputs, phase)
         if obstacle:
-            row["ok"] = None
-        rows.append(row)
-        if row["ok"]:
-            module = contestant(problem, variant, model)
-            with torch.set_grad_enabled(phase != "forward"):
-                row["plan"] = str(module.plan(x)) if variant not in PEERS else None
-            calls[variant] = _timed(module, model, x, phase, g)
-    tell(f"{problem.name} {phase}: timing")
-    timings = time(calls, device) if calls else {}
+            result = Check(variant, seed, [], [obstacle])
+        else:
+            result = check(contest, variant, phase=phase, seed=seed)
+        rows.append(_row(contest, variant, result, model, inputs, phase) | {"plan": plan})
+        if obstacle:
+            rows[-1]["ok"] = None
+    _, plan = _plan(contest, "auto", model, inputs, phase)
+    default = contest.variants[0] if len(contest.variants) == 1 else (plan or "").split(":")[0]
     for row in rows:
-        timing, eager = timings.get(row["variant"]), timings.get("eager")
-        if timing:
-            row.update(median_ms=timing.median, low_ms=timing.low, high_ms=timing.high, runs=timing.runs)
-            if eager and row["variant"] not in NOT_A_KERNEL:
-                row["speedup_vs_eager"] = eager.median / timing.median
+        row["auto"] = row["variant"] in (default, "auto")
+    tell(f"{contest.name} {phase}: timing")
+    timed = [row for row in rows if (row["peer"] and row["ok"] is not None) or row["ok"]]
+    _time_rows(contest, phase, timed, model, inputs)
+    for label, prepare in contest.timed_cases if has_backward(phase) else ():
+        model, inputs = contest.model(), contest.inputs()
+        prepare(model, *inputs)
+        copies = [row | {"inputs": label} for row in timed]
+        _time_rows(contest, phase, copies, model, inputs)
+        rows += copies
     return rows
 
 
-def _obstacle(problem, variant: str, model, x) -> str | None:
-    """Why a variant of ours can't run for x, or None."""
-    if variant in PEERS:
-        return None
+def _plan(contest: Contest, variant: str, model, inputs, phase: str) -> tuple[str | None, str | None]:
+    """Why a variant of ours can't run, or None; and what it runs in words, if it says so."""
+    if variant in contest.peers:
+        return None, None
     try:
-        contestant(problem, variant, model).plan(x)
-    except RuntimeError as error:
-        return str(error)
+        twin = contest.twin(variant, model)
+        with torch.set_grad_enabled(phase != "forward"):
+            return None, str(twin.plan(*inputs)) if hasattr(twin, "plan") else None
+    except (RuntimeError, ValueError) as error:
+        return str(error), None
 
 
-def _timed(module, model, x, phase, g) -> Callable[[], object]:
-    leaves = dict(model.named_parameters())
-    return lambda: call(module, leaves, x, phase, g)
+def _time_rows(
+    contest: Contest, phase: str, rows: list[dict], model: nn.Module, inputs: list[Tensor]
+) -> None:
+    """Puts the times of the rows' variants into them."""
+    if not rows:
+        return
+    device = contest.device
+    calls = {
+        row["variant"]: Call.of(contest.contestant(row["variant"], model), inputs, phase) for row in rows
+    }
+    timings = time(calls, device)
+    if device == "cuda":
+        called, host = call_times(calls, device), host_times(calls, device)
+    for row in rows:
+        name = row["variant"]
+        timing, eager = timings[name], timings.get("eager")
+        row.update(median_ms=timing.median, low_ms=timing.low, high_ms=timing.high, runs=timing.runs)
+        row["call_ms"] = called[name].median if device == "cuda" else timing.median
+        row["host_us"] = host[name] if device == "cuda" else timing.median * 1e3
+        row["memory_mb"] = extra_memory(calls[name]) if device == "cuda" else None
+        row["speedup_vs_eager"] = eager.median / timing.median if eager else None
 
 
-def _row(problem, variant, result: Check, model, x, y, phase) -> dict:
-    worst = result.worst
-    figures = (worst.norm, worst.max, worst.eager_norm, worst.eager_max) if worst else (None,) * 4
-    names = ("error_norm", "error_max", "eager_error_norm", "eager_error_max")
-    did_not_run = variant in PEERS and bool(result.complaints)
+def _row(contest: Contest, variant: str, result: Check, model, inputs: list[Tensor], phase: str) -> dict:
+    worst, peer = result.worst, variant in contest.peers
+    figures = (
+        (worst.norm, worst.max, worst.eager_norm, worst.eager_max, 2 * worst.share) if worst else (None,) * 5
+    )
+    names = ("error_norm", "error_max", "eager_error_norm", "eager_error_max", "error_vs_eager")
+    with torch.no_grad():
+        tensors = [*inputs, model(*inputs)]
+    moved = sum(t.numel() * t.element_size() for t in tensors)
     return {
-        "problem": problem.name,
-        "number": problem.number,
+        "problem": contest.name,
+        "number": contest.number,
         "variant": variant,
-        "device": x.device.type,
-        "dtype": str(x.dtype).removeprefix("torch."),
+        "peer": peer,
+        "auto": False,
+        "device": contest.device,
+        "dtype": str(contest.dtype).removeprefix("torch."),
         "phase": phase,
-        "shape": list(x.shape),
-        "ok": None if did_not_run else result.ok,
+        "inputs": "default",
+        "shape": list(inputs[0].shape),
+        "ok": None
+        if peer and result.complaints
+        else result.ok or variant == "eager",  # the rule's own measure
         "reason": "; ".join(result.failures) or None,
-        **dict.fromkeys(("median_ms", "low_ms", "high_ms", "runs", "speedup_vs_eager")),
+        **dict.fromkeys(
+            ("median_ms", "low_ms", "high_ms", "runs", "call_ms", "host_us", "memory_mb", "speedup_vs_eager")
+        ),
         "quantity": worst and worst.quantity,
         "case": worst and worst.case,
         **{
             name: value if value is not None and math.isfinite(value) else None
             for name, value in zip(names, figures)
         },
-        "bytes": problem.bytes(x, y),
-        "floor_ms": _floor(problem, model, x, y) if phase == "forward" else None,
+        "bytes": moved,
+        "floor_ms": _floor(contest, moved, contest.operations(model, *inputs))
+        if not has_backward(phase)
+        else None,
         "plan": None,
         "seed": result.seed,
     }
 
 
-def _floor(problem, model, x, y) -> float | None:
-    if x.device.type != "cuda" or torch.cuda.get_device_name(x.device) not in GPUS:
+def _floor(contest: Contest, moved: int, operations: int) -> float | None:
+    """Milliseconds that the GPU needs at least to move so many bytes and do so many operations; None for one that isn't known."""
+    if contest.device != "cuda" or torch.cuda.get_device_name() not in GPUS:
         return None
-    bandwidth, rates = GPUS[torch.cuda.get_device_name(x.device)]
-    rate = rates[str(x.dtype).removeprefix("torch.")]
-    return max(problem.bytes(x, y) / bandwidth, problem.operations(model, x) / rate) * 1e3
+    bandwidth, rates = GPUS[torch.cuda.get_device_name()]
+    return max(moved / bandwidth, operations / rates[str(contest.dtype).removeprefix("torch.")]) * 1e3
 
 
-# -------------------------------------------------------------------------------------------------------------- records
+# -------------------------------------------------------------------------------------------------------------- showing
 
 
-def record(rows: list[dict]) -> dict:
-    """The rows of one run together with what they were measured on."""
-    gpu = torch.cuda.is_available()
-    commit = _output("git", "rev-parse", "HEAD") or None
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "gpu": torch.cuda.get_device_name() if gpu else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-        or None,
-        "cpu": _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "allow_tf32": library.allows_tf32(),
-        "commit": commit,
-        "dirty": bool(_output("git", "status", "--porcelain")) if commit else None,
-        "sources": sources(),
-        "rows": rows,
-    }
+class Standing(NamedTuple):
+    """Who counts among rows of one problem, phase and kind of input; None where nobody has a time."""
+
+    eager: dict | None
+    exact: dict | None  # the fastest peer that keeps the rule, eager among them
+    fastest: dict | None  # the fastest peer of any accuracy
+    ours: dict | None  # what runs by default, or the fastest of ours where that isn't known
 
 
-def sources() -> str:
-    """A hash of the code that a record depends on, to tell it where there is no git."""
-    paths = sorted([*FOLDER.glob("*.py"), *(FOLDER / "kernels").glob("*")])
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in paths)).hexdigest()[:16]
+def ms_of(row: dict) -> float | None:
+    """The time as called, or, in records that don't have it, the GPU's."""
+    return row["median_ms"] if row.get("call_ms") is None else row["call_ms"]
 
 
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(
-            command, cwd=FOLDER, capture_output=True, text=True, check=True, timeout=30
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+def is_peer(row: dict) -> bool:
+    return row.get("peer", row["variant"] in PEERS)
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def standing(rows: list[dict]) -> Standing:
+    timed = sorted((row for row in rows if row["median_ms"] is not None), key=ms_of)
+    peers = [row for row in timed if is_peer(row)]
+    ours = [row for row in timed if not is_peer(row) and row["speedup_vs_eager"]]
+    first = lambda rows: next(iter(rows), None)  # noqa: E731
+    return Standing(
+        first(row for row in peers if row["variant"] == "eager"),
+        first(row for row in peers if row["ok"]),
+        first(peers),
+        first(row for row in ours if row.get("auto")) or first(ours),
+    )
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as plain text: one line each, under a line per problem and phase."""
-    lines, group = [], None
+def groups(rows: list[dict]) -> dict[tuple[str, str, str], list[dict]]:
+    """Rows by problem, phase and kind of input."""
+    found = {}
     for row in rows:
-        if (row["problem"], row["phase"]) != group:
-            group = row["problem"], row["phase"]
-            shape = "×".join(map(str, row["shape"]))
-            floor = f", floor {row['floor_ms']:.3g} ms" if row["floor_ms"] else ""
-            lines += [
-                "",
-                f"{row['number']} {row['problem']}: {row['phase']}, {row['dtype']}, {shape}, {row['device']}{floor}",
-            ]
-            lines.append(
-                f"  {'variant':13}{'ms':>9}{'quartiles':>17}{'× eager':>9}{'error':>10}{'eager’s':>10}"
-            )
-        lines.append("  " + _line(row))
-    return "\n".join(lines[1:])
+        found.setdefault((row["problem"], row["phase"], row.get("inputs", "default")), []).append(row)
+    return found
 
 
-def _line(row: dict) -> str:
-    if row["median_ms"] is None:
-        return f"{row['variant']:13}{_status(row)}: {row['reason']}"
-    quartiles = f"{row['low_ms']:.3g}–{row['high_ms']:.3g}"
-    speedup = f"{row['speedup_vs_eager']:.2f}" if row["speedup_vs_eager"] else "–"
-    errors = f"{row['error_norm']:>10.1e}{row['eager_error_norm']:>10.1e}"
-    return f"{row['variant']:13}{row['median_ms']:9.3f}{quartiles:>17}{speedup:>9}{errors}"
+def title_of(row: dict) -> str:
+    name = row["problem"].replace("_", " ")
+    return f"{row['number']} {name}" if row["number"] else name
 
 
-def _status(row: dict) -> str:
+def situation_of(row: dict) -> str:
+    label = row.get("inputs", "default")
+    return row["phase"] + ("" if label == "default" else f" ({label})")
+
+
+def status_of(row: dict) -> str:
+    """Why a row has no time."""
     return "did not run" if row["ok"] is None else "fails its check"
 
 
-# -------------------------------------------------------------------------------------------------------------- summary
-
-
-def summary(logs: list[Path], folder: Path = RESULTS) -> str:
-    """How `make gpu` went: the last line of each log, which is its verdict; the newest record's, a GPU's if there is one, with
-    forward's times; and where all that is."""
-    lines = [f"{log.stem:12}{_last_line(log)}" for log in logs]
-    if not (records := _records(folder)):
-        return "\n".join([*lines, f"{'benchmark':12}no record in {folder}"])
-    path, item = max(records, key=lambda pair: (_is_gpu(pair[1]), pair[1]["date"]))
-    failed = [
-        f"{row['number']} {row['variant']} {row['phase']}"
-        for row in item["rows"]
-        if row["ok"] is False and row["variant"] not in PEERS
-    ]
-    lines += [
-        f"{'benchmark':12}{'fails its check: ' + ', '.join(failed) if failed else 'all of ours pass their checks'}"
-    ]
-    lines += ["", f"{'forward, ms':54}{'eager':>9}{'best peer':>23}{'ours':>18}{'× best peer':>13}"]
-    rows = [row for row in item["rows"] if row["phase"] == "forward"]
-    lines += [
-        _summary_line([row for row in rows if row["problem"] == name])
-        for name in dict.fromkeys(row["problem"] for row in rows)
-    ]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"record      {path}: {_machine(item)}, {item['date']}",
-            f"logs        {' '.join(map(str, logs))}",
-        ]
+def inexact(row: dict) -> str | None:
+    """By how much a peer misses the rule, in words; None if it keeps it."""
+    if row["ok"] or row["median_ms"] is None:
+        return None
+    times = row.get("error_vs_eager")
+    return (
+        f"error {times:.2g} × eager’s"
+        if times is not None and times < 1e3
+        else f"error {times:.0f} × eager’s"
+        if times
+        else "not finite"
     )
 
 
-def _last_line(log: Path) -> str:
-    text = log.read_text(encoding="utf-8", errors="replace").strip() if log.is_file() else ""
-    return text.splitlines()[-1].strip("= ") if text else "no log"
-
-
-def _summary_line(rows: list[dict]) -> str:
-    """A problem in a line. Peer and ours are the fastest that passed; "–" where none did."""
-    timed = [row for row in rows if row["median_ms"] is not None and row["variant"] not in NOT_A_KERNEL]
-    fastest = {row["variant"] in PEERS: row for row in sorted(timed, key=lambda row: -row["median_ms"])}
-    peer, ours = fastest.get(True), fastest.get(False)
-    eager = next((row for row in timed if row["variant"] == "eager"), None)
-    ratio = f"{peer['median_ms'] / ours['median_ms']:.2f}×" if peer and ours else "–"
-    title = f"{rows[0]['number']} {rows[0]['problem'].replace('_', ' ')}"
-    return f"{title:54}{_milliseconds(eager):>9}{_named_time(peer):>23}{_named_time(ours):>18}{ratio:>13}"
-
-
-def _milliseconds(row: dict | None) -> str:
-    return f"{row['median_ms']:.3g}" if row else "–"
-
-
-def _named_time(row: dict | None) -> str:
-    return f"{row['variant']} {_milliseconds(row)}" if row else "–"
-
-
-# --------------------------------------------------------------------------------------------------------------- README
-
-
-def load_records(folder: Path = RESULTS) -> list[dict]:
-    """The newest record of each machine in `folder`, GPUs first. Other JSON files there are left alone."""
-    newest = {_machine(item): item for _, item in _records(folder)}
-    return sorted(newest.values(), key=_is_gpu, reverse=True)
-
-
-def _records(folder: Path) -> list[tuple[Path, dict]]:
-    """Every record in `folder` and where it is, the newest last."""
-    items = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
-    items = [(path, item) for path, item in items if "variant" in (item.get("rows") or [{}])[0]]
-    return sorted(items, key=lambda pair: pair[1]["date"])
-
-
-def _machine(item: dict) -> str:
-    return item["gpu"] if _is_gpu(item) else f"{item['cpu']}, {item['threads']} threads"
-
-
-def _is_gpu(item: dict) -> bool:
-    return item["rows"][0]["device"] == "cuda"
-
-
-def readme_table(records: list[dict]) -> str:
-    """What stands between README's markers: a table for each record, a row per problem and phase, phase by phase."""
-    parts = [_markdown(item) for item in records]
-    if records:
-        machine = _machine(records[0])
-        parts.insert(1, f"![Forward time of every variant on {machine}]({README_PLOT})\n")
-    return "\n".join(parts) or "(no recorded runs)\n"
-
-
-def _markdown(item: dict) -> str:
-    rows = item["rows"]
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    driver = f", driver {item['driver']}" if rows[0]["device"] == "cuda" else ""
-    commit = (
-        f"commit {item['commit'][:10]}{' with changes' if item['dirty'] else ''}"
-        if item["commit"]
-        else item["sources"]
-    )
-    lines = [
-        f"{_machine(item)}{driver}, torch {item['torch']}, {rows[0]['dtype']}, {commit}, {item['date'][:10]}:",
-        "",
-    ]
-    lines += [
-        f"| problem | phase | input | {' | '.join(variants)} |",
-        "|---|---|---|" + "---|" * len(variants),
-    ]
-    pairs = dict.fromkeys((row["problem"], row["phase"]) for row in rows)
-    for problem, phase in sorted(pairs, key=lambda pair: PHASES.index(pair[1])):
-        group = {row["variant"]: row for row in rows if (row["problem"], row["phase"]) == (problem, phase)}
-        first = next(iter(group.values()))
-        cells = [_cell(group[variant]) if variant in group else "" for variant in variants]
+def table(rows: list[dict]) -> str:
+    """The rows as plain text: one line each, under a line per problem, phase and kind of input, and the factors that follow."""
+    lines = []
+    for group in groups(rows).values():
+        first, on_gpu = group[0], group[0]["device"] == "cuda"
+        floor = f", floor {first['floor_ms']:.3g} ms" if first["floor_ms"] else ""
         shape = "×".join(map(str, first["shape"]))
-        lines.append(
-            f"| {first['number']} {problem.replace('_', ' ')} | {phase} | {shape} | {' | '.join(cells)} |"
+        lines += [
+            "",
+            f"{title_of(first)}: {situation_of(first)}, {first['dtype']}, {shape}, {first['device']}{floor}",
+        ]
+        columns = (
+            f"{'GPU ms':>9}{'quartiles':>17}{'host µs':>9}{'MB more':>9}" if on_gpu else f"{'quartiles':>17}"
         )
-    return "\n".join(lines) + "\n"
+        lines.append(f"  {'variant':13}{'ms':>9}{'× eager':>9}{columns}{'error':>10}{'eager’s':>10}")
+        eager = standing(group).eager
+        lines += [f"  {_line(row, eager, on_gpu)}" for row in group]
+        lines += [f"  {text}" for text in factors(group)]
+    return "\n".join(lines[1:])
 
 
-def _cell(row: dict) -> str:
+def _line(row: dict, eager: dict | None, on_gpu: bool) -> str:
     if row["median_ms"] is None:
-        return _status(row)
-    faster = row["speedup_vs_eager"] and row["variant"] != "eager"
-    return f"{row['median_ms']:.3g} ms" + (f", {row['speedup_vs_eager']:.2f}×" if faster else "")
-
-
-def with_table(text: str, records: list[dict]) -> str:
-    """README's text with the table of `records` between its markers. Raises ValueError if a marker is missing."""
-    before, _, rest = text.partition("<!-- table -->\n")
-    _, marker, after = rest.partition("<!-- end of table -->")
-    if not marker:
-        raise ValueError(
-            "expected the markers <!-- table --> and <!-- end of table -->, each on a line of its own"
+        return (
+            f"{row['variant']:13}{status_of(row)}: {textwrap.shorten(row['reason'], 180, placeholder=' …')}"
         )
-    return f"{before}<!-- table -->\n{readme_table(records)}{marker}{after}"
+    speedup = f"{ms_of(eager) / ms_of(row):.2f}" if eager else "–"
+    columns = f"{row['low_ms']:.3g}–{row['high_ms']:.3g}".rjust(17)
+    if on_gpu:
+        columns = f"{row['median_ms']:9.3f}{columns}{row['host_us']:9.0f}{row['memory_mb']:9.1f}"
+    errors = "".join(
+        "–".rjust(10) if value is None else f"{value:>10.1e}"
+        for value in (row["error_norm"], row["eager_error_norm"])
+    )
+    return f"{row['variant']:13}{ms_of(row):9.3f}{speedup:>9}{columns}{errors}  {inexact(row) or ''}".rstrip()
 
 
-def write_readme() -> None:
-    """Brings README.md's table and plot up to the newest records."""
-    records, path = load_records(), FOLDER / "README.md"
-    path.write_text(with_table(path.read_text(encoding="utf-8"), records), encoding="utf-8")
-    if records:
-        plot([row for row in records[0]["rows"] if row["phase"] == "forward"]).savefig(
-            FOLDER / README_PLOT, dpi=110
-        )
+def factors(rows: list[dict]) -> list[str]:
+    """What may be said of rows of one group: ours over the best peer that keeps the rule, and over the fastest of any accuracy."""
+    _, exact, fastest, ours = standing(rows)
+    if not ours or not exact:
+        return []
+    text = f"{ours['variant']}: {ms_of(exact) / ms_of(ours):.2f} × as fast as {exact['variant']}, the best peer that keeps the rule"
+    if fastest is not exact:
+        text += f"; {ms_of(fastest) / ms_of(ours):.2f} × as fast as {fastest['variant']}, the fastest of any accuracy"
+    return [text]
 
 
-# ------------------------------------------------------------------------------------------------------------- plotting
-
+# Of Okabe and Ito's, which colour-blind people tell apart: greys and blues for peers, oranges for ours.
 COLOURS = {
-    "eager": "#8c8c8c",
-    "compile": "#9ecae1",
-    "max-autotune": "#4292c6",
-    "epilogue": "#fd8d3c",
-    "fused": "#d94801",
-}
+    "eager": "#999999", "compile": "#8fcff0", "max-autotune": "#56b4e9", "compile-cl": "#0072b2", "compile-fp32": "#b3d9ee",
+    "epilogue": "#e69f00", "fused": "#d55e00",
+}  # fmt: skip
+OTHER_PEERS, OURS = "#009e73", "#d55e00"
 
 
-def plot(rows: list[dict]):
-    """A matplotlib figure: a panel per problem and phase, in it a bar per variant with its median time, from zero.
+def plot(rows: list[dict], title: str | None = None):
+    """A matplotlib figure: a panel per problem, phase and kind of input, in it a bar per variant with its speed-up over eager, as called, on
+    a logarithmic axis; eager is the line at 1.
 
-    Whiskers are quartiles, the dashed line is the floor, the figure behind a bar is its speed-up over eager. What failed its
-    check has no bar. The background is opaque, so that it reads on a light and on a dark page.
+    A diamond is the speed-up of the GPU's time alone. A hatched bar belongs to a peer that misses the rule. What of ours failed its check
+    has no bar. title: by default this machine and today's date. The background is opaque, so that it reads on a light and on a dark page.
     """
     from matplotlib import pyplot
 
-    phases = list(dict.fromkeys(row["phase"] for row in rows))
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    columns = min(2, len(problems))
-    lines = math.ceil(len(problems) / columns) * len(phases)
-    height = 0.95 + 0.33 * max(len({row["variant"] for row in rows}), 2)
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": "#222222"}
+    panels = list(groups(rows).values())
+    columns = min(2, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    height = 0.95 + 0.27 * max(len(group) for group in panels)
+    style = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.color": "#222222",
+        "hatch.linewidth": 0.8,
+    }
+    machine = torch.cuda.get_device_name() if rows[0]["device"] == "cuda" else cpu_name()
+    title = title or f"{machine}, {datetime.date.today().isoformat()}"
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(
-            lines,
-            columns,
-            figsize=(5.2 * columns, height * lines),
-            squeeze=False,
-            layout="constrained",
-            facecolor="#ffffff",
-        )
-        panels = [(problem, phase) for phase in phases for problem in problems]
-        per_phase = lines // len(phases) * columns
+            lines, columns, figsize=(5.6 * columns, height * lines + 0.4), squeeze=False, layout="constrained", facecolor="#ffffff"
+        )  # fmt: skip
+        figure.suptitle(f"Speed-up over eager PyTorch · {title}", fontsize=10, fontweight="bold")
         for axis in axes.flat:
             axis.set_visible(False)
-        for i, (problem, phase) in enumerate(panels):
-            axis = axes.flat[i // len(problems) * per_phase + i % len(problems)]
+        for axis, group in zip(axes.flat, panels):
             axis.set_visible(True)
-            _panel(axis, [row for row in rows if (row["problem"], row["phase"]) == (problem, phase)])
+            _panel(axis, group)
         pyplot.close(figure)  # else a notebook shows it twice
     return figure
 
 
 def _panel(axis, rows: list[dict]) -> None:
-    first, longest = rows[0], max((row["high_ms"] or 0 for row in rows), default=0) or 1.0
-    title = textwrap.shorten(first["problem"].replace("_", " "), 60)
+    first, eager = rows[0], standing(rows).eager
     shape = "×".join(map(str, first["shape"]))
-    axis.set_title(
-        f"{first['number']} · {title}\n{first['phase']}, {first['dtype']}, {shape}", loc="left", fontsize=9
-    )
+    heading = textwrap.shorten(title_of(first), 70)
+    axis.set_title(f"{heading}\n{situation_of(first)}, {first['dtype']}, {shape}", loc="left", fontsize=9)
+    axis.set_xscale("log")
+    speedups = [1.0]
     for y, row in enumerate(rows):
-        if row["median_ms"] is None:
-            axis.text(longest * 0.01, y, _status(row), va="center", color="#a00000", style="italic")
+        if row["median_ms"] is None or not eager:
+            axis.text(1.03, y, status_of(row), va="center", color="#a00000", style="italic")
             continue
-        median, low, high = row["median_ms"], row["low_ms"], row["high_ms"]
-        axis.barh(y, median, color=COLOURS.get(row["variant"], "#74c476"), height=0.7)
-        axis.errorbar(
-            median, y, xerr=[[median - low], [high - median]], color="#222222", capsize=2, linewidth=0.8
+        speedup, on_gpu = ms_of(eager) / ms_of(row), eager["median_ms"] / row["median_ms"]
+        apart = row.get("call_ms") not in (None, row["median_ms"])
+        colour = COLOURS.get(row["variant"], OTHER_PEERS if is_peer(row) else OURS)
+        hatch = "////" if inexact(row) else None
+        axis.barh(
+            y,
+            speedup - 1,
+            left=1,
+            color=colour,
+            height=0.72,
+            hatch=hatch,
+            edgecolor="#222222" if hatch else colour,
         )
-        speedup = (
-            f"  {row['speedup_vs_eager']:.2f}×"
-            if row["speedup_vs_eager"] and row["variant"] != "eager"
-            else ""
-        )
-        axis.text(high + longest * 0.02, y, f"{median:.3g} ms{speedup}", va="center")
-    if first["floor_ms"]:
-        axis.axvline(first["floor_ms"], color="#222222", linestyle="--", linewidth=1)
-        axis.text(first["floor_ms"], -0.55, " floor", fontsize=8, va="bottom")
+        if apart and row is not eager:
+            axis.plot(on_gpu, y, marker="D", color="#ffffff", markeredgecolor="#222222", markersize=4.5)
+        text = f"{speedup:.2f}× · " * (row is not eager) + f"{ms_of(row):.3g} ms"
+        text += f" ({row['median_ms']:.3g} GPU)" * apart + f" · {inexact(row)}" * bool(inexact(row))
+        furthest = max(speedup, on_gpu if apart else speedup, 1.0)
+        axis.annotate(text, (furthest, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+        speedups += [speedup, on_gpu if apart else speedup]
+    axis.axvline(1, color="#222222", linewidth=1)
+    low, high = min(speedups), max(speedups)
+    axis.set_xlim(min(0.9, low * 0.85), high * (high / min(low, 1.0)) ** 0.9 * 1.9)
+    ticks = [tick for tick in (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50) if min(0.9, low) <= tick <= high * 1.3]
+    axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+    axis.minorticks_off()
     axis.set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    axis.set_ylim(len(rows) - 0.4, -0.75)
-    axis.set_xlim(0, longest * 1.35)
-    axis.set_xlabel("ms (median, quartiles)")
+    axis.set_ylim(len(rows) - 0.4, -0.6)
 
 
 # -------------------------------------------------------------------------------------------------------------- command
@@ -567,51 +905,53 @@ def _panel(axis, rows: list[dict]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns 1 if a check of one of our variants fails, else 0; a peer's failure is shown, not judged."""
+    problems = registry()
     parser = argparse.ArgumentParser(
         description="Check, time and plot eager PyTorch, torch.compile and our kernels."
     )
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"problems, default all: {', '.join(models.PROBLEMS)}"
+        "names", nargs="*", metavar="NAME", help=f"problems, default all: {', '.join(problems)}"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--batch", type=int, metavar="N", help="batch size; default: the problem's own, on a CPU a small one"
     )
     parser.add_argument(
-        "--phase", default="forward", help=f"one or more of {','.join(PHASES)}; default forward"
+        "--phase", default="forward_grad", help=f"one or more of {','.join(PHASES)}; default forward_grad"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine to FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write a plot per phase into FOLDER")
-    parser.add_argument(
-        "--readme", action="store_true", help="only write README's table and plot from the recorded runs"
-    )
-    parser.add_argument(
-        "--summary",
-        nargs="+",
-        type=Path,
-        metavar="LOG",
-        help="only print how each LOG ends and the newest record's forward times",
-    )
     options = parser.parse_args(arguments)
-    if options.summary:
-        print(summary(options.summary))
-        return 0
-    if options.readme:
-        write_readme()
-        return 0
-    names, phases = options.names or list(models.PROBLEMS), options.phase.split(",")
-    for given, known in ((names, models.PROBLEMS), (phases, PHASES)):
+    names, phases = options.names or list(problems), options.phase.split(",")
+    for given, known in ((names, problems), (phases, PHASES)):
         if unknown := [name for name in given if name not in known]:
             parser.error(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+
+    from tqdm import tqdm
+
+    from benchmarks import peers, report
 
     device, reason = pick_device(options.device)
     print(f"{reason}; torch {torch.__version__}")
     rows = []
-    for of_one in _run_all(names, phases, device, options.batch):
-        rows += of_one
-        if options.json:  # what has been measured outlasts an interruption
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(record(rows), indent=1) + "\n")
+    with tqdm(
+        total=len(names) * len(phases), bar_format="{l_bar}{bar:20}| {n}/{total} {elapsed} {desc}"
+    ) as bar:
+        for name in names:
+            others = peers.PEERS.get(name) if device == "cuda" else None
+            for phase in phases:
+                rows += compare(
+                    name,
+                    device=device,
+                    phase=phase,
+                    batch_size=options.batch,
+                    peers=others,
+                    tell=bar.set_description_str,
+                )
+                if options.json:  # what has been measured outlasts an interruption
+                    report.write(options.json, rows)
+                bar.update()
+        bar.set_description_str("done")
     print(table(rows))
     if options.json:
         print(f"\nrecord: {options.json}")
@@ -621,24 +961,7 @@ def main(arguments: list[str] | None = None) -> int:
             path = options.plots / f"{phase}.png"
             plot([row for row in rows if row["phase"] == phase]).savefig(path, dpi=110)
             print(f"plot: {path}")
-    return int(any(row["ok"] is False for row in rows if row["variant"] not in PEERS))
-
-
-def _run_all(names: list[str], phases: list[str], device: str, batch: int | None) -> Iterator[list[dict]]:
-    """The rows of each problem and phase."""
-    from tqdm import tqdm
-
-    steps = sum(len(variants_of(models.PROBLEMS[name], device)) + 1 for name in names) * len(phases)
-    with tqdm(total=steps, bar_format="{l_bar}{bar:20}| {n}/{total} {elapsed} {desc}") as bar:
-
-        def tell(text):
-            bar.set_description_str(text)
-            bar.update()
-
-        for name in names:
-            for phase in phases:
-                yield compare(name, device=device, phase=phase, batch_size=batch, tell=tell)
-        bar.set_description_str("done")
+    return int(any(row["ok"] is False for row in rows if not row["peer"]))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -170,11 +170,10 @@ def samples_per_piece(x: Tensor, weight: Tensor, saving: bool) -> int:
     return max(2, CPU_PIECE_BYTES // max(1, sample))
 
 
-def pieces(count: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def pieces(count: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The tensors' first `count` rows, then the next, …; what has no elements stays whole."""
     N = tensors[0].shape[0]
     if count >= N:
-        yield tensors
-        return
-    for first in range(0, N, count):
-        yield tuple(t[first : first + count] if t.numel() else t for t in tensors)
+        return (tensors,)
+    starts = range(0, N, count)
+    return (tuple(t[i : i + count] if t.numel() else t for t in tensors) for i in starts)

@@ -15,10 +15,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import inline_loader
 
@@ -40,7 +40,8 @@ def declare(
     """The operator `inline_kernels::<name>`. Declared again (an edited cell), it is the new one.
 
     forward(*arguments) -> Tensor: its parameters are annotated with Tensor, float, int, bool or list[int], which makes the
-        operator's schema. What it returns shares no memory with what it is given. If it takes a keyword `saving`, it returns
+        operator's schema. Where they are many: forward(a), annotated with a NamedTuple of such fields; all functions here then
+        take that. What it returns shares no memory with what it is given. If it takes a keyword `saving`, it returns
         (result, *saved), tensors for backward, where that is True, and (result,) where it is False.
     shapes(*arguments): what forward returns, with the same shapes, dtypes and strides, but any values; `saving` likewise.
     backward(dy, *arguments, *saved, needs) -> the gradient of each tensor argument, in order, or None. needs: a list of bools,
@@ -95,19 +96,22 @@ class Operator:
         self, name: str, forward: Callable, shapes: Callable, backward: Callable, gradients: Callable
     ):
         parameters = inspect.signature(forward, eval_str=True).parameters
-        saves = parameters.get("saving") is not None
-        arguments = [p for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-        for p in arguments:
-            if p.annotation not in _SCHEMA_TYPES:
+        types = {p.name: p.annotation for p in parameters.values() if p.kind is not p.KEYWORD_ONLY}
+        together = next(iter(types.values()), None)
+        if isinstance(together, type) and hasattr(together, "_fields"):
+            types = get_type_hints(together)
+            forward, shapes, gradients = (_packed(each, together) for each in (forward, shapes, gradients))
+            backward = _packed(backward, together, after=1)
+        for parameter, kind in types.items():
+            if kind not in _SCHEMA_TYPES:
                 known = ", ".join(getattr(each, "__name__", str(each)) for each in _SCHEMA_TYPES)
-                raise TypeError(
-                    f"{name}: expected {p.name} annotated with one of {known}, got {p.annotation!r}"
-                )
+                raise TypeError(f"{name}: expected {parameter} annotated with one of {known}, got {kind!r}")
         self.name = name
-        self.parameters = ", ".join(f"{_SCHEMA_TYPES[p.annotation]} {p.name}" for p in arguments)
-        self.tensors = [i for i, p in enumerate(arguments) if p.annotation is Tensor]
-        self._forward, self._shapes = (forward, shapes) if saves else map(_saving_nothing, (forward, shapes))
-        self._backward, self._like = backward, gradients or self._like_arguments
+        self.parameters = ", ".join(f"{_SCHEMA_TYPES[kind]} {parameter}" for parameter, kind in types.items())
+        self.tensors = [i for i, kind in enumerate(types.values()) if kind is Tensor]
+        saves = "saving" in parameters
+        self._forward, self.shapes = (forward, shapes) if saves else map(_saving_nothing, (forward, shapes))
+        self._backward, self.gradients = backward, gradients or self._like_arguments
         self.differentiable = _differentiable(self).apply if backward else self.run
         self.registered = self._register()
 
@@ -154,14 +158,14 @@ class Operator:
             return getattr(getattr(torch.ops, NAMESPACE), name).default
 
         def shape(*arguments):
-            return self._shapes(*arguments, saving=False)[0]
+            return self.shapes(*arguments, saving=False)[0]
 
         operator = define(self.name, f"({self.parameters}) -> Tensor", self.run, shape)
         if self._backward is None:
             return operator
 
         def shapes_saved(*arguments):
-            return list(self._shapes(*arguments, saving=True))
+            return list(self.shapes(*arguments, saving=True))
 
         # An operator returns tensors and nothing else: what is not needed is one without elements.
         def gradients(dy, *rest):
@@ -171,7 +175,9 @@ class Operator:
 
         def gradient_shapes(dy, *rest):
             *arguments, _, needs = rest
-            return [like if need else dy.new_empty(0) for like, need in zip(self._like(*arguments), needs)]
+            return [
+                like if need else dy.new_empty(0) for like, need in zip(self.gradients(*arguments), needs)
+            ]
 
         saving = define(f"{self.name}_saving", f"({self.parameters}) -> Tensor[]", self.save, shapes_saved)
         schema = f"(Tensor dy, {self.parameters}, Tensor[] saved, bool[] needs) -> Tensor[]"
@@ -193,6 +199,16 @@ class Operator:
         return operator
 
 
+def _packed(function: Callable | None, together: type, after: int = 0) -> Callable | None:
+    """function(…, together, …) as one that takes the fields of `together` one by one, after so many others."""
+    end = after + len(together._fields)
+
+    def unpacked(*given, **options):
+        return function(*given[:after], together(*given[after:end]), *given[end:], **options)
+
+    return function and unpacked
+
+
 def _saving_nothing(function: Callable) -> Callable:
     return lambda *arguments, saving: (function(*arguments),)
 
@@ -212,7 +228,18 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx, dy):
-            return twice(ctx, dy) if torch.is_grad_enabled() else gradients(ctx, dy)
+            return Once.apply(ctx, dy, *ctx.saved_tensors) if torch.is_grad_enabled() else gradients(ctx, dy)
+
+    class Once(torch.autograd.Function):
+        """The gradients, where somebody asked for their graph: whoever goes back through it meets an error on every way."""
+
+        @staticmethod
+        def forward(_, ctx, dy, *given):
+            return gradients(ctx, dy)
+
+        @staticmethod
+        def backward(_, *ddy):
+            raise RuntimeError(f"{operator.name} can't be differentiated twice")
 
     def gradients(ctx, dy):
         tensors, by_argument = operator.tensors, [None] * len(ctx.arguments)
@@ -227,6 +254,5 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
             by_argument[i] = gradient if need else None
         return tuple(by_argument)
 
-    twice = once_differentiable(gradients)  # an error, but only if somebody does differentiate the gradients
     Differentiable.__name__ = Differentiable.__qualname__ = operator.name
     return Differentiable

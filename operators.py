@@ -7,13 +7,14 @@ multiplier, scale) may hold one element for all channels. Kernels read them in t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import inline_loader
 import library
-from loader_operators import Operator
+from loader_operators import Operator, declare
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _CTYPES = {
@@ -45,22 +46,29 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype).item()
 
 
+def no_statistics(x: Tensor) -> Tensor | None:
+    """In the place of statistics that nobody keeps: a tensor without elements, where the kernels need no room for them."""
+    return x.new_empty(0, dtype=accumulate_dtype(x.dtype)) if library.device_type(x) == "cpu" else None
+
+
 # ------------------------------------------------------------------------------------------------- parameters by channel
 
 
-def by_channel(x: Tensor, weight: Tensor, may_be_one: str = "", **parameters: Tensor) -> list[Tensor]:
+def by_channel(x: Tensor, weight: Tensor, names: tuple[str, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
     """Parameters by channel as the kernels read them: contiguous, an element for each channel, of the dtype of sums.
 
-    Raises RuntimeError where one has another number of elements, but that `may_be_one` names the one that may have 1.
+    Raises RuntimeError where one has another number of elements; one whose name ends in "?" may have 1 for all channels.
     """
-    C, dtype, tensors = weight.shape[0], accumulate_dtype(x.dtype), list(parameters.values())
-    if all([p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in tensors]):
-        return tensors
-    for name, parameter in parameters.items():
-        if parameter.numel() != C and (name != may_be_one or parameter.numel() != 1):
-            elements = f"{C} elements, one per channel" + (", or 1" if name == may_be_one else "")
-            raise RuntimeError(f"expected {name} of {elements}, got the shape {list(parameter.shape)}")
-    return [p.to(dtype).reshape(-1).expand(C).contiguous() for p in tensors]
+    C, dtype = weight.shape[0], accumulate_dtype(x.dtype)
+    if all([p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in parameters]):
+        return parameters
+    for name, parameter in zip(names, parameters):
+        if parameter.numel() != C and not (name.endswith("?") and parameter.numel() == 1):
+            elements = f"{C} elements, one per channel" + (", or 1" if name.endswith("?") else "")
+            raise RuntimeError(
+                f"expected {name.rstrip('?')} of {elements}, got the shape {list(parameter.shape)}"
+            )
+    return tuple([p.to(dtype).reshape(-1).expand(C).contiguous() for p in parameters])
 
 
 def gradients_of(x: Tensor, *parameters: Tensor) -> list[Tensor]:
@@ -74,17 +82,25 @@ def as_parameters(gradients: list[Tensor], *parameters: Tensor) -> list[Tensor]:
     return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(gradients, parameters)]
 
 
-# -------------------------------------------------------------------------------------------------------------- backward
+# ----------------------------------------------------------------------------------------------------------------- fused
 
 
-def by_recomputing(operator: Operator):
-    """A backward pass for an operator that saves nothing: `operator`, which computes the same, runs once more and saves."""
+def scratch(x: Tensor, size) -> Tensor:
+    """float32 for a fused kernel's own use."""
+    return torch.empty(size, dtype=torch.float32, device=x.device)
 
-    def backward(dy: Tensor, *arguments, needs: list[bool]) -> list[Tensor | None]:
-        with torch.autocast(
-            dy.device.type, enabled=False
-        ):  # forward chose the dtypes; a region around backward may not
-            _, *saved = operator.save(*arguments)
-            return operator.backward(dy, arguments, saved, needs)
 
-    return backward
+def declare_fused(epilogue: Operator, forward: Callable) -> Operator:
+    """The operator <name>_fused: forward(a), which computes what `epilogue` does. Backward runs that once more, for what it saves."""
+
+    def backward(dy: Tensor, a: tuple, *, needs: list[bool]) -> list[Tensor | None]:
+        # Forward chose the dtypes; a region of autocast around backward may not.
+        with torch.autocast(dy.device.type, enabled=False):
+            _, *saved = epilogue.save(*a)
+            return epilogue.backward(dy, a, saved, needs)
+
+    def shapes(a: tuple) -> Tensor:
+        return epilogue.shapes(*a, saving=False)[0]
+
+    name, gradients = f"{epilogue.name}_fused", lambda a: epilogue.gradients(*a)
+    return declare(name, forward, shapes=shapes, backward=backward, gradients=gradients)

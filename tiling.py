@@ -4,11 +4,13 @@ One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A 
 launcher's arguments and by its build's `defines`, and asserts at compile time, in the words of these, all that it relies on. A
 layout that its plan has no room for is not launched.
 
-Two families of kernels are planned for:
+Three families of kernels are planned for:
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory
   (kernels/convolution3d.cuh): `volume_obstacle`, `plan_volume`, `volume_defines`.
 - strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory
   (kernels/conv2d_groupnorm_scale_maxpool_clamp_fused.cu): `strips_obstacle`, `plan_strips`.
+- gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x
+  (kernels/conv2d_min_add_multiply_fused.cu): `gemm_obstacle`, `plan_gemm`.
 
 An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
 it asks for as few of them as it can. A plan exists wherever there is no obstacle; it is made of ints, and kept.
@@ -306,3 +308,83 @@ def _plan_strips(
     pairs = min(range(1, most + 1), key=rows_read)
     rows = ceil_div(pooled_rows, min(pooled_rows, _TEAMS * pairs))
     return StripTiling(tiles, stride, ceil_div(pooled_rows, rows), rows)
+
+
+# ------------------------------------------------------------------------------------------------------------------- gemm
+
+_REGISTER_STEPS = 30  # by wgmma: products of depth 16 whose weights are in registers
+
+
+class GemmTiling(NamedTuple):
+    """A build's plan, by wgmma or by mma.sync."""
+
+    wgmma: bool
+    split: bool  # is an operand the sum of two float16?
+    group: int  # input channels that are in shared memory at a time
+    block_channels: int  # output channels of a block
+    stages: int  # of the pipeline through shared memory: a tap's weights by mma.sync, rows of input by wgmma
+    shared_bytes: int  # dynamic; the convolution has no static
+    tile_width: int = _COLUMNS  # output pixels of a tile, part of a row
+    register_steps: int = _REGISTER_STEPS
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What a build takes from the plan, and what the plan assumes of the kernel."""
+        return {name.upper(): int(value) for name, value in self._asdict().items()}
+
+
+def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+    obstacle = fused_obstacle(x, dtype)
+    if obstacle is None:
+        needed = gemm_by_mma(weight.shape, dtype == torch.float32).shared_bytes
+        if needed > device_properties(x.device.index)[1]:
+            obstacle = "the kernel's window does not fit in shared memory"
+    return obstacle
+
+
+def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool, aligned: bool) -> GemmTiling:
+    """The plan for sizes without an obstacle. aligned: does x start at a multiple of 4 bytes?"""
+    (N, channels, H, W), (_, _, kh, kw), itemsize = x.shape, weight.shape, x.element_size()
+    capability, shared, *_ = device_properties(x.device.index)
+    one_group = channels <= 64 and kh * kw * ceil_div(channels, 16) <= 36
+    counted_in_int = N * (H - kh + 1) * ceil_div(W - kw + 1, _COLUMNS) < 2**31 and H * W < 2**31
+    whole_words = aligned and W * itemsize % 4 == 0
+    if not split and capability == (9, 0) and one_group and counted_in_int and whole_words:
+        plan = gemm_by_wgmma(weight.shape, itemsize, out_dtype.itemsize)
+        if plan.shared_bytes <= shared:
+            return plan
+    return gemm_by_mma(weight.shape, split)
+
+
+def gemm_workspace(plan: GemmTiling, x: Tensor, weight: Tensor) -> int:
+    """Bytes: exponents, largest magnitudes, packed weights; and packed x, unless wgmma reads x itself."""
+    (N, channels, H, W), (outputs, _, kh, kw), operand_bytes = x.shape, weight.shape, 4 if plan.split else 2
+    channels, outputs = _round_up(channels, plan.group), _round_up(outputs, plan.block_channels)
+    sizes = 4 * outputs, 4 * N, outputs * channels * kh * kw * operand_bytes
+    packed_x = 0 if plan.wgmma else N * channels * H * W * operand_bytes
+    return sum(_round_up(size, 256) for size in sizes) + packed_x
+
+
+def gemm_by_mma(weight: tuple[int, ...], split: bool) -> GemmTiling:
+    (outputs, channels, kh, kw), operand_bytes, stages = weight, 4 if split else 2, 3
+    group, block = min(_round_up(channels, 16), 128 // operand_bytes), 128 if outputs > 64 else 64
+    operands = (kh * (_COLUMNS + kw - 1) + stages * block) * group * operand_bytes
+    # Results replace operands: 16 channels of each warp, 64 floats and a gap.
+    results = block // 64 * 2 * 16 * 72 * 4
+    return GemmTiling(False, split, group, block, stages, max(operands, results))
+
+
+def gemm_by_wgmma(weight: tuple[int, ...], value_bytes: int, out_bytes: int) -> GemmTiling:
+    (outputs, channels, kh, kw), stages = weight, weight[2] + 1
+    group, block, pitch = _round_up(channels, 16), 128 if outputs > 64 else 64, _COLUMNS + kw - 1
+    # Rows of operands, each with two barriers; two consumers' other weights, 64 channels each; 8 warps' results,
+    # a gap and constants, 16 channels each; two rows of x as they are.
+    rows = stages * (pitch * group * 2 + 16)
+    weights = 2 * 64 * 16 * 2 * max(0, kh * kw * group // 16 - _REGISTER_STEPS)
+    results = 8 * 16 * (_COLUMNS * out_bytes + 32 + 16)
+    raw = 2 * _round_up(channels * ceil_div(pitch * value_bytes, 4) * 4, 16)
+    return GemmTiling(True, False, group, block, stages, rows + weights + results + raw)
+
+
+def _round_up(size: int, unit: int) -> int:
+    return ceil_div(size, unit) * unit

@@ -1,6 +1,7 @@
 // y = clamp(max_pool(group_norm(conv)·scale), low, high), and its gradient, on the CPU. The launchers of
 // conv2d_groupnorm_scale_maxpool_clamp.cu, but v and dv are channels last, (N, H, W, C), where the CPU's library is fastest:
 // a thread takes rows of windows, and the inner loops run over channels. y, dy, extreme, index are (N, C, PH, PW).
+#include <cmath>
 #include <vector>
 #include "cpu.h"
 #include "winograd.h"
@@ -9,7 +10,6 @@
 #define POOL_H 2
 #define POOL_W 2
 #endif
-using Sums = std::vector<accumulate_t>;
 
 using Places = decltype(Lanes{} > Lanes{});  // integers of the same width: masks, and places in a window
 
@@ -80,6 +80,44 @@ static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments,
   }
 }
 
+// Floats in a vector of eager's group_norm: AVX2's on every x86, for which alone it is compiled.
+#if defined(__aarch64__)
+constexpr int64_t kEagersLanes = 16 / sizeof(accumulate_t);
+#else
+constexpr int64_t kEagersLanes = 32 / sizeof(accumulate_t);
+#endif
+
+// The statistics of a sample whose running sums overflow: of its channels (C) once more, in double, and of its
+// groups (G) from them. An infinite variance makes rstd 0, or NaN where eager has NaN: eager sums in the lanes of
+// vectors (RowwiseMoments in ATen's moments_utils.h) and merges them into what filled no vector. If there was
+// nothing, the square of the first lane's mean is multiplied by a count of zero, which is NaN if that square is
+// infinite. rows(first, count) yields rows of v, (count, W, C).
+template <class Rows>
+static void repeat_statistics(accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean,
+                              accumulate_t* group_rstd, const Rows& rows, const accumulate_t* conv_bias, double eps,
+                              int64_t C, int64_t G, int64_t H, int64_t W) {
+  constexpr int64_t kVector = sizeof(value_t) < sizeof(accumulate_t) ? 2 * kEagersLanes : kEagersLanes;
+  const int64_t channels = C / G, plane = H * W, size = channels * plane;
+  std::vector<double> means(C), squares(C), first_lane(G);
+  for (int64_t h = 0; h < H; h += POOL_H) {
+    const int64_t begin = h * W, end = std::min<int64_t>(h + POOL_H, H) * W;
+    const value_t* v = rows(h, (end - begin) / W);
+    for (int64_t i = begin; i < end; i++)
+      for (int64_t c = 0; c < C; c++, v++) {
+        const double value = accumulate_t(*v), delta = value - means[c];
+        means[c] += delta / (i + 1), squares[c] += delta * (value - means[c]);
+        const bool in_first_lane = (c % channels * plane + i) % kEagersLanes == 0;
+        if (in_first_lane) first_lane[c / channels] += (value + conv_bias[c]) * kEagersLanes / size;
+      }
+  }
+  for (int64_t c = 0; c < C; c++) mean[c] = means[c], m2[c] = squares[c];
+  merge_groups(group_mean, group_rstd, mean, m2, conv_bias, eps, {1, C, G, plane});
+  for (int64_t g = 0; g < G; g++) {
+    const accumulate_t first = first_lane[g];
+    if (group_rstd[g] == 0 && size % kVector == 0 && std::isinf(first * first)) group_rstd[g] = NAN;
+  }
+}
+
 // What both ways forward share. `rows_of()`, called in each thread, gives a function of a sample, a first row and a number of rows
 // that yields these rows of v, (rows, W, C).
 template <class RowsOf>
@@ -88,7 +126,8 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
                                const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C, int64_t G,
                                int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics ? statistics : own.data(), N, C, G);
   const int64_t pooled_height = H / POOL_H, pooled_width = W / POOL_W, pooled = pooled_height * pooled_width;
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
   Sums direction(C);
@@ -109,6 +148,16 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
     mean[i] = total.mean, m2[i] = total.m2;
   }
   merge_groups(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
+  host::parallel_for(N, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n++) {
+      const auto is_finite = [](accumulate_t value) { return std::isfinite(value); };
+      if (std::all_of(m2 + n * C, m2 + (n + 1) * C, is_finite)) continue;
+      auto rows = rows_of();
+      const auto of_sample = [&](int64_t first, int64_t count) { return rows(n, first, count); };
+      repeat_statistics(mean + n * C, m2 + n * C, group_mean + n * G, group_rstd + n * G, of_sample, conv_bias, eps, C,
+                        G, H, W);
+    }
+  });
   const accumulate_t lower = low, upper = high;
   host::parallel_for(N * C, 16, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {

@@ -29,27 +29,32 @@
 #define POOL_H 4
 #define POOL_W 4
 #endif
-#ifndef SEVERAL_TILES  // does a row of v need more than one tile?
-#define SEVERAL_TILES 0
-#endif
-#ifndef TEAMS  // of 128 threads in a block; three leave 168 registers to a thread, which is too few
+#ifndef TILE_STRIDE  // the plan, as tiling.py makes it; else one for which a source compiles alone
+#define TILE_COLUMNS 128
+#define TILE_STRIDE 0
+#define BLOCK_CHANNELS 64
 #define TEAMS 2
+#define STATIC_SHARED (1 << 10)
+#define DYNAMIC_SHARED (kTeams * kTeamBytes)
 #endif
 
 namespace {
 
 using namespace tensor_core;
 
-constexpr int kTile = 128;                  // columns of a team
+constexpr int kTile = TILE_COLUMNS;         // columns of a team
+constexpr int kStride = TILE_STRIDE;        // from one tile to the next; 0 where a row has only one
 constexpr int kTiles = kTile / 8;
-constexpr int kBlockChannels = 64;
+constexpr int kBlockChannels = BLOCK_CHANNELS;
 constexpr int kChannelBlocks = (CHANNELS_OUT + kBlockChannels - 1) / kBlockChannels;
 constexpr int kTeamThreads = 128;           // a thread stages a column; a warp owns 16 channels
-constexpr int kTeams = TEAMS;
+constexpr int kTeams = TEAMS;               // three would leave 168 registers to a thread, which is too few
 constexpr int kPlanes = (CHANNELS_IN + 7) / 8;
 constexpr int kPixels = kTile + 8;          // in shared memory; those behind the tile stay zero
 constexpr int kRing = KERNEL_H + 1;         // rows in shared memory
-static_assert(KERNEL_W <= 9, "a tile's last column reads up to 8 pixels further");
+static_assert(kTile == kTeamThreads && kBlockChannels == kTeamThreads / 32 * 16, "what was planned with");
+static_assert(kStride <= kTile && KERNEL_W <= 9, "a tile's last column reads up to 8 pixels further");
+constexpr bool kReadsOn = kStride + KERNEL_W - 1 > kTile;  // does a tile's filter see columns behind those of its threads?
 
 // Units of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd number, the last is paired
 // with itself: (high, low) of the filter meet the same pixels.
@@ -75,17 +80,21 @@ constexpr int kFirstExponent = 8;  // of x; fits magnitudes below 128, largest m
 constexpr int kSlack = 12;
 
 constexpr int kTeamBytes = kRing * kRowBytes + kBlockChannels * kStagingPitch * 4;
+static_assert(kTeams * kTeamBytes == DYNAMIC_SHARED, "what was planned with");
 
 struct Geometry {
-  int N, H, W, strips, rows;  // a strip has `rows` pooled rows, the last one what is left
+  int N, H, W, row_tiles, strips, rows;  // a strip has `rows` pooled rows, the last one what is left
+  HOST_DEVICE int tiles() const { return kStride ? row_tiles : 1; }
   HOST_DEVICE int strip_blocks() const { return (strips + kTeams - 1) / kTeams; }
   HOST_DEVICE int height() const { return H - KERNEL_H + 1; }
   HOST_DEVICE int width() const { return W - KERNEL_W + 1; }
   HOST_DEVICE int pooled_height() const { return height() / POOL_H; }
   HOST_DEVICE int pooled_width() const { return width() / POOL_W; }
-  // A single tile reads kTile columns of x at most; of several, each reads KERNEL_W - 1 more.
-  static constexpr int kStride = SEVERAL_TILES ? kTile / POOL_W * POOL_W : kTile - KERNEL_W + 1;
-  HOST_DEVICE int tiles() const { return SEVERAL_TILES ? (width() + kStride - 1) / kStride : 1; }
+  // Do the strips and tiles cover v, and none of them nothing?
+  bool complete() const {
+    const bool in_rows = (strips - 1) * rows < pooled_height() && pooled_height() <= strips * rows;
+    return in_rows && (kStride ? (row_tiles - 1) * kStride < width() && width() <= row_tiles * kStride : W <= kTile);
+  }
 };
 
 // The products of one row of v, in order: small ones first, since a tensor core cuts off what a sum's last bit can't hold.
@@ -168,6 +177,14 @@ __device__ __forceinline__ void hand_on(int team) {
     signal_threads<2 * kTeamThreads>(1 + (team == kTeams - 1 ? 0 : team + 1));
 }
 
+struct SharedStorage {
+  float2 unscale[kBlockChannels];  // of a channel: two factors of a power of two, the first with the filter's sign
+  int filter_exponent[kBlockChannels];
+  bool flipped[kBlockChannels];
+  int largest;  // magnitude of x, as bits
+};
+static_assert(sizeof(SharedStorage) <= STATIC_SHARED, "what was planned with");
+
 // extreme (N, CHANNELS_OUT, PH, PW); partial (N, CHANNELS_OUT, tiles·strips, 3): count, mean, m2 of v.
 // Grid: strips by kTeams, tiles, channel blocks, samples, the first fastest.
 __global__ void __launch_bounds__(kTeams * kTeamThreads, 1)
@@ -177,10 +194,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
   extern __shared__ __align__(128) unsigned char all_shared[];
   const int team = __shfl_sync(~0u, threadIdx.x / kTeamThreads, 0), thread = threadIdx.x % kTeamThreads;
   unsigned char* const shared = all_shared + team * kTeamBytes;
-  __shared__ float2 unscale[kBlockChannels];  // of a channel: two factors of a power of two, the first with the filter's sign
-  __shared__ int filter_exponent[kBlockChannels];
-  __shared__ bool flipped[kBlockChannels];
-  __shared__ int shared_largest;
+  __shared__ SharedStorage storage;
   const int H = geometry.H, W = geometry.W, strips = geometry.strips, strip_blocks = geometry.strip_blocks(), tiles = geometry.tiles();
   const int strip = blockIdx.x % strip_blocks * kTeams + team, tile = blockIdx.x / strip_blocks % tiles;
   const int first_channel = blockIdx.x / strip_blocks / tiles % kChannelBlocks * kBlockChannels, n = blockIdx.x / strip_blocks / tiles / kChannelBlocks;
@@ -188,8 +202,8 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
   const int row_begin = strip * geometry.rows * POOL_H;
   const int row_end = strip == strips - 1 ? geometry.height() : strip >= strips ? row_begin : row_begin + geometry.rows * POOL_H;
   const int turns = geometry.rows * POOL_H + (blockIdx.x % strip_blocks == strip_blocks - 1 ? geometry.height() % POOL_H : 0);  // the longest strip's rows
-  const int column = tile * Geometry::kStride;
-  const int columns = tile == tiles - 1 ? geometry.width() - column : Geometry::kStride;  // that are this tile's
+  const int column = tile * kStride;
+  const int columns = tile == tiles - 1 ? geometry.width() - column : kStride;  // that are this tile's
   const int pooled_columns = columns / POOL_W;
 
   // The filters of channels g and g + 8 of the warp's 16, scaled, as fragments of A.
@@ -211,7 +225,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     for (int offset = 1; offset < 4; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
     const int exponent = fitting_exponent(largest);
     const bool flip = real && norm_weight[channel] * scale[channel] < 0;
-    if (team == 0 && t == 0) filter_exponent[warp * 16 + half * 8 + g] = exponent, flipped[warp * 16 + half * 8 + g] = flip;
+    if (team == 0 && t == 0) storage.filter_exponent[warp * 16 + half * 8 + g] = exponent, storage.flipped[warp * 16 + half * 8 + g] = flip;
     const float factor = flip ? -power_of_two(exponent) : power_of_two(exponent);
 #pragma unroll
     for (int kh = 0; kh < KERNEL_H; kh++)
@@ -226,8 +240,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 
   // This thread's pixel of each row of x; where there are several tiles, the first threads have another one behind the tile.
   const int64_t plane_size = int64_t(H) * W;
-  constexpr bool kSecond = SEVERAL_TILES && KERNEL_W > 1;
-  const bool inside = column + thread < W, two = kSecond && thread < KERNEL_W - 1, second_inside = two && column + kTile + thread < W;
+  const bool inside = column + thread < W, two = kReadsOn && thread < KERNEL_W - 1, second_inside = two && column + kTile + thread < W;
   const value_t* const source = x + int64_t(n) * CHANNELS_IN * plane_size + column + thread;
   value_t pixel[kPlanes * 8], second[kPlanes * 8];
   const auto fetch = [&](int row) {
@@ -235,7 +248,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 #pragma unroll
     for (int c = 0; c < kPlanes * 8; c++, from += plane_size) {
       pixel[c] = c < CHANNELS_IN && inside ? *from : value_t(0.f);
-      if (kSecond) second[c] = c < CHANNELS_IN && second_inside ? from[kTile] : value_t(0.f);
+      if (kReadsOn) second[c] = c < CHANNELS_IN && second_inside ? from[kTile] : value_t(0.f);
     }
   };
   float largest;
@@ -268,12 +281,12 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
   for (bool again = false;; again = true) {
     const float factor = power_of_two(exponent);
     if (threadIdx.x < kBlockChannels) {
-      const PowerOfTwo power(-exponent - filter_exponent[threadIdx.x]);
-      unscale[threadIdx.x] = make_float2(flipped[threadIdx.x] ? -power.first : power.first, power.second);
+      const PowerOfTwo power(-exponent - storage.filter_exponent[threadIdx.x]);
+      storage.unscale[threadIdx.x] = make_float2(storage.flipped[threadIdx.x] ? -power.first : power.first, power.second);
     }
     largest = 0;
-    if (threadIdx.x == 0) shared_largest = 0;
-    __syncthreads();  // unscale and shared_largest are set
+    if (threadIdx.x == 0) storage.largest = 0;
+    __syncthreads();  // unscale and largest are set
 #pragma unroll
     for (int half = 0; half < 2; half++) shift[half] = sum[half] = square[half] = 0;
     float best[2][kTiles][kKept];
@@ -358,7 +371,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
           }
 #pragma unroll
           for (int r = 0; r < kBatch; r++, to += stride) {
-            const float2 power = unscale[warp * 16 + first + r];
+            const float2 power = storage.unscale[warp * 16 + first + r];
             if (wanted && (CHANNELS_OUT % 64 == 0 || first_channel + warp * 16 + first + r < CHANNELS_OUT))
               *to = maximum[r] * power.x * power.y;
           }
@@ -395,13 +408,13 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     }
     if (window_row == POOL_H) flush();
 
-    atomicMax(&shared_largest, __float_as_int(largest));
+    atomicMax(&storage.largest, __float_as_int(largest));
     __syncthreads();  // complete
-    const float magnitude = __int_as_float(shared_largest);
+    const float magnitude = __int_as_float(storage.largest);
     const int fitting = fitting_exponent(magnitude);
     if (again || magnitude == 0.f || magnitude == INFINITY || (fitting >= kFirstExponent && fitting <= kFirstExponent + kSlack)) break;
     exponent = fitting;
-    __syncthreads();  // shared_largest has been read
+    __syncthreads();  // storage.largest has been read
   }
 
 #pragma unroll
@@ -414,7 +427,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
                                __shfl_xor_sync(~0u, moments.m2, offset)});
     const int channel = first_channel + warp * 16 + half * 8 + g;
     if (t == 0 && channel < CHANNELS_OUT && strip < strips) {
-      const float2 power = unscale[warp * 16 + half * 8 + g];
+      const float2 power = storage.unscale[warp * 16 + half * 8 + g];
       accumulate_t* to = partial + (((int64_t(n) * CHANNELS_OUT + channel) * tiles + tile) * strips + strip) * 3;
       to[0] = moments.count, to[1] = moments.mean * power.x * power.y, to[2] = moments.m2 * power.x * power.y * power.x * power.y;
     }
@@ -496,18 +509,20 @@ bool starts_early() {
 
 }  // namespace
 
-// extreme index like y; mean, m2 (N, C); group_mean, group_rstd (N, G); partial (N, C, tiles·strips, 3) is scratch. The rows of v are
-// cut into strips of ceil(PH / strips) pooled rows; none may be empty.
+// extreme index like y; mean, m2 (N, C); group_mean, group_rstd (N, G); partial (N, C, tiles·strips, 3) is scratch. Columns of
+// v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left (tiling.py's StripTiling); a plan
+// that does not cover v makes no blocks, and the launch fails.
 EXPORT void forward(output_t* y, float* extreme, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
                     accumulate_t* partial, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
                     const accumulate_t* norm_weight, const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
-                    double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t strips, cudaStream_t stream) {
-  Geometry geometry{int(N), int(H), int(W), int(strips), 0};
-  geometry.rows = (geometry.pooled_height() + geometry.strips - 1) / geometry.strips;
+                    double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles,
+                    int64_t strips, int64_t rows, cudaStream_t stream) {
+  const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
   cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTeams * kTeamBytes);
-  convolve_kernel<<<unsigned(N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks()), kTeams * kTeamThreads, kTeams * kTeamBytes, stream>>>(
+  const int64_t blocks = geometry.complete() ? N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks() : 0;
+  convolve_kernel<<<unsigned(blocks), kTeams * kTeamThreads, kTeams * kTeamBytes, stream>>>(
       extreme, partial, x, weight, norm_weight, scale, geometry);
   const int64_t size = shape.channels() * pooled;
   const int chunks = int(size / (kThreads * kVector * kAhead + 1) + 1);

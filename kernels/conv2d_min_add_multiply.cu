@@ -67,7 +67,8 @@ __device__ __forceinline__ void transpose_tile(Out* out, const In* source, int64
   }
 }
 
-// The nearest value of TF32's, where a tensor core would cut the other bits off. No other type runs in TF32.
+// The nearest value of TF32's, ties away from zero (cvt.rna.tf32): the operands that the library makes in eager's layout. From operands
+// in channels last a tensor core cuts the other bits off. No other type runs in TF32.
 __device__ inline float nearest_tf32(float v) {
   const bool stays_finite = fabsf(v) < 0x1.ffep127f;  // and is not NaN
   return stays_finite ? __uint_as_float((__float_as_uint(v) + 0x1000) & ~0x1fffu) : v;

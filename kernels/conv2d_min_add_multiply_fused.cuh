@@ -9,14 +9,21 @@
 #include "halves.cuh"
 #include "tensor_core.cuh"
 
-#ifndef SPLIT  // is an operand the sum of two float16?
-#define SPLIT 0
+// The sizes of a build. Those from TILE_WIDTH on are planned in Python: the layout follows from them, and has to take SHARED_BYTES.
+#ifndef SPLIT
+#define SPLIT 0  // is an operand the sum of two float16?
 #endif
-#ifndef CHANNELS_IN
+#ifndef CHANNELS_IN  // as planned for the default problem
 #define CHANNELS_IN 64
 #define CHANNELS_OUT 128
 #define KERNEL_H 3
 #define KERNEL_W 3
+#define TILE_WIDTH 128                     // output pixels of a tile, part of a row
+#define GROUP (SPLIT ? 32 : 64)            // input channels that are in shared memory at a time
+#define BLOCK_CHANNELS 128                 // output channels of a block
+#define STAGES (WGMMA ? KERNEL_H + 1 : 3)  // of the pipeline: a tap's weights by mma.sync, rows of input by wgmma
+#define REGISTER_STEPS 30                  // by wgmma: products of depth 16 whose weights are in registers
+#define SHARED_BYTES kBytes                // dynamic shared memory of a block: whatever it is
 #endif
 
 namespace {
@@ -30,19 +37,19 @@ HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int kTaps = KERNEL_H * KERNEL_W;
 constexpr int kParts = SPLIT ? 2 : 1;  // high and low half of an operand
-// Input channels come in groups: as many as a block keeps in shared memory at once, a multiple of 16.
-constexpr int kChannels16 = ceil_div(CHANNELS_IN, 16) * 16;
-constexpr int kGroup = kChannels16 < 64 / kParts ? kChannels16 : 64 / kParts;
+// Input channels come in groups: as many as a block keeps in shared memory at once.
+constexpr int kGroup = GROUP;
 constexpr int kGroups = ceil_div(CHANNELS_IN, kGroup);
 constexpr int kPlanes = kGroups * kGroup / 8;  // 8 channels of a pixel, 16 bytes, are the unit of the packed input
 constexpr int kSteps = kGroup / 16;            // products of depth 16 per tap and group
-constexpr int kBlockChannels = CHANNELS_OUT > 64 ? 128 : 64;
+constexpr int kBlockChannels = BLOCK_CHANNELS;
 constexpr int kChannelBlocks = ceil_div(CHANNELS_OUT, kBlockChannels);
 constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
 constexpr int kMTiles = kBlockChannels / 16;
 constexpr int kChunk = kSteps * kParts * kMTiles * 32;  // weights of a tap and group, in 16 bytes
-constexpr int kTileWidth = 128;                         // output pixels of a block: a tile is part of a row
+constexpr int kTileWidth = TILE_WIDTH;                  // output pixels of a block: a tile is part of a row
 constexpr int kPitch = kTileWidth + KERNEL_W - 1;       // input pixels of a tile's row
+static_assert(kTileWidth == 128 && kGroup % 16 == 0 && (kBlockChannels == 64 || kBlockChannels == 128));
 
 // What a convolution works on. packed_weight, exponents (kPaddedOut) and largest (N) are pack_weight_kernel's.
 struct Arguments {
@@ -67,10 +74,10 @@ struct Arguments {
 constexpr int kFirstExponent = SPLIT ? 10 : 4;
 constexpr int kLowest = SPLIT ? 8 : -4;
 
-// The exponent that brings the magnitude with these bits to [2^kTop, 2^(kTop + 1)), a subnormal one too: up to 163, for
-// PowerOfTwo. Zero needs none.
+// The exponent that brings the magnitude with these bits to [2^kTop, 2^(kTop + 1)), at most 127, the largest of a float32. Zero
+// needs none. (Under 2^127 even the smallest subnormal, 2^-149, is a float16, so that the limit costs no digits.)
 __device__ __forceinline__ int top_exponent(uint32_t magnitude) {
-  return magnitude == 0 ? 0 : kTop - ilogbf(__uint_as_float(magnitude));
+  return magnitude == 0 ? 0 : min(kTop - ilogbf(__uint_as_float(magnitude)), 127);
 }
 
 // The exponent under which a sample is packed, from the bits of its largest finite magnitude.
@@ -79,10 +86,19 @@ __device__ __forceinline__ int sample_exponent(uint32_t largest) {
   return largest == 0 || (slack >= 0 && slack <= kTop - kLowest) ? kFirstExponent : fitting;
 }
 
-// max(largest, |value|) as bits, skipping inf and NaN.
-__device__ __forceinline__ uint32_t larger_magnitude(uint32_t largest, float value) {
-  const uint32_t magnitude = __float_as_uint(value) & 0x7fffffffu;
-  return magnitude < 0x7f800000u && magnitude > largest ? magnitude : largest;
+__device__ __forceinline__ bool is_finite(float value) { return fabsf(value) < INFINITY; }
+
+// max(largest, |value|), skipping inf and NaN.
+__device__ __forceinline__ float larger_magnitude(float largest, float value) {
+  return is_finite(value) ? fmaxf(largest, fabsf(value)) : largest;
+}
+
+// value · 2^exponent, scale being that power, ready to become an operand. Conversion to float16 rounds to nearest and a tie to even;
+// the library, for TF32, a tie away from zero. A float32 in the middle between two float16 ends in zeros: with its last bit set it
+// lies beyond the middle, and any other value stays on its side of it. (inf would become NaN, and the halves of SPLIT need no ties.)
+__device__ __forceinline__ float scaled(float value, float scale) {
+  const float product = value * scale;
+  return !SPLIT && is_finite(value) ? __uint_as_float(__float_as_uint(product) | 1) : product;
 }
 
 // The value as one operand, or as the sum of two. inf and NaN go to the low part, which meets one part of the other operand
@@ -122,9 +138,9 @@ __device__ __forceinline__ int channel_exponent(const value_t* weight, bool real
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();  // cleared before anyone adds to it
-  uint32_t mine = 0;
+  float mine = 0.f;
   for (int i = threadIdx.x; real && i < kChannelWeights; i += blockDim.x) mine = larger_magnitude(mine, weight[i]);
-  atomicMax(&largest, mine);
+  atomicMax(&largest, __float_as_uint(mine));
   __syncthreads();  // complete before anyone reads it
   return top_exponent(largest);
 }
@@ -145,7 +161,7 @@ pack_weight_kernel(operand_t* packed, int32_t* exponents, uint32_t* largest, con
   for (int i = threadIdx.x; i < kGroups * kGroup * kTaps; i += blockDim.x) {
     const int c = i / kTaps, tap = i % kTaps, group = c / kGroup, step = c % kGroup / 16, k = c % 16;
     float value = real && c < CHANNELS_IN ? float(weight[(int64_t(channel) * CHANNELS_IN + c) * kTaps + tap]) : 0.f;
-    if constexpr (kScaled) value = PowerOfTwo(exponent)(value);
+    if constexpr (kScaled) value = scaled(value, power_of_two(exponent));
     const Parts parts = split(value);
     const int lane = row % 8 * 4 + k % 8 / 2, reg = row / 8 + k / 8 * 2;  // of the fragment
     const int64_t chunk = ((int64_t(block) * kGroups + group) * kTaps + tap) * kSteps + step;

@@ -20,12 +20,12 @@ constexpr int kRepackBlocks = 32;  // of a sample
 
 #if __CUDA_ARCH__ >= 800
 
-// Raises *largest to what the block's threads found.
-__device__ __forceinline__ void raise_largest(uint32_t* largest, uint32_t mine) {
+// Raises *largest, the bits of a magnitude, to what the block's threads found.
+__device__ __forceinline__ void raise_largest(uint32_t* largest, float of_thread) {
   __shared__ uint32_t of_block;
   if (threadIdx.x == 0) of_block = 0;
   __syncthreads();  // cleared before anyone adds to it
-  mine = __reduce_max_sync(0xffffffffu, mine);
+  const uint32_t mine = __reduce_max_sync(0xffffffffu, __float_as_uint(of_thread));
   if (threadIdx.x % 32 == 0) atomicMax(&of_block, mine);
   __syncthreads();  // complete before it is read; the next round clears it after this thread has read it
   if (threadIdx.x == 0) atomicMax(largest, of_block);
@@ -50,14 +50,14 @@ pack_input_kernel(uint4* packed, uint32_t* largest, const value_t* x, int64_t N,
 #pragma unroll
       for (int c = 0; c < 8; c++) value[i][c] = s < S && plane * 8 + c < CHANNELS_IN ? float(in[c * S + s]) : 0.f;
     }
-    uint32_t mine = 0;
+    float mine = 0.f;
 #pragma unroll
     for (int i = 0; i < kPackPixels; i++) {
 #pragma unroll
       for (int c = 0; c < 8; c++) {
         if constexpr (kScaled) {
           mine = larger_magnitude(mine, value[i][c]);
-          value[i][c] *= power_of_two(kFirstExponent);
+          value[i][c] = scaled(value[i][c], power_of_two(kFirstExponent));
         }
       }
       if (first + i * kPackThreads < S) pack_pixel(out + first + i * kPackThreads, S, value[i]);
@@ -74,13 +74,13 @@ repack_input_kernel(uint4* packed, const uint32_t* largest, const value_t* x, in
   for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
     const int exponent = sample_exponent(largest[n]);
     if (exponent == kFirstExponent) continue;
-    const PowerOfTwo scale(exponent);
+    const float scale = power_of_two(exponent);
     for (int64_t i = first; i < kPlanes * S; i += int64_t(gridDim.x) * kPackThreads) {
       const int64_t plane = i / S, s = i % S;
       float value[8];
 #pragma unroll
       for (int c = 0; c < 8; c++)
-        value[c] = plane * 8 + c < CHANNELS_IN ? scale(float(x[(n * CHANNELS_IN + plane * 8 + c) * S + s])) : 0.f;
+        value[c] = plane * 8 + c < CHANNELS_IN ? scaled(float(x[(n * CHANNELS_IN + plane * 8 + c) * S + s]), scale) : 0.f;
       pack_pixel(packed + (n * kPlanes + plane) * kParts * S + s, S, value);
     }
   }
@@ -88,7 +88,7 @@ repack_input_kernel(uint4* packed, const uint32_t* largest, const value_t* x, in
 
 // ------------------------------------------------------------------------------------------------------------- convolution
 
-constexpr int kStages = 3;  // of weights
+constexpr int kStages = STAGES;  // of weights: the current one's, and two on their way
 constexpr int kInput = kGroup / 8 * kParts * KERNEL_H * kPitch;
 constexpr int kThreads = kBlockChannels / 64 * 64;  // a warp computes 64 channels × 64 pixels
 constexpr int kStagingPitch = 72;                   // floats per channel: 8 banks on from channel to channel, no conflicts
@@ -96,6 +96,7 @@ constexpr int kStaging = 16 * kStagingPitch;        // per warp
 constexpr int kOperandBytes = (kInput + kStages * kChunk) * 16, kStagingBytes = kThreads / 32 * kStaging * 4;
 constexpr int kBytes = kOperandBytes > kStagingBytes ? kOperandBytes : kStagingBytes;
 constexpr int kIterations = kGroups * kTaps;
+static_assert(kStages == 3 && kBytes == SHARED_BYTES, "Python planned another layout");
 
 #if __CUDA_ARCH__ >= 800
 

@@ -19,15 +19,16 @@
 
 namespace {
 
-constexpr int kProducts = kTaps * kSteps;               // of depth 16 per sum
-constexpr int kKept = kProducts < 30 ? kProducts : 30;  // of their weights stay in registers, the others in shared memory
+constexpr int kProducts = kTaps * kSteps;  // of depth 16 per sum
+// The weights of so many stay in registers, the others' in shared memory.
+constexpr int kKept = kProducts < REGISTER_STEPS ? kProducts : REGISTER_STEPS;
 constexpr int kTeam = 128;                              // threads of a warpgroup
 constexpr int kConsumers = 2;                           // warpgroups that multiply, 64 channels × 128 pixels at a time
 constexpr int kThreads = kTeam * (1 + kConsumers);
 constexpr int kSharers = kConsumers * 64 / kBlockChannels;  // consumers of the same channels; each takes every kSharers-th tile
 constexpr bool kInTurns = kSharers == 1;                    // consumers of one tile multiply one after the other
 
-constexpr int kRing = KERNEL_H + 1;               // rows in the ring: those of a tile, and the next
+constexpr int kRing = STAGES;                     // rows in the ring: those of a tile, and those that come next
 constexpr int kRowBytes = kPlanes * kPitch * 16;  // [plane][pixel]
 constexpr int kRawRows = 2;                       // rows of x under way at a time
 constexpr int kWordPixels = 4 / sizeof(value_t);  // the unit of copies is a word of 4 bytes
@@ -45,7 +46,8 @@ constexpr int kTailsAt = kStagingAt + kConsumers * 4 * kStagingBytes;
 constexpr int kRawAt = kTailsAt + kTailBytes;
 constexpr int kBarriersAt = kRawAt + kRawRows * kRawBytes;
 constexpr int kBytes = kBarriersAt + 2 * kRing * 8;
-static_assert(!SPLIT && kGroups == 1 && kProducts <= 36 && kBytes <= 227 << 10, "WGMMA=1 where the weights find no room");
+static_assert(!SPLIT && kGroups == 1 && kRing > KERNEL_H && kProducts <= 36 && kBytes <= 227 << 10, "planned where it can't run");
+static_assert(kBytes == SHARED_BYTES, "Python planned another layout");
 
 #if TENSOR_CORE_WGMMA
 
@@ -113,13 +115,13 @@ __device__ __forceinline__ void fetch_row(uint32_t* raw, const value_t* from, in
 }
 
 // A pixel of float32 under a scale, and the largest finite magnitude so far.
-__device__ __forceinline__ void convert_pixel(uint4* out, const uint32_t (&words)[8], const PowerOfTwo& scale, float& largest) {
+__device__ __forceinline__ void convert_pixel(uint4* out, const uint32_t (&words)[8], float scale, float& largest) {
   float value[8];
 #pragma unroll
   for (int c = 0; c < 8; c++) {
     value[c] = __uint_as_float(words[c]);
-    if (fabsf(value[c]) < INFINITY) largest = fmaxf(largest, fabsf(value[c]));
-    value[c] = scale(value[c]);
+    largest = larger_magnitude(largest, value[c]);
+    value[c] = scaled(value[c], scale);
   }
   pack_pixel(out, 0, value);
 }
@@ -133,7 +135,7 @@ template <int kHigh> __device__ __forceinline__ uint4 halves_of(const uint32_t (
 
 // A raw row into a slot of the ring.
 __device__ __forceinline__ void convert_row(
-    uint8_t* slot, const uint32_t* raw, int words, const PowerOfTwo& scale, float& largest) {
+    uint8_t* slot, const uint32_t* raw, int words, float scale, float& largest) {
   for_each_word(words, [&](int word, int first_plane) {
     const uint32_t* in = raw + word;
     uint4* out = reinterpret_cast<uint4*>(slot) + word * kWordPixels;
@@ -169,7 +171,7 @@ __device__ __forceinline__ void produce(
       if (i < rows) fetch_row(raw(i), from + i * of.W, plane_size, words);
       commit_copies();  // an empty group too, so that the count of pending groups stays the same
     };
-    const PowerOfTwo scale(exponent);
+    const float scale = power_of_two(exponent);
     float largest = 0.f;
     for (int i = 0; i < kRawRows - 1; i++) fetch(i);
     for (int i = 0; i < rows; i++) {

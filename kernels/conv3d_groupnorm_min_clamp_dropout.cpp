@@ -49,7 +49,8 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
                     const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
                     int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics ? statistics : own.data(), N, C, G);
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
   plane_statistics(mean, m2, v, N * C, S);

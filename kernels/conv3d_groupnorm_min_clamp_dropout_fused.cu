@@ -35,7 +35,6 @@ struct alignas(16) Affine {
 // Takes statistics, and writes the convolution of x - shift, in real units: four values at a time, or one by one where rows of
 // the part don't start at a multiple of four.
 template <bool kVectors> struct StoringSink : StatisticsSink {
-  const float* weight_scale;  // [16]
   float unit[2];
   float* staging;  // [16][kStagingPitch] of this warp
   output_t* y;  // the part's first element
@@ -45,10 +44,11 @@ template <bool kVectors> struct StoringSink : StatisticsSink {
   static constexpr int kLanes = kTurn / 4, kRows = 32 / kLanes, kStores = 16 / kRows;  // lanes per channel, channels at a time
   output_t* lane_at;  // y, of this lane's first element
   output_t* waiting;  // where the waiting results go, or null
+  using StatisticsSink::StatisticsSink;
   __device__ void start(float s) {
     StatisticsSink::start(s), waiting = nullptr;
 #pragma unroll
-    for (int r = 0; r < 2; r++) unit[r] = 1 / scale * (1 / weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
+    for (int r = 0; r < 2; r++) unit[r] = 1 / scale * (1 / storage.weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
   }
   // Sums start at zero: values that started at an outlier would be as inexact as it is.
   __device__ __forceinline__ void begin(float (&c)[kTiles][4]) const {
@@ -108,9 +108,8 @@ template <bool kVectors> struct StoringSink : StatisticsSink {
 };
 
 // A block has written its part of a sample of which `parts_done` counts the parts: is it the last one? Then it may read what all
-// have written. All threads call it.
-__device__ inline bool is_last_part(unsigned* parts_done, unsigned parts) {
-  __shared__ bool last;
+// have written. All threads call it. `last`: shared memory.
+__device__ inline bool is_last_part(bool& last, unsigned* parts_done, unsigned parts) {
   __syncthreads();  // all threads have written
   if (threadIdx.x == 0) {
     __threadfence();
@@ -125,6 +124,16 @@ struct Channel {
   Moments<double> moments;
   double constant;  // what shifting x and the bias add
 };
+
+struct SharedStorage {
+  union {
+    alignas(16) float staging[kBlockWarps][16 * kStagingPitch];
+    Channel channels[kOut];  // after the sweep
+  };
+  SweepStorage sweep;
+  bool last;
+};
+static_assert(kPlanned<SharedStorage>);
 
 // affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel. `channels`: shared memory.
 __device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], const PartStatistics* statistics, const Convolution& c,
@@ -163,23 +172,20 @@ template <bool kVectors>
 __global__ void __launch_bounds__(kBlock, 1)
 convolve_kernel(output_t* y, PartStatistics* statistics, Affine* affines, unsigned* parts_done, GroupNorm norm, const Convolution c) {
   extern __shared__ uint4 shared[];
-  __shared__ __align__(16) float staging[kBlockWarps][16 * kStagingPitch];
-  __shared__ float weight_scale[16];
+  __shared__ SharedStorage storage;
   const Part part(c, blockIdx.x);
-  static_assert(kOut * sizeof(Channel) <= sizeof staging, "too many channels");
   const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32;
   const int64_t plane = int64_t(c.OH) * c.OW;
-  Sweep sweep(c, part, reinterpret_cast<uint32_t*>(shared), weight_scale, first_channel);
-  StoringSink<kVectors> sink;
+  Sweep sweep(c, part, storage.sweep, reinterpret_cast<uint32_t*>(shared), first_channel);
+  StoringSink<kVectors> sink(storage.sweep);
   sink.plane_size = int(plane), sink.channel = c.OD * plane;
   sink.y = y + (part.n * kOut + first_channel) * sink.channel + part.first_row * c.OW;
   sink.lane_at = sink.y + lane / sink.kLanes * sink.channel + lane % sink.kLanes * 4;
-  sink.staging = staging[threadIdx.x / 32];
-  sink.weight_scale = weight_scale;
+  sink.staging = storage.staging[threadIdx.x / 32];
   sweep.run(sink, part.plane_count * sweep.turns);
-  sink.write(statistics, c, part, first_channel, weight_scale);
-  if (is_last_part(parts_done + part.n, c.slots() * (kOut / 16)))
-    find_affines(affines, reinterpret_cast<Channel(&)[kOut]>(staging), statistics, c, norm, part.n);
+  sink.write(statistics, c, part, first_channel);
+  if (is_last_part(storage.last, parts_done + part.n, c.slots() * (kOut / 16)))
+    find_affines(affines, storage.channels, statistics, c, norm, part.n);
 }
 
 // ------------------------------------------------------------------------------------------------ what follows it
@@ -252,20 +258,19 @@ finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsig
 }
 
 // y (N, CHANNELS_OUT, D', H', W'). Scratch: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth), since a
-// block convolves `rows` output rows of `depth` output planes; affines (N, CHANNELS_OUT, 4); parts_done (N). seed (1), or without
+// block convolves `rows` output rows of `depth` output planes (rows to shared: convolution()); affines (N, CHANNELS_OUT, 4); parts_done (N). seed (1), or without
 // elements for no dropout; offset is the number of elements before y in the whole.
 EXPORT void forward(output_t* y, float* statistics, float* affines, int32_t* parts_done, const value_t* x, const value_t* weight,
                     const float* conv_bias, const float* norm_weight, const float* norm_bias, const int64_t* seed, double low,
                     double high, double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
-                    int64_t rows, int64_t depth, cudaStream_t stream) {
+                    int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
-  const Convolution c = convolution(x, weight, D, H, W, rows, depth);
+  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
-  const int bytes = shared_bytes(c);
   const auto convolve = vectors_fit(y, plane) && rows * c.OW % 4 == 0 ? convolve_kernel<true> : convolve_kernel<false>;
   allow_shared(convolve);
   cudaMemsetAsync(parts_done, 0, N * sizeof(int32_t), stream);
-  convolve<<<dim3(unsigned(N * c.slots()), kOut / 16), kBlock, bytes, stream>>>(
+  convolve<<<dim3(unsigned(N * c.slots()), kOut / 16), kBlock, c.shared, stream>>>(
       y, reinterpret_cast<PartStatistics*>(statistics), reinterpret_cast<Affine*>(affines), reinterpret_cast<unsigned*>(parts_done),
       {conv_bias, norm_weight, norm_bias, float(eps), int(groups)}, c);
   const auto finish = vectors_fit(y, size) && offset % 4 == 0 ? finish_kernel<true> : finish_kernel<false>;

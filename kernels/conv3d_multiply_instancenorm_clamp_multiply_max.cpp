@@ -15,7 +15,8 @@ EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_
 EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* statistics, const value_t* v,
                     const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
                     int64_t N, int64_t C, int64_t S) {
-  accumulate_t *mean = statistics, *m2 = mean + N * C;
+  Sums own(statistics ? 0 : 2 * N * C);  // where nobody keeps them
+  accumulate_t *mean = statistics ? statistics : own.data(), *m2 = mean + N * C;
   const accumulate_t lower = low, upper = high;
   const int64_t strips = (S + kStrip - 1) / kStrip;
   plane_statistics(mean, m2, v, N * C, S);

@@ -42,8 +42,8 @@ inline int held_turns(int64_t values) { return int(max(values / 16 - Held::kPad,
 struct HoldingSink : StatisticsSink {
   const Held &in_scratch, &in_shared;
   const int first_plane, plane_turns;
-  __device__ HoldingSink(const Held& in_scratch, const Held& in_shared, int first_plane, int plane_turns)
-      : in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane), plane_turns(plane_turns) {}
+  __device__ HoldingSink(SweepStorage& storage, const Held& in_scratch, const Held& in_shared, int first_plane, int plane_turns)
+      : StatisticsSink(storage), in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane), plane_turns(plane_turns) {}
   __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
     StatisticsSink::take(v, plane, q, limit);
     const int turn = (plane - first_plane) * plane_turns + q / kTurn;
@@ -135,21 +135,26 @@ struct MaximumSink {
 
 enum Phases { kStatistics = 1, kApply = 2 };
 
+struct SharedStorage {
+  float4 scaled[16];
+  Coefficients coefficients[16];
+  SweepStorage sweep;
+};
+static_assert(kPlanned<SharedStorage>);
+
 // Grid: N · slots. The block's channels come 16 at a time; y holds the maximum so far, which the same thread reads again.
 __global__ void __launch_bounds__(kBlock, 1)
 fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const float* conv_bias, const float* multiplier, float low,
              float high, float eps, int phases, int scratch_turns, int shared_turns, const Convolution c) {
   extern __shared__ uint4 shared[];
-  __shared__ float weight_scale[16];
-  __shared__ Coefficients coefficients[16];
-  __shared__ float4 scaled[16];
+  __shared__ SharedStorage storage;
   const Part part(c, blockIdx.x);
-  Sweep sweep(c, part, reinterpret_cast<uint32_t*>(shared), weight_scale, 0);
+  Sweep sweep(c, part, storage.sweep, reinterpret_cast<uint32_t*>(shared), 0);
   const int all_turns = part.plane_count * sweep.turns;  // at the edges fewer than there is room for
   const int in_shared_turns = min(shared_turns, all_turns), in_scratch_turns = min(scratch_turns, all_turns - in_shared_turns);
   const int unheld = all_turns - in_scratch_turns - in_shared_turns;
   const Held in_scratch(scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns), unheld, in_scratch_turns, scratch_turns);
-  const Held in_shared(reinterpret_cast<float*>(shared + (shared_bytes(c) + 15) / 16), unheld + in_scratch_turns, in_shared_turns, shared_turns);
+  const Held in_shared(reinterpret_cast<float*>(shared + (c.shared + 15) / 16), unheld + in_scratch_turns, in_shared_turns, shared_turns);
 #pragma unroll 1
   for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
     if (first_channel > 0) {
@@ -157,9 +162,9 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
       __syncthreads();  // they are there, and weight_scale has been read
     }
     if (phases & kStatistics) {
-      HoldingSink sink(in_scratch, in_shared, part.first_plane, sweep.turns);
+      HoldingSink sink(storage.sweep, in_scratch, in_shared, part.first_plane, sweep.turns);
       sweep.run(sink, all_turns);
-      sink.write(statistics, c, part, first_channel, weight_scale);
+      sink.write(statistics, c, part, first_channel);
     }
     if (phases == (kStatistics | kApply) && c.slots() > 1) cooperative_groups::this_grid().sync();  // all statistics are there
     if (phases & kApply) {
@@ -169,10 +174,10 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
         const ScaledChannel scaled =
             scaled_channel(&moments.mean, &moments.m2, conv_bias + channel, multiplier + channel, eps, 0, 0, 1, int64_t(c.OD) * c.OH * c.OW);
         const float at_low = scaled_bound(low > high ? high : low, scaled.m), at_high = scaled_bound(high, scaled.m);
-        coefficients[own] = {-scaled.mean, scaled.a * scaled.m, scaled.m < 0 ? at_high : at_low, scaled.m < 0 ? at_low : at_high};
+        storage.coefficients[own] = {-scaled.mean, scaled.a * scaled.m, scaled.m < 0 ? at_high : at_low, scaled.m < 0 ? at_low : at_high};
       }
       MaximumSink sink;
-      sink.coefficients = coefficients, sink.weight_scale = weight_scale, sink.scaled = scaled;
+      sink.coefficients = storage.coefficients, sink.weight_scale = storage.sweep.weight_scale, sink.scaled = storage.scaled;
       sink.plane_size = c.OH * c.OW, sink.first_channels = first_channel == 0;
       sink.y = y + part.n * c.OD * int64_t(sink.plane_size) + part.first_row * c.OW;
       sweep.run(sink, unheld);
@@ -187,19 +192,19 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
 }
 
 // y (N, D', H', W'); statistics (N, slots, CHANNELS_OUT, 2) is scratch, with slots = ceil(H' / rows)·ceil(D' / depth): a block computes
-// `rows` output rows of `depth` output planes; and so is scratch (scratch_size), of any size, where sums are held.
+// `rows` output rows of `depth` output planes (rows to shared: convolution()); and so is scratch (scratch_size), of any size, where sums are held.
 EXPORT void forward(output_t* y, float* statistics, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
                     const float* multiplier, double low, double high, double eps, int64_t scratch_size, int64_t N, int64_t D, int64_t H,
-                    int64_t W, int64_t rows, int64_t depth, cudaStream_t stream) {
+                    int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
-  const Convolution c = convolution(x, weight, D, H, W, rows, depth);
+  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t blocks = N * c.slots();
-  const int bytes = (shared_bytes(c) + 15) / 16 * 16, all = allow_shared(fused_kernel);
+  const int bytes = c.shared, all = allow_shared(fused_kernel);
   const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
   int shared_turns = 0, scratch_turns = 0;
   if (one_launch && kOut == 16) {
     const int most = c.depth * turns(c);
-    shared_turns = min(held_turns((all - bytes) / int(sizeof(float))), most);
+    shared_turns = min(held_turns((all - (bytes + 15) / 16 * 16) / int(sizeof(float))), most);
     scratch_turns = min(held_turns(scratch_size / blocks), most - shared_turns);
     const int last_round = (most - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
     if (last_round) scratch_turns -= min(scratch_turns, kBlockWarps - last_round);

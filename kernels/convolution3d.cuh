@@ -15,6 +15,8 @@
 // neighbouring pixels × 4 taps are free of bank conflicts. The weights are the A fragment, in registers. Each word meets the
 // weights' highs, and those with a high meet their lows too (and 0, where they hold a low): 17.5 products for 27 taps of 3 channels.
 #pragma once
+#include <limits.h>
+
 #include "reduce.cuh"
 #include "tensor_core.cuh"
 
@@ -25,8 +27,13 @@
 #define KERNEL_H 3
 #define KERNEL_W 3
 #endif
-#ifndef STAGE_PIXELS
-#define STAGE_PIXELS 8704  // capacity of the ring: (KERNEL_D + 3)·(rows + KERNEL_H - 1)·pitch_for(W) must fit
+#ifndef STAGE_PIXELS  // the plan, as tiling.py makes it; else room for any kernel's arrays, so that a source compiles alone
+#define STAGE_PIXELS 8704
+#define PIXEL_WORDS kWords
+#define RING_PLANES kRing
+#define RAW_PLANES kRaw
+#define TURN_POSITIONS kTurn
+#define STATIC_SHARED (33 << 10)
 #endif
 
 constexpr int kIn = CHANNELS_IN, kOut = CHANNELS_OUT, kDepth = KERNEL_D, kHeight = KERNEL_H, kWidth = KERNEL_W;
@@ -38,12 +45,7 @@ constexpr int kTiles = 4, kTurn = 8 * kTiles;  // of 8 positions, that a warp co
 constexpr int kStage = STAGE_PIXELS, kRing = kDepth + 3, kRaw = 3;  // planes: in the ring, and as they come
 constexpr int kBlock = 384, kBlockWarps = kBlock / 32;  // 168 registers a thread
 static_assert(kIn >= 1 && kIn <= 4 && kOut % 16 == 0 && kWords * kStage >= 16 * kIn * kTaps, "the sizes that this kernel serves");
-
-// Pixels from one row to the next in the ring: rows of a tap group fall into different banks, and are 16-byte aligned.
-inline int pitch_for(int64_t width) {
-  const int padded = int(width + 3) / 4 * 4, r = padded % 32;
-  return padded + (r <= 12 ? 12 - r : r <= 24 ? 24 - r : 44 - r);
-}
+static_assert(PIXEL_WORDS == kWords && RING_PLANES == kRing && RAW_PLANES == kRaw && TURN_POSITIONS == kTurn, "what was planned with");
 
 struct Convolution {
   const value_t* x;                // (N, kIn, D, H, W)
@@ -51,26 +53,49 @@ struct Convolution {
   int64_t channel;                 // D·H·W
   int D, H, W, OD, OH, OW;
   int rows, slabs, depth, chunks;  // a block's output rows and planes, and how many such parts there are
-  int pitch, plane;                // pixels
+  int pitch, plane, raw;           // pixels: of a row and a plane of the ring; of a raw plane
+  int shared;                      // bytes of dynamic shared memory
   bool aligned, bulk;              // rows start at multiples of four elements, which of float32 are 16 bytes; of 16 bytes
   __host__ __device__ int slots() const { return slabs * chunks; }  // blocks of a sample
 };
 
-inline Convolution convolution(const value_t* x, const value_t* weight, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth) {
+// A block's dynamic shared memory: the ring; planes of x as they come; where the output positions' pixels lie in a plane, and where
+// the items'. Each part begins where the one before it ends.
+HOST_DEVICE int turns(const Convolution& c) { return (min(c.rows, c.OH) * c.OW + kTurn - 1) / kTurn; }
+HOST_DEVICE int laid_out_bytes(const Convolution& c) {
+  return kWords * kStage * 4 + kRaw * kIn * c.raw * int(sizeof(value_t)) + (turns(c) * kTurn + c.raw) * 2;
+}
+
+// `rows` to `shared` are the plan (tiling.py's VolumeTiling). One that has no room for the layout asks for more than there is, so that
+// the launch fails.
+inline Convolution convolution(const value_t* x, const value_t* weight, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                               int64_t pitch, int64_t raw, int64_t shared) {
   Convolution c{x, weight, D * H * W, int(D), int(H), int(W), int(D) - kDepth + 1, int(H) - kHeight + 1, int(W) - kWidth + 1};
   c.rows = int(rows), c.slabs = (c.OH + c.rows - 1) / c.rows;
   c.depth = int(depth), c.chunks = (c.OD + c.depth - 1) / c.depth;
-  c.pitch = pitch_for(W), c.plane = (c.rows + kHeight - 1) * c.pitch;
+  c.pitch = int(pitch), c.plane = (c.rows + kHeight - 1) * c.pitch, c.raw = int(raw);
+  const bool fits = c.pitch >= W && kRing * c.plane <= kStage && (c.rows + kHeight - 1) * W <= raw && laid_out_bytes(c) <= shared;
+  c.shared = fits ? int(shared) : INT_MAX;
   c.aligned = vectors_fit(x, W), c.bulk = W * sizeof(value_t) % 16 == 0 && uintptr_t(x) % 16 == 0;
   return c;
 }
 
-// A block's shared memory: the ring; planes of x as they come; where the output positions' pixels lie in a plane, and where the items'.
-HOST_DEVICE int raw_pixels(const Convolution& c) { return (c.rows + kHeight - 1) * ((c.W + 7) / 8 * 8); }
-HOST_DEVICE int turns(const Convolution& c) { return (min(c.rows, c.OH) * c.OW + kTurn - 1) / kTurn; }
-HOST_DEVICE int shared_bytes(const Convolution& c) {
-  return kWords * kStage * 4 + kRaw * kIn * raw_pixels(c) * int(sizeof(value_t)) + (turns(c) * kTurn + raw_pixels(c)) * 2;
-}
+// What x needs, by input channel: it becomes (x - shift)·scale, and its weights are multiplied by `share`, Sweep's scale over this one.
+struct Input {
+  float shift, scale, share;
+};
+
+// A block's static shared memory, of which each kernel has some and more of its own.
+struct SweepStorage {
+  uint64_t done[2];                      // a barrier: all threads are through with a plane of output
+  uint64_t arrived[kRaw];                // and: a plane of x has been copied
+  Moments<float> moments[kBlockWarps][16];  // by warp and channel
+  float weight_scale[16];
+  float largest[kBlockWarps][kIn];
+  Input inputs[kIn];
+  uint32_t taps[4 * kSteps];  // where a tap's pixel lies in the ring, from a position's
+};
+template <class Storage> constexpr bool kPlanned = sizeof(Storage) <= STATIC_SHARED;
 
 // The part of the output that a block owns.
 struct Part {
@@ -130,6 +155,7 @@ struct Sweep {
   static constexpr int kAhead = kDepth + 1;  // the plane of x that is split while an output plane is computed
   const Convolution& c;
   const Part& part;
+  SweepStorage& storage;
   uint32_t* const shared;  // the ring: the words with a high, then the others; planes as they come; positions; places
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
   const int turns = (part.limit + kTurn - 1) / kTurn;
@@ -138,7 +164,6 @@ struct Sweep {
   const int width = c.aligned ? 4 : 1, quads = c.aligned ? c.W / 4 : c.W, items = (part.row_count + kHeight - 1) * quads;  // an item: pixels side by side
   const int64_t plane_stride = int64_t(c.H) * c.W;
   const value_t* const origin = c.x + part.n * kIn * c.channel + part.first_plane * plane_stride + part.first_row * c.W;
-  float* const weight_scale;  // [16], in shared memory
   int first_channel;          // of the weights
   bool fetched;               // and not yet taken
   float scale = 1;            // of x's largest channel, the smallest of all
@@ -151,8 +176,8 @@ struct Sweep {
   static constexpr bool bulk = false;
 #endif
 
-  __device__ __forceinline__ Sweep(const Convolution& c, const Part& part, uint32_t* shared, float* weight_scale, int first_channel)
-      : c(c), part(part), shared(shared), weight_scale(weight_scale) {
+  __device__ __forceinline__ Sweep(const Convolution& c, const Part& part, SweepStorage& storage, uint32_t* shared, int first_channel)
+      : c(c), part(part), storage(storage), shared(shared) {
     if (tid == 0) {
       for (int i = 0; i < 2; i++) initialize(done(i), kBlock);
       for (int i = 0; i < kRaw; i++) initialize(arrived(i), 1);
@@ -178,7 +203,7 @@ struct Sweep {
     for (int i = tid; i < items; i += kBlock) places()[i] = i / quads * c.pitch + i % quads * width;
     if (tid < 4 * kSteps) {
       const int tap = min(tid, kTaps - 1);
-      taps()[tid] = tap / (kHeight * kWidth) * c.plane + tap / kWidth % kHeight * c.pitch + tap % kWidth;
+      storage.taps[tid] = tap / (kHeight * kWidth) * c.plane + tap / kWidth % kHeight * c.pitch + tap % kWidth;
     }
     if constexpr (kSplit) {
       float shift[kIn], most[kIn] = {};
@@ -196,14 +221,10 @@ struct Sweep {
 
   __device__ __forceinline__ uint32_t* second_ring() const { return shared + kMain * kStage; }
   __device__ __forceinline__ value_t* raw(int plane) const {
-    return reinterpret_cast<value_t*>(shared + kWords * kStage) + plane % kRaw * kIn * raw_pixels(c);
+    return reinterpret_cast<value_t*>(shared + kWords * kStage) + plane % kRaw * kIn * c.raw;
   }
-  __device__ __forceinline__ uint16_t* positions() const { return reinterpret_cast<uint16_t*>(raw(0) + kRaw * kIn * raw_pixels(c)); }
+  __device__ __forceinline__ uint16_t* positions() const { return reinterpret_cast<uint16_t*>(raw(0) + kRaw * kIn * c.raw); }
   __device__ __forceinline__ uint16_t* places() const { return positions() + ::turns(c) * kTurn; }
-  __device__ __forceinline__ static uint32_t* taps() {  // where a tap's pixel lies, from a position's
-    __shared__ uint32_t pixels[4 * kSteps];
-    return pixels;
-  }
 
   __device__ __forceinline__ static void consider(float& most, float v) {
     v = fabsf(v);
@@ -211,27 +232,19 @@ struct Sweep {
   }
   // Of all threads, which have met before, and whose values are not negative; ends behind a barrier.
   template <int kCount> __device__ __forceinline__ void block_most(float (&most)[kCount]) const {
-    __shared__ float largest[kBlockWarps][kCount];
+    static_assert(kCount <= kIn);
     const int tid = thread_index_anew(), lane = tid % 32, warp = tid / 32;
     const auto warp_most = [](float v) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v))); };
 #pragma unroll
     for (int k = 0; k < kCount; k++) {
       most[k] = warp_most(most[k]);
-      if (lane == 0) largest[warp][k] = most[k];
+      if (lane == 0) storage.largest[warp][k] = most[k];
     }
     __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kCount; k++) most[k] = warp_most(largest[min(lane, kBlockWarps - 1)][k]);
+    for (int k = 0; k < kCount; k++) most[k] = warp_most(storage.largest[min(lane, kBlockWarps - 1)][k]);
   }
 
-  // What x needs, by input channel: it becomes (x - shift)·scale, and its weights are multiplied by `share`, Sweep's scale over this one.
-  struct Input {
-    float shift, scale, share;
-  };
-  __device__ __forceinline__ static Input* inputs() {
-    __shared__ Input of_channels[kIn];
-    return of_channels;
-  }
   // From the largest |x - shift| that each thread has seen; ends with a barrier.
   __device__ __forceinline__ void set_scales(const float (&shift)[kIn], float (&most)[kIn]) {
     const int tid = thread_index_anew();
@@ -244,7 +257,7 @@ struct Sweep {
 #pragma unroll
     for (int k = 0; k < kIn; k++) {
       const int more = most[k] > 0 ? min(scale_for(most[k]) - smallest, 24) : 0;
-      if (tid == 0) inputs()[k] = {shift[k], power_of_two(smallest + more), power_of_two(-more)};
+      if (tid == 0) storage.inputs[k] = {shift[k], power_of_two(smallest + more), power_of_two(-more)};
     }
     __syncthreads();
   }
@@ -253,7 +266,7 @@ struct Sweep {
     const int tid = thread_index_anew();
     float shift[kIn], most[kIn] = {};
 #pragma unroll
-    for (int k = 0; k < kIn; k++) shift[k] = inputs()[k].shift;
+    for (int k = 0; k < kIn; k++) shift[k] = storage.inputs[k].shift;
 #pragma unroll 1
     for (int plane = 0; plane < planes; plane++)
 #pragma unroll 1
@@ -292,9 +305,9 @@ struct Sweep {
 #pragma unroll
       for (int i = 0; i < kIn; i++)
 #pragma unroll 4
-        for (int tap = tid % 8; kSplit && tap < kTaps; tap += 8) consider(most, weights[tid / 8 * kFilter + i * kTaps + tap] * inputs()[i].share);
+        for (int tap = tid % 8; kSplit && tap < kTaps; tap += 8) consider(most, weights[tid / 8 * kFilter + i * kTaps + tap] * storage.inputs[i].share);
       for (int m = 1; m < 8; m *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
-      if (tid % 8 == 0) weight_scale[tid / 8] = power_of_two(scale_for(most));
+      if (tid % 8 == 0) storage.weight_scale[tid / 8] = power_of_two(scale_for(most));
     }
     __syncthreads();
 #pragma unroll
@@ -306,7 +319,7 @@ struct Sweep {
 #pragma unroll
         for (int i = 0; i < kIn; i++) {
           float w = tap < kTaps ? weights[row * kFilter + i * kTaps + tap] : 0.f;
-          if (kSplit) w = w * inputs()[i].share * weight_scale[row];
+          if (kSplit) w = w * storage.inputs[i].share * storage.weight_scale[row];
           high[i] = kSplit ? rounded(w) : w, low[i] = w - high[i];
           if (kSplit) high[kIn + i] = high[i];  // for the lows of x
         }
@@ -320,15 +333,8 @@ struct Sweep {
     __syncthreads();
   }
 
-  // A phase: all threads are through with a plane of output; a plane of x has been copied.
-  __device__ __forceinline__ static uint64_t* done(int plane) {
-    __shared__ uint64_t barriers[2];
-    return barriers + plane % 2;
-  }
-  __device__ __forceinline__ static uint64_t* arrived(int plane) {
-    __shared__ uint64_t barriers[kRaw];
-    return barriers + plane % kRaw;
-  }
+  __device__ __forceinline__ uint64_t* done(int plane) const { return storage.done + plane % 2; }
+  __device__ __forceinline__ uint64_t* arrived(int plane) const { return storage.arrived + plane % kRaw; }
   // The items of a plane that this thread copies and splits. They change from plane to plane, but not from one to the next in its place.
   template <class Body> __device__ __forceinline__ void for_items(int plane, Body body) const {
     int first = tid + plane % kRaw * (kBlock / kRaw);
@@ -377,7 +383,7 @@ struct Sweep {
       float half[2 * kIn][kCount];  // highs, then lows
 #pragma unroll
       for (int i = 0; i < kIn; i++) {
-        const float shift = inputs()[i].shift, scale = inputs()[i].scale;
+        const float shift = storage.inputs[i].shift, scale = storage.inputs[i].scale;
 #pragma unroll
         for (int j = 0; j < kCount; j++) half[i][j] = (v[i][j] - shift) * scale;
       }
@@ -469,7 +475,7 @@ struct Sweep {
     const int t = thread_index_anew() % 4;
     uint32_t offset[kSteps];  // of this lane's tap, from a position's pixel
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) offset[s] = taps()[4 * s + t] * kPixel;
+    for (int s = 0; s < kSteps; s++) offset[s] = storage.taps[4 * s + t] * kPixel;
     int turn = warp;  // this warp's next
 #pragma unroll 1
     for (int plane = 0; plane <= planes - kDepth; plane++) {
@@ -538,9 +544,11 @@ struct alignas(8) PartStatistics {
 };
 
 struct StatisticsSink {
+  SweepStorage& storage;
   float shift[2], sum[2], square[2], count;
   bool started;
   float scale;
+  __device__ explicit StatisticsSink(SweepStorage& storage) : storage(storage) {}
   __device__ void start(float s) {
     scale = s, started = false, count = 0;
     for (int r = 0; r < 2; r++) shift[r] = sum[r] = square[r] = 0;
@@ -576,10 +584,6 @@ struct StatisticsSink {
           if (q + 8 * j + int(threadIdx.x % 4) * 2 + u < limit) add(0, v[j][u]), add(1, v[j][2 + u]), count += 1;
     }
   }
-  __device__ static Moments<float> (&warps())[kBlockWarps][16] {
-    __shared__ Moments<float> moments[kBlockWarps][16];
-    return moments;
-  }
   __device__ __forceinline__ void finish() const {
     const int lane = threadIdx.x % 32;
     const auto channel_sum = [](float v) { return v += __shfl_xor_sync(~0u, v, 1), v + __shfl_xor_sync(~0u, v, 2); };
@@ -587,21 +591,21 @@ struct StatisticsSink {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Moments<float> own = Moments<float>::from_shifted(all, shift[r], channel_sum(sum[r]), channel_sum(square[r]));
-      if (lane % 4 == 0) warps()[threadIdx.x / 32][lane / 4 + r * 8] = own;
+      if (lane % 4 == 0) storage.moments[threadIdx.x / 32][lane / 4 + r * 8] = own;
     }
   }
   // Behind the barrier: threads 8 i write statistics (N, slots, kOut) of channel first_channel + i, for i < 16. All threads call it.
-  __device__ void write(PartStatistics* statistics, const Convolution& c, const Part& part, int first_channel, const float* weight_scale) const {
+  __device__ void write(PartStatistics* statistics, const Convolution& c, const Part& part, int first_channel) const {
     const int channel = threadIdx.x / 8, eighth = threadIdx.x % 8;
     if (channel >= 16) return;
-    Moments<float> all = warps()[eighth][channel];
+    Moments<float> all = storage.moments[eighth][channel];
 #pragma unroll 1
-    for (int i = eighth + 8; i < kBlockWarps; i += 8) all = all.merge(warps()[i][channel]);
+    for (int i = eighth + 8; i < kBlockWarps; i += 8) all = all.merge(storage.moments[i][channel]);
 #pragma unroll 1
     for (int m = 1; m < 8; m *= 2)
       all = all.merge({__shfl_xor_sync(~0u, all.count, m), __shfl_xor_sync(~0u, all.mean, m), __shfl_xor_sync(~0u, all.m2, m)});
     if (eighth) return;
-    const float unit = 1 / scale * (1 / weight_scale[channel]);
+    const float unit = 1 / scale * (1 / storage.weight_scale[channel]);
     statistics[(part.n * c.slots() + part.slot) * kOut + first_channel + channel] = {all.mean * unit, all.m2 * unit * unit};
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <type_traits>
+#include <vector>
 #include "normalisation.h"
 #include "host.h"
 
@@ -14,6 +15,8 @@ constexpr int kVectorBytes = 16;
 #endif
 typedef accumulate_t Lanes __attribute__((vector_size(kVectorBytes), may_alias));  // a register: compilers split wider ones badly
 constexpr int kLanes = kVectorBytes / sizeof(accumulate_t);
+
+using Sums = std::vector<accumulate_t>;
 
 constexpr int kAccumulators = 4;  // independent sums, so that an addition need not wait for the one before
 constexpr int64_t kBlock = 4096;  // values that share a shift

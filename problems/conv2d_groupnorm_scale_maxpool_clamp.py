@@ -1,20 +1,14 @@
-"""y = clamp(max_pool2d(group_norm(conv2d(x)) * scale, maxpool_kernel_size), clamp_min, clamp_max).
-
-Operators: x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias and norm's weight and bias (C elements), scale (C or 1), pool
-(height, width), the others are numbers; y (N, C, H' // pool height, W' // pool width) in scale's dtype. For backward: v, the
-convolution's output, (N, C, H', W') on a GPU and (N, H', W', C) on a CPU, each where it is fastest; of each window the v that the
-maximum of the normalised values selects, and its place there, like y; statistics by channel and by group, for the kernels.
-"""
+"""y = clamp(max_pool2d(group_norm(conv2d(x)) * scale, maxpool_kernel_size), clamp_min, clamp_max)."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import inline_loader
 import library
 import operators
 import tiling
@@ -50,161 +44,152 @@ class Conv2dGroupNormScaleMaxPoolClamp(nn.Module):
         return torch.clamp(x, self.clamp_min, self.clamp_max)
 
 
+class Arguments(NamedTuple):
+    """What the operators take. They return y (N, C, H' // pool height, W' // pool width) in scale's dtype."""
+
+    x: Tensor  # (N, Cin, H, W)
+    weight: Tensor  # (C, Cin, kh, kw)
+    conv_bias: Tensor  # C elements
+    norm_weight: Tensor
+    norm_bias: Tensor
+    scale: Tensor  # C elements or 1
+    groups: int
+    pool: list[int]  # height, width
+    low: float
+    high: float
+    eps: float
+
+    def by_channel(self) -> tuple[Tensor, ...]:
+        names = "conv_bias", "norm_weight", "norm_bias", "scale?"
+        return operators.by_channel(self.x, self.weight, names, *self[2:6])
+
+
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-class _Way(NamedTuple):
-    """How such an input is convolved, and what the tail's kernels are."""
-
-    kernels: inline_loader.Operators
-    winograd: bool
-    layout: torch.memory_format  # in which the library convolves
-    y_format: torch.memory_format
-    samples: int  # convolved at a time
-
-
 @planned
-def _way(x: Tensor, weight: Tensor, pool: tuple[int, int], out_dtype: torch.dtype, saving: bool) -> _Way:
-    on_cpu, index = library.device_type(x) == "cpu", operators.index_type(math.prod(pool))[0]
-    return _Way(
-        kernels=operators.load(NAME, x, out_dtype, POOL_H=pool[0], POOL_W=pool[1], INDEX_T=index),
+def _way(
+    x: Tensor, weight: Tensor, pool: tuple[int, int], out_dtype: torch.dtype, saving: bool
+) -> SimpleNamespace:
+    """How such an input is convolved, and by what the rest is computed."""
+    ctype, index_dtype = operators.index_type(math.prod(pool))
+    v_format = torch.channels_last if library.device_type(x) == "cpu" else torch.contiguous_format
+    nothing = (x.new_empty(0, dtype=index_dtype), operators.no_statistics(x))
+    return SimpleNamespace(
+        kernels=operators.load(NAME, x, out_dtype, POOL_H=pool[0], POOL_W=pool[1], INDEX_T=ctype),
         winograd=len(weight) % 32 == 0 and pool[0] % 2 == 0 and library.winograd_applies(x, weight),
-        # On a CPU the library is faster so, but for inputs so small that the weight's conversion decides.
-        layout=torch.channels_last if on_cpu and x.numel() >= weight.numel() else torch.contiguous_format,
+        v_format=v_format,  # in which the kernels read v: where the library is fastest
+        layout=v_format
+        if x.numel() >= weight.numel()
+        else torch.contiguous_format,  # but for an input that weight dwarfs
         y_format=library.result_format(x, weight, False),
+        size=library.output_size(x, weight),
         samples=library.samples_per_piece(x, weight, saving),
+        nothing=None if saving else nothing,  # in the places of index and statistics
     )
 
 
-def _epilogue(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor,
-    groups: int, pool: list[int], low: float, high: float, eps: float, *, saving: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    parameters = _parameters(x, weight, conv_bias, norm_weight, norm_bias, scale)
-    way, (H, W) = _way(x, weight, tuple(pool), scale.dtype, saving), library.output_size(x, weight)
-    y, *others = outputs = _outputs(x, weight, scale.dtype, groups, pool, saving)
-    on_cpu = library.device_type(x) == "cpu"
-    if way.winograd:
-        (N, Cin, *size), C, v = (
-            x.shape,
-            len(weight),
-            x.new_empty((len(x), H, W, len(weight)) if saving else 0),
+def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tensor, ...]:
+    """y; the v that each window selects, and its index there; v's statistics by channel and group; the last two for backward, or `nothing`."""
+    (N, *_), (C, *_), device = a.x.shape, a.weight.shape, a.x.device
+    y = torch.empty((N, C, *(s // p for s, p in zip(size, a.pool))), dtype=a.scale.dtype, device=device)
+    # Without backward the selected values become results where they are, on a CPU.
+    in_place = nothing is not None and library.device_type(a.x) == "cpu" and y.dtype == a.x.dtype
+    extreme, (index, statistics) = (
+        y if in_place else torch.empty_like(y, dtype=a.x.dtype),
+        nothing or (None, None),
+    )
+    if index is None:
+        index = torch.empty_like(y, dtype=operators.index_type(a.pool[0] * a.pool[1])[1])
+    if statistics is None:
+        statistics = torch.empty(
+            (N, 2 * (C + a.groups)), dtype=operators.accumulate_dtype(a.x.dtype), device=device
         )
-        inputs, sizes = (v, x.contiguous(), weight.contiguous(), *parameters), (N, Cin, C, groups, *size)
-        way.kernels.convolve_forward(*outputs, *inputs, low, high, eps, *sizes)
+    return y, extreme, index, statistics
+
+
+def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    way, parameters = _way(a.x, a.weight, tuple(a.pool), a.scale.dtype, saving), a.by_channel()
+    y, *others = _outputs(a, way.size, way.nothing)
+    (N, Cin, *of_x), C, constants = a.x.shape, a.weight.shape[0], (a.low, a.high, a.eps)
+    if way.winograd:
+        v = a.x.new_empty((N, *way.size, C) if saving else 0)
+        inputs, sizes = (
+            (v, a.x.contiguous(), a.weight.contiguous(), *parameters),
+            (N, Cin, C, a.groups, *of_x),
+        )
+        way.kernels.convolve_forward(y, *others, *inputs, *constants, *sizes)
     else:
-        for part, *of_part in library.pieces(way.samples, x, *outputs):
-            v = library.convolve(part, weight, way.layout)
-            v = v.permute(0, 2, 3, 1).contiguous() if on_cpu else v
-            way.kernels.forward(*of_part, v, *parameters, low, high, eps, len(v), len(weight), groups, H, W)
+        for x, *outputs in library.pieces(way.samples, a.x, y, *others):
+            v = library.convolve(x, a.weight, way.layout).contiguous(memory_format=way.v_format)
+            v = v.permute(0, 2, 3, 1) if way.v_format == torch.channels_last else v
+            way.kernels.forward(*outputs, v, *parameters, *constants, x.shape[0], C, a.groups, *way.size)
     y = y.contiguous(memory_format=way.y_format)
     return (y, v, *others) if saving else (y,)
 
 
-def _parameters(x: Tensor, weight: Tensor, conv_bias, norm_weight, norm_bias, scale) -> list[Tensor]:
-    named = dict(conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias, scale=scale)
-    return operators.by_channel(x, weight, "scale", **named)
-
-
-def _outputs(
-    x: Tensor, weight: Tensor, out_dtype: torch.dtype, groups: int, pool, saving: bool
-) -> tuple[Tensor, ...]:
-    """y, extreme, index (without elements unless saving), statistics."""
-    (N, *_), (C, *_), (H, W), device = x.shape, weight.shape, library.output_size(x, weight), x.device
-    y = torch.empty((N, C, H // pool[0], W // pool[1]), dtype=out_dtype, device=device)
-    in_place = (
-        library.device_type(x) == "cpu" and not saving and out_dtype == x.dtype
-    )  # values become results where they are
-    extreme = y if in_place else torch.empty_like(y, dtype=x.dtype)
-    index_dtype = operators.index_type(pool[0] * pool[1])[1]
-    index = torch.empty(y.shape if saving else 0, dtype=index_dtype, device=device)
-    statistics = torch.empty((N, 2 * (C + groups)), dtype=operators.accumulate_dtype(x.dtype), device=device)
-    return y, extreme, index, statistics
-
-
-def _epilogue_shapes(
-    x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, high, eps, *, saving
-):  # fmt: skip
-    N, C, (H, W) = x.shape[0], weight.shape[0], library.output_size(x, weight)
-    y, *others = _outputs(x, weight, scale.dtype, groups, pool, saving)
-    v = x.new_empty((N, H, W, C) if library.device_type(x) == "cpu" else (N, C, H, W))
-    y = y.contiguous(memory_format=library.result_format(x, weight, False))
+def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    N, C, (H, W) = a.x.shape[0], a.weight.shape[0], library.output_size(a.x, a.weight)
+    y, *others = _outputs(a, [H, W], None)
+    v = a.x.new_empty((N, H, W, C) if library.device_type(a.x) == "cpu" else (N, C, H, W))
+    y = y.contiguous(memory_format=library.result_format(a.x, a.weight, False))
     return (y, v, *others) if saving else (y,)
 
 
-def _epilogue_backward(
-    dy, x, weight, conv_bias, norm_weight, norm_bias, scale, groups, pool, low, high, eps,
-    v, extreme, index, statistics, *, needs,
-):  # fmt: skip
-    way, parameters = _way(x, weight, tuple(pool), dy.dtype, True), (conv_bias, norm_weight, norm_bias, scale)
-    dv, gradients, N, C = torch.empty_like(v), operators.gradients_of(x, *parameters), len(x), len(weight)
-    scratch = torch.empty(N * (6 * C + 2 * groups), dtype=statistics.dtype, device=x.device)
-    inputs = dy.contiguous(), v, extreme, index, statistics, *_parameters(x, weight, *parameters)
-    sizes = scale.numel(), N, C, groups, *library.output_size(x, weight)
-    way.kernels.backward(dv, *gradients, scratch, *inputs, low, high, *sizes)
-    dv = dv.permute(0, 3, 1, 2) if library.device_type(x) == "cpu" else dv
-    dx, dw = library.convolve_backward(dv, x, weight, way.layout, needs)
+def _backward(dy: Tensor, a: Arguments, v, extreme, index, statistics, *, needs: list[bool]) -> tuple:
+    way, parameters = _way(a.x, a.weight, tuple(a.pool), dy.dtype, True), a[2:6]
+    dv, gradients, N, C = (
+        torch.empty_like(v),
+        operators.gradients_of(a.x, *parameters),
+        dy.shape[0],
+        dy.shape[1],
+    )
+    scratch = torch.empty(N * (6 * C + 2 * a.groups), dtype=statistics.dtype, device=v.device)
+    inputs, sizes = (
+        (dy.contiguous(), v, extreme, index, statistics),
+        (a.scale.numel(), N, C, a.groups, *way.size),
+    )
+    way.kernels.backward(dv, *gradients, scratch, *inputs, *a.by_channel(), a.low, a.high, *sizes)
+    dv = dv.permute(0, 3, 1, 2) if way.v_format == torch.channels_last else dv
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, way.layout, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters)
 
 
-def _gradient_shapes(x, weight, conv_bias, norm_weight, norm_bias, scale, *constants):
-    return library.gradient_shapes(x, weight, conv_bias, norm_weight, norm_bias, scale)
-
-
 epilogue = declare(
-    NAME, _epilogue, shapes=_epilogue_shapes, backward=_epilogue_backward, gradients=_gradient_shapes
+    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=lambda a: library.gradient_shapes(*a[:6])
 )
+
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-class _Launch(NamedTuple):
-    """What a call of the fused kernels is made of."""
-
-    kernels: inline_loader.Operators
-    shape: tuple[int, ...]  # of y
-    partial: tuple[int, ...]  # statistics of each strip
-    y_format: torch.memory_format
-    sizes: tuple[int, ...]
-
-
 @planned
-def _launch(x: Tensor, weight: Tensor, pool: tuple[int, int], groups: int, out_dtype: torch.dtype) -> _Launch:
-    (N, _, *size), (C, *_) = x.shape, weight.shape
-    plan, (H, W) = tiling.plan_strips(x, weight, pool), library.output_size(x, weight)
-    return _Launch(
+def _launch(
+    x: Tensor, weight: Tensor, pool: tuple[int, int], groups: int, out_dtype: torch.dtype
+) -> SimpleNamespace:
+    (N, _, *size), C, plan = x.shape, len(weight), tiling.plan_strips(x, weight, pool)
+    y = N, C, *(s // p for s, p in zip(library.output_size(x, weight), pool))
+    partial = N * C * plan.tiles * plan.strips * 3
+    return SimpleNamespace(
         kernels=operators.load(f"{NAME}_fused", x, out_dtype, **tiling.strip_defines(plan, weight, pool)),
-        shape=(N, C, H // pool[0], W // pool[1]),
-        partial=(N, C, plan.tiles * plan.strips, 3),
+        y=y,
         y_format=library.result_format(x, weight, False),
+        scratch=(math.prod(y), N * C, N * C, N * groups, N * groups, partial),
         sizes=(N, groups, *size, *plan.launch),
     )
 
 
-def _fused(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, scale: Tensor,
-    groups: int, pool: list[int], low: float, high: float, eps: float,
-) -> Tensor:  # fmt: skip
-    parameters = _parameters(x, weight, conv_bias, norm_weight, norm_bias, scale)
-    launch = _launch(x, weight, tuple(pool), groups, scale.dtype)
-    y, (N, C, *_) = torch.empty(launch.shape, dtype=scale.dtype, device=x.device), launch.shape
-    extreme = torch.empty(launch.shape, dtype=torch.float32, device=x.device)
-    mean, m2 = torch.empty((2, N, C), dtype=torch.float32, device=x.device).unbind()
-    group_mean, group_rstd = torch.empty((2, N, groups), dtype=torch.float32, device=x.device).unbind()
-    partial = torch.empty(launch.partial, dtype=torch.float32, device=x.device)
-    outputs = y, extreme, mean, m2, group_mean, group_rstd, partial
-    inputs = x.contiguous(), weight.contiguous(), *parameters
-    launch.kernels.forward(*outputs, *inputs, low, high, eps, *launch.sizes)
+def _fused(a: Arguments) -> Tensor:
+    launch = _launch(a.x, a.weight, tuple(a.pool), a.groups, a.scale.dtype)
+    y = torch.empty(launch.y, dtype=a.scale.dtype, device=a.x.device)
+    scratch = [operators.scratch(a.x, size) for size in launch.scratch]
+    inputs, constants = (a.x.contiguous(), a.weight.contiguous(), *a.by_channel()), (a.low, a.high, a.eps)
+    launch.kernels.forward(y, *scratch, *inputs, *constants, *launch.sizes)
     return y.contiguous(memory_format=launch.y_format)
 
 
-fused = declare(
-    f"{NAME}_fused",
-    _fused,
-    shapes=lambda *arguments: _epilogue_shapes(*arguments, saving=False)[0],
-    backward=operators.by_recomputing(epilogue),
-    gradients=_gradient_shapes,
-)
+fused = operators.declare_fused(epilogue, _fused)
+
 
 # ------------------------------------------------------------------------------------------------------------- the model
 

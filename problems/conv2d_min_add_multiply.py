@@ -1,13 +1,8 @@
-"""y = (min(conv2d(x), constant_value) + bias) * scaling_factor.
-
-Operators: x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias (C elements), bias (C or 1), constant and scale are numbers; y
-(N, C, H', W') in bias's dtype. The convolution's output v, as backward reads it, is (N, H', W', C) in memory on a GPU, where the
-library is fastest so, and (N, C, H', W') on a CPU.
-"""
+"""y = (min(conv2d(x), constant_value) + bias) * scaling_factor."""
 
 from __future__ import annotations
 
-import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -16,12 +11,12 @@ from torch import Tensor, nn
 import inline_loader
 import library
 import operators
+import tiling
 from loader_operators import declare, planned
 from problems import Problem
 from twin import Twin
 
 NAME = "conv2d_min_add_multiply"
-plan_gemm = gemm_obstacle = None
 
 
 class Conv2dMinAddMultiply(nn.Module):
@@ -44,36 +39,50 @@ class Conv2dMinAddMultiply(nn.Module):
         return x * self.scaling_factor
 
 
+class Arguments(NamedTuple):
+    """What the operators take. They return y (N, C, H', W') in bias's dtype."""
+
+    x: Tensor  # (N, Cin, H, W)
+    weight: Tensor  # (C, Cin, kh, kw)
+    conv_bias: Tensor  # C elements
+    bias: Tensor  # C elements or 1
+    constant: float
+    scale: float
+
+    def by_channel(self) -> tuple[Tensor, ...]:
+        return operators.by_channel(self.x, self.weight, ("conv_bias", "bias?"), *self[2:4])
+
+    def constants(self) -> tuple[float, float]:
+        """constant as eager compares with it, and scale."""
+        return operators.rounded(self.constant, self.x.dtype), self.scale
+
+
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
-
-
-class _Way(NamedTuple):
-    """How such an input is convolved, and what the tail's kernels are."""
-
-    kernels: inline_loader.Operators
-    winograd: bool
-    layout: torch.memory_format  # in which the library convolves
-    round_operands: bool  # to TF32, as the library does in eager's layout; channels last it cuts off
-    y_format: torch.memory_format
-    samples: int  # convolved at a time
+# On a GPU it runs channels last where that is fastest, and the kernels transpose: v is (N, H', W', C) there, (N, C, H', W') on a CPU.
 
 
 @planned
-def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool, allows_tf32: bool) -> _Way:
+def _way(
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool, allows_tf32: bool
+) -> SimpleNamespace:
+    """How such an input is convolved, and by what the rest is computed."""
     on_gpu = library.device_type(x) == "cuda"
     applies = library.convolves_channels_last if on_gpu else library.is_channels_last
-    return _Way(
+    size = library.output_size(x, weight)
+    return SimpleNamespace(
         kernels=operators.load(NAME, x, out_dtype),
+        on_gpu=on_gpu,
         winograd=library.winograd_applies(x, weight),
-        layout=torch.channels_last if applies(x, weight) else torch.contiguous_format,
-        round_operands=on_gpu and library.surely_runs_tf32(x, weight),
+        layout=torch.channels_last
+        if applies(x, weight)
+        else torch.contiguous_format,  # in which the library convolves
+        # In eager's layout the library rounds operands of TF32; channels last it cuts off, so they are rounded before.
+        round_to_tf32=on_gpu and library.surely_runs_tf32(x, weight),
+        size=size,
+        y=(x.shape[0], len(weight), *size),
         y_format=library.result_format(x, weight, True),
         samples=library.samples_per_piece(x, weight, saving),
     )
-
-
-def _tf32_allowed(x: Tensor) -> bool:
-    return library.device_type(x) == "cuda" and library.allows_tf32()
 
 
 def _to_channels_last(x: Tensor, kernels: inline_loader.Operators, round_to_tf32: bool = False) -> Tensor:
@@ -86,139 +95,115 @@ def _to_channels_last(x: Tensor, kernels: inline_loader.Operators, round_to_tf32
     return out.permute(0, 3, 1, 2)
 
 
-def _convolved(x: Tensor, weight: Tensor, way: _Way) -> Tensor:
-    """The convolution as the kernels read it: contiguous, (N, H', W', C) on a GPU and (N, C, H', W') on a CPU."""
-    if library.device_type(x) == "cpu":
+def _convolved(x: Tensor, weight: Tensor, way: SimpleNamespace) -> Tensor:
+    """v, contiguous."""
+    if not way.on_gpu:
         return library.convolve(x, weight, way.layout).contiguous()
     if way.layout == torch.channels_last:
-        operands = [_to_channels_last(t, way.kernels, way.round_operands) for t in (x, weight)]
+        operands = [_to_channels_last(t, way.kernels, way.round_to_tf32) for t in (x, weight)]
         return library.convolve(*operands, way.layout).permute(0, 2, 3, 1)
     return _to_channels_last(library.convolve(x, weight), way.kernels).permute(0, 2, 3, 1)
 
 
-def _epilogue(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float, *, saving: bool
-) -> tuple[Tensor, ...]:
-    parameters = operators.by_channel(x, weight, "bias", conv_bias=conv_bias, bias=bias)
-    way, constant = (
-        _way(x, weight, bias.dtype, saving, _tf32_allowed(x)),
-        operators.rounded(constant, x.dtype),
+def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    way, parameters = (
+        _way(a.x, a.weight, a.bias.dtype, saving, _allows_tf32(a.x)),
+        (*a.by_channel(), *a.constants()),
     )
+    y = torch.empty(way.y, dtype=a.bias.dtype, device=a.x.device)
+    C, (H, W) = a.weight.shape[0], way.size
     if way.winograd:
-        y, v = _epilogue_by_winograd(x, weight, *parameters, constant, scale, way, bias.dtype, saving)
+        v = _by_winograd(y, a, parameters, way, saving)
         return (y, v) if saving else (y,)
-    (N, *_), (C, *_), (H, W) = x.shape, weight.shape, library.output_size(x, weight)
-    y = torch.empty((N, C, H, W), dtype=bias.dtype, device=x.device)
-    for part, out in library.pieces(way.samples, x, y):
-        v = _convolved(part, weight, way)
-        way.kernels.forward(out, v, *parameters, constant, scale, len(v), C, H * W)
+    for x, out in library.pieces(way.samples, a.x, y):
+        v = _convolved(x, a.weight, way)
+        way.kernels.forward(out, v, *parameters, x.shape[0], C, H * W)
     y = y.contiguous(memory_format=way.y_format)
     return (y, v) if saving else (y,)
 
 
-def _epilogue_by_winograd(x, weight, conv_bias, bias, constant, scale, way, out_dtype, saving):
-    """y and v, tile by tile; v without elements unless saving. The library repeats a sample whose convolution is not finite
-    everywhere: direct sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
-    (N, Cin, H, W), C, size = x.shape, len(weight), library.output_size(x, weight)
-    x, weight, parameters = x.contiguous(), weight.contiguous(), (conv_bias, bias)
-    y = x.new_empty(N, C, *size, dtype=out_dtype)
-    v, finite = x.new_empty(y.shape if saving else 0), x.new_ones(N, dtype=torch.int32)
-    way.kernels.convolve_forward(y, v, finite, x, weight, *parameters, constant, scale, N, Cin, C, H, W)
-    for n, is_finite in enumerate(finite.tolist()):
-        if not is_finite:
-            direct = library.convolve(x[n : n + 1], weight)
-            way.kernels.forward(y[n : n + 1], direct, *parameters, constant, scale, 1, C, math.prod(size))
-            if saving:
-                v[n] = direct[0]
-    return y, v
+def _by_winograd(y: Tensor, a: Arguments, parameters: tuple, way: SimpleNamespace, saving: bool) -> Tensor:
+    """Writes y, and gives v, without elements unless saving. The library repeats a sample whose convolution is not finite everywhere:
+    direct sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
+    (N, Cin, *of_x), C, (H, W) = a.x.shape, a.weight.shape[0], way.size
+    v, finite = a.x.new_empty(y.shape if saving else 0), a.x.new_ones(N, dtype=torch.int32)
+    operands = a.x.contiguous(), a.weight.contiguous()
+    way.kernels.convolve_forward(y, v, finite, *operands, *parameters, N, Cin, C, *of_x)
+    for n in (finite == 0).nonzero().flatten().tolist():
+        direct = library.convolve(a.x[n : n + 1], a.weight)
+        way.kernels.forward(y[n : n + 1], direct, *parameters, 1, C, H * W)
+        if saving:
+            v[n] = direct[0]
+    return v
 
 
-def _epilogue_shapes(x, weight, conv_bias, bias, constant, scale, *, saving):
-    (N, *_), (C, *_), (H, W) = x.shape, weight.shape, library.output_size(x, weight)
-    y = x.new_empty((N, C, H, W), dtype=bias.dtype)
-    y = y.contiguous(memory_format=library.result_format(x, weight, True))
-    v = x.new_empty((N, C, H, W) if library.device_type(x) == "cpu" else (N, H, W, C))
+def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    N, C, (H, W) = a.x.shape[0], a.weight.shape[0], library.output_size(a.x, a.weight)
+    y = a.x.new_empty((N, C, H, W), dtype=a.bias.dtype)
+    y = y.contiguous(memory_format=library.result_format(a.x, a.weight, True))
+    v = a.x.new_empty((N, C, H, W) if library.device_type(a.x) == "cpu" else (N, H, W, C))
     return (y, v) if saving else (y,)
 
 
-def _epilogue_backward(dy, x, weight, conv_bias, bias, constant, scale, v, *, needs):
-    way, on_gpu = _way(x, weight, dy.dtype, True, _tf32_allowed(x)), library.device_type(x) == "cuda"
-    (N, C, H, W), constant, tf32 = dy.shape, operators.rounded(constant, x.dtype), way.round_operands
-    chunks, (inner, _) = (
-        min(H * W, 8) if on_gpu else 1,
-        operators.by_channel(x, weight, "bias", conv_bias=conv_bias, bias=bias),
+def _backward(dy: Tensor, a: Arguments, v: Tensor, *, needs: list[bool]) -> tuple:
+    way, (N, C, H, W), parameters = _way(a.x, a.weight, dy.dtype, True, _allows_tf32(a.x)), dy.shape, a[2:4]
+    dv, gradients, chunks = (
+        torch.empty_like(v),
+        operators.gradients_of(a.x, *parameters),
+        min(H * W, 8) if way.on_gpu else 1,
     )
-    dv, gradients = torch.empty_like(v), operators.gradients_of(x, conv_bias, bias)
-    sums, sizes = (
-        torch.empty((2, N * chunks, C), dtype=torch.float64, device=x.device),
-        (N, C, H * W, chunks, tf32),
-    )
-    way.kernels.backward(
-        dv, *gradients, sums, dy.contiguous(), v, inner, constant, scale, bias.numel(), *sizes
-    )
-    dv, operands = dv.permute(0, 3, 1, 2) if on_gpu else dv, (x, weight)
-    if on_gpu and way.layout == torch.channels_last:
-        operands = [_to_channels_last(t, way.kernels, tf32) for t in operands]
-    dx, dw = library.convolve_backward(dv, x, weight, way.layout, needs, operands)
-    return dx, dw, *operators.as_parameters(gradients, conv_bias, bias)
+    sums = torch.empty((2, N * chunks, C), dtype=torch.float64, device=v.device)
+    inputs, sizes = (dy.contiguous(), v, a.by_channel()[0]), (a.bias.numel(), N, C, H * W, chunks)
+    way.kernels.backward(dv, *gradients, sums, *inputs, *a.constants(), *sizes, way.round_to_tf32)
+    dv, operands = dv.permute(0, 3, 1, 2) if way.on_gpu else dv, None
+    if way.on_gpu and way.layout == torch.channels_last:
+        operands = [_to_channels_last(t, way.kernels, way.round_to_tf32) for t in (a.x, a.weight)]
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, way.layout, needs, operands)
+    return dx, dw, *operators.as_parameters(gradients, *parameters)
 
 
-def _gradient_shapes(x, weight, conv_bias, bias, constant, scale):
-    return library.gradient_shapes(x, weight, conv_bias, bias)
+def _allows_tf32(x: Tensor) -> bool:
+    return library.device_type(x) == "cuda" and library.allows_tf32()
 
 
 epilogue = declare(
-    NAME, _epilogue, shapes=_epilogue_shapes, backward=_epilogue_backward, gradients=_gradient_shapes
+    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=lambda a: library.gradient_shapes(*a[:4])
 )
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-class _Launch(NamedTuple):
-    """What a call of the fused kernels is made of."""
-
-    kernels: inline_loader.Operators
-    shape: tuple[int, ...]  # of y
-    workspace: (
-        int  # bytes: scales, packed weights, and x packed to halves where the kernels don't read x itself
-    )
-    y_format: torch.memory_format
-
-
 @planned
-def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype, aligned: bool, allows_tf32: bool) -> _Launch:
+def _launch(
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype, aligned: bool, allows_tf32: bool
+) -> SimpleNamespace:
+    """For contiguous x and weight; aligned: does x start at a multiple of 4 bytes?"""
+    # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
-    plan = plan_gemm(x, weight, out_dtype, split, aligned)
-    (N, *_), (C, *_) = x.shape, weight.shape
-    return _Launch(
-        kernels=operators.load(f"{NAME}_fused", x, out_dtype, **plan.defines),
-        shape=(N, C, *library.output_size(x, weight)),
-        workspace=plan.workspace,
+    plan = tiling.plan_gemm(x, weight, out_dtype, split=split, aligned=aligned)
+    return SimpleNamespace(
+        kernels=operators.load(
+            f"{NAME}_fused", x, out_dtype, **tiling.spatial_defines(weight), **plan.defines
+        ),
+        y=(x.shape[0], len(weight), *library.output_size(x, weight)),
         y_format=library.result_format(x, weight, True),
+        workspace=tiling.gemm_workspace(plan, x, weight),
+        sizes=(x.shape[0], *x.shape[2:]),
     )
 
 
-def _fused(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, bias: Tensor, constant: float, scale: float
-) -> Tensor:
-    parameters = operators.by_channel(x, weight, "bias", conv_bias=conv_bias, bias=bias)
-    x, weight, constant = x.contiguous(), weight.contiguous(), operators.rounded(constant, x.dtype)
-    launch = _launch(x, weight, bias.dtype, x.data_ptr() % 4 == 0, _tf32_allowed(x))
-    y = torch.empty(launch.shape, dtype=bias.dtype, device=x.device)
+def _fused(a: Arguments) -> Tensor:
+    x, weight = a.x.contiguous(), a.weight.contiguous()
+    launch = _launch(x, weight, a.bias.dtype, x.data_ptr() % 4 == 0, _allows_tf32(x))
+    y = torch.empty(launch.y, dtype=a.bias.dtype, device=x.device)
     workspace = torch.empty(launch.workspace, dtype=torch.uint8, device=x.device)
-    (N, _, H, W), size = x.shape, launch.workspace
-    launch.kernels.forward(y, workspace, x, weight, *parameters, constant, scale, size, N, H, W)
+    parameters = *a.by_channel(), *a.constants(), launch.workspace
+    launch.kernels.forward(y, workspace, x, weight, *parameters, *launch.sizes)
     return y.contiguous(memory_format=launch.y_format)
 
 
-fused = declare(
-    f"{NAME}_fused",
-    _fused,
-    shapes=lambda *arguments: _epilogue_shapes(*arguments, saving=False)[0],
-    backward=operators.by_recomputing(epilogue),
-    gradients=_gradient_shapes,
-)
+fused = operators.declare_fused(epilogue, _fused)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model
@@ -235,10 +220,10 @@ class Conv2dMinAddMultiplyNew(Twin, Conv2dMinAddMultiply):
         return self._not_by_channel("bias")
 
     def _fused_obstacle(self, x, dtype):
-        return gemm_obstacle(x, self.conv.weight, dtype)
+        return tiling.gemm_obstacle(x, self.conv.weight, dtype)
 
     def _setting(self, x):
-        return _tf32_allowed(x)
+        return _allows_tf32(x)
 
 
 PROBLEM = Problem(

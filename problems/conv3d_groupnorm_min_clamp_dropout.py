@@ -1,21 +1,14 @@
-"""y = dropout(clamp(min(group_norm(conv3d(x)), min_value), min_value, max_value), dropout_p).
-
-Operators: x (N, Cin, D, H, W), weight (C, Cin, kd, kh, kw), conv_bias and norm's weight and bias (C elements), seed, the others are
-numbers; y (N, C, D', H', W') in norm's dtype. Which elements are dropped is a function of seed alone, an int64 on x's device;
-where p is 0 it needs no element. For backward: v, the convolution's output, (N, C, D', H', W'); active (N, C), is any element
-of the plane tied or not finite?; statistics by channel and by group, for the kernels.
-"""
+"""y = dropout(clamp(min(group_norm(conv3d(x)), min_value), min_value, max_value), dropout_p)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import inline_loader
 import library
 import operators
 import tiling
@@ -24,7 +17,7 @@ from problems import Problem
 from twin import Twin
 
 NAME = "conv3d_groupnorm_min_clamp_dropout"
-STATIC_SHARED = 4 << 10  # bytes of the fused kernels' own arrays
+STATIC_SHARED = 33 << 10  # bytes of the fused kernels' own arrays
 
 
 class Conv3dGroupNormMinClampDropout(nn.Module):
@@ -49,138 +42,130 @@ class Conv3dGroupNormMinClampDropout(nn.Module):
         return self.dropout(x)
 
 
+class Arguments(NamedTuple):
+    """What the operators take. They return y (N, C, D', H', W') in norm's dtype. Which elements are dropped is a function of seed alone."""
+
+    x: Tensor  # (N, Cin, D, H, W)
+    weight: Tensor  # (C, Cin, kd, kh, kw)
+    conv_bias: Tensor  # C elements
+    norm_weight: Tensor
+    norm_bias: Tensor
+    seed: Tensor  # an int64, or without elements where p is 0
+    groups: int
+    low: float
+    high: float
+    p: float
+    eps: float
+
+    def by_channel(self) -> tuple[Tensor, ...]:
+        return operators.by_channel(
+            self.x, self.weight, ("conv_bias", "norm_weight", "norm_bias"), *self[2:5]
+        )
+
+    def bounds(self) -> tuple[float, float]:
+        """low as eager compares with it, and high."""
+        return operators.rounded(self.low, self.norm_weight.dtype), self.high
+
+
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-class _Way(NamedTuple):
-    """How such an input is convolved, and what the tail's kernels are."""
-
-    kernels: inline_loader.Operators
-    convolve: Callable[[Tensor, Tensor], Tensor]
-    y_format: torch.memory_format
-    samples: int  # convolved at a time
-
-
 @planned
-def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> _Way:
-    kernels, layout = operators.load(NAME, x, out_dtype), library.result_format(x, weight, False)
-    samples = library.samples_per_piece(x, weight, saving)
-    return _Way(kernels, library.convolution(x, weight, kernels), layout, samples)
-
-
-def _epilogue(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, seed: Tensor,
-    groups: int, low: float, high: float, p: float, eps: float, *, saving: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    parameters = operators.by_channel(
-        x, weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias
+def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> SimpleNamespace:
+    """How such an input is convolved, and by what the rest is computed."""
+    kernels, size = operators.load(NAME, x, out_dtype), library.output_size(x, weight)
+    nothing = (operators.no_statistics(x), x.new_empty(0, dtype=torch.int32))
+    return SimpleNamespace(
+        kernels=kernels,
+        convolve=library.convolution(x, weight, kernels),
+        y_format=library.result_format(x, weight, False),
+        size=size,
+        positions=math.prod(size),
+        samples=library.samples_per_piece(x, weight, saving),
+        nothing=None if saving else nothing,  # in the places of statistics and active
     )
-    way, low = _way(x, weight, norm_weight.dtype, saving), operators.rounded(low, norm_weight.dtype)
-    y, statistics, active = _outputs(x, weight, norm_weight.dtype, groups, saving)
-    for part, *outputs in library.pieces(way.samples, x, y, statistics, active.zero_()):
-        v, offset, sizes = way.convolve(part, weight), outputs[0].storage_offset(), (groups, y[0, 0].numel())
-        way.kernels.forward(*outputs, v, *parameters, seed, low, high, p, eps, offset, *v.shape[:2], *sizes)
+
+
+def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tensor, ...]:
+    """y; v's statistics by channel and group; active, zeros: is any element of a plane tied or not finite? For backward, or `nothing`."""
+    (N, *_), (C, *_), device = a.x.shape, a.weight.shape, a.x.device
+    y = torch.empty((N, C, *size), dtype=a.norm_weight.dtype, device=device)
+    statistics, active = nothing or (None, torch.zeros((N, C), dtype=torch.int32, device=device))
+    if statistics is None:
+        statistics = torch.empty(
+            (N, 2 * (C + a.groups)), dtype=operators.accumulate_dtype(a.x.dtype), device=device
+        )
+    return y, statistics, active
+
+
+def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    way, parameters = _way(a.x, a.weight, a.norm_weight.dtype, saving), a.by_channel()
+    y, *others = _outputs(a, way.size, way.nothing)
+    for x, *outputs in library.pieces(way.samples, a.x, y, *others):
+        v = way.convolve(x, a.weight)
+        constants = *a.bounds(), a.p, a.eps, outputs[0].storage_offset()
+        sizes = *v.shape[:2], a.groups, way.positions
+        way.kernels.forward(*outputs, v, *parameters, a.seed, *constants, *sizes)
     y = y.contiguous(memory_format=way.y_format)
-    return (y, v, statistics, active) if saving else (y,)
+    return (y, v, *others) if saving else (y,)
 
 
-def _outputs(
-    x: Tensor, weight: Tensor, out_dtype: torch.dtype, groups: int, saving: bool
-) -> tuple[Tensor, ...]:
-    """y, statistics, and active, without elements unless saving."""
-    (N, *_), (C, *_), size, device = x.shape, weight.shape, library.output_size(x, weight), x.device
-    y = torch.empty((N, C, *size), dtype=out_dtype, device=device)
-    statistics = torch.empty((N, 2 * (C + groups)), dtype=operators.accumulate_dtype(x.dtype), device=device)
-    return y, statistics, torch.empty((N, C) if saving else 0, dtype=torch.int32, device=device)
-
-
-def _epilogue_shapes(
-    x, weight, conv_bias, norm_weight, norm_bias, seed, groups, low, high, p, eps, *, saving
-):  # fmt: skip
-    y, *others = _outputs(x, weight, norm_weight.dtype, groups, saving)
-    v, y_format = torch.empty_like(y, dtype=x.dtype), library.result_format(x, weight, False)
+def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    y, *others = _outputs(a, library.output_size(a.x, a.weight), None)
+    v, y_format = torch.empty_like(y, dtype=a.x.dtype), library.result_format(a.x, a.weight, False)
     y = y.contiguous(memory_format=y_format)
     return (y, v, *others) if saving else (y,)
 
 
-def _epilogue_backward(
-    dy, x, weight, conv_bias, norm_weight, norm_bias, seed, groups, low, high, p, eps, v, statistics, active, *, needs
-):  # fmt: skip
-    way, (N, C, *size), low = _way(x, weight, dy.dtype, True), v.shape, operators.rounded(low, dy.dtype)
-    dv, gradients = torch.empty_like(v), operators.gradients_of(x, conv_bias, norm_weight, norm_bias)
-    scratch = torch.empty(N * (5 * C + 2 * groups), dtype=statistics.dtype, device=x.device)
-    parameters = operators.by_channel(
-        x, weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias
-    )
+def _backward(dy: Tensor, a: Arguments, v, statistics, active, *, needs: list[bool]) -> tuple:
+    way, (N, C, *size), parameters = _way(a.x, a.weight, dy.dtype, True), v.shape, a[2:5]
+    dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
+    scratch = torch.empty(N * (5 * C + 2 * a.groups), dtype=statistics.dtype, device=v.device)
     inputs, sizes = (
-        (dy.contiguous(), v, statistics, active, *parameters, seed),
-        (N, C, groups, math.prod(size)),
+        (dy.contiguous(), v, statistics, active, *a.by_channel(), a.seed),
+        (N, C, a.groups, math.prod(size)),
     )
-    way.kernels.backward(dv, *gradients, scratch, *inputs, low, high, p, *sizes)
-    dx, dw = library.convolve_backward(dv, x, weight, torch.contiguous_format, needs)
-    return dx, dw, *operators.as_parameters(gradients, conv_bias, norm_weight, norm_bias), None
+    way.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, *sizes)
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
+    return dx, dw, *operators.as_parameters(gradients, *parameters), None
 
 
-def _gradient_shapes(x, weight, conv_bias, norm_weight, norm_bias, seed, *constants):
-    return [*library.gradient_shapes(x, weight, conv_bias, norm_weight, norm_bias), seed]
+def _gradient_shapes(a: Arguments) -> list[Tensor]:
+    return [*library.gradient_shapes(*a[:5]), a.seed]
 
 
-epilogue = declare(
-    NAME, _epilogue, shapes=_epilogue_shapes, backward=_epilogue_backward, gradients=_gradient_shapes
-)
+epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradient_shapes)
+
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-class _Launch(NamedTuple):
-    """What a call of the fused kernels is made of."""
-
-    kernels: inline_loader.Operators
-    shape: tuple[int, ...]  # of y
-    statistics: tuple[int, ...]  # of each block
-    y_format: torch.memory_format
-    sizes: tuple[int, ...]
-
-
 @planned
-def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> _Launch:
-    (N, _, *size), (C, *_) = x.shape, weight.shape
-    plan = tiling.plan_volume(x, weight, STATIC_SHARED, vectors=True)
+def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespace:
+    (N, _, *size), C, plan = x.shape, len(weight), tiling.plan_volume(x, weight, STATIC_SHARED, vectors=True)
     defines = tiling.volume_defines(plan, weight, x.element_size(), STATIC_SHARED)
-    return _Launch(
+    return SimpleNamespace(
         kernels=operators.load(f"{NAME}_fused", x, out_dtype, **defines),
-        shape=(N, C, *library.output_size(x, weight)),
-        statistics=(N, plan.slots, C, 2),
+        y=(N, C, *library.output_size(x, weight)),
         y_format=library.result_format(x, weight, False),
+        statistics=(N, plan.slots, C, 2),  # of each block
+        affines=(N, C, 4),
         sizes=(N, *size, *plan.launch),
     )
 
 
-def _fused(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, norm_weight: Tensor, norm_bias: Tensor, seed: Tensor,
-    groups: int, low: float, high: float, p: float, eps: float,
-) -> Tensor:  # fmt: skip
-    parameters = operators.by_channel(
-        x, weight, conv_bias=conv_bias, norm_weight=norm_weight, norm_bias=norm_bias
-    )
-    launch, N = _launch(x, weight, norm_weight.dtype), len(x)
-    y = torch.empty(launch.shape, dtype=norm_weight.dtype, device=x.device)
-    statistics = torch.empty(launch.statistics, dtype=torch.float32, device=x.device)
-    affines = torch.empty((N, launch.shape[1], 4), dtype=torch.float32, device=x.device)
-    parts_done = torch.empty(N, dtype=torch.int32, device=x.device)
-    inputs = x.contiguous(), weight.contiguous(), *parameters, seed
-    constants = operators.rounded(low, norm_weight.dtype), high, p, eps, 0, groups
+def _fused(a: Arguments) -> Tensor:
+    launch, inputs = _launch(a.x, a.weight, a.norm_weight.dtype), (a.x.contiguous(), a.weight.contiguous())
+    y = torch.empty(launch.y, dtype=a.norm_weight.dtype, device=a.x.device)
+    statistics, affines = operators.scratch(a.x, launch.statistics), operators.scratch(a.x, launch.affines)
+    parts_done = torch.empty(a.x.shape[0], dtype=torch.int32, device=a.x.device)
+    inputs, constants = (*inputs, *a.by_channel(), a.seed), (*a.bounds(), a.p, a.eps, 0, a.groups)
     launch.kernels.forward(y, statistics, affines, parts_done, *inputs, *constants, *launch.sizes)
     return y.contiguous(memory_format=launch.y_format)
 
 
-fused = declare(
-    f"{NAME}_fused",
-    _fused,
-    shapes=lambda *arguments: _epilogue_shapes(*arguments, saving=False)[0],
-    backward=operators.by_recomputing(epilogue),
-    gradients=_gradient_shapes,
-)
+fused = operators.declare_fused(epilogue, _fused)
+
 
 # ------------------------------------------------------------------------------------------------------------- the model
 

@@ -1,20 +1,14 @@
-"""y = max over channels of multiplier * clamp(instance_norm(conv3d(x) * multiplier), clamp_min, clamp_max).
-
-Operators: x (N, Cin, D, H, W), weight (C, Cin, kd, kh, kw), conv_bias (C elements), multiplier (C or 1), the others are numbers;
-y (N, D', H', W') in multiplier's dtype. For backward: v (N, C, D', H', W'), the convolution's output; the index of the channel
-that won and its v (N, D', H', W'); v's statistics by channel, for the kernels.
-"""
+"""y = max over channels of multiplier * clamp(instance_norm(conv3d(x) * multiplier), clamp_min, clamp_max)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import inline_loader
 import library
 import operators
 import tiling
@@ -23,7 +17,7 @@ from problems import Problem
 from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
-STATIC_SHARED = 4 << 10  # bytes of the fused kernels' own arrays
+STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
 
 
 class Conv3dMultiplyInstanceNormClampMultiplyMax(nn.Module):
@@ -49,133 +43,111 @@ class Conv3dMultiplyInstanceNormClampMultiplyMax(nn.Module):
         return torch.max(x, dim=1)[0]
 
 
+class Arguments(NamedTuple):
+    """What the operators take. They return y (N, D', H', W') in multiplier's dtype."""
+
+    x: Tensor  # (N, Cin, D, H, W)
+    weight: Tensor  # (C, Cin, kd, kh, kw)
+    conv_bias: Tensor  # C elements
+    multiplier: Tensor  # C elements or 1
+    low: float
+    high: float
+    eps: float
+
+    def by_channel(self) -> tuple[Tensor, ...]:
+        return operators.by_channel(self.x, self.weight, ("conv_bias", "multiplier?"), *self[2:4])
+
+
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-class _Way(NamedTuple):
-    """How such an input is convolved, and what the tail's kernels are."""
-
-    kernels: inline_loader.Operators
-    convolve: Callable[[Tensor, Tensor], Tensor]
-    samples: int  # convolved at a time
-
-
 @planned
-def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> _Way:
-    kernels = operators.load(NAME, x, out_dtype, INDEX_T=operators.index_type(len(weight))[0])
-    samples = library.samples_per_piece(x, weight, saving)
-    return _Way(kernels, library.convolution(x, weight, kernels), samples)
-
-
-def _epilogue(
-    x: Tensor,
-    weight: Tensor,
-    conv_bias: Tensor,
-    multiplier: Tensor,
-    low: float,
-    high: float,
-    eps: float,
-    *,
-    saving: bool,
-) -> tuple[Tensor, ...]:
-    parameters = operators.by_channel(x, weight, "multiplier", conv_bias=conv_bias, multiplier=multiplier)
-    way, (y, *others) = (
-        _way(x, weight, multiplier.dtype, saving),
-        _outputs(x, weight, multiplier.dtype, saving),
+def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> SimpleNamespace:
+    """How such an input is convolved, and by what the rest is computed."""
+    ctype, index_dtype = operators.index_type(len(weight))
+    kernels, size = operators.load(NAME, x, out_dtype, INDEX_T=ctype), library.output_size(x, weight)
+    nothing = (x.new_empty(0, dtype=index_dtype), x.new_empty(0), operators.no_statistics(x))
+    return SimpleNamespace(
+        kernels=kernels,
+        convolve=library.convolution(x, weight, kernels),
+        size=size,
+        positions=math.prod(size),
+        samples=library.samples_per_piece(x, weight, saving),
+        nothing=None if saving else nothing,  # in the places of index, winner and statistics
     )
-    for part, *outputs in library.pieces(way.samples, x, y, *others):
-        v = way.convolve(part, weight)
-        way.kernels.forward(*outputs, v, *parameters, low, high, eps, *v.shape[:2], outputs[0][0].numel())
+
+
+def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tensor, ...]:
+    """y; the index and v of the channels that won, like y; v's statistics by channel; the last three for backward, or `nothing`."""
+    N, C, device = a.x.shape[0], a.weight.shape[0], a.x.device
+    y = torch.empty((N, *size), dtype=a.multiplier.dtype, device=device)
+    index, winner, statistics = nothing or (None, None, None)
+    if index is None:
+        index, winner = (
+            torch.empty_like(y, dtype=dtype) for dtype in (operators.index_type(C)[1], a.x.dtype)
+        )
+    if statistics is None:
+        statistics = torch.empty((N, 2 * C), dtype=operators.accumulate_dtype(a.x.dtype), device=device)
+    return y, index, winner, statistics
+
+
+def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    way, parameters, C = _way(a.x, a.weight, a.multiplier.dtype, saving), a.by_channel(), a.weight.shape[0]
+    y, *others = _outputs(a, way.size, way.nothing)
+    for x, *outputs in library.pieces(way.samples, a.x, y, *others):
+        v = way.convolve(x, a.weight)
+        way.kernels.forward(*outputs, v, *parameters, *a[4:], v.shape[0], C, way.positions)
     return (y, v, *others) if saving else (y,)
 
 
-def _outputs(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> tuple[Tensor, ...]:
-    """y, index, winner, statistics; index and winner without elements unless saving."""
-    (N, *_), (C, *_), size, device = x.shape, weight.shape, library.output_size(x, weight), x.device
-    y = torch.empty((N, *size), dtype=out_dtype, device=device)
-    index = torch.empty(y.shape if saving else 0, dtype=operators.index_type(C)[1], device=device)
-    winner = torch.empty(index.shape, dtype=x.dtype, device=device)
-    return y, index, winner, torch.empty((N, 2 * C), dtype=operators.accumulate_dtype(x.dtype), device=device)
+def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    size = library.output_size(a.x, a.weight)
+    y, *others = _outputs(a, size, None)
+    return (y, a.x.new_empty(a.x.shape[0], a.weight.shape[0], *size), *others) if saving else (y,)
 
 
-def _epilogue_shapes(x, weight, conv_bias, multiplier, low, high, eps, *, saving):
-    y, *others = _outputs(x, weight, multiplier.dtype, saving)
-    v = x.new_empty(x.shape[0], weight.shape[0], *library.output_size(x, weight))
-    return (y, v, *others) if saving else (y,)
-
-
-def _epilogue_backward(
-    dy, x, weight, conv_bias, multiplier, low, high, eps, v, index, winner, statistics, *, needs
-):
-    way, (N, C, *size) = _way(x, weight, dy.dtype, True), v.shape
-    dv, gradients = torch.empty_like(v), operators.gradients_of(x, conv_bias, multiplier)
-    scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=x.device)
-    parameters = operators.by_channel(x, weight, "multiplier", conv_bias=conv_bias, multiplier=multiplier)
-    inputs, sizes = (
-        (dy.contiguous(), v, index, winner, statistics, *parameters),
-        (multiplier.numel(), N, C, math.prod(size)),
-    )
-    way.kernels.backward(dv, *gradients, scratch, *inputs, low, high, eps, *sizes)
-    dx, dw = library.convolve_backward(dv, x, weight, torch.contiguous_format, needs)
-    return dx, dw, *operators.as_parameters(gradients, conv_bias, multiplier)
-
-
-def _gradient_shapes(x, weight, conv_bias, multiplier, low, high, eps):
-    return library.gradient_shapes(x, weight, conv_bias, multiplier)
+def _backward(dy: Tensor, a: Arguments, v, index, winner, statistics, *, needs: list[bool]) -> tuple:
+    way, (N, C, *size), parameters = _way(a.x, a.weight, dy.dtype, True), v.shape, a[2:4]
+    dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
+    scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=v.device)
+    inputs, sizes = (dy.contiguous(), v, index, winner, statistics, *a.by_channel()), (N, C, math.prod(size))
+    way.kernels.backward(dv, *gradients, scratch, *inputs, *a[4:], a.multiplier.numel(), *sizes)
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
+    return dx, dw, *operators.as_parameters(gradients, *parameters)
 
 
 epilogue = declare(
-    NAME, _epilogue, shapes=_epilogue_shapes, backward=_epilogue_backward, gradients=_gradient_shapes
+    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=lambda a: library.gradient_shapes(*a[:4])
 )
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-class _Launch(NamedTuple):
-    """What a call of the fused kernels is made of."""
-
-    kernels: inline_loader.Operators
-    shape: tuple[int, ...]  # of y
-    statistics: tuple[int, ...]  # of each block
-    held: int  # values of scratch for sums that then need not be computed twice
-    sizes: tuple[int, ...]
-
-
 @planned
-def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> _Launch:
-    (N, _, *size), (C, *_) = x.shape, weight.shape
-    plan = tiling.plan_volume(x, weight, STATIC_SHARED, vectors=False)
+def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespace:
+    (N, _, *size), plan = x.shape, tiling.plan_volume(x, weight, STATIC_SHARED, vectors=False)
     defines = tiling.volume_defines(plan, weight, x.element_size(), STATIC_SHARED)
-    return _Launch(
+    return SimpleNamespace(
         kernels=operators.load(f"{NAME}_fused", x, out_dtype, **defines),
-        shape=(N, *library.output_size(x, weight)),
-        statistics=(N, plan.slots, C, 2),
-        held=tiling.held_values(plan, x, weight),
+        y=(N, *library.output_size(x, weight)),
+        statistics=(N, plan.slots, len(weight), 2),  # of each block
+        held=tiling.held_values(plan, x, weight),  # sums that then need not be computed twice
         sizes=(N, *size, *plan.launch),
     )
 
 
-def _fused(
-    x: Tensor, weight: Tensor, conv_bias: Tensor, multiplier: Tensor, low: float, high: float, eps: float
-) -> Tensor:
-    parameters = operators.by_channel(x, weight, "multiplier", conv_bias=conv_bias, multiplier=multiplier)
-    launch = _launch(x, weight, multiplier.dtype)
-    y = torch.empty(launch.shape, dtype=multiplier.dtype, device=x.device)
-    statistics = torch.empty(launch.statistics, dtype=torch.float32, device=x.device)
-    scratch = torch.empty(launch.held, dtype=torch.float32, device=x.device)
-    inputs = x.contiguous(), weight.contiguous(), *parameters
-    launch.kernels.forward(y, statistics, scratch, *inputs, low, high, eps, launch.held, *launch.sizes)
+def _fused(a: Arguments) -> Tensor:
+    launch, inputs = _launch(a.x, a.weight, a.multiplier.dtype), (a.x.contiguous(), a.weight.contiguous())
+    y = torch.empty(launch.y, dtype=a.multiplier.dtype, device=a.x.device)
+    statistics, held = operators.scratch(a.x, launch.statistics), operators.scratch(a.x, launch.held)
+    inputs, constants = (*inputs, *a.by_channel()), (a.low, a.high, a.eps, launch.held)
+    launch.kernels.forward(y, statistics, held, *inputs, *constants, *launch.sizes)
     return y
 
 
-fused = declare(
-    f"{NAME}_fused",
-    _fused,
-    shapes=lambda *arguments: _epilogue_shapes(*arguments, saving=False)[0],
-    backward=operators.by_recomputing(epilogue),
-    gradients=_gradient_shapes,
-)
+fused = operators.declare_fused(epilogue, _fused)
+
 
 # ------------------------------------------------------------------------------------------------------------- the model
 

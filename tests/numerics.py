@@ -1,14 +1,19 @@
-"""What the tests of models and operators share: the four problems at small sizes, and the one rule for 'the same results'.
+"""What the tests of models and operators share: the problems at small sizes, and the one rule for 'the same results'.
 
 The rule is checks.py's: against a float64 reference, the error of the output and of every gradient is at most twice eager's
 plus a few units in the last place of the largest value, in norm and in the largest element.
 
-Each size has its reason. Dtypes and pools are few, because each combination is compiled once per cache.
+Tests iterate over the registry. What they know of one problem beyond its row there stands in the table `KNOWN`; of a problem
+without a row in it they know what follows from the registry. Each size has its reason. Dtypes and pools are few, because each
+combination is compiled once per cache.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import checks
 import models
 
+NAMES = list(models.PROBLEMS)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", CUDA]
-# Variant and device; on the CPU epilogue and fused are one.
-VARIANTS = [("epilogue", "cpu"), ("folded", "cpu")] + [
+VARIANTS = [("epilogue", "cpu")] + [
     pytest.param(variant, "cuda", marks=pytest.mark.gpu)
     for variant in dict.fromkeys(
         name for problem in models.PROBLEMS.values() for name in problem.variants if name != "eager"
@@ -28,41 +33,214 @@ VARIANTS = [("epilogue", "cpu"), ("folded", "cpu")] + [
 ]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
+every_name = pytest.mark.parametrize("name", NAMES)
+every_device = pytest.mark.parametrize("device", DEVICES)
+every_variant = pytest.mark.parametrize("variant, device", VARIANTS)
+
+# The problems by their roles, for what concerns one alone.
 MIN_ADD = "conv2d_min_add_multiply"
 INSTANCE_NORM = "conv3d_multiply_instancenorm_clamp_multiply_max"
 DROPOUT = "conv3d_groupnorm_min_clamp_dropout"
 POOL = "conv2d_groupnorm_scale_maxpool_clamp"
 
-# Constructor arguments and input shape: odd everywhere, no two sizes alike, a pool that leaves a row and a column.
-SMALL = {
-    MIN_ADD: ((5, 20, 3, 0.1, (20, 1, 1), 2.0), (3, 5, 11, 13)),
-    INSTANCE_NORM: ((3, 20, (2, 3, 3), (20, 1, 1, 1), -1.0, 1.0), (3, 3, 5, 7, 9)),
-    DROPOUT: ((3, 12, 3, 4, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
-    POOL: ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+# ------------------------------------------------------------------------------------------------ what is known of a problem
+
+
+class Size(NamedTuple):
+    """A size to try: the constructor's arguments, the input's shape, and the reason why."""
+
+    arguments: tuple
+    shape: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the tests know of a problem."""
+
+    small: Size
+    fused: Size | None = None  # small where a GPU's fused kernels run; where None, `small`
+    tiny: Size | None = None  # for finite differences
+    winograd: Size | None = None  # where Winograd's convolution runs on a CPU
+    awkward: tuple[Size, ...] = ()  # for every variant
+    not_fused: tuple[Size, ...] = ()  # too small or too odd for a GPU's fused kernels
+    raising: tuple[Size, ...] = ()  # for which the reference raises an error
+    refused: tuple[tuple, ...] = ()  # arguments for which the reference's constructor raises one
+    slopes: tuple[str, ...] = ()  # parameters that scale what is compared or clamped afterwards
+    large: float = 1e15  # a factor of the input, whose square may be summed
+    hiding: tuple[str, ...] = ()  # parameters beside which a result of 1 / large would not be seen
+    least: int = 2  # that the convolution's result extends, at random sizes
+    runs_tf32: bool = False  # may its fused kernels, where eager does?
+    tail: Callable[..., tuple] | None = (
+        None  # drawn(number, shape by channel, groups): the arguments after the kernel's size
+    )
+
+
+KNOWN = {
+    MIN_ADD: Known(
+        small=Size((5, 20, 3, 0.1, (20, 1, 1), 2.0), (3, 5, 11, 13), "odd everywhere, no two sizes alike"),
+        tiny=Size((2, 3, 2, 0.1, (3, 1, 1), -1.5), (2, 2, 4, 3)),
+        winograd=Size((9, 40, 3, 0.1, (40, 1, 1), 2.0), (3, 9, 19, 22), "odd and even results"),
+        awkward=(
+            Size((4, 8, 3, 0.1, (8, 1, 1), 2.0), (1, 4, 3, 3), "one output element"),
+            Size((1, 1, 1, 0.1, (1, 1, 1), 2.0), (2, 1, 4, 5), "one channel in and out"),
+            Size((3, 7, (1, 4), 0.1, (7, 1, 1), 2.0), (2, 3, 5, 9), "rectangular kernel"),
+            Size((4, 64, 1, 0.1, (64, 1, 1), 2.0), (2, 4, 8, 8), "whole tiles"),
+            Size((3, 65, 2, 0.1, (65, 1, 1), 2.0), (1, 3, 14, 6), "one more than a tile"),
+            Size((5, 20, 3, 0.1, (1,), -2.0), (3, 5, 11, 13), "one bias for all"),
+            Size((5, 20, 3, 0.1, (), 2.0), (3, 5, 11, 13), "a number as bias"),
+            Size((5, 20, 3, 0.1, (20, 1, 1), 0.0), (3, 5, 11, 13), "scaled by zero"),
+            Size((5, 20, 3, 1e9, (20, 1, 1), 2.0), (3, 5, 11, 13), "constant never reached"),
+        ),
+        large=1e20,
+        hiding=("conv.bias", "bias"),
+        runs_tf32=True,
+        tail=lambda number, shape, groups: (number(), shape, number()),
+    ),
+    INSTANCE_NORM: Known(
+        small=Size((3, 20, (2, 3, 3), (20, 1, 1, 1), -1.0, 1.0), (3, 3, 5, 7, 9)),
+        fused=Size((3, 32, (2, 3, 3), (32, 1, 1, 1), -1.0, 1.0), (3, 3, 5, 7, 9)),
+        tiny=Size((2, 3, (1, 2, 2), (3, 1, 1, 1), -0.6, 0.8), (2, 2, 2, 3, 4)),
+        winograd=Size((4, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (3, 4, 4, 21, 20)),
+        awkward=(
+            Size((3, 16, 3, (16, 1, 1, 1), -1.0, 1.0), (2, 3, 6, 6, 6), "64 positions"),
+            Size((3, 32, (2, 3, 3), (1,), -1.0, 1.0), (3, 3, 5, 7, 9), "one multiplier for all"),
+            Size((3, 32, (2, 3, 3), (), -0.5, 0.7), (3, 3, 5, 7, 9), "a number as multiplier"),
+            Size((3, 32, (2, 3, 3), (32, 1, 1, 1), 0.5, -0.5), (3, 3, 5, 7, 9), "bounds swapped"),
+            Size(
+                (1, 16, (1, 5, 5), (16, 1, 1, 1), -1.0, 1.0), (2, 1, 3, 37, 141), "one channel in, long rows"
+            ),
+            Size((4, 32, 2, (32, 1, 1, 1), -1.0, 1.0), (1, 4, 9, 6, 35), "four channels in, one sample"),
+            Size((2, 16, 3, (16, 1, 1, 1), -1.0, 1.0), (3, 2, 5, 7, 9), "two channels in"),
+        ),
+        not_fused=(
+            Size((3, 4, 3, (4, 1, 1, 1), -1.0, 1.0), (1, 3, 3, 3, 4), "two positions"),
+            Size((1, 1, 1, (1, 1, 1, 1), -1.0, 1.0), (2, 1, 2, 3, 5), "one channel in and out"),
+            Size((2, 300, 1, (300, 1, 1, 1), -1.0, 1.0), (2, 2, 2, 3, 5), "more channels than a byte counts"),
+            Size(
+                (1, 4, 3, (4, 1, 1, 1), -1.0, 1.0),
+                (2, 1, 19, 19, 19),
+                "planes longer than a block of statistics",
+            ),
+            Size((3, 20, 3, (1,), -1.0, 1.0), (3, 3, 5, 7, 9), "20 channels, one multiplier"),
+            Size((3, 20, 3, (), -0.5, 0.7), (3, 3, 5, 7, 9), "20 channels, a number as multiplier"),
+            Size((3, 20, 3, (20, 1, 1, 1), 0.5, -0.5), (3, 3, 5, 7, 9), "20 channels, bounds swapped"),
+        ),
+        raising=(Size((3, 20, (2, 3, 3), (20, 1, 1, 1), -1.0, 1.0), (3, 3, 2, 3, 3), "one position"),),
+        slopes=("multiplier",),
+        tail=lambda number, shape, groups: (shape, number(), number()),
+    ),
+    DROPOUT: Known(
+        small=Size((3, 12, 3, 4, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
+        fused=Size((3, 48, 3, 12, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
+        winograd=Size((3, 24, 3, 4, -0.3, 1.0, 0.2), (3, 3, 5, 18, 23)),
+        awkward=(
+            Size((3, 16, 3, 4, -0.3, 1.0, 0.2), (2, 3, 6, 6, 6), "64 positions"),
+            Size((3, 48, 3, 1, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "one group"),
+            Size((3, 48, 3, 48, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "a group per channel"),
+            Size((3, 48, 3, 12, 0.5, -0.25, 0.2), (3, 3, 5, 7, 9), "bounds swapped"),
+            Size((1, 16, (1, 5, 5), 16, -0.3, 1.0, 0.2), (2, 1, 3, 37, 141), "one channel in, long rows"),
+            Size((4, 32, 2, 4, -0.3, 1.0, 0.2), (1, 4, 9, 6, 35), "four channels in, one sample"),
+            Size((2, 16, 3, 4, -0.3, 1.0, 0.2), (3, 2, 5, 7, 9), "two channels in"),
+        ),
+        not_fused=(
+            Size((3, 12, 3, 1, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "12 channels, one group"),
+            Size((3, 12, 3, 12, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "12 channels, as many groups"),
+            Size((3, 12, 3, 4, -0.3, 1.0, 0.2), (1, 3, 3, 3, 3), "one position, batch 1"),
+            Size(
+                (1, 4, 3, 2, -0.3, 1.0, 0.2), (2, 1, 19, 19, 19), "planes longer than a block of statistics"
+            ),
+            Size((3, 12, 3, 4, 0.5, -0.25, 0.2), (3, 3, 5, 7, 9), "12 channels, bounds swapped"),
+        ),
+        raising=(Size((3, 4, 3, 4, 0.0, 1.0, 0.2), (1, 3, 3, 3, 3), "one element per group"),),
+        refused=(
+            (3, 12, 3, 5, 0.0, 1.0, 0.2),  # groups do not divide the channels
+            (3, 12, 3, 4, 0.0, 1.0, 1.5),  # no probability
+            (3, 12, 3, 4, 0.0, 1.0, -0.1),
+        ),
+        slopes=("norm.weight",),
+        tail=lambda number, shape, groups: (groups, number(), number(), 0.2),
+    ),
+    POOL: Known(
+        small=Size(
+            (5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0),
+            (3, 5, 15, 13),
+            "a pool that leaves a row and a column",
+        ),
+        fused=Size((5, 80, 3, 10, (80, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+        tiny=Size((2, 4, 2, 2, (4, 1, 1), (2, 3), -0.6, 0.8), (2, 2, 6, 5)),
+        winograd=Size(
+            (9, 64, 3, 4, (64, 1, 1), (2, 3), -0.5, 1.0),
+            (3, 9, 19, 140),
+            "more tiles than it takes at a time",
+        ),
+        awkward=(
+            Size((5, 80, 3, 1, (80, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "one group"),
+            Size((5, 80, 3, 80, (80, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "a group per channel"),
+            Size(
+                (3, 16, (2, 1), 2, (16, 1, 1), (2, 3), -0.5, 1.0),
+                (1, 3, 3, 3),
+                "one output position, batch 1",
+            ),
+            Size((5, 80, 3, 10, (1,), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "one scale for all"),
+            Size((5, 80, 3, 10, (), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "a number as scale"),
+            Size((5, 80, 3, 10, (80, 1, 1), (2, 3), 0.5, -0.5), (3, 5, 15, 13), "bounds swapped"),
+            Size(
+                (12, 128, 3, 16, (128, 1, 1), (2, 3), -0.5, 1.0), (2, 12, 11, 261), "rows longer than a tile"
+            ),
+        ),
+        not_fused=(
+            Size((5, 24, 3, 1, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, one group"),
+            Size(
+                (5, 24, 3, 24, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, as many groups"
+            ),
+            Size(
+                (3, 8, (2, 1), 2, (8, 1, 1), (2, 3), -0.5, 1.0),
+                (1, 3, 3, 3),
+                "8 channels, one output position",
+            ),
+            Size(
+                (2, 4, 1, 2, (4, 1, 1), (17, 16), -0.5, 1.0),
+                (2, 2, 36, 37),
+                "windows longer than a byte counts",
+            ),
+            Size((5, 24, 3, 4, (1,), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, one scale"),
+            Size((5, 24, 3, 4, (), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, a number as scale"),
+            Size((5, 24, 3, 4, (24, 1, 1), (2, 3), 0.5, -0.5), (3, 5, 15, 13), "24 channels, bounds swapped"),
+        ),
+        raising=(
+            Size((3, 4, 3, 4, (4, 1, 1), (1, 1), 0.0, 1.0), (1, 3, 3, 3), "one element per group"),
+            Size((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 3, 13), "window larger than its input"),
+        ),
+        refused=((5, 24, 3, 7, (24, 1, 1), 2, 0.0, 1.0),),  # groups do not divide the channels
+        slopes=("scale", "group_norm.weight"),
+        least=3,
+        tail=lambda number, shape, groups: (groups, shape, (2, 3), number(), number()),
+    ),
 }
 
-# The same where only the fused kernels of a GPU run, which take 16, 32, … channels out of these.
-FUSED = {
-    **SMALL,
-    INSTANCE_NORM: ((3, 32, (2, 3, 3), (32, 1, 1, 1), -1.0, 1.0), (3, 3, 5, 7, 9)),
-    DROPOUT: ((3, 48, 3, 12, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9)),
-    POOL: ((5, 80, 3, 10, (80, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
-}
+# Where each block of the fused kernel has a whole sample, some of whose sums it holds.
+HELD = Size((3, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (132, 3, 5, 7, 9), "in shared memory")
+HELD_IN_SCRATCH = Size((3, 16, 3, (16, 1, 1, 1), -1.0, 1.0), (140, 3, 16, 32, 32), "in scratch, too")
 
-# And where each block of the fused kernel has a whole sample, some of whose sums it holds: in shared memory; in scratch, too.
-HELD = ((3, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (132, 3, 5, 7, 9))
-HELD_IN_SCRATCH = ((3, 16, 3, (16, 1, 1, 1), -1.0, 1.0), (140, 3, 16, 32, 32))
+# Where the fused kernel runs by wgmma, on Hopper: float32 where TF32 is allowed, and halves.
+WGMMA = Size((64, 128, 3, 0.1, (128, 1, 1), 2.0), (3, 64, 11, 260), "whole and part of a tile")
 
-# Where 31's fused kernel runs by wgmma, on Hopper: float32 where TF32 is allowed, and halves.
-WGMMA = ((64, 128, 3, 0.1, (128, 1, 1), 2.0), (3, 64, 11, 260))
 
-# And where on a CPU Winograd's convolution runs: odd and even results, more tiles than it takes at a time.
-WINOGRAD = {
-    MIN_ADD: ((9, 40, 3, 0.1, (40, 1, 1), 2.0), (3, 9, 19, 22)),
-    INSTANCE_NORM: ((4, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (3, 4, 4, 21, 20)),
-    DROPOUT: ((3, 24, 3, 4, -0.3, 1.0, 0.2), (3, 3, 5, 18, 23)),
-    POOL: ((9, 64, 3, 4, (64, 1, 1), (2, 3), -0.5, 1.0), (3, 9, 19, 140)),
-}
+def known(name: str) -> Known:
+    """What KNOWN has of the problem `name`; else its default sizes, for three samples of few and unlike extents."""
+    if name in KNOWN:
+        return KNOWN[name]
+    problem = models.PROBLEMS[name]
+    _, channels, *spatial = problem.input_shape
+    cropped = [min(extent, 13 + 2 * place) for place, extent in enumerate(spatial)]
+    return Known(Size(problem.init_inputs, (3, channels, *cropped)))
+
+
+def size_of(name: str, variant: str = "epilogue") -> Size:
+    """A small one that `variant` takes."""
+    row = known(name)
+    return row.fused or row.small if variant == "fused" else row.small
 
 
 def build(name: str, arguments: tuple, *, device="cpu", dtype=torch.float32, seed=0) -> torch.nn.Module:
@@ -82,15 +260,25 @@ def random_input(shape: tuple, *, device="cpu", dtype=torch.float32, seed=1) -> 
     )
 
 
-def sizes_for(variant: str) -> dict[str, tuple]:
-    return FUSED if variant == "fused" else SMALL
+def sized(name: str, size: Size, **options) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The reference model and an input of `size`; options as in `build`."""
+    return build(name, size.arguments, **options), random_input(size.shape, **options)
 
 
 def small(name: str, variant: str = "epilogue", **options) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The reference model and the input of sizes_for(variant)[name]; options as in `build`."""
-    arguments, shape = sizes_for(variant)[name]
-    options.pop("seed", None)
-    return build(name, arguments, **options), random_input(shape, **options)
+    """The same of size_of(name, variant)."""
+    return sized(name, size_of(name, variant), **options)
+
+
+def give_gradients(model: torch.nn.Module, x: torch.Tensor) -> None:
+    """Changes the model so that it has gradients, where with random parameters all are zero."""
+    for _, prepare in problem_of(model).timed_cases:
+        prepare(model, x)
+
+
+def mix_ties(model: torch.nn.Module, x: torch.Tensor) -> None:
+    """The same, with gradients that differ from group to group: its case "ties, training"."""
+    dict(problem_of(model).cases).get("ties, training", lambda model, x: None)(model, x)
 
 
 def twin_of(
@@ -123,7 +311,12 @@ def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogu
     to what eager gives without it, too, shared memory being NaN: where eager runs TF32, the rule would let float16 pass."""
     twin = twin_of(model, variant, x)
     assert_module_follows_rule(twin, model, x)
-    if x.is_cuda and x.dtype == torch.float32 and variant == "fused" and problem_of(model).name != MIN_ADD:
+    if (
+        x.is_cuda
+        and x.dtype == torch.float32
+        and variant == "fused"
+        and not known(problem_of(model).name).runs_tf32
+    ):
         spoilt = functools.partial(_with_spoilt_shared_memory, twin)
         with steady_library(allow_tf32=False):
             assert_within_limits(lambda x: checks.errors_of("", spoilt, model, x, "forward"), x)

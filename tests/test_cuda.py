@@ -15,9 +15,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 import checks
-import fused
 import inline_loader
 import numerics
+import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
+import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, results
 
 pytestmark = pytest.mark.gpu
@@ -361,7 +362,10 @@ def test_79_meets_in_one_launch(shape, channels):
     model = numerics.build(INSTANCE_NORM, (3, channels, 3, (channels, 1, 1, 1), -1.0, 1.0), device="cuda")
     x = numerics.random_input(shape, device="cuda")
     numerics.assert_rule(model, x, "fused")
-    new, slots = numerics.twin_of(model, "fused", x), fused._tiling(x, model.conv.weight, fours=False)[2]
+    new, slots = (
+        numerics.twin_of(model, "fused", x),
+        tiling.plan_volume(x, model.conv.weight, instance_norm.STATIC_SHARED, vectors=False).slots,
+    )
     with torch.profiler.profile() as profile, torch.no_grad():
         new(x)
         torch.cuda.synchronize()
@@ -370,7 +374,7 @@ def test_79_meets_in_one_launch(shape, channels):
         for event in profile.key_averages()
         if "fused_kernel" in event.key and event.device_type.name == "CUDA"
     ]
-    assert launched == (1 if slots == 1 or len(x) * slots <= fused._device(0)[2] else 2)
+    assert launched == (1 if slots == 1 or len(x) * slots <= tiling.device_properties(0)[2] else 2)
 
 
 # ------------------------------------------------------------------------------------------------------------------- size

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import checks
-import fused
 import models
 import numerics
+import tiling
 from numerics import DEVICES, DROPOUT, SMALL, results
 
 every_name = pytest.mark.parametrize("name", list(SMALL))
@@ -27,7 +27,7 @@ every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 CHOICES = [*numerics.VARIANTS, ("auto", "cpu"), pytest.param("auto", "cuda", marks=pytest.mark.gpu)]
 every_choice = pytest.mark.parametrize("variant, device", CHOICES)
 
-H200 = (9, 0), 232448, 132, 62914560  # as fused._device describes it
+H200 = (9, 0), 232448, 132, 62914560  # as tiling.device_properties describes it
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_compile_with_dynamic_shapes(name, variant, device, dynamic):
 @every_name
 def test_the_choice_for_a_gpu_is_traced(name, dynamic, monkeypatch):
     """Whether the fused kernels take x is decided in the graph. The batch size has no say in it, and other sizes are decided anew."""
-    monkeypatch.setattr(fused, "_device", lambda index: H200)
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     model, shape = models.get_model(name), models.PROBLEMS[name].input_shape
     compiled, graphs = counted(lambda x: (x + 1, model._fused_obstacle(x)), dynamic)
     for size in (2, 4, 5, 6, 7, 9):
@@ -114,30 +114,34 @@ def test_the_choice_for_a_gpu_is_traced(name, dynamic, monkeypatch):
     assert len(graphs) == (1 if dynamic else 2)
     # In 3d a block's four rows fit; two; one; not the four that stores of 16 bytes need; not one beside the kernels' own arrays.
     inputs = [
-        torch.empty(2, *shape[1:-2], *size) for size in ((5, 100), (4, 400), (4, 501), (6, 401), (5, 650))
+        torch.empty(2, *shape[1:-2], *size) for size in ((5, 100), (4, 400), (4, 501), (6, 401), (5, 685))
     ]
     answers = [compiled(x)[1] for x in inputs]
     assert answers == [model._fused_obstacle(x) for x in inputs]
     assert [answer is None for answer in answers] == [True, True, True, len(shape) == 4, len(shape) == 4]
 
 
+@pytest.mark.parametrize("static_shared", [1 << 10, 33 << 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_what_fits_has_a_tiling(dtype, monkeypatch):
+def test_what_fits_has_a_tiling(dtype, static_shared, monkeypatch):
     """And what does not fit has none: no number of rows that serves stores of 16 bytes."""
-    monkeypatch.setattr(fused, "_device", lambda index: H200)
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     found, weight = set(), torch.empty(16, 3, 3, 3, 3)
     for H in range(3, 9):
-        for W in range(3, 1400, 3):
+        for W in range(3, 1600, 3):
             x = torch.empty((), dtype=dtype).expand(2, 3, 5, H, W)
-            fits = fused._fits(x, weight)
+            fits = tiling.volume_fits(x, weight, static_shared)
             aligned = [rows for rows in range(1, H + 3) if rows * (W - 2) % 4 == 0 or (H - 2) * (W - 2) % 4]
-            least = min(fused._block(rows, W, 3, x.element_size(), 3, 3, 3)[1] for rows in aligned)
-            assert fits == (least <= H200[1]), (H, W)
+            layouts = [tiling.volume_layout(rows, W, 3, x.element_size(), 3, 3, 3) for rows in aligned]
+            least = min(shared for *_, shared in layouts)
+            assert fits == (least + static_shared <= H200[1]), (H, W)
             if fits:
-                rows, *_, stage = fused._tiling(x, weight, fours=True)
-                assert rows in aligned and 6 * (rows + 2) * fused._pitch(W) <= stage
+                plan = tiling.plan_volume(x, weight, static_shared, vectors=True)
+                assert plan.rows in aligned and 6 * (plan.rows + 2) * plan.pitch <= plan.stage
+                assert plan.shared + static_shared <= H200[1]
+                assert plan.slots == -(-(H - 2) // plan.rows) * -(-3 // plan.depth)
             found.add((aligned[0], fits))
-            assert fused._pitch(W) % 32 in (12, 24) and W <= fused._pitch(W) < W + 20
+            assert tiling.ring_pitch(W) % 32 in (12, 24) and W <= tiling.ring_pitch(W) < W + 20
     assert found == {(rows, fits) for rows in (1, 2, 4) for fits in (True, False)}
 
 

@@ -23,10 +23,13 @@ from hypothesis import strategies as st
 from torch.utils.cpp_extension import CUDA_HOME
 
 import checks
-import fused
 import inline_loader
+import library
 import numerics
 import operators
+import problems.conv2d_min_add_multiply as min_add
+import problems.conv3d_groupnorm_min_clamp_dropout as dropout
+import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
 
 EMULATION = Path(__file__).resolve().parent / "emulation"
@@ -138,21 +141,28 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def gpu(monkeypatch, folder):
+def remembers_nothing():
+    yield
+    inline_loader.forget()
+
+
+@pytest.fixture
+def gpu(remembers_nothing, monkeypatch, folder):
     """gpu(…) makes a GPU of the CPU, with so many multiprocessors and so large an L2 cache."""
 
     def become(*, architecture=800, multiprocessors=4, cache=1 << 16, replaced=()):
-        def load(name, source=None, *, device, defines=None):
-            assert source is None and device == "cuda"
-            kernels = build(name, architecture, defines or {}, replaced, folder)
+        def load(name, *, device, defines, **only_these):
+            assert only_these == {"folder": None} and device == "cuda"
+            kernels = build(name, architecture, defines, replaced, folder)
             kernels.library.emulation_multiprocessors(multiprocessors)
             return kernels
 
+        device = tiling.Device((architecture // 100, 0), 163 << 10, multiprocessors, cache)
         monkeypatch.setattr(inline_loader, "load", load)
-        monkeypatch.setattr(operators, "_device_type", lambda x: "cuda")
-        monkeypatch.setattr(
-            fused, "_device", lambda index: ((architecture // 100, 0), 163 << 10, multiprocessors, cache)
-        )
+        monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+        monkeypatch.setattr(library, "capability", lambda index: device.capability)
+        monkeypatch.setattr(tiling, "device_properties", lambda index: device)
+        inline_loader.forget()
 
     return become
 
@@ -205,7 +215,7 @@ def test_epilogue_forward_and_backward(name, dtype, gpu):
     numerics.assert_rule(model, x, "epilogue")
 
 
-def test_31_sums_what_cancels(gpu):
+def test_min_add_sums_what_cancels(gpu):
     """The gradients of both biases: whole numbers, whose sums float32 does not hold before positions far apart cancel."""
     model = numerics.build(MIN_ADD, (2, 3, 1, 100.0, (3, 1, 1), 1.0))
     x, g = numerics.random_input((1, 2, 80, 80)), (torch.randn(1, 3, 80, 80) * 2**21).round()
@@ -216,37 +226,64 @@ def test_31_sums_what_cancels(gpu):
         assert torch.equal(found[name].flatten().double(), g.double().sum((0, 2, 3)))
 
 
-def test_31_rounds_operands_of_tf32(gpu):
-    """To the nearest value with ten digits behind the binary point, where it is finite; and only if asked to."""
-    model, x = small(MIN_ADD, "epilogue")
+def around_ties(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of either sign, exact in TF32, in the middle between two such or one unit of float32 beside it; and what TF32 makes of them:
+    the nearest, ties away from zero, as the library does it."""
+    exact = torch.randint(2**10, 2**11, shape) / 2**10
+    beside = torch.tensor([0.0, 2**-11 - 2**-23, 2**-11, 2**-11 + 2**-23])[torch.randint(4, shape)]
+    sign = torch.randint(2, shape) * 2.0 - 1
+    return sign * (exact + beside), sign * (exact + (beside >= 2**-11) * 2**-10)
+
+
+def test_min_add_rounds_operands_of_tf32(gpu):
+    """To the nearest value with ten digits behind the binary point, ties away, where it is finite; and only if asked to. The weights'
+    shape, too."""
+    _, x = small(MIN_ADD, "epilogue")
     largest, (nan,) = (
         torch.finfo(torch.float32).max,
         torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32),
     )
-    x.view(-1)[:6] = torch.tensor([1 + 2**-11, 1 + 2**-11 - 2**-23, -1 - 3 * 2**-11, nan, -INF, largest])
+    special = torch.tensor([0.0, nan, -INF, INF, largest, 2**-149])
     gpu()
-    kernels = operators._kernels("conv2d_min_add_multiply", x, x.dtype)
+    kernels = operators.load(MIN_ADD, x, x.dtype)
     exactly = {"rtol": 0, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(operators._to_channels_last(x, kernels), x, **exactly)
-    rounded = operators._to_channels_last(x, kernels, tf32=True)
-    torch.testing.assert_close(
-        rounded.contiguous().view(-1)[:6],
-        torch.tensor([1 + 2**-10, 1.0, -1 - 2**-9, NAN, -INF, largest]),
-        **exactly,
-    )
-    rest, given = rounded.contiguous().view(-1)[6:], x.view(-1)[6:]
-    digits = torch.frexp(rest).mantissa * 2**11
-    assert torch.equal(digits, digits.round()) and ((rest - given).abs() <= given.abs() * 2**-11).all()
+    for shape in (x.shape, (20, 5, 3, 3), (64, 64, 8, 9), (3, 7, 1, 2)):
+        x, rounded = around_ties(*shape)
+        x.view(-1)[:6] = special
+        torch.testing.assert_close(min_add._to_channels_last(x, kernels), x, **exactly)
+        rounded.view(-1)[:6] = torch.tensor([0.0, NAN, -INF, INF, largest, 0.0])
+        torch.testing.assert_close(min_add._to_channels_last(x, kernels, True), rounded, **exactly)
+
+
+LAST_BIT = "__float_as_uint(product) | 1"
+
+
+def test_min_add_rounds_the_operands_of_the_fused_kernel(emulated):
+    """Likewise, where eager runs TF32, under the first scale and under others. All sums are exact: a few products of eleven digits each."""
+    model = numerics.build(MIN_ADD, (64, 128, (1, 2), INF, (128, 1, 1), 1.0))
+    x, x_rounded = around_ties(3, 64, 3, 5)
+    weight, weight_rounded = around_ties(128, 128)
+    nonzero = (torch.rand(128, 128).argsort(1) < 4) * torch.exp2(torch.randint(-40, 40, (128, 1)))
+    magnitudes = torch.tensor([1.0, 2.0**-45, 2.0**60]).view(3, 1, 1, 1)
+    with torch.no_grad():
+        model.conv.weight.copy_((weight * nonzero).view(128, 64, 1, 2))
+        model.conv.bias.zero_(), model.bias.zero_()
+    filters = (weight_rounded * nonzero).view(128, 64, 1, 2).double()
+    expected = torch.conv2d((x_rounded * magnitudes).double(), filters)
+    with numerics.steady_library(allow_tf32=True):
+        assert torch.equal(emulated(MIN_ADD, model, x * magnitudes).double(), expected)
+        to_even = emulated(MIN_ADD, model, x * magnitudes, replaced=(LAST_BIT, "__float_as_uint(product)"))
+    assert all((to_even != expected).flatten(1).any(1))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("surely", [False, True])
-def test_31_rounds_where_the_library_surely_runs_tf32(surely, channels_last, gpu, monkeypatch):
+def test_min_add_rounds_where_the_library_surely_runs_tf32(surely, channels_last, gpu, monkeypatch):
     """And nowhere else: here it never does, so that rounding shows in the weights' gradient; x that needs no copy is not rounded."""
     model, x = small(MIN_ADD, "epilogue")
     x = x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     gpu()
-    monkeypatch.setattr(operators, "_surely_runs_tf32", lambda x, weight: surely)
+    monkeypatch.setattr(library, "surely_runs_tf32", lambda x, weight: surely)
     errors, _ = checks.errors_of("", numerics.twin_of(model, "epilogue"), model, x, "train")
     (error,) = [error.norm for error in errors if error.quantity == "gradient of conv.weight"]
     one = (
@@ -269,19 +306,19 @@ def newer_setting():
 
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-def test_31_reads_the_newer_setting_of_tf32(precision, gpu, newer_setting, monkeypatch):
+def test_min_add_reads_the_newer_setting_of_tf32(precision, gpu, newer_setting, monkeypatch):
     newer_setting.fp32_precision = precision
     model, x = small(MIN_ADD)
     gpu()
     new = numerics.twin_of(model, "fused")
-    assert new.plan(x).variant == "fused" and fused.allows_tf32() == (precision == "tf32")
+    assert new.plan(x).variant == "fused" and library.allows_tf32() == (precision == "tf32")
     numerics.assert_rule(model, x, "fused")
     monkeypatch.setattr(checks, "REPEATS", 2)
     assert not list(checks._repeats(checks.Probe(new, model, x, "train", None).on(x)))
 
 
-@pytest.mark.parametrize("variant", ["epilogue", "fused", "folded"])
-def test_83_has_gradients_where_elements_tie(variant, gpu):
+@pytest.mark.parametrize("variant", ["epilogue", "fused"])
+def test_dropout_has_gradients_where_elements_tie(variant, gpu):
     model, x = small(DROPOUT, variant)
     with torch.no_grad():
         model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
@@ -360,7 +397,7 @@ def test_random_sizes_and_devices(name, emulated):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("cache", [0, 1 << 16, 1 << 30])
-def test_79_holds_sums(cache, dtype, emulated):
+def test_instance_norm_holds_sums(cache, dtype, emulated):
     """None, some and most of those that shared memory has no room for, in scratch."""
     model = numerics.build(INSTANCE_NORM, numerics.HELD[0], dtype=dtype)
     x = numerics.random_input((2, 3, 12, 26, 30), dtype=dtype)
@@ -378,7 +415,7 @@ MEETING = "cooperative_groups::this_grid().sync();"
 @pytest.mark.parametrize("channels", [16, 32])
 @pytest.mark.parametrize("cache", [0, 1 << 20])
 @pytest.mark.parametrize("shape", [(2, 3, 9, 14, 16), (3, 3, 7, 11, 9)], ids=str)
-def test_79_meets_in_one_launch(shape, cache, channels, emulated):
+def test_instance_norm_meets_in_one_launch(shape, cache, channels, emulated):
     """A sample's parts, unequal ones too, wait for one another's statistics; without that, they read what has not been written."""
     model = numerics.build(INSTANCE_NORM, (3, channels, (2, 3, 3), (channels, 1, 1, 1), -1.0, 1.0))
     x = numerics.random_input(shape)
@@ -393,7 +430,7 @@ def test_79_meets_in_one_launch(shape, cache, channels, emulated):
 
 
 @pytest.mark.parametrize("low, high", [(-INF, 0.5), (-0.5, INF), (-INF, INF), (1.0, -1.0), (0.5, 0.5)])
-def test_79_open_and_swapped_bounds(low, high, emulated):
+def test_instance_norm_open_and_swapped_bounds(low, high, emulated):
     model, x = small(INSTANCE_NORM)
     model.clamp_min, model.clamp_max = low, high
     with torch.no_grad():
@@ -444,7 +481,7 @@ def test_rule_at_any_magnitude(name, change, emulated):
 
 
 @pytest.mark.parametrize("magnitude", [1e-42, 1e-40, 1e-38, 1e-36])
-def test_79_keeps_values_that_are_hardly_any(magnitude, emulated):
+def test_instance_norm_keeps_values_that_are_hardly_any(magnitude, emulated):
     """Far below eps; the convolution's bias would hide them."""
     model, x = small(INSTANCE_NORM)
     with torch.no_grad():
@@ -484,25 +521,48 @@ def test_variance_that_overflows(name, emulated):
     torch.testing.assert_close(emulated(name, model, x), reference(name, model, x))
 
 
-def test_83_with_many_channels(emulated):
+def test_dropout_with_many_channels(emulated):
     model = numerics.build(DROPOUT, (3, 512, 3, 8, -0.3, 1.0, 0.2))
     x = numerics.random_input((1, 3, 6, 7, 9))
     assert_rule(DROPOUT, model, x, emulated(DROPOUT, model, x))
-    assert "960" in fused.conv3d_obstacle(x, x.new_empty(976, 3, 3, 3, 3), x.dtype)
+    obstacle = tiling.volume_obstacle(x, x.new_empty(976, 3, 3, 3, 3), x.dtype, dropout.STATIC_SHARED)
+    assert "960" in obstacle
 
 
-@pytest.mark.parametrize("name, call", [
-    (INSTANCE_NORM, lambda x, model: operators.conv3d_multiply_instancenorm_clamp_multiply_max(
-        x, model.conv.weight, model.conv.bias, model.multiplier.flatten(), -1.0, 1.0, variant="fused")),
-    (DROPOUT, lambda x, model: operators.conv3d_groupnorm_min_clamp_dropout(
-        x, model.conv.weight, model.conv.bias, model.norm.weight, model.norm.bias, 12, 0.0, 1.0, variant="fused")),
-])  # fmt: skip
-def test_operators_take_a_batch_of_none(name, call, gpu):
+@every_convolution_in_3d
+def test_operators_take_a_batch_of_none(name, gpu):
     model, x = small(name)
     if name == INSTANCE_NORM:  # a block with a whole sample shares the scratch out among all samples
         model = numerics.build(name, numerics.HELD[0])
     gpu(multiprocessors=1)
-    assert call(x[:0], model).shape[0] == 0
+    new = numerics.twin_of(model, "fused", x)
+    with torch.no_grad():
+        assert new._compute(x[:0], "fused").shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    "name, field, change",
+    [
+        (INSTANCE_NORM, "rows", 8),
+        (INSTANCE_NORM, "pitch", 0.5),
+        (DROPOUT, "raw", 0.5),
+        (DROPOUT, "shared", 0.5),
+        (POOL, "rows", 0.5),
+        (POOL, "strips", 2),
+    ],
+)
+def test_a_plan_without_room_is_not_launched(name, field, change, emulated, monkeypatch):
+    model, x = small(name)
+    kind = "plan_strips" if name == POOL else "plan_volume"
+    plan = getattr(tiling, kind)
+
+    def changed(*arguments, **options):
+        right = plan(*arguments, **options)
+        return right._replace(**{field: int(getattr(right, field) * change)})
+
+    monkeypatch.setattr(tiling, kind, changed)
+    with pytest.raises(AssertionError, match="a launch that is not possible"):
+        emulated(name, model, x)
 
 
 @every_name
@@ -529,29 +589,14 @@ def test_repeats_are_bitwise_equal(name, emulated):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_83_draws_the_mask_of_the_other_variants(gpu):
+def test_dropout_draws_the_mask_of_the_other_variant(gpu):
     model, x = small(DROPOUT)
     conv, norm = model.conv, model.norm
+    operands = conv.weight, conv.bias, norm.weight, norm.bias, torch.tensor([2024])
     gpu()
     with torch.no_grad():
-        results = [
-            operators.conv3d_groupnorm_min_clamp_dropout(
-                x,
-                conv.weight,
-                conv.bias,
-                norm.weight,
-                norm.bias,
-                norm.num_groups,
-                0.25,
-                1.0,
-                0.2,
-                1e-5,
-                variant,
-                torch.tensor([2024]),
-            )
-            for variant in ("fused", "epilogue", "folded")
-        ]
-    assert (
-        all(torch.equal(result, results[0]) for result in results)
-        and 0.7 < (results[0] != 0).double().mean() < 0.9
-    )
+        fused, epilogue = (
+            operator(x, *operands, norm.num_groups, 0.25, 1.0, 0.2, 1e-5)
+            for operator in (dropout.fused, dropout.epilogue)
+        )
+    assert torch.equal(fused, epilogue) and 0.7 < (fused != 0).double().mean() < 0.9

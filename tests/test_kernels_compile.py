@@ -1,7 +1,8 @@
 """Every CUDA source compiles for the oldest, a middle and the newest architecture, without a GPU and without torch.
 
 Only ptxas says whether registers and shared memory suffice, so machine code is made for each. Skipped where there is no nvcc.
-And what nvcc is known to compile wrongly does not occur.
+Fused kernels take what tiling.py plans, and what it assumes of them is what ptxas finds. And what nvcc is known to compile wrongly
+does not occur.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+
+import problems.conv3d_groupnorm_min_clamp_dropout as dropout
+import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
+import tiling
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))
 ARCHITECTURES = ["75", "80", "90"]
-FUSED_ARCHITECTURES = ["80", "90a"]  # fused.py asks for 8.0 or later; on Hopper the loader builds for 90a
+FUSED_ARCHITECTURES = ["80", "90a"]  # tiling.py asks for 8.0 or later; on Hopper the loader builds for 90a
 TYPES = ["VALUE_T=float", "VALUE_T=half_t", "VALUE_T=bfloat16_t", "VALUE_T=double"]
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
@@ -26,12 +33,16 @@ FLAGS = ["-std=c++17", "--expt-relaxed-constexpr", f"-I{KERNELS}"]
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 
 
+def nvcc(source: Path, architecture: str, defines: list[str], out: Path) -> subprocess.CompletedProcess:
+    command = [NVCC, "-cubin", f"-arch=sm_{architecture}", *(f"-D{define}" for define in defines), *FLAGS]
+    command += ["-Xptxas", "-v", "-o", str(out), str(source)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def compile(job: tuple[Path, str, str], folder: Path) -> str:
     """The compiler's complaints about a source for an architecture and a definition; empty if there are none."""
     source, architecture, define = job
-    out = folder / f"{source.stem}_{architecture}_{define}.cubin"
-    command = [NVCC, "-cubin", f"-arch=sm_{architecture}", f"-D{define}", *FLAGS, "-o", str(out), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = nvcc(source, architecture, [define], folder / f"{source.stem}_{architecture}_{define}.cubin")
     return (
         ""
         if done.returncode == 0
@@ -65,3 +76,136 @@ def test_compiles_for_every_architecture(source, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         complaints = [text for text in pool.map(lambda job: compile(job, tmp_path), jobs) if text]
     assert not complaints, "\n".join(complaints)
+
+
+class Entry(NamedTuple):
+    """What ptxas reports of a kernel."""
+
+    registers: int
+    spilled: int  # bytes
+    shared: int  # bytes, static
+
+
+def entries(log: str) -> dict[str, Entry]:
+    """By the kernel's name, of all its instances the largest of each figure."""
+    found = {}
+    for text in log.split("Compiling entry function ")[1:]:
+        name = re.search(r"\d([a-z_]+_kernel)", text)[1]
+        figures = [
+            re.search(rf"{form}", text) for form in (r"Used (\d+)", r"(\d+) bytes spill", r"(\d+) bytes smem")
+        ]
+        own = Entry(*(int(figure[1]) if figure else 0 for figure in figures))
+        found[name] = Entry(*map(max, own, found.get(name, own)))
+    return found
+
+
+H200 = tiling.Device((9, 0), 232448, 132, 62914560)
+# Source, kernel, and bytes of static shared memory that it may take.
+INSTANCE_NORM = (
+    "conv3d_multiply_instancenorm_clamp_multiply_max_fused",
+    "fused_kernel",
+    instance_norm.STATIC_SHARED,
+)
+DROPOUT = "conv3d_groupnorm_min_clamp_dropout_fused", "convolve_kernel", dropout.STATIC_SHARED
+POOL = "conv2d_groupnorm_scale_maxpool_clamp_fused", "convolve_kernel", 1 << 10
+SLACK = 640  # of those bytes: some arrays depend on the kernel size
+
+
+def built(kernel: tuple[str, str, int], value: str, defines: dict[str, int], folder: Path) -> list[Entry]:
+    """What ptxas reports for each architecture. The kernel has the static shared memory that is planned for."""
+    source, name, static_shared = kernel
+    own = [f"VALUE_T={value}", *(f"{key}={number}" for key, number in defines.items())]
+
+    def build(architecture: str) -> Entry:
+        done = nvcc(KERNELS / f"{source}.cu", architecture, own, folder / architecture)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return entries(done.stderr)[name]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(build, FUSED_ARCHITECTURES))
+    assert all(static_shared - SLACK <= entry.shared <= static_shared for entry in found), found
+    return found
+
+
+@needs_nvcc
+@pytest.mark.parametrize("kernel", [INSTANCE_NORM, DROPOUT], ids=["instance norm", "dropout"])
+@pytest.mark.parametrize(
+    "value, shape, spilled",
+    [  # shape: channels out and in, kernel size
+        ("float", (16, 3, 3, 3, 3), 0),
+        ("half_t", (16, 3, 3, 3, 3), 0),
+        # Nearly as many registers of weights as are planned for: a thread may spill some bytes outside its innermost loop.
+        ("float", (32, 1, 3, 5, 5), 256),
+        ("float", (960, 2, 3, 4, 5), 256),
+        ("float", (48, 3, 1, 6, 6), 256),
+        ("float", (16, 4, 7, 2, 2), 0),
+    ],
+    ids=str,
+)
+def test_volumes_take_what_is_planned(kernel, value, shape, spilled, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    weight, dtype, static_shared = (
+        torch.empty(shape),
+        {"float": torch.float32}.get(value, torch.half),
+        kernel[2],
+    )
+    x = torch.empty((), dtype=dtype).expand(2, shape[1], *(extent + 12 for extent in shape[2:]))
+    assert tiling.volume_obstacle(x, weight, dtype, static_shared) is None
+    plan = tiling.plan_volume(x, weight, static_shared, vectors=True)
+    defines = tiling.volume_defines(plan, weight, x.element_size(), static_shared)
+    found = built(kernel, value, defines, tmp_path)
+    assert all(entry.spilled <= spilled for entry in found), found
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "shape, pool, width, spilled",
+    [  # shape: channels out and in, kernel size
+        ((64, 8, 3, 3), (4, 4), 128, 64),
+        ((48, 5, 2, 3), (2, 3), 300, 64),
+        ((128, 16, 8, 1), (2, 7), 40, 1024),
+    ],
+    ids=str,
+)
+def test_strips_take_what_is_planned(shape, pool, width, spilled, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
+    assert tiling.strips_obstacle(x, weight, x.dtype, pool) is None
+    defines = tiling.strip_defines(tiling.plan_strips(x, weight, pool), weight, pool)
+    found = built(POOL, "float", defines, tmp_path)
+    assert all(entry.spilled <= spilled for entry in found), found
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "kernel, wrong",
+    [
+        (INSTANCE_NORM, {"STATIC_SHARED": 3 << 10}),
+        (INSTANCE_NORM, {"PIXEL_WORDS": 2}),
+        (INSTANCE_NORM, {"RING_PLANES": 5}),
+        (INSTANCE_NORM, {"RAW_PLANES": 2}),
+        (INSTANCE_NORM, {"TURN_POSITIONS": 16}),
+        (INSTANCE_NORM, {"STAGE_PIXELS": 256}),
+        (DROPOUT, {"STATIC_SHARED": 32 << 10}),
+        (POOL, {"DYNAMIC_SHARED": 69632 - 16}),
+        (POOL, {"STATIC_SHARED": 800}),
+        (POOL, {"TILE_STRIDE": 129}),
+        (POOL, {"TILE_COLUMNS": 64}),
+        (POOL, {"BLOCK_CHANNELS": 32}),
+    ],
+    ids=str,
+)
+def test_another_plan_does_not_compile(kernel, wrong, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    if kernel is POOL:
+        weight, x, pool = torch.empty(64, 8, 3, 3), torch.empty(2, 8, 40, 128), (4, 4)
+        defines = tiling.strip_defines(tiling.plan_strips(x, weight, pool), weight, pool)
+    else:
+        weight, x = torch.empty(16, 3, 3, 3, 3), torch.empty(2, 3, 16, 32, 32)
+        defines = tiling.volume_defines(
+            tiling.plan_volume(x, weight, kernel[2], vectors=True), weight, 4, kernel[2]
+        )
+    assert defines.keys() >= wrong.keys()
+    own = [f"{key}={number}" for key, number in {**defines, **wrong}.items()]
+    done = nvcc(KERNELS / f"{kernel[0]}.cu", "80", own, tmp_path / "out")
+    assert done.returncode and "static assertion failed" in done.stderr, done.stderr

@@ -9,32 +9,47 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import inline_loader
+import library
+import models
 import numerics
 import operators
-from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, SMALL, Recorder, results
-
-every_name = pytest.mark.parametrize("name", list(SMALL))
-every_device = pytest.mark.parametrize("device", DEVICES)
-every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
+from numerics import (
+    DROPOUT,
+    INSTANCE_NORM,
+    NAMES,
+    Recorder,
+    every_device,
+    every_name,
+    every_variant,
+    known,
+    results,
+)
 
 
 @every_device
 @pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @every_name
 def test_opcheck(name, layout, device):
-    """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; forward and backward."""
+    """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; of all three operators."""
     model, x = numerics.small(name, device=device)
     if layout == "channels last":
-        x = x.to(memory_format=operators._channels_last(x))
-    with Recorder() as recorder:
-        results(numerics.twin_of(model), x)
-    forward, backward = (getattr(torch.ops.inline_kernels, key).default for key in (name, f"{name}_backward"))
-    arguments = recorder.calls[forward][:-1]
-    torch.library.opcheck(forward, (*map(_leaf, arguments), True))
-    torch.library.opcheck(forward, (*map(_detached, arguments), False))
-    arguments = [_detached(argument) for argument in recorder.calls[backward][:-2]]
-    for needs in ((True, True), (True, False), (False, True), (False, False)):
-        torch.library.opcheck(backward, (*arguments, *needs))
+        x = x.to(memory_format=library.channels_last(x))
+    twin, recorder = numerics.twin_of(model), Recorder()
+    with recorder:
+        results(twin, x)
+    forward, saving, backward = (
+        getattr(torch.ops.inline_kernels, name + suffix).default for suffix in ("", "_saving", "_backward")
+    )
+    arguments = recorder.calls[saving]
+    torch.library.opcheck(forward, tuple(map(_leaf, arguments)))
+    for operator in (forward, saving):
+        torch.library.opcheck(operator, tuple(map(_detached, arguments)))
+    dy, *_, saved, needs = recorder.calls[backward]
+    dy, saved = dy.detach(), [t.detach() for t in saved]
+    for asked in ([True] * len(needs), [True, False] * len(needs), [False, True] * len(needs)):
+        some = [need and ask for need, ask in zip(needs, asked)]  # whole numbers have no gradient
+        torch.library.opcheck(backward, (dy, *map(_detached, arguments), saved, some))
 
 
 @given(st.data())
@@ -57,9 +72,8 @@ def test_winograd_at_random_sizes(data):
     shape = N, C, D, H - 2, W - 2
     memory = x.new_full((math.prod(shape) + 64,), math.pi)
     v = memory[: math.prod(shape)].view(shape)
-    operators._kernels(name, x, x.dtype, INDEX_T="uint8_t").convolve(
-        v, x, weight, N, Cin, C, D + depth - 1, H, W, depth
-    )
+    kernels = operators.load(name, x, x.dtype, INDEX_T="uint8_t")
+    kernels.convolve(v, x, weight, N, Cin, C, D + depth - 1, H, W, depth)
     exact = torch.conv3d(x.double(), weight.double())
     error, eager_error = ((y - exact).norm() for y in (v, torch.conv3d(x, weight)))
     assert error <= 2 * eager_error + 1e-7 * exact.norm()
@@ -75,28 +89,18 @@ def _leaf(argument):
     return argument.detach().clone().requires_grad_() if floating else _detached(argument)
 
 
-# Sizes for finite differences: tiny, but with a tail, several groups, and windows that leave something over.
-TINY = {
-    MIN_ADD: ((2, 3, 2, 0.1, (3, 1, 1), -1.5), (2, 2, 4, 3)),
-    INSTANCE_NORM: ((2, 3, (1, 2, 2), (3, 1, 1, 1), -0.6, 0.8), (2, 2, 2, 3, 4)),
-    POOL: ((2, 4, 2, 2, (4, 1, 1), (2, 3), -0.6, 0.8), (2, 2, 6, 5)),
-}
-
-
 @every_device
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in NAMES if known(name).tiny])
 @numerics.steady_library()
 def test_gradcheck(name, device):
     """Finite differences in float64, at a point where no comparison is close."""
-    arguments, shape = TINY[name]
-    model = numerics.build(name, arguments, device=device, dtype=torch.float64)
-    x = numerics.random_input(shape, device=device, dtype=torch.float64).requires_grad_()
+    model, x = numerics.sized(name, known(name).tiny, device=device, dtype=torch.float64)
     new = numerics.twin_of(model)
 
     def run(x, *parameters):
         return torch.func.functional_call(new, dict(zip(dict(new.named_parameters()), parameters)), x)
 
-    leaves = x, *[p.detach().clone().requires_grad_() for p in new.parameters()]
+    leaves = x.requires_grad_(), *[p.detach().clone().requires_grad_() for p in new.parameters()]
     assert run(*leaves).unique().numel() > 2, "the bounds leave something to differentiate"
     assert torch.autograd.gradcheck(run, leaves, eps=1e-6, atol=1e-6)
 
@@ -107,43 +111,49 @@ def test_gradcheck_where_min_ties():
     weight, conv_bias = torch.randn(4, 2, 1, 2, 2, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     norm_weight, norm_bias = torch.zeros(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (x, weight, conv_bias, norm_weight, norm_bias)]
-    y = operators.conv3d_groupnorm_min_clamp_dropout(*leaves, 2, 0.25, 1.0)
+    no_seed = torch.empty(0, dtype=torch.int64)
+    y = models.PROBLEMS[DROPOUT].ModelNew.epilogue(*leaves, no_seed, 2, 0.25, 1.0, 0.0, 1e-5)
     g = torch.randn_like(y)
     plain = torch.nn.functional.group_norm(torch.conv3d(*leaves[:3]), 2, norm_weight, norm_bias, 1e-5)
     for ours, theirs in zip(torch.autograd.grad(y, leaves, g), torch.autograd.grad(plain, leaves, g)):
         torch.testing.assert_close(ours, theirs / 2)
 
 
-@pytest.mark.parametrize("name, call", [
-    (MIN_ADD, lambda x, w, c, short: operators.conv2d_min_add_multiply(x, w, c, short, 0.5, 2.0)),
-    (INSTANCE_NORM, lambda x, w, c, short: operators.conv3d_multiply_instancenorm_clamp_multiply_max(x, w, c, short, -1, 1)),
-    (DROPOUT, lambda x, w, c, short: operators.conv3d_groupnorm_min_clamp_dropout(x, w, c, c, short, 4, 0, 1)),
-    (POOL, lambda x, w, c, short: operators.conv2d_groupnorm_scale_maxpool_clamp(x, w, c, c, c, short, 4, (2, 3), 0, 1)),
-])  # fmt: skip
-def test_parameters_of_another_length_are_refused(name, call):
-    """Not read past, not expanded; but one element counts for all channels, except in a normalisation's own parameters."""
+@pytest.mark.parametrize("name", numerics.KNOWN)
+def test_parameters_of_another_length_are_refused(name):
+    """Not read past, not expanded; but one element of the problem's own parameter counts for all channels."""
     model, x = numerics.small(name)
-    conv = model.conv
-    C = conv.out_channels
-    for shape in ((C - 1,), (C + 1,), (), (C, 1), *([(1,)] if name == DROPOUT else [])):
-        with pytest.raises(
-            RuntimeError, match=rf"of shape \[{C}\], one per channel.*, got \[{', '.join(map(str, shape))}\]"
-        ):
-            call(x, conv.weight, conv.bias, torch.ones(shape))
-    if name != DROPOUT:
-        assert torch.equal(*(call(x, conv.weight, conv.bias, torch.full((count,), 1.5)) for count in (1, C)))
+    twin = numerics.twin_of(model)
+    operands, constants = [model.get_parameter(key) for key in twin.operands], twin._constants()
+    C = model.conv.out_channels
+
+    def run(index, parameter):
+        changed = [*operands[:index], parameter, *operands[index + 1 :]]
+        return twin.epilogue(x, *changed, *twin._drawn(x, constants), *constants)
+
+    own = [i for i, key in enumerate(twin.operands) if "." not in key]
+    for index in range(1, len(operands)):
+        for shape in ((C - 1,), (C + 1,), *([] if index in own else [(), (1,)])):
+            message = rf"of {C} elements, one per channel.*, got the shape \[{', '.join(map(str, shape))}\]"
+            with pytest.raises(RuntimeError, match=message):
+                run(index, torch.ones(shape))
+    for index in own:
+        ours = [run(index, torch.full(shape, 1.5)) for shape in ((C,), (1,), (), operands[index].shape)]
+        assert all(torch.equal(y, ours[0]) for y in ours)
 
 
 # ---------------------------------------------------------------------------------------------------------------- dropout
 
 
+DROPPING = known(DROPOUT).fused.arguments[:-1]  # all but the probability
+
+
 def visible(device="cpu", p=0.2, dtype=torch.float32, ties=False, variant="epilogue"):
     """A module in training whose output is not zero where kept, and its input. With ties, gradients show the mask too."""
-    model = numerics.build(DROPOUT, (*numerics.FUSED[DROPOUT][0][:-1], p), device=device, dtype=dtype)
+    size = numerics.Size((*DROPPING, p), (5, 3, 6, 13, 11))
+    model, x = numerics.sized(DROPOUT, size, device=device, dtype=dtype)
     if ties:
-        with torch.no_grad():
-            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
-    x = numerics.random_input((5, 3, 6, 13, 11), device=device, dtype=dtype)
+        numerics.give_gradients(model, x)
     return numerics.twin_of(model.train(), variant, x), x
 
 
@@ -202,23 +212,11 @@ def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
     """Of the seed alone: not of dtype, and not of whether a gradient is wanted."""
     new, x = visible(device, dtype=dtype, variant=variant)
     seed = torch.tensor([12345], device=device)
-    conv, norm = new.conv, new.norm
+    operator, constants = getattr(new, variant), new._constants()
+    operands = [new.get_parameter(key) for key in new.operands]
 
     def run(x):
-        y = operators.conv3d_groupnorm_min_clamp_dropout(
-            x,
-            conv.weight,
-            conv.bias,
-            norm.weight,
-            norm.bias,
-            norm.num_groups,
-            new.min_value,
-            new.max_value,
-            0.2,
-            variant=variant,
-            seed=seed,
-        )
-        return y != 0
+        return operator(x, *operands, seed, *constants) != 0
 
     mask = run(x)
     with torch.no_grad():
@@ -235,7 +233,7 @@ def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
 def test_dropout_masks_are_equal_across_variants(p, device):
     """For the same seed, also where one computes with gradients."""
     masks = []
-    for variant in ("epilogue", "fused", "folded"):
+    for variant in models.PROBLEMS[DROPOUT].variants_on(device)[1:]:
         new, x = visible(device, p, variant=variant)
         torch.manual_seed(7)
         masks.append(new(x) != 0)
@@ -252,9 +250,11 @@ def test_dropout_in_pieces_draws_the_same_mask(samples, monkeypatch):
     with torch.no_grad():
         whole = new(x)
         sample = whole[0].numel() * whole.element_size()
-        monkeypatch.setattr(operators, "CPU_PIECE_BYTES", samples * sample)
+        monkeypatch.setattr(library, "CPU_PIECE_BYTES", samples * sample)
+        inline_loader.forget()
         torch.manual_seed(4)
         assert torch.equal(new(x), whole)
+    inline_loader.forget()
 
 
 @every_variant
@@ -262,7 +262,7 @@ def test_dropout_probabilities_at_the_ends(variant, device):
     """p = 0 drops nothing; p = 1 gives x times 0, which keeps NaN, with gradients of 0; eval returns the input."""
     new, x = visible(device, p=1.0, ties=True, variant=variant)
     x[1, 0, 0, 0, 0] = math.nan
-    reference = numerics.problem_of(new).Model(*numerics.FUSED[DROPOUT][0][:-1], 1.0).to(device).train()
+    reference = numerics.problem_of(new).Model(*DROPPING, 1.0).to(device).train()
     reference.load_state_dict(new.state_dict())
     for p, training in ((1.0, True), (0.0, True), (0.5, False)):
         for module in (new, reference):

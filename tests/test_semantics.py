@@ -18,11 +18,19 @@ from hypothesis import strategies as st
 import checks
 import models
 import numerics
-import operators
-from numerics import DEVICES, DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, results
+from numerics import (
+    DROPOUT,
+    INSTANCE_NORM,
+    MIN_ADD,
+    NAMES,
+    POOL,
+    every_device,
+    every_name,
+    every_variant,
+    known,
+    results,
+)
 
-every_device = pytest.mark.parametrize("device", DEVICES)
-every_variant = pytest.mark.parametrize("variant, device", numerics.VARIANTS)
 NAN, INF = math.nan, math.inf
 
 
@@ -71,7 +79,7 @@ def assert_as_eager(model, new, x, g=None, exact=True):
 
 
 @every_device
-def test_31_ties_share_their_gradient(device):
+def test_min_add_ties_share_their_gradient(device):
     model, new = identity(MIN_ADD, 1, 0.5, (1, 1, 1), 2.0, device=device, bias=1.0)
     ours = assert_as_eager(model, new, planes([0.25, 0.5, 0.75, -0.0], (1, 1, 2, 2), device))
     assert ours["output"].flatten().tolist() == [2.5, 3.0, 3.0, 2.0]
@@ -79,7 +87,7 @@ def test_31_ties_share_their_gradient(device):
 
 
 @every_device
-def test_31_bound_is_rounded_to_the_dtype(device):
+def test_min_add_bound_is_rounded_to_the_dtype(device):
     """0.1 in half precision is a tie with 0.1 of the input, and a bound past the largest half is infinite."""
     for dtype in (torch.float16, torch.bfloat16):
         for constant in (0.1, 1e6):
@@ -93,7 +101,7 @@ def test_31_bound_is_rounded_to_the_dtype(device):
 
 @every_device
 @pytest.mark.parametrize("constant", [0.5, INF, -INF])
-def test_31_special_values(constant, device):
+def test_min_add_special_values(constant, device):
     model, new = identity(MIN_ADD, 1, constant, (1, 1, 1), -2.0, device=device, bias=1.0)
     ours = assert_as_eager(
         model, new, planes([NAN, INF, -INF, 0.5, 1e38, -1e38, 1e-45, 0.0], (1, 1, 2, 4), device)
@@ -107,7 +115,7 @@ DENORMAL = [1e-40, -1e-40, 1e-45, -3e-45, 1.1e-38, -2e-41]
 @every_device
 @pytest.mark.parametrize("constant", [0.5, 1e-41, -1e-41])
 @pytest.mark.parametrize("beside", [[0.0, -0.0], [1e-30, -1.0], [1e15, 2.0]])
-def test_31_denormals_are_exact(constant, beside, device):
+def test_min_add_denormals_are_exact(constant, beside, device):
     """Neither input, nor bound, nor result is flushed to zero; as eager, to the bit."""
     model, new = identity(MIN_ADD, 1, constant, (1, 1, 1), 1.0, device=device, bias=0.0)
     x = planes(DENORMAL + beside, (1, 1, 2, 4), device)
@@ -118,10 +126,10 @@ def test_31_denormals_are_exact(constant, beside, device):
 
 @every_variant
 @pytest.mark.parametrize("size", ["small", "wgmma"])
-def test_31_denormals_survive_a_convolution(size, variant, device):
-    """Against float64. One sample holds nothing else; one 1e-36, too; and one 1, beside which 31's fused kernel counts as zero
+def test_min_add_denormals_survive_a_convolution(size, variant, device):
+    """Against float64. One sample holds nothing else; one 1e-36, too; and one 1, beside which min-add's fused kernel counts as zero
     what is 2^39 times smaller, so that it gets another 1e-36."""
-    arguments, shape = numerics.sizes_for(variant)[MIN_ADD] if size == "small" else numerics.WGMMA
+    arguments, shape, _ = numerics.size_of(MIN_ADD, variant) if size == "small" else numerics.WGMMA
     model = numerics.build(MIN_ADD, (*arguments[:-1], 1.0), device=device)
     with torch.no_grad():
         torch.nn.init.dirac_(model.conv.weight)
@@ -138,9 +146,9 @@ def test_31_denormals_survive_a_convolution(size, variant, device):
 @every_variant
 @pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT, POOL])
 def test_denormals_survive_normalisation(name, variant, device):
-    """Values of 1e-42, which eps makes 1e-40, against float64: flushed, the error would be 1. 83 returns its bound, a denormal too."""
-    model, _ = numerics.small(name, variant, device=device)
-    x = 1e-42 * numerics.random_input(numerics.sizes_for(variant)[name][1], device=device)
+    """Values of 1e-42, which eps makes 1e-40, against float64: flushed, the error would be 1. The result is at times a bound, a denormal too."""
+    model, x = numerics.small(name, variant, device=device)
+    x = 1e-42 * x
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key in ("conv.bias", "group_norm.bias"):
@@ -157,7 +165,7 @@ def test_denormals_survive_normalisation(name, variant, device):
 
 @every_device
 @pytest.mark.parametrize("bounds", [(-1.0, 1.0), (1.0, -1.0), (-INF, INF), (1.0, 1.0)])
-def test_79_bounds_hit_exactly(bounds, device):
+def test_instance_norm_bounds_hit_exactly(bounds, device):
     """Values of ±1 normalise to ±1, and a gradient passes at a bound."""
     model, new = identity(INSTANCE_NORM, 2, (2, 1, 1, 1), *bounds, device=device, multiplier=[1.0, -2.0])
     x = planes([1, -1, 1, -1, -1, -1, 1, 1], (1, 2, 1, 2, 2), device)
@@ -168,7 +176,7 @@ def test_79_bounds_hit_exactly(bounds, device):
 
 
 @every_device
-def test_79_the_first_channel_wins_a_tie(device):
+def test_instance_norm_the_first_channel_wins_a_tie(device):
     model, new = identity(
         INSTANCE_NORM, 3, (3, 1, 1, 1), -0.5, 0.5, device=device, multiplier=[1.0, 1.0, 1.0]
     )
@@ -189,7 +197,7 @@ def test_79_the_first_channel_wins_a_tie(device):
         [1.0, INF, 1.0],
     ],
 )
-def test_79_odd_multipliers(multiplier, device):
+def test_instance_norm_odd_multipliers(multiplier, device):
     """Of zero: a slope of zero and ties between channels; tiny: eps rules the statistics."""
     model, new = identity(INSTANCE_NORM, 3, (3, 1, 1, 1), -1.0, 1.0, device=device, multiplier=multiplier)
     model.instance_norm.eps = 1e-5
@@ -203,7 +211,7 @@ def test_79_odd_multipliers(multiplier, device):
 @pytest.mark.parametrize(
     "low, high", [(0.0, 1.0), (-1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (-1.0, -1.0), (-INF, 0.5), (0.25, INF)]
 )
-def test_83_ties_and_bounds(low, high, device):
+def test_dropout_ties_and_bounds(low, high, device):
     """Normalised values of exactly ±1, and of exactly the bias where the slope is zero, against bounds there."""
     affine = dict(norm__weight=[1, 1, 0, 0], norm__bias=[0, 0, low, low + 1])
     model, new = identity(DROPOUT, 4, 2, low, high, 0.3, device=device, **affine)
@@ -213,7 +221,7 @@ def test_83_ties_and_bounds(low, high, device):
 
 
 @every_device
-def test_83_a_tie_halves_the_gradient(device):
+def test_dropout_a_tie_halves_the_gradient(device):
     model, new = identity(
         DROPOUT, 2, 1, 0.25, 1.0, 0.3, device=device, norm__weight=[0, 0], norm__bias=[0.25, 0.5]
     )
@@ -222,44 +230,7 @@ def test_83_a_tie_halves_the_gradient(device):
 
 
 @every_device
-def test_83_folded_computes_where_it_can_prove_nothing(device, monkeypatch):
-    """The shortcut for an ordinary input, with the mask of the other variants; the convolution wherever NaN or a tie is possible."""
-    model, x = numerics.small(DROPOUT, "folded", device=device)
-    folded, convolved, convolve = numerics.twin_of(model.train(), "folded"), [], operators._convolve
-    monkeypatch.setattr(
-        operators, "_convolve", lambda *args, **kw: convolved.append(1) or convolve(*args, **kw)
-    )
-
-    @torch.no_grad()
-    def convolves(x, variant="folded"):
-        folded.variant = variant
-        convolved.clear()
-        torch.manual_seed(5)
-        return folded(x), bool(convolved)
-
-    (shortcut, computed), (y, _) = convolves(x), convolves(x, "epilogue")
-    assert not computed and torch.equal(shortcut, y) and shortcut.stride() == y.stride()
-    spoilt = x.clone()
-    for value in (NAN, INF, 1e30):
-        spoilt.view(-1)[5] = value
-        assert convolves(spoilt)[1]
-    for parameter, value in (
-        ("norm.weight", 0.0),
-        ("norm.bias", NAN),
-        ("conv.weight", INF),
-        ("norm.weight", 1e38),
-    ):
-        kept = model.get_parameter(parameter).detach().clone()
-        with torch.no_grad():
-            model.get_parameter(parameter).view(-1)[3] = value
-        assert convolves(x)[1], parameter
-        model.get_parameter(parameter).data = kept
-    folded.min_value = NAN
-    assert convolves(x)[1]
-
-
-@every_device
-def test_85_the_first_of_a_window_wins_a_tie(device):
+def test_pool_the_first_of_a_window_wins_a_tie(device):
     """Also where the slope is negative, and where it is zero, so that the whole window ties."""
     affine = dict(scale=[1, -1, 0], group_norm__weight=[1, 2, 3], group_norm__bias=[0, 0, 0.5])
     model, new = identity(POOL, 3, 1, (3, 1, 1), (2, 3), -9.0, 9.0, device=device, **affine)
@@ -270,7 +241,7 @@ def test_85_the_first_of_a_window_wins_a_tie(device):
 
 @every_device
 @pytest.mark.parametrize("low, high", [(-1.0, 1.0), (1.0, 2.0), (1.0, -1.0), (-INF, INF), (0.5, 0.5)])
-def test_85_bounds_hit_exactly(low, high, device):
+def test_pool_bounds_hit_exactly(low, high, device):
     affine = dict(scale=[1, -1, 1, 0.5], group_norm__weight=[1, 1, 0, 1], group_norm__bias=[0, 0, 0.5, 0])
     model, new = identity(POOL, 4, 2, (4, 1, 1), (2, 3), low, high, device=device, **affine)
     x = planes([1, -1] * 3 + [-1, 1] * 3 + [1] * 6 + [-1] * 6, (1, 4, 2, 3), device)
@@ -279,7 +250,7 @@ def test_85_bounds_hit_exactly(low, high, device):
 
 @every_variant
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e30, 1e-30])
-@pytest.mark.parametrize("name", list(numerics.SMALL))
+@every_name
 def test_one_special_value(name, value, variant, device):
     """In one sample of three: it must spoil what it spoils in eager, and nothing else."""
     model, x = numerics.small(name, variant, device=device)
@@ -291,25 +262,59 @@ def test_one_special_value(name, value, variant, device):
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, value) for name in numerics.WINOGRAD for value in (NAN, INF, -INF)] + [(MIN_ADD, 3e38)],
+    [(name, value) for name in NAMES if known(name).winograd for value in (NAN, INF, -INF)]
+    + [(MIN_ADD, 3e38)],
 )
 def test_special_values_by_winograd(name, value):
     """Infinities, and 3e38 beside 3e38, meet otherwise in its sums than in direct ones. The other samples don't notice."""
-    arguments, shape = numerics.WINOGRAD[name]
-    model, x = numerics.build(name, arguments), numerics.random_input(shape)
+    model, x = numerics.sized(name, known(name).winograd)
     spoilt = x.clone()
-    spoilt[1, 0].view(-1, shape[-1])[1, 1:3] = value
+    spoilt[1, 0].view(-1, x.shape[-1])[1, 1:3] = value
     assert_not_finite_as_eager(model, spoilt)
     new = numerics.twin_of(model)
     with torch.no_grad():
         assert torch.equal(new(spoilt)[::2], new(x)[::2])
 
 
+# What convolves on a CPU, constructor arguments, input shape: groups of 4096 and 1536 elements fill whole vectors,
+# of 969 and 858 don't.
+MAGNITUDES = {
+    "winograd, whole vectors": ((8, 64, 3, 16, (64, 1, 1), (2, 4), 0.0, 1.0), (2, 8, 34, 34)),
+    "winograd, a rest": ((8, 96, 3, 32, (96, 1, 1), (2, 4), 0.0, 1.0), (2, 8, 19, 21)),
+    "library, whole vectors": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 18, 18)),
+    "library, a rest": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
+}
+
+
+@pytest.mark.parametrize("dtype, magnitudes", [
+    (torch.float32, (1e15, 1e19, 1e20, 1e25, 1e30, 1e35)),
+    (torch.bfloat16, (1e15, 1e20, 1e30, 1e35)),
+    (torch.float16, (1e2, 1e3, 1e4, 6e4)),
+    (torch.float64, (1e120, 1e160, 1e300)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("reason", MAGNITUDES)
+def test_pool_of_large_magnitudes(reason, dtype, magnitudes):
+    """Where a group's variance overflows, eager's is infinite in some sizes, so that the bias alone is left, and NaN
+    in others, if the square of a mean overflows, too: at 1e20 in some groups, but not in all."""
+    arguments, shape = MAGNITUDES[reason]
+    model, x = numerics.build(POOL, arguments, dtype=dtype), numerics.random_input(shape)
+    new, near, met_nan = numerics.twin_of(model), 64 * torch.finfo(dtype).eps, False
+    for magnitude in magnitudes:
+        large = (x.double() * magnitude).to(dtype)
+        assert_not_finite_as_eager(model, large)
+        with torch.no_grad():
+            ours, theirs = new(large), model(large)
+        if magnitude not in (1e19, 1e160):  # eager's sums overflow, ours not yet everywhere
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=near, equal_nan=True)
+        met_nan |= bool(theirs.isnan().any())
+    assert met_nan == ("whole" in reason or dtype == torch.float16)  # whose convolution overflows
+
+
 @every_variant
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
     "name, parameter",
-    [(name, key) for name in numerics.SMALL for key, _ in numerics.small(name)[0].named_parameters()],
+    [(name, key) for name in NAMES for key, _ in numerics.small(name)[0].named_parameters()],
 )
 def test_one_special_parameter(name, parameter, value, variant, device):
     if parameter.endswith("norm.weight") and value == INF:
@@ -405,26 +410,18 @@ def problems(draw, name, variant, device):
     Fused kernels are compiled for the filters' shape, which is therefore always the same. Their sums are float32 until the
     end: what a float16 convolution makes infinite is not tried on them.
     """
-    spatial, largest, dtypes = (
-        2 if name in (MIN_ADD, POOL) else 3,
-        7,
-        [torch.float32, torch.float16, torch.bfloat16, torch.float64],
-    )
+    row, largest, dtypes = known(name), 7, [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+    spatial = len(row.small.shape) - 2
     if variant == "fused":
         largest, dtypes = 12, dtypes[:3]  # the fused kernels take no fewer positions than 64, and no float64
-        inputs, outputs, kernel, groups = *numerics.FUSED[name][0][:3], 4
+        inputs, outputs, kernel, groups = *numerics.size_of(name, variant).arguments[:3], 4
         kernel = kernel if isinstance(kernel, tuple) else (kernel,) * spatial
     else:
         inputs, kernel = draw(channels), tuple(draw(st.integers(1, 3)) for _ in range(spatial))
         groups = draw(st.integers(1, 3))
         outputs = groups * draw(channels)
     shape = (outputs,) + (1,) * spatial if draw(st.booleans()) else draw(st.sampled_from([(1,), ()]))
-    arguments = {
-        MIN_ADD: lambda: (draw(numbers), shape, draw(numbers)),
-        INSTANCE_NORM: lambda: (shape, draw(numbers), draw(numbers)),
-        DROPOUT: lambda: (groups, draw(numbers), draw(numbers), 0.2),
-        POOL: lambda: (groups, shape, (2, 3), draw(numbers), draw(numbers)),
-    }[name]()
+    arguments = row.tail(lambda: draw(numbers), shape, groups)
     dtype = draw(st.sampled_from(dtypes))
     model = numerics.build(
         name, (inputs, outputs, kernel, *arguments), device=device, dtype=dtype, seed=draw(st.integers(0, 99))
@@ -433,12 +430,12 @@ def problems(draw, name, variant, device):
         for key, parameter in model.named_parameters():
             if key != "conv.weight" and draw(st.booleans()):
                 parameter.view(-1)[0] = draw(st.sampled_from([0.0, -1.0, 1e-6]))
-    sizes = [k - 1 + draw(st.integers(2 if name != POOL else 3, largest)) for k in kernel]
+    sizes = [k - 1 + draw(st.integers(row.least, largest)) for k in kernel]
     x = numerics.random_input(
         (draw(st.integers(1, 4)), inputs, *sizes), device=device, dtype=dtype, seed=draw(st.integers(0, 99))
     )
     if draw(st.booleans()):
-        x = tie(model, x, name)
+        x = tie(model, x)
     else:
         x = (x + draw(st.sampled_from([0.0, 0.0, 100.0]))) * draw(st.sampled_from([1.0, 1e-3, 30.0]))
     special = st.sampled_from(FINITE_SUMS if variant == "fused" and dtype == torch.float16 else SPECIAL)
@@ -456,24 +453,25 @@ def problems(draw, name, variant, device):
 
 
 @torch.no_grad()
-def tie(model, x, name):
-    """Whole numbers for x, and for the convolution, so that its values tie; in 83 and 85 a channel that is equal to a bound.
-
-    31 compares with its constant where that is whole, too. One bias for all channels, so that equal filters give equal bits.
+def tie(model, x):
+    """Whole numbers for x, and for the convolution, so that its values tie, also with a constant that is whole; behind a GroupNorm
+    a channel that is equal to a bound. One bias for all channels, so that equal filters give equal bits.
     """
     model.conv.weight.copy_((model.conv.weight * 1e3).round() % 3 - 1)
     model.conv.bias.fill_(1.0)
     for norm, bound in (("norm", "min_value"), ("group_norm", "clamp_min")):
         if hasattr(model, norm):
             getattr(model, norm).weight[0], getattr(model, norm).bias[0] = 0.0, getattr(model, bound)
-    if name == POOL:
+    if hasattr(model, "scale"):
         model.scale.fill_(1.0)
     return x.round()
 
 
 @every_variant
-@pytest.mark.parametrize("name", list(numerics.SMALL))
+@every_name
 def test_random_problems(name, variant, device):
+    if known(name).tail is None:
+        pytest.skip("nothing is known of its arguments")
     if variant not in models.PROBLEMS[name].variants:
         pytest.skip(f"{name} has no variant {variant!r}")
 

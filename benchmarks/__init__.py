@@ -1,0 +1,1 @@
+"""Recorded runs, their report, and what was measured on the way."""

@@ -1,0 +1,197 @@
+"""What a call costs the host, ours beside eager, for every problem. One run, one table, one JSON file.
+
+    python benchmarks/host.py [NAME ...] [--device auto] [--variant auto] [--json FILE]
+
+Phases: `forward` under no_grad; `forward_grad`, gradients on, no backward; `train`, forward + backward of the parameters.
+The model is in training mode, as a fresh one is; x needs no gradient.
+
+On a GPU, at the problem's sizes and batch 1: `us`, the wall time until a call returns, in bursts short enough to fit into the GPU's
+queue, with a synchronize between bursts, so that the host never waits for the GPU; and `loop_us`, a call's share of a loop of
+100 calls with a synchronize at its end. On a CPU, at batch 1 and the smallest extents of at least 4 that the model takes, with
+one thread: `us`, the thread's own time. Medians; eager and ours take turns, burst by burst.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Callable
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import models  # noqa: E402
+
+PHASES = ("forward", "forward_grad", "train")
+BURST = 16  # calls: with backward some 30 launches each, of 1,024 that a GPU's queue holds
+LOOP = 100  # calls
+WARM_UP = 1.0  # seconds of all calls together, the first of which compiles
+
+
+def contestants(problem, device: str, variant: str) -> tuple[dict[str, torch.nn.Module], torch.Tensor]:
+    """Eager and ours, which shares its parameters, and their input."""
+    torch.manual_seed(0)
+    model = problem.Model(*problem.get_init_inputs()).to(device)
+    ours = problem.ModelNew.from_eager(model)
+    ours.variant = variant
+    channels, *extents = problem.input_shape[1:]
+    x = (
+        torch.rand(1, channels, *extents)
+        if device == "cuda"
+        else smallest_input(model, channels, len(extents))
+    )
+    return {"eager": model, "ours": ours}, x.to(device)
+
+
+def smallest_input(model: torch.nn.Module, channels: int, dimensions: int) -> torch.Tensor:
+    for extent in range(4, 65):
+        x = torch.rand(1, channels, *[extent] * dimensions)
+        try:
+            if model(x).numel():
+                return x
+        except (RuntimeError, ValueError):  # too small for the model
+            pass
+    raise ValueError(f"expected {type(model).__name__} to take an input of some extent from 4 to 64")
+
+
+def call_of(module: torch.nn.Module, x: torch.Tensor, phase: str) -> Callable[[], object]:
+    """One call; its results are dropped when it returns, which is part of what a call costs."""
+    if phase == "forward":
+        return torch.no_grad()(lambda: module(x))
+    if phase == "forward_grad":
+        return lambda: module(x)
+    parameters, g = list(module.parameters()), torch.ones_like(module(x))
+    return lambda: torch.autograd.grad(module(x), parameters, g, allow_unused=True)
+
+
+def synchronize(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+
+
+def warm_up(calls: dict[str, Callable], x: torch.Tensor) -> None:
+    start, rounds = time.perf_counter(), 0
+    while rounds < 3 or time.perf_counter() - start < WARM_UP:
+        for call in calls.values():
+            call()
+        synchronize(x)
+        rounds += 1
+
+
+def microseconds(calls: dict[str, Callable], x: torch.Tensor, seconds: float) -> dict[str, float]:
+    """The median time of each call, in turn, burst by burst."""
+    clock = time.perf_counter_ns if x.is_cuda else time.thread_time_ns
+    times = {name: [] for name in calls}
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        for name, call in calls.items():
+            synchronize(x)
+            for _ in range(BURST):
+                before = clock()
+                call()
+                times[name].append(clock() - before)
+    synchronize(x)
+    return {name: statistics.median(values) / 1e3 for name, values in times.items()}
+
+
+def loop_microseconds(calls: dict[str, Callable], x: torch.Tensor) -> dict[str, float]:
+    """A call's share of a loop, synchronized at its end; the median of 9 loops, in turn."""
+    times = {name: [] for name in calls}
+    for _ in range(9):
+        for name, call in calls.items():
+            synchronize(x)
+            before = time.perf_counter_ns()
+            for _ in range(LOOP):
+                call()
+            synchronize(x)
+            times[name].append((time.perf_counter_ns() - before) / LOOP)
+    return {name: statistics.median(values) / 1e3 for name, values in times.items()}
+
+
+def measure(problem, device: str, variant: str, seconds: float) -> list[dict]:
+    """A row for each phase."""
+    rows = []
+    modules, x = contestants(problem, device, variant)
+    for phase in PHASES:
+        calls = {name: call_of(module, x, phase) for name, module in modules.items()}
+        warm_up(calls, x)
+        us = microseconds(calls, x, seconds)
+        loop = loop_microseconds(calls, x) if x.is_cuda else dict.fromkeys(calls)
+        with torch.set_grad_enabled(phase != "forward"):
+            plan = str(modules["ours"].plan(x))
+        rows.append({
+            "problem": problem.name, "number": problem.number, "phase": phase, "device": device, "shape": list(x.shape),
+            "eager_us": us["eager"], "us": us["ours"], "ratio": us["ours"] / us["eager"],
+            "eager_loop_us": loop["eager"], "loop_us": loop["ours"],
+            "loop_ratio": loop["ours"] / loop["eager"] if x.is_cuda else None, "plan": plan,
+        })  # fmt: skip
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    in_loop = rows[0]["loop_us"] is not None
+    columns = f"{'eager':>10}{'ours':>9}{'ratio':>8}" * (1 + in_loop)
+    lines = [f"{'':68}{'µs of a call':>27}" + f"{'in a loop':>27}" * in_loop]
+    lines.append(f"{'problem':54}{'phase':14}{columns}  plan")
+    for row in rows:
+        figures = f"{row['eager_us']:10.1f}{row['us']:9.1f}{row['ratio']:8.2f}"
+        if in_loop:
+            figures += f"{row['eager_loop_us']:10.1f}{row['loop_us']:9.1f}{row['loop_ratio']:8.2f}"
+        title = f"{row['number']} {row['problem'].replace('_', ' ')}"
+        lines.append(f"{title:54}{row['phase']:14}{figures}  {row['plan'].split(':')[0]}")
+    for phase in PHASES:
+        ratios = [row["ratio"] for row in rows if row["phase"] == phase]
+        lines.append(
+            f"{phase}: {min(ratios):.2f} to {max(ratios):.2f} × eager, geometric mean {geometric_mean(ratios):.2f}"
+        )
+    return "\n".join(lines)
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default all: {', '.join(models.PROBLEMS)}")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--variant", default="auto", help="which of ours; default auto")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each problem and phase; default 4")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
+    rows = []
+    for name in options.names or models.PROBLEMS:
+        rows += measure(models.PROBLEMS[name], device, options.variant, options.seconds)
+        print(f"{name}: measured", file=sys.stderr)
+    print(
+        f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU, thread time'}; torch {torch.__version__}"
+    )
+    print(table(rows))
+    if options.json:
+        item = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+            "machine": platform.platform(), "torch": torch.__version__, "python": platform.python_version(),
+            "host_rows": rows,
+        }  # fmt: skip
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(item, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Records of compare.py's rows: what they were measured on, README's table and plot, and how `make gpu` went in a few lines.
+
+    python benchmarks/report.py --readme                 # brings README.md's table and plot up to the newest records
+    python benchmarks/report.py --summary LOG [LOG ...]  # the verdict of each log, the newest record's factors
+
+A record is a JSON file in results/: the machine (GPU, driver, CPU, threads, torch, CUDA), the commit and whether the tree had
+changes, a hash of the sources, the command, and `rows`, described at the top of compare.py. Older records lack some of a row's
+fields: without `call_ms` the GPU's time stands for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import compare  # noqa: E402
+from checks import PHASES  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+PLOT = "benchmarks/speedup.png"
+PHASES_SHOWN = ("forward_grad", "train")  # as users meet them; README shows these
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def record(rows: list[dict]) -> dict:
+    """The rows of one run together with what they were measured on."""
+    gpu = torch.cuda.is_available()
+    commit = compare.output_of("git", "rev-parse", "HEAD") or None
+    drivers = compare.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "driver": drivers.split("\n")[0] or None,
+        "cpu": compare.cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "allow_tf32": allows_tf32(),
+        "commit": commit,
+        "dirty": bool(compare.output_of("git", "status", "--porcelain")) if commit else None,
+        "sources": sources(),
+        "rows": rows,
+    }
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def allows_tf32() -> bool:
+    """May a GPU's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading the older may raise."""
+    library = torch.backends.cudnn
+    allowed = library.conv.fp32_precision == "tf32" if hasattr(library, "conv") else library.allow_tf32
+    return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+
+
+def sources() -> str:
+    """A hash of the code that a record depends on, to tell it where there is no git."""
+    folders = (ROOT.glob("*.py"), (ROOT / "problems").glob("*.py"), (ROOT / "kernels").glob("*"))
+    paths = sorted(path for paths in folders for path in paths)
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def records_in(folder: Path = RESULTS) -> list[tuple[Path, dict]]:
+    """Every record in `folder` and where it is, the newest last. Other JSON files there are left alone."""
+    items = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")]
+    items = [(path, item) for path, item in items if "variant" in (item.get("rows") or [{}])[0]]
+    return sorted(items, key=lambda pair: pair[1]["date"])
+
+
+def newest_records(folder: Path = RESULTS) -> list[dict]:
+    """The newest record of each machine in `folder`, GPUs first."""
+    newest = {machine_of(item): item for _, item in records_in(folder)}
+    return sorted(newest.values(), key=_is_gpu, reverse=True)
+
+
+def machine_of(item: dict) -> str:
+    return item["gpu"] if _is_gpu(item) else f"{item['cpu']}, {item['threads']} threads"
+
+
+def _is_gpu(item: dict) -> bool:
+    return item["rows"][0]["device"] == "cuda"
+
+
+# -------------------------------------------------------------------------------------------------------------- summary
+
+
+def summary(logs: list[Path], folder: Path = RESULTS) -> str:
+    """How `make gpu` went: the last line of each log, which is its verdict; of the newest record, a GPU's if there is one, what failed,
+    and the time of a forward pass; and where all that is."""
+    lines = [f"{log.stem:12}{_last_line(log)}" for log in logs]
+    if not (found := records_in(folder)):
+        return "\n".join([*lines, f"{'benchmark':12}no record in {folder}"])
+    path, item = max(found, key=lambda pair: (_is_gpu(pair[1]), pair[1]["date"]))
+    failed = [
+        f"{compare.title_of(row)} {row['variant']} {row['phase']}"
+        for row in item["rows"]
+        if row["ok"] is False and not compare.is_peer(row)
+    ]
+    verdict = f"fails its check: {', '.join(failed)}" if failed else "all of ours pass their checks"
+    phase = _phases_shown(item)[0]
+    columns = (
+        f"{'eager':>9}{'best exact peer':>22}{'fastest peer':>22}{'ours':>16}{'× exact':>9}{'× fastest':>11}"
+    )
+    lines += [f"{'benchmark':12}{verdict}", "", f"{phase + ', ms':52}{columns}"]
+    lines += [_summary_line(rows) for (_, of, _), rows in compare.groups(item["rows"]).items() if of == phase]
+    lines += [
+        "",
+        f"record      {path}: {machine_of(item)}, {item['date']}",
+        f"logs        {' '.join(map(str, logs))}",
+    ]
+    return "\n".join(lines)
+
+
+def _last_line(log: Path) -> str:
+    text = log.read_text(encoding="utf-8", errors="replace").strip() if log.is_file() else ""
+    return text.splitlines()[-1].strip("= ") if text else "no log"
+
+
+def _summary_line(rows: list[dict]) -> str:
+    eager, exact, fastest, ours = compare.standing(rows)
+    factors = (_factor(exact, ours), _factor(fastest, ours))
+    times = f"{_ms(eager):>9}{_named_ms(exact):>22}{_named_ms(fastest):>22}{_named_ms(ours):>16}"
+    return f"{compare.title_of(rows[0])[:51]:52}{times}{factors[0]:>9}{factors[1]:>11}"
+
+
+def _ms(row: dict | None) -> str:
+    return f"{compare.ms_of(row):.3g}" if row else "–"
+
+
+def _named_ms(row: dict | None) -> str:
+    return f"{row['variant']} {_ms(row)}" if row else "–"
+
+
+def _factor(peer: dict | None, ours: dict | None) -> str:
+    return f"{compare.ms_of(peer) / compare.ms_of(ours):.2f}×" if peer and ours else "–"
+
+
+# --------------------------------------------------------------------------------------------------------------- README
+
+
+def _phases_shown(item: dict) -> list[str]:
+    """Of a record's phases those that README shows; where an older record lacks them, forward."""
+    there = {row["phase"] for row in item["rows"]}
+    shown = [phase for phase in PHASES_SHOWN if phase in there]
+    first = [] if "forward_grad" in there or "forward" not in there else ["forward"]
+    return first + shown or sorted(there, key=PHASES.index)
+
+
+def readme_table(records: list[dict]) -> str:
+    """What stands between README's markers: a table for each record, a row per problem and phase, phase by phase."""
+    parts = [_markdown(item) for item in records]
+    if records:
+        parts.insert(1, f"![Speed-up over eager of every variant on {machine_of(records[0])}]({PLOT})\n")
+    return "\n".join(parts) or "(no recorded runs)\n"
+
+
+def _markdown(item: dict) -> str:
+    rows = item["rows"]
+    driver = f", driver {item['driver']}" if _is_gpu(item) else ""
+    commit = item["sources"]
+    if item["commit"]:
+        commit = f"commit {item['commit'][:10]}{' with changes' if item['dirty'] else ''}"
+    lines = [
+        f"{machine_of(item)}{driver}, torch {item['torch']}, {rows[0]['dtype']}, {commit}, {item['date'][:10]}:",
+        "",
+        "| problem | phase | ours | × eager | × best exact peer | × fastest peer | eager | best exact peer | fastest peer |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for phase in _phases_shown(item):
+        for (_, of, _), group in compare.groups(rows).items():
+            if of == phase:
+                lines.append(_markdown_row(group))
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(rows: list[dict]) -> str:
+    eager, exact, fastest, ours = compare.standing(rows)
+    failing = next((row for row in rows if not compare.is_peer(row) and row["median_ms"] is None), None)
+    cells = [
+        compare.title_of(rows[0]),
+        compare.situation_of(rows[0]),
+        _cell(ours) if ours else compare.status_of(failing) if failing else "",
+        *(f"**{factor}**" for factor in (_factor(peer, ours) for peer in (eager, exact, fastest))),
+        _cell(eager, name=False),
+        _cell(exact),
+        _cell(fastest) if fastest is not exact else "the same",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(row: dict | None, name: bool = True) -> str:
+    """A time as called, the GPU's beside it, and by how much a peer misses the rule."""
+    if row is None:
+        return "–"
+    apart = row.get("call_ms") not in (None, row["median_ms"])
+    text = f"{row['variant']} " * name + f"{_ms(row)} ms" + f" (GPU {row['median_ms']:.3g})" * apart
+    return text + (f", {miss}" if (miss := compare.inexact(row)) else "")
+
+
+def with_table(text: str, records: list[dict]) -> str:
+    """README's text with the table of `records` between its markers. Raises ValueError if a marker is missing."""
+    before, _, rest = text.partition("<!-- table -->\n")
+    _, marker, after = rest.partition("<!-- end of table -->")
+    if not marker:
+        raise ValueError(
+            "expected the markers <!-- table --> and <!-- end of table -->, each on a line of its own"
+        )
+    return f"{before}<!-- table -->\n{readme_table(records)}{marker}{after}"
+
+
+def write_readme() -> None:
+    """Brings README.md's table and plot up to the newest records."""
+    records = newest_records()
+    README.write_text(with_table(README.read_text(encoding="utf-8"), records), encoding="utf-8")
+    if records:
+        newest, phase = records[0], _phases_shown(records[0])[0]
+        title = f"{machine_of(newest)}, {newest['date'][:10]}"
+        rows = [row for row in newest["rows"] if row["phase"] == phase]
+        compare.plot(rows, title).savefig(ROOT / PLOT, dpi=110)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Show recorded runs.")
+    parser.add_argument("--readme", action="store_true", help="write README's table and plot")
+    parser.add_argument(
+        "--summary",
+        nargs="+",
+        type=Path,
+        metavar="LOG",
+        help="how each LOG ends, and the newest record's factors",
+    )
+    options = parser.parse_args(arguments)
+    if options.readme:
+        write_readme()
+    if options.summary:
+        print(summary(options.summary))
+    if not options.readme and not options.summary:
+        parser.error("expected --readme or --summary")
+
+
+if __name__ == "__main__":
+    main()
