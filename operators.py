@@ -85,11 +85,6 @@ def as_parameters(gradients: list[Tensor], *parameters: Tensor) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------------------- fused
 
 
-def scratch(x: Tensor, size) -> Tensor:
-    """float32 for a fused kernel's own use."""
-    return torch.empty(size, dtype=torch.float32, device=x.device)
-
-
 def declare_fused(epilogue: Operator, forward: Callable) -> Operator:
     """The operator <name>_fused: forward(a), which computes what `epilogue` does. Backward runs that once more, for what it saves."""
 

@@ -6,6 +6,8 @@
 // The slope of group_norm(v)·scale has the sign of norm_weight·scale. With that sign in the filters every window wants its maximum:
 //   convolve_kernel   statistics of v per (sample, channel, block), and the v that each window selects, `extreme`
 //   finish_kernel     the statistics merged; affine and clamp of `extreme`
+// Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the variance is infinite, its inverse
+// root 0, and norm_bias is left, as in eager on a GPU.
 // At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4: 67 MB in, 31.5 MB of extreme (mostly kept in L2), 31.5 MB out:
 // 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for float32's accuracy: 0.06 ms.
 //
@@ -509,17 +511,19 @@ bool starts_early() {
 
 }  // namespace
 
-// extreme index like y; mean, m2 (N, C); group_mean, group_rstd (N, G); partial (N, C, tiles·strips, 3) is scratch. Columns of
+// scratch, one after the other: extreme like y, partial (N, C, tiles·strips, 3), then as GroupStatistics. Columns of
 // v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left (tiling.py's StripTiling); a plan
 // that does not cover v makes no blocks, and the launch fails.
-EXPORT void forward(output_t* y, float* extreme, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
-                    accumulate_t* partial, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
                     const accumulate_t* norm_weight, const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
                     double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles,
                     int64_t strips, int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
+  float *const extreme = scratch, *const partial = extreme + N * CHANNELS_OUT * pooled;
+  const auto [mean, m2, group_mean, group_rstd] =
+      GroupStatistics(partial + N * CHANNELS_OUT * tiles * strips * 3, N, CHANNELS_OUT, G);
   cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTeams * kTeamBytes);
   const int64_t blocks = geometry.complete() ? N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks() : 0;
   convolve_kernel<<<unsigned(blocks), kTeams * kTeamThreads, kTeams * kTeamBytes, stream>>>(

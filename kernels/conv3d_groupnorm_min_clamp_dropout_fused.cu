@@ -257,10 +257,10 @@ finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsig
   }
 }
 
-// y (N, CHANNELS_OUT, D', H', W'). Scratch: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth), since a
+// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth), since a
 // block convolves `rows` output rows of `depth` output planes (rows to shared: convolution()); affines (N, CHANNELS_OUT, 4); parts_done (N). seed (1), or without
 // elements for no dropout; offset is the number of elements before y in the whole.
-EXPORT void forward(output_t* y, float* statistics, float* affines, int32_t* parts_done, const value_t* x, const value_t* weight,
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
                     const float* conv_bias, const float* norm_weight, const float* norm_bias, const int64_t* seed, double low,
                     double high, double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
                     int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
@@ -269,12 +269,15 @@ EXPORT void forward(output_t* y, float* statistics, float* affines, int32_t* par
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
   const auto convolve = vectors_fit(y, plane) && rows * c.OW % 4 == 0 ? convolve_kernel<true> : convolve_kernel<false>;
   allow_shared(convolve);
+  auto* const statistics = reinterpret_cast<PartStatistics*>(scratch);
+  auto* const affines = reinterpret_cast<Affine*>(scratch + N * c.slots() * kOut * 2);
+  auto* const parts_done = reinterpret_cast<unsigned*>(affines + N * kOut);
   cudaMemsetAsync(parts_done, 0, N * sizeof(int32_t), stream);
   convolve<<<dim3(unsigned(N * c.slots()), kOut / 16), kBlock, c.shared, stream>>>(
-      y, reinterpret_cast<PartStatistics*>(statistics), reinterpret_cast<Affine*>(affines), reinterpret_cast<unsigned*>(parts_done),
+      y, statistics, affines, parts_done,
       {conv_bias, norm_weight, norm_bias, float(eps), int(groups)}, c);
   const auto finish = vectors_fit(y, size) && offset % 4 == 0 ? finish_kernel<true> : finish_kernel<false>;
   const unsigned channels = unsigned(N * kOut), chunks = chunks_for(size);
-  finish<<<channels * chunks, kThreads, 0, stream>>>(y, reinterpret_cast<const Affine*>(affines),
+  finish<<<channels * chunks, kThreads, 0, stream>>>(y, affines,
                                                      {float(low), float(high), dropout_mask(seed, p), offset}, size, channels, chunks);
 }

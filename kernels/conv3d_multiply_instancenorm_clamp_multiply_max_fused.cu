@@ -191,10 +191,10 @@ fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const floa
   }
 }
 
-// y (N, D', H', W'); statistics (N, slots, CHANNELS_OUT, 2) is scratch, with slots = ceil(H' / rows)·ceil(D' / depth): a block computes
-// `rows` output rows of `depth` output planes (rows to shared: convolution()); and so is scratch (scratch_size), of any size, where sums are held.
-EXPORT void forward(output_t* y, float* statistics, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
-                    const float* multiplier, double low, double high, double eps, int64_t scratch_size, int64_t N, int64_t D, int64_t H,
+// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth): a block computes
+// `rows` output rows of `depth` output planes (rows to shared: convolution()); then `held` values, any number, where sums are held.
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
+                    const float* multiplier, double low, double high, double eps, int64_t held, int64_t N, int64_t D, int64_t H,
                     int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
@@ -205,7 +205,7 @@ EXPORT void forward(output_t* y, float* statistics, float* scratch, const value_
   if (one_launch && kOut == 16) {
     const int most = c.depth * turns(c);
     shared_turns = min(held_turns((all - (bytes + 15) / 16 * 16) / int(sizeof(float))), most);
-    scratch_turns = min(held_turns(scratch_size / blocks), most - shared_turns);
+    scratch_turns = min(held_turns(held / blocks), most - shared_turns);
     const int last_round = (most - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
     if (last_round) scratch_turns -= min(scratch_turns, kBlockWarps - last_round);
   }
@@ -216,7 +216,7 @@ EXPORT void forward(output_t* y, float* statistics, float* scratch, const value_
   config.gridDim = unsigned(blocks), config.blockDim = kBlock, config.dynamicSmemBytes = shared_turns ? all : bytes, config.stream = stream;
   config.attrs = &cooperative, config.numAttrs = meet;
   const auto launch = [&](int phases) {
-    cudaLaunchKernelEx(&config, fused_kernel, y, reinterpret_cast<PartStatistics*>(statistics), scratch, conv_bias, multiplier, float(low),
+    cudaLaunchKernelEx(&config, fused_kernel, y, reinterpret_cast<PartStatistics*>(scratch), scratch + blocks * kOut * 2, conv_bias, multiplier, float(low),
                        float(high), float(eps), phases, scratch_turns, shared_turns, c);
   };
   if (one_launch) launch(kStatistics | kApply);

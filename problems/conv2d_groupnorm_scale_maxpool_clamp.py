@@ -169,12 +169,11 @@ def _launch(
 ) -> SimpleNamespace:
     (N, _, *size), C, plan = x.shape, len(weight), tiling.plan_strips(x, weight, pool)
     y = N, C, *(s // p for s, p in zip(library.output_size(x, weight), pool))
-    partial = N * C * plan.tiles * plan.strips * 3
     return SimpleNamespace(
         kernels=operators.load(f"{NAME}_fused", x, out_dtype, **tiling.strip_defines(plan, weight, pool)),
         y=y,
         y_format=library.result_format(x, weight, False),
-        scratch=(math.prod(y), N * C, N * C, N * groups, N * groups, partial),
+        scratch=math.prod(y) + N * C * plan.tiles * plan.strips * 3 + 2 * N * (C + groups),
         sizes=(N, groups, *size, *plan.launch),
     )
 
@@ -182,9 +181,9 @@ def _launch(
 def _fused(a: Arguments) -> Tensor:
     launch = _launch(a.x, a.weight, tuple(a.pool), a.groups, a.scale.dtype)
     y = torch.empty(launch.y, dtype=a.scale.dtype, device=a.x.device)
-    scratch = [operators.scratch(a.x, size) for size in launch.scratch]
+    scratch = torch.empty(launch.scratch, dtype=torch.float32, device=a.x.device)
     inputs, constants = (a.x.contiguous(), a.weight.contiguous(), *a.by_channel()), (a.low, a.high, a.eps)
-    launch.kernels.forward(y, *scratch, *inputs, *constants, *launch.sizes)
+    launch.kernels.forward(y, scratch, *inputs, *constants, *launch.sizes)
     return y.contiguous(memory_format=launch.y_format)
 
 

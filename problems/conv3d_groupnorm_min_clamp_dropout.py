@@ -148,8 +148,8 @@ def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespac
         kernels=operators.load(f"{NAME}_fused", x, out_dtype, **defines),
         y=(N, C, *library.output_size(x, weight)),
         y_format=library.result_format(x, weight, False),
-        statistics=(N, plan.slots, C, 2),  # of each block
-        affines=(N, C, 4),
+        scratch=N
+        * (C * (2 * plan.slots + 4) + 1),  # statistics of each block, affines, and which blocks are done
         sizes=(N, *size, *plan.launch),
     )
 
@@ -157,10 +157,9 @@ def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespac
 def _fused(a: Arguments) -> Tensor:
     launch, inputs = _launch(a.x, a.weight, a.norm_weight.dtype), (a.x.contiguous(), a.weight.contiguous())
     y = torch.empty(launch.y, dtype=a.norm_weight.dtype, device=a.x.device)
-    statistics, affines = operators.scratch(a.x, launch.statistics), operators.scratch(a.x, launch.affines)
-    parts_done = torch.empty(a.x.shape[0], dtype=torch.int32, device=a.x.device)
+    scratch = torch.empty(launch.scratch, dtype=torch.float32, device=a.x.device)
     inputs, constants = (*inputs, *a.by_channel(), a.seed), (*a.bounds(), a.p, a.eps, 0, a.groups)
-    launch.kernels.forward(y, statistics, affines, parts_done, *inputs, *constants, *launch.sizes)
+    launch.kernels.forward(y, scratch, *inputs, *constants, *launch.sizes)
     return y.contiguous(memory_format=launch.y_format)
 
 
@@ -188,11 +187,12 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
         return groups, low, high, p if self.dropout.training else 0.0, eps
 
     def _drawn(self, x, constants):
-        """The seed, two halves of an int64: inductor expresses no larger bounds on a GPU. Without elements for no dropout."""
-        if constants[3] == 0:
-            return (torch.empty(0, dtype=torch.int64, device=x.device),)
-        halves = torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device)
-        return (halves.view(torch.int64),)
+        """The seed; without elements where nothing is dropped."""
+        if constants[3] == 0 or not torch.compiler.is_compiling():
+            seed = torch.empty(int(constants[3] > 0), dtype=torch.int64, device=x.device)
+            return (seed.random_() if constants[3] else seed,)
+        # inductor knows no larger bounds on a GPU
+        return (torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device).view(torch.int64),)
 
     def _tail_raises(self, x, size):
         if not 0 <= self.dropout.p <= 1:

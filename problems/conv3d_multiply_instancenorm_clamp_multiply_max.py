@@ -131,7 +131,7 @@ def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespac
     return SimpleNamespace(
         kernels=operators.load(f"{NAME}_fused", x, out_dtype, **defines),
         y=(N, *library.output_size(x, weight)),
-        statistics=(N, plan.slots, len(weight), 2),  # of each block
+        statistics=2 * N * plan.slots * len(weight),  # values, of each block
         held=tiling.held_values(plan, x, weight),  # sums that then need not be computed twice
         sizes=(N, *size, *plan.launch),
     )
@@ -140,9 +140,9 @@ def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespac
 def _fused(a: Arguments) -> Tensor:
     launch, inputs = _launch(a.x, a.weight, a.multiplier.dtype), (a.x.contiguous(), a.weight.contiguous())
     y = torch.empty(launch.y, dtype=a.multiplier.dtype, device=a.x.device)
-    statistics, held = operators.scratch(a.x, launch.statistics), operators.scratch(a.x, launch.held)
+    scratch = torch.empty(launch.statistics + launch.held, dtype=torch.float32, device=a.x.device)
     inputs, constants = (*inputs, *a.by_channel()), (a.low, a.high, a.eps, launch.held)
-    launch.kernels.forward(y, statistics, held, *inputs, *constants, *launch.sizes)
+    launch.kernels.forward(y, scratch, *inputs, *constants, *launch.sizes)
     return y
 
 
