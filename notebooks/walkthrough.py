@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from pathlib import Path
 
 import pygments
 import torch
@@ -67,7 +68,9 @@ def show(kernel: str, device: str, *, cpp: str, cuda: str) -> HTML:
 
 def python(function) -> HTML:
     """A Python function's source."""
-    return _highlighted(textwrap.dedent(inspect.getsource(function)), "python", "models.py")
+    path = Path(inspect.getsourcefile(function))
+    title = f"{path.parent.name}/{path.name}"
+    return _highlighted(textwrap.dedent(inspect.getsource(function)), "python", title)
 
 
 def _highlighted(code: str, language: str, title: str) -> HTML:
