@@ -135,7 +135,7 @@ class Twin:
         if is_watched() or type(x) is not Tensor or forward_ad._current_level >= 0:
             return self._compute(x, self._choose(x).variant)
         kept = getattr(self, "_kept", None)
-        if kept is None or not kept.holds():
+        if kept is None or not kept.holds(self):
             kept = Kept(self)
             object.__setattr__(self, "_kept", kept)
         return kept.run(self, x)
@@ -336,13 +336,13 @@ class Kept:
     """
 
     def __init__(self, twin: Twin):
-        modules = [twin, *twin._modules.values()]
-        self.modules = [
-            (m, type(m), type(m).forward, vars(m), [*vars(m).values()]) for m in modules if m is not None
-        ]
-        self.children, self.given = twin._modules, [*twin._modules.values()]
-        self.hooks = [*_GLOBAL_HOOKS, *[table for module, *_ in self.modules[1:] for table in _hooks(module)]]
-        self.steady = not any(isinstance(v, list) for *_, values in self.modules for v in values)
+        modules = [m for m in twin._modules.values() if m is not None]
+        self.twin_class = type(twin)  # the twin itself would keep itself alive
+        self.classes = [(m, type(m), type(m).forward) for m in modules]
+        attributes = [vars(twin), twin._modules, *map(vars, modules)]
+        self.attributes = [(names, [*names.values()]) for names in attributes]
+        self.steady = not any(isinstance(v, list) for _, values in self.attributes for v in values)
+        self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
         self.sources = [self._source(twin, name) for name in twin.operands]
         self.plans: dict[tuple, tuple] = {}
 
@@ -353,17 +353,15 @@ class Kept:
         owner = twin._modules.get(path[0]) if path else twin
         return getattr(owner, "_parameters", {}), last
 
-    def holds(self) -> bool:
+    def holds(self, twin: Twin) -> bool:
         """Is the module what it was?"""
-        for module, cls, forward, attributes, values in self.modules:
-            if type(module) is not cls or cls.forward is not forward or len(attributes) != len(values):
+        for module, cls, forward in self.classes:
+            if type(module) is not cls or cls.forward is not forward:
                 return False
-            if not all(map(is_, attributes.values(), values)):
+        for attributes, values in self.attributes:
+            if len(attributes) != len(values) or not all(map(is_, attributes.values(), values)):
                 return False
-        same_children = len(self.children) == len(self.given) and all(
-            map(is_, self.children.values(), self.given)
-        )
-        return self.steady and same_children and not any(self.hooks)
+        return self.steady and type(twin) is self.twin_class and not any(self.hooks)
 
     def run(self, twin: Twin, x: Tensor) -> Tensor:
         """forward(x) of a plain tensor which nothing watches."""

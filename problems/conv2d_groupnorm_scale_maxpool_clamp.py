@@ -73,47 +73,49 @@ def _way(
 ) -> SimpleNamespace:
     """How such an input is convolved, and by what the rest is computed."""
     ctype, index_dtype = operators.index_type(math.prod(pool))
-    v_format = torch.channels_last if library.device_type(x) == "cpu" else torch.contiguous_format
-    nothing = (x.new_empty(0, dtype=index_dtype), operators.no_statistics(x))
+    by_pixel, size = library.device_type(x) == "cpu", library.output_size(x, weight)
+    v_format = torch.channels_last if by_pixel else torch.contiguous_format
+    nothing = x.new_empty(0, dtype=index_dtype), operators.no_statistics(x)
     return SimpleNamespace(
         kernels=operators.load(NAME, x, out_dtype, POOL_H=pool[0], POOL_W=pool[1], INDEX_T=ctype),
         winograd=len(weight) % 32 == 0 and pool[0] % 2 == 0 and library.winograd_applies(x, weight),
-        v_format=v_format,  # in which the kernels read v: where the library is fastest
-        layout=v_format
-        if x.numel() >= weight.numel()
-        else torch.contiguous_format,  # but for an input that weight dwarfs
+        by_pixel=by_pixel,  # is v (N, H', W', C), or (N, C, H', W')? Each where the library is fastest
+        v_format=v_format,
+        # The library convolves in v's layout, too, but for an input that its weight dwarfs.
+        layout=v_format if x.numel() >= weight.numel() else torch.contiguous_format,
+        size=size,
+        y=(len(x), len(weight), *(s // p for s, p in zip(size, pool))),
         y_format=library.result_format(x, weight, False),
-        size=library.output_size(x, weight),
         samples=library.samples_per_piece(x, weight, saving),
         nothing=None if saving else nothing,  # in the places of index and statistics
     )
 
 
-def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tensor, ...]:
-    """y; the v that each window selects, and its index there; v's statistics by channel and group; the last two for backward, or `nothing`."""
-    (N, *_), (C, *_), device = a.x.shape, a.weight.shape, a.x.device
-    y = torch.empty((N, C, *(s // p for s, p in zip(size, a.pool))), dtype=a.scale.dtype, device=device)
+def _outputs(a: Arguments, shape: tuple[int, ...], nothing: tuple | None) -> tuple[Tensor, ...]:
+    """y; the v that each window selects, and its index there; v's statistics by channel and group. The last two are for backward:
+    `nothing` has what stands in their places without one."""
+    device, dtype = a.x.device, a.x.dtype
+    y = torch.empty(shape, dtype=a.scale.dtype, device=device)
     # Without backward the selected values become results where they are, on a CPU.
-    in_place = nothing is not None and library.device_type(a.x) == "cpu" and y.dtype == a.x.dtype
+    in_place = nothing is not None and y.dtype == dtype and library.device_type(a.x) == "cpu"
     extreme, (index, statistics) = (
-        y if in_place else torch.empty_like(y, dtype=a.x.dtype),
+        y if in_place else torch.empty_like(y, dtype=dtype),
         nothing or (None, None),
     )
     if index is None:
         index = torch.empty_like(y, dtype=operators.index_type(a.pool[0] * a.pool[1])[1])
     if statistics is None:
-        statistics = torch.empty(
-            (N, 2 * (C + a.groups)), dtype=operators.accumulate_dtype(a.x.dtype), device=device
-        )
+        count = shape[0], 2 * (shape[1] + a.groups)
+        statistics = torch.empty(count, dtype=operators.accumulate_dtype(dtype), device=device)
     return y, extreme, index, statistics
 
 
 def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
     way, parameters = _way(a.x, a.weight, tuple(a.pool), a.scale.dtype, saving), a.by_channel()
-    y, *others = _outputs(a, way.size, way.nothing)
-    (N, Cin, *of_x), C, constants = a.x.shape, a.weight.shape[0], (a.low, a.high, a.eps)
+    y, *others = _outputs(a, way.y, way.nothing)
+    C, constants = way.y[1], (a.low, a.high, a.eps)
     if way.winograd:
-        v = a.x.new_empty((N, *way.size, C) if saving else 0)
+        (N, Cin, *of_x), v = a.x.shape, a.x.new_empty((len(a.x), *way.size, C) if saving else 0)
         inputs, sizes = (
             (v, a.x.contiguous(), a.weight.contiguous(), *parameters),
             (N, Cin, C, a.groups, *of_x),
@@ -122,15 +124,20 @@ def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
     else:
         for x, *outputs in library.pieces(way.samples, a.x, y, *others):
             v = library.convolve(x, a.weight, way.layout).contiguous(memory_format=way.v_format)
-            v = v.permute(0, 2, 3, 1) if way.v_format == torch.channels_last else v
+            v = v.permute(0, 2, 3, 1) if way.by_pixel else v
             way.kernels.forward(*outputs, v, *parameters, *constants, x.shape[0], C, a.groups, *way.size)
     y = y.contiguous(memory_format=way.y_format)
     return (y, v, *others) if saving else (y,)
 
 
+def _y_shape(a: Arguments) -> tuple[int, ...]:
+    H, W = library.output_size(a.x, a.weight)
+    return a.x.shape[0], a.weight.shape[0], H // a.pool[0], W // a.pool[1]
+
+
 def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    y, *others = _outputs(a, _y_shape(a), None)
     N, C, (H, W) = a.x.shape[0], a.weight.shape[0], library.output_size(a.x, a.weight)
-    y, *others = _outputs(a, [H, W], None)
     v = a.x.new_empty((N, H, W, C) if library.device_type(a.x) == "cpu" else (N, C, H, W))
     y = y.contiguous(memory_format=library.result_format(a.x, a.weight, False))
     return (y, v, *others) if saving else (y,)
@@ -150,7 +157,7 @@ def _backward(dy: Tensor, a: Arguments, v, extreme, index, statistics, *, needs:
         (a.scale.numel(), N, C, a.groups, *way.size),
     )
     way.kernels.backward(dv, *gradients, scratch, *inputs, *a.by_channel(), a.low, a.high, *sizes)
-    dv = dv.permute(0, 3, 1, 2) if way.v_format == torch.channels_last else dv
+    dv = dv.permute(0, 3, 1, 2) if way.by_pixel else dv
     dx, dw = library.convolve_backward(dv, a.x, a.weight, way.layout, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters)
 
