@@ -48,7 +48,7 @@ def _sizes(v: Tensor) -> tuple[int, int, int]:
     return *v.shape[:2], math.prod(v.shape[2:])
 
 
-def _forward(x: Tensor, weight: Tensor, conv_bias: Tensor, *, saving: bool) -> tuple[Tensor, ...]:
+def _epilogue(x: Tensor, weight: Tensor, conv_bias: Tensor, *, saving: bool) -> tuple[Tensor, ...]:
     [inner] = operators.by_channel(x, weight, ("conv_bias",), conv_bias)
     v = library.convolve(x, weight)
     y = torch.empty_like(v)
@@ -77,7 +77,7 @@ class Conv2dReluHardswishNew(Twin, Conv2dReluHardswish):
     submodules = {"conv": nn.Conv2d}
     operands = ("conv.weight", "conv.bias")
     constants = {}
-    epilogue = declare(NAME, _forward, shapes=_shapes, backward=_backward, gradients=library.gradient_shapes)
+    epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=library.gradient_shapes)
 
 
 PROBLEM = Problem(
