@@ -843,8 +843,9 @@ def plot(rows: list[dict], title: str | None = None):
         "text.color": "#222222",
         "hatch.linewidth": 0.8,
     }
-    machine = torch.cuda.get_device_name() if rows[0]["device"] == "cuda" else cpu_name()
-    title = title or f"{machine}, {datetime.date.today().isoformat()}"
+    if title is None:
+        machine = torch.cuda.get_device_name() if rows[0]["device"] == "cuda" else cpu_name()
+        title = f"{machine}, {datetime.date.today().isoformat()}"
     with pyplot.rc_context(style):
         figure, axes = pyplot.subplots(
             lines, columns, figsize=(5.6 * columns, height * lines + 0.4), squeeze=False, layout="constrained", facecolor="#ffffff"

@@ -40,7 +40,7 @@ def declare(
     """The operator `inline_kernels::<name>`. Declared again (an edited cell), it is the new one.
 
     forward(*arguments) -> Tensor: its parameters are annotated with Tensor, float, int, bool or list[int], which makes the
-        operator's schema. Where they are many: forward(a), annotated with a NamedTuple of such fields; all functions here then
+        operator's schema, tensors first. Where they are many: forward(a), annotated with a NamedTuple of such fields; all functions here then
         take that. What it returns shares no memory with what it is given. If it takes a keyword `saving`, it returns
         (result, *saved), tensors for backward, where that is True, and (result,) where it is False.
     shapes(*arguments): what forward returns, with the same shapes, dtypes and strides, but any values; `saving` likewise.
@@ -98,27 +98,31 @@ class Operator:
         parameters = inspect.signature(forward, eval_str=True).parameters
         types = {p.name: p.annotation for p in parameters.values() if p.kind is not p.KEYWORD_ONLY}
         together = next(iter(types.values()), None)
-        if isinstance(together, type) and hasattr(together, "_fields"):
-            types = get_type_hints(together)
-            forward, shapes, gradients = (_packed(each, together) for each in (forward, shapes, gradients))
-            backward = _packed(backward, together, after=1)
+        together = together if isinstance(together, type) and hasattr(together, "_fields") else None
+        types = get_type_hints(together) if together else types
+        kinds = list(types.values())
         for parameter, kind in types.items():
             if kind not in _SCHEMA_TYPES:
                 known = ", ".join(getattr(each, "__name__", str(each)) for each in _SCHEMA_TYPES)
                 raise TypeError(f"{name}: expected {parameter} annotated with one of {known}, got {kind!r}")
         self.name = name
         self.parameters = ", ".join(f"{_SCHEMA_TYPES[kind]} {parameter}" for parameter, kind in types.items())
-        self.tensors = [i for i, kind in enumerate(types.values()) if kind is Tensor]
-        saves = "saving" in parameters
-        self._forward, self.shapes = (forward, shapes) if saves else map(_saving_nothing, (forward, shapes))
-        self._backward, self.gradients = backward, gradients or self._like_arguments
+        self.tensors = kinds.count(Tensor)  # arguments, the first ones
+        if Tensor in kinds[self.tensors :]:
+            raise TypeError(
+                f"{name}: expected its tensors before all other parameters, got ({self.parameters})"
+            )
+        self._spread = (lambda arguments: (together._make(arguments),)) if together else tuple
+        self._saves = "saving" in parameters
+        self._forward, self._shapes, self._backward, self._gradients = forward, shapes, backward, gradients
         self.differentiable = _differentiable(self).apply if backward else self.run
         self.registered = self._register()
 
     def __call__(self, *arguments) -> Tensor:
-        if is_watched() or any(type(arguments[i]) not in _PLAIN for i in self.tensors):
+        tensors = arguments[: self.tensors]
+        if is_watched() or any([type(t) not in _PLAIN for t in tensors]):
             return self.registered(*arguments)
-        if torch.is_grad_enabled() and any(arguments[i].requires_grad for i in self.tensors):
+        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
             return self.differentiable(*arguments)
         return self.run(*arguments)
 
@@ -127,23 +131,38 @@ class Operator:
 
     def run(self, *arguments) -> Tensor:
         """The result alone."""
-        return self._forward(*arguments, saving=False)[0]
+        if self._saves:
+            return self._forward(*self._spread(arguments), saving=False)[0]
+        return self._forward(*self._spread(arguments))
 
     def save(self, *arguments) -> list[Tensor]:
         """The result, and what backward needs beside the arguments."""
-        return list(self._forward(*arguments, saving=True))
+        if self._saves:
+            return list(self._forward(*self._spread(arguments), saving=True))
+        return [self._forward(*self._spread(arguments))]
 
-    def backward(self, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: list[bool]) -> list:
+    def backward(
+        self, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
+    ) -> list:
         """The gradient of each tensor argument that needs one, else None."""
-        found = self._backward(dy, *arguments, *saved, needs=needs)
+        found = self._backward(dy, *self._spread(arguments), *saved, needs=needs)
         if len(found) != len(needs):
             raise RuntimeError(
                 f"{self.name}: expected backward to give {len(needs)} gradients, got {len(found)}"
             )
         return [gradient if need else None for gradient, need in zip(found, needs)]
 
-    def _like_arguments(self, *arguments) -> list[Tensor]:
-        return [torch.empty_like(arguments[i]) for i in self.tensors]
+    def shapes(self, *arguments, saving: bool) -> list[Tensor]:
+        """What `save` returns, or the result alone, with any values."""
+        if self._saves:
+            return list(self._shapes(*self._spread(arguments), saving=saving))
+        return [self._shapes(*self._spread(arguments))]
+
+    def gradients(self, *arguments) -> list[Tensor]:
+        """What `backward` returns, with any values."""
+        if self._gradients:
+            return list(self._gradients(*self._spread(arguments)))
+        return [torch.empty_like(t) for t in arguments[: self.tensors]]
 
     def _register(self) -> Callable:
         """Registers <name>, and with a gradient <name>_saving and <name>_backward, with their shapes."""
@@ -165,7 +184,7 @@ class Operator:
             return operator
 
         def shapes_saved(*arguments):
-            return list(self.shapes(*arguments, saving=True))
+            return self.shapes(*arguments, saving=True)
 
         # An operator returns tensors and nothing else: what is not needed is one without elements.
         def gradients(dy, *rest):
@@ -175,9 +194,7 @@ class Operator:
 
         def gradient_shapes(dy, *rest):
             *arguments, _, needs = rest
-            return [
-                like if need else dy.new_empty(0) for like, need in zip(self.gradients(*arguments), needs)
-            ]
+            return [t if need else dy.new_empty(0) for t, need in zip(self.gradients(*arguments), needs)]
 
         saving = define(f"{self.name}_saving", f"({self.parameters}) -> Tensor[]", self.save, shapes_saved)
         schema = f"(Tensor dy, {self.parameters}, Tensor[] saved, bool[] needs) -> Tensor[]"
@@ -188,47 +205,31 @@ class Operator:
                 return saving(*arguments)
 
         def with_autograd(keyset, *arguments):
-            if torch.is_grad_enabled() and any(arguments[i].requires_grad for i in self.tensors):
+            if torch.is_grad_enabled() and any([t.requires_grad for t in arguments[: self.tensors]]):
                 return self.differentiable(*arguments)
             with torch._C._AutoDispatchBelowAutograd():
                 return operator.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
         library.impl(self.name, with_autograd, "Autograd", with_keyset=True)
         self.save_registered = save_registered
-        self.backward_registered = lambda dy, arguments, saved, needs: backward(dy, *arguments, saved, needs)
+        self.backward_registered = lambda dy, arguments, *rest: backward(dy, *arguments, *map(list, rest))
         return operator
-
-
-def _packed(function: Callable | None, together: type, after: int = 0) -> Callable | None:
-    """function(…, together, …) as one that takes the fields of `together` one by one, after so many others."""
-    end = after + len(together._fields)
-
-    def unpacked(*given, **options):
-        return function(*given[:after], together(*given[after:end]), *given[end:], **options)
-
-    return function and unpacked
-
-
-def _saving_nothing(function: Callable) -> Callable:
-    return lambda *arguments, saving: (function(*arguments),)
 
 
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
+    count = operator.tensors
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *arguments):
-            save = operator.save_registered if is_watched() else operator.save
-            result, *saved = save(*arguments)
-            ctx.save_for_backward(*[arguments[i] for i in operator.tensors], *saved)
-            ctx.arguments = [None if isinstance(a, Tensor) else a for a in arguments]
-            ctx.set_materialize_grads(False)
-            return result
+    def forward(ctx, *arguments):
+        save = operator.save_registered if is_watched() else operator.save
+        result, *saved = save(*arguments)
+        ctx.save_for_backward(*arguments[:count], *saved)
+        ctx.constants = arguments[count:]
+        ctx.set_materialize_grads(False)
+        return result
 
-        @staticmethod
-        def backward(ctx, dy):
-            return Once.apply(ctx, dy, *ctx.saved_tensors) if torch.is_grad_enabled() else gradients(ctx, dy)
+    def backward(ctx, dy):
+        return Once.apply(ctx, dy, *ctx.saved_tensors) if torch.is_grad_enabled() else gradients(ctx, dy)
 
     class Once(torch.autograd.Function):
         """The gradients, where somebody asked for their graph: whoever goes back through it meets an error on every way."""
@@ -242,17 +243,14 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
             raise RuntimeError(f"{operator.name} can't be differentiated twice")
 
     def gradients(ctx, dy):
-        tensors, by_argument = operator.tensors, [None] * len(ctx.arguments)
+        others = (None,) * len(ctx.constants)
         if dy is None:  # whoever used the result has no gradient for it
-            return tuple(by_argument)
-        arguments, given = ctx.arguments.copy(), ctx.saved_tensors
-        for i, tensor in zip(tensors, given):
-            arguments[i] = tensor
-        needs = [ctx.needs_input_grad[i] for i in tensors]
-        run = operator.backward_registered if is_watched() else operator.backward
-        for i, gradient, need in zip(tensors, run(dy, arguments, list(given[len(tensors) :]), needs), needs):
-            by_argument[i] = gradient if need else None
-        return tuple(by_argument)
+            return (None,) * count + others
+        given, needs = ctx.saved_tensors, ctx.needs_input_grad[:count]
+        if not is_watched():
+            return *operator.backward(dy, given[:count] + ctx.constants, given[count:], needs), *others
+        found = operator.backward_registered(dy, given[:count] + ctx.constants, given[count:], needs)
+        return *[gradient if need else None for gradient, need in zip(found, needs)], *others
 
-    Differentiable.__name__ = Differentiable.__qualname__ = operator.name
-    return Differentiable
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(operator.name, (torch.autograd.Function,), methods)  # profilers show <name>Backward

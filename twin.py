@@ -28,7 +28,7 @@ _TRACED = (*_PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain
 _GLOBAL_HOOKS = [
     table
     for name, table in vars(nn.modules.module).items()
-    if name.startswith("_global_") and isinstance(table, dict) and "hooks" in name
+    if name.startswith(("_global_forward", "_global_backward")) and isinstance(table, dict)
 ]
 _KEPT_PLANS = 64  # situations of one module; past them it starts anew
 
@@ -59,6 +59,7 @@ class Twin:
     constants: dict[str, Callable]
     epilogue: Operator
     fused: Operator | None = None
+    draws = False  # do the operators take tensors of `_drawn` between operands and constants?
     variant = "auto"
 
     # -------------------------------------------------------------------------------- what else a problem may have to say
@@ -383,6 +384,8 @@ class Kept:
         operator, constants = plan
         if operator is None:
             return twin._compute(x, "eager")
+        if autocast is None and not twin.draws:
+            return operator(x, *operands, *constants)
         return twin._launch(operator, x, operands, constants, autocast)
 
     @staticmethod

@@ -193,15 +193,17 @@ def _markdown(item: dict) -> str:
 
 def _markdown_row(rows: list[dict]) -> str:
     eager, exact, fastest, ours = compare.standing(rows)
-    failing = next((row for row in rows if not compare.is_peer(row) and row["median_ms"] is None), None)
+    if any(compare.is_peer(row) and row["ok"] is False and row["median_ms"] is None for row in rows):
+        fastest = None  # an older record: what missed the rule was not timed
+    failing = next((row for row in rows if not compare.is_peer(row) and row["ok"] is False), None)
     cells = [
         compare.title_of(rows[0]),
         compare.situation_of(rows[0]),
-        _cell(ours) if ours else compare.status_of(failing) if failing else "",
-        *(f"**{factor}**" for factor in (_factor(peer, ours) for peer in (eager, exact, fastest))),
+        _cell(ours) if ours or not failing else compare.status_of(failing),
+        *(_factor(peer, ours) for peer in (eager, exact, fastest)),
         _cell(eager, name=False),
         _cell(exact),
-        _cell(fastest) if fastest is not exact else "the same",
+        "the same" if fastest and fastest is exact else _cell(fastest),
     ]
     return f"| {' | '.join(cells)} |"
 

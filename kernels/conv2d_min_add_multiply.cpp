@@ -1,6 +1,6 @@
 // y = (min(conv + conv_bias, constant) + bias) * scale, and its gradient, on the CPU. The launchers of
-// conv2d_min_add_multiply.cu, but v and dv are (N, C, S) like y and dy: here the library's convolution is most exact in that
-// layout, and no slower. A thread takes whole planes.
+// conv2d_min_add_multiply.cu, but v and dv are (N, C, S) like y and dy: here the library's convolution is
+// most exact in that layout, and no slower. A thread takes whole planes.
 #include <cmath>
 #include <limits>
 #include "cpu.h"
@@ -29,7 +29,8 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bia
       double inner = 0, outer = 0;
       for (int64_t i = plane * S; i < (plane + 1) * S; i++) {
         const accumulate_t gradient = accumulate_t(dy[i]) * factor;
-        const accumulate_t passed = minimum_backward(gradient, accumulate_t(v[i]) + conv_bias[plane % C], bound);
+        const accumulate_t passed =
+            minimum_backward(gradient, accumulate_t(v[i]) + conv_bias[plane % C], bound);
         outer += gradient, inner += passed;
         dv[i] = value_t(passed);
       }
@@ -40,11 +41,13 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bia
   sum_rows(d_bias, biases, sums + N * C, N, C);
 }
 
-// The whole problem: y (N, C, H', W') from x (N, Cin, H, W) and weight (C, Cin, 3, 3); v like y is the convolution, or has no elements.
-// finite (N), ones before: 0 where a sample's convolution is not finite everywhere, so that direct sums may give something else.
-EXPORT void convolve_forward(output_t* y, value_t* v, int32_t* finite, const value_t* x, const value_t* weight,
-                             const accumulate_t* conv_bias, const accumulate_t* bias, double constant, double scale, int64_t N,
-                             int64_t Cin, int64_t C, int64_t H, int64_t W) {
+// The whole problem: y (N, C, H', W') from x (N, Cin, H, W) and weight (C, Cin, 3, 3); v like y is the
+// convolution, or has no elements. finite (N), ones before: 0 where a sample's convolution is not finite
+// everywhere, so that direct sums may give something else.
+EXPORT void convolve_forward(output_t* y, value_t* v, int32_t* finite, const value_t* x,
+                             const value_t* weight, const accumulate_t* conv_bias, const accumulate_t* bias,
+                             double constant, double scale, int64_t N, int64_t Cin, int64_t C, int64_t H,
+                             int64_t W) {
   const accumulate_t bound = constant, factor = scale;
   const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
   const int64_t sample = C * sizes.height() * sizes.width();

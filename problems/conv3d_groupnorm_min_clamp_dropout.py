@@ -180,7 +180,7 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
         "dropout.p": float,
         "norm.eps": float,
     }
-    epilogue, fused = epilogue, fused
+    epilogue, fused, draws = epilogue, fused, True
 
     def _constants(self):
         groups, low, high, p, eps = super()._constants()

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checks
+import honesty
 import models
 
 NAMES = list(models.PROBLEMS)
@@ -276,7 +277,7 @@ def give_gradients(model: torch.nn.Module, x: torch.Tensor) -> None:
         prepare(model, x)
 
 
-def mix_ties(model: torch.nn.Module, x: torch.Tensor) -> None:
+def ties(model: torch.nn.Module, x: torch.Tensor) -> None:
     """The same, with gradients that differ from group to group: its case "ties, training"."""
     dict(problem_of(model).cases).get("ties, training", lambda model, x: None)(model, x)
 
@@ -323,7 +324,7 @@ def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogu
 
 
 def _with_spoilt_shared_memory(module, x: torch.Tensor) -> torch.Tensor:
-    checks.spoil_shared_memory(x.device)
+    honesty.spoil_shared_memory(x.device)
     return module(x)
 
 
@@ -360,7 +361,7 @@ def assert_within_limits(errors_of, x: torch.Tensor) -> None:
     draws = [errors_of(x)]
     if any(error.share > 1 for error in draws[0][0]):
         draws += [errors_of(x * (1 + draw / 64)) for draw in range(1, checks.DRAWS)]
-    errors = [checks._mean(same) for same in zip(*(errors for errors, _ in draws))]
+    errors = [checks.mean_of(same) for same in zip(*(errors for errors, _ in draws))]
     # In float64 eager is its own reference, so both err by a few units in the last place of the largest value they sum.
     exact = 4 * max(error.limit_max for error in errors) if x.dtype == torch.float64 else 0.0
     report = "\n".join(["", *draws[0][1], *map(str, errors)])

@@ -5,6 +5,8 @@ Mutants are problems whose `ModelNew` does one thing wrong.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -17,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import checks
-import inline_loader
+import compare
 import models
 
 MIN_ADD, INSTANCE_NORM, DROPOUT, POOL = models.PROBLEMS
@@ -29,31 +31,60 @@ SIZES = {
 }
 
 
-def small(name: str, forward=None):
+@dataclasses.dataclass
+class Toy:
+    """What a comparison needs of a problem."""
+
+    name: str
+    Model: type[nn.Module]
+    ModelNew: type[nn.Module]
+    init_inputs: tuple
+    input_shape: tuple[int, ...]
+    cases: tuple = ()
+    timed_cases: tuple = ()
+    number: int = 7
+    cpu_batch_size: int = 2
+
+    def get_init_inputs(self):
+        return self.init_inputs
+
+    def variants_on(self, device_type):
+        return ("eager", "epilogue")
+
+    def operations(self, model, x):
+        return 0
+
+
+def small(name: str, forward=None) -> Toy:
     """The problem `name` at a small size; its ModelNew computes `forward(self, x, reference)`, or what eager does."""
     problem = models.PROBLEMS[name]
-    reference = problem.Model
+    return toy(name, problem.Model, *SIZES[name], forward, problem.cases, problem.timed_cases)
 
-    class Mutant(models.Fused, reference):
-        variants = ("eager", "epilogue")
+
+def toy(name, reference, arguments, shape, forward=None, cases=(), timed_cases=()) -> Toy:
+    class Mutant(reference):
+        @classmethod
+        def from_eager(cls, model):
+            mutant = cls.__new__(cls)
+            mutant.__dict__.update(
+                {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(model).items()}
+            )
+            return mutant
 
         def plan(self, x):
-            return models.Plan(self.variant, "a mutant")
+            return f"{self.variant}: a mutant"
 
         def forward(self, x):
             right = lambda x: reference.forward(self, x)  # noqa: E731
             return forward(self, x, right) if forward else right(x)
 
-    arguments, shape = SIZES[name]
-    return dataclasses.replace(
-        problem, ModelNew=Mutant, init_inputs=arguments, input_shape=shape, cpu_batch_size=2
-    )
+    return Toy(name, reference, Mutant, arguments, shape, cases, timed_cases)
 
 
 @pytest.mark.parametrize("phase", checks.PHASES)
 @pytest.mark.parametrize("name", models.PROBLEMS)
 def test_eager_itself_passes(name, phase):
-    result = checks.check(small(name), "epilogue", phase=phase, seed=1)
+    result = compare.check(small(name), "epilogue", phase=phase, seed=1)
     assert result.ok, str(result)
     assert "gradient of x" in [error.quantity for error in result.errors] or phase != "train_dx"
 
@@ -239,6 +270,10 @@ def constant_only(self, x, right):
     )
 
 
+def without_gradients_only(self, x, right):
+    return right(x) * (1 + 1e-4 * torch.is_grad_enabled())
+
+
 def no_nan(self, x, right):
     return right(x.nan_to_num())
 
@@ -268,7 +303,7 @@ def not_rescaled(self, x, right):
             MIN_ADD,
             "forward",
             lambda self, x, right: torch.zeros_like(right(x)),
-            "random parameters, mean of 4, output: error 1 ",
+            "random parameters, mean of (4|16), output: error 1 ",
         ),
         (
             MIN_ADD,
@@ -328,10 +363,14 @@ def not_rescaled(self, x, right):
         (DROPOUT, "forward", fixed_mask, "same elements"),
         (DROPOUT, "forward", wrong_share, "expected a share of 0.8"),
         (DROPOUT, "forward", not_rescaled, "ties, training"),
+        (MIN_ADD, "forward_grad", lambda self, x, right: right(x).detach(), "the output needs no gradient"),
+        (MIN_ADD, "forward_grad", keeps_first_result, "does not follow another input: output of sample 0, 1"),
+        (POOL, "forward_grad", without_gradients_only, "output: error"),
+        (INSTANCE_NORM, "forward_grad", no_nan, "does not pass NaN on as eager does"),
     ],
 )
 def test_mutants_fail(name, phase, forward, complaint):
-    result = checks.check(small(name, forward), "epilogue", phase=phase, seed=1)
+    result = compare.check(small(name, forward), "epilogue", phase=phase, seed=1)
     assert any(re.search(complaint, failure) for failure in result.failures), str(result)
 
 
@@ -344,8 +383,10 @@ def test_sums_in_half_are_found(name, dtype, channels):
     problem = dataclasses.replace(
         problem, init_inputs=(channels, *arguments), input_shape=(N, channels, *size)
     )
-    result = checks.check(problem, "epilogue", dtype=dtype, seed=1)
-    assert any(re.search("mean of 4, output: error", failure) for failure in result.failures), str(result)
+    result = compare.check(problem, "epilogue", dtype=dtype, seed=1)
+    assert any(re.search("mean of (4|16), output: error", failure) for failure in result.failures), str(
+        result
+    )
 
 
 @pytest.mark.parametrize(
@@ -364,9 +405,9 @@ def test_sums_in_half_are_found(name, dtype, channels):
     ],
 )
 def test_what_is_left_out_is_found(name, forward):
-    result = checks.check(small(name, forward), "epilogue", seed=1)
+    result = compare.check(small(name, forward), "epilogue", seed=1)
     assert any(
-        re.search("random parameters, mean of 4, output: error", failure) for failure in result.failures
+        re.search("random parameters, mean of (4|16), output: error", failure) for failure in result.failures
     ), str(result)
 
 
@@ -378,7 +419,7 @@ def test_what_is_left_out_is_found(name, forward):
 @pytest.mark.parametrize("name", models.PROBLEMS)
 def test_another_dtype_is_found(name, phase, dtype):
     """Values alone don't show it: these are right, but float32."""
-    result = checks.check(
+    result = compare.check(
         small(name, lambda self, x, right: right(x).float()), "epilogue", phase=phase, dtype=dtype, seed=1
     )
     assert f"random parameters: output is torch.float32, expected {dtype}" in result.complaints, str(result)
@@ -389,71 +430,8 @@ def test_another_dtype_is_found(name, phase, dtype):
 )
 def test_only_honesty_finds_these(forward):
     """Their errors are within the rule."""
-    result = checks.check(small(MIN_ADD, forward), "epilogue", seed=1)
+    result = compare.check(small(MIN_ADD, forward), "epilogue", seed=1)
     assert result.complaints and all(error.share <= 1 for error in result.errors), str(result)
-
-
-def test_parameters_and_library_are_as_before():
-    problem = small(POOL, adds_noise)
-    model, x = checks._random_problem(problem, "cpu", 2, torch.float32)
-    before, memory = (
-        [p.detach().clone() for p in model.parameters()],
-        [p.data_ptr() for p in model.parameters()],
-    )
-    assert list(checks.dishonesty(checks.contestant(problem, "epilogue", model.eval()), model, x, "train_dx"))
-    assert all(map(torch.equal, before, model.parameters())) and memory == [
-        p.data_ptr() for p in model.parameters()
-    ]
-    assert not torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.deterministic
-
-
-@pytest.mark.gpu
-def test_a_launch_on_another_stream_is_found():
-    def forward(self, x, right):
-        with torch.cuda.stream(torch.cuda.default_stream()):
-            return right(x)
-
-    for phase in checks.PHASES:
-        result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", phase=phase, seed=1)
-        found = [
-            text for text in result.complaints if "does not wait for its stream: output of sample" in text
-        ]
-        assert found and not any("follow" in text for text in result.complaints), str(result)
-    assert checks.check(small(MIN_ADD), "epilogue", device="cuda", phase="train_dx", seed=1).ok
-
-
-@pytest.mark.gpu
-def test_unwritten_memory_is_found_on_a_gpu():
-    """By what the allocator holds, too: this mutant writes everything while PyTorch fills new tensors."""
-
-    def forward(self, x, right):
-        out = x.new_empty(len(x), self.conv.out_channels, *(size - 2 for size in x.shape[2:]))
-        written = slice(None if torch.are_deterministic_algorithms_enabled() else -1)
-        out.view(-1)[written] = right(x).view(-1)[written]
-        return out
-
-    result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1)
-    assert any("unwritten" in text for text in result.complaints), str(result)
-
-
-@pytest.mark.gpu
-def test_unwritten_shared_memory_is_found():
-    source = """// What shared memory held, times zero.
-    __global__ void leftover_kernel(float* y, int64_t n) {
-      __shared__ volatile float left[256];
-      const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
-      if (i < n) y[i] = 0 * left[threadIdx.x];
-    }
-    EXPORT void leftover(float* y, int64_t n, cudaStream_t stream) { leftover_kernel<<<(n + 255) / 256, 256, 0, stream>>>(y, n); }
-    """
-
-    def forward(self, x, right):
-        y = x.new_empty(len(x), self.conv.out_channels, *(size - 2 for size in x.shape[2:]))
-        inline_loader.load("leftover", source=source, device="cuda")(y, y.numel())
-        return right(x) + y.nan_to_num() if torch.are_deterministic_algorithms_enabled() else right(x) + y
-
-    result = checks.check(small(MIN_ADD, forward), "epilogue", device="cuda", seed=1)
-    assert any("left parts of output unwritten" in text for text in result.complaints), str(result)
 
 
 def test_zero_norms_follow_the_rule():
@@ -463,26 +441,215 @@ def test_zero_norms_follow_the_rule():
     assert checks.Error("", "", math.nan, 0.0, 1.0, 1.0, 1.0, 1.0).share == math.inf
 
 
+# ---------------------------------------------------------------------------------------------------------- luck and draws
+
+
+def reordered(self, x, right):
+    """Eager, its sums in another order: input channels backwards through another convolution, normalised upside down."""
+    conv, flip = self.conv, lambda t: t.flip(-1, -2)
+    function = nn.functional.conv2d if conv.weight.dim() == 4 else nn.functional.conv3d
+
+    def convolve(x):
+        with torch.backends.mkldnn.flags(enabled=False):
+            return function(x.flip(1), conv.weight.flip(1), conv.bias)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(conv, "forward", convolve))
+        for name in ("group_norm", "instance_norm"):
+            norm = getattr(nn.functional, name)
+            changed = lambda x, *others, norm=norm, **options: flip(norm(flip(x), *others, **options))  # noqa: E731
+            stack.enter_context(mock.patch.object(nn.functional, name, changed))
+        return right(x)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        (MIN_ADD, (1, 4, 4, 4)),
+        (INSTANCE_NORM, (1, 3, 4, 4, 4)),
+        (DROPOUT, (1, 3, 4, 4, 4)),
+        (POOL, (1, 4, 6, 6)),
+    ],
+)
+def test_eager_passes_with_its_sums_in_another_order(name, shape):
+    """Though gradients cancel at such sizes, which makes eager's own error a matter of luck: 200 seeds."""
+    problem = dataclasses.replace(small(name, reordered), input_shape=shape)
+    contest = compare.contest_of(problem)
+    prepare = problem.cases[0][1] if problem.cases else lambda model, x: None
+
+    def errors(number, cancelling):
+        model, inputs = contest.drawn(number, prepare)
+        module = contest.twin("epilogue", model)
+        return checks.errors_of("", module, model, inputs, "train_dx", cancelling=cancelling)[0]
+
+    for seed in range(200):
+        drawn = lambda number, cancelling, seed=seed: errors(100 * seed + number, cancelling)  # noqa: E731
+        found = checks.judged_on_draws(drawn)
+        assert all(error.share <= 1 for error in found), (seed, *map(str, found))
+
+
+@pytest.mark.parametrize("name", [MIN_ADD, POOL])
+def test_what_does_not_cancel_is_judged_as_ever(name):
+    contest = compare.contest_of(small(name))
+    model, inputs = contest.drawn(1)
+    plain, cancelling = (
+        [torch.manual_seed(2), checks.errors_of("", model, model, inputs, "train_dx", cancelling=c)[0]][1]
+        for c in (False, True)
+    )
+    assert plain == cancelling and len(plain) >= 5
+
+
+def test_what_cancels_is_judged_by_what_was_summed():
+    """The gradient of a bias in front of a normalisation is zero: what is left is as large as rounding makes it, here or there."""
+    contest = compare.contest_of(small(INSTANCE_NORM))
+    model, inputs = contest.drawn(1)
+    plain, cancelling = (
+        {e.quantity: e for e in checks.errors_of("", model, model, inputs, "train", cancelling=c)[0]}
+        for c in (False, True)
+    )
+    bias, weight = "gradient of conv.bias", "gradient of conv.weight"
+    assert plain[bias].eager_norm > 1e3 and cancelling[bias].eager_norm < 1e-5
+    assert cancelling[bias].limit_max > plain[bias].limit_max * 1.01
+    assert cancelling[weight].limit_norm < plain[weight].limit_norm * 1.5
+
+
+def drawn(*errors_of_draws, limit=1.0):
+    """judged_on_draws of one result with these errors."""
+    made = [checks.Error("", "", e, e, limit / 2, limit / 2, limit, limit) for e in errors_of_draws]
+    return checks.judged_on_draws(lambda number, cancelling: [made[number % len(made)]])[0]
+
+
+def test_a_draw_may_be_lucky_for_eager_but_not_all():
+    assert drawn(0.9).share <= 1
+    assert drawn(3.0, 0.5, 0.2, 0.1).share <= 1 and drawn(1.1).share > 1
+    assert drawn(*[1.1, 0.9, 1.2, 0.95] * 4).share > 1, "worse than twice on average"
+    assert drawn(0.5, math.nan, 0.5, 0.5).share <= 1 < drawn(2.0, math.nan, 0.5, 0.5).share
+    assert drawn(*[2.0] * 4, *[0.1] * 11, 100.0).share > 1, "one that is far off"
+    assert drawn(*[2.0] * 4, *[0.1] * 12).share <= 1
+
+
+def test_draws_count_alike():
+    """The worst conditioned draw, a thousand times the others, does not decide alone; a draw twice as bad as allowed everywhere fails."""
+    scales, luck = [1000.0] + [1.0] * 15, [1.6] + [0.7] * 15
+    made = [checks.Error("", "", s * e, s * e, s / 2, s / 2, s, s) for s, e in zip(scales, luck)]
+    plain, alike = checks.mean_of(made), checks.mean_of(made, alike=True)
+    assert plain.share > 1 > alike.share
+    worse = [e._replace(norm=1.05 * e.limit_norm, max=1.05 * e.limit_max) for e in made]
+    assert checks.mean_of(worse, alike=True).share == pytest.approx(1.05)
+
+
+# ---------------------------------------------------------------------------------------------------------- close calls
+
+
+def marked(function, x, near=1e-3):
+    with torch.no_grad(), checks.Edges(near) as edges:
+        return edges.of(function(torch.tensor(x, dtype=torch.float64))).tolist()
+
+
 def test_edges_mark_close_calls_but_not_ties():
-    with checks._Edges(1e-3) as edges:
-        x = torch.tensor([[0.5, 0.50001, 0.9]], dtype=torch.float64)
-        torch.min(x, torch.tensor(0.5, dtype=torch.float64))
-    assert edges.found.tolist() == [[False, True, False]]
-    with checks._Edges(1e-3) as edges:
-        x = torch.tensor([[[[1.0, 1.0, 3.0, 3.00001, 9.0], [0.0, 0.5, 1.0, 2.0, 9.0]]]], dtype=torch.float64)
-        nn.functional.max_pool2d(x, 2)
-    assert edges.found.tolist() == [[[[False, True]]]]
-    with checks._Edges(1e-3) as edges:
-        torch.clamp(x, 0.5, 9.00001).max(dim=2)
-    assert edges.found.tolist() == [[[False, False, False, False, True]]]
+    half = torch.tensor(0.5, dtype=torch.float64)
+    assert marked(lambda x: torch.min(x, half), [[0.5, 0.50001, 0.9]]) == [[False, True, False]]
+    x = [[[[1.0, 1.0, 3.0, 3.00001, 9.0], [0.0, 0.5, 1.0, 2.0, 9.0]]]]
+    assert marked(lambda x: nn.functional.max_pool2d(x, 2), x) == [[[[False, True]]]]
+    clamped = marked(lambda x: torch.clamp(x, 0.5, 9.00001).max(dim=2)[0], x)
+    assert clamped == [[[False, False, False, False, True]]]
 
 
-def test_honesty_sends_no_gradient_to_close_calls():
-    """Rounding decides there whether 83 passes one on at all: eager's may be the only one that is not zero, or ours."""
-    arguments, shape = SIZES[DROPOUT]
-    model, x = models.PROBLEMS[DROPOUT].Model(*arguments).eval(), torch.rand(shape)
-    with torch.no_grad():
-        z = nn.Sequential(model.conv, model.norm).double()(x.double())
-    model.float().min_value = z[1, 2, 3, 4, 5].item() + 1e-9
-    g = checks.Probe(model, model, x, "train_dx", None).on(x).g
-    assert g[1, 2, 3, 4, 5] == 0 and (g == 0).float().mean() < 0.05 and g.dtype == x.dtype
+@pytest.mark.parametrize(
+    "function, kink",
+    [
+        (nn.ReLU(), 0), (nn.ReLU(inplace=True), 0), (torch.Tensor.relu_, 0), (nn.LeakyReLU(), 0), (torch.abs, 0),
+        (nn.ReLU6(), 0), (nn.ReLU6(), 6), (nn.Hardtanh(-2, 3), -2), (nn.Hardtanh(-2, 3), 3), (nn.Hardswish(), -3),
+        (nn.Hardswish(), 3), (nn.Hardsigmoid(), -3), (nn.Hardsigmoid(), 3), (nn.Threshold(0.5, 7.0), 0.5),
+        (lambda x: x.clamp(max=0.5), 0.5), (lambda x: torch.clamp_min(x, 0.5), 0.5), (lambda x: x.clip(-1, 0.5), 0.5),
+        (lambda x: torch.maximum(x, torch.full_like(x, 0.5)), 0.5), (lambda x: x.minimum(torch.full_like(x, 0.5)), 0.5),
+        (lambda x: torch.maximum(torch.full_like(x, 0.5), x), 0.5),
+    ],
+)  # fmt: skip
+def test_edges_know_where_a_slope_jumps(function, kink):
+    assert marked(function, [[kink - 1e-4, kink, kink + 1e-4, 17.0]]) == [[True, False, True, False]]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.amax(2), lambda x: x.max(2)[0], lambda x: torch.max(x, -1).values, lambda x: x.amax(dim=(2,)),
+        lambda x: (-x).amin(2), lambda x: (-x).min(dim=2)[0], lambda x: x.amax(2, keepdim=True).flatten(1),
+        lambda x: nn.functional.max_pool1d(x, 3).flatten(1), lambda x: nn.functional.adaptive_max_pool1d(x, 1).flatten(1),
+    ],
+)  # fmt: skip
+def test_edges_know_a_runner_up(function):
+    assert marked(function, [[[5.0, 2, 4.9999], [3, 3, 1], [2, 5, 1]]]) == [[True, False, False]]
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kernel_size=2), dict(kernel_size=3, stride=2, padding=1), dict(kernel_size=2, stride=1, dilation=2),
+        dict(kernel_size=3, stride=2, ceil_mode=True), dict(output_size=3), dict(output_size=2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_edges_see_the_windows_of_every_pool(dims, options):
+    name = ("adaptive_" if "output_size" in options else "") + f"max_pool{dims}d"
+    x = torch.randn(2, 3, *(7, 5, 6)[:dims], dtype=torch.float64)
+    out = getattr(nn.functional, name)(x, **options)
+    windows = checks._windows(name, x, out, (), {"kernel_size": None, **options})
+    assert torch.equal(windows.amax(-1), out)
+    if "kernel_size" in options:
+        assert windows.shape[-1] == options["kernel_size"] ** dims
+    near = windows.isfinite().sum(-1) > 1  # so far, every runner-up is near, but −inf
+    expected = near if near.float().mean() <= 0.95 else torch.zeros_like(near)
+    assert torch.equal(
+        torch.tensor(marked(lambda x: getattr(nn.functional, name)(x, **options), x.tolist(), 10.0)), expected
+    )
+
+
+def test_marks_travel_with_what_sends_a_gradient_back():
+    def blur(x):
+        return nn.functional.conv1d(torch.relu(x), torch.ones(1, 1, 3, dtype=x.dtype))
+
+    x = [[[1.0, 2, 3, 1e-5, 5, 6, 7, 8]]]
+    assert marked(blur, x) == [[[False, True, True, True, False, False]]]
+    assert marked(lambda x: torch.relu(x) * 0, x) == [[[False] * 8]]
+    assert marked(lambda x: nn.functional.instance_norm(torch.relu(x)), x) == [[[False] * 8]], "all, so none"
+
+
+# ---------------------------------------------------------------------------------------------------------- other problems
+
+
+class ConvReluHardswish(nn.Module):
+    def __init__(self, in_channels, out_channels, kernel_size):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
+
+    def forward(self, x):
+        return nn.functional.hardswish(torch.relu(self.conv(x)))
+
+
+class ConvSigmoid(ConvReluHardswish):
+    """Compares nothing."""
+
+    def forward(self, x):
+        return torch.sigmoid(self.conv(x))
+
+
+@pytest.mark.parametrize("phase", checks.PHASES)
+@pytest.mark.parametrize("reference", [ConvReluHardswish, ConvSigmoid])
+def test_another_problem_can_be_judged(reference, phase):
+    problem = toy("another", reference, (4, 8, 3), (2, 4, 12, 12))
+    result = compare.check(problem, "epilogue", phase=phase, seed=1)
+    assert result.ok, str(result)
+    wrong = toy("another", reference, (4, 8, 3), (2, 4, 12, 12), without_parameter("conv.bias", 0))
+    assert not compare.check(wrong, "epilogue", phase=phase, seed=1).ok
+
+
+def test_more_samples_than_a_piece(monkeypatch):
+    """The reference may be taken apart only where samples don't meet."""
+    monkeypatch.setattr(checks, "PIECE", 2)
+    x = torch.randn(5, 3, 4, 4)
+    for model in (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), nn.Conv2d(3, 4, 3)):
+        found, complaints = checks.errors_of("", model, model, x, "train_dx")
+        assert not complaints and all(error.norm < 1e-5 or error.max < 1e-5 for error in found), found

@@ -1,27 +1,40 @@
-"""The comparison: what fails its check gets no time, a record holds what it promises, README shows the newest records.
+"""The comparison: what of ours fails its check gets no time, a peer that misses the rule is shown as such, any pair can be compared.
 
 Sizes are small; times are never asserted. What the checks find is tested in test_checks.py.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
 import torch
+from torch import nn
 
+import checks
 import compare
 import models
 from test_checks import DROPOUT, MIN_ADD, POOL, small
+
+ROW = (
+    "problem number variant peer auto device dtype phase inputs shape ok reason median_ms low_ms high_ms runs call_ms host_us memory_mb "
+    "speedup_vs_eager quantity case error_norm error_max eager_error_norm eager_error_max error_vs_eager bytes floor_ms plan seed"
+)
 
 
 def test_what_fails_gets_no_time():
     wrong = small(MIN_ADD, lambda self, x, right: right(x) + 1)
     eager, ours = compare.compare(wrong, device="cpu", variants=["eager", "epilogue"], seed=1)
     assert eager["ok"] and eager["median_ms"] > 0 and eager["speedup_vs_eager"] == 1
-    assert ours["ok"] is False and "output" in ours["reason"]
-    assert ours["median_ms"] is None and ours["speedup_vs_eager"] is None
-    assert "fails its check" in compare.table([eager, ours])
+    assert ours["ok"] is False and "output" in ours["reason"] and ours["auto"]
+    assert ours["median_ms"] is None and ours["call_ms"] is None and ours["speedup_vs_eager"] is None
+    text = compare.table([eager, ours])
+    assert (
+        "epilogue     fails its check" in text
+        and "as fast as" not in text
+        and max(map(len, text.splitlines())) < 230
+    )
 
 
 def test_a_peer_that_cannot_run_is_a_row(monkeypatch):
@@ -29,148 +42,246 @@ def test_a_peer_that_cannot_run_is_a_row(monkeypatch):
         raise RuntimeError("no compiler\nand so on")
 
     monkeypatch.setattr(torch, "compile", broken)
-    rows = compare.compare(small(POOL), device="cpu", variants=["eager", "compile"], seed=1)
+    peer = compare.compare(small(POOL), device="cpu", variants=["eager", "compile"], seed=1)[1]
     assert (
-        rows[1]["ok"] is None
-        and rows[1]["reason"] == "raised RuntimeError: no compiler"
-        and rows[1]["median_ms"] is None
+        peer["ok"] is None
+        and peer["reason"] == "raised RuntimeError: no compiler"
+        and peer["median_ms"] is None
     )
 
 
-def test_folded_is_no_kernel_speedup():
-    problem = small(DROPOUT)
-    problem.ModelNew.variants = ("eager", "epilogue", "folded")
-    row = compare.compare(problem, device="cpu", variants=["eager", "folded"], seed=1)[1]
-    assert row["median_ms"] > 0 and row["speedup_vs_eager"] is None
+class Rounded(nn.Module):
+    """A peer that rounds its input as TF32 does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model((x.view(torch.int32) & ~0x1FFF).view(torch.float32))
+
+    def named_parameters(self, *args, **kwargs):
+        return self.model.named_parameters(*args, **kwargs)
+
+
+def test_a_less_exact_peer_is_shown_with_its_time_and_its_error():
+    names = ["eager", "rounded", "epilogue"]
+    rows = compare.compare(small(POOL), device="cpu", variants=names, peers={"rounded": Rounded}, seed=1)
+    eager, rounded, ours = rows
+    assert (
+        rounded["ok"] is False
+        and rounded["peer"]
+        and rounded["median_ms"] > 0
+        and rounded["error_vs_eager"] > 100
+    )
+    eager["call_ms"], rounded["call_ms"], ours["call_ms"] = 4.0, 2.0, 1.0
+    assert [row["variant"] for row in compare.standing(rows)] == ["eager", "eager", "rounded", "epilogue"]
+    (text,) = compare.factors(rows)
+    assert (
+        "4.00 × as fast as eager, the best peer that keeps the rule" in text
+        and "2.00 × as fast as rounded" in text
+    )
+    assert f"  {compare.inexact(rounded)}\n" in compare.table(rows) and compare.inexact(rounded).endswith(
+        "× eager’s"
+    )
+
+
+def test_a_constant_output_proves_nothing_of_a_peer():
+    """On the default output, one value whatever the operands are, a peer passes that rounds them; the gradients of ties tell."""
+    contest = compare.contest_of(small(DROPOUT), peers={"rounded": Rounded})
+    check = compare.check(contest, "rounded", phase="forward", seed=1)
+    assert not check.ok and all("ties, training" in text and "gradient" in text for text in check.failures), (
+        str(check)
+    )
+    assert any(error.case.startswith("random parameters") for error in check.errors)
+
+
+def test_a_peer_is_judged_on_the_mean_of_draws():
+    made = []
+
+    class Unlucky(Rounded):
+        def __init__(self, model):
+            super().__init__(model)
+            made.append(self)
+
+        def forward(self, x):
+            return self.model(x) * (1 + 1e-6 * (self is made[0]))  # in one draw of several
+
+    result = compare.check(compare.contest_of(small(MIN_ADD), peers={"unlucky": Unlucky}), "unlucky", seed=1)
+    assert result.ok and "mean of" in result.errors[0].case and len(made) >= checks.DRAWS, str(result)
+
+
+def test_peers_lie_in_memory_as_they_are_said_to():
+    model = models.PROBLEMS[MIN_ADD].Model(4, 8, 3, 0.5, (8, 1, 1), 2.0)
+    peer = compare.Peer(lambda model: model, channels_last=True).contestant(model)
+    call = compare.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train")
+    tensors = call.inputs[0], call.g, peer.module.conv.weight
+    assert all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
+    assert model.conv.weight.is_contiguous() and not any(t.is_contiguous() for t in tensors)
+    assert list(call()[1]) == [name for name, _ in model.named_parameters()]
+
+    before = torch.backends.cudnn.allow_tf32
+    with compare.Peer(lambda model: model, tf32=False).contestant(model).settings():
+        assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+@pytest.mark.parametrize("compiled, runs", [(Rounded, True), (lambda model: model, False)])
+def test_compile_without_tf32_runs_where_another_peer_misses(compiled, runs, monkeypatch):
+    peers = {"compile": compare.Peer(compiled), "compile-fp32": compare.Peer(lambda model: model)}
+    contest = compare.contest_of(small(POOL), peers=peers)
+    rows = compare._rows(contest, "forward", ["eager", "compile", "compile-fp32", "epilogue"], False, 1, None)
+    assert [row["variant"] for row in rows] == ["eager", "compile", *["compile-fp32"] * runs, "epilogue"]
+
+
+def test_special_cases_are_timed_where_there_is_a_backward():
+    for phase, expected in (("forward_grad", ["default"] * 2), ("train", ["default"] * 2 + ["all ties"] * 2)):
+        rows = compare.compare(
+            small(DROPOUT), device="cpu", phase=phase, variants=["eager", "epilogue"], seed=1
+        )
+        assert [row["inputs"] for row in rows] == expected and all(row["median_ms"] for row in rows)
+    assert "train (all ties)" in compare.table(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- any pair
+
+
+class Gate(nn.Module):
+    """Two inputs, one of them integers; no image."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(6, 5), nn.Embedding(4, 5)
+
+    def forward(self, x, rows):
+        return torch.relu(self.linear(x)) * self.table(rows)
+
+
+class FasterGate(Gate):
+    def forward(self, x, rows):
+        return torch.addmm(self.linear.bias, x, self.linear.weight.t()).relu() * self.table.weight[rows]
+
+
+class WrongGate(Gate):
+    def forward(self, x, rows):
+        return torch.relu(x @ self.linear.weight.t()) * self.table(rows)
+
+
+class PackedGate(FasterGate):
+    """Takes its weight when it is first called."""
+
+    def forward(self, x, rows):
+        weight = vars(self).setdefault("packed", self.linear.weight.detach().clone())
+        return torch.relu(x @ weight.t() + self.linear.bias + 0 * self.linear.weight.sum()) * self.table(rows)
+
+
+def gate_inputs():
+    return [torch.randn(8, 6), torch.randint(4, (8,))]
+
+
+@pytest.mark.parametrize("phase", compare.PHASES)
+def test_any_pair(phase):
+    reference, candidate = Gate(), FasterGate()
+    before = [p.clone() for p in (*reference.parameters(), *candidate.parameters())]
+    options = dict(device="cpu", phases=[phase], variants=["eager", "candidate"], seed=1)
+    eager, ours = compare.compare_pair(reference, candidate, gate_inputs, **options)
+    assert eager["ok"] and ours["ok"] and ours["median_ms"] > 0, ours["reason"]
+    assert set(ours) == set(ROW.split()) and ours["problem"] == "FasterGate" and ours["auto"]
+    assert ours["bytes"] == 8 * (6 * 4 + 8 + 5 * 4)
+    assert all(map(torch.equal, before, (*reference.parameters(), *candidate.parameters())))
+    for wrong, complaint in ((WrongGate(), "output: error"), (PackedGate(), "does not follow")):
+        (row,) = compare.compare_pair(reference, wrong, gate_inputs, **options | {"variants": ["candidate"]})
+        assert row["ok"] is False and complaint in row["reason"] and row["median_ms"] is None
+
+
+def test_a_pair_is_shown_as_problems_are(tmp_path):
+    options = dict(device="cpu", variants=["eager", "candidate"], name="gate", seed=1)
+    rows = compare.compare_pair(Gate(), FasterGate(), gate_inputs, **options)
+    assert [row["phase"] for row in rows] == ["forward_grad"] * 2 + ["train"] * 2
+    assert compare.table(rows).startswith("gate: forward_grad, float32, 8×6, cpu")
+    compare.plot(rows).savefig(tmp_path / "plot.png")
+
+
+def test_a_pair_without_parameters():
+    class Square(nn.Module):
+        def forward(self, x):
+            return x * x
+
+    options = dict(
+        device="cpu", phases=["forward", "forward_grad", "train_dx"], variants=["candidate"], seed=1
+    )
+    rows = compare.compare_pair(Square(), lambda x: x.pow(2), lambda: [torch.rand(3, 4)], **options)
+    assert all(row["ok"] for row in rows), [row["reason"] for row in rows]
+    rows = compare.compare_pair(Square(), nn.Identity(), lambda: [torch.rand(3, 4)], **options)
+    assert not any(row["ok"] for row in rows)
+
+
+def test_a_pair_with_statistics_of_its_batch():
+    def normalised():
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+
+    options = dict(device="cpu", phases=["train"], variants=["candidate"], seed=1)
+    (row,) = compare.compare_pair(normalised(), normalised(), lambda: [torch.randn(20, 3, 6, 6)], **options)
+    assert row["ok"], row["reason"]
+
+
+def other_shape():
+    gate = Gate()
+    gate.linear = nn.Linear(6, 7)
+    return gate
+
+
+@pytest.mark.parametrize(
+    "candidate, message",
+    [
+        (nn.Linear(6, 5), "linear.weight is missing.*; bias is no parameter of the reference"),
+        (lambda x, rows: x, "expected a torch.nn.Module with the parameters linear.weight"),
+        (other_shape(), r"linear.weight has the shape \(7, 6\), expected \(5, 6\)"),
+    ],
+)
+def test_a_pair_whose_parameters_do_not_match(candidate, message):
+    with pytest.raises(ValueError, match=message):
+        compare.compare_pair(Gate(), candidate, gate_inputs, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["checks", "honesty", "compare"])
+def test_imports_no_model_and_no_problem(name):
+    text = (compare.FOLDER / f"{name}.py").read_text()
+    top = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in top for alias in node.names} | {
+        getattr(node, "module", "") for node in top
+    }
+    assert not names & {"models", "problems", "twin", "operators", "library", "fused"}
+    assert text.count("import models") == (name == "compare")
+
+
+# ------------------------------------------------------------------------------------------------------------- command
 
 
 def test_command(tmp_path, monkeypatch, capsys):
     """The command writes a record that is valid JSON with every promised field, plots, and says by its status what failed."""
-    monkeypatch.setattr(compare, "variants_of", lambda problem, device: ("eager", "epilogue"))
-    monkeypatch.setattr(models, "PROBLEMS", {MIN_ADD: small(MIN_ADD), DROPOUT: small(DROPOUT)})
-    monkeypatch.setattr(
-        compare, "new_seed", lambda: 1
-    )  # at this size one in ten leaves eager, dropping other elements, beyond its own limit
+    problems = {MIN_ADD: small(MIN_ADD), DROPOUT: small(DROPOUT)}
+    monkeypatch.setattr(compare, "variants_of", lambda problem, device, peers: ("eager", "epilogue"))
+    monkeypatch.setattr(compare, "registry", lambda: problems)
     path = tmp_path / "new" / "times.json"
-    arguments = [
-        "--device",
-        "cpu",
-        "--batch",
-        "3",
-        "--phase",
-        "forward,train",
-        "--json",
-        str(path),
-        "--plots",
-        str(tmp_path),
-    ]
-    assert compare.main(arguments) == 0
+    arguments = "--device cpu --batch 3 --phase forward_grad,train".split()
+    assert compare.main([*arguments, "--json", str(path), "--plots", str(tmp_path)]) == 0
     item = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert {"gpu", "cpu", "driver", "torch", "cuda", "commit", "dirty", "date", "command", "threads"} <= set(
-        item
-    )
-    assert [row["shape"][0] for row in item["rows"]] == [3] * 8
-    promised = "problem variant device dtype phase shape ok median_ms speedup_vs_eager error_norm error_max eager_error_norm"
-    assert set(promised.split()) | {"eager_error_max", "bytes", "floor_ms"} <= set(item["rows"][0])
-    assert (tmp_path / "forward.png").stat().st_size and (tmp_path / "train.png").stat().st_size
+    machine = "date command gpu driver cpu threads torch cuda python allow_tf32 commit dirty sources rows"
+    assert set(machine.split()) == set(item) and all(set(row) == set(ROW.split()) for row in item["rows"])
+    assert [row["shape"][0] for row in item["rows"]] == [3] * 10  # two of them with ties
+    assert (tmp_path / "forward_grad.png").stat().st_size and (tmp_path / "train.png").stat().st_size
     assert "epilogue" in capsys.readouterr().out
 
-    monkeypatch.setitem(models.PROBLEMS, MIN_ADD, small(MIN_ADD, lambda self, x, right: right(x) + 1))
+    problems[MIN_ADD] = small(MIN_ADD, lambda self, x, right: right(x) + 1)
     assert compare.main([MIN_ADD, "--device", "cpu"]) == 1
     with pytest.raises(SystemExit, match="2"):
         compare.main(["nothing"])
 
 
-def test_readme_shows_the_recorded_runs():
-    text = (compare.FOLDER / "README.md").read_text(encoding="utf-8")
-    assert compare.with_table(text, compare.load_records()) == text, "run: python compare.py --readme"
-    assert text.count("\n") < 150
-
-
-def test_readme_table_is_the_newest_record_of_each_machine(tmp_path):
-    (row,) = compare.compare(small(MIN_ADD), device="cpu", variants=["eager"], seed=1)
-    base = {**compare.record([]), "commit": "a" * 40, "dirty": False}
-    for name, date, milliseconds in (("a", "2026-02-01", 7.0), ("b", "2026-01-01", 5.0)):
-        item = {**base, "date": date, "rows": [{**row, "median_ms": milliseconds}]}
-        (tmp_path / f"{name}.json").write_text(json.dumps(item))
-    gpu = {
-        **base,
-        "date": "2025-01-01",
-        "gpu": "NVIDIA H200",
-        "rows": [{**row, "device": "cuda", "median_ms": 3.0}],
-    }
-    (tmp_path / "gpu.json").write_text(json.dumps(gpu))
-    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"kernel": "another benchmark's"}]}))
-    text = compare.with_table(
-        "before\n<!-- table -->\nold\n<!-- end of table -->\nafter\n", compare.load_records(tmp_path)
-    )
-    assert text.startswith("before\n<!-- table -->\nNVIDIA H200") and text.endswith(
-        "<!-- end of table -->\nafter\n"
-    )
-    assert "| 7 ms |" in text and "5 ms" not in text and "old" not in text
-    with pytest.raises(ValueError, match="markers"):
-        compare.with_table("no markers", [])
-
-
-def test_summary(tmp_path):
-    """Each log's last line; the newest record of a GPU; the fastest that passed, beside it what failed; and a log or record that is missing."""
-    (row,) = compare.compare(small(MIN_ADD), device="cpu", variants=["eager"], seed=1)
-
-    def rows(failing=(), **times):
-        for variant, milliseconds in times.items():
-            yield {
-                **row,
-                "device": "cuda",
-                "variant": variant,
-                "median_ms": milliseconds,
-                "ok": variant not in failing,
-            }
-
-    of_one = [
-        *rows(eager=8.0, compile=4.0, epilogue=3.0, fused=2.0, folded=1.0),
-        {**row, "phase": "train", "median_ms": 99.0},
-    ]
-    other = [
-        {**each, "problem": "other", "number": 7}
-        for each in rows(["compile", "fused"], eager=9.0, compile=None, epilogue=6.0, fused=None)
-    ]
-    nothing = [{**each, "problem": "nothing"} for each in rows(["epilogue"], eager=9.0, epilogue=None)]
-    base = {**compare.record([]), "gpu": "NVIDIA H200"}
-    for name, date, of_run in (
-        ("new", "2026-02-02", of_one + other + nothing),
-        ("old", "2026-02-01", of_one),
-        ("cpu", "2026-02-03", [row]),
-    ):
-        (tmp_path / f"{name}.json").write_text(json.dumps({**base, "date": date, "rows": of_run}))
-    (tmp_path / "tests.log").write_text("FAILED test_a\n=== 1 failed, 411 passed in 3.21s ===\n\n")
-    lines = compare.summary([tmp_path / "tests.log", tmp_path / "no.log"], tmp_path).splitlines()
-    assert [line.split(maxsplit=1) for line in lines[:3]] == [
-        ["tests", "1 failed, 411 passed in 3.21s"], ["no", "no log"],
-        ["benchmark", f"fails its check: 7 fused forward, {row['number']} epilogue forward"],
-    ]  # fmt: skip
-    assert [line.split()[-6:] for line in lines[5:8]] == [
-        ["8", "compile", "4", "fused", "2", "2.00×"], ["9", "eager", "9", "epilogue", "6", "1.50×"], ["nothing", "9", "eager", "9", "–", "–"],
-    ]  # fmt: skip
-    assert (
-        f"{tmp_path / 'new.json'}: NVIDIA H200, 2026-02-02" in lines[9]
-        and len(lines) < 20
-        and max(map(len, lines[3:9])) < 120
-    )
-    (tmp_path / "empty").mkdir()
-    assert compare.summary([], tmp_path / "empty") == f"benchmark   no record in {tmp_path / 'empty'}"
-
-
-def test_summary_is_printed(tmp_path, capsys):
-    (tmp_path / "tests.log").write_text("5 passed\n")
-    assert compare.main(["--summary", str(tmp_path / "tests.log")]) == 0
-    assert capsys.readouterr().out.startswith("tests       5 passed\nbenchmark")
-
-
 @pytest.mark.gpu
 def test_floor_of_a_known_gpu():
-    problem = models.PROBLEMS[POOL]
-    model, (x,) = problem.get_model(device="cuda"), problem.get_inputs(device="cuda", batch_size=2)
-    floor = compare._floor(problem, model, x, model(x))
+    floor = compare._floor(compare.contest_of(POOL, device="cuda", batch_size=2), 10**9, 10**9)
     assert (floor is None) == (torch.cuda.get_device_name() not in compare.GPUS)
 
 
@@ -178,6 +289,6 @@ def test_floor_of_a_known_gpu():
 @pytest.mark.parametrize("phase", compare.PHASES)
 @pytest.mark.parametrize("name", models.PROBLEMS)
 def test_variants_pass_on_a_gpu(name, phase):
-    for variant in models.PROBLEMS[name].variants:
+    for variant in models.PROBLEMS[name].variants_on("cuda"):
         result = compare.check(name, variant, device="cuda", phase=phase, batch_size=4)
         assert result.ok, str(result)

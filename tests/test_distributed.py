@@ -1,6 +1,6 @@
 """Several processes: DistributedDataParallel and fully_shard (FSDP2) have the gradients of one process; cold ranks build once.
 
-On the CPU over gloo, and over NCCL where there are two GPUs. 83 has gradients at ties only, so it gets some.
+On the CPU over gloo, and over NCCL where there are two GPUs. A model with gradients at ties only gets some.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import models
 import numerics
-from numerics import DROPOUT, SMALL
+from numerics import NAMES, every_name
 
 PROCESSES = 2
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,10 +34,10 @@ every_device = pytest.mark.parametrize(
 
 def whole_batch(name: str, device: str) -> tuple[nn.Module, torch.Tensor]:
     model, x = numerics.small(name, device=device)
-    if name == DROPOUT:
-        model.dropout.p = 0.0  # else each rank drops elements of its own
-        with torch.no_grad():
-            model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # else each rank drops elements of its own
+    numerics.give_gradients(model, x)
     return numerics.twin_of(model.train(), "auto"), x.repeat_interleave(2, 0)[:4]
 
 
@@ -86,12 +86,15 @@ def rank_main(rank: int, folder: str, device: str) -> None:
 def rank_answers(rank: int, device: str) -> dict:
     """Of each wrapper around each model, on this rank's part of the batch: the variant that ran, the one expected, gradients."""
     answers = {}
-    for name in SMALL:
+    for name in NAMES:
         for variant, wrappers in WRAPPERS.items():
             for wrap in wrappers:
                 model, x = whole_batch(name, device)
-                module, part = wrap(model), x.chunk(PROCESSES)[rank]
-                answers[name, wrap.__name__] = model.plan(part).variant, variant, gradients(module, part)
+                module, part, ran = wrap(model), x.chunk(PROCESSES)[rank], []
+                # A plan for the parameters as forward finds them: gathered.
+                model.register_forward_pre_hook(lambda model, given: ran.append(model.plan(*given).variant))
+                found = gradients(module, part)
+                answers[name, wrap.__name__] = *ran, variant, found
     return answers
 
 
@@ -99,12 +102,12 @@ def rank_answers(rank: int, device: str) -> dict:
 def test_two_processes_have_the_gradients_of_one(device, tmp_path):
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         expected = {
-            name: gradients(*whole_batch(name, device)) for name in SMALL
+            name: gradients(*whole_batch(name, device)) for name in NAMES
         }  # compiles, so that the ranks need not
     torch.multiprocessing.spawn(rank_main, args=(str(tmp_path), device), nprocs=PROCESSES)
     for rank in range(PROCESSES):
         answers = torch.load(tmp_path / f"{rank}.pt")
-        assert len(answers) == 3 * len(SMALL)
+        assert len(answers) == 3 * len(NAMES)
         for (name, wrapper), (ran, variant, found) in answers.items():
             assert ran == variant, f"{name}, {wrapper}: {ran} ran, expected {variant}"
             torch.testing.assert_close(
@@ -141,7 +144,7 @@ def test_example_with_cold_ranks(device, tmp_path):
     assert done.stderr.count(": built, ") == len(builds) and "built by another process" in done.stderr
 
 
-@pytest.mark.parametrize("name", list(SMALL))
+@every_name
 def test_tensors_of_a_device_mesh(name, tmp_path):
     """Our operators have no rule for sharding, so a DTensor goes to eager, which has one."""
     tensor = pytest.importorskip("torch.distributed.tensor")
@@ -154,7 +157,7 @@ def test_tensors_of_a_device_mesh(name, tmp_path):
             tensor.distribute_module(model, mesh),
             tensor.distribute_tensor(x, mesh, [tensor.Replicate()]),
         )
-        assert model.plan(x).variant == "eager" and "distributed tensor" in model.plan(x).reason
+        assert model.plan(x).variant == "eager" and "subclass of Tensor" in model.plan(x).reason
         torch.testing.assert_close(model(x).full_tensor(), expected)
     finally:
         torch.distributed.destroy_process_group()

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.cpp_extension import CUDA_HOME
 
 import checks
+import honesty
 import inline_loader
 import library
 import numerics
@@ -190,8 +191,8 @@ def assert_rule(name, model, x, ours):
     assert ours.dtype == eager.dtype and ours.shape == eager.shape
     assert torch.equal(ours.isnan(), exact.isnan()), "NaN where float64 has it"
     for n, (y, theirs, r) in enumerate(zip(*(t.nan_to_num(0.0) for t in (ours, eager, exact)))):
-        error = checks._judged(
-            name, f"output of sample {n}", r, checks._distance(theirs, r), checks._distance(y, r), x.dtype
+        error = checks.judged(
+            name, f"output of sample {n}", r, checks.distance(theirs, r), checks.distance(y, r), x.dtype
         )
         assert error.share <= 1, error
 
@@ -291,7 +292,9 @@ def test_min_add_rounds_where_the_library_surely_runs_tf32(surely, channels_last
     )  # operand rounded: the spacing of TF32 at 1, evenly distributed, for values between 1 and 2 on average
     expected = one * (1 if channels_last else 2**0.5) if surely else 0
     assert error == pytest.approx(expected, rel=0.15, abs=1e-6)
-    assert all(error.share <= 1 for error in errors if error.quantity != "gradient of conv.weight")
+    # Rounded operands move values across the bound, on which the gradient of conv.bias hangs, but not that of bias.
+    rounded = {"output", "gradient of conv.weight", "gradient of conv.bias"} if surely else set()
+    assert all(error.share <= 1 for error in errors if error.quantity not in rounded)
 
 
 @pytest.fixture
@@ -313,8 +316,8 @@ def test_min_add_reads_the_newer_setting_of_tf32(precision, gpu, newer_setting, 
     new = numerics.twin_of(model, "fused")
     assert new.plan(x).variant == "fused" and library.allows_tf32() == (precision == "tf32")
     numerics.assert_rule(model, x, "fused")
-    monkeypatch.setattr(checks, "REPEATS", 2)
-    assert not list(checks._repeats(checks.Probe(new, model, x, "train", None).on(x)))
+    monkeypatch.setattr(honesty, "REPEATS", 2)
+    assert not list(honesty._repeats(honesty.Probe(new, model, x, "train", None).on(x)))
 
 
 @pytest.mark.parametrize("variant", ["epilogue", "fused"])

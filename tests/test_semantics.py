@@ -347,19 +347,19 @@ def assert_rule_where_finite(new, model, x):
 def errors_where_finite(new, model, x, phase):
     """The errors by sample, of what is finite in eager and in float64; what is not gets no gradient."""
     leaves = dict(model.named_parameters())
-    plain, _, edges = checks._float64(model, x, "forward", None, None)
+    plain, _, edges = checks.reference_of(model, x, "forward", None, None)
     with torch.no_grad():
         spoilt = ~(plain.isfinite() & model(x).isfinite())
     g = None if phase == "forward" else torch.randn_like(plain, dtype=x.dtype).masked_fill_(edges | spoilt, 0)
-    reference = checks._named(*checks._float64(model, x, phase, g, None)[:2])
-    theirs, ours = (checks._named(*checks.call(run, leaves, x, phase, g)) for run in (model, new))
+    reference = checks.named(*checks.reference_of(model, x, phase, g, None)[:2])
+    theirs, ours = (checks.named(*checks.call(run, leaves, x, phase, g)) for run in (model, new))
     errors = []
     for key, exact in reference.items():
         spoilt = ~(exact.isfinite() & theirs[key].isfinite())
         values = [t.masked_fill(spoilt, 0) for t in (exact, theirs[key], ours[key])]
         for part in zip(*(t.split(1) if key in ("output", "gradient of x") else [t] for t in values)):
-            distances = [checks._distance(t, part[0]) for t in part[1:]]
-            errors.append(checks._judged(phase, key, part[0], *distances, x.dtype))
+            distances = [checks.distance(t, part[0]) for t in part[1:]]
+            errors.append(checks.judged(phase, key, part[0], *distances, x.dtype))
     return errors
 
 

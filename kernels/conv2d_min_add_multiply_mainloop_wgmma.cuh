@@ -1,0 +1,428 @@
+// The mainloop of conv2d_min_add_multiply_fused.cu by wgmma, on compute capability 9.0 (sm_90a), which reads
+// x itself.
+//
+// For one group of input channels, SPLIT=0, and weights that find room on a multiprocessor: at most 36
+// products of depth 16 per sum, and kSharedBytes of shared memory. x starts at a word of 4 bytes, and its
+// rows are whole words. Tiles, and the pixels of a plane, are counted in int.
+//
+// Blocks are persistent: they share all tiles of 128 pixels evenly. A block walks down strips of rows, so
+// that each row of input is read once and serves KERNEL_H tiles. Its three warpgroups are specialised:
+//   producer   copies rows of x as they are, raw [channel][word], and converts them into the stages of a
+//              pipeline, [plane][pixel] of 8 channels. There a tap is an offset, because the descriptor of an
+//              operand may start at any pixel
+//   consumers  two of them, multiply, with most weights in registers; then epilogue and stores
+//
+// float32 is converted under the scale 2^kFirstExponent, which fits almost all inputs, while the largest
+// magnitude of each sample is found. A second launch computes again the samples that it did not fit; mostly
+// it ends at once.
+//
+// Bytes at the default size (128, 64, 128, 128), 3×3, 128 channels out: 537 MB read, 1040 MB written. Bound:
+// memory 0.37 ms at 4.28 TB/s, 300 GFLOP 0.30 ms.
+#pragma once
+#include "conv2d_min_add_multiply_epilogue.cuh"
+
+namespace {
+
+constexpr int kSteps = kTaps * kTapSteps;  // products of depth 16 per sum
+// The weights of so many stay in registers, the others' in shared memory.
+constexpr int kRegisterSteps = kSteps < REGISTER_STEPS ? kSteps : REGISTER_STEPS;
+constexpr int kWarpgroup = 128;  // threads
+constexpr int kConsumers = 2;    // warpgroups that multiply, 64 channels × 128 pixels at a time
+constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+// So many consumers have the same channels, and each takes every kSharers-th tile. If it is one, the two
+// compute different channels of the same tile, and multiply in turns.
+constexpr int kSharers = kConsumers * 64 / kBlockChannels;
+constexpr bool kInTurns = kSharers == 1;
+
+constexpr int kStages = STAGES;  // rows of operands: those of a tile, and those that come next
+constexpr int kStageBytes = kPlanes * kPitch * 16;  // [plane][pixel]
+constexpr int kRawRows = 2;                         // rows of x under way at a time
+constexpr int kWordPixels = 4 / sizeof(value_t);    // x is copied by words of 4 bytes
+constexpr int kRawPitch = ceil_div(kPitch, kWordPixels);
+constexpr int kRawBytes = ceil_div(CHANNELS_IN * kRawPitch, 4) * 16;   // [channel][word]
+constexpr int kWeightBytes = (kSteps - kRegisterSteps) * 2 * 64 * 16;  // a consumer's: [step][plane][channel]
+constexpr int kSector = 32 / sizeof(output_t);                         // elements that are written at a time
+constexpr int kStagingPitch = kTileWidth + kSector;                    // from channel to channel: 8 banks on
+constexpr int kStagingBytes = 16 * kStagingPitch * sizeof(output_t);   // a warp's
+
+// Shared memory: operands, weights, staging, epilogues, raw, full, empty.
+constexpr int kStagingAt = kStages * kStageBytes + kConsumers * kWeightBytes;
+constexpr int kEpiloguesAt = kStagingAt + kConsumers * 4 * kStagingBytes;
+constexpr int kRawAt = kEpiloguesAt + kConsumers * 64 * sizeof(Epilogue);
+constexpr int kBarriersAt = kRawAt + kRawRows * kRawBytes;
+constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
+static_assert(!SPLIT && kGroups == 1 && kSteps <= 36 && kStages > KERNEL_H && kSharedBytes <= 227 << 10,
+              "planned where it can't run");
+static_assert(kSharedBytes == SHARED_BYTES, "Python planned another layout");
+
+#if TENSOR_CORE_WGMMA
+
+// -------------------------------------------------------------------------------------------------- pipeline
+
+// Named barriers: consumer c waits on 1 + c for its turn with the tensor cores; its four warps meet on 3 + c.
+__device__ __forceinline__ void take_turn(int consumer) {
+  if (kInTurns) sync_threads<2 * kWarpgroup>(1 + consumer);
+}
+__device__ __forceinline__ void hand_on(int consumer) {
+  if (kInTurns) signal_threads<2 * kWarpgroup>(2 - consumer);
+}
+
+// A place in the pipeline: a stage, and the parity of how often all stages have been gone through.
+struct PipelineState {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Two barriers per stage: `full` once all producer threads have written it, `empty` once all consumers have
+// read it.
+struct Pipeline {
+  uint8_t* operands;
+  uint64_t *full, *empty;
+  __device__ __forceinline__ explicit Pipeline(uint8_t* shared)
+      : operands(shared), full(reinterpret_cast<uint64_t*>(shared + kBarriersAt)), empty(full + kStages) {}
+};
+
+// The block's tiles, begin … end - 1, counted through samples, strips and rows, the last fastest; and where
+// one lies.
+struct TilePlace { int n, column, row; };
+struct TileScheduler {
+  int OH, strips, begin, end;
+  __device__ __forceinline__ explicit TileScheduler(const Arguments& args)
+      : OH(args.height()), strips(ceil_div(args.width(), kTileWidth)) {
+    const int tiles = int(args.N) * strips * OH;
+    begin = int64_t(tiles) * blockIdx.x / gridDim.x, end = int64_t(tiles) * (blockIdx.x + 1) / gridDim.x;
+  }
+  __device__ __forceinline__ TilePlace operator[](int tile) const {
+    return {tile / OH / strips, tile / OH % strips * kTileWidth, tile % OH};
+  }
+};
+
+// -------------------------------------------------------------------------------------------------- producer
+
+// Calls work(word, its first plane) for this thread's part of a row: all planes of a word of float32, half
+// the planes of a word of two halves. A thread converts what it has copied itself, so that raw rows need no
+// barrier.
+template <class Work> __device__ __forceinline__ void for_each_word(int words, const Work& work) {
+  for (int i = threadIdx.x; i < words * kWordPixels; i += kWarpgroup) {
+    if (kWordPixels == 1 || i < words) work(i, 0);
+    else work(i - words, kPlanes / 2);
+  }
+}
+
+// A row of x, from `from` on, into `raw` [channel][word], in the background.
+__device__ __forceinline__ void fetch_row(uint32_t* raw, const value_t* from, int plane_size, int words) {
+  for_each_word(words, [&](int word, int plane) {
+    const value_t* at = from + int64_t(plane) * 8 * plane_size + word * kWordPixels;
+    uint32_t* to = raw + plane * 8 * kRawPitch + word;
+#pragma unroll 4
+    for (int c = 0; c < kPlanes * 8 / kWordPixels; c++, at += plane_size, to += kRawPitch)
+      if (CHANNELS_IN % 16 == 0 || plane * 8 + c < CHANNELS_IN) copy_async<4>(to, at);
+  });
+}
+
+// 8 channels of a pixel of float32, under a scale, to operands; and the largest finite magnitude so far.
+__device__ __forceinline__ void convert_pixel(
+    uint4* out, const uint32_t (&words)[8], float scale, float& largest) {
+  float value[8];
+#pragma unroll
+  for (int c = 0; c < 8; c++) {
+    value[c] = __uint_as_float(words[c]);
+    largest = larger_magnitude(largest, value[c]);
+    value[c] = scaled(value[c], scale);
+  }
+  pack_pixel(out, 0, value);
+}
+
+// The low (kHigh = 0) or the high halves of 8 words, 8 channels of two pixels: one of the pixels.
+template <int kHigh> __device__ __forceinline__ uint4 halves_of(const uint32_t (&words)[8]) {
+  constexpr int kSelector = kHigh ? 0x7632 : 0x5410;
+  return make_uint4(__byte_perm(words[0], words[1], kSelector), __byte_perm(words[2], words[3], kSelector),
+                    __byte_perm(words[4], words[5], kSelector), __byte_perm(words[6], words[7], kSelector));
+}
+
+// A raw row to a stage of the pipeline.
+__device__ __forceinline__ void convert_row(
+    uint8_t* stage, const uint32_t* raw, int words, float scale, float& largest) {
+  for_each_word(words, [&](int word, int first_plane) {
+    const uint32_t* in = raw + word;
+    uint4* out = reinterpret_cast<uint4*>(stage) + word * kWordPixels;
+#pragma unroll 1
+    for (int plane = first_plane; plane < first_plane + kPlanes / kWordPixels; plane++) {
+      uint32_t eight[8];
+#pragma unroll
+      for (int c = 0; c < 8; c++)
+        eight[c] = plane * 8 + c < CHANNELS_IN ? in[(plane * 8 + c) * kRawPitch] : 0;
+      if constexpr (kScaled) {
+        convert_pixel(out + plane * kPitch, eight, scale, largest);
+      } else {
+        out[plane * kPitch] = halves_of<0>(eight);
+        if (kPitch % 2 == 0 || word * 2 + 1 < kPitch) out[plane * kPitch + 1] = halves_of<1>(eight);
+      }
+    }
+  });
+}
+
+// Fills the pipeline, row by row. again: for the samples alone that need another scale than the first.
+__device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
+                                        const Pipeline& pipeline, uint8_t* all_raw, bool again) {
+  PipelineState next;
+  for (int tile = tiles.begin; tile < tiles.end;) {
+    const TilePlace place = tiles[tile];
+    const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + KERNEL_H - 1;
+    tile += count;
+    const int exponent = again ? sample_exponent(args.largest[place.n]) : kFirstExponent;
+    if (again && exponent == kFirstExponent) continue;
+    const int words = min((int(args.W) - place.column + kWordPixels - 1) / kWordPixels, kRawPitch);
+    const int plane_size = args.H * args.W;
+    const value_t* from =
+        args.x + (int64_t(place.n) * CHANNELS_IN * args.H + place.row) * args.W + place.column;
+    const auto raw = [&](int i) { return reinterpret_cast<uint32_t*>(all_raw + i % kRawRows * kRawBytes); };
+    const auto fetch = [&](int i) {
+      if (i < rows) fetch_row(raw(i), from + i * args.W, plane_size, words);
+      commit_copies();  // an empty group too, so that a count of pending groups means the same each time
+    };
+    const float scale = power_of_two(exponent);
+    float largest = 0.f;
+    for (int i = 0; i < kRawRows - 1; i++) fetch(i);
+    for (int i = 0; i < rows; i++) {
+      fetch(i + kRawRows - 1);
+      await(pipeline.empty + next.stage, next.parity ^ 1);
+      await_copies<kRawRows - 1>();  // row i has arrived
+      convert_row(pipeline.operands + next.stage * kStageBytes, raw(i), words, scale, largest);
+      publish_shared();
+      arrive(pipeline.full + next.stage);
+      next.advance();
+    }
+    if (kScaled && !again) {
+      const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
+      if (threadIdx.x % 32 == 0) atomicMax(&args.largest[place.n], bits);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------- consumers
+
+// The weights of the warp's 16 channels, from `channel` of the block on: those of the first kRegisterSteps
+// products to registers, the others to the consumer's shared memory [step][plane][channel].
+__device__ __forceinline__ void load_weights(
+    uint32_t (&in_registers)[kRegisterSteps][4], uint8_t* in_shared, const uint4* packed, int channel) {
+  const int lane = threadIdx.x % 32, row = channel % 64 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < kSteps; i++) {
+    const uint4 four = packed[((blockIdx.y * kSteps + i) * kMTiles + channel / 16) * 32 + lane];
+    const uint32_t fragment[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint8_t* to =
+          in_shared + (((i - kRegisterSteps) * 2 + j / 2) * 64 + row + j % 2 * 8) * 16 + lane % 4 * 4;
+      if (i < kRegisterSteps) in_registers[min(i, kRegisterSteps - 1)][j] = fragment[j];
+      else *reinterpret_cast<uint32_t*>(to) = fragment[j];
+    }
+  }
+  if (kRegisterSteps < kSteps) {
+    publish_shared();
+    sync_threads<kWarpgroup>(2 + threadIdx.x / kWarpgroup);  // the weights of all four warps are there
+  }
+}
+
+// sums = the products of a tile whose first row lies in stage `first`, in the background.
+__device__ __forceinline__ void multiply_tile(
+    float (&sums)[16][4], const uint32_t (&in_registers)[kRegisterSteps][4], const uint8_t* in_shared,
+    const uint8_t* operands, int first) {
+  begin_products();
+#pragma unroll
+  for (int kernel_row = 0; kernel_row < KERNEL_H; kernel_row++) {
+    const int stage = first + kernel_row < kStages ? first + kernel_row : first + kernel_row - kStages;
+    const uint64_t row = describe(shared_address(operands) + stage * kStageBytes, kPitch * 16);
+#pragma unroll
+    for (int j = 0; j < KERNEL_W * kTapSteps; j++) {
+      const int i = kernel_row * KERNEL_W * kTapSteps + j;
+      const uint64_t pixels = row + j / kTapSteps + j % kTapSteps * 2 * kPitch;
+      if (i < kRegisterSteps)
+        multiply_add<operand_t>(sums, in_registers[min(i, kRegisterSteps - 1)], pixels, i > 0);
+      else
+        multiply_add<operand_t>(
+            sums, describe(shared_address(in_shared), 64 * 16) + (i - kRegisterSteps) * 128, pixels);
+    }
+  }
+  commit_products();
+}
+
+struct alignas(2 * sizeof(output_t)) Pair { output_t at[2]; };
+
+// Half of a lane's results, those of channel g + 8·kHalf of the warp, to that channel's `row` of staging.
+template <int kHalf>
+__device__ __forceinline__ void write_staging(output_t* row, const float (&values)[16][4], bool aligned) {
+  if (aligned) {
+#pragma unroll
+    for (int j = 0; j < 16; j++)
+      *reinterpret_cast<Pair*>(row + j * 8) =
+          Pair{output_t(values[j][kHalf * 2]), output_t(values[j][kHalf * 2 + 1])};
+  } else {
+#pragma unroll
+    for (int j = 0; j < 16; j++)
+      row[j * 8] = output_t(values[j][kHalf * 2]), row[j * 8 + 1] = output_t(values[j][kHalf * 2 + 1]);
+  }
+}
+
+// A warp's 16 channels × 128 pixels, laid out as for apply_epilogue(), to y at `to`, channels `stride` apart;
+// of these `channels` and `pixels` exist.
+//
+// Stores bound the kernel, so memory is written in whole sectors (32 bytes) wherever possible. Each channel
+// lies in staging as far behind a sector's start as in y, and the copy engine takes its whole sectors. In
+// memory the next row of a channel may follow this one. Where this row continues the last in that way
+// (`continues`), the last one's rest, less than a sector, is still in staging and goes along; where the next
+// row will continue this one (`continued`), this one's rest waits for it. Threads store what is left.
+__device__ __forceinline__ void store_tile(output_t* to, output_t* staging, const float (&values)[16][4],
+                                           int64_t stride, int channels, int pixels, bool continues,
+                                           bool continued) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const auto shift_of = [&](int channel) {
+    return int(reinterpret_cast<uintptr_t>(to + channel * stride) / sizeof(output_t) % kSector);
+  };
+  pixels = min(pixels, kTileWidth);
+  // Lanes l and l + 16 see to channel l.
+  const int channel = lane % 16, shift = shift_of(channel), end = shift + pixels;
+  output_t* const mine = staging + channel * kStagingPitch;
+  await_bulk_reads();
+  __syncwarp();  // the last row's sectors have left staging
+  if (continues) {
+    // Where the last row's rest begins.
+    const int rest = ((shift - pixels + kTileWidth) % kSector + pixels) / kSector * kSector;
+#pragma unroll
+    for (int i = lane / 16; i < kSector; i += 2)
+      if (i < shift) mine[i] = mine[rest + i];
+  }
+  __syncwarp();  // the rest has moved to the front
+  const int low = shift_of(g);
+  write_staging<0>(staging + g * kStagingPitch + low + t * 2, values, __all_sync(0xffffffffu, low % 2 == 0));
+  const int high = shift_of(g + 8);
+  write_staging<1>(staging + (g + 8) * kStagingPitch + high + t * 2, values,
+                   __all_sync(0xffffffffu, high % 2 == 0));
+  publish_shared();  // the copy engine, too, reads by the asynchronous proxy
+  __syncwarp();      // everyone has written
+  // Whole sectors: first … last - 1.
+  const int first = continues || shift == 0 ? 0 : kSector, last = max(end / kSector * kSector, first);
+  const bool real = channel < channels;
+  output_t* const out = to + channel * stride - shift;
+  if (real && lane < 16 && first < last)
+    copy_bulk_out(out + first, mine + first, (last - first) * int(sizeof(output_t)));
+  commit_bulk_copies();
+  if (!continues || !continued) {
+    const bool head = lane < 16;  // stores what lies before the sectors; its partner, what lies behind them
+    const int from = head ? shift : last;
+    const int stop = head ? (continues ? 0 : min(first, end)) : (continued ? 0 : end);
+    for (int i = from; i < (real ? stop : 0); i++) out[i] = mine[i];
+  }
+}
+
+// Multiplies, finishes and stores the tiles of a warpgroup's 64 channels.
+__device__ __forceinline__ void consume(const Arguments& args, const TileScheduler& tiles,
+                                        const Pipeline& pipeline, uint8_t* shared, bool again) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
+  const int consumer = warp / 4, turn = consumer % kSharers;
+  const int local_channel = consumer / kSharers * 64 + warp % 4 * 16;
+  const int channel = blockIdx.y * kBlockChannels + local_channel;
+  output_t* const staging = reinterpret_cast<output_t*>(shared + kStagingAt + warp * kStagingBytes);
+  Epilogue* const epilogues = reinterpret_cast<Epilogue*>(shared + kEpiloguesAt) + warp * 16;
+  uint8_t* const in_shared = shared + kStages * kStageBytes + consumer * kWeightBytes;
+  uint32_t in_registers[kRegisterSteps][4];
+  load_weights(in_registers, in_shared, args.packed_weight, local_channel);
+
+  PipelineState oldest, newest;  // of the current tile's rows; newest: the next to wait for
+  const auto release = [&] {
+    if (threadIdx.x % kWarpgroup == 0) arrive(pipeline.empty + oldest.stage);
+    oldest.advance();
+  };
+  const auto await_row = [&] {
+    await(pipeline.full + newest.stage, newest.parity);
+    newest.advance();
+  };
+  const int OH = tiles.OH, OW = args.width();
+  // Does a channel's next row follow this one in memory, and is it this consumer's?
+  const bool runs_on = kSharers == 1 && tiles.strips == 1 && OW >= kSector;
+  // Consumers multiply in turns, so that one's epilogue and stores run beside the other's products.
+  if (consumer == 1) hand_on(1);
+#pragma unroll 1
+  for (int tile = tiles.begin; tile < tiles.end;) {
+    const TilePlace place = tiles[tile];
+    const int start = tile, stop = min(tiles.end, tile - place.row + OH);
+    const int exponent = again ? sample_exponent(args.largest[place.n]) : kFirstExponent;
+    if (again && exponent == kFirstExponent) {
+      tile = stop;
+      continue;
+    }
+    if (lane < 16) epilogues[lane] = make_epilogue(args, channel + lane, exponent);
+    __syncwarp();  // the epilogues are there
+    output_t* to =
+        args.y + ((int64_t(place.n) * CHANNELS_OUT + channel) * OH + place.row) * OW + place.column;
+#pragma unroll
+    for (int i = 0; i < KERNEL_H - 1; i++) await_row();
+#pragma unroll 1
+    for (; tile < stop; tile++, to += OW) {
+      await_row();
+      if (kSharers > 1 && tile % kSharers != turn) {
+        release();
+        continue;
+      }
+      float sums[16][4];
+      take_turn(consumer);
+      multiply_tile(sums, in_registers, in_shared, pipeline.operands, oldest.stage);
+      hand_on(consumer);
+      await_products<0>();
+      hold(sums);
+      release();
+      apply_epilogue(sums, epilogues[lane / 4], epilogues[lane / 4 + 8], args.constant, args.scale);
+      store_tile(to, staging, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW - place.column,
+                 runs_on && tile != start, runs_on && tile + 1 != stop);
+    }
+#pragma unroll
+    for (int i = 0; i < KERNEL_H - 1; i++) release();
+    __syncwarp();  // everyone has read the epilogues of this sample
+  }
+  if (consumer == 0) take_turn(0);  // the other's last signal
+  await_bulk_reads();               // shared memory must outlive the copies from it
+}
+
+#endif
+
+__global__ void __launch_bounds__(kThreads, 1) convolve_kernel(Arguments args, bool again) {
+#if TENSOR_CORE_WGMMA
+  extern __shared__ uint4 all_shared[];
+  uint8_t* const shared = reinterpret_cast<uint8_t*>(all_shared);
+  const Pipeline pipeline(shared);
+  const TileScheduler tiles(args);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++)
+      initialize(pipeline.full + i, kWarpgroup), initialize(pipeline.empty + i, kConsumers);
+    publish_barriers();
+  }
+  __syncthreads();  // the barriers are there
+  if (threadIdx.x < kWarpgroup) {
+    give_registers_but<56>();
+    produce(args, tiles, pipeline, shared + kRawAt, again);
+  } else {
+    take_registers_to<224>();
+    consume(args, tiles, pipeline, shared, again);
+  }
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------- launch
+
+int64_t packed_input_bytes(int64_t, int64_t) { return 0; }  // x is read as it is
+
+void convolve(const Arguments& args, uint4*, cudaStream_t stream) {
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const dim3 grid(multiprocessors > kChannelBlocks ? multiprocessors / kChannelBlocks : 1, kChannelBlocks);
+  for (int pass = 0; pass < (kScaled ? 2 : 1); pass++)
+    convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, pass == 1);
+}
+
+}  // namespace

@@ -1,0 +1,147 @@
+"""Records, README's table and the summary: README shows the newest records, older ones are still read.
+
+What is in a record is tested in test_compare.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import compare
+from benchmarks import report
+from test_checks import MIN_ADD, small
+
+GPU = "NVIDIA H200"
+
+
+@pytest.fixture(scope="module")
+def row() -> dict:
+    return compare.compare(small(MIN_ADD), device="cpu", phase="forward_grad", variants=["eager"], seed=1)[0]
+
+
+def rows_of(row, misses=(), **times) -> list[dict]:
+    """A row for each variant: its time as called, twice the GPU's; None for one that has none."""
+    return [
+        {
+            **row,
+            "device": "cuda",
+            "variant": variant.replace("_", "-"),
+            "peer": variant in ("eager", "compile", "compile_cl"),
+            "median_ms": ms and ms / 2,
+            "call_ms": ms,
+            "ok": variant not in misses,
+            "error_vs_eager": 900.0 if variant in misses else 1.0,
+        }
+        for variant, ms in times.items()
+    ]
+
+
+def record(rows, **others) -> dict:
+    return {**report.record(rows), "commit": "a" * 40, "dirty": False, **others}
+
+
+def write(folder, name, rows, **others):
+    (folder / f"{name}.json").write_text(json.dumps(record(rows, **others)))
+
+
+def test_readme_shows_the_recorded_runs():
+    text = report.README.read_text(encoding="utf-8")
+    assert report.with_table(text, report.newest_records()) == text, (
+        "run: python benchmarks/report.py --readme"
+    )
+    assert text.count("\n") < 150
+
+
+def test_readme_table_is_the_newest_record_of_each_machine(tmp_path, row):
+    for name, date, ms in (("a", "2026-02-01", 7.0), ("b", "2026-01-01", 5.0)):
+        write(tmp_path, name, [{**row, "median_ms": ms, "call_ms": ms}], date=date)
+    write(tmp_path, "gpu", rows_of(row, eager=3.0), date="2025-01-01", gpu=GPU)
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"kernel": "another benchmark's"}]}))
+    before = "before\n<!-- table -->\nold\n<!-- end of table -->\nafter\n"
+    text = report.with_table(before, report.newest_records(tmp_path))
+    assert text.startswith("before\n<!-- table -->\nNVIDIA H200") and text.endswith(
+        "<!-- end of table -->\nafter\n"
+    )
+    assert "| 7 ms |" in text and "5 ms" not in text and "old" not in text
+    with pytest.raises(ValueError, match="markers"):
+        report.with_table("no markers", [])
+
+
+@pytest.mark.parametrize(
+    "ours, factors", [("fused", "4.00× | 2.00× | 1.50×"), ("epilogue", "3.20× | 1.60× | 1.20×")]
+)
+def test_readme_quotes_the_best_exact_peer_and_the_fastest(ours, factors, row):
+    """Under what runs by default, be it the fastest or not."""
+    rows = rows_of(row, ["compile_cl"], eager=8.0, compile=4.0, compile_cl=3.0, epilogue=2.5, fused=2.0)
+    for each in rows:
+        each["auto"] = each["variant"] == ours
+    text = report.readme_table([record(rows, gpu=GPU)])
+    assert f"| forward_grad | {ours} " in text and f"| {factors} |" in text
+    assert (
+        "| 8 ms (GPU 4) | compile 4 ms (GPU 2) | compile-cl 3 ms (GPU 1.5), error 9e+02 × eager’s |" in text
+    )
+
+
+def test_readme_says_what_fails(row):
+    rows = rows_of(row, ["fused"], eager=8.0, fused=None)
+    assert "| fails its check | – | – | – | 8 ms (GPU 4) |" in report.readme_table([record(rows, gpu=GPU)])
+
+
+def test_older_records_are_read(row):
+    """Without times as called; what missed the rule has no time, what gets no factor no speed-up."""
+    rows = rows_of(row, ["compile_cl"], eager=8.0, compile=6.0, compile_cl=None, fused=2.0, folded=1.0)
+    rows[-1]["speedup_vs_eager"] = None
+    later = "peer auto inputs call_ms host_us memory_mb error_vs_eager".split()
+    rows = [
+        {key: value for key, value in each.items() if key not in later} | {"phase": "forward"}
+        for each in rows
+    ]
+    rows[2]["variant"] = "max-autotune"
+    text = report.readme_table([record(rows, gpu=GPU)])
+    assert "| forward | fused 1 ms | 4.00× | 3.00× | – | 4 ms | compile 3 ms | – |" in text
+    assert compare.plot(rows, GPU)
+
+
+def test_summary(tmp_path, row):
+    """Each log's last line; of the newest record of a GPU who counts and what failed; and a log or record that is missing."""
+    one = rows_of(row, ["compile_cl"], eager=8.0, compile=4.0, compile_cl=3.0, epilogue=3.0, fused=2.0)
+    one.append({**row, "phase": "train", "median_ms": 99.0})
+    other = rows_of(row, ["fused"], eager=9.0, epilogue=6.0, fused=None)
+    nothing = rows_of(row, ["epilogue"], eager=9.0, epilogue=None)
+    rows = (
+        one
+        + [{**each, "problem": "other"} for each in other]
+        + [{**each, "problem": "nothing"} for each in nothing]
+    )
+    write(tmp_path, "new", rows, date="2026-02-02", gpu=GPU)
+    write(tmp_path, "old", one, date="2026-02-01", gpu=GPU)
+    write(tmp_path, "cpu", [row], date="2026-02-03")
+    (tmp_path / "tests.log").write_text("FAILED test_a\n=== 1 failed, 411 passed in 3.21s ===\n\n")
+    lines = report.summary([tmp_path / "tests.log", tmp_path / "no.log"], tmp_path).splitlines()
+    assert [line.split(maxsplit=1) for line in lines[:3]] == [
+        ["tests", "1 failed, 411 passed in 3.21s"], ["no", "no log"],
+        ["benchmark", "fails its check: 7 other fused forward_grad, 7 nothing epilogue forward_grad"],
+    ]  # fmt: skip
+    assert [line.split("  ", 1)[1].split() for line in lines[5:8]] == [
+        ["8", "compile", "4", "compile-cl", "3", "fused", "2", "2.00×", "1.50×"],
+        ["9", "eager", "9", "eager", "9", "epilogue", "6", "1.50×", "1.50×"],
+        ["9", "eager", "9", "eager", "9", "–", "–", "–"],
+    ]  # fmt: skip
+    assert f"{tmp_path / 'new.json'}: {GPU}, 2026-02-02" in lines[9] and len(lines) < 20
+    (tmp_path / "empty").mkdir()
+    assert report.summary([], tmp_path / "empty") == f"benchmark   no record in {tmp_path / 'empty'}"
+
+
+def test_commands(tmp_path, capsys, monkeypatch):
+    (tmp_path / "tests.log").write_text("5 passed\n")
+    report.main(["--summary", str(tmp_path / "tests.log")])
+    assert capsys.readouterr().out.startswith("tests       5 passed\nbenchmark")
+    monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    monkeypatch.setattr(report, "PLOT", str(tmp_path / "plot.png"))
+    report.README.write_text("<!-- table -->\n<!-- end of table -->\n")
+    report.main(["--readme"])
+    assert "| problem | phase |" in report.README.read_text() and (tmp_path / "plot.png").stat().st_size
+    with pytest.raises(SystemExit):
+        report.main([])
