@@ -85,10 +85,10 @@ def as_parameters(gradients: list[Tensor], *parameters: Tensor) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------------------- fused
 
 
-def declare_fused(epilogue: Operator, forward: Callable) -> Operator:
+def declare_fused(epilogue: Operator, forward: Callable, plan: Callable) -> Operator:
     """The operator <name>_fused: forward(a), which computes what `epilogue` does. Backward runs that once more, for what it saves."""
 
-    def backward(dy: Tensor, a: tuple, *, needs: list[bool]) -> list[Tensor | None]:
+    def backward(dy: Tensor, a: tuple, *, needs: list[bool], plan: object) -> list[Tensor | None]:
         # Forward chose the dtypes; a region of autocast around backward may not.
         with torch.autocast(dy.device.type, enabled=False):
             _, *saved = epilogue.save(*a)
@@ -98,4 +98,4 @@ def declare_fused(epilogue: Operator, forward: Callable) -> Operator:
         return epilogue.shapes(*a, saving=False)[0]
 
     name, gradients = f"{epilogue.name}_fused", lambda a: epilogue.gradients(*a)
-    return declare(name, forward, shapes=shapes, backward=backward, gradients=gradients)
+    return declare(name, forward, shapes=shapes, backward=backward, gradients=gradients, plan=plan)
