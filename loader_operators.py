@@ -12,6 +12,7 @@ operator, `torch.ops.inline_kernels.<name>`, with its shape function and its gra
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import get_type_hints
@@ -109,7 +110,8 @@ class Operator:
             )
         self._spread = (lambda arguments: (together._make(arguments),)) if together else tuple
         self._saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
-        self._forward, self._shapes, self._backward, self._gradients = forward, shapes, backward, gradients
+        self._call = _caller(forward, bool(plan), self._saves)
+        self._shapes, self._backward, self._gradients = shapes, backward, gradients
         self._differentiable = _differentiable(self).apply if backward else None
         self.registered = self._register()
 
@@ -136,28 +138,31 @@ class Operator:
             plan = self._plans[key] = self._make_plan(*self._spread(arguments), saving=saving)
         return plan
 
-    def run(self, *arguments, plan: object = None) -> Tensor:
+    def run(self, *arguments) -> Tensor:
         """The result, without a gradient, of plain tensors that nothing watches."""
-        return self._run(arguments, plan, saving=False)[0]
+        return self._run(arguments, None, saving=False)[0]
 
-    def differentiable(self, *arguments, plan: object = None) -> Tensor:
+    def differentiable(self, *arguments) -> Tensor:
         """The result, through which gradients flow, of plain tensors that nothing watches."""
-        return (
-            self._differentiable(plan, *arguments)
-            if self._differentiable
-            else self.run(*arguments, plan=plan)
-        )
+        return self._differentiable(None, *arguments) if self._differentiable else self.run(*arguments)
+
+    def bound(self, plan: object, needs_gradient: bool) -> Callable:
+        """`differentiable` or `run` as short as can be, for arguments of one `plan`."""
+        if plan is None:
+            return self.differentiable if needs_gradient else self.run
+        if needs_gradient and self._differentiable:
+            return functools.partial(self._differentiable, plan)
+        call, spread = self._call, self._spread
+        return lambda *arguments: call(spread(arguments), plan, False)[0]
 
     def save(self, *arguments, plan: object = None) -> list[Tensor]:
         """The result, and what backward needs beside the arguments."""
         return list(self._run(arguments, plan, saving=True))
 
     def _run(self, arguments: Sequence, plan: object, saving: bool) -> Sequence[Tensor]:
-        options = {"saving": saving} if self._saves else {}
-        if self._make_plan:
-            options["plan"] = self.plan(arguments, saving) if plan is None else plan
-        found = self._forward(*self._spread(arguments), **options)
-        return found if self._saves else (found,)
+        if plan is None and self._make_plan:
+            plan = self.plan(arguments, saving)
+        return self._call(self._spread(arguments), plan, saving)
 
     def backward(
         self,
@@ -242,12 +247,23 @@ class Operator:
         return operator
 
 
+def _caller(forward: Callable, plans: bool, saves: bool) -> Callable:
+    """call(arguments, plan, saving) -> (result, *saved), whichever of the keywords forward takes."""
+    if plans and saves:
+        return lambda arguments, plan, saving: forward(*arguments, plan=plan, saving=saving)
+    if plans:
+        return lambda arguments, plan, saving: (forward(*arguments, plan=plan),)
+    if saves:
+        return lambda arguments, plan, saving: forward(*arguments, saving=saving)
+    return lambda arguments, plan, saving: (forward(*arguments),)
+
+
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
     count = operator.tensors
 
     def forward(ctx, plan, *arguments):
-        if is_watched():
+        if plan is None and is_watched():
             result, *saved = operator.save_registered(*arguments)
         else:
             ctx.plan = plan = operator.plan(arguments, True) if plan is None else plan

@@ -54,13 +54,19 @@ def no_statistics(x: Tensor) -> Tensor | None:
 # ------------------------------------------------------------------------------------------------- parameters by channel
 
 
+def are_ready(x: Tensor, weight: Tensor, *parameters: Tensor) -> bool:
+    """Are parameters by channel as the kernels read them?"""
+    C, dtype = weight.shape[0], accumulate_dtype(x.dtype)
+    return all(p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in parameters)
+
+
 def by_channel(x: Tensor, weight: Tensor, names: tuple[str, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
     """Parameters by channel as the kernels read them: contiguous, an element for each channel, of the dtype of sums.
 
     Raises RuntimeError where one has another number of elements; one whose name ends in "?" may have 1 for all channels.
     """
     C, dtype = weight.shape[0], accumulate_dtype(x.dtype)
-    if all([p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in parameters]):
+    if are_ready(x, weight, *parameters):
         return parameters
     for name, parameter in zip(names, parameters):
         if parameter.numel() != C and not (name.endswith("?") and parameter.numel() == 1):

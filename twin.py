@@ -384,12 +384,11 @@ class Kept:
             y, constants = twin._compute(x, variant), ()
         else:
             operator, constants = getattr(twin, variant), twin._constants()
-            run = operator.differentiable if needs_gradient else operator.run
-            drawn = twin._drawn(x, constants)
+            drawn, plan = twin._drawn(x, constants), None
             if autocast is None:
-                arguments = (x, *operands, *drawn, *constants)
-                run = functools.partial(run, plan=operator.plan(arguments, saving=needs_gradient))
-            else:
+                plan = operator.plan((x, *operands, *drawn, *constants), saving=needs_gradient)
+            run = operator.bound(plan, needs_gradient)
+            if autocast is not None:
                 run = functools.partial(twin.run_autocast, run, autocast, variant == "fused")
             y = run(x, *operands, *drawn, *constants)
         if len(self.plans) >= _KEPT_PLANS:

@@ -59,8 +59,10 @@ class Arguments(NamedTuple):
     high: float
     eps: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
         names = "conv_bias", "norm_weight", "norm_bias", "scale?"
+        if plan and plan.ready:
+            return self[2:6]
         return operators.by_channel(self.x, self.weight, names, *self[2:6])
 
 
@@ -74,6 +76,7 @@ def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     v_format = torch.channels_last if by_pixel else torch.contiguous_format
     nothing = x.new_empty(0, dtype=index_dtype), operators.no_statistics(x)
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:6]),
         kernels=operators.load(NAME, x, a.scale.dtype, POOL_H=a.pool[0], POOL_W=a.pool[1], INDEX_T=ctype),
         winograd=len(weight) % 32 == 0 and a.pool[0] % 2 == 0 and library.winograd_applies(x, weight),
         by_pixel=by_pixel,  # is v (N, H', W', C), or (N, C, H', W')? Each where the library is fastest
@@ -109,7 +112,7 @@ def _outputs(a: Arguments, shape: tuple[int, ...], nothing: tuple | None) -> tup
 
 
 def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
-    parameters, constants = a.by_channel(), a[8:]
+    parameters, constants = a.by_channel(plan), a[8:]
     y, *others = _outputs(a, plan.y, plan.nothing)
     if plan.winograd:
         (N, Cin, *of_x), (C, groups, *size) = a.x.shape, plan.sizes
@@ -142,7 +145,7 @@ def _backward(dy: Tensor, a: Arguments, v, extreme, index, statistics, *, plan, 
     parameters, N = a[2:6], v.shape[0]
     dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
     scratch = torch.empty(N * (6 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, extreme, index, statistics, *a.by_channel()
+    inputs = dy.contiguous(), v, extreme, index, statistics, *a.by_channel(plan)
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[8:10], a.scale.numel(), N, *plan.sizes)
     dv = dv.permute(0, 3, 1, 2) if plan.by_pixel else dv
     dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs)
@@ -164,6 +167,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
     tiles = tiling.plan_strips(a.x, a.weight, pool)
     defines = tiling.strip_defines(tiles, a.weight, pool)
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:6]),
         kernels=operators.load(f"{NAME}_fused", a.x, a.scale.dtype, **defines),
         y=y,
         y_format=library.result_format(a.x, a.weight, False),
@@ -176,7 +180,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
 def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
     y = torch.empty(plan.y, dtype=a.scale.dtype, device=a.x.device)
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel()
+    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan)
     plan.kernels.forward(y, scratch, *inputs, *a[8:], *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)
 

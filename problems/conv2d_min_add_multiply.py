@@ -50,7 +50,9 @@ class Arguments(NamedTuple):
     constant: float
     scale: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
+        if plan and plan.ready:
+            return self[2:4]
         return operators.by_channel(self.x, self.weight, ("conv_bias", "bias?"), *self[2:4])
 
     def constants(self) -> tuple[float, float]:
@@ -68,6 +70,7 @@ def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     applies, size = library.is_channels_last, library.output_size(x, weight)
     applies = library.convolves_channels_last if on_gpu else applies
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
         kernels=operators.load(NAME, x, a.bias.dtype),
         on_gpu=on_gpu,
         winograd=library.winograd_applies(x, weight),
@@ -102,7 +105,7 @@ def _convolved(x: Tensor, weight: Tensor, plan: SimpleNamespace) -> Tensor:
 
 
 def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
-    parameters = *a.by_channel(), *a.constants()
+    parameters = *a.by_channel(plan), *a.constants()
     y = torch.empty(plan.y, dtype=a.bias.dtype, device=a.x.device)
     if plan.winograd:
         v = _by_winograd(y, a, parameters, plan, saving)
@@ -145,7 +148,10 @@ def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: SimpleNamespace, nee
         min(S, 8) if plan.on_gpu else 1,
     )
     sums = torch.empty((2, N * chunks, C), dtype=torch.float64, device=v.device)
-    inputs, sizes = (dy.contiguous(), v, a.by_channel()[0], *a.constants()), (a.bias.numel(), N, C, S, chunks)
+    inputs, sizes = (
+        (dy.contiguous(), v, a.by_channel(plan)[0], *a.constants()),
+        (a.bias.numel(), N, C, S, chunks),
+    )
     plan.kernels.backward(dv, *gradients, sums, *inputs, *sizes, plan.round_to_tf32)
     dv, operands = dv.permute(0, 3, 1, 2) if plan.on_gpu else dv, None
     if plan.on_gpu and plan.layout == torch.channels_last:
@@ -171,6 +177,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
     tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
     workspace = tiling.gemm_workspace(tiles, x, weight)
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
         kernels=operators.load(
             f"{NAME}_fused", x, a.bias.dtype, **tiling.spatial_defines(weight), **tiles.defines
         ),
@@ -184,7 +191,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
 def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
     y = torch.empty(plan.y, dtype=a.bias.dtype, device=a.x.device)
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=a.x.device)
-    parameters = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(), *a.constants()
+    parameters = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan), *a.constants()
     plan.kernels.forward(y, workspace, *parameters, *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)
 

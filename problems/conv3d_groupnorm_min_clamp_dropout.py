@@ -57,7 +57,9 @@ class Arguments(NamedTuple):
     p: float
     eps: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
+        if plan and plan.ready:
+            return self[2:5]
         return operators.by_channel(
             self.x, self.weight, ("conv_bias", "norm_weight", "norm_bias"), *self[2:5]
         )
@@ -75,6 +77,7 @@ def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     kernels, size = operators.load(NAME, a.x, a.norm_weight.dtype), library.output_size(a.x, a.weight)
     nothing = operators.no_statistics(a.x), a.x.new_empty(0, dtype=torch.int32)
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:5]),
         kernels=kernels,
         convolve=library.convolution(a.x, a.weight, kernels),
         y_format=library.result_format(a.x, a.weight, False),
@@ -98,7 +101,7 @@ def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tens
 
 
 def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
-    parameters, constants = a.by_channel(), (*a.bounds(), a.p, a.eps)
+    parameters, constants = a.by_channel(plan), (*a.bounds(), a.p, a.eps)
     y, *others = _outputs(a, plan.size, plan.nothing)
     for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
         v, offset = plan.convolve(x, a.weight), outputs[0].storage_offset()
@@ -118,7 +121,7 @@ def _backward(dy: Tensor, a: Arguments, v, statistics, active, *, plan, needs) -
     parameters, N = a[2:5], v.shape[0]
     dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
     scratch = torch.empty(N * (5 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, statistics, active, *a.by_channel(), a.seed
+    inputs = dy.contiguous(), v, statistics, active, *a.by_channel(plan), a.seed
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, N, *plan.sizes)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters), None
@@ -141,6 +144,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
     tiles = tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=True)
     defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:5]),
         kernels=operators.load(f"{NAME}_fused", a.x, a.norm_weight.dtype, **defines),
         y=(N, C, *library.output_size(a.x, a.weight)),
         y_format=library.result_format(a.x, a.weight, False),
@@ -153,7 +157,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
 def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
     y = torch.empty(plan.y, dtype=a.norm_weight.dtype, device=a.x.device)
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(), a.seed
+    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan), a.seed
     plan.kernels.forward(y, scratch, *inputs, *a.bounds(), a.p, a.eps, *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)
 

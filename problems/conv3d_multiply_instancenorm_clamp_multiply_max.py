@@ -54,7 +54,9 @@ class Arguments(NamedTuple):
     high: float
     eps: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
+        if plan and plan.ready:
+            return self[2:4]
         return operators.by_channel(self.x, self.weight, ("conv_bias", "multiplier?"), *self[2:4])
 
 
@@ -67,6 +69,7 @@ def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     kernels = operators.load(NAME, a.x, a.multiplier.dtype, INDEX_T=ctype)
     size, empty = library.output_size(a.x, a.weight), a.x.new_empty
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
         kernels=kernels,
         convolve=library.convolution(a.x, a.weight, kernels),
         size=size,
@@ -91,7 +94,7 @@ def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tens
 
 
 def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
-    parameters = a.by_channel()
+    parameters = a.by_channel(plan)
     y, *others = _outputs(a, plan.size, plan.nothing)
     for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
         v = plan.convolve(x, a.weight)
@@ -109,7 +112,7 @@ def _backward(dy: Tensor, a: Arguments, v, index, winner, statistics, *, plan, n
     parameters, N, (C, S) = a[2:4], v.shape[0], plan.sizes
     dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
     scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, index, winner, statistics, *a.by_channel()
+    inputs = dy.contiguous(), v, index, winner, statistics, *a.by_channel(plan)
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[4:], a.multiplier.numel(), N, C, S)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters)
@@ -130,6 +133,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
     defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
         kernels=operators.load(f"{NAME}_fused", a.x, a.multiplier.dtype, **defines),
         y=(N, *library.output_size(a.x, a.weight)),
         scratch=2 * N * tiles.slots * len(a.weight) + held,  # statistics of each block first
@@ -140,7 +144,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
 def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
     y = torch.empty(plan.y, dtype=a.multiplier.dtype, device=a.x.device)
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel()
+    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan)
     plan.kernels.forward(y, scratch, *inputs, *a[4:], *plan.sizes)
     return y
 
