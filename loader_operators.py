@@ -75,9 +75,10 @@ def _precision(x: Tensor) -> object:
 
 
 def is_watched() -> bool:
-    """Does anything see operators by themselves, and not the work that they do? A compiler, a dispatch mode, torch.func."""
+    """Does anything see operators by themselves, and not the work that they do? A compiler, a tracer, a dispatch mode, torch.func."""
     return bool(
         torch.compiler.is_compiling()
+        or torch._C._get_tracing_state()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
     )

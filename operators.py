@@ -7,6 +7,7 @@ multiplier, scale) may hold one element for all channels. Kernels read them in t
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -43,12 +44,20 @@ def index_type(count: int) -> tuple[str, torch.dtype]:
 @functools.lru_cache(None)
 def rounded(value: float, dtype: torch.dtype) -> float:
     """A bound as eager compares with it: a tensor of the dtype at hand."""
-    return torch.tensor(value, dtype=dtype).item()
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
 
 
 def no_statistics(x: Tensor) -> Tensor | None:
     """In the place of statistics that nobody keeps: a tensor without elements, where the kernels need no room for them."""
     return x.new_empty(0, dtype=accumulate_dtype(x.dtype)) if library.device_type(x) == "cpu" else None
+
+
+def group_norm_raises(x: Tensor, weight: Tensor, norm: torch.nn.GroupNorm, size: list[int]) -> bool:
+    """Does `norm` raise an error for the convolution of x, of spatial size `size`?"""
+    (C, *_), groups = weight.shape, norm.num_groups
+    if groups < 1 or C % groups:
+        return True
+    return x.dim() == weight.dim() and x.shape[0] * C // groups * math.prod(size) == 1
 
 
 # ------------------------------------------------------------------------------------------------- parameters by channel

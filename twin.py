@@ -91,6 +91,9 @@ class Twin:
         """y in the dtype that eager gives under autocast to `dtype`."""
         return y
 
+    def __init_subclass__(cls):
+        cls._forwards = {name: module.forward for name, module in getattr(cls, "submodules", {}).items()}
+
     # ----------------------------------------------------------------------------------------------- what a user calls
 
     @classmethod
@@ -115,6 +118,10 @@ class Twin:
         if type(model).forward not in (reference.forward, cls.forward) or "forward" in vars(model):
             raise TypeError(
                 f"expected {reference.__name__}'s forward, got a {type(model).__name__} with its own"
+            )
+        if "parametrizations" in model._modules:
+            raise TypeError(
+                "expected parameters of the model's own, got parametrized ones: parametrize its twin"
             )
         twin = cls.__new__(cls)
         attributes = vars(model).items()
@@ -200,18 +207,28 @@ class Twin:
         return _attribute(self, name)
 
     def _altered(self) -> str | None:
-        """What somebody has put in a submodule's place or added to it, so that it must run itself; or None."""
+        """What somebody has put in the place of a submodule or a number, or added to it, so that eager must run; or None."""
         if any(_GLOBAL_HOOKS):
             return "there are hooks on all modules"
+        if "parametrizations" in self._modules:
+            return "the model has parametrizations"
         for name, expected in self.submodules.items():
-            module = self._modules.get(name)
-            if type(module) is not expected:
+            module = vars(self).get(name, self._modules.get(name))
+            if type(module) is not expected or module is not self._modules.get(name):
                 return f"{name} is a {type(module).__name__}, and the kernels replace a {expected.__name__}"
             if any(_hooks(module)):
                 return f"{name} has hooks"
             for attribute in vars(module):
                 if hasattr(expected, attribute):
                     return f"{name} has a {attribute} of its own"
+            if expected.forward is not self._forwards[name]:
+                return f"{expected.__name__}.forward has been replaced"
+        for name, convert in self.constants.items():
+            value = _attribute(self, name)
+            if convert in (float, int) and not isinstance(value, (int, convert)):
+                return f"{name} is not a number"
+            if isinstance(value, float) and value != value:
+                return f"{name} is NaN"
         return None
 
     def _eager_raises(self, x: Tensor) -> bool:
@@ -222,6 +239,9 @@ class Twin:
         if x.dim() not in (weight.dim(), weight.dim() - 1):
             return True
         if x.shape[-weight.dim() + 1] != weight.shape[1] or x.device != weight.device:
+            return True
+        own = [_attribute(self, name) for name in self.operands[1:] if "." in name]  # of submodules
+        if any(p is not None and p.shape != weight.shape[:1] for p in own):
             return True
         spatial = x.shape[-weight.dim() + 2 :]
         size = [extent - kernel + 1 for extent, kernel in zip(spatial, weight.shape[2:])]
@@ -241,6 +261,8 @@ class Twin:
                 return "a subclass of Tensor gives operators a meaning of its own"
             if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in (x, *operands)):
                 return "forward-mode AD needs operators that it can look into"
+        if x.layout is not torch.strided:
+            return "the input is not laid out by strides"
         if x.dtype not in DTYPES:
             return "there are kernels for float32, float64, float16 and bfloat16 only"
         if _autocast_dtype(x) is None and any(p.dtype != x.dtype for p in operands):
@@ -251,12 +273,9 @@ class Twin:
             return "the input has no batch dimension"
         if x.numel() == 0:
             return "the input is empty"
-        plain = all(step == 1 for step in (*conv.stride, *conv.dilation, conv.groups))
-        if not plain or conv.padding == "same" or any(conv.padding):
+        plain = all(map(_all_are, (conv.stride, conv.dilation, conv.groups, conv.padding), (1, 1, 1, 0)))
+        if not plain or conv.padding_mode != "zeros":
             return "the convolution has a stride, padding, dilation or groups"
-        for name, convert in self.constants.items():
-            if convert in (float, int) and not isinstance(_attribute(self, name), (float, int)):
-                return f"{name} is not a number"
         return self._tail_obstacle()
 
     def _not_fused(self, x: Tensor) -> str | None:
@@ -288,6 +307,11 @@ def _attribute(module: nn.Module, name: str):
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def _all_are(sizes, size: int) -> bool:
+    """Is `sizes`, a number or one for each dimension, `size` throughout?"""
+    return all(each == size for each in (sizes if isinstance(sizes, (tuple, list)) else [sizes]))
 
 
 def _hooks(module: nn.Module) -> tuple[dict, ...]:
@@ -327,10 +351,12 @@ class Kept:
     """What a twin's decisions depend on, as it was, and the decisions: one for each situation met.
 
     Attributes of the twin and of its submodules are compared by identity, so that whatever is assigned anew is seen; hooks by
-    whether there are any. A list among them can be changed in place, so nothing is kept then.
+    whether there are any. A list among those that count can be changed in place, so nothing is kept then. There is no way from
+    here to the twin, whose memory is therefore free as soon as nobody else holds it.
     """
 
     def __init__(self, twin: Twin):
+<<<<<<< HEAD
         modules = [m for m in twin._modules.values() if m is not None]
         self.twin_class = type(twin)  # the twin itself would keep itself alive
         self.generation = inline_loader.generation
@@ -339,7 +365,19 @@ class Kept:
         self.attributes = [(names, [*names.values()]) for names in attributes]
         self.steady = not any(isinstance(v, list) for _, values in self.attributes for v in values)
         self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
+=======
+        modules = [module for module in twin._modules.values() if module is not None]
+        self.cls, self.variant, self.modules = type(twin), twin.variant, [(m, type(m)) for m in modules]
+        self.forwards = [(cls, cls.forward) for _, cls in self.modules]
+>>>>>>> tests
         self.sources = [self._source(twin, name) for name in twin.operands]
+        read = [id(parameters) for parameters, _ in self.sources]
+        tables = [table for m in modules for table in (vars(m), m._parameters, m._buffers) if table]
+        tables = [vars(twin), twin._modules, *[table for table in tables if id(table) not in read]]
+        self.tables = [(table, [*table.values()]) for table in tables]
+        self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
+        counted = [*map(vars(twin).get, twin.constants), *[v for m in modules for v in vars(m).values()]]
+        self.steady = not any(isinstance(value, list) for value in counted)
         self.plans: dict[tuple, tuple] = {}
 
     @staticmethod
@@ -351,6 +389,7 @@ class Kept:
 
     def holds(self, twin: Twin) -> bool:
         """Is the module what it was?"""
+<<<<<<< HEAD
         for module, cls, forward in self.classes:
             if type(module) is not cls or cls.forward is not forward:
                 return False
@@ -359,6 +398,20 @@ class Kept:
                 return False
         same = type(twin) is self.twin_class and self.generation == inline_loader.generation
         return same and self.steady and not any(self.hooks)
+=======
+        if type(twin) is not self.cls or twin.variant is not self.variant or any(self.hooks):
+            return False
+        for module, cls in self.modules:
+            if type(module) is not cls:
+                return False
+        for cls, forward in self.forwards:
+            if cls.forward is not forward:
+                return False
+        for table, values in self.tables:
+            if len(table) != len(values) or not all(map(is_, table.values(), values)):
+                return False
+        return self.steady
+>>>>>>> tests
 
     def run(self, twin: Twin, x: Tensor) -> Tensor:
         """forward(x) of a plain tensor which nothing watches."""
@@ -366,7 +419,21 @@ class Kept:
             operands = [parameters[name] for parameters, name in self.sources]
             needs_gradient = _needs_gradient(x, *operands)
             autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
+<<<<<<< HEAD
             situation = needs_gradient, autocast, *map(type, operands), *described(x, *operands)
+=======
+            described = [(type(p), p.shape, p.dtype, p.device) for p in operands]
+            situation = (
+                x.shape,
+                x.dtype,
+                x.device,
+                x.layout,
+                needs_gradient,
+                autocast,
+                twin._setting(x),
+                *described,
+            )
+>>>>>>> tests
         except (AttributeError, KeyError):  # a parameter is missing, or none: the decision says what follows
             return twin._compute(x, twin._choose(x).variant)
         if (plan := self.plans.get(situation)) is not None:

@@ -192,7 +192,11 @@ fused = operators.declare_fused(epilogue, _fused, _plan_fused)
 
 
 def _pair(size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+    """A window's rows and columns, as max_pool2d reads them; zeros where it refuses."""
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    if len(sizes) not in (1, 2) or any(type(each) is not int for each in sizes):
+        return 0, 0
+    return sizes[0], sizes[-1]
 
 
 class Conv2dGroupNormScaleMaxPoolClampNew(Twin, Conv2dGroupNormScaleMaxPoolClamp):
@@ -209,12 +213,8 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Twin, Conv2dGroupNormScaleMaxPoolClamp
     epilogue, fused = epilogue, fused
 
     def _tail_raises(self, x, size):
-        if (
-            x.dim() == 4
-            and x.shape[0] * math.prod(size) * self.conv.out_channels // self.group_norm.num_groups == 1
-        ):
-            return True
-        return any(extent < window for extent, window in zip(size, _pair(self.maxpool.kernel_size)))
+        fits = all(0 < window <= extent for window, extent in zip(_pair(self.maxpool.kernel_size), size))
+        return not fits or operators.group_norm_raises(x, self.conv.weight, self.group_norm, size)
 
     def _tail_obstacle(self):
         pool = self.maxpool

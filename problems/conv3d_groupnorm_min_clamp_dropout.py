@@ -194,11 +194,8 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
         return (torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device).view(torch.int64),)
 
     def _tail_raises(self, x, size):
-        if not 0 <= self.dropout.p <= 1:
-            return True
-        return (
-            x.dim() == 5
-            and x.shape[0] * math.prod(size) * self.conv.out_channels // self.norm.num_groups == 1
+        return not 0 <= self.dropout.p <= 1 or operators.group_norm_raises(
+            x, self.conv.weight, self.norm, size
         )
 
     def _fused_obstacle(self, x, dtype):

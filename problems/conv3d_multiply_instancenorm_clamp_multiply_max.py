@@ -166,7 +166,9 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstance
         return math.prod(size) == 1
 
     def _tail_obstacle(self):
-        if self.instance_norm.affine or self.instance_norm.track_running_stats:
+        norm = self.instance_norm
+        own = [*norm._parameters.values(), *norm._buffers.values()]
+        if norm.track_running_stats or any(t is not None for t in own):
             return "instance_norm has an affine or running statistics"
         return self._not_by_channel("multiplier")
 
