@@ -136,7 +136,8 @@ class Twin:
         return self._choose(x)
 
     def forward(self, x):
-        if is_watched() or type(x) is not Tensor or forward_ad._current_level >= 0:
+        plain = type(x) is Tensor and x.layout is torch.strided
+        if not plain or is_watched() or forward_ad._current_level >= 0:
             return self._compute(x, self._choose(x).variant)
         kept = getattr(self, "_kept", None)
         if kept is None or not kept.holds(self):
@@ -356,20 +357,9 @@ class Kept:
     """
 
     def __init__(self, twin: Twin):
-<<<<<<< HEAD
-        modules = [m for m in twin._modules.values() if m is not None]
-        self.twin_class = type(twin)  # the twin itself would keep itself alive
-        self.generation = inline_loader.generation
-        self.classes = [(m, type(m), type(m).forward) for m in modules]
-        attributes = [vars(twin), twin._modules, *map(vars, modules)]
-        self.attributes = [(names, [*names.values()]) for names in attributes]
-        self.steady = not any(isinstance(v, list) for _, values in self.attributes for v in values)
-        self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
-=======
         modules = [module for module in twin._modules.values() if module is not None]
         self.cls, self.variant, self.modules = type(twin), twin.variant, [(m, type(m)) for m in modules]
         self.forwards = [(cls, cls.forward) for _, cls in self.modules]
->>>>>>> tests
         self.sources = [self._source(twin, name) for name in twin.operands]
         read = [id(parameters) for parameters, _ in self.sources]
         tables = [table for m in modules for table in (vars(m), m._parameters, m._buffers) if table]
@@ -378,6 +368,7 @@ class Kept:
         self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
         counted = [*map(vars(twin).get, twin.constants), *[v for m in modules for v in vars(m).values()]]
         self.steady = not any(isinstance(value, list) for value in counted)
+        self.generation = inline_loader.generation
         self.plans: dict[tuple, tuple] = {}
 
     @staticmethod
@@ -389,16 +380,6 @@ class Kept:
 
     def holds(self, twin: Twin) -> bool:
         """Is the module what it was?"""
-<<<<<<< HEAD
-        for module, cls, forward in self.classes:
-            if type(module) is not cls or cls.forward is not forward:
-                return False
-        for attributes, values in self.attributes:
-            if len(attributes) != len(values) or not all(map(is_, attributes.values(), values)):
-                return False
-        same = type(twin) is self.twin_class and self.generation == inline_loader.generation
-        return same and self.steady and not any(self.hooks)
-=======
         if type(twin) is not self.cls or twin.variant is not self.variant or any(self.hooks):
             return False
         for module, cls in self.modules:
@@ -410,8 +391,7 @@ class Kept:
         for table, values in self.tables:
             if len(table) != len(values) or not all(map(is_, table.values(), values)):
                 return False
-        return self.steady
->>>>>>> tests
+        return self.steady and self.generation == inline_loader.generation
 
     def run(self, twin: Twin, x: Tensor) -> Tensor:
         """forward(x) of a plain tensor which nothing watches."""
@@ -419,21 +399,7 @@ class Kept:
             operands = [parameters[name] for parameters, name in self.sources]
             needs_gradient = _needs_gradient(x, *operands)
             autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
-<<<<<<< HEAD
             situation = needs_gradient, autocast, *map(type, operands), *described(x, *operands)
-=======
-            described = [(type(p), p.shape, p.dtype, p.device) for p in operands]
-            situation = (
-                x.shape,
-                x.dtype,
-                x.device,
-                x.layout,
-                needs_gradient,
-                autocast,
-                twin._setting(x),
-                *described,
-            )
->>>>>>> tests
         except (AttributeError, KeyError):  # a parameter is missing, or none: the decision says what follows
             return twin._compute(x, twin._choose(x).variant)
         if (plan := self.plans.get(situation)) is not None:
