@@ -2,9 +2,10 @@
 # make test       the tests
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
 # make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
-#                 Ends with both verdicts and forward's times; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
+#                 Ends with both verdicts and the newest record's factors; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
 # make lint       ruff: its checks, and its format
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
+# make host       what a call costs the host, beside eager's
 # make notebooks  run the notebooks from top to bottom
 # make refresh    bring the sources that the notebooks carry up to date
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
@@ -32,7 +33,7 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench notebooks refresh clean
+.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks refresh clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
@@ -61,16 +62,19 @@ gpu-sanitize: $(READY)
 	$(RUN) tests/sanitize.py cuda 2>&1 | tee build/gpu/sanitizers.log
 
 gpu-bench: $(READY)
-	$(RUN) compare.py --device cuda --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
-	$(RUN) compare.py --readme
+	$(RUN) compare.py --device cuda --phase forward,forward_grad,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
+	$(RUN) benchmarks/report.py --readme
 
 gpu-summary: $(READY)
-	@$(RUN) compare.py --summary build/gpu/tests.log build/gpu/sanitizers.log
+	@$(RUN) benchmarks/report.py --summary build/gpu/tests.log build/gpu/sanitizers.log
 
 bench: $(READY)
-	$(RUN) compare.py --phase forward,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
-	$(RUN) compare.py --readme
+	$(RUN) compare.py --phase forward,forward_grad,train,train_dx --json benchmarks/results/$(shell date +%Y-%m-%d-%H%M).json
+	$(RUN) benchmarks/report.py --readme
 	$(RUN) benchmarks/loader.py --json benchmarks/results/loader/$(shell date +%Y-%m-%d-%H%M).json
+
+host: $(READY)
+	$(RUN) benchmarks/host.py
 
 notebooks: $(READY)
 	$(RUN) -m jupyter nbconvert --execute --to notebook --output-dir build/notebooks notebooks/*.ipynb

@@ -421,19 +421,16 @@ def _plain(path: str) -> str:
 
 _loaded: dict[tuple, Operators] = {}
 _loading: dict[str, threading.Lock] = {}
-_forgetters: list = []
-
-
-def forgets(clear) -> None:
-    """clear() is called whenever what is loaded is forgotten, for whoever remembers something that depends on it."""
-    _forgetters.append(clear)
+generation = (
+    0  # rises whenever what is loaded is forgotten, for whoever remembers something that depends on it
+)
 
 
 def forget() -> None:
     """The next `load` looks at the sources again; what is loaded keeps running."""
+    global generation
+    generation += 1
     _loaded.clear()
-    for clear in _forgetters:
-        clear()
 
 
 class Operators:

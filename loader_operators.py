@@ -25,6 +25,7 @@ import inline_loader
 NAMESPACE = "inline_kernels"
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", list[int]: "SymInt[]"}
 _PLAIN = (Tensor, torch.nn.Parameter)
+_KEPT_PLANS = 256  # of an operator; past them it starts anew
 # By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
 _libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
 
@@ -36,6 +37,7 @@ def declare(
     shapes: Callable,
     backward: Callable | None = None,
     gradients: Callable | None = None,
+    plan: Callable | None = None,
 ) -> Operator:
     """The operator `inline_kernels::<name>`. Declared again (an edited cell), it is the new one.
 
@@ -48,32 +50,28 @@ def declare(
         is that gradient asked for? Without it the operator has no gradient. It can't be differentiated twice.
     gradients(*arguments): tensors with the shapes, dtypes and strides of the gradients; by default those of the arguments.
 
-    Raises TypeError if a parameter of forward is annotated otherwise.
+    plan(*arguments, saving): what need not be decided anew for arguments with the same shapes, strides, dtypes, devices, alignment and
+        numbers: sizes, a tiling, which build of the kernels. It looks at no tensor's values. forward and backward are given what
+        it returns as the keyword `plan`. It is remembered until kernels are reloaded, as after an edit.
+
+    Raises TypeError if a parameter of forward is annotated otherwise, or a tensor comes after a number.
     """
-    return Operator(name, forward, shapes, backward, gradients)
+    return Operator(name, forward, shapes, backward, gradients, plan)
 
 
-def planned(function: Callable) -> Callable:
-    """Remembers function(*arguments) by the shapes, strides, dtypes and devices of its tensors and by all else.
+def described(*tensors: Tensor) -> tuple:
+    """All of plain tensors that a plan may depend on: shapes, strides, dtypes, devices and alignment; and whether TF32 is allowed."""
+    return *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors], _precision(
+        tensors[0]
+    )
 
-    For what has to be decided once per situation (sizes, tilings, which build of the kernels to load), so `function` must
-    look at no value of a tensor. What it remembers is forgotten whenever kernels are, as after an edit.
-    """
-    known: dict[tuple, object] = {}
-    inline_loader.forgets(known.clear)
 
-    @functools.wraps(function)
-    def plan(*arguments):
-        key = tuple(
-            [(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in arguments]
-        )
-        if (found := known.get(key)) is None:
-            if len(known) >= 256:
-                known.clear()
-            found = known[key] = function(*arguments)
-        return found
-
-    return plan
+def _precision(x: Tensor) -> object:
+    """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
+    if not x.is_cuda:
+        return None
+    library = torch.backends.cudnn
+    return library.enabled, library.conv.fp32_precision if hasattr(library, "conv") else library.allow_tf32
 
 
 def is_watched() -> bool:
@@ -93,9 +91,7 @@ class Operator:
     `registered` is the operator that PyTorch knows.
     """
 
-    def __init__(
-        self, name: str, forward: Callable, shapes: Callable, backward: Callable, gradients: Callable
-    ):
+    def __init__(self, name: str, forward, shapes, backward, gradients, plan):
         parameters = inspect.signature(forward, eval_str=True).parameters
         types = {p.name: p.annotation for p in parameters.values() if p.kind is not p.KEYWORD_ONLY}
         together = next(iter(types.values()), None)
@@ -114,9 +110,10 @@ class Operator:
                 f"{name}: expected its tensors before all other parameters, got ({self.parameters})"
             )
         self._spread = (lambda arguments: (together._make(arguments),)) if together else tuple
-        self._saves = "saving" in parameters
-        self._forward, self._shapes, self._backward, self._gradients = forward, shapes, backward, gradients
-        self.differentiable = _differentiable(self).apply if backward else self.run
+        self._saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
+        self._call = _caller(forward, bool(plan), self._saves)
+        self._shapes, self._backward, self._gradients = shapes, backward, gradients
+        self._differentiable = _differentiable(self).apply if backward else None
         self.registered = self._register()
 
     def __call__(self, *arguments) -> Tensor:
@@ -130,23 +127,57 @@ class Operator:
     def __repr__(self) -> str:
         return f"<operator {NAMESPACE}::{self.name}({self.parameters}) -> Tensor>"
 
-    def run(self, *arguments) -> Tensor:
-        """The result alone."""
-        if self._saves:
-            return self._forward(*self._spread(arguments), saving=False)[0]
-        return self._forward(*self._spread(arguments))
+    def plan(self, arguments: Sequence, saving: bool) -> object:
+        """What need not be decided anew for such arguments; None for an operator without plans."""
+        if self._make_plan is None:
+            return None
+        constants = [tuple(a) if isinstance(a, list) else a for a in arguments[self.tensors :]]
+        key = inline_loader.generation, saving, *described(*arguments[: self.tensors]), *constants
+        if (plan := self._plans.get(key)) is None:
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._make_plan(*self._spread(arguments), saving=saving)
+        return plan
 
-    def save(self, *arguments) -> list[Tensor]:
+    def run(self, *arguments) -> Tensor:
+        """The result, without a gradient, of plain tensors that nothing watches."""
+        return self._run(arguments, None, saving=False)[0]
+
+    def differentiable(self, *arguments) -> Tensor:
+        """The result, through which gradients flow, of plain tensors that nothing watches."""
+        return self._differentiable(None, *arguments) if self._differentiable else self.run(*arguments)
+
+    def bound(self, plan: object, needs_gradient: bool) -> Callable:
+        """`differentiable` or `run` as short as can be, for arguments of one `plan`."""
+        if plan is None:
+            return self.differentiable if needs_gradient else self.run
+        if needs_gradient and self._differentiable:
+            return functools.partial(self._differentiable, plan)
+        call, spread = self._call, self._spread
+        return lambda *arguments: call(spread(arguments), plan, False)[0]
+
+    def save(self, *arguments, plan: object = None) -> list[Tensor]:
         """The result, and what backward needs beside the arguments."""
-        if self._saves:
-            return list(self._forward(*self._spread(arguments), saving=True))
-        return [self._forward(*self._spread(arguments))]
+        return list(self._run(arguments, plan, saving=True))
+
+    def _run(self, arguments: Sequence, plan: object, saving: bool) -> Sequence[Tensor]:
+        if plan is None and self._make_plan:
+            plan = self.plan(arguments, saving)
+        return self._call(self._spread(arguments), plan, saving)
 
     def backward(
-        self, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
-    ) -> list:
-        """The gradient of each tensor argument that needs one, else None."""
-        found = self._backward(dy, *self._spread(arguments), *saved, needs=needs)
+        self,
+        dy: Tensor,
+        arguments: Sequence,
+        saved: Sequence[Tensor],
+        needs: Sequence[bool],
+        plan: object = None,
+    ) -> list[Tensor | None]:
+        """The gradient of each tensor argument that needs one, else None. plan: of `save`, for the same arguments."""
+        options = {"needs": needs}
+        if self._make_plan:
+            options["plan"] = self.plan(arguments, True) if plan is None else plan
+        found = self._backward(dy, *self._spread(arguments), *saved, **options)
         if len(found) != len(needs):
             raise RuntimeError(
                 f"{self.name}: expected backward to give {len(needs)} gradients, got {len(found)}"
@@ -217,13 +248,27 @@ class Operator:
         return operator
 
 
+def _caller(forward: Callable, plans: bool, saves: bool) -> Callable:
+    """call(arguments, plan, saving) -> (result, *saved), whichever of the keywords forward takes."""
+    if plans and saves:
+        return lambda arguments, plan, saving: forward(*arguments, plan=plan, saving=saving)
+    if plans:
+        return lambda arguments, plan, saving: (forward(*arguments, plan=plan),)
+    if saves:
+        return lambda arguments, plan, saving: forward(*arguments, saving=saving)
+    return lambda arguments, plan, saving: (forward(*arguments),)
+
+
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
     count = operator.tensors
 
-    def forward(ctx, *arguments):
-        save = operator.save_registered if is_watched() else operator.save
-        result, *saved = save(*arguments)
+    def forward(ctx, plan, *arguments):
+        if plan is None and is_watched():
+            result, *saved = operator.save_registered(*arguments)
+        else:
+            ctx.plan = plan = operator.plan(arguments, True) if plan is None else plan
+            result, *saved = operator.save(*arguments, plan=plan)
         ctx.save_for_backward(*arguments[:count], *saved)
         ctx.constants = arguments[count:]
         ctx.set_materialize_grads(False)
@@ -246,12 +291,15 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     def gradients(ctx, dy):
         others = (None,) * len(ctx.constants)
         if dy is None:  # whoever used the result has no gradient for it
-            return (None,) * count + others
-        given, needs = ctx.saved_tensors, ctx.needs_input_grad[:count]
+            return None, *(None,) * count, *others
+        given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
+        arguments, saved = given[:count] + ctx.constants, given[count:]
         if not is_watched():
-            return *operator.backward(dy, given[:count] + ctx.constants, given[count:], needs), *others
-        found = operator.backward_registered(dy, given[:count] + ctx.constants, given[count:], needs)
-        return *[gradient if need else None for gradient, need in zip(found, needs)], *others
+            found = operator.backward(dy, arguments, saved, needs, getattr(ctx, "plan", None))
+        else:
+            found = operator.backward_registered(dy, arguments, saved, needs)
+            found = [gradient if need else None for gradient, need in zip(found, needs)]
+        return None, *found, *others
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(operator.name, (torch.autograd.Function,), methods)  # profilers show <name>Backward

@@ -63,13 +63,19 @@ def group_norm_raises(x: Tensor, weight: Tensor, norm: torch.nn.GroupNorm, size:
 # ------------------------------------------------------------------------------------------------- parameters by channel
 
 
+def are_ready(x: Tensor, weight: Tensor, *parameters: Tensor) -> bool:
+    """Are parameters by channel as the kernels read them?"""
+    C, dtype = weight.shape[0], accumulate_dtype(x.dtype)
+    return all(p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in parameters)
+
+
 def by_channel(x: Tensor, weight: Tensor, names: tuple[str, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
     """Parameters by channel as the kernels read them: contiguous, an element for each channel, of the dtype of sums.
 
     Raises RuntimeError where one has another number of elements; one whose name ends in "?" may have 1 for all channels.
     """
     C, dtype = weight.shape[0], accumulate_dtype(x.dtype)
-    if all([p.numel() == C and p.dtype == dtype and p.is_contiguous() for p in parameters]):
+    if are_ready(x, weight, *parameters):
         return parameters
     for name, parameter in zip(names, parameters):
         if parameter.numel() != C and not (name.endswith("?") and parameter.numel() == 1):
@@ -94,10 +100,10 @@ def as_parameters(gradients: list[Tensor], *parameters: Tensor) -> list[Tensor]:
 # ----------------------------------------------------------------------------------------------------------------- fused
 
 
-def declare_fused(epilogue: Operator, forward: Callable) -> Operator:
+def declare_fused(epilogue: Operator, forward: Callable, plan: Callable) -> Operator:
     """The operator <name>_fused: forward(a), which computes what `epilogue` does. Backward runs that once more, for what it saves."""
 
-    def backward(dy: Tensor, a: tuple, *, needs: list[bool]) -> list[Tensor | None]:
+    def backward(dy: Tensor, a: tuple, *, needs: list[bool], plan: object) -> list[Tensor | None]:
         # Forward chose the dtypes; a region of autocast around backward may not.
         with torch.autocast(dy.device.type, enabled=False):
             _, *saved = epilogue.save(*a)
@@ -107,4 +113,4 @@ def declare_fused(epilogue: Operator, forward: Callable) -> Operator:
         return epilogue.shapes(*a, saving=False)[0]
 
     name, gradients = f"{epilogue.name}_fused", lambda a: epilogue.gradients(*a)
-    return declare(name, forward, shapes=shapes, backward=backward, gradients=gradients)
+    return declare(name, forward, shapes=shapes, backward=backward, gradients=gradients, plan=plan)

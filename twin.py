@@ -9,6 +9,7 @@ RuntimeError. A decision is kept for as long as nothing that it depends on has c
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from operator import is_
 from typing import NamedTuple
@@ -19,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+import inline_loader
 import library
-from loader_operators import Operator, is_watched
+from loader_operators import Operator, described, is_watched
 from operators import DTYPES
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -59,7 +61,6 @@ class Twin:
     constants: dict[str, Callable]
     epilogue: Operator
     fused: Operator | None = None
-    draws = False  # do the operators take tensors of `_drawn` between operands and constants?
     variant = "auto"
 
     # -------------------------------------------------------------------------------- what else a problem may have to say
@@ -74,10 +75,6 @@ class Twin:
 
     def _fused_obstacle(self, x: Tensor, dtype: torch.dtype) -> str | None:
         """Why the fused kernels can't run for x, which they see in `dtype`, or None."""
-        return None
-
-    def _setting(self, x: Tensor) -> object:
-        """What of PyTorch's global settings the operators depend on."""
         return None
 
     def _drawn(self, x: Tensor, constants: tuple) -> tuple[Tensor, ...]:
@@ -139,7 +136,8 @@ class Twin:
         return self._choose(x)
 
     def forward(self, x):
-        if is_watched() or type(x) is not Tensor or forward_ad._current_level >= 0:
+        plain = type(x) is Tensor and x.layout is torch.strided
+        if not plain or is_watched() or forward_ad._current_level >= 0:
             return self._compute(x, self._choose(x).variant)
         kept = getattr(self, "_kept", None)
         if kept is None or not kept.holds(self):
@@ -155,21 +153,23 @@ class Twin:
     def _compute(self, x: Tensor, variant: str) -> Tensor:
         if variant == "eager":
             return super().forward(x)
-        operands = [_attribute(self, name) for name in self.operands]
-        return self._launch(getattr(self, variant), x, operands, self._constants(), _autocast_dtype(x))
-
-    def _launch(self, operator: Callable, x: Tensor, operands: list, constants: tuple, autocast) -> Tensor:
-        """operator's result. `autocast` is the dtype to which eager would cast what it convolves, or None."""
+        operator, constants, autocast = getattr(self, variant), self._constants(), _autocast_dtype(x)
+        arguments = *map(self._operand, self.operands), *self._drawn(x, constants), *constants
         if autocast is None:
-            return operator(x, *operands, *self._drawn(x, constants), *constants)
-        weight, conv_bias, *tail = operands
-        tail = [parameter.to(self._autocast_tail(parameter, autocast)) for parameter in tail]
-        if (
-            operator not in _ways(self.fused) or x.dtype != weight.dtype
-        ):  # fused is more exact, and no pass converts x
-            x, weight = x.to(autocast), weight.to(autocast)
-        y = operator(x, weight, conv_bias, *tail, *self._drawn(x, constants), *constants)
-        return self._autocast_result(y, autocast)
+            return operator(x, *arguments)
+        return self.run_autocast(operator, autocast, variant == "fused", x, *arguments)
+
+    @classmethod
+    def run_autocast(
+        cls, run: Callable, dtype: torch.dtype, as_they_are: bool, x, weight, conv_bias, *others
+    ) -> Tensor:
+        """run's result under autocast to `dtype`. as_they_are: is the convolution given operands of one dtype as they are? That is
+        more exact, and no pass converts x."""
+        count = len(cls.operands) - 2
+        tail = [parameter.to(cls._autocast_tail(parameter, dtype)) for parameter in others[:count]]
+        if not as_they_are or x.dtype != weight.dtype:
+            x, weight = x.to(dtype), weight.to(dtype)
+        return cls._autocast_result(run(x, weight, conv_bias, *tail, *others[count:]), dtype)
 
     def _constants(self) -> tuple:
         return tuple([convert(_attribute(self, name)) for name, convert in self.constants.items()])
@@ -345,10 +345,6 @@ def _convolved_dtype(tensor: Tensor) -> torch.dtype:
     return _autocast_dtype(tensor) or tensor.dtype
 
 
-def _ways(operator: Operator | None) -> tuple:
-    return (operator, operator.run, operator.differentiable) if operator else ()
-
-
 # ---------------------------------------------------------------------------------------------------------- kept plans
 
 
@@ -372,6 +368,7 @@ class Kept:
         self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
         counted = [*map(vars(twin).get, twin.constants), *[v for m in modules for v in vars(m).values()]]
         self.steady = not any(isinstance(value, list) for value in counted)
+        self.generation = inline_loader.generation
         self.plans: dict[tuple, tuple] = {}
 
     @staticmethod
@@ -394,45 +391,40 @@ class Kept:
         for table, values in self.tables:
             if len(table) != len(values) or not all(map(is_, table.values(), values)):
                 return False
-        return self.steady
+        return self.steady and self.generation == inline_loader.generation
 
     def run(self, twin: Twin, x: Tensor) -> Tensor:
         """forward(x) of a plain tensor which nothing watches."""
         try:
             operands = [parameters[name] for parameters, name in self.sources]
-            needs_gradient = torch.is_grad_enabled() and (
-                x.requires_grad or any([p.requires_grad for p in operands])
-            )
+            needs_gradient = _needs_gradient(x, *operands)
             autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
-            described = [(type(p), p.shape, p.dtype, p.device) for p in operands]
-            situation = (
-                x.shape,
-                x.dtype,
-                x.device,
-                x.layout,
-                needs_gradient,
-                autocast,
-                twin._setting(x),
-                *described,
-            )
+            situation = needs_gradient, autocast, *map(type, operands), *described(x, *operands)
         except (AttributeError, KeyError):  # a parameter is missing, or none: the decision says what follows
             return twin._compute(x, twin._choose(x).variant)
-        if (plan := self.plans.get(situation)) is None:
-            if len(self.plans) >= _KEPT_PLANS:
-                self.plans.clear()
-            plan = self.plans[situation] = self._plan(twin, x, needs_gradient)
-        operator, constants = plan
-        if operator is None:
-            return twin._compute(x, "eager")
-        if autocast is None and not twin.draws:
-            return operator(x, *operands, *constants)
-        return twin._launch(operator, x, operands, constants, autocast)
+        if (plan := self.plans.get(situation)) is not None:
+            run, constants = plan
+            if run is None:
+                return twin._compute(x, "eager")
+            return run(x, *operands, *twin._drawn(x, constants), *constants)
+        return self._decide(twin, x, operands, situation)
 
-    @staticmethod
-    def _plan(twin: Twin, x: Tensor, needs_gradient: bool) -> tuple[Callable | None, tuple]:
-        """The operator's way for this situation, None for eager, and its constants."""
-        variant = twin._choose(x).variant
+    def _decide(self, twin: Twin, x: Tensor, operands: list[Tensor], situation: tuple) -> Tensor:
+        """The first call in a situation: forward(x), and what keeps the decision."""
+        needs_gradient, autocast, *_ = situation
+        variant, run = twin._choose(x).variant, None
         if variant == "eager":
-            return None, ()
-        operator = getattr(twin, variant)
-        return operator.differentiable if needs_gradient else operator.run, twin._constants()
+            y, constants = twin._compute(x, variant), ()
+        else:
+            operator, constants = getattr(twin, variant), twin._constants()
+            drawn, plan = twin._drawn(x, constants), None
+            if autocast is None:
+                plan = operator.plan((x, *operands, *drawn, *constants), saving=needs_gradient)
+            run = operator.bound(plan, needs_gradient)
+            if autocast is not None:
+                run = functools.partial(twin.run_autocast, run, autocast, variant == "fused")
+            y = run(x, *operands, *drawn, *constants)
+        if len(self.plans) >= _KEPT_PLANS:
+            self.plans.clear()
+        self.plans[situation] = run, constants
+        return y

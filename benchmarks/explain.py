@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch.utils.cpp_extension import CUDA_HOME  # noqa: E402
 
-import checks  # noqa: E402
 import compare  # noqa: E402
 import models  # noqa: E402
+from benchmarks import report  # noqa: E402
 
 CALLS = 9
 VARIANTS = "eager,epilogue,fused"
@@ -58,9 +58,9 @@ UNITS = {
 
 def contestant(name: str, variant: str):
     """The module, its reference and its input, random, on the GPU."""
-    problem = models.PROBLEMS[name]
-    model = problem.Model(*problem.get_init_inputs()).to("cuda")
-    return checks.contestant(problem, variant, model), model, problem.get_inputs(device="cuda")[0]
+    contest = compare.contest_of(name, device="cuda")
+    model = contest.model()
+    return contest.contestant(variant, model).module, model, contest.inputs()[0]
 
 
 def short(kernel: str) -> str:
@@ -185,7 +185,9 @@ def explain(name: str, variant: str, cache: Path) -> dict:
         row = {
             "problem": name, "number": problem.number, "variant": variant, "shape": list(x.shape),
             "ms": compare.time({variant: lambda: module(x)}, "cuda", seconds=1)[variant].median,
-            "bytes": problem.bytes(x, y), "operations": problem.operations(model, x), "floor_ms": compare._floor(problem, model, x, y),
+            "bytes": problem.bytes(x, y), "operations": problem.operations(model, x), "floor_ms": compare.floor_of(
+                compare.contest_of(name, device="cuda"), problem.bytes(x, y), problem.operations(model, x)
+            ),
             "kernels": profile(lambda: module(x)),
         }  # fmt: skip
     counted, ours = counters(name, variant), stacks(cache)
@@ -252,10 +254,7 @@ def main() -> None:
         rows = [explain(name, variant, Path(folder)) for name in names for variant in variants]
     print(table(rows))
     if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(
-            json.dumps(compare.record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        report.write(Path(options.json), rows)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ one thread: `us`, the thread's own time. Medians; eager and ours take turns, bur
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
+import functools
 import math
-import platform
 import statistics
 import sys
 import time
@@ -29,10 +27,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+import compare  # noqa: E402
 import models  # noqa: E402
+from benchmarks import report  # noqa: E402
 
 PHASES = ("forward", "forward_grad", "train")
-BURST = 16  # calls: with backward some 30 launches each, of 1,024 that a GPU's queue holds
 LOOP = 100  # calls
 WARM_UP = 1.0  # seconds of all calls together, the first of which compiles
 
@@ -44,12 +43,9 @@ def contestants(problem, device: str, variant: str) -> tuple[dict[str, torch.nn.
     ours = problem.ModelNew.from_eager(model)
     ours.variant = variant
     channels, *extents = problem.input_shape[1:]
-    x = (
-        torch.rand(1, channels, *extents)
-        if device == "cuda"
-        else smallest_input(model, channels, len(extents))
-    )
-    return {"eager": model, "ours": ours}, x.to(device)
+    if device == "cuda":
+        return {"eager": model, "ours": ours}, torch.rand(1, channels, *extents, device=device)
+    return {"eager": model, "ours": ours}, smallest_input(model, channels, len(extents))
 
 
 def smallest_input(model: torch.nn.Module, channels: int, dimensions: int) -> torch.Tensor:
@@ -65,17 +61,10 @@ def smallest_input(model: torch.nn.Module, channels: int, dimensions: int) -> to
 
 def call_of(module: torch.nn.Module, x: torch.Tensor, phase: str) -> Callable[[], object]:
     """One call; its results are dropped when it returns, which is part of what a call costs."""
-    if phase == "forward":
-        return torch.no_grad()(lambda: module(x))
-    if phase == "forward_grad":
-        return lambda: module(x)
+    if phase != "train":
+        return functools.partial(module, x)
     parameters, g = list(module.parameters()), torch.ones_like(module(x))
     return lambda: torch.autograd.grad(module(x), parameters, g, allow_unused=True)
-
-
-def synchronize(x: torch.Tensor) -> None:
-    if x.is_cuda:
-        torch.cuda.synchronize()
 
 
 def warm_up(calls: dict[str, Callable], x: torch.Tensor) -> None:
@@ -87,20 +76,9 @@ def warm_up(calls: dict[str, Callable], x: torch.Tensor) -> None:
         rounds += 1
 
 
-def microseconds(calls: dict[str, Callable], x: torch.Tensor, seconds: float) -> dict[str, float]:
-    """The median time of each call, in turn, burst by burst."""
-    clock = time.perf_counter_ns if x.is_cuda else time.thread_time_ns
-    times = {name: [] for name in calls}
-    start = time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        for name, call in calls.items():
-            synchronize(x)
-            for _ in range(BURST):
-                before = clock()
-                call()
-                times[name].append(clock() - before)
-    synchronize(x)
-    return {name: statistics.median(values) / 1e3 for name, values in times.items()}
+def synchronize(x: torch.Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize()
 
 
 def loop_microseconds(calls: dict[str, Callable], x: torch.Tensor) -> dict[str, float]:
@@ -121,12 +99,13 @@ def measure(problem, device: str, variant: str, seconds: float) -> list[dict]:
     """A row for each phase."""
     rows = []
     modules, x = contestants(problem, device, variant)
+    now = time.perf_counter_ns if x.is_cuda else time.thread_time_ns
     for phase in PHASES:
-        calls = {name: call_of(module, x, phase) for name, module in modules.items()}
-        warm_up(calls, x)
-        us = microseconds(calls, x, seconds)
-        loop = loop_microseconds(calls, x) if x.is_cuda else dict.fromkeys(calls)
         with torch.set_grad_enabled(phase != "forward"):
+            calls = {name: call_of(module, x, phase) for name, module in modules.items()}
+            warm_up(calls, x)
+            us = compare.host_times(calls, device, seconds, now)
+            loop = loop_microseconds(calls, x) if x.is_cuda else dict.fromkeys(calls)
             plan = str(modules["ours"].plan(x))
         rows.append({
             "problem": problem.name, "number": problem.number, "phase": phase, "device": device, "shape": list(x.shape),
@@ -183,14 +162,7 @@ def main() -> None:
     )
     print(table(rows))
     if options.json:
-        item = {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-            "machine": platform.platform(), "torch": torch.__version__, "python": platform.python_version(),
-            "host_rows": rows,
-        }  # fmt: skip
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(item, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        report.write(options.json, rows)
 
 
 if __name__ == "__main__":

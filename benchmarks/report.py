@@ -181,7 +181,7 @@ def _markdown(item: dict) -> str:
     lines = [
         f"{machine_of(item)}{driver}, torch {item['torch']}, {rows[0]['dtype']}, {commit}, {item['date'][:10]}:",
         "",
-        "| problem | phase | ours | × eager | × best exact peer | × fastest peer | eager | best exact peer | fastest peer |",
+        "| problem, input | phase | ours | × eager | × best exact peer | × fastest peer | eager | best exact peer | fastest peer |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for phase in _phases_shown(item):
@@ -197,7 +197,7 @@ def _markdown_row(rows: list[dict]) -> str:
         fastest = None  # an older record: what missed the rule was not timed
     failing = next((row for row in rows if not compare.is_peer(row) and row["ok"] is False), None)
     cells = [
-        compare.title_of(rows[0]),
+        f"{compare.title_of(rows[0])}, {'×'.join(map(str, rows[0]['shape']))}",
         compare.situation_of(rows[0]),
         _cell(ours) if ours or not failing else compare.status_of(failing),
         *(_factor(peer, ours) for peer in (eager, exact, fastest)),

@@ -4,7 +4,7 @@
 
 Rows are compare.py's, checked as there, of eager, torch.compile and what "auto" runs, at: a quarter of the default batch, the
 default, four times the batch, twice the width; and the default in float16 and bfloat16. Each says further
-what was changed (`size`), and for ours `extra_mb`: the largest memory in use in a call beyond input and output.
+what was changed (`size`).
 The default also stands there under autocast (`autocast`: its dtype), timed alone: its results are the tests' business.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import torch  # noqa: E402
 
 import compare  # noqa: E402
 import models  # noqa: E402
+from benchmarks import report  # noqa: E402
 
 VARIANTS = ("eager", "compile", "auto")
 
@@ -44,21 +44,6 @@ def sizes(problem: models.Problem) -> dict[str, tuple[models.Problem, torch.dtyp
     }
 
 
-@torch.no_grad()
-def extra_mb(problem: models.Problem, dtype: torch.dtype) -> float:
-    model, (x,) = problem.get_model(device="cuda").to(dtype), problem.get_inputs(device="cuda")
-    x = x.to(dtype)
-    for _ in range(2):  # the first builds and loads
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        y = model(x)
-        torch.cuda.synchronize()
-        extra = torch.cuda.max_memory_allocated() - before - y.nbytes
-        del y
-    return extra / 1e6
-
-
 def autocast_ms(problem: models.Problem, dtype: torch.dtype) -> float:
     model, (x,) = problem.get_model(device="cuda"), problem.get_inputs(device="cuda")
 
@@ -72,47 +57,38 @@ def autocast_ms(problem: models.Problem, dtype: torch.dtype) -> float:
 def measure(problem: models.Problem) -> list[dict]:
     rows = []
     for size, (sized, dtype) in sizes(problem).items():
-        for row in compare.compare(sized, device="cuda", dtype=dtype, variants=VARIANTS):
-            rows.append(
-                {
-                    **row,
-                    "size": size,
-                    "extra_mb": extra_mb(sized, dtype) if row["variant"] == "auto" else None,
-                }
-            )
+        found = compare.compare(sized, device="cuda", dtype=dtype, variants=VARIANTS)
+        rows += [row | {"size": size} for row in found]
     plain = next(row for row in rows if row["size"] == "default" and row["variant"] == "auto")
     for dtype in (torch.float16, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        rows.append(
-            {
-                **plain,
-                "size": f"autocast {name}",
-                "autocast": name,
-                "median_ms": autocast_ms(problem, dtype),
-                "extra_mb": None,
-            }
-        )
+        name, ms = str(dtype).removeprefix("torch."), autocast_ms(problem, dtype)
+        changed = {
+            "size": f"autocast {name}",
+            "autocast": name,
+            "median_ms": ms,
+            "call_ms": None,
+            "host_us": None,
+            "memory_mb": None,
+        }
+        rows.append(plain | changed)
     return rows
 
 
 def table(rows: list[dict]) -> str:
-    lines = [
-        f"{'':3}{'size':22}{'variant':10}{'eager':>9}{'compile':>9}{'ours':>9}{'over the best':>15}{'extra MB':>10}"
-    ]
+    head = f"{'eager':>9}{'compile':>9}{'ours':>9}{'over the best':>15}{'MB more':>10}"
+    lines = [f"{'':3}{'size':22}{'variant':10}{head}"]
     for number, size in dict.fromkeys((row["number"], row["size"]) for row in rows):
-        ms = {
-            row["variant"]: row["median_ms"] for row in rows if (row["number"], row["size"]) == (number, size)
-        }
-        ours = next(
-            row for row in rows if (row["number"], row["size"], row["variant"]) == (number, size, "auto")
+        group = {row["variant"]: row for row in rows if (row["number"], row["size"]) == (number, size)}
+        ours, exact = (
+            group["auto"],
+            [row["median_ms"] for row in group.values() if row["peer"] and row["ok"] and row["median_ms"]],
         )
-        peers = [ms[name] for name in VARIANTS[:-1] if ms.get(name)]
-        ratio = f"{min(peers) / ms['auto']:.2f}" if peers and ms["auto"] else "–"
-        cells = "".join(f"{ms[name]:9.3f}" if ms.get(name) else f"{'–':>9}" for name in VARIANTS)
-        extra = "–" if ours["extra_mb"] is None else f"{ours['extra_mb']:.1f}"
-        lines.append(
-            f"{number:<3}{size:22}{(ours['plan'] or ours['reason'] or '–').split(':')[0][:9]:10}{cells}{ratio:>15}{extra:>10}"
-        )
+        ratio = f"{min(exact) / ours['median_ms']:.2f}" if exact and ours["median_ms"] else "–"
+        times = [group[name]["median_ms"] if name in group else None for name in VARIANTS]
+        cells = "".join(f"{ms:9.3f}" if ms else f"{'–':>9}" for ms in times)
+        extra = "–" if ours["memory_mb"] is None else f"{ours['memory_mb']:.1f}"
+        variant = (ours["plan"] or ours["reason"] or "–").split(":")[0][:9]
+        lines.append(f"{number:<3}{size:22}{variant:10}{cells}{ratio:>15}{extra:>10}")
     return "\n".join(lines)
 
 
@@ -127,9 +103,7 @@ def main() -> None:
     for name in options.names or models.PROBLEMS:
         rows += measure(models.PROBLEMS[name])
         if options.json:
-            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(compare.record(rows), indent=1, ensure_ascii=False) + "\n"
-            Path(options.json).write_text(text, encoding="utf-8")
+            report.write(Path(options.json), rows)
     print(table(rows))
 
 

@@ -6,7 +6,7 @@
 // The slope of group_norm(v)·scale has the sign of weight·scale, known beforehand. So one pass over v gives the statistics
 // and each window's selected v (the largest, or for a negative slope the smallest); affine and clamp then see y's size only.
 // Bound by memory: forward reads v once; backward reads v and writes dv once.
-#include "reduce.cuh"
+#include "statistics.cuh"
 
 #ifndef POOL_H
 #define POOL_H 2

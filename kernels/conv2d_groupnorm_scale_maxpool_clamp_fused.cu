@@ -19,9 +19,11 @@
 // products are formed, the other sums up its own, converts the next row of x and fetches the one after. (Teams that may all form
 // products at once do everything else at once, too, and leave the tensor cores idle meanwhile.) Measured on an H200: 0.127 ms in
 // all; this pass 0.103, the tensor cores busy 74 % of it, and 0.02 to finish.
-#include "halves.cuh"
+#include "normalisation.h"
+#include "operands.cuh"
 #include "reduce.cuh"
 #include "tensor_core.cuh"
+#include "vector.cuh"
 
 #ifndef CHANNELS_IN
 #define CHANNELS_IN 8
@@ -499,14 +501,6 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
   } else {
     for (int i = begin; i < size; i += step) out[i] = apply(affine[i / plane], in[i]);
   }
-}
-
-// Can a kernel be launched while the one before it still runs? From sm_90 on.
-bool starts_early() {
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major >= 9;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 // row. Measured: rows of S floats start between two sectors, so tiles that are long along S waste less.
 #include "numerics.h"
 #include "reduce.cuh"
+#include "vector.cuh"
 
 // How a block's threads lie over rows of kWidth elements: `lane` along a row, `step` and every kStep-th row after it.
 template <int kWidth> struct Layout {

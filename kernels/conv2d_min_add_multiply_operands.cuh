@@ -7,7 +7,7 @@
 #pragma once
 #include <type_traits>
 
-#include "halves.cuh"
+#include "operands.cuh"
 #include "tensor_core.cuh"
 
 // A build's sizes. Those from TILE_WIDTH on are Python's plan: the kernels' layout follows from them, and has

@@ -6,7 +6,7 @@
 // but where no element of a plane passes a gradient (`active` is 0; min and clamp pass one at an exact tie only) its sums
 // are zero without reading.
 #include "philox.h"
-#include "reduce.cuh"
+#include "statistics.cuh"
 
 using Tail = MinClamp<accumulate_t>;
 

@@ -1,12 +1,20 @@
 // y = dropout(clamp(min(group_norm(conv(x)), low), low, high), p), forward, with the convolution inside.
 //
-// Two launches. The first convolves, once: the sums go to y's own place, rounded to its dtype, and their statistics, taken before,
-// aside; the block that completes a sample merges those, in a fixed order, so that results are bitwise equal from run to run. The second normalises, applies min, clamp and dropout in place. Every value is computed, though min and clamp make most of them
-// equal. The mask is that of conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
-#include "convolution3d.cuh"
+// x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W); y (N, CHANNELS_OUT,
+// D', H', W'). Two launches:
+//   convolve_kernel   once: the sums, rounded to y's dtype, in y's own place, and their statistics, taken before. The
+//                     block that completes a sample merges those, in a fixed order, so that results are bitwise
+//                     equal from run to run
+//   finish_kernel     normalises, applies min, clamp and dropout in place
+// Every value is computed, though min and clamp make most of them equal. The mask is that of
+// conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
+//
+// At the default size (128, 3, 16, 64, 64), 3×3×3, 16 channels: 101 MB in, 441 MB out, which the second launch reads
+// and writes once more; bound by memory, 0.127 ms at 4.28 TB/s if it did not.
+#include "conv3d_statistics.cuh"
 #include "philox.h"
 
-constexpr int kStagingPitch = kTurn + 8;  // of a warp's results in shared memory: stores of 8 channels meet no bank conflict
+constexpr int kStagingPitch = kTurn + 8;  // of a channel in shared memory: stores of 8 channels meet no bank conflict
 
 struct DropoutMask {
   const int64_t* seed;  // null: nothing is dropped
@@ -16,7 +24,8 @@ struct DropoutMask {
 
 inline DropoutMask dropout_mask(const int64_t* seed, double p) {
   const double kept_from = ceil(double(float(p)) * 0x1p24) * 256;  // p = 1 drops everything: its scale is 0
-  return {seed, kept_from >= 0x1p32 ? 0xffffffffu : uint32_t(kept_from), float(float(p) < 1 ? 1 / (1 - p) : 0)};
+  const uint32_t threshold = kept_from >= 0x1p32 ? 0xffffffffu : uint32_t(kept_from);
+  return {seed, threshold, float(float(p) < 1 ? 1 / (1 - p) : 0)};
 }
 
 struct GroupNorm {
@@ -30,36 +39,41 @@ struct alignas(16) Affine {
   float offset, slope, bias;
 };
 
-// ------------------------------------------------------------------------------------------------ convolution and statistics
+// ------------------------------------------------------------------------------------ convolution and statistics
 
-// Takes statistics, and writes the convolution of x - shift, in real units: four values at a time, or one by one where rows of
-// the part don't start at a multiple of four.
-template <bool kVectors> struct StoringSink : StatisticsSink {
+// Takes statistics, and writes the convolution of x - shift, in real units: four values at a time, or one by one
+// where a tile's rows don't start at a multiple of four. A turn's results wait in `staging` until the next turn's
+// products give time to store them.
+template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
+  static constexpr int kLanes = kTurn / 4;     // that store a channel's results of a turn
+  static constexpr int kChannels = 32 / kLanes;  // that a warp stores at a time
+  static constexpr int kStores = 16 / kChannels;
   float unit[2];
-  float* staging;  // [16][kStagingPitch] of this warp
-  output_t* y;  // the part's first element
-  int64_t channel;
-  int plane_size;
-  // A turn's results wait in `staging` until the next turn's products give time to store them.
-  static constexpr int kLanes = kTurn / 4, kRows = 32 / kLanes, kStores = 16 / kRows;  // lanes per channel, channels at a time
-  output_t* lane_at;  // y, of this lane's first element
-  output_t* waiting;  // where the waiting results go, or null
-  using StatisticsSink::StatisticsSink;
+  float* staging;      // [16][kStagingPitch] of this warp
+  output_t* y;         // the tile's first element
+  int64_t channel;     // elements
+  int plane;           // elements
+  output_t* lane_at;   // y, of this lane's first element
+  output_t* waiting;   // where the waiting results go, or null
+  using StatisticsEpilogue::StatisticsEpilogue;
+
   __device__ void start(float s) {
-    StatisticsSink::start(s), waiting = nullptr;
+    StatisticsEpilogue::start(s), waiting = nullptr;
 #pragma unroll
-    for (int r = 0; r < 2; r++) unit[r] = 1 / scale * (1 / storage.weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
+    for (int r = 0; r < 2; r++)
+      unit[r] = 1 / scale * (1 / storage.weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
   }
   // Sums start at zero: values that started at an outlier would be as inexact as it is.
-  __device__ __forceinline__ void begin(float (&c)[kTiles][4]) const {
+  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
 #pragma unroll
-    for (int j = 0; j < kTiles; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
   }
-  // Four elements of channel lane / kLanes + i·kRows.
+  // Four elements of channel lane / kLanes + i·kChannels.
   __device__ __forceinline__ void store(int i) {
     const int lane = threadIdx.x % 32;
-    const float4 four = *reinterpret_cast<const float4*>(staging + (lane / kLanes + i * kRows) * kStagingPitch + lane % kLanes * 4);
-    output_t* const to = waiting + i * kRows * channel;
+    const float* const from = staging + (lane / kLanes + i * kChannels) * kStagingPitch + lane % kLanes * 4;
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    output_t* const to = waiting + i * kChannels * channel;
     if constexpr (sizeof(output_t) == 4) {
       store_if(waiting, to, four);
     } else {
@@ -73,11 +87,11 @@ template <bool kVectors> struct StoringSink : StatisticsSink {
       for (int i = step * kStores / kSteps; i < (step + 1) * kStores / kSteps; i++) store(i);
     }
   }
-  __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
+  __device__ __forceinline__ void take(float (&v)[kFragments][4], int at_plane, int q, int positions) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __syncwarp();  // what waited has been read
 #pragma unroll
-    for (int j = 0; j < kTiles; j++)
+    for (int j = 0; j < kFragments; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
         *reinterpret_cast<float2*>(staging + (g + 8 * r) * kStagingPitch + j * 8 + 2 * t) =
@@ -85,17 +99,18 @@ template <bool kVectors> struct StoringSink : StatisticsSink {
     __syncwarp();
     if (started)
 #pragma unroll
-      for (int j = 0; j < kTiles; j++)
+      for (int j = 0; j < kFragments; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) v[j][i] -= shift[i / 2];
-    StatisticsSink::take(v, plane, q, limit);
-    const int64_t at = int64_t(plane) * plane_size + q;
+    StatisticsEpilogue::take(v, at_plane, q, positions);
+    const int64_t at = int64_t(at_plane) * plane + q;
     if constexpr (kVectors) {
-      waiting = q + lane % kLanes * 4 < limit ? lane_at + at : nullptr;
+      waiting = q + lane % kLanes * 4 < positions ? lane_at + at : nullptr;
     } else {
 #pragma unroll 1
       for (int row = 0; row < 16; row++)
-        for (int i = lane; i < min(kTurn, limit - q); i += 32) y[row * channel + at + i] = output_t(staging[row * kStagingPitch + i]);
+        for (int i = lane; i < min(kTurn, positions - q); i += 32)
+          y[row * channel + at + i] = output_t(staging[row * kStagingPitch + i]);
     }
   }
   __device__ __forceinline__ void finish() {
@@ -103,17 +118,17 @@ template <bool kVectors> struct StoringSink : StatisticsSink {
 #pragma unroll
       for (int i = 0; i < kStores; i++) store(i);
     }
-    StatisticsSink::finish();
+    StatisticsEpilogue::finish();
   }
 };
 
-// A block has written its part of a sample of which `parts_done` counts the parts: is it the last one? Then it may read what all
-// have written. All threads call it. `last`: shared memory.
-__device__ inline bool is_last_part(bool& last, unsigned* parts_done, unsigned parts) {
+// A block has written its tile of a sample, and `tiles_done` counts the sample's: is it the last one? Then it may
+// read what all have written. All threads call it. `last`: shared memory.
+__device__ inline bool is_last_tile(bool& last, unsigned* tiles_done, unsigned tiles) {
   __syncthreads();  // all threads have written
   if (threadIdx.x == 0) {
     __threadfence();
-    last = atomicAdd(parts_done, 1) == parts - 1;
+    last = atomicAdd(tiles_done, 1) == tiles - 1;
     __threadfence();
   }
   __syncthreads();
@@ -128,25 +143,22 @@ struct Channel {
 struct SharedStorage {
   union {
     alignas(16) float staging[kBlockWarps][16 * kStagingPitch];
-    Channel channels[kOut];  // after the sweep
+    Channel channels[kOut];  // after the mainloop
   };
-  SweepStorage sweep;
+  MainloopStorage mainloop;
   bool last;
 };
 static_assert(kPlanned<SharedStorage>);
 
-// affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel. `channels`: shared memory.
-__device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], const PartStatistics* statistics, const Convolution& c,
-                                    const GroupNorm& norm, int64_t n) {
+// affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel.
+// `channels`: shared memory.
+__device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], const TileStatistics* statistics,
+                                    const Convolution& c, const GroupNorm& norm, int64_t n) {
   const int eighth = threadIdx.x % 8;
   for (int channel = threadIdx.x / 8; channel < kOut; channel += kBlock / 8) {
     Moments<float> own{0, 0, 0};
-    for (int slot = eighth; slot < c.slots(); slot += 8) {
-      const float2 part = __ldcg(reinterpret_cast<const float2*>(statistics + (n * c.slots() + slot) * kOut + channel));
-      own = own.merge({slot_count(c, slot), part.x, part.y});
-    }
-    for (int m = 1; m < 8; m *= 2)
-      own = own.merge({__shfl_xor_sync(~0u, own.count, m), __shfl_xor_sync(~0u, own.mean, m), __shfl_xor_sync(~0u, own.m2, m)});
+    for (int slot = eighth; slot < c.slots(); slot += 8) own = own.merge(moments_of(statistics, c, n, slot, channel));
+    own = merge_lanes<8>(own);
     if (eighth == 0) {
       double level = norm.conv_bias[channel];  // in double: it may be many times the spread
       for (int i = 0; i < kIn; i++) {
@@ -162,33 +174,34 @@ __device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], 
   for (int channel = threadIdx.x; channel < kOut; channel += kBlock) {
     Moments<double> all{0, 0, 0};
     for (int i = 0; i < per_group; i++) all = all.merge(channels[channel / per_group * per_group + i].moments);
-    affines[n * kOut + channel] = {float(channels[channel].constant - all.mean), norm.weight[channel] / sqrtf(float(all.variance()) + norm.eps),
-                                   norm.bias[channel]};
+    const float slope = norm.weight[channel] / sqrtf(float(all.variance()) + norm.eps);
+    affines[n * kOut + channel] = {float(channels[channel].constant - all.mean), slope, norm.bias[channel]};
   }
 }
 
-// Grid (N · slots, kOut / 16). parts_done (N) is zero at the start.
+// Grid (N · slots, kOut / 16). tiles_done (N) is zero at the start.
 template <bool kVectors>
 __global__ void __launch_bounds__(kBlock, 1)
-convolve_kernel(output_t* y, PartStatistics* statistics, Affine* affines, unsigned* parts_done, GroupNorm norm, const Convolution c) {
+convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsigned* tiles_done, GroupNorm norm,
+                const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
-  const Part part(c, blockIdx.x);
+  const Tile tile(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32;
   const int64_t plane = int64_t(c.OH) * c.OW;
-  Sweep sweep(c, part, storage.sweep, reinterpret_cast<uint32_t*>(shared), first_channel);
-  StoringSink<kVectors> sink(storage.sweep);
-  sink.plane_size = int(plane), sink.channel = c.OD * plane;
-  sink.y = y + (part.n * kOut + first_channel) * sink.channel + part.first_row * c.OW;
-  sink.lane_at = sink.y + lane / sink.kLanes * sink.channel + lane % sink.kLanes * 4;
-  sink.staging = storage.staging[threadIdx.x / 32];
-  sweep.run(sink, part.plane_count * sweep.turns);
-  sink.write(statistics, c, part, first_channel);
-  if (is_last_part(storage.last, parts_done + part.n, c.slots() * (kOut / 16)))
-    find_affines(affines, storage.channels, statistics, c, norm, part.n);
+  Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
+  StoringEpilogue<kVectors> epilogue(storage.mainloop);
+  epilogue.plane = int(plane), epilogue.channel = c.OD * plane;
+  epilogue.y = y + (tile.n * kOut + first_channel) * epilogue.channel + tile.first_row * c.OW;
+  epilogue.lane_at = epilogue.y + lane / epilogue.kLanes * epilogue.channel + lane % epilogue.kLanes * 4;
+  epilogue.staging = storage.staging[threadIdx.x / 32];
+  mainloop.run(epilogue, tile.planes * mainloop.turns());
+  epilogue.write(statistics, c, tile, first_channel);
+  if (is_last_tile(storage.last, tiles_done + tile.n, c.slots() * (kOut / 16)))
+    find_affines(affines, storage.channels, statistics, c, norm, tile.n);
 }
 
-// ------------------------------------------------------------------------------------------------ what follows it
+// ----------------------------------------------------------------------------------------------- what follows it
 
 struct Tail {
   float low, high;
@@ -202,7 +215,8 @@ struct Tail {
 };
 
 // philox(seed, counter + i·step), as in philox.h, for several i side by side, which share the keys.
-template <int kCount> __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, uint64_t counter, int step) {
+template <int kCount>
+__device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, uint64_t counter, int step) {
 #pragma unroll
   for (int i = 0; i < kCount; i++, counter += step) draws[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -217,8 +231,8 @@ template <int kCount> __device__ __forceinline__ void draw(Philox4 (&draws)[kCou
     }
 }
 
-// Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a channel has a multiple
-// of four. Grid: N · kOut · chunks. The last samples come first: of those the cache still holds something.
+// Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a channel
+// has a multiple of four. Grid: N · kOut · chunks. The last samples come first: the cache still holds some of them.
 template <bool kVectors>
 __global__ void __launch_bounds__(kThreads)
 finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsigned channels, unsigned chunks) {
@@ -226,7 +240,8 @@ finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsig
   const unsigned channel = channels - 1 - blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Affine affine = affines[channel];
   const uint64_t seed = tail.mask.seed ? uint64_t(*tail.mask.seed) : 0;
-  const int64_t whole = tail.before + channel * size, first = whole / 4, count = (whole + size - 1) / 4 - first + 1;
+  const int64_t whole = tail.before + channel * size;  // elements before this channel
+  const int64_t first = whole / 4, count = (whole + size - 1) / 4 - first + 1;  // draws
   const int step = chunks * kThreads;
   y += channel * size;
 #pragma unroll 1
@@ -257,27 +272,28 @@ finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsig
   }
 }
 
-// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth), since a
-// block convolves `rows` output rows of `depth` output planes (rows to shared: convolution()); affines (N, CHANNELS_OUT, 4); parts_done (N). seed (1), or without
-// elements for no dropout; offset is the number of elements before y in the whole.
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
-                    const float* conv_bias, const float* norm_weight, const float* norm_bias, const int64_t* seed, double low,
-                    double high, double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
+// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2), where a
+// sample has `slots` tiles; affines (N, CHANNELS_OUT, 4); tiles_done (N). seed (1), or without elements for no
+// dropout; offset is the number of elements before y in the whole; rows to shared are the plan (convolution()).
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
+                    const float* norm_weight, const float* norm_bias, const int64_t* seed, double low, double high,
+                    double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
                     int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
-  const auto convolve = vectors_fit(y, plane) && rows * c.OW % 4 == 0 ? convolve_kernel<true> : convolve_kernel<false>;
+  const bool vectors = vectors_fit(y, plane) && rows * c.OW % 4 == 0;
+  const auto convolve = vectors ? convolve_kernel<true> : convolve_kernel<false>;
+  const GroupNorm norm{conv_bias, norm_weight, norm_bias, float(eps), int(groups)};
   allow_shared(convolve);
-  auto* const statistics = reinterpret_cast<PartStatistics*>(scratch);
+  auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
   auto* const affines = reinterpret_cast<Affine*>(scratch + N * c.slots() * kOut * 2);
-  auto* const parts_done = reinterpret_cast<unsigned*>(affines + N * kOut);
-  cudaMemsetAsync(parts_done, 0, N * sizeof(int32_t), stream);
-  convolve<<<dim3(unsigned(N * c.slots()), kOut / 16), kBlock, c.shared, stream>>>(
-      y, statistics, affines, parts_done,
-      {conv_bias, norm_weight, norm_bias, float(eps), int(groups)}, c);
+  auto* const tiles_done = reinterpret_cast<unsigned*>(affines + N * kOut);
+  cudaMemsetAsync(tiles_done, 0, N * sizeof(unsigned), stream);
+  const dim3 grid(unsigned(N * c.slots()), kOut / 16);
+  convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, affines, tiles_done, norm, c);
   const auto finish = vectors_fit(y, size) && offset % 4 == 0 ? finish_kernel<true> : finish_kernel<false>;
+  const Tail tail{float(low), float(high), dropout_mask(seed, p), offset};
   const unsigned channels = unsigned(N * kOut), chunks = chunks_for(size);
-  finish<<<channels * chunks, kThreads, 0, stream>>>(y, affines,
-                                                     {float(low), float(high), dropout_mask(seed, p), offset}, size, channels, chunks);
+  finish<<<channels * chunks, kThreads, 0, stream>>>(y, affines, tail, size, channels, chunks);
 }

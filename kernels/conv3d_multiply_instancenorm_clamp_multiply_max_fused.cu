@@ -1,61 +1,76 @@
 // y = max over c of m[c]·clamp(instance_norm(conv(x)·m[c]), low, high), forward, with the convolution inside.
 //
-// Twice over: statistics per (sample, block, channel), then the convolution again, normalised and reduced over the channels. One launch
-// where a block has a whole sample, or where all blocks run at the same time and can meet in between; else two. In one launch the sums at
-// the last positions are held, not computed again: those that find room in shared memory, and before them those for which there is scratch,
-// small enough to stay in the L2 cache.
-// Instance normalisation removes whatever is constant over a channel: the convolution's bias and what shifting x adds.
+// x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W), m (CHANNELS_OUT);
+// y (N, D', H', W').
+//
+// Two phases: statistics per (sample, tile, channel), then the convolution again, normalised and reduced over the
+// channels. One launch where a block has a whole sample, or where all blocks run at the same time and can meet in
+// between; else two. In one launch the sums at the last positions are held, not computed again: those that find room
+// in shared memory, and before them those for which there is scratch, small enough to stay in the L2 cache.
+// Instance normalisation removes what is constant over a channel: the convolution's bias and what shifting x adds.
+//
+// At the default size (128, 3, 16, 32, 32), 3×3×3, 16 channels: 25 MB in, 6.5 MB out, 0.007 ms at 4.28 TB/s.
 #include <cooperative_groups.h>
 
-#include "convolution3d.cuh"
+#include "conv3d_statistics.cuh"
+#include "normalisation.h"
 
-// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds and, squared, in `slope`.
-// The maximum over channels of max(low, min(value, high)) is the larger one of their lows' and of their min(value, high)'s.
+// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds and,
+// squared, in `slope`. The maximum over channels of max(low, min(value, high)) is the larger one of their lows' and
+// of their min(value, high)'s.
 struct Coefficients {
   float offset, slope, low, high;
 };
 // m·bound; where 0 times infinity would stand, 0, which is what m·clamp(z) is.
 __device__ inline float scaled_bound(float bound, float m) { return m == 0 && isinf(bound) ? 0.f : bound * m; }
 
-// Sums at `turns` of a block's turns, from `first` on, where there is room for `most`.
+// Sums at `turns` of a tile's turns, from `first` on, where there is room for `most`.
 struct Held {
-  float* values;  // [16][pitch]
-  int first, turns, pitch;
   static constexpr int kPad = 8;  // stores of 8 channels then meet no bank conflict, and fill sectors
+  float* values;                  // [16][pitch]
+  int first, turns, pitch;
   __device__ static int pitch_of(int most) { return most * kTurn + kPad; }
-  __device__ Held(float* values, int first, int turns, int most) : values(values), first(first), turns(turns), pitch(pitch_of(most)) {}
-  __device__ __forceinline__ void take(const float (&v)[kTiles][4], const float (&shift)[2], int turn) const {
+  __device__ Held(float* values, int first, int turns, int most)
+      : values(values), first(first), turns(turns), pitch(pitch_of(most)) {}
+  __device__ __forceinline__ void take(const float (&v)[kFragments][4], const float (&shift)[2], int turn) const {
     turn -= first;
     if (turn < 0 || turn >= turns) return;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float* const to = values + g * pitch + turn * kTurn + 2 * t;
 #pragma unroll
-    for (int j = 0; j < kTiles; j++)
+    for (int j = 0; j < kFragments; j++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        *reinterpret_cast<float2*>(to + 8 * r * pitch + 8 * j) = make_float2(v[j][2 * r] + shift[r], v[j][2 * r + 1] + shift[r]);
+        *reinterpret_cast<float2*>(to + 8 * r * pitch + 8 * j) =
+            make_float2(v[j][2 * r] + shift[r], v[j][2 * r + 1] + shift[r]);
   }
 };
-// Of how many turns have `values` room?
+// For how many turns have so many `values` room?
 inline int held_turns(int64_t values) { return int(max(values / 16 - Held::kPad, int64_t(0)) / kTurn); }
 
-struct HoldingSink : StatisticsSink {
+// ---------------------------------------------------------------------------------------------------- epilogues
+
+// Takes statistics, and holds sums.
+struct HoldingEpilogue : StatisticsEpilogue {
   const Held &in_scratch, &in_shared;
   const int first_plane, plane_turns;
-  __device__ HoldingSink(SweepStorage& storage, const Held& in_scratch, const Held& in_shared, int first_plane, int plane_turns)
-      : StatisticsSink(storage), in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane), plane_turns(plane_turns) {}
-  __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
-    StatisticsSink::take(v, plane, q, limit);
+  __device__ HoldingEpilogue(MainloopStorage& storage, const Held& in_scratch, const Held& in_shared, int first_plane,
+                             int plane_turns)
+      : StatisticsEpilogue(storage), in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane),
+        plane_turns(plane_turns) {}
+  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
+    StatisticsEpilogue::take(v, plane, q, positions);
     const int turn = (plane - first_plane) * plane_turns + q / kTurn;
     in_scratch.take(v, shift, turn), in_shared.take(v, shift, turn);
   }
 };
 
-struct MaximumSink {
+// Normalises, and takes the maximum over channels.
+struct MaximumEpilogue {
   const Coefficients* coefficients;  // [16], in shared memory, as are the following
   const float* weight_scale;
   float4* scaled;  // high, initial, factor
-  output_t* y;     // of the sample's first plane, at the block's first row
+  output_t* y;     // of the sample's first plane, at the tile's first row
   int plane_size;
   bool first_channels;
   float low;                             // the largest of all channels
@@ -68,17 +83,19 @@ struct MaximumSink {
       low = max_nan(low, own.low), high[r] = own.high;
       const float w_scale = weight_scale[threadIdx.x % 32 / 4 + 8 * r];
       initial[r] = own.offset * scale * w_scale, factor[r] = own.slope * (1 / scale) * (1 / w_scale);
-      if (threadIdx.x < 32 && threadIdx.x % 4 == 0) scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], 0);
+      if (threadIdx.x < 32 && threadIdx.x % 4 == 0)
+        scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], 0);
     }
     for (int m = 4; m < 32; m *= 2) low = max_nan(low, __shfl_xor_sync(~0u, low, m));
   }
   // What is held, a thread per two positions.
-  __device__ __forceinline__ void take_held(const Held& held, const Part& part, int plane_turns) const {
+  __device__ __forceinline__ void take_held(const Held& held, const Tile& tile, int plane_turns) const {
 #pragma unroll 1
     for (int i = 2 * thread_index_anew(); i < held.turns * kTurn; i += 2 * kBlock) {
       float2 v[16];
 #pragma unroll
-      for (int channel = 0; channel < 16; channel++) v[channel] = *reinterpret_cast<const float2*>(held.values + channel * held.pitch + i);
+      for (int channel = 0; channel < 16; channel++)
+        v[channel] = *reinterpret_cast<const float2*>(held.values + channel * held.pitch + i);
       float best[2] = {low, low};
 #pragma unroll
       for (int channel = 0; channel < 16; channel++) {
@@ -89,28 +106,28 @@ struct MaximumSink {
       const int turn = held.first + i / kTurn, plane = turn / plane_turns, q = turn % plane_turns * kTurn + i % kTurn;
 #pragma unroll
       for (int u = 0; u < 2; u++)
-        if (q + u < part.limit) y[int64_t(part.first_plane + plane) * plane_size + q + u] = output_t(best[u]);
+        if (q + u < tile.positions) y[int64_t(tile.first_plane + plane) * plane_size + q + u] = output_t(best[u]);
     }
   }
-  __device__ __forceinline__ void begin(float (&c)[kTiles][4]) const {
+  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
 #pragma unroll
-    for (int j = 0; j < kTiles; j++) c[j][0] = c[j][1] = initial[0], c[j][2] = c[j][3] = initial[1];
+    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = initial[0], c[j][2] = c[j][3] = initial[1];
   }
   __device__ __forceinline__ float value(int r, float v) const { return min_nan(v * factor[r], high[r]); }
   __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void finish() {}
-  __device__ __forceinline__ void take(float (&v)[kTiles][4], int plane, int q, int limit) {
+  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float best[2 * kTiles];  // positions 2t, 2t + 1 of each tile
+    float best[2 * kFragments];  // positions 2t, 2t + 1 of each 8
 #pragma unroll
-    for (int j = 0; j < kTiles; j++)
+    for (int j = 0; j < kFragments; j++)
 #pragma unroll
       for (int u = 0; u < 2; u++) best[2 * j + u] = max_nan(value(0, v[j][u]), value(1, v[j][2 + u]));
     // Over the 8 lanes g: each step halves the positions that a lane keeps, as long as there are two.
     int kept = 0;
     bool owner = true;
 #pragma unroll
-    for (int step = 0, count = 2 * kTiles; step < 3; step++, count = (count + 1) / 2) {
+    for (int step = 0, count = 2 * kFragments; step < 3; step++, count = (count + 1) / 2) {
       const bool upper = g >> step & 1;
       if (count > 1) {
 #pragma unroll
@@ -125,7 +142,7 @@ struct MaximumSink {
       }
     }
     const int position = q + kept / 2 * 8 + 2 * t + kept % 2;
-    if (owner && position < limit) {
+    if (owner && position < positions) {
       output_t* at = y + int64_t(plane) * plane_size + position;
       const float all = max_nan(best[0], low);
       *at = output_t(first_channels ? all : max_nan(all, float(*at)));
@@ -133,78 +150,93 @@ struct MaximumSink {
   }
 };
 
+// ------------------------------------------------------------------------------------------------------- kernel
+
 enum Phases { kStatistics = 1, kApply = 2 };
 
 struct SharedStorage {
   float4 scaled[16];
   Coefficients coefficients[16];
-  SweepStorage sweep;
+  MainloopStorage mainloop;
 };
 static_assert(kPlanned<SharedStorage>);
 
-// Grid: N · slots. The block's channels come 16 at a time; y holds the maximum so far, which the same thread reads again.
+// Of a channel of sample n, from the statistics of all its tiles, merged in their order.
+__device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c, int64_t n,
+                                               int channel, float conv_bias, float multiplier, float low, float high,
+                                               float eps) {
+  Moments<float> all{0, 0, 0};
+  for (int slot = 0; slot < c.slots(); slot++) all = all.merge(moments_of(statistics, c, n, slot, channel));
+  const int64_t size = int64_t(c.OD) * c.OH * c.OW;
+  const ScaledChannel scaled = scaled_channel(&all.mean, &all.m2, &conv_bias, &multiplier, eps, 0, 0, 1, size);
+  const float at_low = scaled_bound(low > high ? high : low, scaled.m), at_high = scaled_bound(high, scaled.m);
+  const bool turned = scaled.m < 0;
+  return {-scaled.mean, scaled.a * scaled.m, turned ? at_high : at_low, turned ? at_low : at_high};
+}
+
+// Grid: N · slots. The channels come 16 at a time; y holds the maximum so far, which the same thread reads again.
 __global__ void __launch_bounds__(kBlock, 1)
-fused_kernel(output_t* y, PartStatistics* statistics, float* scratch, const float* conv_bias, const float* multiplier, float low,
-             float high, float eps, int phases, int scratch_turns, int shared_turns, const Convolution c) {
+fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const float* conv_bias, const float* multiplier,
+             float low, float high, float eps, int phases, int scratch_turns, int shared_turns, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
-  const Part part(c, blockIdx.x);
-  Sweep sweep(c, part, storage.sweep, reinterpret_cast<uint32_t*>(shared), 0);
-  const int all_turns = part.plane_count * sweep.turns;  // at the edges fewer than there is room for
-  const int in_shared_turns = min(shared_turns, all_turns), in_scratch_turns = min(scratch_turns, all_turns - in_shared_turns);
-  const int unheld = all_turns - in_scratch_turns - in_shared_turns;
-  const Held in_scratch(scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns), unheld, in_scratch_turns, scratch_turns);
-  const Held in_shared(reinterpret_cast<float*>(shared + (c.shared + 15) / 16), unheld + in_scratch_turns, in_shared_turns, shared_turns);
+  const Tile tile(c, blockIdx.x);
+  Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), 0);
+  const int plane_turns = mainloop.turns(), turns = tile.planes * plane_turns;  // at the edges few for what has room
+  const int in_shared_turns = min(shared_turns, turns), in_scratch_turns = min(scratch_turns, turns - in_shared_turns);
+  const int unheld = turns - in_scratch_turns - in_shared_turns;
+  float* const own_scratch = scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns);
+  float* const rest_of_shared = reinterpret_cast<float*>(shared + (c.shared + 15) / 16);
+  const Held in_scratch(own_scratch, unheld, in_scratch_turns, scratch_turns);
+  const Held in_shared(rest_of_shared, unheld + in_scratch_turns, in_shared_turns, shared_turns);
 #pragma unroll 1
   for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
     if (first_channel > 0) {
-      sweep.fetch_weights(first_channel);
+      mainloop.operands.fetch_weights(first_channel);
       __syncthreads();  // they are there, and weight_scale has been read
     }
     if (phases & kStatistics) {
-      HoldingSink sink(storage.sweep, in_scratch, in_shared, part.first_plane, sweep.turns);
-      sweep.run(sink, all_turns);
-      sink.write(statistics, c, part, first_channel);
+      HoldingEpilogue epilogue(storage.mainloop, in_scratch, in_shared, tile.first_plane, plane_turns);
+      mainloop.run(epilogue, turns);
+      epilogue.write(statistics, c, tile, first_channel);
     }
     if (phases == (kStatistics | kApply) && c.slots() > 1) cooperative_groups::this_grid().sync();  // all statistics are there
     if (phases & kApply) {
       const int own = threadIdx.x / 8, channel = first_channel + own;
-      if (threadIdx.x % 8 == 0 && own < 16) {  // the thread that wrote the block's own statistics of this channel
-        const Moments<float> moments = merge_slots(statistics, c, part.n, channel);
-        const ScaledChannel scaled =
-            scaled_channel(&moments.mean, &moments.m2, conv_bias + channel, multiplier + channel, eps, 0, 0, 1, int64_t(c.OD) * c.OH * c.OW);
-        const float at_low = scaled_bound(low > high ? high : low, scaled.m), at_high = scaled_bound(high, scaled.m);
-        storage.coefficients[own] = {-scaled.mean, scaled.a * scaled.m, scaled.m < 0 ? at_high : at_low, scaled.m < 0 ? at_low : at_high};
-      }
-      MaximumSink sink;
-      sink.coefficients = storage.coefficients, sink.weight_scale = storage.sweep.weight_scale, sink.scaled = storage.scaled;
-      sink.plane_size = c.OH * c.OW, sink.first_channels = first_channel == 0;
-      sink.y = y + part.n * c.OD * int64_t(sink.plane_size) + part.first_row * c.OW;
-      sweep.run(sink, unheld);
+      if (threadIdx.x % 8 == 0 && own < 16)  // the thread that wrote the tile's own statistics of this channel
+        storage.coefficients[own] = coefficients_of(statistics, c, tile.n, channel, conv_bias[channel],
+                                                    multiplier[channel], low, high, eps);
+      MaximumEpilogue epilogue;
+      epilogue.coefficients = storage.coefficients, epilogue.scaled = storage.scaled;
+      epilogue.weight_scale = storage.mainloop.weight_scale;
+      epilogue.plane_size = c.OH * c.OW, epilogue.first_channels = first_channel == 0;
+      epilogue.y = y + tile.n * c.OD * int64_t(epilogue.plane_size) + tile.first_row * c.OW;
+      mainloop.run(epilogue, unheld);
 #pragma unroll 1
       for (int i = 0; i < 2; i++) {
         Held held = in_scratch;
         if (i) held = in_shared;
-        sink.take_held(held, part, sweep.turns);
+        epilogue.take_held(held, tile, plane_turns);
       }
     }
   }
 }
 
-// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2) with slots = ceil(H' / rows)·ceil(D' / depth): a block computes
-// `rows` output rows of `depth` output planes (rows to shared: convolution()); then `held` values, any number, where sums are held.
+// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then `held`
+// values, any number, where sums are held. rows to shared are the plan (convolution()).
 EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
-                    const float* multiplier, double low, double high, double eps, int64_t held, int64_t N, int64_t D, int64_t H,
-                    int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
+                    const float* multiplier, double low, double high, double eps, int64_t held, int64_t N, int64_t D,
+                    int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared,
+                    cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t blocks = N * c.slots();
-  const int bytes = c.shared, all = allow_shared(fused_kernel);
+  const int all = allow_shared(fused_kernel);
   const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
   int shared_turns = 0, scratch_turns = 0;
   if (one_launch && kOut == 16) {
-    const int most = c.depth * turns(c);
-    shared_turns = min(held_turns((all - (bytes + 15) / 16 * 16) / int(sizeof(float))), most);
+    const int most = c.depth * c.turns();
+    shared_turns = min(held_turns((all - (c.shared + 15) / 16 * 16) / int(sizeof(float))), most);
     scratch_turns = min(held_turns(held / blocks), most - shared_turns);
     const int last_round = (most - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
     if (last_round) scratch_turns -= min(scratch_turns, kBlockWarps - last_round);
@@ -213,11 +245,14 @@ EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(blocks), config.blockDim = kBlock, config.dynamicSmemBytes = shared_turns ? all : bytes, config.stream = stream;
+  config.gridDim = unsigned(blocks), config.blockDim = kBlock, config.stream = stream;
+  config.dynamicSmemBytes = shared_turns ? all : c.shared;
   config.attrs = &cooperative, config.numAttrs = meet;
   const auto launch = [&](int phases) {
-    cudaLaunchKernelEx(&config, fused_kernel, y, reinterpret_cast<PartStatistics*>(scratch), scratch + blocks * kOut * 2, conv_bias, multiplier, float(low),
-                       float(high), float(eps), phases, scratch_turns, shared_turns, c);
+    auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
+    float* const sums = scratch + blocks * kOut * 2;
+    cudaLaunchKernelEx(&config, fused_kernel, y, statistics, sums, conv_bias, multiplier, float(low), float(high),
+                       float(eps), phases, scratch_turns, shared_turns, c);
   };
   if (one_launch) launch(kStatistics | kApply);
   else launch(kStatistics), launch(kApply);

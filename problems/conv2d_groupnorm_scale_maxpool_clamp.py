@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
-from loader_operators import declare, planned
+from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
@@ -59,135 +59,133 @@ class Arguments(NamedTuple):
     high: float
     eps: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
         names = "conv_bias", "norm_weight", "norm_bias", "scale?"
+        if plan and plan.ready:
+            return self[2:6]
         return operators.by_channel(self.x, self.weight, names, *self[2:6])
 
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-@planned
-def _way(
-    x: Tensor, weight: Tensor, pool: tuple[int, int], out_dtype: torch.dtype, saving: bool
-) -> SimpleNamespace:
+def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     """How such an input is convolved, and by what the rest is computed."""
-    ctype, index_dtype = operators.index_type(math.prod(pool))
-    v_format = torch.channels_last if library.device_type(x) == "cpu" else torch.contiguous_format
-    nothing = (x.new_empty(0, dtype=index_dtype), operators.no_statistics(x))
+    x, weight, (ctype, index_dtype) = a.x, a.weight, operators.index_type(math.prod(a.pool))
+    by_pixel, size = library.device_type(x) == "cpu", library.output_size(x, weight)
+    v_format = torch.channels_last if by_pixel else torch.contiguous_format
+    nothing = x.new_empty(0, dtype=index_dtype), operators.no_statistics(x)
     return SimpleNamespace(
-        kernels=operators.load(NAME, x, out_dtype, POOL_H=pool[0], POOL_W=pool[1], INDEX_T=ctype),
-        winograd=len(weight) % 32 == 0 and pool[0] % 2 == 0 and library.winograd_applies(x, weight),
-        v_format=v_format,  # in which the kernels read v: where the library is fastest
-        layout=v_format
-        if x.numel() >= weight.numel()
-        else torch.contiguous_format,  # but for an input that weight dwarfs
+        ready=operators.are_ready(a.x, a.weight, *a[2:6]),
+        kernels=operators.load(NAME, x, a.scale.dtype, POOL_H=a.pool[0], POOL_W=a.pool[1], INDEX_T=ctype),
+        winograd=len(weight) % 32 == 0 and a.pool[0] % 2 == 0 and library.winograd_applies(x, weight),
+        by_pixel=by_pixel,  # is v (N, H', W', C), or (N, C, H', W')? Each where the library is fastest
+        v_format=v_format,
+        # The library convolves in v's layout, too, but for an input that its weight dwarfs.
+        layout=v_format if x.numel() >= weight.numel() else torch.contiguous_format,
+        y=_y_shape(a),
         y_format=library.result_format(x, weight, False),
-        size=library.output_size(x, weight),
+        size=size,
+        sizes=(len(weight), a.groups, *size),
         samples=library.samples_per_piece(x, weight, saving),
         nothing=None if saving else nothing,  # in the places of index and statistics
     )
 
 
-def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tensor, ...]:
-    """y; the v that each window selects, and its index there; v's statistics by channel and group; the last two for backward, or `nothing`."""
-    (N, *_), (C, *_), device = a.x.shape, a.weight.shape, a.x.device
-    y = torch.empty((N, C, *(s // p for s, p in zip(size, a.pool))), dtype=a.scale.dtype, device=device)
+def _outputs(a: Arguments, shape: tuple[int, ...], nothing: tuple | None) -> tuple[Tensor, ...]:
+    """y; the v that each window selects, and its index there; v's statistics by channel and group. The last two are for backward:
+    `nothing` has what stands in their places without one."""
+    device, dtype = a.x.device, a.x.dtype
+    y = torch.empty(shape, dtype=a.scale.dtype, device=device)
     # Without backward the selected values become results where they are, on a CPU.
-    in_place = nothing is not None and library.device_type(a.x) == "cpu" and y.dtype == a.x.dtype
+    in_place = nothing is not None and y.dtype == dtype and library.device_type(a.x) == "cpu"
     extreme, (index, statistics) = (
-        y if in_place else torch.empty_like(y, dtype=a.x.dtype),
+        y if in_place else torch.empty_like(y, dtype=dtype),
         nothing or (None, None),
     )
     if index is None:
         index = torch.empty_like(y, dtype=operators.index_type(a.pool[0] * a.pool[1])[1])
     if statistics is None:
-        statistics = torch.empty(
-            (N, 2 * (C + a.groups)), dtype=operators.accumulate_dtype(a.x.dtype), device=device
-        )
+        count = shape[0], 2 * (shape[1] + a.groups)
+        statistics = torch.empty(count, dtype=operators.accumulate_dtype(dtype), device=device)
     return y, extreme, index, statistics
 
 
-def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
-    way, parameters = _way(a.x, a.weight, tuple(a.pool), a.scale.dtype, saving), a.by_channel()
-    y, *others = _outputs(a, way.size, way.nothing)
-    (N, Cin, *of_x), C, constants = a.x.shape, a.weight.shape[0], (a.low, a.high, a.eps)
-    if way.winograd:
-        v = a.x.new_empty((N, *way.size, C) if saving else 0)
-        inputs, sizes = (
-            (v, a.x.contiguous(), a.weight.contiguous(), *parameters),
-            (N, Cin, C, a.groups, *of_x),
-        )
-        way.kernels.convolve_forward(y, *others, *inputs, *constants, *sizes)
+def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
+    parameters, constants = a.by_channel(plan), a[8:]
+    y, *others = _outputs(a, plan.y, plan.nothing)
+    if plan.winograd:
+        (N, Cin, *of_x), (C, groups, *size) = a.x.shape, plan.sizes
+        v = a.x.new_empty((N, *size, C) if saving else 0)
+        inputs = v, a.x.contiguous(), a.weight.contiguous(), *parameters
+        plan.kernels.convolve_forward(y, *others, *inputs, *constants, N, Cin, C, groups, *of_x)
     else:
-        for x, *outputs in library.pieces(way.samples, a.x, y, *others):
-            v = library.convolve(x, a.weight, way.layout).contiguous(memory_format=way.v_format)
-            v = v.permute(0, 2, 3, 1) if way.v_format == torch.channels_last else v
-            way.kernels.forward(*outputs, v, *parameters, *constants, x.shape[0], C, a.groups, *way.size)
-    y = y.contiguous(memory_format=way.y_format)
+        for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
+            v = library.convolve(x, a.weight, plan.layout).contiguous(memory_format=plan.v_format)
+            v = v.permute(0, 2, 3, 1) if plan.by_pixel else v
+            plan.kernels.forward(*outputs, v, *parameters, *constants, x.shape[0], *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
     return (y, v, *others) if saving else (y,)
 
 
+def _y_shape(a: Arguments) -> tuple[int, ...]:
+    H, W = library.output_size(a.x, a.weight)
+    return a.x.shape[0], a.weight.shape[0], H // a.pool[0], W // a.pool[1]
+
+
 def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
+    y, *others = _outputs(a, _y_shape(a), None)
     N, C, (H, W) = a.x.shape[0], a.weight.shape[0], library.output_size(a.x, a.weight)
-    y, *others = _outputs(a, [H, W], None)
     v = a.x.new_empty((N, H, W, C) if library.device_type(a.x) == "cpu" else (N, C, H, W))
     y = y.contiguous(memory_format=library.result_format(a.x, a.weight, False))
     return (y, v, *others) if saving else (y,)
 
 
-def _backward(dy: Tensor, a: Arguments, v, extreme, index, statistics, *, needs: list[bool]) -> tuple:
-    way, parameters = _way(a.x, a.weight, tuple(a.pool), dy.dtype, True), a[2:6]
-    dv, gradients, N, C = (
-        torch.empty_like(v),
-        operators.gradients_of(a.x, *parameters),
-        dy.shape[0],
-        dy.shape[1],
-    )
-    scratch = torch.empty(N * (6 * C + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs, sizes = (
-        (dy.contiguous(), v, extreme, index, statistics),
-        (a.scale.numel(), N, C, a.groups, *way.size),
-    )
-    way.kernels.backward(dv, *gradients, scratch, *inputs, *a.by_channel(), a.low, a.high, *sizes)
-    dv = dv.permute(0, 3, 1, 2) if way.v_format == torch.channels_last else dv
-    dx, dw = library.convolve_backward(dv, a.x, a.weight, way.layout, needs)
+def _backward(dy: Tensor, a: Arguments, v, extreme, index, statistics, *, plan, needs) -> tuple:
+    parameters, N = a[2:6], v.shape[0]
+    dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
+    scratch = torch.empty(N * (6 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
+    inputs = dy.contiguous(), v, extreme, index, statistics, *a.by_channel(plan)
+    plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[8:10], a.scale.numel(), N, *plan.sizes)
+    dv = dv.permute(0, 3, 1, 2) if plan.by_pixel else dv
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters)
 
 
-epilogue = declare(
-    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=lambda a: library.gradient_shapes(*a[:6])
-)
+def _gradients(a: Arguments) -> list[Tensor]:
+    return library.gradient_shapes(*a[:6])
+
+
+epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradients, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-@planned
-def _launch(
-    x: Tensor, weight: Tensor, pool: tuple[int, int], groups: int, out_dtype: torch.dtype
-) -> SimpleNamespace:
-    (N, _, *size), C, plan = x.shape, len(weight), tiling.plan_strips(x, weight, pool)
-    y = N, C, *(s // p for s, p in zip(library.output_size(x, weight), pool))
+def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
+    (N, _, *size), C, pool, y = a.x.shape, len(a.weight), tuple(a.pool), _y_shape(a)
+    tiles = tiling.plan_strips(a.x, a.weight, pool)
+    defines = tiling.strip_defines(tiles, a.weight, pool)
     return SimpleNamespace(
-        kernels=operators.load(f"{NAME}_fused", x, out_dtype, **tiling.strip_defines(plan, weight, pool)),
+        ready=operators.are_ready(a.x, a.weight, *a[2:6]),
+        kernels=operators.load(f"{NAME}_fused", a.x, a.scale.dtype, **defines),
         y=y,
-        y_format=library.result_format(x, weight, False),
-        scratch=math.prod(y) + N * C * plan.tiles * plan.strips * 3 + 2 * N * (C + groups),
-        sizes=(N, groups, *size, *plan.launch),
+        y_format=library.result_format(a.x, a.weight, False),
+        # What the windows select, statistics of each strip, and of all
+        scratch=math.prod(y) + N * C * tiles.tiles * tiles.strips * 3 + 2 * N * (C + a.groups),
+        sizes=(N, a.groups, *size, *tiles.launch),
     )
 
 
-def _fused(a: Arguments) -> Tensor:
-    launch = _launch(a.x, a.weight, tuple(a.pool), a.groups, a.scale.dtype)
-    y = torch.empty(launch.y, dtype=a.scale.dtype, device=a.x.device)
-    scratch = torch.empty(launch.scratch, dtype=torch.float32, device=a.x.device)
-    inputs, constants = (a.x.contiguous(), a.weight.contiguous(), *a.by_channel()), (a.low, a.high, a.eps)
-    launch.kernels.forward(y, scratch, *inputs, *constants, *launch.sizes)
-    return y.contiguous(memory_format=launch.y_format)
+def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
+    y = torch.empty(plan.y, dtype=a.scale.dtype, device=a.x.device)
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
+    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan)
+    plan.kernels.forward(y, scratch, *inputs, *a[8:], *plan.sizes)
+    return y.contiguous(memory_format=plan.y_format)
 
 
-fused = operators.declare_fused(epilogue, _fused)
+fused = operators.declare_fused(epilogue, _fused, _plan_fused)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model

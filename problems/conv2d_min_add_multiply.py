@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import inline_loader
 import library
 import operators
 import tiling
-from loader_operators import declare, planned
+from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
@@ -49,7 +50,9 @@ class Arguments(NamedTuple):
     constant: float
     scale: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
+        if plan and plan.ready:
+            return self[2:4]
         return operators.by_channel(self.x, self.weight, ("conv_bias", "bias?"), *self[2:4])
 
     def constants(self) -> tuple[float, float]:
@@ -61,26 +64,22 @@ class Arguments(NamedTuple):
 # On a GPU it runs channels last where that is fastest, and the kernels transpose: v is (N, H', W', C) there, (N, C, H', W') on a CPU.
 
 
-@planned
-def _way(
-    x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool, allows_tf32: bool
-) -> SimpleNamespace:
+def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     """How such an input is convolved, and by what the rest is computed."""
-    on_gpu = library.device_type(x) == "cuda"
-    applies = library.convolves_channels_last if on_gpu else library.is_channels_last
-    size = library.output_size(x, weight)
+    x, weight, on_gpu = a.x, a.weight, library.device_type(a.x) == "cuda"
+    applies, size = library.is_channels_last, library.output_size(x, weight)
+    applies = library.convolves_channels_last if on_gpu else applies
     return SimpleNamespace(
-        kernels=operators.load(NAME, x, out_dtype),
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
+        kernels=operators.load(NAME, x, a.bias.dtype),
         on_gpu=on_gpu,
         winograd=library.winograd_applies(x, weight),
-        layout=torch.channels_last
-        if applies(x, weight)
-        else torch.contiguous_format,  # in which the library convolves
+        layout=torch.channels_last if applies(x, weight) else torch.contiguous_format,  # of the convolution
         # In eager's layout the library rounds operands of TF32; channels last it cuts off, so they are rounded before.
         round_to_tf32=on_gpu and library.surely_runs_tf32(x, weight),
-        size=size,
-        y=(x.shape[0], len(weight), *size),
+        y=(len(x), len(weight), *size),
         y_format=library.result_format(x, weight, True),
+        sizes=(len(weight), math.prod(size)),
         samples=library.samples_per_piece(x, weight, saving),
     )
 
@@ -95,43 +94,39 @@ def _to_channels_last(x: Tensor, kernels: inline_loader.Operators, round_to_tf32
     return out.permute(0, 3, 1, 2)
 
 
-def _convolved(x: Tensor, weight: Tensor, way: SimpleNamespace) -> Tensor:
+def _convolved(x: Tensor, weight: Tensor, plan: SimpleNamespace) -> Tensor:
     """v, contiguous."""
-    if not way.on_gpu:
-        return library.convolve(x, weight, way.layout).contiguous()
-    if way.layout == torch.channels_last:
-        operands = [_to_channels_last(t, way.kernels, way.round_to_tf32) for t in (x, weight)]
-        return library.convolve(*operands, way.layout).permute(0, 2, 3, 1)
-    return _to_channels_last(library.convolve(x, weight), way.kernels).permute(0, 2, 3, 1)
+    if not plan.on_gpu:
+        return library.convolve(x, weight, plan.layout).contiguous()
+    if plan.layout == torch.channels_last:
+        operands = [_to_channels_last(t, plan.kernels, plan.round_to_tf32) for t in (x, weight)]
+        return library.convolve(*operands, plan.layout).permute(0, 2, 3, 1)
+    return _to_channels_last(library.convolve(x, weight), plan.kernels).permute(0, 2, 3, 1)
 
 
-def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
-    way, parameters = (
-        _way(a.x, a.weight, a.bias.dtype, saving, _allows_tf32(a.x)),
-        (*a.by_channel(), *a.constants()),
-    )
-    y = torch.empty(way.y, dtype=a.bias.dtype, device=a.x.device)
-    C, (H, W) = a.weight.shape[0], way.size
-    if way.winograd:
-        v = _by_winograd(y, a, parameters, way, saving)
+def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
+    parameters = *a.by_channel(plan), *a.constants()
+    y = torch.empty(plan.y, dtype=a.bias.dtype, device=a.x.device)
+    if plan.winograd:
+        v = _by_winograd(y, a, parameters, plan, saving)
         return (y, v) if saving else (y,)
-    for x, out in library.pieces(way.samples, a.x, y):
-        v = _convolved(x, a.weight, way)
-        way.kernels.forward(out, v, *parameters, x.shape[0], C, H * W)
-    y = y.contiguous(memory_format=way.y_format)
+    for x, out in library.pieces(plan.samples, a.x, y):
+        v = _convolved(x, a.weight, plan)
+        plan.kernels.forward(out, v, *parameters, x.shape[0], *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
     return (y, v) if saving else (y,)
 
 
-def _by_winograd(y: Tensor, a: Arguments, parameters: tuple, way: SimpleNamespace, saving: bool) -> Tensor:
+def _by_winograd(y: Tensor, a: Arguments, parameters: tuple, plan: SimpleNamespace, saving: bool) -> Tensor:
     """Writes y, and gives v, without elements unless saving. The library repeats a sample whose convolution is not finite everywhere:
     direct sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
-    (N, Cin, *of_x), C, (H, W) = a.x.shape, a.weight.shape[0], way.size
+    N, Cin, *of_x = a.x.shape
     v, finite = a.x.new_empty(y.shape if saving else 0), a.x.new_ones(N, dtype=torch.int32)
     operands = a.x.contiguous(), a.weight.contiguous()
-    way.kernels.convolve_forward(y, v, finite, *operands, *parameters, N, Cin, C, *of_x)
+    plan.kernels.convolve_forward(y, v, finite, *operands, *parameters, N, Cin, len(a.weight), *of_x)
     for n in (finite == 0).nonzero().flatten().tolist():
         direct = library.convolve(a.x[n : n + 1], a.weight)
-        way.kernels.forward(y[n : n + 1], direct, *parameters, 1, C, H * W)
+        plan.kernels.forward(y[n : n + 1], direct, *parameters, 1, *plan.sizes)
         if saving:
             v[n] = direct[0]
     return v
@@ -145,65 +140,63 @@ def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
     return (y, v) if saving else (y,)
 
 
-def _backward(dy: Tensor, a: Arguments, v: Tensor, *, needs: list[bool]) -> tuple:
-    way, (N, C, H, W), parameters = _way(a.x, a.weight, dy.dtype, True, _allows_tf32(a.x)), dy.shape, a[2:4]
+def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: SimpleNamespace, needs) -> tuple:
+    parameters, N, (C, S) = a[2:4], v.shape[0], plan.sizes
     dv, gradients, chunks = (
         torch.empty_like(v),
         operators.gradients_of(a.x, *parameters),
-        min(H * W, 8) if way.on_gpu else 1,
+        min(S, 8) if plan.on_gpu else 1,
     )
     sums = torch.empty((2, N * chunks, C), dtype=torch.float64, device=v.device)
-    inputs, sizes = (dy.contiguous(), v, a.by_channel()[0]), (a.bias.numel(), N, C, H * W, chunks)
-    way.kernels.backward(dv, *gradients, sums, *inputs, *a.constants(), *sizes, way.round_to_tf32)
-    dv, operands = dv.permute(0, 3, 1, 2) if way.on_gpu else dv, None
-    if way.on_gpu and way.layout == torch.channels_last:
-        operands = [_to_channels_last(t, way.kernels, way.round_to_tf32) for t in (a.x, a.weight)]
-    dx, dw = library.convolve_backward(dv, a.x, a.weight, way.layout, needs, operands)
+    inputs, sizes = (
+        (dy.contiguous(), v, a.by_channel(plan)[0], *a.constants()),
+        (a.bias.numel(), N, C, S, chunks),
+    )
+    plan.kernels.backward(dv, *gradients, sums, *inputs, *sizes, plan.round_to_tf32)
+    dv, operands = dv.permute(0, 3, 1, 2) if plan.on_gpu else dv, None
+    if plan.on_gpu and plan.layout == torch.channels_last:
+        operands = [_to_channels_last(t, plan.kernels, plan.round_to_tf32) for t in (a.x, a.weight)]
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs, operands)
     return dx, dw, *operators.as_parameters(gradients, *parameters)
 
 
-def _allows_tf32(x: Tensor) -> bool:
-    return library.device_type(x) == "cuda" and library.allows_tf32()
+def _gradients(a: Arguments) -> list[Tensor]:
+    return library.gradient_shapes(*a[:4])
 
 
-epilogue = declare(
-    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=lambda a: library.gradient_shapes(*a[:4])
-)
+epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradients, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-@planned
-def _launch(
-    x: Tensor, weight: Tensor, out_dtype: torch.dtype, aligned: bool, allows_tf32: bool
-) -> SimpleNamespace:
-    """For contiguous x and weight; aligned: does x start at a multiple of 4 bytes?"""
+def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
+    x, weight = a.x.contiguous(), a.weight
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
-    plan = tiling.plan_gemm(x, weight, out_dtype, split=split, aligned=aligned)
+    tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
+    workspace = tiling.gemm_workspace(tiles, x, weight)
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
         kernels=operators.load(
-            f"{NAME}_fused", x, out_dtype, **tiling.spatial_defines(weight), **plan.defines
+            f"{NAME}_fused", x, a.bias.dtype, **tiling.spatial_defines(weight), **tiles.defines
         ),
-        y=(x.shape[0], len(weight), *library.output_size(x, weight)),
-        y_format=library.result_format(x, weight, True),
-        workspace=tiling.gemm_workspace(plan, x, weight),
-        sizes=(x.shape[0], *x.shape[2:]),
+        y=(len(x), len(weight), *library.output_size(x, weight)),
+        y_format=library.result_format(a.x, weight, True),
+        workspace=workspace,
+        sizes=(workspace, len(x), *x.shape[2:]),
     )
 
 
-def _fused(a: Arguments) -> Tensor:
-    x, weight = a.x.contiguous(), a.weight.contiguous()
-    launch = _launch(x, weight, a.bias.dtype, x.data_ptr() % 4 == 0, _allows_tf32(x))
-    y = torch.empty(launch.y, dtype=a.bias.dtype, device=x.device)
-    workspace = torch.empty(launch.workspace, dtype=torch.uint8, device=x.device)
-    parameters = *a.by_channel(), *a.constants(), launch.workspace
-    launch.kernels.forward(y, workspace, x, weight, *parameters, *launch.sizes)
-    return y.contiguous(memory_format=launch.y_format)
+def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
+    y = torch.empty(plan.y, dtype=a.bias.dtype, device=a.x.device)
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=a.x.device)
+    parameters = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan), *a.constants()
+    plan.kernels.forward(y, workspace, *parameters, *plan.sizes)
+    return y.contiguous(memory_format=plan.y_format)
 
 
-fused = operators.declare_fused(epilogue, _fused)
+fused = operators.declare_fused(epilogue, _fused, _plan_fused)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model
@@ -221,9 +214,6 @@ class Conv2dMinAddMultiplyNew(Twin, Conv2dMinAddMultiply):
 
     def _fused_obstacle(self, x, dtype):
         return tiling.gemm_obstacle(x, self.conv.weight, dtype)
-
-    def _setting(self, x):
-        return _allows_tf32(x)
 
 
 PROBLEM = Problem(

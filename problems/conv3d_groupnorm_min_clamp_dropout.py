@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
-from loader_operators import declare, planned
+from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
@@ -57,7 +57,9 @@ class Arguments(NamedTuple):
     p: float
     eps: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
+        if plan and plan.ready:
+            return self[2:5]
         return operators.by_channel(
             self.x, self.weight, ("conv_bias", "norm_weight", "norm_bias"), *self[2:5]
         )
@@ -70,18 +72,18 @@ class Arguments(NamedTuple):
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-@planned
-def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> SimpleNamespace:
+def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     """How such an input is convolved, and by what the rest is computed."""
-    kernels, size = operators.load(NAME, x, out_dtype), library.output_size(x, weight)
-    nothing = (operators.no_statistics(x), x.new_empty(0, dtype=torch.int32))
+    kernels, size = operators.load(NAME, a.x, a.norm_weight.dtype), library.output_size(a.x, a.weight)
+    nothing = operators.no_statistics(a.x), a.x.new_empty(0, dtype=torch.int32)
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:5]),
         kernels=kernels,
-        convolve=library.convolution(x, weight, kernels),
-        y_format=library.result_format(x, weight, False),
+        convolve=library.convolution(a.x, a.weight, kernels),
+        y_format=library.result_format(a.x, a.weight, False),
         size=size,
-        positions=math.prod(size),
-        samples=library.samples_per_piece(x, weight, saving),
+        sizes=(len(a.weight), a.groups, math.prod(size)),
+        samples=library.samples_per_piece(a.x, a.weight, saving),
         nothing=None if saving else nothing,  # in the places of statistics and active
     )
 
@@ -98,15 +100,13 @@ def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tens
     return y, statistics, active
 
 
-def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
-    way, parameters = _way(a.x, a.weight, a.norm_weight.dtype, saving), a.by_channel()
-    y, *others = _outputs(a, way.size, way.nothing)
-    for x, *outputs in library.pieces(way.samples, a.x, y, *others):
-        v = way.convolve(x, a.weight)
-        constants = *a.bounds(), a.p, a.eps, outputs[0].storage_offset()
-        sizes = *v.shape[:2], a.groups, way.positions
-        way.kernels.forward(*outputs, v, *parameters, a.seed, *constants, *sizes)
-    y = y.contiguous(memory_format=way.y_format)
+def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
+    parameters, constants = a.by_channel(plan), (*a.bounds(), a.p, a.eps)
+    y, *others = _outputs(a, plan.size, plan.nothing)
+    for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
+        v, offset = plan.convolve(x, a.weight), outputs[0].storage_offset()
+        plan.kernels.forward(*outputs, v, *parameters, a.seed, *constants, offset, x.shape[0], *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
     return (y, v, *others) if saving else (y,)
 
 
@@ -117,15 +117,12 @@ def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
     return (y, v, *others) if saving else (y,)
 
 
-def _backward(dy: Tensor, a: Arguments, v, statistics, active, *, needs: list[bool]) -> tuple:
-    way, (N, C, *size), parameters = _way(a.x, a.weight, dy.dtype, True), v.shape, a[2:5]
+def _backward(dy: Tensor, a: Arguments, v, statistics, active, *, plan, needs) -> tuple:
+    parameters, N = a[2:5], v.shape[0]
     dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
-    scratch = torch.empty(N * (5 * C + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs, sizes = (
-        (dy.contiguous(), v, statistics, active, *a.by_channel(), a.seed),
-        (N, C, a.groups, math.prod(size)),
-    )
-    way.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, *sizes)
+    scratch = torch.empty(N * (5 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
+    inputs = dy.contiguous(), v, statistics, active, *a.by_channel(plan), a.seed
+    plan.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, N, *plan.sizes)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters), None
 
@@ -134,36 +131,38 @@ def _gradient_shapes(a: Arguments) -> list[Tensor]:
     return [*library.gradient_shapes(*a[:5]), a.seed]
 
 
-epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradient_shapes)
+epilogue = declare(
+    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradient_shapes, plan=_plan
+)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-@planned
-def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespace:
-    (N, _, *size), C, plan = x.shape, len(weight), tiling.plan_volume(x, weight, STATIC_SHARED, vectors=True)
-    defines = tiling.volume_defines(plan, weight, x.element_size(), STATIC_SHARED)
+def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
+    (N, _, *size), C = a.x.shape, len(a.weight)
+    tiles = tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=True)
+    defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
     return SimpleNamespace(
-        kernels=operators.load(f"{NAME}_fused", x, out_dtype, **defines),
-        y=(N, C, *library.output_size(x, weight)),
-        y_format=library.result_format(x, weight, False),
+        ready=operators.are_ready(a.x, a.weight, *a[2:5]),
+        kernels=operators.load(f"{NAME}_fused", a.x, a.norm_weight.dtype, **defines),
+        y=(N, C, *library.output_size(a.x, a.weight)),
+        y_format=library.result_format(a.x, a.weight, False),
         scratch=N
-        * (C * (2 * plan.slots + 4) + 1),  # statistics of each block, affines, and which blocks are done
-        sizes=(N, *size, *plan.launch),
+        * (C * (2 * tiles.slots + 4) + 1),  # statistics of each block, affines, and which blocks are done
+        sizes=(0, a.groups, N, *size, *tiles.launch),
     )
 
 
-def _fused(a: Arguments) -> Tensor:
-    launch, inputs = _launch(a.x, a.weight, a.norm_weight.dtype), (a.x.contiguous(), a.weight.contiguous())
-    y = torch.empty(launch.y, dtype=a.norm_weight.dtype, device=a.x.device)
-    scratch = torch.empty(launch.scratch, dtype=torch.float32, device=a.x.device)
-    inputs, constants = (*inputs, *a.by_channel(), a.seed), (*a.bounds(), a.p, a.eps, 0, a.groups)
-    launch.kernels.forward(y, scratch, *inputs, *constants, *launch.sizes)
-    return y.contiguous(memory_format=launch.y_format)
+def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
+    y = torch.empty(plan.y, dtype=a.norm_weight.dtype, device=a.x.device)
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
+    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan), a.seed
+    plan.kernels.forward(y, scratch, *inputs, *a.bounds(), a.p, a.eps, *plan.sizes)
+    return y.contiguous(memory_format=plan.y_format)
 
 
-fused = operators.declare_fused(epilogue, _fused)
+fused = operators.declare_fused(epilogue, _fused, _plan_fused)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model
@@ -180,7 +179,7 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
         "dropout.p": float,
         "norm.eps": float,
     }
-    epilogue, fused, draws = epilogue, fused, True
+    epilogue, fused = epilogue, fused
 
     def _constants(self):
         groups, low, high, p, eps = super()._constants()

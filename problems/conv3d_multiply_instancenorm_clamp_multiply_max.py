@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
-from loader_operators import declare, planned
+from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
@@ -54,26 +54,28 @@ class Arguments(NamedTuple):
     high: float
     eps: float
 
-    def by_channel(self) -> tuple[Tensor, ...]:
+    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
+        if plan and plan.ready:
+            return self[2:4]
         return operators.by_channel(self.x, self.weight, ("conv_bias", "multiplier?"), *self[2:4])
 
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-@planned
-def _way(x: Tensor, weight: Tensor, out_dtype: torch.dtype, saving: bool) -> SimpleNamespace:
+def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
     """How such an input is convolved, and by what the rest is computed."""
-    ctype, index_dtype = operators.index_type(len(weight))
-    kernels, size = operators.load(NAME, x, out_dtype, INDEX_T=ctype), library.output_size(x, weight)
-    nothing = (x.new_empty(0, dtype=index_dtype), x.new_empty(0), operators.no_statistics(x))
+    ctype, index_dtype = operators.index_type(len(a.weight))
+    kernels = operators.load(NAME, a.x, a.multiplier.dtype, INDEX_T=ctype)
+    size, empty = library.output_size(a.x, a.weight), a.x.new_empty
     return SimpleNamespace(
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
         kernels=kernels,
-        convolve=library.convolution(x, weight, kernels),
+        convolve=library.convolution(a.x, a.weight, kernels),
         size=size,
-        positions=math.prod(size),
-        samples=library.samples_per_piece(x, weight, saving),
-        nothing=None if saving else nothing,  # in the places of index, winner and statistics
+        sizes=(len(a.weight), math.prod(size)),
+        samples=library.samples_per_piece(a.x, a.weight, saving),
+        nothing=None if saving else (empty(0, dtype=index_dtype), empty(0), operators.no_statistics(a.x)),
     )
 
 
@@ -91,12 +93,12 @@ def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tens
     return y, index, winner, statistics
 
 
-def _epilogue(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
-    way, parameters, C = _way(a.x, a.weight, a.multiplier.dtype, saving), a.by_channel(), a.weight.shape[0]
-    y, *others = _outputs(a, way.size, way.nothing)
-    for x, *outputs in library.pieces(way.samples, a.x, y, *others):
-        v = way.convolve(x, a.weight)
-        way.kernels.forward(*outputs, v, *parameters, *a[4:], v.shape[0], C, way.positions)
+def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
+    parameters = a.by_channel(plan)
+    y, *others = _outputs(a, plan.size, plan.nothing)
+    for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
+        v = plan.convolve(x, a.weight)
+        plan.kernels.forward(*outputs, v, *parameters, *a[4:], x.shape[0], *plan.sizes)
     return (y, v, *others) if saving else (y,)
 
 
@@ -106,47 +108,48 @@ def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
     return (y, a.x.new_empty(a.x.shape[0], a.weight.shape[0], *size), *others) if saving else (y,)
 
 
-def _backward(dy: Tensor, a: Arguments, v, index, winner, statistics, *, needs: list[bool]) -> tuple:
-    way, (N, C, *size), parameters = _way(a.x, a.weight, dy.dtype, True), v.shape, a[2:4]
+def _backward(dy: Tensor, a: Arguments, v, index, winner, statistics, *, plan, needs) -> tuple:
+    parameters, N, (C, S) = a[2:4], v.shape[0], plan.sizes
     dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
     scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=v.device)
-    inputs, sizes = (dy.contiguous(), v, index, winner, statistics, *a.by_channel()), (N, C, math.prod(size))
-    way.kernels.backward(dv, *gradients, scratch, *inputs, *a[4:], a.multiplier.numel(), *sizes)
+    inputs = dy.contiguous(), v, index, winner, statistics, *a.by_channel(plan)
+    plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[4:], a.multiplier.numel(), N, C, S)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
     return dx, dw, *operators.as_parameters(gradients, *parameters)
 
 
-epilogue = declare(
-    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=lambda a: library.gradient_shapes(*a[:4])
-)
+def _gradients(a: Arguments) -> list[Tensor]:
+    return library.gradient_shapes(*a[:4])
+
+
+epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradients, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-@planned
-def _launch(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> SimpleNamespace:
-    (N, _, *size), plan = x.shape, tiling.plan_volume(x, weight, STATIC_SHARED, vectors=False)
-    defines = tiling.volume_defines(plan, weight, x.element_size(), STATIC_SHARED)
+def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
+    (N, _, *size), tiles = a.x.shape, tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=False)
+    defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
+    held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
     return SimpleNamespace(
-        kernels=operators.load(f"{NAME}_fused", x, out_dtype, **defines),
-        y=(N, *library.output_size(x, weight)),
-        statistics=2 * N * plan.slots * len(weight),  # values, of each block
-        held=tiling.held_values(plan, x, weight),  # sums that then need not be computed twice
-        sizes=(N, *size, *plan.launch),
+        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
+        kernels=operators.load(f"{NAME}_fused", a.x, a.multiplier.dtype, **defines),
+        y=(N, *library.output_size(a.x, a.weight)),
+        scratch=2 * N * tiles.slots * len(a.weight) + held,  # statistics of each block first
+        sizes=(held, N, *size, *tiles.launch),
     )
 
 
-def _fused(a: Arguments) -> Tensor:
-    launch, inputs = _launch(a.x, a.weight, a.multiplier.dtype), (a.x.contiguous(), a.weight.contiguous())
-    y = torch.empty(launch.y, dtype=a.multiplier.dtype, device=a.x.device)
-    scratch = torch.empty(launch.statistics + launch.held, dtype=torch.float32, device=a.x.device)
-    inputs, constants = (*inputs, *a.by_channel()), (a.low, a.high, a.eps, launch.held)
-    launch.kernels.forward(y, scratch, *inputs, *constants, *launch.sizes)
+def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
+    y = torch.empty(plan.y, dtype=a.multiplier.dtype, device=a.x.device)
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
+    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan)
+    plan.kernels.forward(y, scratch, *inputs, *a[4:], *plan.sizes)
     return y
 
 
-fused = operators.declare_fused(epilogue, _fused)
+fused = operators.declare_fused(epilogue, _fused, _plan_fused)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model

@@ -281,7 +281,7 @@ def test_command(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.gpu
 def test_floor_of_a_known_gpu():
-    floor = compare._floor(compare.contest_of(POOL, device="cuda", batch_size=2), 10**9, 10**9)
+    floor = compare.floor_of(compare.contest_of(POOL, device="cuda", batch_size=2), 10**9, 10**9)
     assert (floor is None) == (torch.cuda.get_device_name() not in compare.GPUS)
 
 

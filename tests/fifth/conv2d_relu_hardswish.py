@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+import inline_loader
 import library
 import operators
 from loader_operators import declare
@@ -38,42 +39,37 @@ class Conv2dReluHardswish(nn.Module):
         return x * torch.clamp((x + 3) / 6, 0, 1)
 
 
-def _forward(x: Tensor, weight: Tensor, conv_bias: Tensor, *, saving: bool) -> tuple[Tensor, ...]:
-    """y, and v if saving."""
-    kernels, [inner] = (
-        operators.load(NAME, x, x.dtype, FOLDER),
-        operators.by_channel(x, weight, conv_bias=conv_bias),
-    )
+def _kernels(x: Tensor) -> inline_loader.Operators:
+    return operators.load(NAME, x, x.dtype, FOLDER)
+
+
+def _sizes(v: Tensor) -> tuple[int, int, int]:
+    """N, C and the positions of a plane."""
+    return *v.shape[:2], math.prod(v.shape[2:])
+
+
+def _epilogue(x: Tensor, weight: Tensor, conv_bias: Tensor, *, saving: bool) -> tuple[Tensor, ...]:
+    [inner] = operators.by_channel(x, weight, ("conv_bias",), conv_bias)
     v = library.convolve(x, weight)
     y = torch.empty_like(v)
-    kernels.forward(y, v, inner, *_sizes(v))
+    _kernels(x).forward(y, v, inner, *_sizes(v))
     y = y.contiguous(memory_format=library.result_format(x, weight, True))
     return (y, v) if saving else (y,)
 
 
 def _shapes(x, weight, conv_bias, *, saving):
-    v = x.new_empty(len(x), len(weight), *library.output_size(x, weight))
+    v = x.new_empty(x.shape[0], weight.shape[0], *library.output_size(x, weight))
     y = torch.empty_like(v, memory_format=library.result_format(x, weight, True))
     return (y, v) if saving else (y,)
 
 
 def _backward(dy, x, weight, conv_bias, v, *, needs):
-    kernels, [inner] = (
-        operators.load(NAME, x, x.dtype, FOLDER),
-        operators.by_channel(x, weight, conv_bias=conv_bias),
-    )
-    dv, [d_conv_bias], sums = (
-        torch.empty_like(v),
-        operators.gradients_of(x, conv_bias),
-        inner.new_empty(v.shape[:2]),
-    )
-    kernels.backward(dv, d_conv_bias, sums, dy.contiguous(), v, inner, *_sizes(v))
+    [inner] = operators.by_channel(x, weight, ("conv_bias",), conv_bias)
+    [d_conv_bias] = operators.gradients_of(x, conv_bias)
+    dv, sums = torch.empty_like(v), inner.new_empty(v.shape[:2])
+    _kernels(x).backward(dv, d_conv_bias, sums, dy.contiguous(), v, inner, *_sizes(v))
     dx, dw = library.convolve_backward(dv, x, weight, torch.contiguous_format, needs)
     return dx, dw, *operators.as_parameters([d_conv_bias], conv_bias)
-
-
-def _sizes(v: Tensor) -> tuple[int, int, int]:
-    return *v.shape[:2], math.prod(v.shape[2:])
 
 
 class Conv2dReluHardswishNew(Twin, Conv2dReluHardswish):
@@ -81,7 +77,7 @@ class Conv2dReluHardswishNew(Twin, Conv2dReluHardswish):
     submodules = {"conv": nn.Conv2d}
     operands = ("conv.weight", "conv.bias")
     constants = {}
-    epilogue = declare(NAME, _forward, shapes=_shapes, backward=_backward, gradients=library.gradient_shapes)
+    epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=library.gradient_shapes)
 
 
 PROBLEM = Problem(

@@ -1,0 +1,30 @@
+// What the host asks before it launches kernels.
+#pragma once
+#include <stdint.h>
+
+inline unsigned blocks_for(int64_t work, int threads) { return unsigned((work + threads - 1) / threads); }
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device), cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+
+// Lets blocks of a kernel have as much shared memory as there is, and returns how much of it is dynamic. As
+// much as one launch needs would not do for a thread that launches the same kernel at the same time.
+template <class Kernel> inline int allow_shared(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  cudaFuncGetAttributes(&attributes, kernel);
+  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  return most;
+}
+
+// Can so many blocks, each of which fills a multiprocessor, run at the same time, and wait for one another?
+inline bool run_together(int64_t blocks) {
+  return device_attribute(cudaDevAttrCooperativeLaunch) &&
+         blocks <= device_attribute(cudaDevAttrMultiProcessorCount);
+}
+
+// Can a kernel be launched while the one before it still runs? From sm_90 on.
+inline bool starts_early() { return device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
