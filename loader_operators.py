@@ -19,6 +19,7 @@ from typing import get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import inline_loader
 
@@ -118,6 +119,10 @@ class Operator:
 
     def __call__(self, *arguments) -> Tensor:
         tensors = arguments[: self.tensors]
+        if forward_ad._current_level >= 0 and any(
+            [forward_ad.unpack_dual(t).tangent is not None for t in tensors]
+        ):
+            raise RuntimeError(f"{self.name} has no derivative in forward mode")
         if is_watched() or any([type(t) not in _PLAIN for t in tensors]):
             return self.registered(*arguments)
         if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
