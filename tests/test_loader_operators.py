@@ -5,6 +5,7 @@ makes of them. No model is imported here.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -123,6 +124,9 @@ def test_only_the_gradients_that_are_needed_are_computed():
             call(x, bias, slope).sum().backward()
             assert asked.pop() == list(needs)
             assert (x.grad is not None, bias.grad is not None) == needs
+    x, bias, slope = operands(needs=(False, False))
+    found = torch.ops.inline_kernels.tested_needs_backward(x, x, bias, slope, [], [False, True])
+    assert [t.numel() for t in found] == [0, bias.numel()] and asked.pop() == [False, True]
     with torch.no_grad():
         assert not operator(*operands()).requires_grad
     assert not operator(*operands(needs=(False, False))).requires_grad and not asked
@@ -316,6 +320,11 @@ def test_declared_again_it_is_the_new_one():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: new(x, 1.0), fullgraph=True, backend="aot_eager")
     assert compiled(x.detach()).tolist() == [4, 4]
+    specification = importlib.util.spec_from_file_location("another_copy", loader_operators.__file__)
+    another = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(another)
+    another.declare("tested_again", twice, shapes=torch.empty_like)
+    assert torch.ops.inline_kernels.tested_again(x).tolist() == [2, 2]
 
 
 def test_without_a_gradient():

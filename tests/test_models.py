@@ -203,9 +203,9 @@ def test_rule_by_winograd(name, scale, shift):
     numerics.assert_rule(model, x * scale + shift)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
-    st.integers(1, 3),
+    st.integers(1, 2),
     st.integers(8, 12),
     st.sampled_from([32, 64]),
     st.integers(18, 40),
@@ -696,8 +696,11 @@ def test_new_weights_take_effect(name, variant, device):
 @every_name
 def test_shapes_may_change_between_calls(name, device):
     model, x = numerics.small(name, device=device)
+    new = numerics.twin_of(model)
     for part in (x, x[:1], x[..., 1:], x.repeat(2, *[1] * (x.dim() - 1)), x[..., 2:, :], x):
-        numerics.assert_rule(model, part)
+        theirs, ours = results(model, part), results(new, part)
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-3, msg=key)
 
 
 @every_name

@@ -129,6 +129,8 @@ def test_min_add_denormals_are_exact(constant, beside, device):
 def test_min_add_denormals_survive_a_convolution(size, variant, device):
     """Against float64. One sample holds nothing else; one 1e-36, too; and one 1, beside which min-add's fused kernel counts as zero
     what is 2^39 times smaller, so that it gets another 1e-36."""
+    if size == "wgmma" and variant != "fused":
+        pytest.skip("the epilogue has one way for both sizes")
     arguments, shape, _ = numerics.size_of(MIN_ADD, variant) if size == "small" else numerics.WGMMA
     model = numerics.build(MIN_ADD, (*arguments[:-1], 1.0), device=device)
     with torch.no_grad():
@@ -279,8 +281,8 @@ def test_special_values_by_winograd(name, value):
 # What convolves on a CPU, constructor arguments, input shape: groups of 4096 and 1536 elements fill whole vectors,
 # of 969 and 858 don't.
 MAGNITUDES = {
-    "winograd, whole vectors": ((8, 64, 3, 16, (64, 1, 1), (2, 4), 0.0, 1.0), (2, 8, 34, 34)),
-    "winograd, a rest": ((8, 96, 3, 32, (96, 1, 1), (2, 4), 0.0, 1.0), (2, 8, 19, 21)),
+    "winograd, whole vectors": ((8, 64, 3, 16, (64, 1, 1), (2, 3), 0.0, 1.0), (2, 8, 34, 34)),
+    "winograd, a rest": ((8, 96, 3, 32, (96, 1, 1), (2, 3), 0.0, 1.0), (2, 8, 19, 21)),
     "library, whole vectors": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 18, 18)),
     "library, a rest": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
 }

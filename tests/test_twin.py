@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import inline_loader
 import models
 import numerics
+import operators
 import twin as twins
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, NAMES, POOL, every_name, results
 
@@ -437,6 +438,27 @@ def test_weights_count_at_once(name):
 
 
 @every_name
+def test_parameter_of_another_class(name):
+    """Which may give operators a meaning of its own: eager, where torch asks it."""
+
+    class Asked(torch.Tensor):
+        functions = []
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            cls.functions.append(getattr(function, "__name__", ""))
+            return super().__torch_function__(function, types, args, kwargs)
+
+    model, twin, x = pair(name)
+    model.conv.weight = nn.Parameter(model.conv.weight.detach().as_subclass(Asked))
+    assert type(twin.conv.weight) is Asked and "subclass of Tensor" in twin.plan(x).reason
+    Asked.functions.clear()
+    with torch.no_grad():
+        assert torch.equal(twin(x), model(x))
+    assert Asked.functions.count(f"conv{x.dim() - 2}d") == 2
+
+
+@every_name
 def test_requires_grad_is_toggled(name):
     model, twin, x = pair(name)
     for wanted in (False, True, False):
@@ -552,6 +574,7 @@ def test_odd_tensors(name):
     assert negative.is_neg()
     assert_same(twin, model, negative, exact=False)
     twin(nn.Parameter(x)).sum().backward()
+    operators.rounded.cache_clear()
     with torch.device("meta"):  # where new tensors are made unless a device is given
         torch.testing.assert_close(twin(x), twin(x.clone()))
         assert twin(x).device == x.device
