@@ -114,7 +114,7 @@ def test_a_peer_is_judged_on_the_mean_of_draws():
 def test_peers_lie_in_memory_as_they_are_said_to():
     model = models.PROBLEMS[MIN_ADD].Model(4, 8, 3, 0.5, (8, 1, 1), 2.0)
     peer = compare.Peer(lambda model: model, channels_last=True).contestant(model)
-    call = compare.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train")
+    call = compare.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train", torch.rand(2, 8, 7, 7))
     tensors = call.inputs[0], call.g, peer.module.conv.weight
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     assert model.conv.weight.is_contiguous() and not any(t.is_contiguous() for t in tensors)
