@@ -13,8 +13,8 @@ its time is shown even if it misses, with its error as a multiple of eager's.
 Phases: `forward` (no_grad), `forward_grad` (gradients on, no backward: what `model(x)` in a fresh notebook is), `train` (forward
 and backward), `train_dx` (with the inputs' gradients, too).
 
-Times: contestants alternate (A B A B) in one process, after a warm-up. `median_ms` is the GPU's time, by events, what PyTorch
-caches overwritten before; `call_ms` the time as called: synchronize, write 256 MB, event, call, event, synchronize; both are medians. On
+Times: contestants alternate (A B A B) in one process, after a warm-up. `median_ms` is the GPU's time, by events, its
+cache overwritten before; `call_ms` the time as called: synchronize, write 256 MB, event, call, event, synchronize; both are medians. On
 a CPU both are the wall time, caches as the runs before leave them. `host_us` is how long the host takes to launch a call. The time of
 allocating results, of reordering weights and of launching counts.
 

@@ -15,6 +15,7 @@ from torch import nn
 import checks
 import compare
 import models
+from benchmarks import peers
 from test_checks import DROPOUT, MIN_ADD, POOL, small
 
 ROW = (
@@ -48,6 +49,12 @@ def test_a_peer_that_cannot_run_is_a_row(monkeypatch):
         and peer["reason"] == "raised RuntimeError: no compiler"
         and peer["median_ms"] is None
     )
+
+
+def test_a_peer_says_why_it_is_not_there():
+    options = dict(device="cpu", variants=["cudnn"], peers=peers.PEERS[MIN_ADD], seed=1)
+    (row,) = compare.compare(small(MIN_ADD), **options)
+    assert row["ok"] is None and row["reason"] == "raised RuntimeError: cuDNN needs a GPU"
 
 
 class Rounded(nn.Module):
