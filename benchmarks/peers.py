@@ -1,7 +1,7 @@
 """Peers of single problems: somebody else's fused kernels, run beside torch.compile where they are installed.
 
-PEERS: problem to {name: Peer}, as `compare.compare(…, peers=)` takes them. Making one raises ImportError or RuntimeError, whose
-text says why it isn't there.
+PEERS: problem to {name: Peer}, as `compare.compare(…, peers=)` takes them. Making one raises ImportError or
+RuntimeError, whose text says why it isn't there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import compare
 
 
 class CudnnMinAdd(nn.Module):
-    """(min(conv(x), constant) + bias) * scale as one graph of cuDNN's, which makes one kernel of it: channels last, float32 in TF32.
+    """(min(conv(x), constant) + bias) * scale as one graph of cuDNN's, which makes one kernel of it: channels
+    last, float32 in TF32.
 
-    Needs nvidia-cudnn-frontend. Forward alone: its parameters are taken when it is made, and its output has no gradient.
+    Needs nvidia-cudnn-frontend. Forward alone: its parameters are taken when it is made, and its output has
+    no gradient.
     """
 
     def __init__(self, model: nn.Module):
@@ -58,7 +60,8 @@ class CudnnMinAdd(nn.Module):
         return y
 
     def _graph(self, x: Tensor, y: Tensor) -> tuple:
-        """The graph for an input and an output like these, the places of its tensors by name, and its workspace."""
+        """The graph for an input and an output like these, the places of its tensors by name, and its
+        workspace."""
         kind = self.cudnn.data_type.FLOAT
         graph = self.cudnn.pygraph(
             io_data_type=kind, intermediate_data_type=kind, compute_data_type=kind, handle=self.handle

@@ -1,4 +1,5 @@
-"""The comparison: what of ours fails its check gets no time, a peer that misses the rule is shown as such, any pair can be compared.
+"""The comparison: what of ours fails its check gets no time, a peer that misses the rule is shown as such,
+any pair can be compared.
 
 Sizes are small; times are never asserted. What the checks find is tested in test_checks.py.
 """
@@ -94,7 +95,8 @@ def test_a_less_exact_peer_is_shown_with_its_time_and_its_error():
 
 
 def test_a_constant_output_proves_nothing_of_a_peer():
-    """On the default output, one value whatever the operands are, a peer passes that rounds them; the gradients of ties tell."""
+    """On the default output, one value whatever the operands are, a peer passes that rounds them; the
+    gradients of ties tell."""
     contest = compare.contest_of(small(DROPOUT), peers={"rounded": Rounded})
     check = compare.check(contest, "rounded", phase="forward", seed=1)
     assert not check.ok and all("ties, training" in text and "gradient" in text for text in check.failures), (
@@ -150,7 +152,7 @@ def test_special_cases_are_timed_where_there_is_a_backward():
     assert "train (all ties)" in compare.table(rows)
 
 
-# ----------------------------------------------------------------------------------------------------------- any pair
+# --------------------------------------------------------------------------------------------------- any pair
 
 
 class Gate(nn.Module):
@@ -262,11 +264,12 @@ def test_imports_no_model_and_no_problem(name):
     assert text.count("import models") == (name == "compare")
 
 
-# ------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------------------- command
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """The command writes a record that is valid JSON with every promised field, plots, and says by its status what failed."""
+    """The command writes a record that is valid JSON with every promised field, plots, and says by its status
+    what failed."""
     problems = {MIN_ADD: small(MIN_ADD), DROPOUT: small(DROPOUT)}
     monkeypatch.setattr(compare, "variants_of", lambda problem, device, peers: ("eager", "epilogue"))
     monkeypatch.setattr(compare, "registry", lambda: problems)
