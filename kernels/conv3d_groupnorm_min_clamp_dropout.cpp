@@ -132,15 +132,3 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
     }
   });
 }
-
-EXPORT void constant(output_t* y, const int64_t* seed, double value, double p, int64_t count) {
-  const float scale = p < 1 ? 1 / (1 - p) : 0;
-  host::parallel_for((count + kPiece - 1) / kPiece, 1, [=](int64_t begin, int64_t end) {
-    float factor[kPiece];
-    for (int64_t first = begin * kPiece; first < std::min(end * kPiece, count); first += kPiece) {
-      const int64_t size = std::min(kPiece, count - first);
-      dropout_factors(factor, seed, p, scale, first, size);
-      for (int64_t i = 0; i < size; i++) y[first + i] = output_t(accumulate_t(value) * factor[i]);
-    }
-  });
-}

@@ -128,19 +128,6 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
       });
 }
 
-__global__ void __launch_bounds__(kThreads)
-constant_kernel(output_t* y, accumulate_t value, Dropout dropout, int64_t count) {
-  const int64_t first = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kVector;
-  if (first >= count) return;
-  accumulate_t factor[kVector];
-  dropout.factors(factor, first);
-  Vector<output_t> result;
-#pragma unroll
-  for (int j = 0; j < kVector; j++) result.at[j] = output_t(value * factor[j]);
-  if (first + kVector <= count) return store_vector(y + first, result);
-  for (int j = 0; j < count - first; j++) y[first + j] = result.at[j];
-}
-
 static Dropout dropout_from(const int64_t* seed, double p) {
   return {seed, p, accumulate_t(p < 1 ? 1 / (1 - p) : 0)};
 }
@@ -183,12 +170,4 @@ EXPORT void backward(value_t* dv, accumulate_t* gradients, accumulate_t* sums, a
   backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, active, coefficients, group_mean,
                                                            group_rstd, conv_bias, weight, bias, tail, dropout,
                                                            shape, chunks);
-}
-
-// y = dropout(value, p), `count` elements: what is left to compute where every normalised value is known to
-// be finite.
-EXPORT void constant(output_t* y, const int64_t* seed, double value, double p, int64_t count,
-                     cudaStream_t stream) {
-  constant_kernel<<<blocks_for(count, kThreads * kVector), kThreads, 0, stream>>>(
-      y, accumulate_t(value), dropout_from(seed, p), count);
 }
