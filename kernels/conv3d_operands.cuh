@@ -48,7 +48,8 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
 
 struct Operands {
   static constexpr int kFilter = kIn * kTaps;
-  static constexpr int kTopOfX = 10;  // scaled magnitudes lie below 2^11, and sums of them far below 2^16
+  // What is scaled lies below 2^11: a guess that is 16 times too large still fits.
+  static constexpr int kTop = 10;
 
   const Block block;
   // Of 16 output channels, two rows of a fragment by step and word: the highs that meet the words with a
@@ -90,11 +91,11 @@ struct Operands {
     float all = 0;
 #pragma unroll
     for (int k = 0; k < kIn; k++) all = fmaxf(all, most[k]);
-    const int smallest = fitting_exponent(all, kTopOfX);
+    const int smallest = fitting_exponent(all, kTop);
     scale = power_of_two(smallest);
 #pragma unroll
     for (int k = 0; k < kIn; k++) {
-      const int more = most[k] > 0 ? min(fitting_exponent(most[k], kTopOfX) - smallest, 24) : 0;
+      const int more = most[k] > 0 ? min(fitting_exponent(most[k], kTop) - smallest, 24) : 0;
       if (tid == 0) block.storage.scaling[k] = {shift[k], power_of_two(smallest + more), power_of_two(-more)};
     }
     __syncthreads();
@@ -194,7 +195,7 @@ struct Operands {
         for (int tap = tid % 8; kSplit && tap < kTaps; tap += 8)
           consider(most, weights[tid / 8 * kFilter + i * kTaps + tap] * scaling[i].share);
       for (int m = 1; m < 8; m *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
-      if (tid % 8 == 0) weight_scale[tid / 8] = power_of_two(fitting_exponent(most, kTopOfX));
+      if (tid % 8 == 0) weight_scale[tid / 8] = power_of_two(fitting_exponent(most, kTop));
     }
     __syncthreads();
 #pragma unroll

@@ -47,7 +47,7 @@ constexpr int kBlock = 384, kBlockWarps = kBlock / 32;  // 168 registers a threa
 // pixel is its channels' highs, then their lows, in words of two.
 constexpr bool kSplit = std::is_same_v<value_t, float>;
 using operand_t = std::conditional_t<kSplit, half_t, value_t>;
-// With a high; the last may hold a low, too, or nothing.
+// With a high; where kIn is odd, the last of them has a low, too, or zero.
 constexpr int kHighWords = (kIn + 1) / 2;
 constexpr int kLowWords = kSplit ? kIn - kHighWords : 0;  // with lows alone
 constexpr int kWords = kHighWords + kLowWords;
@@ -70,12 +70,10 @@ struct Convolution {
   int rows, slabs, depth, chunks;  // of a tile: output rows and planes; of a sample: parts along either
   int pitch, plane, raw;           // pixels: of a row and a plane of the ring; of a raw plane
   int shared;                      // bytes of dynamic shared memory
-  // Do rows of x start at multiples of four elements, of 16 bytes in float32?
-  bool aligned;
-  bool bulk;  // are rows of x a multiple of 16 bytes, and start at one?
-  HOST_DEVICE int slots() const { return slabs * chunks; }  // tiles of a sample
-  // Of a plane of a tile.
-  HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }
+  bool aligned;                    // rows of x start at multiples of four elements, 16 bytes of float32
+  bool bulk;                       // rows of x start at multiples of 16 bytes
+  HOST_DEVICE int slots() const { return slabs * chunks; }                            // tiles of a sample
+  HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }  // of a tile's plane
 
   // Dynamic shared memory: the ring; raw planes; `positions` and `places` (below). Each begins where the one
   // before it ends.
