@@ -1,5 +1,6 @@
-// y = max over c of m[c]·clamp(instance_norm(conv·m[c]), low, high), and its gradient, on the CPU. The launchers and layouts
-// of conv3d_multiply_instancenorm_clamp_multiply_max.cu. A thread takes strips of positions over all channels.
+// y = max over c of m[c]·clamp(instance_norm(conv·m[c]), low, high), and its gradient, on the CPU. The
+// launchers and layouts of conv3d_multiply_instancenorm_clamp_multiply_max.cu. A thread takes strips of
+// positions over all channels.
 #include <vector>
 #include "cpu.h"
 #include "winograd.h"
@@ -7,8 +8,8 @@
 constexpr int64_t kStrip = 512;  // running maxima that stay in L1
 
 // The convolution v (N, C, D', H', W') from x (N, Cin, D, H, W) and weight (C, Cin, depth, 3, 3).
-EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C, int64_t D,
-                     int64_t H, int64_t W, int64_t depth) {
+EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C,
+                     int64_t D, int64_t H, int64_t W, int64_t depth) {
   winograd::convolve(v, x, weight, {N, Cin, C, D, H, W, depth});
 }
 
@@ -29,7 +30,8 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
         const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
         const value_t* in = v + (n * C + c) * S + s0;
         for (int64_t i = 0; i < count; i++) {
-          const accumulate_t value = clamp((accumulate_t(in[i]) - channel.mean) * channel.a, lower, upper) * channel.m;
+          const accumulate_t value =
+              clamp((accumulate_t(in[i]) - channel.mean) * channel.a, lower, upper) * channel.m;
           const bool replaces = c == 0 || replaces_maximum(value, best[i]);
           best[i] = replaces ? value : best[i];
           which[i] = replaces ? int32_t(c) : which[i];
@@ -62,10 +64,12 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_mul
         const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
         const accumulate_t centred = accumulate_t(winner[s]) - channel.mean, z = centred * channel.a;
         const accumulate_t dz = clamp_passes(z, lower, upper) ? accumulate_t(dy[s]) * channel.m : 0;
-        gradient[c] += dz, product[c] += dz * centred, clamped[c] += accumulate_t(dy[s]) * clamp(z, lower, upper);
+        gradient[c] += dz, product[c] += dz * centred,
+            clamped[c] += accumulate_t(dy[s]) * clamp(z, lower, upper);
       }
       for (int64_t c = 0; c < C; c++)
-        sums[n * C + c] = gradient[c], sums[(N + n) * C + c] = product[c], sums[(2 * N + n) * C + c] = clamped[c];
+        sums[n * C + c] = gradient[c], sums[(N + n) * C + c] = product[c],
+                     sums[(2 * N + n) * C + c] = clamped[c];
     }
   });
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
@@ -73,8 +77,10 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_mul
       const int64_t n = plane / C, c = plane % C;
       const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
       const accumulate_t a = channel.a, constant = -a * sums[plane] / accumulate_t(S);
-      const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;  // a³ alone may underflow
-      const accumulate_t nothing = channel.mean - channel.mean;  // NaN in a channel counts even where another one wins
+      // a³ alone may underflow.
+      const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;
+      // NaN in a channel counts even where another one wins.
+      const accumulate_t nothing = channel.mean - channel.mean;
       gradients[plane] = sums[2 * N * C + plane] + nothing +
                          sums[N * C + plane] * accumulate_t(eps) * channel.rstd * channel.rstd * channel.rstd;
       zeros[plane] = 0 * gradients[plane];
