@@ -134,22 +134,26 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t
 
 // statistics as in GroupStatistics; index without elements where no gradient is wanted.
 EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, const value_t* v,
-                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
-                    double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                    const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C,
+                    int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
   const Image image{int(H), int(W)};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
-  pool_statistics_kernel<<<N * C, kThreads, 0, stream>>>(extreme, index, mean, m2, v, weight, scale, C, image);
-  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
-  apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias, scale, low, high,
-                                              shape, image.pooled());
+  pool_statistics_kernel<<<N * C, kThreads, 0, stream>>>(extreme, index, mean, m2, v, weight, scale, C,
+                                                         image);
+  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
+                                                                  eps, shape);
+  apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias,
+                                               scale, low, high, shape, image.pooled());
 }
 
-// The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1. scratch holds the
-// parameters' gradients by sample (4, N, C), sums (2, N, C) and coefficients (2, N, G).
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* d_scale,
-                     accumulate_t* scratch, const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
-                     const accumulate_t* statistics, const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+// The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1.
+// scratch holds the parameters' gradients by sample (4, N, C), sums (2, N, C) and coefficients (2, N, G).
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* d_scale, accumulate_t* scratch, const output_t* dy, const value_t* v,
+                     const value_t* extreme, const index_t* index, const accumulate_t* statistics,
+                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
                      const accumulate_t* scale, double low, double high, int64_t scales, int64_t N, int64_t C,
                      int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
@@ -157,12 +161,14 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
   accumulate_t *gradients = scratch, *sums = gradients + 4 * N * C, *coefficients = sums + 2 * N * C;
   const Image image{int(H), int(W)};
   const unsigned chunks = blocks_for(H, kWarps * 8);  // 8 rows a warp
-  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, gradients + 3 * N * C, dy, extreme, group_mean, group_rstd,
-                                                      conv_bias, weight, bias, scale, low, high, shape, image.pooled());
-  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,
-                                                                   group_rstd, conv_bias, weight, shape);
-  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, coefficients, group_mean, group_rstd,
-                                                          conv_bias, weight, bias, scale, low, high, shape, image, chunks);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, gradients + 3 * N * C, dy, extreme, group_mean,
+                                                       group_rstd, conv_bias, weight, bias, scale, low, high,
+                                                       shape, image.pooled());
+  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(
+      coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, coefficients, group_mean,
+                                                           group_rstd, conv_bias, weight, bias, scale, low,
+                                                           high, shape, image, chunks);
   accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
   for (int i = 0; i < 4; i++)
     sum_rows_kernel<<<i < 3 ? C : scales, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);

@@ -570,13 +570,14 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
 
 }  // namespace
 
-// scratch, one after the other: extreme like y, partial (N, C, tiles·strips, 3), then as GroupStatistics. Columns of
-// v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left (tiling.py's StripTiling); a plan
-// that does not cover v makes no blocks, and the launch fails.
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
-                    const accumulate_t* norm_weight, const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
-                    double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles,
-                    int64_t strips, int64_t rows, cudaStream_t stream) {
+// scratch, one after the other: extreme like y, partial (N, C, tiles·strips, 3), then as GroupStatistics.
+// Columns of v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left
+// (tiling.py's StripTiling); a plan that does not cover v makes no blocks, and the launch fails.
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
+                    const accumulate_t* conv_bias, const accumulate_t* norm_weight,
+                    const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
+                    double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles, int64_t strips,
+                    int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();

@@ -49,12 +49,14 @@ EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_
   winograd::convolve(v, x, weight, {N, Cin, C, D, H, W, depth});
 }
 
-EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
-                    const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
-                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S) {
+EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v,
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
+                    int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
   Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics ? statistics : own.data(), N, C, G);
+  const auto [mean, m2, group_mean, group_rstd] =
+      GroupStatistics(statistics ? statistics : own.data(), N, C, G);
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
   plane_statistics(mean, m2, v, N * C, S);
@@ -81,10 +83,11 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
   });
 }
 
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* scratch,
-                     const output_t* dy, const value_t* v, const accumulate_t* statistics, const int32_t* active,
-                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
-                     double p, int64_t N, int64_t C, int64_t G, int64_t S) {
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* scratch, const output_t* dy, const value_t* v,
+                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low,
+                     double high, double p, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;

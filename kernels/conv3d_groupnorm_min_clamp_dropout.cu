@@ -132,10 +132,12 @@ static Dropout dropout_from(const int64_t* seed, double p) {
 }
 
 // statistics as in GroupStatistics; active (N, C) zeroed by the caller, or without elements where no
-// gradient is wanted; seed (1), or without elements for no dropout; offset is the number of elements before y in the whole.
-EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
-                    const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
-                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+// gradient is wanted; seed (1), or without elements for no dropout; offset is the number of elements before y
+// in the whole.
+EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v,
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
+                    int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   const unsigned chunks = chunks_for(S);
@@ -148,24 +150,27 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
       vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
 }
 
-// The gradients of v and, summed over the samples, of the parameters (C). scratch holds the parameters' gradients by sample (3, N, C),
-// sums (2, N, C) and coefficients (2, N, G).
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* scratch,
-                     const output_t* dy, const value_t* v, const accumulate_t* statistics, const int32_t* active,
-                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
-                     double p, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+// The gradients of v and, summed over the samples, of the parameters (C). scratch holds the parameters'
+// gradients by sample (3, N, C), sums (2, N, C) and coefficients (2, N, G).
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* scratch, const output_t* dy, const value_t* v,
+                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low,
+                     double high, double p, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const Dropout dropout = dropout_from(seed, p);
   const unsigned chunks = chunks_for(S);
-  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, v, active, group_mean, group_rstd, conv_bias, weight, bias,
-                                                      tail, dropout, shape);
-  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,
-                                                                   group_rstd, conv_bias, weight, shape);
-  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, active, coefficients, group_mean, group_rstd,
-                                                          conv_bias, weight, bias, tail, dropout, shape, chunks);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, v, active, group_mean, group_rstd, conv_bias,
+                                                       weight, bias, tail, dropout, shape);
+  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(
+      coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, active, coefficients, group_mean,
+                                                           group_rstd, conv_bias, weight, bias, tail, dropout,
+                                                           shape, chunks);
   accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias};
-  for (int i = 0; i < 3; i++) sum_rows_kernel<<<C, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);
+  for (int i = 0; i < 3; i++)
+    sum_rows_kernel<<<C, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);
 }

@@ -279,13 +279,15 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(output_t* y, const Aff
   }
 }
 
-// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2), where a
-// sample has `slots` tiles; affines (N, CHANNELS_OUT, 4); tiles_done (N). seed (1), or without elements for no
-// dropout; offset is the number of elements before y in the whole; rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
-                    const float* norm_weight, const float* norm_bias, const int64_t* seed, double low, double high,
-                    double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
-                    int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
+// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2),
+// where a sample has `slots` tiles; affines (N, CHANNELS_OUT, 4); tiles_done (N). seed (1), or without
+// elements for no dropout; offset is the number of elements before y in the whole; rows to shared are the
+// plan (convolution()).
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
+                    const float* conv_bias, const float* norm_weight, const float* norm_bias,
+                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
+                    int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;

@@ -14,8 +14,8 @@ EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_
 }
 
 EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* statistics, const value_t* v,
-                    const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
-                    int64_t N, int64_t C, int64_t S) {
+                    const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high,
+                    double eps, int64_t N, int64_t C, int64_t S) {
   Sums own(statistics ? 0 : 2 * N * C);  // where nobody keeps them
   accumulate_t *mean = statistics ? statistics : own.data(), *m2 = mean + N * C;
   const accumulate_t lower = low, upper = high;
@@ -47,12 +47,14 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
   });
 }
 
-// The gradients of v and, summed over the samples, of the parameters; d_multiplier has `multipliers` elements, C or 1. Normalising
-// removes the convolution's bias, so its gradient is zero; times zero keeps NaN.
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_multiplier, accumulate_t* scratch,
-                     const output_t* dy, const value_t* v, const index_t* index, const value_t* winner,
-                     const accumulate_t* statistics, const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
-                     int64_t multipliers, int64_t N, int64_t C, int64_t S) {
+// The gradients of v and, summed over the samples, of the parameters; d_multiplier has `multipliers`
+// elements, C or 1. Normalising removes the convolution's bias, so its gradient is zero; times zero keeps
+// NaN.
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_multiplier,
+                     accumulate_t* scratch, const output_t* dy, const value_t* v, const index_t* index,
+                     const value_t* winner, const accumulate_t* statistics, const accumulate_t* conv_bias,
+                     const accumulate_t* multiplier, double low, double high, double eps, int64_t multipliers,
+                     int64_t N, int64_t C, int64_t S) {
   const accumulate_t *mean = statistics, *m2 = mean + N * C;
   accumulate_t *gradients = scratch, *zeros = gradients + N * C, *sums = zeros + N * C;
   const accumulate_t lower = low, upper = high;

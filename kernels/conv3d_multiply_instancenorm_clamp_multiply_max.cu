@@ -88,13 +88,14 @@ backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* inde
     for (int i = 0; i < 3; i++) sums[(i * N + n) * C + c] = sum[i];
 }
 
-// gradients (N, C) of the multiplier by sample, and zeros, those of conv_bias, which normalising removes; NaN stays NaN. The multiplier's
-// comes from its second use, and, through the normalised v·m, from its first, of
+// gradients (N, C) of the multiplier by sample, and zeros, those of conv_bias, which normalising removes; NaN
+// stays NaN. The multiplier's comes from its second use, and, through the normalised v·m, from its first, of
 // which only the share of eps remains: normalising removes any other effect of a factor.
-__global__ void multiplier_gradient_kernel(accumulate_t* gradients, accumulate_t* zeros, const accumulate_t* sums, const accumulate_t* mean,
+__global__ void multiplier_gradient_kernel(accumulate_t* gradients, accumulate_t* zeros,
+                                           const accumulate_t* sums, const accumulate_t* mean,
                                            const accumulate_t* m2, const accumulate_t* conv_bias,
-                                           const accumulate_t* multiplier, accumulate_t eps, int64_t N, int64_t C,
-                                           int64_t S) {
+                                           const accumulate_t* multiplier, accumulate_t eps, int64_t N,
+                                           int64_t C, int64_t S) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= N * C) return;
   const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, i / C, i % C, C, S);
@@ -126,8 +127,8 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t
 }
 
 EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* statistics, const value_t* v,
-                    const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
-                    int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
+                    const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high,
+                    double eps, int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
   accumulate_t *mean = statistics, *m2 = mean + N * C;
   plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, S, vectors_fit(v, S));
   if (vectors_fit(v, S)) {
@@ -141,21 +142,22 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
   }
 }
 
-// The gradients of v and, summed over the samples, of the parameters; d_multiplier has `multipliers` elements, C or 1. scratch holds the
-// parameters' gradients by sample (2, N, C) and sums (3, N, C).
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_multiplier, accumulate_t* scratch,
-                     const output_t* dy, const value_t* v, const index_t* index, const value_t* winner,
-                     const accumulate_t* statistics, const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high, double eps,
-                     int64_t multipliers, int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
+// The gradients of v and, summed over the samples, of the parameters; d_multiplier has `multipliers`
+// elements, C or 1. scratch holds the parameters' gradients by sample (2, N, C) and sums (3, N, C).
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_multiplier,
+                     accumulate_t* scratch, const output_t* dy, const value_t* v, const index_t* index,
+                     const value_t* winner, const accumulate_t* statistics, const accumulate_t* conv_bias,
+                     const accumulate_t* multiplier, double low, double high, double eps, int64_t multipliers,
+                     int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
   const accumulate_t *mean = statistics, *m2 = mean + N * C;
   accumulate_t *gradients = scratch, *zeros = gradients + N * C, *sums = zeros + N * C;
   const unsigned chunks = chunks_for(S);
-  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, index, winner, mean, m2, conv_bias, multiplier, low, high,
-                                                      eps, N, C, S);
-  multiplier_gradient_kernel<<<blocks_for(N * C, 128), 128, 0, stream>>>(gradients, zeros, sums, mean, m2, conv_bias, multiplier,
-                                                                        eps, N, C, S);
-  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, sums, mean, m2, conv_bias, multiplier, low,
-                                                          high, eps, N, C, S, chunks);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, index, winner, mean, m2, conv_bias,
+                                                       multiplier, low, high, eps, N, C, S);
+  multiplier_gradient_kernel<<<blocks_for(N * C, 128), 128, 0, stream>>>(gradients, zeros, sums, mean, m2,
+                                                                         conv_bias, multiplier, eps, N, C, S);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, sums, mean, m2, conv_bias,
+                                                           multiplier, low, high, eps, N, C, S, chunks);
   sum_rows_kernel<<<C, kThreads, 0, stream>>>(d_conv_bias, zeros, N, C);
   sum_rows_kernel<<<multipliers, kThreads, 0, stream>>>(d_multiplier, gradients, N, C);
 }

@@ -237,12 +237,12 @@ fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const floa
   }
 }
 
-// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then `held`
-// values, any number, where sums are held. rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
-                    const float* multiplier, double low, double high, double eps, int64_t held, int64_t N, int64_t D,
-                    int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared,
-                    cudaStream_t stream) {
+// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then
+// `held` values, any number, where sums are held. rows to shared are the plan (convolution()).
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
+                    const float* conv_bias, const float* multiplier, double low, double high, double eps,
+                    int64_t held, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t blocks = N * c.slots();
@@ -266,8 +266,8 @@ EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t
   const auto launch = [&](int phases) {
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
     float* const sums = scratch + blocks * kOut * 2;
-    cudaLaunchKernelEx(&config, fused_kernel, y, statistics, sums, conv_bias, multiplier, float(low), float(high),
-                       float(eps), phases, scratch_turns, shared_turns, c);
+    cudaLaunchKernelEx(&config, fused_kernel, y, statistics, sums, conv_bias, multiplier, float(low),
+                       float(high), float(eps), phases, scratch_turns, shared_turns, c);
   };
   if (one_launch) launch(kStatistics | kApply);
   else launch(kStatistics), launch(kApply);

@@ -85,8 +85,10 @@ inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t
   });
 }
 
-// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there is one.
-template <class T> void sum_rows(accumulate_t* totals, int64_t count, const T* values, int64_t rows, int64_t C) {
+// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there
+// is one.
+template <class T>
+void sum_rows(accumulate_t* totals, int64_t count, const T* values, int64_t rows, int64_t C) {
   std::vector<double> sums(count);
   for (int64_t i = 0; i < rows * C; i++) sums[count == 1 ? 0 : i % C] += values[i];
   for (int64_t c = 0; c < count; c++) totals[c] = accumulate_t(sums[c]);

@@ -51,8 +51,8 @@ __device__ inline Moments<double> block_merge(Moments<double> moments) {
   return moments;
 }
 
-// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there is one,
-// in double and in a fixed order. A block per total.
+// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there
+// is one, in double and in a fixed order. A block per total.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
 sum_rows_kernel(accumulate_t* totals, const T* values, int64_t rows, int64_t C) {
