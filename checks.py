@@ -2,17 +2,19 @@
 
     errors, complaints = errors_of("random parameters", twin, model, x, "train")
 
-Let r be the reference in float64 on the same inputs and weights. A module is right if its output and every gradient is at
-most twice as far from r as eager PyTorch is in the dtype at hand, both as ‖out − r‖/‖r‖ and as max |out − r|, plus 4 units
-in the last place of the largest value.
+Let r be the reference in float64 on the same inputs and weights. A module is right if its output and every
+gradient is at most twice as far from r as eager PyTorch is in the dtype at hand, both as ‖out − r‖/‖r‖ and as
+max |out − r|, plus 4 units in the last place of the largest value.
 
-Where the terms of a gradient cancel, eager's own error is a matter of luck. It then counts as no smaller than what is lost
-when the gradient of each intermediate result is rounded once to the dtype at hand and all else is done in float64: that
-grows with the size of what is summed, not of what is left of it. Eager stores these gradients, so they bound its error where
-luck plays no part; only a limit that is missed is looked at in this way.
+A single draw can be lucky for eager, so a limit that is missed is judged again on the mean of several draws
+(see `judged_on_draws`). Where the terms of a gradient cancel, there is little left to measure errors by: then
+the 4 units are those of what was summed, or more exactly 4 times what is lost if the gradient of each
+intermediate result, all of which eager stores, is rounded once to the dtype at hand and all else is done in
+float64. Where nothing cancels, that is less than 4 units of the largest value, and changes nothing.
 
-Which branch a comparison takes (relu, min, clamp, a max pool, …) may hang on rounding, and either is right: there the check
-sends no gradient (see `Edges`). Dropout is judged as a model's last step, by which of its results are zero.
+Which branch a comparison takes (relu, min, clamp, a max pool, …) may hang on rounding, and either is right:
+there the check sends no gradient (see `Edges`). Dropout is judged as a model's last step, by which of its
+results are zero.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-# no_grad; training mode as a fresh model is, no backward; forward and backward without the inputs' gradients; with them
+# no_grad; training mode as a fresh model is, no backward; forward and backward without the inputs' gradients;
+# with them
 PHASES = ("forward", "forward_grad", "train", "train_dx")
 PIECE = 16  # samples that the reference takes at a time, where it treats each on its own
 DRAWS, MANY_DRAWS, NEAR = 4, 16, 4.0  # see `judged_on_draws`
 
-# ------------------------------------------------------------------------------------------------------------- calling
+# ---------------------------------------------------------------------------------------------------- calling
 
 
 def has_backward(phase: str) -> bool:
@@ -48,7 +51,8 @@ def inputs_of(x: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def leaves_of(module: Callable, model: nn.Module) -> dict[str, Tensor]:
-    """The trainable parameters of `module` by the names that they have in `model`; the model's own where it shares them unseen."""
+    """The trainable parameters of `module` by the names that they have in `model`; the model's own where it
+    shares them unseen."""
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     if not isinstance(module, nn.Module):
         return {name: model.get_parameter(name) for name in wanted}
@@ -61,7 +65,8 @@ def leaves_of(module: Callable, model: nn.Module) -> dict[str, Tensor]:
 def call(
     module: Callable, leaves: dict[str, Tensor], x: Tensor | Sequence[Tensor], phase: str, g: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and for the incoming gradient g the gradients of `leaves` (in the phase train_dx also of the inputs), by name.
+    """The output, and for the incoming gradient g the gradients of `leaves` (in the phase train_dx also of
+    the inputs), by name.
 
     x is one input or a list. Raises RuntimeError if the output needs no gradient where a leaf does.
     """
@@ -84,8 +89,8 @@ def call(
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """A module as it is judged and timed: its trainable parameters by the reference's names; the layout of what it is given; may the
-    GPU's library round its operands to TF32 where PyTorch's settings let it?"""
+    """A module as it is judged and timed: its trainable parameters by the reference's names; the layout of
+    what it is given; may the GPU's library round its operands to TF32 where PyTorch's settings let it?"""
 
     module: Callable
     leaves: dict[str, Tensor]
@@ -110,14 +115,16 @@ def as_contestant(module: Callable, model: nn.Module) -> Contestant:
 
 
 def channels_last(t: Tensor) -> Tensor:
-    """A batch of images or volumes with the channels' values of a place side by side; anything else as it is."""
+    """A batch of images or volumes with the channels' values of a place side by side; anything else as it
+    is."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return t.contiguous(memory_format=formats[t.dim()]) if t.dim() in formats else t
 
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Convolutions and products in full float32, by PyTorch's older settings, or by the newer where the older can't be read."""
+    """Convolutions and products in full float32, by PyTorch's older settings, or by the newer where the older
+    can't be read."""
     library, products = torch.backends.cudnn, torch.backends.cuda.matmul
     settings = [(library, "allow_tf32", False), (products, "allow_tf32", False)]
     try:
@@ -139,7 +146,7 @@ def named(out: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"output": out, **{f"gradient of {name}": t for name, t in gradients.items()}}
 
 
-# ------------------------------------------------------------------------------------------------------------- the rule
+# --------------------------------------------------------------------------------------------------- the rule
 
 
 class Error(NamedTuple):
@@ -175,11 +182,13 @@ class Error(NamedTuple):
 
 
 def judged_on_draws(errors: Callable[[int, bool], list[Error]], *, lucky: bool = True) -> list[Error]:
-    """The errors by which a case is judged: errors(number, cancelling) gives those of one draw of everything random.
+    """The errors by which a case is judged: errors(number, cancelling) gives those of one draw of everything
+    random.
 
-    Of the first draw; where that misses a limit, of the mean of `DRAWS`, because rounding errors of one can be lucky for eager; and
-    where that misses by less than `NEAR` times, of `MANY_DRAWS` that count alike, because a mean is that of the worst conditioned.
-    What is worse than twice in all of them stays worse. Not lucky: a first draw is not enough to pass, either.
+    Of the first draw; where that misses a limit, of the mean of `DRAWS`, because rounding errors of one can
+    be lucky for eager; and where that misses by less than `NEAR` times, of `MANY_DRAWS` that count alike,
+    because a mean is that of the worst conditioned. What is worse than twice in all of them stays worse. Not
+    lucky: a first draw is not enough to pass, either.
     """
     found = errors(0, False) if lucky else []
     for count in (DRAWS, MANY_DRAWS):
@@ -194,8 +203,8 @@ def judged_on_draws(errors: Callable[[int, bool], list[Error]], *, lucky: bool =
 
 
 def mean_of(draws: Iterable[Error], alike: bool = False) -> Error:
-    """The mean of several draws' errors and limits, and the place in the first. alike: weighted so that no draw is larger than
-    another, error and limit together."""
+    """The mean of several draws' errors and limits, and the place in the first. alike: weighted so that no
+    draw is larger than another, error and limit together."""
     draws = list(draws)
     weights = [[1.0, 1.0] for _ in draws]
     if alike:
@@ -251,10 +260,11 @@ def errors_of(
     *,
     cancelling: bool = False,
 ) -> tuple[list[Error], list[str]]:
-    """The errors of `module` on x beside those of `model`, the reference being `model` in float64, and complaints.
+    """The errors of `module` on x beside those of `model`, the reference being `model` in float64, and
+    complaints.
 
-    `module` has the parameters of `model`, a reference; x is one input or a list; label names the case; cancelling: gradients are
-    judged by the size of what is summed. Uses torch's random numbers.
+    `module` has the parameters of `model`, a reference; x is one input or a list; label names the case;
+    cancelling: gradients are judged by the size of what is summed. Uses torch's random numbers.
     """
     inputs, p = inputs_of(x), dropout_of(model)
     dtype = dtype_of(model, inputs)
@@ -307,7 +317,7 @@ def _bad_mask(keep, again, visible, p) -> Iterable[str]:
         yield "two calls dropped the same elements"
 
 
-# -------------------------------------------------------------------------------------------------------- the reference
+# ---------------------------------------------------------------------------------------------- the reference
 
 
 def dtype_of(model: nn.Module, inputs: list[Tensor]) -> torch.dtype:
@@ -318,7 +328,8 @@ def dtype_of(model: nn.Module, inputs: list[Tensor]) -> torch.dtype:
 def reference_of(
     model: nn.Module, x: Tensor | Sequence[Tensor], phase: str, g: Tensor | None, keep: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Output, gradients and, in the phase forward, edges (see `Edges`) of `model` in float64 on the same inputs and weights.
+    """Output, gradients and, in the phase forward, edges (see `Edges`) of `model` in float64 on the same
+    inputs and weights.
 
     keep is the dropout mask; there is none in eval mode.
     """
@@ -346,7 +357,8 @@ def lost_to_rounding(
     r: dict,
     dtype: torch.dtype,
 ) -> dict[str, tuple[float, float]]:
-    """How far each gradient of the results r moves, as ‖·‖ and max |·|, if those of intermediate results are rounded to dtype."""
+    """How far each gradient of the results r moves, as ‖·‖ and max |·|, if those of intermediate results are
+    rounded to dtype."""
 
     def run(double, *inputs):
         with _RoundedGradients(dtype):
@@ -364,7 +376,8 @@ def lost_to_rounding(
 
 
 def _in_float64(model, inputs, phase, g, keep, run) -> tuple[Tensor, dict[str, Tensor]]:
-    """`call` of run(model, *inputs), all in float64, a few samples at a time where the model treats each on its own."""
+    """`call` of run(model, *inputs), all in float64, a few samples at a time where the model treats each on
+    its own."""
     double = copy.deepcopy(model).double()
     for module in double.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -399,7 +412,8 @@ def _treats_samples_alone(double: nn.Module, inputs: list[Tensor]) -> bool:
 
 
 class _RoundedGradients(TorchFunctionMode):
-    """The gradient of each result is rounded to dtype, at a random place of its mantissa's range, on its way back."""
+    """The gradient of each result is rounded to dtype, at a random place of its mantissa's range, on its way
+    back."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -414,7 +428,7 @@ class _RoundedGradients(TorchFunctionMode):
         return out
 
 
-# ----------------------------------------------------------------------------------------------------------- close calls
+# ------------------------------------------------------------------------------------------------ close calls
 
 
 # Where the slope of a function of one value jumps.
@@ -430,14 +444,16 @@ _POOLS = ("max_pool", "adaptive_max_pool")
 
 
 class Edges(TorchFunctionMode):
-    """Marks the outputs whose gradient hangs on a comparison too close to call in the dtype at hand: `of(output)`, in its context.
+    """Marks the outputs whose gradient hangs on a comparison too close to call in the dtype at hand:
+    `of(output)`, in its context.
 
-    Where a comparison meets two values that differ, but by less than `near` of the sample's largest finite one, rounding decides
-    which one gets the gradient, for eager as for us. Either is right, so the check sends no gradient there. Exact ties are not
-    marked: those follow a rule.
+    Where a comparison meets two values that differ, but by less than `near` of the sample's largest finite
+    one, rounding decides which one gets the gradient, for eager as for us. Either is right, so the check
+    sends no gradient there. Exact ties are not marked: those follow a rule.
 
-    A mark is a tangent of forward-mode differentiation, so it reaches exactly the outputs that send a gradient back to it. If that
-    is nearly all of them, as behind a normalisation, none is marked: without gradients there would be nothing to check.
+    A mark is a tangent of forward-mode differentiation, so it reaches exactly the outputs that send a
+    gradient back to it. If that is nearly all of them, as behind a normalisation, none is marked: without
+    gradients there would be nothing to check.
     """
 
     def __init__(self, near: float):
@@ -526,7 +542,8 @@ def _marks(t: Tensor) -> Tensor | None:
 
 
 def _windows(name: str, x: Tensor, out: Tensor, args: tuple, kwargs: dict) -> Tensor:
-    """What each element of a max pool's result `out` is chosen from, in a last dimension; −inf for what lies outside of x."""
+    """What each element of a max pool's result `out` is chosen from, in a last dimension; −inf for what lies
+    outside of x."""
     dims = int(name.split("max_pool")[1][0])
     options = dict(zip(("kernel_size", "stride", "padding", "dilation"), args)) | kwargs
     x, before = nn.functional.pad(x, (0, 1) * dims, value=-math.inf), x.dim() - dims

@@ -1,29 +1,34 @@
-"""Checks, times and plots a model and its faster twins: what the notebooks call and what the benchmark is made of.
+"""Checks, times and plots a model and its faster twins: what the notebooks call and what the benchmark is
+made of.
 
     rows = compare("conv2d_min_add_multiply")                       # one of the problems: all its variants and its peers
     rows = compare_pair(model, my_faster_model, lambda: [torch.rand(8, 64)])   # a model of yours, and its twin
     print(table(rows)); plot(rows)
 
-or, with a record on disk:  python compare.py --device auto --phase forward_grad,train --json times.json --plots folder
+or, with a record on disk:  python compare.py --device auto --phase forward_grad,train --json times.json
+--plots folder
 
-What is right is said in checks.py, what is honest in honesty.py. What of ours fails its check gets no time, no bar and no
-speed-up. A peer is somebody else's way to run the reference: it is judged by the same rule, on the mean of several draws, and
-its time is shown even if it misses, with its error as a multiple of eager's.
+What is right is said in checks.py, what is honest in honesty.py. What of ours fails its check gets no time,
+no bar and no speed-up. A peer is somebody else's way to run the reference: it is judged by the same rule, on
+the mean of several draws, and its time is shown even if it misses, with its error as a multiple of eager's.
 
-Phases: `forward` (no_grad), `forward_grad` (gradients on, no backward: what `model(x)` in a fresh notebook is), `train` (forward
-and backward), `train_dx` (with the inputs' gradients, too).
+Phases: `forward` (no_grad), `forward_grad` (gradients on, no backward: what `model(x)` in a fresh notebook
+is), `train` (forward and backward), `train_dx` (with the inputs' gradients, too).
 
-Times: contestants alternate (A B A B) in one process, after a warm-up. `median_ms` is the GPU's time, by events, what PyTorch
-caches overwritten before; `call_ms` the time as called: synchronize, write 256 MB, event, call, event, synchronize; both are medians. On
-a CPU both are the wall time, caches as the runs before leave them. `host_us` is how long the host takes to launch a call. The time of
-allocating results, of reordering weights and of launching counts.
+Times: contestants alternate (A B A B) in one process, after a warm-up. `median_ms` is the GPU's time, by
+events, its cache overwritten before; `call_ms` the time as called: synchronize, write 256 MB, event, call,
+event, synchronize; both are medians. On a CPU both are the wall time, caches as the runs before leave them.
+`host_us` is how long the host takes to launch a call. The time of allocating results, of reordering weights
+and of launching counts.
 
-A row is a dict: problem, number, variant, peer (is it one?), auto (is it what runs by default?), device ("cuda" or "cpu"), dtype, phase,
-inputs ("default", or the label of a special case), shape (of the first input), ok (None: it did not run), reason (of a failure),
-median_ms, low_ms and high_ms (quartiles), runs, call_ms, host_us, memory_mb (the peak beyond inputs, output, incoming gradient and
-gradients; None on a CPU), speedup_vs_eager (by median_ms), error_norm, error_max, eager_error_norm, eager_error_max (of `quantity` in
-`case`, the result nearest to or furthest past its limit), error_vs_eager (there, the error as a multiple of what eager's is allowed
-to be; 2 is the limit), bytes (inputs and output, once each), floor_ms (what the GPU needs at least; None where unknown), plan, seed.
+A row is a dict: problem, number, variant, peer (is it one?), auto (is it what runs by default?), device
+("cuda" or "cpu"), dtype, phase, inputs ("default", or the label of a special case), shape (of the first
+input), ok (None: it did not run), reason (of a failure), median_ms, low_ms and high_ms (quartiles), runs,
+call_ms, host_us, memory_mb (the peak beyond inputs, output, incoming gradient and gradients; None on a CPU),
+speedup_vs_eager (by median_ms), error_norm, error_max, eager_error_norm, eager_error_max (of `quantity` in
+`case`, the result nearest to or furthest past its limit), error_vs_eager (there, the error as a multiple of
+what eager's is allowed to be; 2 is the limit), bytes (inputs and output, once each), floor_ms (what the GPU
+needs at least; None where unknown), plan, seed.
 """
 
 from __future__ import annotations
@@ -54,17 +59,19 @@ from honesty import dishonesty
 
 FOLDER = Path(__file__).resolve().parent
 
-# Bytes per second of a copy, measured; operations per second of the tensor cores (float64: all) from the datasheet. For float32
-# that is float16's rate, the fastest that can be as exact as eager (TF32 there): a floor that needs more products is higher.
+# Bytes per second of a copy, measured; operations per second of the tensor cores (float64: all) from the
+# datasheet. For float32 that is float16's rate, the fastest that can be as exact as eager (TF32 there): a
+# floor that needs more products is higher.
 GPUS = {
     "NVIDIA H200": (4.28e12, {"float32": 989e12, "float16": 989e12, "bfloat16": 989e12, "float64": 67e12}),
 }
 
-# ------------------------------------------------------------------------------------------------------- the contestants
+# -------------------------------------------------------------------------------------------- the contestants
 
 
 class Peer(NamedTuple):
-    """Another way to run a reference: make(model) gives a module with its parameters, and may raise to say why it can't.
+    """Another way to run a reference: make(model) gives a module with its parameters, and may raise to say
+    why it can't.
 
     channels_last: model, inputs and incoming gradient lie in memory so. tf32: False forbids it.
     """
@@ -99,9 +106,10 @@ EXACT = "compile-fp32"  # runs where another peer misses the rule
 class Contest(NamedTuple):
     """What is compared, on one device and in one dtype.
 
-    model() gives a reference, inputs() fresh inputs, both to be changed at will; twin(variant, model) ours, which shares the
-    model's parameters, for each of `variants` and for "auto"; cases are (label, prepare(model, *inputs)) to be checked beside random
-    parameters, timed_cases to be timed; operations(model, *inputs) the floating-point operations that can't be avoided.
+    model() gives a reference, inputs() fresh inputs, both to be changed at will; twin(variant, model) ours,
+    which shares the model's parameters, for each of `variants` and for "auto"; cases are (label,
+    prepare(model, *inputs)) to be checked beside random parameters, timed_cases to be timed;
+    operations(model, *inputs) the floating-point operations that can't be avoided.
     """
 
     name: str
@@ -142,7 +150,8 @@ def registry() -> dict:
 
 
 def contest_of(problem, *, device="cpu", batch_size=None, dtype=torch.float32, peers=None) -> Contest:
-    """A problem, or the name of one, as a contest. peers: others than `PEERS`, name to `Peer` or to a function of the model."""
+    """A problem, or the name of one, as a contest. peers: others than `PEERS`, name to `Peer` or to a
+    function of the model."""
     problem = registry()[problem] if isinstance(problem, str) else problem
 
     def twin(variant, model):
@@ -177,8 +186,8 @@ def _peers(others) -> dict[str, Peer]:
 
 
 def randomize(model: nn.Module) -> None:
-    """Parameters at random: what scales and shifts, from a normal distribution, because ones and zeros hide what is left out; what has
-    several extents keeps its values' distribution, in another order."""
+    """Parameters at random: what scales and shifts, from a normal distribution, because ones and zeros hide
+    what is left out; what has several extents keeps its values' distribution, in another order."""
     with torch.no_grad():
         for p in model.parameters():
             if sum(extent > 1 for extent in p.shape) < 2 or bool((p == p.flatten()[0]).all()):
@@ -227,7 +236,7 @@ def with_parameters_of(module: Callable, model: nn.Module) -> Callable:
     return module
 
 
-# ------------------------------------------------------------------------------------------------------------- checking
+# --------------------------------------------------------------------------------------------------- checking
 
 
 class Check(NamedTuple):
@@ -264,11 +273,13 @@ _LARGE_MEAN = "large mean", lambda model, *inputs: [t.add_(100) for t in inputs 
 def check(
     problem, variant: str, *, device="cpu", phase="forward", batch_size=None, dtype=torch.float32, seed=None
 ) -> Check:
-    """Is `variant` of `problem` (a name, a `Problem` or a `Contest`) right, to the tolerance of eager PyTorch, and honest?
+    """Is `variant` of `problem` (a name, a `Problem` or a `Contest`) right, to the tolerance of eager
+    PyTorch, and honest?
 
-    Inputs and parameters are random, from `seed` (a new one if None). Ours is checked on them, on an input with a large mean and on the
-    problem's cases; a peer on the mean of several draws, and, where an output of one value proves nothing, on the first of the cases,
-    too, with gradients. Raises ValueError for an unknown phase; what the variant raises becomes a complaint.
+    Inputs and parameters are random, from `seed` (a new one if None). Ours is checked on them, on an input
+    with a large mean and on the problem's cases; a peer on the mean of several draws, and, where an output of
+    one value proves nothing, on the first of the cases, too, with gradients. Raises ValueError for an unknown
+    phase; what the variant raises becomes a complaint.
     """
     if phase not in PHASES:
         raise ValueError(f"expected a phase out of {PHASES}, got {phase!r}")
@@ -310,7 +321,8 @@ def check(
 
 @torch.no_grad()
 def _tells(contest: Contest, seed: int) -> bool:
-    """Does an output on random parameters prove anything? A single value, which one of the problems gives, doesn't."""
+    """Does an output on random parameters prove anything? A single value, which one of the problems gives,
+    doesn't."""
     model, inputs = contest.drawn(seed)
     out = model.eval()(*inputs)
     return bool((out != out.flatten()[0]).any())
@@ -320,7 +332,7 @@ def new_seed() -> int:
     return int.from_bytes(os.urandom(3), "big")
 
 
-# --------------------------------------------------------------------------------------------------------------- timing
+# ----------------------------------------------------------------------------------------------------- timing
 
 
 class Timing(NamedTuple):
@@ -344,13 +356,14 @@ class Call(NamedTuple):
         return checks.call(self.contestant.module, self.contestant.leaves, self.inputs, self.phase, self.g)
 
     @classmethod
-    def of(cls, contestant: Contestant, inputs: list[Tensor], phase: str) -> Call:
-        """With the inputs in the contestant's layout, and a random incoming gradient in its output's."""
+    def of(cls, contestant: Contestant, inputs: list[Tensor], phase: str, g: Tensor | None) -> Call:
+        """With the inputs in the contestant's layout, and an incoming gradient, given in any, in that of its
+        output."""
         inputs = contestant.given(inputs)
-        if not has_backward(phase):
-            return cls(contestant, inputs, phase, None)
-        with contestant.settings(), torch.no_grad():
-            return cls(contestant, inputs, phase, torch.randn_like(contestant.module(*inputs)))
+        if g is not None:
+            out, _ = contestant.call(inputs, phase, g)
+            g = torch.empty_like(out).copy_(g)
+        return cls(contestant, inputs, phase, g)
 
 
 def _settings(run: Callable) -> contextlib.AbstractContextManager:
@@ -360,8 +373,8 @@ def _settings(run: Callable) -> contextlib.AbstractContextManager:
 def time(
     calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 6.0
 ) -> dict[str, Timing]:
-    """How long each of `calls` takes, in turn (A B A B), for about `seconds` in all, but 7 rounds at least and 30 at most: the GPU's time,
-    or on a CPU the wall time."""
+    """How long each of `calls` takes, in turn (A B A B), for about `seconds` in all, but 7 rounds at least
+    and 30 at most: the GPU's time, or on a CPU the wall time."""
     for run in [*calls.values()] * 2:
         with _settings(run):
             run()
@@ -371,7 +384,8 @@ def time(
 def call_times(
     calls: dict[str, Callable[[], object]], device: str = "cpu", seconds: float = 3.0
 ) -> dict[str, Timing]:
-    """The same as called: nothing is under way on the GPU but a write of 256 MB when a call begins. The calls have run before."""
+    """The same as called: nothing is under way on the GPU but a write of 256 MB when a call begins. The calls
+    have run before."""
     return _timings(calls, _called_rounds if device == "cuda" else _cpu_rounds, seconds)
 
 
@@ -397,7 +411,8 @@ def _cpu_rounds(calls, rounds) -> dict[str, list[float]]:
 
 
 def _gpu_rounds(calls, rounds) -> dict[str, list[float]]:
-    # Far more than the cache, because the host must have launched what is timed before the GPU is done with clearing it.
+    # Far more than the cache, because the host must have launched what is timed before the GPU is done with
+    # clearing it.
     memory = torch.cuda.get_device_properties("cuda").total_memory
     cache = torch.empty(min(2 << 30, memory // 8), dtype=torch.int8, device="cuda")
     events = {name: [] for name in calls}
@@ -408,15 +423,19 @@ def _gpu_rounds(calls, rounds) -> dict[str, list[float]]:
     return {name: [start.elapsed_time(end) for start, end in pairs] for name, pairs in events.items()}
 
 
+CALLS = 6  # of one in a row, as in anybody's loop: the host has its code at hand after the first
+
+
 def _called_rounds(calls, rounds) -> dict[str, list[float]]:
     cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     times = {name: [] for name in calls}
     for _ in range(rounds):
         for name, run in calls.items():
-            torch.cuda.synchronize()
-            start, end = _between_events(run, cache)
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(end))
+            for _ in range(CALLS):
+                torch.cuda.synchronize()
+                start, end = _between_events(run, cache)
+                torch.cuda.synchronize()
+                times[name].append(start.elapsed_time(end))
     return times
 
 
@@ -439,8 +458,8 @@ def host_times(
     seconds: float = 1.0,
     now: Callable[[], int] = clock.perf_counter_ns,
 ) -> dict[str, float]:
-    """Microseconds until each of `calls` returns: the median, in turn, in bursts that fit into the GPU's queue, so that none waits for
-    the GPU. The calls have run before; now() gives nanoseconds."""
+    """Microseconds until each of `calls` returns: the median, in turn, in bursts that fit into the GPU's
+    queue, so that none waits for the GPU. The calls have run before; now() gives nanoseconds."""
     times = {name: [] for name in calls}
     start = clock.perf_counter()
     while clock.perf_counter() - start < seconds:
@@ -456,7 +475,8 @@ def host_times(
 
 
 def extra_memory(run: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> float:
-    """MB on the GPU: the largest memory in use in a call, beyond what it is given and gives. It has run before."""
+    """MB on the GPU: the largest memory in use in a call, beyond what it is given and gives. It has run
+    before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -467,11 +487,12 @@ def extra_memory(run: Callable[[], tuple[Tensor, dict[str, Tensor]]]) -> float:
     return max(0, torch.cuda.max_memory_allocated() - before - given) / 1e6
 
 
-# ------------------------------------------------------------------------------------------------------------ comparing
+# -------------------------------------------------------------------------------------------------- comparing
 
 
 def pick_device(device: str = "auto") -> tuple[str, str]:
-    """Gives "cuda" where this torch sees a GPU and there is a compiler for it, else "cpu"; and a line that says why."""
+    """Gives "cuda" where this torch sees a GPU and there is a compiler for it, else "cpu"; and a line that
+    says why."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     if device != "auto":
@@ -507,7 +528,8 @@ def cpu_name() -> str:
 
 
 def variants_of(problem, device: str, peers=()) -> tuple[str, ...]:
-    """What a comparison shows by default: the peers and ours. On a CPU without max-autotune, which takes minutes, and TF32's."""
+    """What a comparison shows by default: the peers and ours. On a CPU without max-autotune, which takes
+    minutes, and TF32's."""
     skipped = () if device == "cuda" else ("max-autotune", EXACT)
     names = (*PEERS, *peers, *problem.variants_on(device))
     return tuple(name for name in dict.fromkeys(names) if name not in skipped)
@@ -517,11 +539,12 @@ def compare(
     problem, *, device="auto", phase="forward", batch_size=None, variants=None, peers=None, dtype=torch.float32, seed=None,
     tell=None,
 ) -> list[dict]:  # fmt: skip
-    """Checks the variants of `problem` (a name or a `Problem`) and its peers and times them: a row each, as described above.
+    """Checks the variants of `problem` (a name or a `Problem`) and its peers and times them: a row each, as
+    described above.
 
-    batch_size defaults to the problem's own on a GPU, and to one that suits a small machine on a CPU. peers: others than `PEERS`,
-    name to `Peer` or to a function of the model. tell(text) is called once before each check, and once before the timing. Forgets
-    what torch.compile compiled before.
+    batch_size defaults to the problem's own on a GPU, and to one that suits a small machine on a CPU. peers:
+    others than `PEERS`, name to `Peer` or to a function of the model. tell(text) is called once before each
+    check, and once before the timing. Forgets what torch.compile compiled before.
     """
     problem = registry()[problem] if isinstance(problem, str) else problem
     device = pick_device(device)[0]
@@ -536,12 +559,14 @@ def compare_pair(
     reference: nn.Module, candidate: Callable, make_inputs: Callable[[], Sequence[Tensor]], *, device="auto",
     phases=("forward_grad", "train"), name=None, variants=None, peers=None, cases=(), seed=None, tell=None,
 ) -> list[dict]:  # fmt: skip
-    """Checks and times `candidate`, the faster twin of `reference`, beside `PEERS`: a row for each phase and contestant, as `compare` gives.
+    """Checks and times `candidate`, the faster twin of `reference`, beside `PEERS`: a row for each phase and
+    contestant, as `compare` gives.
 
-    make_inputs() draws fresh inputs, a list of tensors whose first dimension is the batch; the two are called with them. Parameters are
-    matched by name; both are copied, and checked with random parameters, in the mode the reference is in. Dropout is judged as a
-    model's last step; a pair that drops elsewhere is compared in eval mode. peers, variants (out of "candidate" and the peers' names),
-    seed and tell are as in `compare`; cases: (label, prepare(model, *inputs)), situations that random parameters don't reach.
+    make_inputs() draws fresh inputs, a list of tensors whose first dimension is the batch; the two are called
+    with them. Parameters are matched by name; both are copied, and checked with random parameters, in the
+    mode the reference is in. Dropout is judged as a model's last step; a pair that drops elsewhere is
+    compared in eval mode. peers, variants (out of "candidate" and the peers' names), seed and tell are as in
+    `compare`; cases: (label, prepare(model, *inputs)), situations that random parameters don't reach.
 
     Raises ValueError where the parameters don't match.
     """
@@ -577,7 +602,8 @@ def _quiet_compiler():
 
 @_quiet_compiler()
 def _rows(contest: Contest, phase: str, names: Iterable[str], asked: bool, seed, tell) -> list[dict]:
-    """A row for each of the contestants `names`, for each kind of input. asked: all are wanted, even those that add nothing."""
+    """A row for each of the contestants `names`, for each kind of input. asked: all are wanted, even those
+    that add nothing."""
     seed, tell = new_seed() if seed is None else seed, tell or (lambda text: None)
     torch._dynamo.reset()  # else old shapes count towards the limit past which it runs eager in silence
     torch.manual_seed(seed)
@@ -630,9 +656,10 @@ def _time_rows(
     if not rows:
         return
     device = contest.device
-    calls = {
-        row["variant"]: Call.of(contest.contestant(row["variant"], model), inputs, phase) for row in rows
-    }
+    with torch.no_grad():
+        g = torch.randn_like(model(*inputs)) if has_backward(phase) else None
+    contestants = {row["variant"]: contest.contestant(row["variant"], model) for row in rows}
+    calls = {name: Call.of(contestant, inputs, phase, g) for name, contestant in contestants.items()}
     timings = time(calls, device)
     if device == "cuda":
         called, host = call_times(calls, device), host_times(calls, device)
@@ -689,14 +716,15 @@ def _row(contest: Contest, variant: str, result: Check, model, inputs: list[Tens
 
 
 def floor_of(contest: Contest, moved: int, operations: int) -> float | None:
-    """Milliseconds that the GPU needs at least to move so many bytes and do so many operations; None for one that isn't known."""
+    """Milliseconds that the GPU needs at least to move so many bytes and do so many operations; None for one
+    that isn't known."""
     if contest.device != "cuda" or torch.cuda.get_device_name() not in GPUS:
         return None
     bandwidth, rates = GPUS[torch.cuda.get_device_name()]
     return max(moved / bandwidth, operations / rates[str(contest.dtype).removeprefix("torch.")]) * 1e3
 
 
-# -------------------------------------------------------------------------------------------------------------- showing
+# ---------------------------------------------------------------------------------------------------- showing
 
 
 class Standing(NamedTuple):
@@ -764,7 +792,8 @@ def inexact(row: dict) -> str | None:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as plain text: one line each, under a line per problem, phase and kind of input, and the factors that follow."""
+    """The rows as plain text: one line each, under a line per problem, phase and kind of input, and the
+    factors that follow."""
     lines = []
     for group in groups(rows).values():
         first, on_gpu = group[0], group[0]["device"] == "cuda"
@@ -801,7 +830,8 @@ def _line(row: dict, eager: dict | None, on_gpu: bool) -> str:
 
 
 def factors(rows: list[dict]) -> list[str]:
-    """What may be said of rows of one group: ours over the best peer that keeps the rule, and over the fastest of any accuracy."""
+    """What may be said of rows of one group: ours over the best peer that keeps the rule, and over the
+    fastest of any accuracy."""
     _, exact, fastest, ours = standing(rows)
     if not ours or not exact:
         return []
@@ -820,11 +850,12 @@ OTHER_PEERS, OURS = "#009e73", "#d55e00"
 
 
 def plot(rows: list[dict], title: str | None = None):
-    """A matplotlib figure: a panel per problem, phase and kind of input, in it a bar per variant with its speed-up over eager, as called, on
-    a logarithmic axis; eager is the line at 1.
+    """A matplotlib figure: a panel per problem, phase and kind of input, in it a bar per variant with its
+    speed-up over eager, as called, on a logarithmic axis; eager is the line at 1.
 
-    A diamond is the speed-up of the GPU's time alone. A hatched bar belongs to a peer that misses the rule. What of ours failed its check
-    has no bar. title: by default this machine and today's date. The background is opaque, so that it reads on a light and on a dark page.
+    A diamond is the speed-up of the GPU's time alone. A hatched bar belongs to a peer that misses the rule.
+    What of ours failed its check has no bar. title: by default this machine and today's date. The background
+    is opaque, so that it reads on a light and on a dark page.
     """
     from matplotlib import pyplot
 
@@ -907,11 +938,12 @@ def _panel(axis, rows: list[dict]) -> None:
     axis.set_ylim(len(rows) - 0.4, -0.6)
 
 
-# -------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------------------- command
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Returns 1 if a check of one of our variants fails, else 0; a peer's failure is shown, not judged."""
+    """The command. Returns 1 if a check of one of our variants fails, else 0; a peer's failure is shown, not
+    judged."""
     problems = registry()
     parser = argparse.ArgumentParser(
         description="Check, time and plot eager PyTorch, torch.compile and our kernels."
@@ -972,4 +1004,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import compare as module  # the one that peers and report import, not this second one
+
+    sys.exit(module.main())

@@ -2,10 +2,11 @@
 
     complaints = list(dishonesty(twin, model.eval(), x, "train"))
 
-A module is honest if its results are those of the input, of the parameters and of the shape at hand, whatever it was called
-with before; if NaN reaches what it reaches in eager; if it leaves input and parameters alone, returns memory of its own and
-writes all of it, and reads none that it has not written; if repeats are equal to the bit (`REPEATS` of them); and if on a GPU it
-waits for what its stream does. Each of these is a function of a `Probe`.
+A module is honest if its results are those of the input, of the parameters and of the shape at hand, whatever
+it was called with before; if NaN reaches what it reaches in eager; if it leaves input and parameters alone,
+returns memory of its own and writes all of it, and reads none that it has not written; if repeats are equal
+to the bit (`REPEATS` of them); and if on a GPU it waits for what its stream does. Each of these is a function
+of a `Probe`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ SLEEPS = 10**8, 10**9  # cycles of a GPU: each far longer than the host takes to
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What honesty is tried on: `module`, which shares the parameters of `model` (a reference in eval mode), random inputs x (one or
-    a list) and an incoming gradient g (None in a phase without backward). draw() gives other inputs like x."""
+    """What honesty is tried on: `module`, which shares the parameters of `model` (a reference in eval mode),
+    random inputs x (one or a list) and an incoming gradient g (None in a phase without backward). draw()
+    gives other inputs like x."""
 
     module: Callable
     model: nn.Module
@@ -48,8 +50,8 @@ class Probe:
         return self.inputs[0].device
 
     def on(self, x: Tensor | Sequence[Tensor], backward: bool = True) -> Probe:
-        """The same on other inputs, with a gradient of their own: none where rounding decides what it meets (see `checks.Edges`).
-        Without backward, the phase is one that has none."""
+        """The same on other inputs, with a gradient of their own: none where rounding decides what it meets
+        (see `checks.Edges`). Without backward, the phase is one that has none."""
         phase = "forward" if has_backward(self.phase) and not backward else self.phase
         probe = dataclasses.replace(self, x=x, phase=phase, g=None)
         if not has_backward(phase):
@@ -70,7 +72,8 @@ class Probe:
         return named(*call(run, leaves_of(run, self.model), self.x, self.phase, self.g))
 
     def strange(self, ours: dict[str, Tensor] | None = None) -> str:
-        """Which of our results are nothing like eager's, in words; empty if none is. A coarse look, where `errors_of` is exact."""
+        """Which of our results are nothing like eager's, in words; empty if none is. A coarse look, where
+        `errors_of` is exact."""
         ours, theirs = ours or self.results(), self.results(self.model)
         gradients = [t.norm().item() for name, t in theirs.items() if name != "output"]
         precision = torch.finfo(dtype_of(self.model, self.inputs)).eps
@@ -79,7 +82,8 @@ class Probe:
             if ours[name].shape != expected.shape:
                 found.append(f"{name} of shape {list(ours[name].shape)}, expected {list(expected.shape)}")
                 continue
-            # A gradient jumps where rounding decides a comparison, and one much smaller than the largest is all rounding.
+            # A gradient jumps where rounding decides a comparison, and one much smaller than the largest is
+            # all rounding.
             near, floor = (max(1e-2, 16 * precision), 0) if name == "output" else (0.3, 1e-3 * max(gradients))
             by_sample = name == "output" or re.fullmatch(r"gradient of x\d*", name) is not None
             pair = (t if by_sample else t[None] for t in (ours[name], expected))
@@ -94,7 +98,8 @@ def _listed(rows: list[int]) -> str:
 
 
 def _far(ours: Tensor, theirs: Tensor, near: float, floor: float) -> Tensor:
-    """For each row, is only one of the two NaN somewhere, or are they further apart than `near` of theirs plus `floor`?"""
+    """For each row, is only one of the two NaN somewhere, or are they further apart than `near` of theirs
+    plus `floor`?"""
     ours, theirs = (
         t.to(torch.promote_types(t.dtype, torch.float32))[:, None].flatten(1) for t in (ours, theirs)
     )
@@ -112,9 +117,9 @@ def dishonesty(
 ) -> Iterator[str]:
     """What is wrong with how `module` computes, beyond its errors, one complaint at a time.
 
-    `module` is any callable that shares the parameters of `model`, a reference model in eval mode; x, one input or a list, is
-    random, and draw() gives others like it (if None, even random numbers are). Uses torch's random numbers. The parameters are
-    changed meanwhile and put back.
+    `module` is any callable that shares the parameters of `model`, a reference model in eval mode; x, one
+    input or a list, is random, and draw() gives others like it (if None, even random numbers are). Uses
+    torch's random numbers. The parameters are changed meanwhile and put back.
     """
     probe = Probe(module, model, x, phase, draw=draw).on(x)
     inputs = {"its input" if len(probe.inputs) == 1 else f"input {i}": t for i, t in enumerate(probe.inputs)}
@@ -160,7 +165,8 @@ def _follows_parameters(probe: Probe) -> Iterator[str]:
 
 
 def _follows_shape(probe: Probe) -> Iterator[str]:
-    """Fewer samples (of one, twice as many) and, where the model takes that, fewer rows; then the first shape again."""
+    """Fewer samples (of one, twice as many) and, where the model takes that, fewer rows; then the first shape
+    again."""
     fewer = [t[: (len(t) + 1) // 2] if len(t) > 1 else torch.cat([t, t]) for t in probe.inputs]
     shorter = [t[..., 1:, :] if t.dim() > 2 else t for t in fewer]
     try:
@@ -202,8 +208,8 @@ def _owns_results(probe: Probe) -> Iterator[str]:
 
 
 def _writes_all(probe: Probe) -> Iterator[str]:
-    """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's free memory and in its
-    shared memory."""
+    """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's
+    free memory and in its shared memory."""
     if probe.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(
             probe.device
@@ -220,7 +226,8 @@ def _writes_all(probe: Probe) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
-    """What PyTorch's allocator for a GPU hands out next was full of NaN (in every floating-point type) and of −1; so is shared memory."""
+    """What PyTorch's allocator for a GPU hands out next was full of NaN (in every floating-point type) and of
+    −1; so is shared memory."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -238,8 +245,8 @@ def _free_memory_is_nan(device: torch.device) -> Iterator[None]:
 
 
 def spoil_shared_memory(device: torch.device) -> None:
-    """What the next kernel finds in a GPU's shared memory is NaN, in every floating-point type. The GPU is kept busy until that kernel has
-    been launched, else another process may have its turn in between."""
+    """What the next kernel finds in a GPU's shared memory is NaN, in every floating-point type. The GPU is
+    kept busy until that kernel has been launched, else another process may have its turn in between."""
     source = """// Leaves NaN in the shared memory of all multiprocessors.
     __global__ void spoil_kernel(int words) {
       extern __shared__ volatile unsigned shared[];
@@ -277,7 +284,8 @@ def _new_tensors_are_nan() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_algorithm() -> Iterator[None]:
-    """The library of a GPU takes the same one each time. (Its own context manager fails where torch's newer setting of TF32 is used.)"""
+    """The library of a GPU takes the same one each time. (Its own context manager fails where torch's newer
+    setting of TF32 is used.)"""
     library = torch.backends.cudnn
     before = library.benchmark, library.deterministic
     library.benchmark, library.deterministic = False, True
@@ -301,8 +309,8 @@ def _repeats(probe: Probe) -> Iterator[str]:
 def _waits_for_its_stream(probe: Probe) -> Iterator[str]:
     """On a side stream the input and the gradient are written late; what does not wait for them finds zeros.
 
-    That shows only while the stream is busy: if it no longer is when our call returns, then again with a longer sleep. A call that
-    outlasts the longest waits for the GPU itself, before it knows what to launch.
+    That shows only while the stream is busy: if it no longer is when our call returns, then again with a
+    longer sleep. A call that outlasts the longest waits for the GPU itself, before it knows what to launch.
     """
     if probe.device.type != "cuda":
         return
@@ -322,7 +330,8 @@ def _waits_for_its_stream(probe: Probe) -> Iterator[str]:
 
 
 def late_results(probe: Probe, cycles: int) -> tuple[dict[str, Tensor], bool, bool]:
-    """Results of what is written after so many cycles; and had it yet to be written when the call began, and when it returned?"""
+    """Results of what is written after so many cycles; and had it yet to be written when the call began, and
+    when it returned?"""
     stream = torch.cuda.Stream(probe.device)
     torch.cuda.synchronize(probe.device)
     with torch.cuda.stream(stream):

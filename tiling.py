@@ -1,8 +1,9 @@
-"""How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and what fits nowhere.
+"""How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and
+what fits nowhere.
 
-One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A plan is made here alone; a kernel takes it by its
-launcher's arguments and by its build's `defines`, and asserts at compile time, in the words of these, all that it relies on. A
-layout that its plan has no room for is not launched.
+One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A plan is made here alone; a
+kernel takes it by its launcher's arguments and by its build's `defines`, and asserts at compile time, in the
+words of these, all that it relies on. A layout that its plan has no room for is not launched.
 
 Three families of kernels are planned for:
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory
@@ -12,11 +13,13 @@ Three families of kernels are planned for:
 - gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x
   (kernels/conv2d_min_add_multiply_fused.cu): `gemm_obstacle`, `plan_gemm`.
 
-An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
-it asks for as few of them as it can. A plan exists wherever there is no obstacle; it is made of ints, and kept.
+An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes
+that may be symbolic, so it asks for as few of them as it can. A plan exists wherever there is no obstacle; it
+is made of ints, and kept.
 
-Words. x (N, C_in, [D,] H, W) and weight (C_out, C_in, [kd,] kh, kw) are the convolution's; its result has D', H', W' = D - kd + 1, ….
-A `pixel` is all input channels at one position; in shared memory it is some words of 4 bytes.
+Words. x (N, C_in, [D,] H, W) and weight (C_out, C_in, [kd,] kh, kw) are the convolution's; its result has the
+extents D', H', W' = D - kd + 1, …. A `pixel` is all input channels at one position; in shared memory it is
+some words of 4 bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class Device(NamedTuple):
 def device_properties(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    # shared_memory_per_block_optin is missing from torch 2.8's properties; by architecture as in CUDA's programming guide
+    # torch 2.8 does not say what a block may ask for; CUDA's programming guide does, by architecture
     by_architecture = (163 if capability in ((8, 0), (8, 7)) else 99) << 10
     shared = getattr(properties, "shared_memory_per_block_optin", by_architecture)
     return Device(capability, shared, properties.multi_processor_count, properties.L2_cache_size)
@@ -69,7 +72,7 @@ def fused_obstacle(x: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------------- volumes
+# ---------------------------------------------------------------------------------------------------- volumes
 
 _PLANES_AHEAD = 3  # of input, in the ring beside the kd that an output plane needs
 _RAW_PLANES = 3  # of input, on their way from global memory
@@ -96,11 +99,11 @@ class VolumeTiling(NamedTuple):
 
 
 def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int) -> str | None:
-    """`static_shared`: bytes of shared memory that the kernel's own arrays take, as in volume_defines."""
+    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, which it asserts."""
     obstacle = fused_obstacle(x, dtype)
     C, channels, *kernel = weight.shape
     pairs = (channels + 1) // 2
-    # per step of 4 taps: 4 registers of weights for each pair of channels, 2 for one without a second
+    # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
     positions = math.prod([size - extent + 1 for size, extent in zip(x.shape[2:], kernel)])
     if obstacle is None and (channels > 4 or C % 16 or C > 960):
@@ -117,8 +120,9 @@ def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared
 
 
 def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
-    """Is there a plan, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks this, so it asks for
-    four rows first: where they fit, as they mostly do, one bound on W is its only guard."""
+    """Is there a plan, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks
+    this, so it asks for four rows first: where they fit, as they mostly do, one bound on W is its only
+    guard."""
     (_, channels, _, H, W), kernel = x.shape, weight.shape[2:]
     room = device_properties(x.device.index)[1] - static_shared
     OH, OW = H - kernel[1] + 1, W - kernel[2] + 1
@@ -130,8 +134,8 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 
 
 def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
-    """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
-    stores of 16 bytes."""
+    """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4
+    wherever H'·W' is, for stores of 16 bytes."""
     _, shared, multiprocessors, _ = device_properties(x.device.index)
     return _plan_volume(
         *x.shape, x.element_size(), *weight.shape[2:], vectors, shared - static_shared, multiprocessors
@@ -152,8 +156,8 @@ def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_sha
 
 
 def held_values(plan: VolumeTiling, x: Tensor, weight: Tensor) -> int:
-    """How many float32 of scratch a kernel that needs its sums twice should have, so that they stay in the L2 cache: none where its
-    blocks can't wait for one another, or have several turns of channels."""
+    """How many float32 of scratch a kernel that needs its sums twice should have, so that they stay in the L2
+    cache: none where its blocks can't wait for one another, or come to more than 16 channels."""
     _, _, multiprocessors, l2_cache = device_properties(x.device.index)
     blocks = x.shape[0] * plan.slots
     if weight.shape[0] != 16 or (plan.slots > 1 and blocks > multiprocessors):
@@ -167,8 +171,8 @@ def _pixel_words(channels: int, itemsize: int) -> int:
 
 
 def ring_pitch(width: int) -> int:
-    """Pixels from row to row in the ring for rows of `width`: 12 or 24 modulo 32, so that the rows of a group of taps start in
-    different banks; in terms that stay symbolic."""
+    """Pixels from row to row in the ring for rows of `width`: 12 or 24 modulo 32, so that the rows of a group
+    of taps start in different banks; in terms that stay symbolic."""
     padded = ceil_div(width, 4) * 4
     return padded + min((12 - padded) % 32, (24 - padded) % 32)
 
@@ -178,12 +182,12 @@ def volume_layout(
 ) -> tuple[int, int, int, int]:
     """A block of `rows` output rows: pitch, stage, raw and shared of its VolumeTiling.
 
-    Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's pixel lies in a
-    plane of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up, because it is compiled for."""
+    Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's
+    pixel lies in a plane of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up,
+    because it is compiled for; through the ring pass the filters of 16 output channels, too, in float32.
+    """
     words, pitch = _pixel_words(channels, itemsize), ring_pitch(W)
-    filters = ceil_div(
-        16 * channels * kd * kh * kw, words
-    )  # of 16 channels in float32: they pass through the ring
+    filters = ceil_div(16 * channels * kd * kh * kw, words)  # in pixels
     stage = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * pitch, filters), 256) * 256
     raw = (rows + kh - 1) * ceil_div(W, 8) * 8
     positions = ceil_div(rows * (W - kw + 1), _TURN) * _TURN
@@ -206,7 +210,8 @@ def _plan_volume(
     room: int,
     multiprocessors: int,
 ) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes for dynamic shared memory."""
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes of
+    dynamic shared memory that there are."""
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
     best = None
@@ -224,7 +229,7 @@ def _plan_volume(
     return best[1]
 
 
-# ----------------------------------------------------------------------------------------------------------------- strips
+# ----------------------------------------------------------------------------------------------------- strips
 
 _COLUMNS = 128  # of the result, that a team computes at a time: a tile
 _CHANNELS = 64  # of the result, that a block computes
@@ -233,7 +238,8 @@ _STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
 
 
 class StripTiling(NamedTuple):
-    """One launch's plan: the result's rows are cut into strips of whole windows, and its columns into tiles."""
+    """One launch's plan: the result's rows are cut into strips of whole windows, and its columns into
+    tiles."""
 
     tiles: int  # of a row
     stride: int  # columns from one tile to the next; 0 where there is only one
@@ -284,8 +290,9 @@ def strip_defines(plan: StripTiling, weight: Tensor, pool: tuple[int, int]) -> d
 
 
 def strips_shared(channels: int, kh: int, pool_width: int) -> int:
-    """Bytes of dynamic shared memory: of each team kh + 1 rows of x, in pixels of 8 channels and two float16 per value, 8 of them
-    behind the tile; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32."""
+    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x, in pixels of 8 channels and two float16
+    per value, 8 pixels of them behind the tile; and the maxima that wait for their windows, of two neighbours
+    where no window parts them, in float32."""
     row = 2 * ceil_div(channels, 8) * (_COLUMNS + 8) * 16
     kept = 1 if pool_width % 2 == 0 else 2
     return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * 4)
@@ -295,7 +302,8 @@ def strips_shared(channels: int, kh: int, pool_width: int) -> int:
 def _plan_strips(
     images: int, H: int, W: int, kh: int, kw: int, pool_height: int, pool_width: int, multiprocessors: int
 ) -> StripTiling:
-    """What keeps all multiprocessors busy with the fewest rows read twice. `images`: of as many channels as a block has."""
+    """What keeps all multiprocessors busy with the fewest rows read twice. `images`: of as many channels as a
+    block has."""
     # The only tile of a row has all columns of x that it needs. Others begin with a whole window.
     stride = 0 if W <= _COLUMNS else _COLUMNS // pool_width * pool_width
     tiles, pooled_rows = ceil_div(W - kw + 1, stride or _COLUMNS), (H - kh + 1) // pool_height

@@ -219,9 +219,13 @@ class Twin:
                 return f"{name} is a {type(module).__name__}, and the kernels replace a {expected.__name__}"
             if any(_hooks(module)):
                 return f"{name} has hooks"
-            for attribute in vars(module):
-                if hasattr(expected, attribute):
-                    return f"{name} has a {attribute} of its own"
+            # torch.compile looks into no more than whether a name is there.
+            names = vars(module) if not torch.compiler.is_compiling() else ("forward",)
+            own = [
+                attribute for attribute in names if attribute in vars(module) and hasattr(expected, attribute)
+            ]
+            if own:
+                return f"{name} has a {own[0]} of its own"
             if expected.forward is not self._forwards[name]:
                 return f"{expected.__name__}.forward has been replaced"
         for name, convert in self.constants.items():

@@ -2,13 +2,14 @@
 
     python benchmarks/host.py [NAME ...] [--device auto] [--variant auto] [--json FILE]
 
-Phases: `forward` under no_grad; `forward_grad`, gradients on, no backward; `train`, forward + backward of the parameters.
-The model is in training mode, as a fresh one is; x needs no gradient.
+Phases: `forward` under no_grad; `forward_grad`, gradients on, no backward; `train`, forward + backward of the
+parameters. The model is in training mode, as a fresh one is; x needs no gradient.
 
-On a GPU, at the problem's sizes and batch 1: `us`, the wall time until a call returns, in bursts short enough to fit into the GPU's
-queue, with a synchronize between bursts, so that the host never waits for the GPU; and `loop_us`, a call's share of a loop of
-100 calls with a synchronize at its end. On a CPU, at batch 1 and the smallest extents of at least 4 that the model takes, with
-one thread: `us`, the thread's own time. Medians; eager and ours take turns, burst by burst.
+On a GPU, at the problem's sizes and batch 1: `us`, the wall time until a call returns, in bursts short enough
+to fit into the GPU's queue, with a synchronize between bursts, so that the host never waits for the GPU; and
+`loop_us`, a call's share of a loop of 100 calls with a synchronize at its end. On a CPU, at batch 1 and the
+smallest extents of at least 4 that the model takes, with one thread: `us`, the thread's own time. Medians;
+eager and ours take turns, burst by burst.
 """
 
 from __future__ import annotations

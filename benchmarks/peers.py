@@ -1,7 +1,7 @@
 """Peers of single problems: somebody else's fused kernels, run beside torch.compile where they are installed.
 
-PEERS: problem to {name: Peer}, as `compare.compare(…, peers=)` takes them. Making one raises ImportError or RuntimeError, whose
-text says why it isn't there.
+PEERS: problem to {name: Peer}, as `compare.compare(…, peers=)` takes them. Making one raises ImportError or
+RuntimeError, whose text says why it isn't there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import compare
 
 
 class CudnnMinAdd(nn.Module):
-    """(min(conv(x), constant) + bias) * scale as one graph of cuDNN's, which makes one kernel of it: channels last, float32 in TF32.
+    """(min(conv(x), constant) + bias) * scale as one graph of cuDNN's, which makes one kernel of it: channels
+    last, float32 in TF32.
 
-    Needs nvidia-cudnn-frontend. Forward alone: its parameters are taken when it is made, and its output has no gradient.
+    Needs nvidia-cudnn-frontend. Forward alone: its parameters are taken when it is made, and its output has
+    no gradient.
     """
 
     def __init__(self, model: nn.Module):
@@ -44,21 +46,22 @@ class CudnnMinAdd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise RuntimeError("this graph has no backward")
-        if x.shape not in self.graphs:
-            self.graphs[x.shape] = self._graph(x)
-        graph, places, workspace = self.graphs[x.shape]
         rows, columns = (
             extent - kernel + 1 for extent, kernel in zip(x.shape[2:], self.operands["weight"].shape[2:])
         )
         size = len(x), len(self.operands["weight"]), rows, columns
         y = torch.empty(size, device=x.device, memory_format=torch.channels_last)
+        if x.shape not in self.graphs:
+            self.graphs[x.shape] = self._graph(x, y)
+        graph, places, workspace = self.graphs[x.shape]
         self.cudnn.set_stream(handle=self.handle, stream=torch.cuda.current_stream(x.device).cuda_stream)
         tensors = self.operands | {"x": x, "y": y}
         graph.execute({place: tensors[name] for name, place in places.items()}, workspace, handle=self.handle)
         return y
 
-    def _graph(self, x: Tensor) -> tuple:
-        """The graph for inputs like x, the places of its tensors by name, and its workspace."""
+    def _graph(self, x: Tensor, y: Tensor) -> tuple:
+        """The graph for an input and an output like these, the places of its tensors by name, and its
+        workspace."""
         kind = self.cudnn.data_type.FLOAT
         graph = self.cudnn.pygraph(
             io_data_type=kind, intermediate_data_type=kind, compute_data_type=kind, handle=self.handle
@@ -74,7 +77,10 @@ class CudnnMinAdd(nn.Module):
         v = graph.min(input0=v, input1=places["constant"])
         v = graph.add(a=v, b=places["bias"])
         places["y"] = graph.mul(a=v, b=places["scale"])
-        places["y"].set_output(True).set_data_type(kind)
+        places["y"].set_output(True)  # one by one: what the next ones return is a copy
+        places["y"].set_data_type(kind)
+        places["y"].set_dim(list(y.shape))
+        places["y"].set_stride(_channels_last_strides(y))
         graph.build([self.cudnn.heur_mode.A, self.cudnn.heur_mode.FALLBACK])
         return graph, places, torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=x.device)
 

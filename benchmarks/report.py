@@ -1,11 +1,12 @@
-"""Records of compare.py's rows: what they were measured on, README's table and plot, and how `make gpu` went in a few lines.
+"""Records of compare.py's rows: what they were measured on, README's table and plot, and how `make gpu` went
+in a few lines.
 
     python benchmarks/report.py --readme                 # brings README.md's table and plot up to the newest records
     python benchmarks/report.py --summary LOG [LOG ...]  # the verdict of each log, the newest record's factors
 
-A record is a JSON file in results/: the machine (GPU, driver, CPU, threads, torch, CUDA), the commit and whether the tree had
-changes, a hash of the sources, the command, and `rows`, described at the top of compare.py. Older records lack some of a row's
-fields: without `call_ms` the GPU's time stands for it.
+A record is a JSON file in results/: the machine (GPU, driver, CPU, threads, torch, CUDA), the commit and
+whether the tree had changes, a hash of the sources, the command, and `rows`, described at the top of
+compare.py. Older records lack some of a row's fields: without `call_ms` the GPU's time stands for it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ README = ROOT / "README.md"
 PLOT = "benchmarks/speedup.png"
 PHASES_SHOWN = ("forward_grad", "train")  # as users meet them; README shows these
 
-# -------------------------------------------------------------------------------------------------------------- records
+# ---------------------------------------------------------------------------------------------------- records
 
 
 def record(rows: list[dict]) -> dict:
@@ -65,7 +66,8 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def allows_tf32() -> bool:
-    """May a GPU's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading the older may raise."""
+    """May a GPU's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading
+    the older may raise."""
     library = torch.backends.cudnn
     allowed = library.conv.fp32_precision == "tf32" if hasattr(library, "conv") else library.allow_tf32
     return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
@@ -99,12 +101,12 @@ def _is_gpu(item: dict) -> bool:
     return item["rows"][0]["device"] == "cuda"
 
 
-# -------------------------------------------------------------------------------------------------------------- summary
+# ---------------------------------------------------------------------------------------------------- summary
 
 
 def summary(logs: list[Path], folder: Path = RESULTS) -> str:
-    """How `make gpu` went: the last line of each log, which is its verdict; of the newest record, a GPU's if there is one, what failed,
-    and the time of a forward pass; and where all that is."""
+    """How `make gpu` went: the last line of each log, which is its verdict; of the newest record, a GPU's if
+    there is one, what failed, and the time of a forward pass; and where all that is."""
     lines = [f"{log.stem:12}{_last_line(log)}" for log in logs]
     if not (found := records_in(folder)):
         return "\n".join([*lines, f"{'benchmark':12}no record in {folder}"])
@@ -153,7 +155,7 @@ def _factor(peer: dict | None, ours: dict | None) -> str:
     return f"{compare.ms_of(peer) / compare.ms_of(ours):.2f}×" if peer and ours else "–"
 
 
-# --------------------------------------------------------------------------------------------------------------- README
+# ----------------------------------------------------------------------------------------------------- README
 
 
 def _phases_shown(item: dict) -> list[str]:
@@ -165,7 +167,8 @@ def _phases_shown(item: dict) -> list[str]:
 
 
 def readme_table(records: list[dict]) -> str:
-    """What stands between README's markers: a table for each record, a row per problem and phase, phase by phase."""
+    """What stands between README's markers: a table for each record, a row per problem and phase, phase by
+    phase."""
     parts = [_markdown(item) for item in records]
     if records:
         parts.insert(1, f"![Speed-up over eager of every variant on {machine_of(records[0])}]({PLOT})\n")
@@ -218,7 +221,8 @@ def _cell(row: dict | None, name: bool = True) -> str:
 
 
 def with_table(text: str, records: list[dict]) -> str:
-    """README's text with the table of `records` between its markers. Raises ValueError if a marker is missing."""
+    """README's text with the table of `records` between its markers. Raises ValueError if a marker is
+    missing."""
     before, _, rest = text.partition("<!-- table -->\n")
     _, marker, after = rest.partition("<!-- end of table -->")
     if not marker:

@@ -1,6 +1,7 @@
 // y = clamp(max_pool(group_norm(conv)·scale), low, high), and its gradient, on the CPU. The launchers of
-// conv2d_groupnorm_scale_maxpool_clamp.cu, but v and dv are channels last, (N, H, W, C), where the CPU's library is fastest:
-// a thread takes rows of windows, and the inner loops run over channels. y, dy, extreme, index are (N, C, PH, PW).
+// conv2d_groupnorm_scale_maxpool_clamp.cu, but v and dv are channels last, (N, H, W, C), where the CPU's
+// library is fastest: a thread takes rows of windows, and the inner loops run over channels. y, dy, extreme,
+// index are (N, C, PH, PW).
 #include <cmath>
 #include <vector>
 #include "cpu.h"
@@ -23,13 +24,14 @@ struct LaneSums {
   }
 };
 
-// One row of windows of one sample, POOL_H rows of pixels: selected values and places (C, plane), moments (C) of the pixels.
-// The last row of windows may have fewer rows of pixels; these count for the moments alone, as do pixels right of the last
-// window. Here for `lanes` channels, at most kLanes; load(i) gives them of the i-th pixel, and zeros behind them. Without places
-// any value serves where the direction is zero; and NaN need not be selected, because it reaches the result by the moments.
+// One row of windows of one sample, POOL_H rows of pixels: selected values and places (C, plane), moments (C)
+// of the pixels. The last row of windows may have fewer rows of pixels; these count for the moments alone, as
+// do pixels right of the last window. Here for `lanes` channels, at most kLanes; load(i) gives them of the
+// i-th pixel, and zeros behind them. Without places any value serves where the direction is zero; and NaN
+// need not be selected, because it reaches the result by the moments.
 template <bool kPlaces, class Load>
-static void pool_lanes(value_t* extreme, index_t* index, Moments<double>* moments, const Load& load, int lanes, int64_t height,
-                       int64_t W, int64_t plane, const accumulate_t* direction) {
+static void pool_lanes(value_t* extreme, index_t* index, Moments<double>* moments, const Load& load,
+                       int lanes, int64_t height, int64_t W, int64_t plane, const accumulate_t* direction) {
   const int64_t windows = height < POOL_H ? 0 : W / POOL_W;
   Lanes way = {};
   for (int j = 0; j < lanes; j++) way[j] = direction[j];
@@ -62,8 +64,8 @@ static void pool_lanes(value_t* extreme, index_t* index, Moments<double>* moment
 }
 
 // The same for all channels; rows (height, W, C).
-static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments, const value_t* rows, int64_t height,
-                     int64_t W, int64_t C, int64_t plane, const accumulate_t* direction) {
+static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments, const value_t* rows,
+                     int64_t height, int64_t W, int64_t C, int64_t plane, const accumulate_t* direction) {
   for (int64_t c = 0; c < C; c += kLanes) {
     const int lanes = int(std::min<int64_t>(kLanes, C - c));
     const auto whole = [=](int64_t i) { return load_lanes(rows + i * C + c); };
@@ -73,8 +75,10 @@ static void pool_row(value_t* extreme, index_t* index, Moments<double>* moments,
       return channels;
     };
     const auto pool = [&](const auto& load) {
-      index ? pool_lanes<true>(extreme + c * plane, index + c * plane, moments + c, load, lanes, height, W, plane, direction + c)
-            : pool_lanes<false>(extreme + c * plane, nullptr, moments + c, load, lanes, height, W, plane, direction + c);
+      index ? pool_lanes<true>(extreme + c * plane, index + c * plane, moments + c, load, lanes, height, W,
+                               plane, direction + c)
+            : pool_lanes<false>(extreme + c * plane, nullptr, moments + c, load, lanes, height, W, plane,
+                                direction + c);
     };
     lanes == kLanes ? pool(whole) : pool(some);
   }
@@ -87,15 +91,15 @@ constexpr int64_t kEagersLanes = 16 / sizeof(accumulate_t);
 constexpr int64_t kEagersLanes = 32 / sizeof(accumulate_t);
 #endif
 
-// The statistics of a sample whose running sums overflow: of its channels (C) once more, in double, and of its
-// groups (G) from them. An infinite variance makes rstd 0, or NaN where eager has NaN: eager sums in the lanes of
-// vectors (RowwiseMoments in ATen's moments_utils.h) and merges them into what filled no vector. If there was
-// nothing, the square of the first lane's mean is multiplied by a count of zero, which is NaN if that square is
-// infinite. rows(first, count) yields rows of v, (count, W, C).
+// The statistics of a sample whose running sums overflow: of its channels (C) once more, in double, and of
+// its groups (G) from them. An infinite variance makes rstd 0, or NaN where eager has NaN: eager sums in the
+// lanes of vectors (RowwiseMoments in ATen's moments_utils.h) and merges them into what filled no vector. If
+// there was nothing, the square of the first lane's mean is multiplied by a count of zero, which is NaN if
+// that square is infinite. rows(first, count) yields rows of v, (count, W, C).
 template <class Rows>
 static void repeat_statistics(accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean,
-                              accumulate_t* group_rstd, const Rows& rows, const accumulate_t* conv_bias, double eps,
-                              int64_t C, int64_t G, int64_t H, int64_t W) {
+                              accumulate_t* group_rstd, const Rows& rows, const accumulate_t* conv_bias,
+                              double eps, int64_t C, int64_t G, int64_t H, int64_t W) {
   constexpr int64_t kVector = sizeof(value_t) < sizeof(accumulate_t) ? 2 * kEagersLanes : kEagersLanes;
   const int64_t channels = C / G, plane = H * W, size = channels * plane;
   std::vector<double> means(C), squares(C), first_lane(G);
@@ -118,33 +122,37 @@ static void repeat_statistics(accumulate_t* mean, accumulate_t* m2, accumulate_t
   }
 }
 
-// What both ways forward share. `rows_of()`, called in each thread, gives a function of a sample, a first row and a number of rows
-// that yields these rows of v, (rows, W, C).
+// What both ways forward share. `rows_of()`, called in each thread, gives a function of a sample, a first row
+// and a number of rows that yields these rows of v, (rows, W, C).
 template <class RowsOf>
-static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, const RowsOf& rows_of,
-                               const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                               const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C, int64_t G,
-                               int64_t H, int64_t W) {
+static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics,
+                               const RowsOf& rows_of, const accumulate_t* conv_bias,
+                               const accumulate_t* weight, const accumulate_t* bias,
+                               const accumulate_t* scale, double low, double high, double eps, int64_t N,
+                               int64_t C, int64_t G, int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
   Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics ? statistics : own.data(), N, C, G);
+  const auto [mean, m2, group_mean, group_rstd] =
+      GroupStatistics(statistics ? statistics : own.data(), N, C, G);
   const int64_t pooled_height = H / POOL_H, pooled_width = W / POOL_W, pooled = pooled_height * pooled_width;
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
   Sums direction(C);
-  for (int64_t c = 0; c < C; c++) direction[c] = weight[c] * scale[c] > 0 ? 1 : weight[c] * scale[c] < 0 ? -1 : 0;
+  for (int64_t c = 0; c < C; c++)
+    direction[c] = weight[c] * scale[c] > 0 ? 1 : weight[c] * scale[c] < 0 ? -1 : 0;
   std::vector<Moments<double>> moments(N * strips * C);
   host::parallel_for(N * strips, 1, [&](int64_t begin, int64_t end) {
     auto rows = rows_of();
     for (int64_t i = begin; i < end; i++) {
       const int64_t n = i / strips, strip = i % strips, first = n * C * pooled + strip * pooled_width;
       const int64_t height = std::min<int64_t>(POOL_H, H - strip * POOL_H);
-      pool_row(extreme + first, index ? index + first : nullptr, moments.data() + i * C, rows(n, strip * POOL_H, height), height,
-               W, C, pooled, direction.data());
+      pool_row(extreme + first, index ? index + first : nullptr, moments.data() + i * C,
+               rows(n, strip * POOL_H, height), height, W, C, pooled, direction.data());
     }
   });
   for (int64_t i = 0; i < N * C; i++) {
     Moments<double> total{0, 0, 0};
-    for (int64_t strip = 0; strip < strips; strip++) total = total.merge(moments[(i / C * strips + strip) * C + i % C]);
+    for (int64_t strip = 0; strip < strips; strip++)
+      total = total.merge(moments[(i / C * strips + strip) * C + i % C]);
     mean[i] = total.mean, m2[i] = total.m2;
   }
   merge_groups(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
@@ -154,14 +162,15 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
       if (std::all_of(m2 + n * C, m2 + (n + 1) * C, is_finite)) continue;
       auto rows = rows_of();
       const auto of_sample = [&](int64_t first, int64_t count) { return rows(n, first, count); };
-      repeat_statistics(mean + n * C, m2 + n * C, group_mean + n * G, group_rstd + n * G, of_sample, conv_bias, eps, C,
-                        G, H, W);
+      repeat_statistics(mean + n * C, m2 + n * C, group_mean + n * G, group_rstd + n * G, of_sample,
+                        conv_bias, eps, C, G, H, W);
     }
   });
   const accumulate_t lower = low, upper = high;
   host::parallel_for(N * C, 16, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {
-      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      const Normaliser normalise =
+          normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
       const accumulate_t factor = scale[plane % C];
       for (int64_t i = plane * pooled; i < (plane + 1) * pooled; i++)
         y[i] = output_t(clamp(normalise(accumulate_t(extreme[i])) * factor, lower, upper));
@@ -170,18 +179,23 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
 }
 
 EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, const value_t* v,
-                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
-                    double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W) {
-  const auto rows_of = [=] { return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; }; };
-  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps, N, C, G, H, W);
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                    const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C,
+                    int64_t G, int64_t H, int64_t W) {
+  const auto rows_of = [=] {
+    return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; };
+  };
+  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps,
+                     N, C, G, H, W);
 }
 
-// The convolution included, from x (N, Cin, H, W) and filters (C, Cin, 3, 3). v may have no elements: a row of windows then goes from
-// pixels to selected values in cache.
-EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, value_t* v, const value_t* x,
-                             const value_t* filters, const accumulate_t* conv_bias, const accumulate_t* weight,
-                             const accumulate_t* bias, const accumulate_t* scale, double low, double high, double eps, int64_t N,
-                             int64_t Cin, int64_t C, int64_t G, int64_t H, int64_t W) {
+// The convolution included, from x (N, Cin, H, W) and filters (C, Cin, 3, 3). v may have no elements: a row
+// of windows then goes from pixels to selected values in cache.
+EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics,
+                             value_t* v, const value_t* x, const value_t* filters,
+                             const accumulate_t* conv_bias, const accumulate_t* weight,
+                             const accumulate_t* bias, const accumulate_t* scale, double low, double high,
+                             double eps, int64_t N, int64_t Cin, int64_t C, int64_t G, int64_t H, int64_t W) {
   const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
   const std::vector<winograd::Line> transformed = winograd::transformed(filters, sizes, winograd::kOutputs);
   const auto rows_of = [&] {
@@ -193,14 +207,15 @@ EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accu
       return rows;
     };
   };
-  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps, N, C, G,
-                     sizes.height(), sizes.width());
+  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps,
+                     N, C, G, sizes.height(), sizes.width());
 }
 
 // The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1.
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* d_scale,
-                     accumulate_t* scratch, const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
-                     const accumulate_t* statistics, const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* d_scale, accumulate_t* scratch, const output_t* dy, const value_t* v,
+                     const value_t* extreme, const index_t* index, const accumulate_t* statistics,
+                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
                      const accumulate_t* scale, double low, double high, int64_t scales, int64_t N, int64_t C,
                      int64_t G, int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
@@ -210,7 +225,8 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
   const accumulate_t lower = low, upper = high;
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {
-      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      const Normaliser normalise =
+          normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
       const accumulate_t factor = scale[plane % C];
       double gradient = 0, product = 0, scale_gradient = 0;
       for (int64_t i = plane * pooled; i < (plane + 1) * pooled; i++) {
@@ -234,7 +250,8 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
       for (int64_t c = 0; c < C; c++) {
         const int64_t group = n * G + c / shape.channels();
         normalise[c] = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
-        constant[c] = coefficients[group], linear[c] = coefficients[N * G + group], offset[c] = normalise[c].offset;
+        constant[c] = coefficients[group], linear[c] = coefficients[N * G + group],
+        offset[c] = normalise[c].offset;
       }
       for (int64_t w = 0; w < W; w++) {
         const value_t* in = v + (row * W + w) * C;

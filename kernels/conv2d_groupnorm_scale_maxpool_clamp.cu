@@ -1,11 +1,12 @@
-// y = clamp(max_pool(group_norm(conv)·scale), low, high), and its gradient: what follows the library's convolution.
+// y = clamp(max_pool(group_norm(conv)·scale), low, high), and its gradient: what follows the library's
+// convolution.
 //
 // v, dv (N, C, H, W)         the convolution without its bias; S = H·W
 // y, dy (N, C, PH, PW)       the result; PH = H / POOL_H, PW = W / POOL_W, floored
 // extreme, index like y      the v that a window selects, and its place in the window
-// The slope of group_norm(v)·scale has the sign of weight·scale, known beforehand. So one pass over v gives the statistics
-// and each window's selected v (the largest, or for a negative slope the smallest); affine and clamp then see y's size only.
-// Bound by memory: forward reads v once; backward reads v and writes dv once.
+// The slope of group_norm(v)·scale has the sign of weight·scale, known beforehand. So one pass over v gives
+// the statistics and each window's selected v (the largest, or for a negative slope the smallest); affine and
+// clamp then see y's size only. Bound by memory: forward reads v once; backward reads v and writes dv once.
 #include "statistics.cuh"
 
 #ifndef POOL_H
@@ -21,12 +22,15 @@ struct Image {
   HOST_DEVICE int pooled() const { return pooled_height() * pooled_width(); }
 };
 
-__device__ accumulate_t sign(accumulate_t x) { return x > 0 ? accumulate_t(1) : x < 0 ? accumulate_t(-1) : accumulate_t(0); }
+__device__ accumulate_t sign(accumulate_t x) {
+  return x > 0 ? accumulate_t(1) : x < 0 ? accumulate_t(-1) : accumulate_t(0);
+}
 
 // Statistics and selected values of a plane; a block per (sample, channel). `index` may be null.
 __global__ void __launch_bounds__(kThreads)
-pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2, const value_t* v,
-                       const accumulate_t* weight, const accumulate_t* scale, int64_t C, Image image) {
+pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, accumulate_t* m2,
+                       const value_t* v, const accumulate_t* weight, const accumulate_t* scale, int64_t C,
+                       Image image) {
   const unsigned plane = blockIdx.x, c = plane % unsigned(C);
   const int W = image.W, pooled_width = image.pooled_width();
   const int64_t pooled = int64_t(plane) * image.pooled();
@@ -43,7 +47,8 @@ pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, acc
       for (int w = 0; w < POOL_W; w++) {
         const accumulate_t value = accumulate_t(window[h * W + w]);
         sums.add(value);
-        if (h + w == 0 || replaces_maximum(value * direction, best)) best = value * direction, selected = value, where = h * POOL_W + w;
+        if (h + w == 0 || replaces_maximum(value * direction, best))
+          best = value * direction, selected = value, where = h * POOL_W + w;
       }
     extreme[pooled + p] = value_t(selected);
     if (index) index[pooled + p] = index_t(where);
@@ -60,11 +65,13 @@ pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, acc
 
 // y from the selected values; a block per (sample, channel).
 __global__ void __launch_bounds__(kThreads)
-apply_kernel(output_t* y, const value_t* extreme, const accumulate_t* group_mean, const accumulate_t* group_rstd,
-             const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale,
-             accumulate_t low, accumulate_t high, GroupShape shape, int64_t pooled) {
+apply_kernel(output_t* y, const value_t* extreme, const accumulate_t* group_mean,
+             const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
+             const accumulate_t* bias, const accumulate_t* scale, accumulate_t low, accumulate_t high,
+             GroupShape shape, int64_t pooled) {
   const int plane = blockIdx.x, c = plane % shape.C;
-  const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
+  const Normaliser normalise =
+      normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads)
     y[plane * pooled + i] =
         output_t(clamp(normalise(accumulate_t(extreme[plane * pooled + i])) * scale[c], low, high));
@@ -72,16 +79,19 @@ apply_kernel(output_t* y, const value_t* extreme, const accumulate_t* group_mean
 
 // sums (2, N, C) of dz and dz·(u - mean), and scale_gradient (N, C); a block per (sample, channel).
 __global__ void __launch_bounds__(kThreads)
-backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const output_t* dy, const value_t* extreme,
-                     const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, accumulate_t low,
-                     accumulate_t high, GroupShape shape, int64_t pooled) {
+backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const output_t* dy,
+                     const value_t* extreme, const accumulate_t* group_mean,
+                     const accumulate_t* group_rstd, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale,
+                     accumulate_t low, accumulate_t high, GroupShape shape, int64_t pooled) {
   const int plane = blockIdx.x, c = plane % shape.C;
-  const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
+  const Normaliser normalise =
+      normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
   accumulate_t sum[3] = {};
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
     const accumulate_t value = accumulate_t(extreme[plane * pooled + i]), z = normalise(value);
-    const accumulate_t passed = clamp_passes(z * scale[c], low, high) ? accumulate_t(dy[plane * pooled + i]) : accumulate_t(0);
+    const accumulate_t passed =
+        clamp_passes(z * scale[c], low, high) ? accumulate_t(dy[plane * pooled + i]) : accumulate_t(0);
     sum[0] += passed * scale[c], sum[1] += passed * scale[c] * normalise.centred(value), sum[2] += passed * z;
   }
   block_sum(sum);
@@ -93,10 +103,11 @@ backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const out
 
 // A warp per row of pixels.
 __global__ void __launch_bounds__(kThreads)
-backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index, const accumulate_t* coefficients,
-                const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
-                const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, accumulate_t low,
-                accumulate_t high, GroupShape shape, Image image, unsigned chunks) {
+backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index,
+                const accumulate_t* coefficients, const accumulate_t* group_mean,
+                const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
+                const accumulate_t* bias, const accumulate_t* scale, accumulate_t low, accumulate_t high,
+                GroupShape shape, Image image, unsigned chunks) {
   const int plane = blockIdx.x / chunks, n = plane / shape.C, c = plane % shape.C;
   const int group = n * shape.G + c / shape.channels(), pooled_width = image.pooled_width();
   const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
@@ -123,22 +134,26 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t
 
 // statistics as in GroupStatistics; index without elements where no gradient is wanted.
 EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, const value_t* v,
-                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const accumulate_t* scale, double low,
-                    double high, double eps, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                    const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C,
+                    int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
   const Image image{int(H), int(W)};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
-  pool_statistics_kernel<<<N * C, kThreads, 0, stream>>>(extreme, index, mean, m2, v, weight, scale, C, image);
-  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
-  apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias, scale, low, high,
-                                              shape, image.pooled());
+  pool_statistics_kernel<<<N * C, kThreads, 0, stream>>>(extreme, index, mean, m2, v, weight, scale, C,
+                                                         image);
+  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
+                                                                  eps, shape);
+  apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias,
+                                               scale, low, high, shape, image.pooled());
 }
 
-// The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1. scratch holds the
-// parameters' gradients by sample (4, N, C), sums (2, N, C) and coefficients (2, N, G).
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* d_scale,
-                     accumulate_t* scratch, const output_t* dy, const value_t* v, const value_t* extreme, const index_t* index,
-                     const accumulate_t* statistics, const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+// The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1.
+// scratch holds the parameters' gradients by sample (4, N, C), sums (2, N, C) and coefficients (2, N, G).
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* d_scale, accumulate_t* scratch, const output_t* dy, const value_t* v,
+                     const value_t* extreme, const index_t* index, const accumulate_t* statistics,
+                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
                      const accumulate_t* scale, double low, double high, int64_t scales, int64_t N, int64_t C,
                      int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
@@ -146,12 +161,14 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
   accumulate_t *gradients = scratch, *sums = gradients + 4 * N * C, *coefficients = sums + 2 * N * C;
   const Image image{int(H), int(W)};
   const unsigned chunks = blocks_for(H, kWarps * 8);  // 8 rows a warp
-  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, gradients + 3 * N * C, dy, extreme, group_mean, group_rstd,
-                                                      conv_bias, weight, bias, scale, low, high, shape, image.pooled());
-  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,
-                                                                   group_rstd, conv_bias, weight, shape);
-  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, coefficients, group_mean, group_rstd,
-                                                          conv_bias, weight, bias, scale, low, high, shape, image, chunks);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, gradients + 3 * N * C, dy, extreme, group_mean,
+                                                       group_rstd, conv_bias, weight, bias, scale, low, high,
+                                                       shape, image.pooled());
+  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(
+      coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, coefficients, group_mean,
+                                                           group_rstd, conv_bias, weight, bias, scale, low,
+                                                           high, shape, image, chunks);
   accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
   for (int i = 0; i < 4; i++)
     sum_rows_kernel<<<i < 3 ? C : scales, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);

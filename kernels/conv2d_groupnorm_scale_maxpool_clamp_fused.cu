@@ -1,24 +1,33 @@
-// y = clamp(max_pool(group_norm(conv2d(x, weight) + conv_bias)·scale), low, high), the convolution never written.
+// y = clamp(max_pool(group_norm(conv2d(x, weight) + conv_bias)·scale), low, high), the convolution never
+// written.
 //
-// x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), contiguous; v (N, CHANNELS_OUT, OH, OW) is
-// the convolution without its bias; y (N, CHANNELS_OUT, PH, PW), PH = OH / POOL_H, PW = OW / POOL_W, floored.
+// x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), contiguous; y (N,
+// CHANNELS_OUT, PH, PW) with PH = OH / POOL_H, PW = OW / POOL_W, floored. v (N, CHANNELS_OUT, OH, OW) is the
+// convolution without its bias.
 //
-// The slope of group_norm(v)·scale has the sign of norm_weight·scale. With that sign in the filters every window wants its maximum:
-//   convolve_kernel   statistics of v per (sample, channel, block), and the v that each window selects, `extreme`
+// The slope of group_norm(v)·scale has the sign of norm_weight·scale. With that sign in the filters every
+// window wants its maximum. Two launches:
+//   convolve_kernel   statistics of v per (sample, channel, tile, strip), and `extreme`, the v of each window
 //   finish_kernel     the statistics merged; affine and clamp of `extreme`
-// Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the variance is infinite, its inverse
-// root 0, and norm_bias is left, as in eager on a GPU.
-// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4: 67 MB in, 31.5 MB of extreme (mostly kept in L2), 31.5 MB out:
-// 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for float32's accuracy: 0.06 ms.
+// Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the variance
+// is infinite, its inverse root 0, and norm_bias is left, as in eager on a GPU.
 //
-// A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N = columns, K = taps × channels
-// in. Each operand is a sum of two float16 (22 bits; one if it has 16 bits), scaled by powers of two: filters by channel; x by block, first by a scale
-// that fits almost all inputs, then, where the block's largest magnitude turns out not to fit, again by one that does.
-// A pixel's 8 channels lie side by side in shared memory, so that a tap is an offset: B needs no im2col. Filters stay in registers.
-// A block has two teams of four warps, each with its own strip of rows, which take turns with the tensor cores: while one team's
-// products are formed, the other sums up its own, converts the next row of x and fetches the one after. (Teams that may all form
-// products at once do everything else at once, too, and leave the tensor cores idle meanwhile.) Measured on an H200: 0.127 ms in
-// all; this pass 0.103, the tensor cores busy 74 % of it, and 0.02 to finish.
+// A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N =
+// columns, K = taps × channels in.
+// - Operands: each is a sum of two float16 (operands.cuh; one, if it has 16 bits), scaled by powers of two:
+//   filters by channel; x by block, first by a scale that fits almost all inputs, then, where the block's
+//   largest magnitude turns out not to fit, again by one that does. Filters stay in registers.
+// - Stage: a ring of rows of x in shared memory. A pixel's 8 channels lie side by side there, so that a tap
+//   is an offset, and B needs no im2col.
+// - Mainloop: two teams of four warps, each with its own strip of rows, take turns with the tensor cores:
+//   while one team's products are formed, the other sums up its own, converts the next row of x and fetches
+//   the one after. (Teams that may all form products at once do everything else at once, too, and leave the
+//   tensor cores idle meanwhile.)
+//
+// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4: 67 MB in, 31.5 MB of extreme (mostly kept
+// in L2), 31.5 MB out: 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for
+// float32's accuracy: 0.06 ms. Measured on an H200: 0.127 ms; 0.103 to convolve, the tensor cores busy 74 %
+// of it, and 0.02 to finish.
 #include "normalisation.h"
 #include "operands.cuh"
 #include "reduce.cuh"
@@ -46,41 +55,46 @@ namespace {
 
 using namespace tensor_core;
 
-constexpr int kTile = TILE_COLUMNS;         // columns of a team
-constexpr int kStride = TILE_STRIDE;        // from one tile to the next; 0 where a row has only one
+constexpr int kTile = TILE_COLUMNS;   // columns of a team
+constexpr int kStride = TILE_STRIDE;  // from one tile to the next; 0 where a row has only one
 constexpr int kTiles = kTile / 8;
 constexpr int kBlockChannels = BLOCK_CHANNELS;
 constexpr int kChannelBlocks = (CHANNELS_OUT + kBlockChannels - 1) / kBlockChannels;
-constexpr int kTeamThreads = 128;           // a thread stages a column; a warp owns 16 channels
-constexpr int kTeams = TEAMS;               // three would leave 168 registers to a thread, which is too few
-constexpr int kPlanes = (CHANNELS_IN + 7) / 8;
-constexpr int kPixels = kTile + 8;          // in shared memory; those behind the tile stay zero
-constexpr int kRing = KERNEL_H + 1;         // rows in shared memory
+constexpr int kTeamThreads = 128;  // a thread stages a column; a warp owns 16 channels
+constexpr int kTeams = TEAMS;      // three would leave 168 registers to a thread, which is too few
+constexpr int kPlanes = (CHANNELS_IN + 7) / 8;  // of 8 input channels each, zeros behind the last
+constexpr int kPixels = kTile + 8;              // in shared memory; those behind the tile stay zero
+constexpr int kRing = KERNEL_H + 1;             // rows in shared memory
 static_assert(kTile == kTeamThreads && kBlockChannels == kTeamThreads / 32 * 16, "what was planned with");
 static_assert(kStride <= kTile && KERNEL_W <= 9, "a tile's last column reads up to 8 pixels further");
-constexpr bool kReadsOn = kStride + KERNEL_W - 1 > kTile;  // does a tile's filter see columns behind those of its threads?
+// Does a tile's filter see columns behind those of its threads?
+constexpr bool kReadsOn = kStride + KERNEL_W - 1 > kTile;
 
-// Units of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd number, the last is paired
-// with itself: (high, low) of the filter meet the same pixels.
+// Units of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd number,
+// the last is paired with itself: (high, low) of the filter meet the same pixels.
 constexpr int kUnits = kPlanes * KERNEL_W;  // of a kernel row
 constexpr int kPairs = kUnits / 2;
 constexpr bool kOdd = kUnits % 2;
 constexpr int kFragments = 2 * kPairs + kOdd;
 constexpr int kPartBytes = kPlanes * kPixels * 16;
-constexpr int kRowBytes = 2 * kPartBytes;   // high, low
+constexpr int kRowBytes = 2 * kPartBytes;  // high, low
 HOST_DEVICE constexpr int unit_offset(int unit) { return (unit / KERNEL_W * kPixels + unit % KERNEL_W) * 16; }
 
-// float16 holds a value of 16 bits, scaled: there is no low part, but of what is so small beside the largest that its last bits don't count.
+// float16 holds a value of 16 bits, scaled: there is no low part, but of what is so small beside the largest
+// that its last bits don't count.
 constexpr bool kOnePart = sizeof(value_t) == 2;
 
 constexpr int kBatch = 8;  // channels whose windows are read together
 
-// What a thread keeps of its columns until a window is complete: the maximum of two neighbours where no window splits them.
-constexpr int kKept = POOL_W % 2 == 0 ? 1 : 2;           // of 2 columns
-constexpr int kWidth = POOL_W % 2 == 0 ? POOL_W / 2 : POOL_W;  // of a window
-constexpr int kStagingPitch = kTile / 2 * kKept + 4 * kKept;  // no bank conflicts
+// Until a window's rows are complete, a thread keeps of two neighbouring columns the larger value, or both
+// where windows of an odd width may part them.
+constexpr int kKept = POOL_W % 2 == 0 ? 1 : 2;                 // values
+constexpr int kWidth = POOL_W % 2 == 0 ? POOL_W / 2 : POOL_W;  // kept values that a window has in a row
+constexpr int kStagingPitch = kTile / 2 * kKept + 4 * kKept;   // kept values of a channel; no bank conflicts
 
-constexpr int kFirstExponent = 8;  // of x; fits magnitudes below 128, largest magnitude at least 2^-6
+// x is first scaled by 2^kFirstExponent, which fits magnitudes below 128. That is good enough where the
+// largest one is 2^-6 at least, for which kSlack more would fit.
+constexpr int kFirstExponent = 8;
 constexpr int kSlack = 12;
 
 constexpr int kTeamBytes = kRing * kRowBytes + kBlockChannels * kStagingPitch * 4;
@@ -97,12 +111,14 @@ struct Geometry {
   // Do the strips and tiles cover v, and none of them nothing?
   bool complete() const {
     const bool in_rows = (strips - 1) * rows < pooled_height() && pooled_height() <= strips * rows;
-    return in_rows && (kStride ? (row_tiles - 1) * kStride < width() && width() <= row_tiles * kStride : W <= kTile);
+    return in_rows &&
+           (kStride ? (row_tiles - 1) * kStride < width() && width() <= row_tiles * kStride : W <= kTile);
   }
 };
 
-// The products of one row of v, in order: small ones first, since a tensor core cuts off what a sum's last bit can't hold.
-// `act` gets the kernel row, the pixels' part (0 high, 1 low), the fragment, the first unit and the second.
+// The products of one row of v, in order: small ones first, since a tensor core cuts off what a sum's last
+// bit can't hold. `act` gets the kernel row, the pixels' part (0 high, 1 low), the fragment, the first unit
+// and the second.
 template <class Act> __device__ __forceinline__ void for_products(Act act) {
 #pragma unroll
   for (int small = kOnePart ? 0 : 1; small >= 0; small--)
@@ -117,14 +133,19 @@ template <class Act> __device__ __forceinline__ void for_products(Act act) {
     }
 }
 
-// D = a row of v, in the background on sm_90a. `rows` holds the shared address of each kernel row's first pixel.
-__device__ __forceinline__ void multiply_row(float (&d)[kTiles][4], const uint32_t (&fragments)[KERNEL_H][kFragments][4], const uint32_t (&rows)[KERNEL_H]) {
+// D = a row of v, in the background on sm_90a. `rows` holds the shared address of each kernel row's first
+// pixel.
+__device__ __forceinline__ void multiply_row(float (&d)[kTiles][4],
+                                             const uint32_t (&fragments)[KERNEL_H][kFragments][4],
+                                             const uint32_t (&rows)[KERNEL_H]) {
 #if TENSOR_CORE_WGMMA
   bool accumulate = false;
   hold(d);
   begin_products();
   for_products([&](int kh, int part, int fragment, int unit, int second) {
-    multiply_add(d, fragments[kh][fragment], describe(rows[kh] + part * kPartBytes + unit_offset(unit), unit_offset(second) - unit_offset(unit)), accumulate);
+    const uint32_t first = rows[kh] + part * kPartBytes + unit_offset(unit);
+    const uint64_t pixels = describe(first, unit_offset(second) - unit_offset(unit));
+    multiply_add(d, fragments[kh][fragment], pixels, accumulate);
     accumulate = true;
   });
   commit_products();
@@ -140,8 +161,10 @@ __device__ __forceinline__ void multiply_row(float (&d)[kTiles][4], const uint32
 #pragma unroll
       for (int j = 0; j < kTiles; j += 2) {
         uint32_t b[4];
-        load_matrices(b, row + (lane / 8 % 2 ? unit_offset(second) : unit_offset(unit)) + (j + lane / 16) * 128);
-        multiply_add(d[j], fragments[kh][fragment], b[0], b[1]), multiply_add(d[j + 1], fragments[kh][fragment], b[2], b[3]);
+        const int own = lane / 8 % 2 ? unit_offset(second) : unit_offset(unit);
+        load_matrices(b, row + own + (j + lane / 16) * 128);
+        multiply_add(d[j], fragments[kh][fragment], b[0], b[1]);
+        multiply_add(d[j + 1], fragments[kh][fragment], b[2], b[3]);
       }
     } else {
 #pragma unroll
@@ -169,12 +192,11 @@ __device__ __forceinline__ void await(float (&d)[kTiles][4]) {
 #endif
 }
 
-// Waits for all threads of the team and, on sm_90a, until the tensor cores are its own; then hands them on to the next team.
+// Waits for all threads of the team and, on sm_90a, until the tensor cores are its own; then hands them on to
+// the next team.
 __device__ __forceinline__ void take_turn(int team) {
-  if (TENSOR_CORE_WGMMA && kTeams > 1)
-    sync_threads<2 * kTeamThreads>(1 + team);
-  else
-    sync_threads<kTeamThreads>(1 + team);
+  if (TENSOR_CORE_WGMMA && kTeams > 1) sync_threads<2 * kTeamThreads>(1 + team);
+  else sync_threads<kTeamThreads>(1 + team);
 }
 __device__ __forceinline__ void hand_on(int team) {
   if (TENSOR_CORE_WGMMA && kTeams > 1)
@@ -182,7 +204,8 @@ __device__ __forceinline__ void hand_on(int team) {
 }
 
 struct SharedStorage {
-  float2 unscale[kBlockChannels];  // of a channel: two factors of a power of two, the first with the filter's sign
+  // Of a channel: two factors of a power of two, the first with the filter's sign.
+  float2 unscale[kBlockChannels];
   int filter_exponent[kBlockChannels];
   bool flipped[kBlockChannels];
   int largest;  // magnitude of x, as bits
@@ -192,20 +215,25 @@ static_assert(sizeof(SharedStorage) <= STATIC_SHARED, "what was planned with");
 // extreme (N, CHANNELS_OUT, PH, PW); partial (N, CHANNELS_OUT, tiles·strips, 3): count, mean, m2 of v.
 // Grid: strips by kTeams, tiles, channel blocks, samples, the first fastest.
 __global__ void __launch_bounds__(kTeams * kTeamThreads, 1)
-convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const value_t* weight, const accumulate_t* norm_weight,
-                const accumulate_t* scale, Geometry geometry) {
+convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const value_t* weight,
+                const accumulate_t* norm_weight, const accumulate_t* scale, Geometry geometry) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char all_shared[];
   const int team = __shfl_sync(~0u, threadIdx.x / kTeamThreads, 0), thread = threadIdx.x % kTeamThreads;
   unsigned char* const shared = all_shared + team * kTeamBytes;
   __shared__ SharedStorage storage;
-  const int H = geometry.H, W = geometry.W, strips = geometry.strips, strip_blocks = geometry.strip_blocks(), tiles = geometry.tiles();
-  const int strip = blockIdx.x % strip_blocks * kTeams + team, tile = blockIdx.x / strip_blocks % tiles;
-  const int first_channel = blockIdx.x / strip_blocks / tiles % kChannelBlocks * kBlockChannels, n = blockIdx.x / strip_blocks / tiles / kChannelBlocks;
+  const int H = geometry.H, W = geometry.W, strips = geometry.strips, tiles = geometry.tiles();
+  const int strip_blocks = geometry.strip_blocks();
+  const unsigned job = blockIdx.x / strip_blocks;
+  const int strip = blockIdx.x % strip_blocks * kTeams + team, tile = job % tiles;
+  const int first_channel = job / tiles % kChannelBlocks * kBlockChannels, n = job / tiles / kChannelBlocks;
   const int lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
   const int row_begin = strip * geometry.rows * POOL_H;
-  const int row_end = strip == strips - 1 ? geometry.height() : strip >= strips ? row_begin : row_begin + geometry.rows * POOL_H;
-  const int turns = geometry.rows * POOL_H + (blockIdx.x % strip_blocks == strip_blocks - 1 ? geometry.height() % POOL_H : 0);  // the longest strip's rows
+  const int past_last = strip >= strips ? row_begin : row_begin + geometry.rows * POOL_H;
+  const int row_end = strip == strips - 1 ? geometry.height() : past_last;
+  const bool last_strips = blockIdx.x % strip_blocks == strip_blocks - 1;
+  // Of the longest strip.
+  const int turns = geometry.rows * POOL_H + (last_strips ? geometry.height() % POOL_H : 0);
   const int column = tile * kStride;
   const int columns = tile == tiles - 1 ? geometry.width() - column : kStride;  // that are this tile's
   const int pooled_columns = columns / POOL_W;
@@ -225,26 +253,37 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 #pragma unroll
     for (int kh = 0; kh < KERNEL_H; kh++)
 #pragma unroll
-      for (int unit = 0; unit < kUnits; unit++) largest = fmaxf(largest, fmaxf(fabsf(load(kh, unit, 0)), fabsf(load(kh, unit, 1))));
-    for (int offset = 1; offset < 4; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
+      for (int unit = 0; unit < kUnits; unit++)
+        largest = fmaxf(largest, fmaxf(fabsf(load(kh, unit, 0)), fabsf(load(kh, unit, 1))));
+    for (int offset = 1; offset < 4; offset *= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
     const int exponent = fitting_exponent(largest);
     const bool flip = real && norm_weight[channel] * scale[channel] < 0;
-    if (team == 0 && t == 0) storage.filter_exponent[warp * 16 + half * 8 + g] = exponent, storage.flipped[warp * 16 + half * 8 + g] = flip;
+    if (team == 0 && t == 0) {
+      storage.filter_exponent[warp * 16 + half * 8 + g] = exponent;
+      storage.flipped[warp * 16 + half * 8 + g] = flip;
+    }
     const float factor = flip ? -power_of_two(exponent) : power_of_two(exponent);
 #pragma unroll
     for (int kh = 0; kh < KERNEL_H; kh++)
 #pragma unroll
       for (int unit = 0; unit < kUnits; unit++) {
         const Halves halves = split(load(kh, unit, 0) * factor, load(kh, unit, 1) * factor);
-        const bool alone = kOdd && unit == kUnits - 1;
-        fragments[kh][alone ? kFragments - 1 : unit / 2][half + (alone ? 0 : unit % 2 * 2)] = halves.high;
-        fragments[kh][alone ? kFragments - 1 : kPairs + unit / 2][half + (alone ? 2 : unit % 2 * 2)] = halves.low;
+        if (kOdd && unit == kUnits - 1) {
+          fragments[kh][kFragments - 1][half] = halves.high,
+                                     fragments[kh][kFragments - 1][half + 2] = halves.low;
+        } else {
+          fragments[kh][unit / 2][half + unit % 2 * 2] = halves.high;
+          fragments[kh][kPairs + unit / 2][half + unit % 2 * 2] = halves.low;
+        }
       }
   }
 
-  // This thread's pixel of each row of x; where there are several tiles, the first threads have another one behind the tile.
+  // This thread's pixel of each row of x; where there are several tiles, the first threads have another one
+  // behind the tile.
   const int64_t plane_size = int64_t(H) * W;
-  const bool inside = column + thread < W, two = kReadsOn && thread < KERNEL_W - 1, second_inside = two && column + kTile + thread < W;
+  const bool inside = column + thread < W, two = kReadsOn && thread < KERNEL_W - 1;
+  const bool second_inside = two && column + kTile + thread < W;
   const value_t* const source = x + int64_t(n) * CHANNELS_IN * plane_size + column + thread;
   value_t pixel[kPlanes * 8], second[kPlanes * 8];
   const auto fetch = [&](int row) {
@@ -256,7 +295,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     }
   };
   float largest;
-  const auto convert_pixel = [&](const value_t (&values)[kPlanes * 8], int slot, int at, float factor) {
+  const auto convert_pixel = [&](const value_t(&values)[kPlanes * 8], int slot, int at, float factor) {
 #pragma unroll
     for (int plane = 0; plane < kPlanes; plane++) {
       Halves halves[4];
@@ -268,7 +307,8 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
       }
       uint4* to = reinterpret_cast<uint4*>(shared + slot * kRowBytes) + plane * kPixels + at;
       to[0] = make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
-      if (!kOnePart) to[kPlanes * kPixels] = make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
+      if (!kOnePart)
+        to[kPlanes * kPixels] = make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
     }
   };
   const auto convert = [&](int slot, float factor) {
@@ -276,7 +316,8 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     if (two) convert_pixel(second, slot, kTile + thread, factor);
   };
   for (int i = thread; i < kRing * 2 * kPlanes * (kPixels - kTile); i += kTeamThreads)
-    reinterpret_cast<uint4*>(shared)[i / (kPixels - kTile) * kPixels + kTile + i % (kPixels - kTile)] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(shared)[i / (kPixels - kTile) * kPixels + kTile + i % (kPixels - kTile)] =
+        make_uint4(0, 0, 0, 0);
   float* const staging = reinterpret_cast<float*>(shared + kRing * kRowBytes) + warp * 16 * kStagingPitch;
 
   __syncthreads();  // the filters' exponents are there
@@ -286,7 +327,8 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     const float factor = power_of_two(exponent);
     if (threadIdx.x < kBlockChannels) {
       const PowerOfTwo power(-exponent - storage.filter_exponent[threadIdx.x]);
-      storage.unscale[threadIdx.x] = make_float2(storage.flipped[threadIdx.x] ? -power.first : power.first, power.second);
+      storage.unscale[threadIdx.x] =
+          make_float2(storage.flipped[threadIdx.x] ? -power.first : power.first, power.second);
     }
     largest = 0;
     if (threadIdx.x == 0) storage.largest = 0;
@@ -300,9 +342,13 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     for (int kh = 0; kh < KERNEL_H && row_begin < row_end; kh++) fetch(row_begin + kh), convert(kh, factor);
     if (row_begin + 1 < row_end) fetch(row_begin + KERNEL_H);
     int slot = 0, window_row = 0;
-    float* out = extreme + ((int64_t(n) * CHANNELS_OUT + first_channel + warp * 16) * geometry.pooled_height() + row_begin / POOL_H) * geometry.pooled_width() + column / POOL_W;
+    float* out = extreme +
+                 ((int64_t(n) * CHANNELS_OUT + first_channel + warp * 16) * geometry.pooled_height() +
+                  row_begin / POOL_H) *
+                     geometry.pooled_width() +
+                 column / POOL_W;
     // Takes a row's sums into the statistics and the windows.
-    const auto take = [&](float (&d)[kTiles][4]) {
+    const auto take = [&](float(&d)[kTiles][4]) {
 #pragma unroll
       for (int j = 0; j < kTiles; j++)
 #pragma unroll
@@ -339,10 +385,10 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 #pragma unroll
           for (int j = 0; j < kTiles; j++) {
             float* to = staging + (half * 8 + g) * kStagingPitch + (j * 4 + t) * kKept;
-            if (kKept == 1)
-              to[0] = best[half][j][0] + shift[half];
+            if (kKept == 1) to[0] = best[half][j][0] + shift[half];
             else
-              *reinterpret_cast<float2*>(to) = make_float2(best[half][j][0] + shift[half], best[half][j][kKept - 1] + shift[half]);
+              *reinterpret_cast<float2*>(to) =
+                  make_float2(best[half][j][0] + shift[half], best[half][j][kKept - 1] + shift[half]);
 #pragma unroll
             for (int k = 0; k < kKept; k++) best[half][j][k] = -INFINITY;
           }
@@ -363,7 +409,8 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
           float maximum[kBatch];
 #pragma unroll
           for (int r = 0; r < kBatch; r++) {
-            const float* from = staging + (first + r) * kStagingPitch + (p + lane < kTile / POOL_W ? p + lane : 0) * kWidth;
+            const float* from =
+                staging + (first + r) * kStagingPitch + (p + lane < kTile / POOL_W ? p + lane : 0) * kWidth;
             if (kWidth == 2) {
               const float2 two = *reinterpret_cast<const float2*>(from);
               maximum[r] = fmaxf(two.x, two.y);
@@ -393,12 +440,14 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
       take_turn(team);  // the row's pixels are there, and the products of the row before it have been formed
       uint32_t rows[KERNEL_H];
 #pragma unroll
-      for (int kh = 0; kh < KERNEL_H; kh++) rows[kh] = shared_address(shared) + (slot + kh - (slot + kh >= kRing ? kRing : 0)) * kRowBytes;
+      for (int kh = 0; kh < KERNEL_H; kh++)
+        rows[kh] = shared_address(shared) + (slot + kh - (slot + kh >= kRing ? kRing : 0)) * kRowBytes;
       multiply_row(d, fragments, rows);  // after the last row, of stale pixels, for nobody
       if (team < kTeams - 1 || turn < turns - 1) hand_on(team);
       if (window_row == POOL_H) flush();
       if (row + 1 < row_end) {
-        convert(slot == 0 ? kRing - 1 : slot - 1, factor);  // nobody reads the slot of the row before this one
+        // Nobody reads the slot of the row before this one.
+        convert(slot == 0 ? kRing - 1 : slot - 1, factor);
         if (row + 2 < row_end) fetch(row + 1 + KERNEL_H);
       }
       slot = slot == kRing - 1 ? 0 : slot + 1;
@@ -416,7 +465,9 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     __syncthreads();  // complete
     const float magnitude = __int_as_float(storage.largest);
     const int fitting = fitting_exponent(magnitude);
-    if (again || magnitude == 0.f || magnitude == INFINITY || (fitting >= kFirstExponent && fitting <= kFirstExponent + kSlack)) break;
+    if (again || magnitude == 0.f || magnitude == INFINITY ||
+        (fitting >= kFirstExponent && fitting <= kFirstExponent + kSlack))
+      break;
     exponent = fitting;
     __syncthreads();  // storage.largest has been read
   }
@@ -425,15 +476,19 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
   for (int half = 0; half < 2; half++) {
     int mine = 0;
     for (int j = 0; j < 16; j++) mine += (j * 8 + t * 2 < columns) + (j * 8 + t * 2 + 1 < columns);
-    auto moments = Moments<float>::from_shifted(float(mine) * float(row_end - row_begin), shift[half], sum[half], square[half]);
+    auto moments = Moments<float>::from_shifted(float(mine) * float(row_end - row_begin), shift[half],
+                                                sum[half], square[half]);
     for (int offset = 1; offset < 4; offset *= 2)
-      moments = moments.merge({__shfl_xor_sync(~0u, moments.count, offset), __shfl_xor_sync(~0u, moments.mean, offset),
+      moments = moments.merge({__shfl_xor_sync(~0u, moments.count, offset),
+                               __shfl_xor_sync(~0u, moments.mean, offset),
                                __shfl_xor_sync(~0u, moments.m2, offset)});
     const int channel = first_channel + warp * 16 + half * 8 + g;
     if (t == 0 && channel < CHANNELS_OUT && strip < strips) {
       const float2 power = storage.unscale[warp * 16 + half * 8 + g];
-      accumulate_t* to = partial + (((int64_t(n) * CHANNELS_OUT + channel) * tiles + tile) * strips + strip) * 3;
-      to[0] = moments.count, to[1] = moments.mean * power.x * power.y, to[2] = moments.m2 * power.x * power.y * power.x * power.y;
+      accumulate_t* to =
+          partial + (((int64_t(n) * CHANNELS_OUT + channel) * tiles + tile) * strips + strip) * 3;
+      to[0] = moments.count, to[1] = moments.mean * power.x * power.y,
+      to[2] = moments.m2 * power.x * power.y * power.x * power.y;
     }
   }
 #endif
@@ -441,12 +496,15 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 
 constexpr int kAhead = 4;  // vectors that a thread of finish_kernel fetches before all else
 
-// mean, m2 (N, C), group_mean, group_rstd (N, G) from `slots` partial moments per channel; y from extreme. `chunks` blocks per group.
+// mean, m2 (N, C), group_mean, group_rstd (N, G) from `slots` partial moments per channel; y from extreme.
+// `chunks` blocks per group.
 __global__ void __launch_bounds__(kThreads, 5)
-finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean, accumulate_t* group_rstd,
-              const accumulate_t* partial, const float* extreme, const accumulate_t* conv_bias, const accumulate_t* norm_weight,
-              const accumulate_t* norm_bias, const accumulate_t* scale, accumulate_t low, accumulate_t high, accumulate_t eps,
-              GroupShape shape, int64_t pooled, int slots, int chunks, bool aligned) {
+finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean,
+              accumulate_t* group_rstd, const accumulate_t* partial, const float* extreme,
+              const accumulate_t* conv_bias, const accumulate_t* norm_weight,
+              const accumulate_t* norm_bias, const accumulate_t* scale, accumulate_t low,
+              accumulate_t high, accumulate_t eps, GroupShape shape, int64_t pooled, int slots,
+              int chunks, bool aligned) {
   __shared__ Moments<accumulate_t> of_channel[CHANNELS_OUT];
   __shared__ float4 affine[CHANNELS_OUT];  // offset, slope, bias, scale
   const int64_t group = blockIdx.x / chunks, n = group / shape.G, g = group % shape.G;
@@ -454,19 +512,22 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
   const int64_t first = n * shape.C + g * channels;  // channel
   const float* in = extreme + first * pooled;
   output_t* out = y + first * pooled;
-  const int size = int(channels * pooled), plane = int(pooled), begin = chunk * kThreads + threadIdx.x, step = chunks * kThreads;
+  const int size = int(channels * pooled), plane = int(pooled), begin = chunk * kThreads + threadIdx.x;
+  const int step = chunks * kThreads;
 #if __CUDA_ARCH__ >= 900
   await_previous_kernel();
 #endif
   Vector<float> ahead[kAhead];  // on their way while the statistics are merged
 #pragma unroll
   for (int k = 0; k < kAhead; k++)
-    if (aligned && begin + k * step < size / kVector) ahead[k] = reinterpret_cast<const Vector<float>*>(in)[begin + k * step];
+    if (aligned && begin + k * step < size / kVector)
+      ahead[k] = reinterpret_cast<const Vector<float>*>(in)[begin + k * step];
   // Every block of a group finds the same statistics; the first one writes them.
   for (int c = threadIdx.x; c < channels; c += kThreads) {
     const accumulate_t* from = partial + (first + c) * slots * 3;
     Moments<accumulate_t> moments{from[0], from[1], from[2]};
-    for (int slot = 1; slot < slots; slot++) moments = moments.merge({from[slot * 3], from[slot * 3 + 1], from[slot * 3 + 2]});
+    for (int slot = 1; slot < slots; slot++)
+      moments = moments.merge({from[slot * 3], from[slot * 3 + 1], from[slot * 3 + 2]});
     if (chunk == 0) mean[first + c] = moments.mean, m2[first + c] = moments.m2;
     moments.mean += conv_bias[g * channels + c];
     of_channel[c] = moments;
@@ -478,10 +539,13 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
     const accumulate_t rstd = 1 / sqrt(moments.variance() + eps);
     if (chunk == 0 && c == 0) group_mean[group] = moments.mean, group_rstd[group] = rstd;
     const int64_t channel = g * channels + c;
-    affine[c] = make_float4(conv_bias[channel] - moments.mean, rstd * norm_weight[channel], norm_bias[channel], scale[channel]);
+    affine[c] = make_float4(conv_bias[channel] - moments.mean, rstd * norm_weight[channel],
+                            norm_bias[channel], scale[channel]);
   }
   __syncthreads();  // affine is complete
-  const auto apply = [&](const float4& a, float v) { return output_t(clamp(((v + a.x) * a.y + a.z) * a.w, low, high)); };
+  const auto apply = [&](const float4& a, float v) {
+    return output_t(clamp(((v + a.x) * a.y + a.z) * a.w, low, high));
+  };
   if (aligned) {
     const auto apply_vector = [&](int i, const Vector<float>& four) {
       Vector<output_t> result;
@@ -497,7 +561,8 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
 #pragma unroll
     for (int k = 0; k < kAhead; k++)
       if (begin + k * step < size / kVector) apply_vector(begin + k * step, ahead[k]);
-    for (int i = begin + kAhead * step; i < size / kVector; i += step) apply_vector(i, reinterpret_cast<const Vector<float>*>(in)[i]);
+    for (int i = begin + kAhead * step; i < size / kVector; i += step)
+      apply_vector(i, reinterpret_cast<const Vector<float>*>(in)[i]);
   } else {
     for (int i = begin; i < size; i += step) out[i] = apply(affine[i / plane], in[i]);
   }
@@ -505,13 +570,14 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
 
 }  // namespace
 
-// scratch, one after the other: extreme like y, partial (N, C, tiles·strips, 3), then as GroupStatistics. Columns of
-// v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left (tiling.py's StripTiling); a plan
-// that does not cover v makes no blocks, and the launch fails.
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const accumulate_t* conv_bias,
-                    const accumulate_t* norm_weight, const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
-                    double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles,
-                    int64_t strips, int64_t rows, cudaStream_t stream) {
+// scratch, one after the other: extreme like y, partial (N, C, tiles·strips, 3), then as GroupStatistics.
+// Columns of v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left
+// (tiling.py's StripTiling); a plan that does not cover v makes no blocks, and the launch fails.
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
+                    const accumulate_t* conv_bias, const accumulate_t* norm_weight,
+                    const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
+                    double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles, int64_t strips,
+                    int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
@@ -519,7 +585,8 @@ EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t
   const auto [mean, m2, group_mean, group_rstd] =
       GroupStatistics(partial + N * CHANNELS_OUT * tiles * strips * 3, N, CHANNELS_OUT, G);
   cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTeams * kTeamBytes);
-  const int64_t blocks = geometry.complete() ? N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks() : 0;
+  const int64_t blocks =
+      geometry.complete() ? N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks() : 0;
   convolve_kernel<<<unsigned(blocks), kTeams * kTeamThreads, kTeams * kTeamBytes, stream>>>(
       extreme, partial, x, weight, norm_weight, scale, geometry);
   const int64_t size = shape.channels() * pooled;
@@ -531,6 +598,7 @@ EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t
   cudaLaunchConfig_t config{};
   config.gridDim = unsigned(N * G * chunks), config.blockDim = kThreads, config.stream = stream;
   config.attrs = &early, config.numAttrs = starts_early() ? 1 : 0;
-  cudaLaunchKernelEx(&config, finish_kernel, y, mean, m2, group_mean, group_rstd, partial, extreme, conv_bias, norm_weight, norm_bias, scale,
-                     accumulate_t(low), accumulate_t(high), accumulate_t(eps), shape, pooled, int(geometry.tiles() * geometry.strips), chunks, aligned);
+  cudaLaunchKernelEx(&config, finish_kernel, y, mean, m2, group_mean, group_rstd, partial, extreme, conv_bias,
+                     norm_weight, norm_bias, scale, accumulate_t(low), accumulate_t(high), accumulate_t(eps),
+                     shape, pooled, int(geometry.tiles() * geometry.strips), chunks, aligned);
 }

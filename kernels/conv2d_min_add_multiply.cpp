@@ -18,11 +18,13 @@ EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias
   });
 }
 
-// The gradients of v and, summed over the samples, of the parameters; d_bias has `biases` elements, C or 1. sums (2, N·chunks, C) of dv
-// and of dy·scale is scratch, with chunks = 1: a row per sample. There is no TF32 here.
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bias, double* sums, const output_t* dy,
-                     const value_t* v, const accumulate_t* conv_bias, double constant, double scale, int64_t biases,
-                     int64_t N, int64_t C, int64_t S, int64_t chunks, bool tf32) {
+// The gradients of v and, summed over the samples, of the parameters; d_bias has `biases` elements, C or 1.
+// sums (2, N·chunks, C) of dv and of dy·scale is scratch, with chunks = 1: a row per sample. There is no TF32
+// here.
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bias, double* sums,
+                     const output_t* dy, const value_t* v, const accumulate_t* conv_bias, double constant,
+                     double scale, int64_t biases, int64_t N, int64_t C, int64_t S, int64_t chunks,
+                     bool tf32) {
   const accumulate_t bound = constant, factor = scale;
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {

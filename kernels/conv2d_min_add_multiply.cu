@@ -11,7 +11,8 @@
 #include "reduce.cuh"
 #include "vector.cuh"
 
-// How a block's threads lie over rows of kWidth elements: `lane` along a row, `step` and every kStep-th row after it.
+// How a block's threads lie over rows of kWidth elements: `lane` along a row, `step` and every kStep-th row
+// after it.
 template <int kWidth> struct Layout {
   static constexpr int kLanes = kWidth / kVector, kStep = kThreads / kLanes;
   int lane = threadIdx.x % kLanes * kVector, step = threadIdx.x / kLanes;
@@ -177,15 +178,16 @@ EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias
       vectors_fit(y, S) && vectors_fit(v, C));
 }
 
-// The gradients of v and, summed over the samples, of the parameters; d_bias has `biases` elements, C or 1. sums (2, N·chunks, C) is
-// scratch, 1 ≤ chunks ≤ S; see the kernel. tf32: dv as an operand of TF32.
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bias, double* sums, const output_t* dy,
-                     const value_t* v, const accumulate_t* conv_bias, double constant, double scale, int64_t biases,
-                     int64_t N, int64_t C, int64_t S, int64_t chunks, bool tf32, cudaStream_t stream) {
+// The gradients of v and, summed over the samples, of the parameters; d_bias has `biases` elements, C or 1.
+// sums (2, N·chunks, C) is scratch, 1 ≤ chunks ≤ S; see the kernel. tf32: dv as an operand of TF32.
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bias, double* sums,
+                     const output_t* dy, const value_t* v, const accumulate_t* conv_bias, double constant,
+                     double scale, int64_t biases, int64_t N, int64_t C, int64_t S, int64_t chunks, bool tf32,
+                     cudaStream_t stream) {
   const unsigned position_tiles = tiles(S, kBackwardPositions), channel_tiles = tiles(C, kBackwardChannels);
   min_add_multiply_backward_kernel<<<N * chunks * channel_tiles, kThreads, 0, stream>>>(
-      dv, sums, dy, v, conv_bias, constant, scale, N, C, S, position_tiles, channel_tiles, unsigned(chunks), tf32,
-      vectors_fit(dv, C) && vectors_fit(dy, S));
+      dv, sums, dy, v, conv_bias, constant, scale, N, C, S, position_tiles, channel_tiles, unsigned(chunks),
+      tf32, vectors_fit(dv, C) && vectors_fit(dy, S));
   sum_rows_kernel<<<C, kThreads, 0, stream>>>(d_conv_bias, sums, N * chunks, C);
   sum_rows_kernel<<<biases, kThreads, 0, stream>>>(d_bias, sums + N * chunks * C, N * chunks, C);
 }

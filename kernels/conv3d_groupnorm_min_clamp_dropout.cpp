@@ -1,5 +1,6 @@
-// y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient, on the CPU. The launchers and layouts of
-// conv3d_groupnorm_min_clamp_dropout.cu; a thread takes whole planes, a piece of kPiece elements at a time.
+// y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient, on the CPU. The launchers
+// and layouts of conv3d_groupnorm_min_clamp_dropout.cu; a thread takes whole planes, a piece of kPiece
+// elements at a time.
 #include "cpu.h"
 #include "philox.h"
 #include "winograd.h"
@@ -10,10 +11,11 @@ using Tail = MinClamp<accumulate_t>;
 
 constexpr int kDraws = 32;  // more than compilers unroll before they vectorise
 
-// The lanes of philox(seed, first), …, philox(seed, first + kDraws - 1), one draw after the other: the arithmetic of philox.h
-// side by side, in a form that compilers vectorise.
+// The lanes of philox(seed, first), …, philox(seed, first + kDraws - 1), one draw after the other: the
+// arithmetic of philox.h side by side, in a form that compilers vectorise.
 static void philox_block(uint32_t (&lanes)[4 * kDraws], uint64_t seed, uint64_t first) {
-  uint32_t c0[kDraws], c1[kDraws], c2[kDraws] = {}, c3[kDraws] = {}, k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  uint32_t c0[kDraws], c1[kDraws], c2[kDraws] = {}, c3[kDraws] = {}, k0 = uint32_t(seed),
+                                   k1 = uint32_t(seed >> 32);
   for (int i = 0; i < kDraws; i++) c0[i] = uint32_t(first + i), c1[i] = uint32_t((first + i) >> 32);
   for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
     for (int i = 0; i < kDraws; i++) {
@@ -26,8 +28,10 @@ static void philox_block(uint32_t (&lanes)[4 * kDraws], uint64_t seed, uint64_t 
     lanes[4 * i] = c0[i], lanes[4 * i + 1] = c1[i], lanes[4 * i + 2] = c2[i], lanes[4 * i + 3] = c3[i];
 }
 
-// Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. Without a seed all are one.
-static void dropout_factors(float* factor, const int64_t* seed, double p, float scale, int64_t begin, int64_t count) {
+// Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. Without a seed all are
+// one.
+static void dropout_factors(float* factor, const int64_t* seed, double p, float scale, int64_t begin,
+                            int64_t count) {
   if (!seed) return std::fill(factor, factor + count, 1.0f);
   const int64_t skipped = begin % 4;  // of the first draw
   float drawn[kPiece + 2 * 4 * kDraws];
@@ -40,17 +44,19 @@ static void dropout_factors(float* factor, const int64_t* seed, double p, float 
 }
 
 // The convolution v (N, C, D', H', W') from x (N, Cin, D, H, W) and weight (C, Cin, depth, 3, 3).
-EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C, int64_t D,
-                     int64_t H, int64_t W, int64_t depth) {
+EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C,
+                     int64_t D, int64_t H, int64_t W, int64_t depth) {
   winograd::convolve(v, x, weight, {N, Cin, C, D, H, W, depth});
 }
 
-EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
-                    const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
-                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S) {
+EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v,
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
+                    int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
   Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics ? statistics : own.data(), N, C, G);
+  const auto [mean, m2, group_mean, group_rstd] =
+      GroupStatistics(statistics ? statistics : own.data(), N, C, G);
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
   plane_statistics(mean, m2, v, N * C, S);
@@ -58,7 +64,8 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
     float factor[kPiece];
     for (int64_t plane = begin; plane < end; plane++) {
-      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      const Normaliser normalise =
+          normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
       int any = !std::isfinite(normalise.offset * normalise.slope);
       for (int64_t s0 = 0; s0 < S; s0 += kPiece) {
         const int64_t count = std::min(kPiece, S - s0);
@@ -76,10 +83,11 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
   });
 }
 
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* scratch,
-                     const output_t* dy, const value_t* v, const accumulate_t* statistics, const int32_t* active,
-                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
-                     double p, int64_t N, int64_t C, int64_t G, int64_t S) {
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* scratch, const output_t* dy, const value_t* v,
+                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low,
+                     double high, double p, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
@@ -101,7 +109,8 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
   };
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {
-      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      const Normaliser normalise =
+          normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
       double gradient = 0, product = 0;
       if (active[plane])
         for_each_piece(plane, normalise, [&](int64_t first, int64_t count, const accumulate_t* dz) {
@@ -116,13 +125,14 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
   for (int i = 0; i < 3; i++) sum_rows(totals[i], C, gradients + i * N * C, N, C);
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {
-      const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
+      const Normaliser normalise =
+          normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
       const int64_t group = plane / C * G + plane % C / shape.channels();
       const accumulate_t constant = coefficients[group], linear = coefficients[N * G + group];
       for_each_piece(plane, normalise, [&](int64_t first, int64_t count, const accumulate_t* dz) {
         for (int64_t i = 0; i < count; i++)
-          dv[first + i] =
-              value_t(dz[i] * normalise.slope + constant + linear * normalise.centred(accumulate_t(v[first + i])));
+          dv[first + i] = value_t(dz[i] * normalise.slope + constant +
+                                  linear * normalise.centred(accumulate_t(v[first + i])));
       });
     }
   });

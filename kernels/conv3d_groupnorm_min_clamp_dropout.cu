@@ -1,16 +1,18 @@
-// y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient: what follows the library's convolution.
+// y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient: what follows the library's
+// convolution.
 //
 // v, dv (N, C, S)   the convolution without its bias; S = D'·H'·W' positions
 // y, dy (N, C, S)   the result
-// Bound by memory: forward reads v twice (statistics, apply) and writes y. Backward reads v and dy twice and writes dv,
-// but where no element of a plane passes a gradient (`active` is 0; min and clamp pass one at an exact tie only) its sums
-// are zero without reading.
+// Bound by memory: forward reads v twice (statistics, apply) and writes y. Backward reads v and dy twice and
+// writes dv, but where no element of a plane passes a gradient (`active` is 0; min and clamp pass one at an
+// exact tie only) its sums are zero without reading.
 #include "philox.h"
 #include "statistics.cuh"
 
 using Tail = MinClamp<accumulate_t>;
 
-// Dropout of element i: times `scale` if kept, times zero if not (NaN stays NaN). Without a seed nothing is dropped.
+// Dropout of element i: times `scale` if kept, times zero if not (NaN stays NaN). Without a seed nothing is
+// dropped.
 struct Dropout {
   const int64_t* seed;
   double p;
@@ -19,17 +21,19 @@ struct Dropout {
   __device__ void factors(accumulate_t (&factor)[4], int64_t first) const {
     const Philox4 random = seed ? philox(*seed, first / 4) : Philox4{};
 #pragma unroll
-    for (int j = 0; j < 4; j++) factor[j] = !seed ? accumulate_t(1) : dropout_keeps(random.lane[j], p) ? scale : accumulate_t(0);
+    for (int j = 0; j < 4; j++)
+      factor[j] = !seed ? accumulate_t(1) : dropout_keeps(random.lane[j], p) ? scale : accumulate_t(0);
   }
 };
 
-// Calls body(i, factor) for the elements i of this block's share of a plane. Element i of the plane is element begin + i
-// of the tensor, and four neighbours there share a draw.
+// Calls body(i, factor) for the elements i of this block's share of a plane. Element i of the plane is
+// element begin + i of the tensor, and four neighbours there share a draw.
 template <class Body>
-__device__ void for_each_element(int64_t size, int chunk, unsigned chunks, int64_t begin, const Dropout& dropout,
-                                 const Body& body) {
+__device__ void for_each_element(int64_t size, int chunk, unsigned chunks, int64_t begin,
+                                 const Dropout& dropout, const Body& body) {
   const int64_t first = begin / 4, last = (begin + size - 1) / 4;  // draws that touch the plane
-  for (int64_t draw = first + int64_t(chunk) * kThreads + threadIdx.x; draw <= last; draw += chunks * kThreads) {
+  for (int64_t draw = first + int64_t(chunk) * kThreads + threadIdx.x; draw <= last;
+       draw += chunks * kThreads) {
     accumulate_t factor[4];
     dropout.factors(factor, draw * 4);
 #pragma unroll
@@ -42,9 +46,10 @@ __device__ void for_each_element(int64_t size, int chunk, unsigned chunks, int64
 
 // `active` (N, C) becomes 1 where an element passes a gradient or the statistics are not finite.
 __global__ void __launch_bounds__(kThreads)
-apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean, const accumulate_t* group_rstd,
-             const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, Tail tail,
-             Dropout dropout, int64_t offset, GroupShape shape, unsigned chunks, bool aligned) {
+apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean,
+             const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
+             const accumulate_t* bias, Tail tail, Dropout dropout, int64_t offset, GroupShape shape,
+             unsigned chunks, bool aligned) {
   const int plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Normaliser normalise =
       normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, plane % shape.C);
@@ -66,11 +71,12 @@ apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t*
       store_vector(out + k * kVector, result);
     }
   } else {
-    for_each_element(shape.S, chunk, chunks, offset + plane * shape.S, dropout, [&](int64_t i, accumulate_t factor) {
-      const accumulate_t z = normalise(accumulate_t(in[i]));
-      any |= tail.gradient(z) != 0;
-      out[i] = output_t(tail(z) * factor);
-    });
+    for_each_element(shape.S, chunk, chunks, offset + plane * shape.S, dropout,
+                     [&](int64_t i, accumulate_t factor) {
+                       const accumulate_t z = normalise(accumulate_t(in[i]));
+                       any |= tail.gradient(z) != 0;
+                       out[i] = output_t(tail(z) * factor);
+                     });
   }
   if (active && __syncthreads_or(any) && threadIdx.x == 0) active[plane] = 1;
 }
@@ -78,8 +84,9 @@ apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t*
 // sums (2, N, C) of dz and dz·(u - mean); a block per plane.
 __global__ void __launch_bounds__(kThreads)
 backward_sums_kernel(accumulate_t* sums, const output_t* dy, const value_t* v, const int32_t* active,
-                     const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, Tail tail, Dropout dropout, GroupShape shape) {
+                     const accumulate_t* group_mean, const accumulate_t* group_rstd,
+                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                     Tail tail, Dropout dropout, GroupShape shape) {
   const int plane = blockIdx.x;
   const int64_t base = plane * shape.S;
   accumulate_t sum[2] = {};
@@ -97,10 +104,10 @@ backward_sums_kernel(accumulate_t* sums, const output_t* dy, const value_t* v, c
 }
 
 __global__ void __launch_bounds__(kThreads)
-backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t* active, const accumulate_t* coefficients,
-                const accumulate_t* group_mean, const accumulate_t* group_rstd, const accumulate_t* conv_bias,
-                const accumulate_t* weight, const accumulate_t* bias, Tail tail, Dropout dropout, GroupShape shape,
-                unsigned chunks) {
+backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t* active,
+                const accumulate_t* coefficients, const accumulate_t* group_mean,
+                const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
+                const accumulate_t* bias, Tail tail, Dropout dropout, GroupShape shape, unsigned chunks) {
   const int plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const int n = plane / shape.C, c = plane % shape.C, group = n * shape.G + c / shape.channels();
   const int64_t base = plane * shape.S;
@@ -108,7 +115,8 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
   const accumulate_t constant = coefficients[group], linear = coefficients[shape.N * shape.G + group];
   const bool plane_active = active[plane];
   if (!plane_active && constant == 0 && linear == 0) {
-    for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < shape.S; i += chunks * kThreads) dv[base + i] = value_t(0);
+    for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < shape.S; i += chunks * kThreads)
+      dv[base + i] = value_t(0);
     return;
   }
   for_each_element(shape.S, chunk, chunks, base, plane_active ? dropout : Dropout{nullptr, 0, 1},
@@ -124,38 +132,45 @@ static Dropout dropout_from(const int64_t* seed, double p) {
 }
 
 // statistics as in GroupStatistics; active (N, C) zeroed by the caller, or without elements where no
-// gradient is wanted; seed (1), or without elements for no dropout; offset is the number of elements before y in the whole.
-EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* weight,
-                    const accumulate_t* bias, const int64_t* seed, double low, double high, double p, double eps,
-                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+// gradient is wanted; seed (1), or without elements for no dropout; offset is the number of elements before y
+// in the whole.
+EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v,
+                    const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
+                    int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   const unsigned chunks = chunks_for(S);
   plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, S, vectors_fit(v, S));
-  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
+  merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
+                                                                  eps, shape);
   apply_kernel<<<N * C * chunks, kThreads, 0, stream>>>(
-      y, active, v, group_mean, group_rstd, conv_bias, weight, bias, Tail{accumulate_t(low), accumulate_t(high)},
-      dropout_from(seed, p), offset, shape, chunks, vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
+      y, active, v, group_mean, group_rstd, conv_bias, weight, bias,
+      Tail{accumulate_t(low), accumulate_t(high)}, dropout_from(seed, p), offset, shape, chunks,
+      vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
 }
 
-// The gradients of v and, summed over the samples, of the parameters (C). scratch holds the parameters' gradients by sample (3, N, C),
-// sums (2, N, C) and coefficients (2, N, G).
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias, accumulate_t* scratch,
-                     const output_t* dy, const value_t* v, const accumulate_t* statistics, const int32_t* active,
-                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low, double high,
-                     double p, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+// The gradients of v and, summed over the samples, of the parameters (C). scratch holds the parameters'
+// gradients by sample (3, N, C), sums (2, N, C) and coefficients (2, N, G).
+EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* scratch, const output_t* dy, const value_t* v,
+                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low,
+                     double high, double p, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const Dropout dropout = dropout_from(seed, p);
   const unsigned chunks = chunks_for(S);
-  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, v, active, group_mean, group_rstd, conv_bias, weight, bias,
-                                                      tail, dropout, shape);
-  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(coefficients, gradients, sums, mean, group_mean,
-                                                                   group_rstd, conv_bias, weight, shape);
-  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, active, coefficients, group_mean, group_rstd,
-                                                          conv_bias, weight, bias, tail, dropout, shape, chunks);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, v, active, group_mean, group_rstd, conv_bias,
+                                                       weight, bias, tail, dropout, shape);
+  group_gradient_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(
+      coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, active, coefficients, group_mean,
+                                                           group_rstd, conv_bias, weight, bias, tail, dropout,
+                                                           shape, chunks);
   accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias};
-  for (int i = 0; i < 3; i++) sum_rows_kernel<<<C, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);
+  for (int i = 0; i < 3; i++)
+    sum_rows_kernel<<<C, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);
 }

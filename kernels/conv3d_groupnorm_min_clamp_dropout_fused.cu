@@ -1,20 +1,20 @@
 // y = dropout(clamp(min(group_norm(conv(x)), low), low, high), p), forward, with the convolution inside.
 //
-// x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W); y (N, CHANNELS_OUT,
-// D', H', W'). Two launches:
-//   convolve_kernel   once: the sums, rounded to y's dtype, in y's own place, and their statistics, taken before. The
-//                     block that completes a sample merges those, in a fixed order, so that results are bitwise
-//                     equal from run to run
+// x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W); y (N,
+// CHANNELS_OUT, D', H', W'). Two launches:
+//   convolve_kernel   once: the sums, rounded to y's dtype, in y's own place; and their statistics, which the
+//                     block that completes a sample merges, in a fixed order: bitwise the same in each run
 //   finish_kernel     normalises, applies min, clamp and dropout in place
 // Every value is computed, though min and clamp make most of them equal. The mask is that of
 // conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
 //
-// At the default size (128, 3, 16, 64, 64), 3×3×3, 16 channels: 101 MB in, 441 MB out, which the second launch reads
-// and writes once more; bound by memory, 0.127 ms at 4.28 TB/s if it did not.
+// At the default size (128, 3, 16, 64, 64), 3×3×3, 16 channels: 101 MB in, 441 MB out, which the second
+// launch reads and writes once more; bound by memory, 0.127 ms at 4.28 TB/s if it did not.
 #include "conv3d_statistics.cuh"
 #include "philox.h"
 
-constexpr int kStagingPitch = kTurn + 8;  // of a channel in shared memory: stores of 8 channels meet no bank conflict
+// Of a channel in shared memory: stores of 8 channels meet no bank conflict.
+constexpr int kStagingPitch = kTurn + 8;
 
 struct DropoutMask {
   const int64_t* seed;  // null: nothing is dropped
@@ -39,22 +39,22 @@ struct alignas(16) Affine {
   float offset, slope, bias;
 };
 
-// ------------------------------------------------------------------------------------ convolution and statistics
+// -------------------------------------------------------------------------------- convolution and statistics
 
-// Takes statistics, and writes the convolution of x - shift, in real units: four values at a time, or one by one
-// where a tile's rows don't start at a multiple of four. A turn's results wait in `staging` until the next turn's
-// products give time to store them.
+// Takes statistics, and writes the convolution of x - shift, in real units: four values at a time, or one by
+// one where a tile's rows don't start at a multiple of four. A turn's results wait in `staging` until the
+// next turn's products give time to store them.
 template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
-  static constexpr int kLanes = kTurn / 4;     // that store a channel's results of a turn
+  static constexpr int kLanes = kTurn / 4;       // that store a channel's results of a turn
   static constexpr int kChannels = 32 / kLanes;  // that a warp stores at a time
   static constexpr int kStores = 16 / kChannels;
   float unit[2];
-  float* staging;      // [16][kStagingPitch] of this warp
-  output_t* y;         // the tile's first element
-  int64_t channel;     // elements
-  int plane;           // elements
-  output_t* lane_at;   // y, of this lane's first element
-  output_t* waiting;   // where the waiting results go, or null
+  float* staging;     // [16][kStagingPitch] of this warp
+  output_t* y;        // the tile's first element
+  int64_t channel;    // elements
+  int plane;          // elements
+  output_t* lane_at;  // y, of this lane's first element
+  output_t* waiting;  // where the waiting results go, or null
   using StatisticsEpilogue::StatisticsEpilogue;
 
   __device__ void start(float s) {
@@ -122,8 +122,8 @@ template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
   }
 };
 
-// A block has written its tile of a sample, and `tiles_done` counts the sample's: is it the last one? Then it may
-// read what all have written. All threads call it. `last`: shared memory.
+// A block has written its tile of a sample, and `tiles_done` counts the sample's: is it the last one? Then it
+// may read what all have written. All threads call it. `last`: shared memory.
 __device__ inline bool is_last_tile(bool& last, unsigned* tiles_done, unsigned tiles) {
   __syncthreads();  // all threads have written
   if (threadIdx.x == 0) {
@@ -152,12 +152,14 @@ static_assert(kPlanned<SharedStorage>);
 
 // affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel.
 // `channels`: shared memory.
-__device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], const TileStatistics* statistics,
-                                    const Convolution& c, const GroupNorm& norm, int64_t n) {
+__device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut],
+                                    const TileStatistics* statistics, const Convolution& c,
+                                    const GroupNorm& norm, int64_t n) {
   const int eighth = threadIdx.x % 8;
   for (int channel = threadIdx.x / 8; channel < kOut; channel += kBlock / 8) {
     Moments<float> own{0, 0, 0};
-    for (int slot = eighth; slot < c.slots(); slot += 8) own = own.merge(moments_of(statistics, c, n, slot, channel));
+    for (int slot = eighth; slot < c.slots(); slot += 8)
+      own = own.merge(moments_of(statistics, c, n, slot, channel));
     own = merge_lanes<8>(own);
     if (eighth == 0) {
       double level = norm.conv_bias[channel];  // in double: it may be many times the spread
@@ -173,7 +175,8 @@ __device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], 
   const int per_group = kOut / norm.groups;
   for (int channel = threadIdx.x; channel < kOut; channel += kBlock) {
     Moments<double> all{0, 0, 0};
-    for (int i = 0; i < per_group; i++) all = all.merge(channels[channel / per_group * per_group + i].moments);
+    for (int i = 0; i < per_group; i++)
+      all = all.merge(channels[channel / per_group * per_group + i].moments);
     const float slope = norm.weight[channel] / sqrtf(float(all.variance()) + norm.eps);
     affines[n * kOut + channel] = {float(channels[channel].constant - all.mean), slope, norm.bias[channel]};
   }
@@ -182,8 +185,8 @@ __device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut], 
 // Grid (N · slots, kOut / 16). tiles_done (N) is zero at the start.
 template <bool kVectors>
 __global__ void __launch_bounds__(kBlock, 1)
-convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsigned* tiles_done, GroupNorm norm,
-                const Convolution c) {
+convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsigned* tiles_done,
+                GroupNorm norm, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
   const Tile tile(c, blockIdx.x);
@@ -201,7 +204,7 @@ convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsign
     find_affines(affines, storage.channels, statistics, c, norm, tile.n);
 }
 
-// ----------------------------------------------------------------------------------------------- what follows it
+// ------------------------------------------------------------------------------------------- what follows it
 
 struct Tail {
   float low, high;
@@ -218,7 +221,8 @@ struct Tail {
 template <int kCount>
 __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, uint64_t counter, int step) {
 #pragma unroll
-  for (int i = 0; i < kCount; i++, counter += step) draws[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
+  for (int i = 0; i < kCount; i++, counter += step)
+    draws[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
 #pragma unroll
   for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
@@ -231,11 +235,12 @@ __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, ui
     }
 }
 
-// Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a channel
-// has a multiple of four. Grid: N · kOut · chunks. The last samples come first: the cache still holds some of them.
+// Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a
+// channel has a multiple of four. Grid: N · kOut · chunks. The last samples come first: the cache still holds
+// some of them.
 template <bool kVectors>
-__global__ void __launch_bounds__(kThreads)
-finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsigned channels, unsigned chunks) {
+__global__ void __launch_bounds__(kThreads) finish_kernel(output_t* y, const Affine* affines, Tail tail,
+                                                          int64_t size, unsigned channels, unsigned chunks) {
   constexpr int kAtOnce = 4;
   const unsigned channel = channels - 1 - blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Affine affine = affines[channel];
@@ -259,26 +264,30 @@ finish_kernel(output_t* y, const Affine* affines, Tail tail, int64_t size, unsig
       if constexpr (kVectors) {
         Vector<output_t> finished;
 #pragma unroll
-        for (int k = 0; k < kVector; k++) finished.at[k] = output_t(tail(affine, float(four[j].at[k]), random[k]));
+        for (int k = 0; k < kVector; k++)
+          finished.at[k] = output_t(tail(affine, float(four[j].at[k]), random[k]));
         if (at < count) store_vector(y + at * kVector, finished);
       } else {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           const int64_t element = (first + at) * 4 + k - whole;
-          if (element >= 0 && element < size) y[element] = output_t(tail(affine, float(y[element]), random[k]));
+          if (element >= 0 && element < size)
+            y[element] = output_t(tail(affine, float(y[element]), random[k]));
         }
       }
     }
   }
 }
 
-// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2), where a
-// sample has `slots` tiles; affines (N, CHANNELS_OUT, 4); tiles_done (N). seed (1), or without elements for no
-// dropout; offset is the number of elements before y in the whole; rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
-                    const float* norm_weight, const float* norm_bias, const int64_t* seed, double low, double high,
-                    double p, double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
-                    int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
+// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2),
+// where a sample has `slots` tiles; affines (N, CHANNELS_OUT, 4); tiles_done (N). seed (1), or without
+// elements for no dropout; offset is the number of elements before y in the whole; rows to shared are the
+// plan (convolution()).
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
+                    const float* conv_bias, const float* norm_weight, const float* norm_bias,
+                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
+                    int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;

@@ -1,11 +1,12 @@
-// The products of a 3-D convolution, 16 output channels at a time, whose sums an epilogue takes from the registers.
+// The products of a 3-D convolution, 16 output channels at a time, whose sums an epilogue takes from the
+// registers.
 //
 // An epilogue is a class with
-//   start(scale)                         behind a barrier, before a run, and again if the run starts again
-//   begin(sum)                           what a turn's sums start with
-//   meanwhile(step)                      between a turn's products: work that need not wait for them
-//   take(values, plane, q, positions)    the sums of kTurn neighbouring positions of an output plane, from q on
-//   finish()                             after the run, in front of a barrier
+//   start(scale)                        behind a barrier, before a run, and again if the run starts again
+//   begin(sum)                          what a turn's sums start with
+//   meanwhile(step)                     between a turn's products: work that need not wait for them
+//   take(values, plane, q, positions)   the sums of kTurn neighbouring positions of a plane, from q on
+//   finish()                            after the run, in front of a barrier
 // Sums are in units of 1 / (scale · weight_scale[channel]); lane (g, t) has those of channels g and g + 8, at
 // positions q + 8·j + 2t and the next: values[j][0, 1] and values[j][2, 3].
 #pragma once
@@ -17,11 +18,12 @@ struct Mainloop {
   const Block block;
   Stage stage;
   Operands operands;
-  uint32_t parities = 0;  // of barriers' next phases, a bit each: of the stage's, then of `done` as arrived at
+  // Of barriers' next phases, a bit each: of the stage's, then of `done` as arrived at.
+  uint32_t parities = 0;
 
   // Weights from first_channel on are fetched, then and whenever operands.fetch_weights() is called.
-  __device__ __forceinline__ Mainloop(const Convolution& c, const Tile& tile, MainloopStorage& storage, uint32_t* ring,
-                                      int first_channel)
+  __device__ __forceinline__ Mainloop(const Convolution& c, const Tile& tile, MainloopStorage& storage,
+                                      uint32_t* ring, int first_channel)
       : block(c, tile, storage, ring), stage(block), operands(block) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; i++) initialize(done(i), kBlock);
@@ -57,7 +59,8 @@ struct Mainloop {
   __device__ __forceinline__ uint64_t* done(int plane) const { return block.storage.done + plane % 2; }
 
   // d += the products of words i - 1 and i: weights of two rows each, and a pixel's.
-  __device__ __forceinline__ static void multiply_pair(float (&d)[4], const uint32_t (*a)[2], const uint32_t* b) {
+  __device__ __forceinline__ static void multiply_pair(float (&d)[4], const uint32_t (*a)[2],
+                                                       const uint32_t* b) {
     multiply_add<operand_t>(d, {a[-1][0], a[-1][1], a[0][0], a[0][1]}, b[-1], b[0]);
   }
   // And of word i alone.
@@ -65,7 +68,8 @@ struct Mainloop {
     multiply_add<operand_t>(d, a[0], a[1], b);
   }
 
-  template <class Epilogue> __device__ __forceinline__ void run_once(Epilogue& epilogue, int count, int planes) {
+  template <class Epilogue>
+  __device__ __forceinline__ void run_once(Epilogue& epilogue, int count, int planes) {
     const Convolution& c = block.c;
     stage.set_off(kAhead, planes);
 #pragma unroll 1
@@ -107,7 +111,8 @@ struct Mainloop {
       }
       turn -= block.turns;
 #pragma unroll
-      for (int s = 0; s < kSteps; s++)  // on by a plane, or back to the ring's first: what is negative is large
+      // On by a plane, or back to the ring's first: what is negative is large.
+      for (int s = 0; s < kSteps; s++)
         offset[s] = min(offset[s] + plane_bytes, offset[s] + plane_bytes - ring_bytes);
       arrive(done(plane));
       parities ^= done_bit;
@@ -117,7 +122,8 @@ struct Mainloop {
 
   // The sums of a turn, of positions whose pixels have the shared addresses `pixel`.
   template <class Epilogue>
-  __device__ __forceinline__ void multiply_turn(float (&sum)[kFragments][4], const uint32_t (&pixel)[kFragments],
+  __device__ __forceinline__ void multiply_turn(float (&sum)[kFragments][4],
+                                                const uint32_t (&pixel)[kFragments],
                                                 const uint32_t (&offset)[kSteps], uint32_t low_ring,
                                                 Epilogue& epilogue) const {
     const auto &high_weights = operands.high_weights, &low_weights = operands.low_weights;

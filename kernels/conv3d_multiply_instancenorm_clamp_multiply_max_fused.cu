@@ -1,13 +1,14 @@
 // y = max over c of m[c]·clamp(instance_norm(conv(x)·m[c]), low, high), forward, with the convolution inside.
 //
-// x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W), m (CHANNELS_OUT);
-// y (N, D', H', W').
+// x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W), m
+// (CHANNELS_OUT); y (N, D', H', W').
 //
-// Two phases: statistics per (sample, tile, channel), then the convolution again, normalised and reduced over the
-// channels. One launch where a block has a whole sample, or where all blocks run at the same time and can meet in
-// between; else two. In one launch the sums at the last positions are held, not computed again: those that find room
-// in shared memory, and before them those for which there is scratch, small enough to stay in the L2 cache.
-// Instance normalisation removes what is constant over a channel: the convolution's bias and what shifting x adds.
+// Two phases: statistics per (sample, tile, channel), then the convolution again, normalised and reduced over
+// the channels. One launch where a block has a whole sample, or where all blocks run at the same time and can
+// meet in between; else two. In one launch the sums at the last positions are held, not computed again: those
+// that find room in shared memory, and before them those for which there is scratch, small enough to stay in
+// the L2 cache. Instance normalisation removes what is constant over a channel: the convolution's bias and
+// what shifting x adds.
 //
 // At the default size (128, 3, 16, 32, 32), 3×3×3, 16 channels: 25 MB in, 6.5 MB out, 0.007 ms at 4.28 TB/s.
 #include <cooperative_groups.h>
@@ -15,14 +16,16 @@
 #include "conv3d_statistics.cuh"
 #include "normalisation.h"
 
-// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds and,
-// squared, in `slope`. The maximum over channels of max(low, min(value, high)) is the larger one of their lows' and
-// of their min(value, high)'s.
+// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds
+// and, squared, in `slope`. The maximum over channels of max(low, min(value, high)) is the larger one of
+// their lows' and of their min(value, high)'s.
 struct Coefficients {
   float offset, slope, low, high;
 };
 // m·bound; where 0 times infinity would stand, 0, which is what m·clamp(z) is.
-__device__ inline float scaled_bound(float bound, float m) { return m == 0 && isinf(bound) ? 0.f : bound * m; }
+__device__ inline float scaled_bound(float bound, float m) {
+  return m == 0 && isinf(bound) ? 0.f : bound * m;
+}
 
 // Sums at `turns` of a tile's turns, from `first` on, where there is room for `most`.
 struct Held {
@@ -32,7 +35,8 @@ struct Held {
   __device__ static int pitch_of(int most) { return most * kTurn + kPad; }
   __device__ Held(float* values, int first, int turns, int most)
       : values(values), first(first), turns(turns), pitch(pitch_of(most)) {}
-  __device__ __forceinline__ void take(const float (&v)[kFragments][4], const float (&shift)[2], int turn) const {
+  __device__ __forceinline__ void take(const float (&v)[kFragments][4], const float (&shift)[2],
+                                       int turn) const {
     turn -= first;
     if (turn < 0 || turn >= turns) return;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -48,14 +52,14 @@ struct Held {
 // For how many turns have so many `values` room?
 inline int held_turns(int64_t values) { return int(max(values / 16 - Held::kPad, int64_t(0)) / kTurn); }
 
-// ---------------------------------------------------------------------------------------------------- epilogues
+// ------------------------------------------------------------------------------------------------- epilogues
 
 // Takes statistics, and holds sums.
 struct HoldingEpilogue : StatisticsEpilogue {
   const Held &in_scratch, &in_shared;
   const int first_plane, plane_turns;
-  __device__ HoldingEpilogue(MainloopStorage& storage, const Held& in_scratch, const Held& in_shared, int first_plane,
-                             int plane_turns)
+  __device__ HoldingEpilogue(MainloopStorage& storage, const Held& in_scratch, const Held& in_shared,
+                             int first_plane, int plane_turns)
       : StatisticsEpilogue(storage), in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane),
         plane_turns(plane_turns) {}
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
@@ -103,10 +107,12 @@ struct MaximumEpilogue {
         best[0] = max_nan(best[0], min_nan((v[channel].x + own.y) * own.z, own.x));
         best[1] = max_nan(best[1], min_nan((v[channel].y + own.y) * own.z, own.x));
       }
-      const int turn = held.first + i / kTurn, plane = turn / plane_turns, q = turn % plane_turns * kTurn + i % kTurn;
+      const int turn = held.first + i / kTurn, plane = turn / plane_turns;
+      const int q = turn % plane_turns * kTurn + i % kTurn;
 #pragma unroll
       for (int u = 0; u < 2; u++)
-        if (q + u < tile.positions) y[int64_t(tile.first_plane + plane) * plane_size + q + u] = output_t(best[u]);
+        if (q + u < tile.positions)
+          y[int64_t(tile.first_plane + plane) * plane_size + q + u] = output_t(best[u]);
     }
   }
   __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
@@ -132,7 +138,8 @@ struct MaximumEpilogue {
       if (count > 1) {
 #pragma unroll
         for (int i = 0; i < count / 2; i++) {
-          const float mine = upper ? best[count / 2 + i] : best[i], other = upper ? best[i] : best[count / 2 + i];
+          const float mine = upper ? best[count / 2 + i] : best[i];
+          const float other = upper ? best[i] : best[count / 2 + i];
           best[i] = max_nan(mine, __shfl_xor_sync(~0u, other, 4 << step));
         }
         kept += upper ? count / 2 : 0;
@@ -150,7 +157,7 @@ struct MaximumEpilogue {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------- kernel
+// ---------------------------------------------------------------------------------------------------- kernel
 
 enum Phases { kStatistics = 1, kApply = 2 };
 
@@ -162,28 +169,34 @@ struct SharedStorage {
 static_assert(kPlanned<SharedStorage>);
 
 // Of a channel of sample n, from the statistics of all its tiles, merged in their order.
-__device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c, int64_t n,
-                                               int channel, float conv_bias, float multiplier, float low, float high,
-                                               float eps) {
+__device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c,
+                                               int64_t n, int channel, float conv_bias, float multiplier,
+                                               float low, float high, float eps) {
   Moments<float> all{0, 0, 0};
   for (int slot = 0; slot < c.slots(); slot++) all = all.merge(moments_of(statistics, c, n, slot, channel));
   const int64_t size = int64_t(c.OD) * c.OH * c.OW;
-  const ScaledChannel scaled = scaled_channel(&all.mean, &all.m2, &conv_bias, &multiplier, eps, 0, 0, 1, size);
-  const float at_low = scaled_bound(low > high ? high : low, scaled.m), at_high = scaled_bound(high, scaled.m);
+  const ScaledChannel scaled =
+      scaled_channel(&all.mean, &all.m2, &conv_bias, &multiplier, eps, 0, 0, 1, size);
+  const float at_low = scaled_bound(low > high ? high : low, scaled.m);
+  const float at_high = scaled_bound(high, scaled.m);
   const bool turned = scaled.m < 0;
   return {-scaled.mean, scaled.a * scaled.m, turned ? at_high : at_low, turned ? at_low : at_high};
 }
 
-// Grid: N · slots. The channels come 16 at a time; y holds the maximum so far, which the same thread reads again.
+// Grid: N · slots. The channels come 16 at a time; y holds the maximum so far, which the same thread reads
+// again.
 __global__ void __launch_bounds__(kBlock, 1)
-fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const float* conv_bias, const float* multiplier,
-             float low, float high, float eps, int phases, int scratch_turns, int shared_turns, const Convolution c) {
+fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const float* conv_bias,
+             const float* multiplier, float low, float high, float eps, int phases, int scratch_turns,
+             int shared_turns, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
   const Tile tile(c, blockIdx.x);
   Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), 0);
-  const int plane_turns = mainloop.turns(), turns = tile.planes * plane_turns;  // at the edges few for what has room
-  const int in_shared_turns = min(shared_turns, turns), in_scratch_turns = min(scratch_turns, turns - in_shared_turns);
+  // At the edges few for what has room.
+  const int plane_turns = mainloop.turns(), turns = tile.planes * plane_turns;
+  const int in_shared_turns = min(shared_turns, turns);
+  const int in_scratch_turns = min(scratch_turns, turns - in_shared_turns);
   const int unheld = turns - in_scratch_turns - in_shared_turns;
   float* const own_scratch = scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns);
   float* const rest_of_shared = reinterpret_cast<float*>(shared + (c.shared + 15) / 16);
@@ -200,10 +213,12 @@ fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const floa
       mainloop.run(epilogue, turns);
       epilogue.write(statistics, c, tile, first_channel);
     }
-    if (phases == (kStatistics | kApply) && c.slots() > 1) cooperative_groups::this_grid().sync();  // all statistics are there
+    // All statistics are there.
+    if (phases == (kStatistics | kApply) && c.slots() > 1) cooperative_groups::this_grid().sync();
     if (phases & kApply) {
       const int own = threadIdx.x / 8, channel = first_channel + own;
-      if (threadIdx.x % 8 == 0 && own < 16)  // the thread that wrote the tile's own statistics of this channel
+      // The thread that wrote the tile's own statistics of this channel.
+      if (threadIdx.x % 8 == 0 && own < 16)
         storage.coefficients[own] = coefficients_of(statistics, c, tile.n, channel, conv_bias[channel],
                                                     multiplier[channel], low, high, eps);
       MaximumEpilogue epilogue;
@@ -222,12 +237,12 @@ fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const floa
   }
 }
 
-// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then `held`
-// values, any number, where sums are held. rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight, const float* conv_bias,
-                    const float* multiplier, double low, double high, double eps, int64_t held, int64_t N, int64_t D,
-                    int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared,
-                    cudaStream_t stream) {
+// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then
+// `held` values, any number, where sums are held. rows to shared are the plan (convolution()).
+EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
+                    const float* conv_bias, const float* multiplier, double low, double high, double eps,
+                    int64_t held, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t blocks = N * c.slots();
@@ -251,8 +266,8 @@ EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t
   const auto launch = [&](int phases) {
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
     float* const sums = scratch + blocks * kOut * 2;
-    cudaLaunchKernelEx(&config, fused_kernel, y, statistics, sums, conv_bias, multiplier, float(low), float(high),
-                       float(eps), phases, scratch_turns, shared_turns, c);
+    cudaLaunchKernelEx(&config, fused_kernel, y, statistics, sums, conv_bias, multiplier, float(low),
+                       float(high), float(eps), phases, scratch_turns, shared_turns, c);
   };
   if (one_launch) launch(kStatistics | kApply);
   else launch(kStatistics), launch(kApply);

@@ -1,23 +1,25 @@
 // The operands of a 3-D convolution's products: x in the ring, the weights in registers.
 //
-// Accuracy: of float32, x - shift and the weights, scaled by powers of two, are each split into two float16, high +
-// low; high·high + high·low + low·high, summed in float32, has float32's accuracy. x is scaled by input channel,
-// which the weights make up for, and the weights by output channel. A block guesses the scales of x from a few
-// planes, and starts again if the largest magnitude turns out to want others. `shift`, one value per (sample, input
-// channel) taken from x, removes a large mean; the constant that it adds per output channel is left to whoever
-// needs it. Values of 16 bits are operands as they are.
+// Accuracy: of float32, x - shift and the weights, scaled by powers of two, are each split into two float16,
+// high + low; high·high + high·low + low·high, summed in float32, has float32's accuracy. x is scaled by
+// input channel, which the weights make up for, and the weights by output channel. A block guesses the scales
+// of x from a few planes, and starts again if the largest magnitude turns out to want others. `shift`, one
+// value per (sample, input channel) taken from x, removes a large mean; the constant that it adds per output
+// channel is left to whoever needs it. Values of 16 bits are operands as they are.
 //
-// Layout: a pixel's words with a high lie in one ring, its words with lows alone in a second. A word is a register of
-// m16n8k8's fragment B, and two are one of m16n8k16's, as they are: lane (g, t) holds pixel g of tap 4·step + t, and
-// a warp's loads of 8 neighbouring pixels × 4 taps are free of bank conflicts. The weights are fragment A. A word
-// with a high meets the weights' highs, and, its lows skipped, the weights' lows; a word of lows the weights' highs:
-// 17.5 products for 27 taps of 3 channels.
+// Layout: a pixel's words with a high lie in one ring, its words with lows alone in a second. A word is a
+// register of m16n8k8's fragment B, and two are one of m16n8k16's, as they are: lane (g, t) holds pixel g of
+// tap 4·step + t, and a warp's loads of 8 neighbouring pixels × 4 taps are free of bank conflicts. The
+// weights are fragment A. A word with a high meets the weights' highs, and, its lows skipped, the weights'
+// lows; a word of lows the weights' highs: 17.5 products for 27 taps of 3 channels.
 #pragma once
 #include "conv3d_tile.cuh"
 
 constexpr int kSteps = (kTaps + 3) / 4;  // of four taps
 
-__device__ inline float middle(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+__device__ inline float middle(float a, float b, float c) {
+  return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+}
 
 // The shift of an input channel of a sample, from three of its elements.
 __device__ inline float shift_from(float first, float central, float last) {
@@ -40,34 +42,38 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
   const auto word = [&](int i) { return words[i % kCount][i / kCount]; };
 #pragma unroll
   for (int i = 0; i < kCount; i++)
-    reinterpret_cast<uint4*>(at)[i] = make_uint4(word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3));
+    reinterpret_cast<uint4*>(at)[i] =
+        make_uint4(word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3));
 }
 
 struct Operands {
   static constexpr int kFilter = kIn * kTaps;
-  static constexpr int kTopOfX = 10;  // scaled magnitudes lie below 2^11, and sums of them far below 2^16
+  // What is scaled lies below 2^11: a guess that is 16 times too large still fits.
+  static constexpr int kTop = 10;
 
   const Block block;
-  // Of 16 output channels, two rows of a fragment by step and word: the highs that meet the words with a high, the
-  // lows that do, and the highs that meet words of lows.
+  // Of 16 output channels, two rows of a fragment by step and word: the highs that meet the words with a
+  // high, the lows that do, and the highs that meet words of lows.
   uint32_t high_weights[kSteps * kHighWords][2], low_weights[kSteps * kHighWords][2];
   uint32_t rest_weights[kSteps * kLowWords + 1][2];
-  int first_channel;          // of the weights
-  bool fetched;               // are there weights in shared memory that are to be taken?
-  float scale = 1;            // of x's largest channel, the smallest of all
+  int first_channel;            // of the weights
+  bool fetched;                 // are there weights in shared memory that are to be taken?
+  float scale = 1;              // of x's largest channel, the smallest of all
   bool scales_known = !kSplit;  // or a guess, until a run has seen the whole tile; 16 bits need none
-  __half2 magnitude;          // the largest that this thread has scaled in a run, of each of two
+  __half2 magnitude;            // the largest that this thread has scaled in a run, of each of two
 
   __device__ __forceinline__ explicit Operands(const Block& block) : block(block) {}
 
-  // -------------------------------------------------------------------------------------------------- scales of x
+  // --------------------------------------------------------------------------------------------- scales of x
 
   // The largest of all threads' values, which are not negative. All have met before; ends behind a barrier.
   template <int kCount> __device__ __forceinline__ void block_most(float (&most)[kCount]) const {
     static_assert(kCount <= kIn);
     auto& largest = block.storage.largest;
     const int tid = thread_index_anew(), lane = tid % 32, warp = tid / 32;
-    const auto warp_most = [](float v) { return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v))); };
+    const auto warp_most = [](float v) {
+      return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(v)));
+    };
 #pragma unroll
     for (int k = 0; k < kCount; k++) {
       most[k] = warp_most(most[k]);
@@ -85,11 +91,11 @@ struct Operands {
     float all = 0;
 #pragma unroll
     for (int k = 0; k < kIn; k++) all = fmaxf(all, most[k]);
-    const int smallest = fitting_exponent(all, kTopOfX);
+    const int smallest = fitting_exponent(all, kTop);
     scale = power_of_two(smallest);
 #pragma unroll
     for (int k = 0; k < kIn; k++) {
-      const int more = most[k] > 0 ? min(fitting_exponent(most[k], kTopOfX) - smallest, 24) : 0;
+      const int more = most[k] > 0 ? min(fitting_exponent(most[k], kTop) - smallest, 24) : 0;
       if (tid == 0) block.storage.scaling[k] = {shift[k], power_of_two(smallest + more), power_of_two(-more)};
     }
     __syncthreads();
@@ -107,7 +113,8 @@ struct Operands {
 #pragma unroll
     for (int k = 0; k < kIn; k++, own += channel, all += channel) {
       samples.of_tile[0][k] = own[0], samples.of_tile[1][k] = own[middle], samples.of_tile[2][k] = own[last];
-      samples.of_all[0][k] = all[0], samples.of_all[1][k] = all[channel / 2], samples.of_all[2][k] = all[channel - 1];
+      samples.of_all[0][k] = all[0], samples.of_all[1][k] = all[channel / 2],
+      samples.of_all[2][k] = all[channel - 1];
     }
   }
   // Ends with a barrier.
@@ -156,7 +163,7 @@ struct Operands {
     return false;
   }
 
-  // ------------------------------------------------------------------------------------------------------ weights
+  // ------------------------------------------------------------------------------------------------- weights
 
   // To shared memory, where the ring will be; a barrier follows.
   __device__ __forceinline__ void fetch_weights(int from_channel) {
@@ -188,7 +195,7 @@ struct Operands {
         for (int tap = tid % 8; kSplit && tap < kTaps; tap += 8)
           consider(most, weights[tid / 8 * kFilter + i * kTaps + tap] * scaling[i].share);
       for (int m = 1; m < 8; m *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
-      if (tid % 8 == 0) weight_scale[tid / 8] = power_of_two(fitting_exponent(most, kTopOfX));
+      if (tid % 8 == 0) weight_scale[tid / 8] = power_of_two(fitting_exponent(most, kTop));
     }
     __syncthreads();
 #pragma unroll
@@ -218,10 +225,11 @@ struct Operands {
     __syncthreads();
   }
 
-  // ------------------------------------------------------------------------------------------------------- pixels
+  // -------------------------------------------------------------------------------------------------- pixels
 
   // Two values as halves: their highs, and what is left of each.
-  __device__ __forceinline__ uint32_t split_two(float first, float second, float& first_low, float& second_low) {
+  __device__ __forceinline__ uint32_t split_two(float first, float second, float& first_low,
+                                                float& second_low) {
     const uint32_t highs = pack(first, second);
     const float2 lows = residual(first, second, highs);
     first_low = lows.x, second_low = lows.y;
@@ -245,7 +253,8 @@ struct Operands {
 #pragma unroll
         for (int i = 0; i + 1 < kIn; i += 2)
           words[i / 2][j] = split_two(half[i][j], half[i + 1][j], half[kIn + i][j], half[kIn + i + 1][j]);
-      if constexpr (kIn % 2) {  // the last channel has no neighbour in its word: its pixels are rounded two by two
+      // The last channel has no neighbour in its word: its pixels are rounded two by two.
+      if constexpr (kIn % 2) {
 #pragma unroll
         for (int j = 0; j < kCount; j += 2) {
           const int next = min(j + 1, kCount - 1);

@@ -1,6 +1,6 @@
-// Planes of x on their way from global to shared memory: the stage of the mainloop that hides the former's latency.
-// From sm_90 on the copy engine brings them, where their rows are aligned; else each thread the items that it will
-// split itself.
+// Planes of x on their way from global to shared memory: the stage of the mainloop that hides the former's
+// latency. From sm_90 on the copy engine brings them, where their rows are aligned; else each thread the
+// items that it will split itself.
 #pragma once
 #include "conv3d_tile.cuh"
 
@@ -14,12 +14,15 @@ struct Stage {
 
   __device__ __forceinline__ explicit Stage(const Block& block) : block(block) {}
 
-  __device__ __forceinline__ uint64_t* arrived(int plane) const { return block.storage.arrived + plane % kRaw; }
+  __device__ __forceinline__ uint64_t* arrived(int plane) const {
+    return block.storage.arrived + plane % kRaw;
+  }
   __device__ __forceinline__ void initialize_barriers() const {  // by one thread
     for (int i = 0; i < kRaw; i++) initialize(arrived(i), 1);
   }
 
-  // Copies of a plane set off, if there is one: of `planes`. Bulk copies are a warp's work, each time another's.
+  // Copies of a plane set off, if there is one: of `planes`. Bulk copies are a warp's work, each time
+  // another's.
   __device__ __forceinline__ void set_off(int plane, int planes) const {
     const int items = block.items;
     const int64_t channel = block.c.channel;
@@ -51,8 +54,8 @@ struct Stage {
     commit_copies();  // a group, empty where there is no plane
   }
 
-  // Until the plane is there; the next one's copies have set off. `parities` has a bit for each of the barriers
-  // `arrived`: the parity of the phase that is awaited next.
+  // Until the plane is there; the next one's copies have set off. `parities` has a bit for each of the
+  // barriers `arrived`: the parity of the phase that is awaited next.
   __device__ __forceinline__ void await_plane(int plane, uint32_t& parities) const {
     const uint32_t bit = 1u << plane % kRaw;
     if (bulk) {

@@ -48,7 +48,8 @@ struct StatisticsEpilogue {
       for (int j = 0; j < kFragments; j++)
 #pragma unroll
         for (int u = 0; u < 2; u++)
-          if (q + 8 * j + int(threadIdx.x % 4) * 2 + u < positions) add(0, v[j][u]), add(1, v[j][2 + u]), count += 1;
+          if (q + 8 * j + int(threadIdx.x % 4) * 2 + u < positions)
+            add(0, v[j][u]), add(1, v[j][2 + u]), count += 1;
     }
   }
   __device__ __forceinline__ void finish() const {
@@ -66,9 +67,10 @@ struct StatisticsEpilogue {
     }
   }
 
-  // Behind the barrier: threads 8 i write statistics (N, slots, kOut) of channel first_channel + i, for i < 16. All
-  // threads call it.
-  __device__ void write(TileStatistics* statistics, const Convolution& c, const Tile& tile, int first_channel) const {
+  // Behind the barrier: threads 8 i write statistics (N, slots, kOut) of channel first_channel + i, for i <
+  // 16. All threads call it.
+  __device__ void write(TileStatistics* statistics, const Convolution& c, const Tile& tile,
+                        int first_channel) const {
     const int channel = threadIdx.x / 8, eighth = threadIdx.x % 8;
     if (channel >= 16) return;
     Moments<float> all = storage.moments[eighth][channel];
@@ -82,9 +84,10 @@ struct StatisticsEpilogue {
   }
 };
 
-// The statistics of a tile. Read past the L1 cache: in a launch whose blocks meet, others have just written them.
-__device__ __forceinline__ Moments<float> moments_of(const TileStatistics* statistics, const Convolution& c, int64_t n,
-                                                     int slot, int channel) {
+// The statistics of a tile. Read past the L1 cache: in a launch whose blocks meet, others have just written
+// them.
+__device__ __forceinline__ Moments<float> moments_of(const TileStatistics* statistics, const Convolution& c,
+                                                     int64_t n, int slot, int channel) {
   const TileStatistics* const at = statistics + (n * c.slots() + slot) * kOut + channel;
   const float2 both = __ldcg(reinterpret_cast<const float2*>(at));
   return {slot_count(c, slot), both.x, both.y};

@@ -1,11 +1,11 @@
-// A small 3-D convolution on tensor cores at eager's accuracy, which fused kernels share: what a block computes
-// of it, and where it keeps what in shared memory.
+// A small 3-D convolution on tensor cores at eager's accuracy, which fused kernels share: what a block
+// computes of it, and where it keeps what in shared memory.
 //
-// x (N, kIn, D, H, W), weight (kOut, kIn, kDepth, kHeight, kWidth), result (N, kOut, D', H', W'); stride 1, no
-// padding, kIn ≤ 4; 16 output channels at a time. A block fills a multiprocessor. It owns a tile: some output
-// rows of some output planes of one sample. It walks along depth, with a ring of input planes in shared memory:
-// kDepth that are in use, and three that come. Its warps share out each plane's positions and pixels, and may
-// be two planes apart.
+// x (N, kIn, D, H, W), weight (kOut, kIn, kDepth, kHeight, kWidth), result (N, kOut, D', H', W'); stride 1,
+// no padding, kIn ≤ 4; 16 output channels at a time. A block fills a multiprocessor. It owns a tile: some
+// output rows of some output planes of one sample. It walks along depth, with a ring of input planes in
+// shared memory: kDepth that are in use, and three that come. Its warps share out each plane's positions and
+// pixels, and may be two planes apart.
 //
 //   conv3d_tile.cuh        sizes, tiles, the layout of shared memory
 //   conv3d_stage.cuh       planes of x on their way from global memory
@@ -38,23 +38,25 @@
 
 using namespace tensor_core;
 
-constexpr int kIn = CHANNELS_IN, kOut = CHANNELS_OUT, kDepth = KERNEL_D, kHeight = KERNEL_H, kWidth = KERNEL_W;
+constexpr int kIn = CHANNELS_IN, kOut = CHANNELS_OUT, kDepth = KERNEL_D, kHeight = KERNEL_H;
+constexpr int kWidth = KERNEL_W;
 constexpr int kTaps = kDepth * kHeight * kWidth;
 constexpr int kBlock = 384, kBlockWarps = kBlock / 32;  // 168 registers a thread
 
-// float32 is split into two float16, high + low; 16 bits are an operand as they are, which is then `high`. A pixel
-// is its channels' highs, then their lows, in words of two.
+// float32 is split into two float16, high + low; 16 bits are an operand as they are, which is then `high`. A
+// pixel is its channels' highs, then their lows, in words of two.
 constexpr bool kSplit = std::is_same_v<value_t, float>;
 using operand_t = std::conditional_t<kSplit, half_t, value_t>;
-constexpr int kHighWords = (kIn + 1) / 2;                 // with a high; the last may hold a low, too, or nothing
+// With a high; where kIn is odd, the last of them has a low, too, or zero.
+constexpr int kHighWords = (kIn + 1) / 2;
 constexpr int kLowWords = kSplit ? kIn - kHighWords : 0;  // with lows alone
 constexpr int kWords = kHighWords + kLowWords;
 
-constexpr int kStage = STAGE_PIXELS;  // pixels that the ring has room for
-constexpr int kRing = kDepth + 3;     // planes in it
-constexpr int kRaw = 3;               // planes on their way
-constexpr int kFragments = 4;         // of 8 positions, that a warp computes side by side
-constexpr int kTurn = 8 * kFragments; // positions that a warp computes at a time; warps take turns
+constexpr int kStage = STAGE_PIXELS;   // pixels that the ring has room for
+constexpr int kRing = kDepth + 3;      // planes in it
+constexpr int kRaw = 3;                // planes on their way
+constexpr int kFragments = 4;          // of 8 positions, that a warp computes side by side
+constexpr int kTurn = 8 * kFragments;  // positions that a warp computes at a time; warps take turns
 static_assert(kIn >= 1 && kIn <= 4 && kOut % 16 == 0, "the sizes that this kernel serves");
 static_assert(kWords * kStage >= 16 * kIn * kTaps, "the weights of 16 channels pass through the ring");
 static_assert(PIXEL_WORDS == kWords && RING_PLANES == kRing && RAW_PLANES == kRaw && TURN_POSITIONS == kTurn,
@@ -63,16 +65,15 @@ static_assert(PIXEL_WORDS == kWords && RING_PLANES == kRing && RAW_PLANES == kRa
 struct Convolution {
   const value_t* x;
   const value_t* weight;
-  int64_t channel;                 // D·H·W
+  int64_t channel;  // D·H·W
   int D, H, W, OD, OH, OW;
   int rows, slabs, depth, chunks;  // of a tile: output rows and planes; of a sample: parts along either
   int pitch, plane, raw;           // pixels: of a row and a plane of the ring; of a raw plane
   int shared;                      // bytes of dynamic shared memory
-  bool aligned;                    // do rows of x start at multiples of four elements, of 16 bytes in float32?
-  bool bulk;                       // are rows of x a multiple of 16 bytes, and start at one?
-  HOST_DEVICE int slots() const { return slabs * chunks; }  // tiles of a sample
-  // Of a plane of a tile.
-  HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }
+  bool aligned;                    // rows of x start at multiples of four elements, 16 bytes of float32
+  bool bulk;                       // rows of x start at multiples of 16 bytes
+  HOST_DEVICE int slots() const { return slabs * chunks; }                            // tiles of a sample
+  HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }  // of a tile's plane
 
   // Dynamic shared memory: the ring; raw planes; `positions` and `places` (below). Each begins where the one
   // before it ends.
@@ -82,8 +83,8 @@ struct Convolution {
   }
 };
 
-// `rows` to `shared` are the plan (tiling.py's VolumeTiling). One that has no room for the layout asks for more
-// shared memory than there is, so that the launch fails.
+// `rows` to `shared` are the plan (tiling.py's VolumeTiling). One that has no room for the layout asks for
+// more shared memory than there is, so that the launch fails.
 inline Convolution convolution(const value_t* x, const value_t* weight, int64_t D, int64_t H, int64_t W,
                                int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared) {
   Convolution c{x, weight, D * H * W, int(D), int(H), int(W)};
@@ -118,8 +119,8 @@ __device__ inline float slot_count(const Convolution& c, int slot) {
   return float(rows) * float(planes) * float(c.OW);
 }
 
-// What x needs, by input channel: it becomes (x - shift)·scale. Its weights are multiplied by `share`, which is the
-// smallest of all channels' scales over this one.
+// What x needs, by input channel: it becomes (x - shift)·scale. Its weights are multiplied by `share`, which
+// is the smallest of all channels' scales over this one.
 struct Scaling {
   float shift, scale, share;
 };
@@ -136,8 +137,8 @@ struct MainloopStorage {
 };
 template <class SharedStorage> constexpr bool kPlanned = sizeof(SharedStorage) <= STATIC_SHARED;
 
-// What a thread knows of its block: the tile, the planes of x that it needs, and shared memory. A plane's items,
-// `width` neighbouring pixels each, are shared out among the threads.
+// What a thread knows of its block: the tile, the planes of x that it needs, and shared memory. A plane's
+// items, `width` neighbouring pixels each, are shared out among the threads.
 struct Block {
   const Convolution& c;
   const Tile& tile;
@@ -151,10 +152,12 @@ struct Block {
   const value_t* const sample = c.x + tile.n * kIn * c.channel;
   const value_t* const origin = sample + tile.first_plane * plane_stride + tile.first_row * c.W;
 
-  __device__ __forceinline__ Block(const Convolution& c, const Tile& tile, MainloopStorage& storage, uint32_t* ring)
+  __device__ __forceinline__ Block(const Convolution& c, const Tile& tile, MainloopStorage& storage,
+                                   uint32_t* ring)
       : c(c), tile(tile), storage(storage), ring(ring) {}
 
-  __device__ __forceinline__ uint32_t* low_ring() const { return ring + kHighWords * kStage; }  // of the others
+  // Of the others.
+  __device__ __forceinline__ uint32_t* low_ring() const { return ring + kHighWords * kStage; }
   __device__ __forceinline__ value_t* raw(int plane) const {
     return reinterpret_cast<value_t*>(ring + kWords * kStage) + plane % kRaw * kIn * c.raw;
   }
@@ -178,8 +181,8 @@ struct Block {
     }
   }
 
-  // body(i) for the items of a plane that this thread copies and splits. They change from plane to plane, but not
-  // from one to the next in its place.
+  // body(i) for the items of a plane that this thread copies and splits. They change from plane to plane, but
+  // not from one to the next in its place.
   template <class Body> __device__ __forceinline__ void for_items(int plane, Body body) const {
     int first = threadIdx.x + plane % kRaw * (kBlock / kRaw);
     if (first >= kBlock) first -= kBlock;

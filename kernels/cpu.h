@@ -13,7 +13,8 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
-typedef accumulate_t Lanes __attribute__((vector_size(kVectorBytes), may_alias));  // a register: compilers split wider ones badly
+// a register: compilers split wider ones badly.
+typedef accumulate_t Lanes __attribute__((vector_size(kVectorBytes), may_alias));
 constexpr int kLanes = kVectorBytes / sizeof(accumulate_t);
 
 using Sums = std::vector<accumulate_t>;
@@ -25,25 +26,32 @@ constexpr int64_t kFew = 16;      // values whose mean it is
 // Compilers make a vector's load of the copy, not always of the loop.
 inline Lanes load_lanes(const value_t* values) {
   Lanes lanes;
-  if constexpr (std::is_same_v<value_t, accumulate_t>) __builtin_memcpy(&lanes, values, sizeof lanes);
-  else for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(values[j]);
+  if constexpr (std::is_same_v<value_t, accumulate_t>) {
+    __builtin_memcpy(&lanes, values, sizeof lanes);
+  } else {
+    for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(values[j]);
+  }
   return lanes;
 }
 
 inline void store_lanes(value_t* values, const Lanes& lanes) {
-  if constexpr (std::is_same_v<value_t, accumulate_t>) __builtin_memcpy(values, &lanes, sizeof lanes);
-  else for (int j = 0; j < kLanes; j++) values[j] = value_t(lanes[j]);
+  if constexpr (std::is_same_v<value_t, accumulate_t>) {
+    __builtin_memcpy(values, &lanes, sizeof lanes);
+  } else {
+    for (int j = 0; j < kLanes; j++) values[j] = value_t(lanes[j]);
+  }
 }
 
-// Moments of `size` contiguous values: sums shifted by about each block's mean, merged by Chan's formula in order,
-// in double so that the mean is rounded once.
+// Moments of `size` contiguous values: sums shifted by about each block's mean, merged by Chan's formula in
+// order, in double so that the mean is rounded once.
 inline Moments<double> moments_of(const value_t* values, int64_t size) {
   constexpr int64_t kStep = kLanes * kAccumulators;
   Moments<double> moments{0, 0, 0};
   for (int64_t begin = 0; begin < size; begin += kBlock) {
     const int64_t count = std::min(kBlock, size - begin), whole = count / kStep * kStep;
     const value_t* block = values + begin;
-    double start = 0;  // the mean of a few: a single value may lie far out, and digits are lost with its distance squared
+    // The mean of a few: a single value may lie far out, and digits are lost with its distance squared.
+    double start = 0;
     const int64_t few = std::min(kFew, count);
     for (int64_t i = 0; i < few; i++) start += accumulate_t(block[i]);
     const accumulate_t shift = accumulate_t(start / few);
@@ -67,7 +75,8 @@ inline Moments<double> moments_of(const value_t* values, int64_t size) {
 }
 
 // mean and m2 (planes) of v (planes, size).
-inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t* v, int64_t planes, int64_t size) {
+inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t* v, int64_t planes,
+                             int64_t size) {
   host::parallel_for(planes, 1, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {
       const Moments<double> moments = moments_of(v + plane * size, size);
@@ -76,23 +85,27 @@ inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t
   });
 }
 
-// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there is one.
-template <class T> void sum_rows(accumulate_t* totals, int64_t count, const T* values, int64_t rows, int64_t C) {
+// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there
+// is one.
+template <class T>
+void sum_rows(accumulate_t* totals, int64_t count, const T* values, int64_t rows, int64_t C) {
   std::vector<double> sums(count);
   for (int64_t i = 0; i < rows * C; i++) sums[count == 1 ? 0 : i % C] += values[i];
   for (int64_t c = 0; c < count; c++) totals[c] = accumulate_t(sums[c]);
 }
 
 inline void merge_groups(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
-                         const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps, GroupShape shape) {
+                         const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps,
+                         GroupShape shape) {
   for (int64_t i = 0; i < shape.N * shape.G; i++)
     merge_group(group_mean, group_rstd, mean, m2, conv_bias, eps, shape, i / shape.G, i % shape.G);
 }
 
 inline void group_gradients(accumulate_t* coefficients, accumulate_t* gradients, const accumulate_t* sums,
-                            const accumulate_t* mean, const accumulate_t* group_mean, const accumulate_t* group_rstd,
-                            const accumulate_t* conv_bias, const accumulate_t* weight, GroupShape shape) {
+                            const accumulate_t* mean, const accumulate_t* group_mean,
+                            const accumulate_t* group_rstd, const accumulate_t* conv_bias,
+                            const accumulate_t* weight, GroupShape shape) {
   for (int64_t i = 0; i < shape.N * shape.G; i++)
-    group_gradient(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape, i / shape.G,
-                   i % shape.G);
+    group_gradient(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape,
+                   i / shape.G, i % shape.G);
 }

@@ -1,8 +1,9 @@
 // The host side of every operator: what the code that inline_loader.py generates is made of.
 //
-// A `Call` reads one operator call's arguments, checked: device, dtype and contiguity. It exists twice, behind the same
-// names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and later; compiles in about a second) and on ATen (older
-// releases). `parallel_for` threads the CPU kernels with PyTorch's own thread pool.
+// A `Call` reads one operator call's arguments, checked: device, dtype and contiguity. It exists twice,
+// behind the same names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and later; compiles in about a
+// second) and on ATen (older releases). `parallel_for` threads the CPU kernels with PyTorch's own thread
+// pool.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -36,7 +37,10 @@ using Tensor = torch::stable::Tensor;
 using Stack = StableIValue*;
 using torch::headeronly::ScalarType;
 using DeviceGuard = torch::stable::accelerator::DeviceGuard;
-template <class T> T argument(Stack stack, int index, int) { return torch::stable::detail::to<T>(stack[index]); }
+template <class T>
+T argument(Stack stack, int index, int) {
+  return torch::stable::detail::to<T>(stack[index]);
+}
 #else
 using Tensor = at::Tensor;
 using Stack = torch::jit::Stack*;
@@ -44,7 +48,10 @@ using at::ScalarType;
 #ifdef WITH_CUDA
 using DeviceGuard = c10::cuda::CUDAGuard;
 #endif
-template <class T> T argument(Stack stack, int index, int count) { return torch::jit::peek(*stack, index, count).to<T>(); }
+template <class T>
+T argument(Stack stack, int index, int count) {
+  return torch::jit::peek(*stack, index, count).to<T>();
+}
 #endif
 
 template <class T> struct Dtype;
@@ -66,7 +73,8 @@ HOST_DTYPE(bool, Bool, "bool")
 // One operator call. `operator_name` and the argument names appear in its messages.
 class Call {
  public:
-  Call(const char* operator_name, Stack stack, int count) : operator_name_(operator_name), stack_(stack), count_(count) {}
+  Call(const char* operator_name, Stack stack, int count)
+      : operator_name_(operator_name), stack_(stack), count_(count) {}
 
   // The data of tensor argument `index`; null for a tensor without elements.
   template <class T> T* pointer(int index, const char* name) {
@@ -74,20 +82,27 @@ class Call {
     tensors_.push_back(argument<Tensor>(stack_, index, count_));
     const Tensor& tensor = tensors_.back();
     if (tensor.scalar_type() != Dtype<Element>::value)
-      fail(name, std::string("expected a ") + Dtype<Element>::name + " tensor, got " + scalar_type_name(tensor.scalar_type()));
+      fail(name, std::string("expected a ") + Dtype<Element>::name + " tensor, got " +
+                     scalar_type_name(tensor.scalar_type()));
     if (!tensor.is_contiguous()) fail(name, "expected a contiguous tensor");
 #ifdef WITH_CUDA
-    if (!tensor.is_cuda()) fail(name, std::string("expected a CUDA tensor, got one on ") + (tensor.is_cpu() ? "the CPU" : "another kind of device"));
+    if (!tensor.is_cuda())
+      fail(name, std::string("expected a CUDA tensor, got one on ") +
+                     (tensor.is_cpu() ? "the CPU" : "another kind of device"));
     int device = tensor.get_device();
     if (device_ >= 0 && device != device_)
-      fail(name, "expected a tensor on cuda:" + std::to_string(device_) + " like the others, got one on cuda:" + std::to_string(device));
+      fail(name, "expected a tensor on cuda:" + std::to_string(device_) +
+                     " like the others, got one on cuda:" + std::to_string(device));
     device_ = device;
 #else
     if (!tensor.is_cpu())
-      fail(name, tensor.is_cuda() ? "expected a CPU tensor, got one on cuda:" + std::to_string(tensor.get_device())
-                                  : std::string("expected a CPU tensor, got one on another kind of device"));
+      fail(name, tensor.is_cuda()
+                     ? "expected a CPU tensor, got one on cuda:" + std::to_string(tensor.get_device())
+                     : std::string("expected a CPU tensor, got one on another kind of device"));
 #endif
-    return tensor.numel() == 0 ? nullptr : static_cast<T*>(const_cast<void*>(static_cast<const void*>(tensor.data_ptr())));
+    return tensor.numel() == 0
+               ? nullptr
+               : static_cast<T*>(const_cast<void*>(static_cast<const void*>(tensor.data_ptr())));
   }
 
   int64_t integer(int index) { return argument<int64_t>(stack_, index, count_); }
@@ -110,7 +125,8 @@ class Call {
   void check_launch() const {
     cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess)
-      throw std::runtime_error(std::string(operator_name_) + ": the launch failed: " + cudaGetErrorString(error));
+      throw std::runtime_error(std::string(operator_name_) +
+                               ": the launch failed: " + cudaGetErrorString(error));
   }
 #endif
 
@@ -152,7 +168,8 @@ template <class Body> void parallel_for(int64_t count, int64_t grain, const Body
 
 }  // namespace host
 
-// Registration, the same words on either ABI. OPERATOR boxes `void name_call(host::Call&)`, `count` arguments.
+// Registration, the same words on either ABI. OPERATOR boxes `void name_call(host::Call&)`, `count`
+// arguments.
 #if STABLE_ABI
 #define OPERATOR(name, count)                                            \
   static void name##_boxed(StableIValue* stack, uint64_t, uint64_t) {    \
@@ -173,5 +190,6 @@ template <class Body> void parallel_for(int64_t count, int64_t grain, const Body
   }
 #define LIBRARY TORCH_LIBRARY
 #define LIBRARY_IMPLEMENTATION TORCH_LIBRARY_IMPL
-#define IMPLEMENT(library, name) library.impl(#name, torch::CppFunction::makeFromBoxedFunction<&name##_boxed>())
+#define IMPLEMENT(library, name) \
+  library.impl(#name, torch::CppFunction::makeFromBoxedFunction<&name##_boxed>())
 #endif

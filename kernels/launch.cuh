@@ -15,7 +15,8 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 template <class Kernel> inline int allow_shared(Kernel kernel) {
   cudaFuncAttributes attributes{};
   cudaFuncGetAttributes(&attributes, kernel);
-  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
+  const int most =
+      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   return most;
 }

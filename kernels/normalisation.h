@@ -1,7 +1,9 @@
-// Normalisation of a convolution's output, from statistics per (sample, channel): the same code on CPU and GPU.
+// Normalisation of a convolution's output, from statistics per (sample, channel): the same code on CPU and
+// GPU.
 //
-// Group normalisation: v (N, C, S) is the convolution without its bias; u = v + conv_bias[c] is what PyTorch normalises, in G groups of C / G
-// channels: z = (u - mean) * rstd * weight[c] + bias[c], with mean and rstd = 1 / sqrt(variance + eps) per (sample, group).
+// Group normalisation: v (N, C, S) is the convolution without its bias; u = v + conv_bias[c] is what PyTorch
+// normalises, in G groups of C / G channels: z = (u - mean) * rstd * weight[c] + bias[c], with mean and rstd
+// = 1 / sqrt(variance + eps) per (sample, group).
 #pragma once
 #include <math.h>
 #include "numerics.h"
@@ -10,18 +12,21 @@
 struct GroupShape {
   int N, C, G;
   int64_t S;
-  HOST_DEVICE GroupShape(int64_t N, int64_t C, int64_t G, int64_t S) : N(int(N)), C(int(C)), G(int(G)), S(S) {}
+  HOST_DEVICE GroupShape(int64_t N, int64_t C, int64_t G, int64_t S)
+      : N(int(N)), C(int(C)), G(int(G)), S(S) {}
   HOST_DEVICE int channels() const { return C / G; }
   HOST_DEVICE accumulate_t count() const { return accumulate_t(channels()) * accumulate_t(S); }
 };
 
-// mean and rstd of group g of sample n, merged in double so that each is rounded once, from the moments (mean, m2) of v per (sample, channel), each (N, C).
+// mean and rstd of group g of sample n, merged in double so that each is rounded once, from the moments
+// (mean, m2) of v per (sample, channel), each (N, C).
 HOST_DEVICE void merge_group(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
-                             const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps, GroupShape shape,
-                             int n, int g) {
+                             const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps,
+                             GroupShape shape, int n, int g) {
   Moments<double> moments{0, 0, 0};
   for (int c = g * shape.channels(); c < (g + 1) * shape.channels(); c++)
-    moments = moments.merge({double(shape.S), double(mean[n * shape.C + c]) + conv_bias[c], m2[n * shape.C + c]});
+    moments =
+        moments.merge({double(shape.S), double(mean[n * shape.C + c]) + conv_bias[c], m2[n * shape.C + c]});
   group_mean[n * shape.G + g] = moments.mean;
   group_rstd[n * shape.G + g] = 1 / sqrt(moments.variance() + double(eps));
 }
@@ -41,20 +46,20 @@ struct Normaliser {
 };
 
 HOST_DEVICE Normaliser normaliser(const accumulate_t* group_mean, const accumulate_t* group_rstd,
-                                  const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                                  GroupShape shape, int n, int c) {
+                                  const accumulate_t* conv_bias, const accumulate_t* weight,
+                                  const accumulate_t* bias, GroupShape shape, int n, int c) {
   const int group = n * shape.G + c / shape.channels();
   return {conv_bias[c] - group_mean[group], group_rstd[group], group_rstd[group] * weight[c], bias[c]};
 }
 
 // dv = dz * slope + constant + centred * linear: `constant` and `linear` are shared by a group.
 //
-// Reads sums (2, N, C) of dz and dz·(u - mean); writes coefficients (2, N, G) = constant, linear, and the parameters'
-// gradients by sample, gradients (3, N, C): of conv_bias, weight, bias.
+// Reads sums (2, N, C) of dz and dz·(u - mean); writes coefficients (2, N, G) = constant, linear, and the
+// parameters' gradients by sample, gradients (3, N, C): of conv_bias, weight, bias.
 HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradients, const accumulate_t* sums,
-                                const accumulate_t* mean, const accumulate_t* group_mean, const accumulate_t* group_rstd,
-                                const accumulate_t* conv_bias, const accumulate_t* weight, GroupShape shape, int n,
-                                int g) {
+                                const accumulate_t* mean, const accumulate_t* group_mean,
+                                const accumulate_t* group_rstd, const accumulate_t* conv_bias,
+                                const accumulate_t* weight, GroupShape shape, int n, int g) {
   const int group = n * shape.G + g, NC = shape.N * shape.C;
   const accumulate_t rstd = group_rstd[group];
   double gradient = 0, product = 0;
@@ -75,15 +80,16 @@ HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradie
   }
 }
 
-// Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt(m²·variance + eps), the statistics
-// being v's. It removes conv_bias; one that is not finite makes the channel NaN, as it does in PyTorch.
+// Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt(m²·variance + eps),
+// the statistics being v's. It removes conv_bias; one that is not finite makes the channel NaN, as it does in
+// PyTorch.
 struct ScaledChannel {
   accumulate_t mean, a, m, rstd;
 };
 
-HOST_DEVICE ScaledChannel scaled_channel(const accumulate_t* mean, const accumulate_t* m2, const accumulate_t* conv_bias,
-                                         const accumulate_t* multiplier, accumulate_t eps, int64_t n, int64_t c, int64_t C,
-                                         int64_t S) {
+HOST_DEVICE ScaledChannel scaled_channel(const accumulate_t* mean, const accumulate_t* m2,
+                                         const accumulate_t* conv_bias, const accumulate_t* multiplier,
+                                         accumulate_t eps, int64_t n, int64_t c, int64_t C, int64_t S) {
   const accumulate_t m = multiplier[c], variance = m2[n * C + c] / accumulate_t(S);
   const accumulate_t rstd = 1 / sqrt(m * m * variance + eps);
   return {mean[n * C + c] + (conv_bias[c] - conv_bias[c]), m * rstd, m, rstd};

@@ -1,4 +1,5 @@
-// PyTorch's scalar semantics, forward and backward, and numerically safe statistics: the same code on CPU and GPU.
+// PyTorch's scalar semantics, forward and backward, and numerically safe statistics: the same code on CPU and
+// GPU.
 #pragma once
 #include "scalar.h"
 
@@ -21,7 +22,9 @@ template <class T> HOST_DEVICE bool clamp_passes(T x, T low, T high) { return x 
 template <class T> struct MinClamp {
   T low, high;
   HOST_DEVICE T operator()(T z) const { return clamp(minimum(z, low), low, high); }
-  HOST_DEVICE T gradient(T z) const { return clamp_passes(minimum(z, low), low, high) ? minimum_backward(T(1), z, low) : T(0); }
+  HOST_DEVICE T gradient(T z) const {
+    return clamp_passes(minimum(z, low), low, high) ? minimum_backward(T(1), z, low) : T(0);
+  }
 };
 
 // Does `candidate` replace `best` in a running maximum? The first among ties and the first NaN stay.

@@ -7,7 +7,7 @@
 
 namespace tensor_core {
 
-// ---------------------------------------------------------------------------------------------- powers of two
+// --------------------------------------------------------------------------------------------- powers of two
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 … 127
   return __int_as_float((exponent + 127) << 23);
@@ -30,7 +30,7 @@ struct PowerOfTwo {
   __device__ __forceinline__ float operator()(float value) const { return value * first * second; }
 };
 
-// ------------------------------------------------------------------------------------------------------ halves
+// ---------------------------------------------------------------------------------------------------- halves
 
 // Two values rounded to float16, or to bfloat16, in one register, the first in its low half.
 template <class Operand = half_t> __device__ __forceinline__ uint32_t pack(float first, float second) {
@@ -51,7 +51,9 @@ __device__ __forceinline__ float2 residual(float first, float second, uint32_t p
 
 // Two values as the sum of two float16 each, high + low; 22 bits as long as low is normal. NaN, inf and what
 // float16 can't hold make both halves not finite.
-struct Halves { uint32_t high, low; };
+struct Halves {
+  uint32_t high, low;
+};
 __device__ __forceinline__ Halves split(float first, float second) {
   const uint32_t high = pack(first, second);
   const float2 low = residual(first, second, high);

@@ -1,5 +1,5 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a dropout mask that is a
-// function of (seed, element), so that the backward pass draws the same one again.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a dropout mask that
+// is a function of (seed, element), so that the backward pass draws the same one again.
 #pragma once
 #include "scalar.h"
 

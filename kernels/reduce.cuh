@@ -9,7 +9,8 @@ constexpr int kWarps = kThreads / 32;
 // Blocks that share a plane of `size` elements, so that each thread has 16 or so.
 inline unsigned chunks_for(int64_t size) { return unsigned(size / (kThreads * 16) + 1); }
 
-// `values` summed over the block; the result is valid in thread 0. Ends with a barrier, so it may be called again.
+// `values` summed over the block; the result is valid in thread 0. Ends with a barrier, so it may be called
+// again.
 template <int kCount> __device__ void block_sum(accumulate_t (&values)[kCount]) {
   __shared__ accumulate_t partial[kWarps][kCount];
 #pragma unroll
@@ -30,8 +31,9 @@ template <int kCount> __device__ void block_sum(accumulate_t (&values)[kCount]) 
 template <int kLanes, class T> __device__ __forceinline__ Moments<T> merge_lanes(Moments<T> moments) {
 #pragma unroll 1
   for (int mask = 1; mask < kLanes; mask *= 2)
-    moments = moments.merge({__shfl_xor_sync(~0u, moments.count, mask), __shfl_xor_sync(~0u, moments.mean, mask),
-                             __shfl_xor_sync(~0u, moments.m2, mask)});
+    moments =
+        moments.merge({__shfl_xor_sync(~0u, moments.count, mask), __shfl_xor_sync(~0u, moments.mean, mask),
+                       __shfl_xor_sync(~0u, moments.m2, mask)});
   return moments;
 }
 
@@ -39,7 +41,8 @@ template <int kLanes, class T> __device__ __forceinline__ Moments<T> merge_lanes
 __device__ inline Moments<double> block_merge(Moments<double> moments) {
   __shared__ Moments<double> partial[kWarps];
   for (int offset = 16; offset; offset /= 2)
-    moments = moments.merge({__shfl_down_sync(~0u, moments.count, offset), __shfl_down_sync(~0u, moments.mean, offset),
+    moments = moments.merge({__shfl_down_sync(~0u, moments.count, offset),
+                             __shfl_down_sync(~0u, moments.mean, offset),
                              __shfl_down_sync(~0u, moments.m2, offset)});
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = moments;
   __syncthreads();  // every warp's moments are there
@@ -48,8 +51,8 @@ __device__ inline Moments<double> block_merge(Moments<double> moments) {
   return moments;
 }
 
-// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there is one,
-// in double and in a fixed order. A block per total.
+// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there
+// is one, in double and in a fixed order. A block per total.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
 sum_rows_kernel(accumulate_t* totals, const T* values, int64_t rows, int64_t C) {

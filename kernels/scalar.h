@@ -1,7 +1,8 @@
 // The element types of one build, for nvcc and for the host compiler alike.
 //
-// A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and OUTPUT_T what
-// the problem returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that backward needs. Parameters, statistics and sums use accumulate_t.
+// A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and
+// OUTPUT_T what the problem returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that
+// backward needs. Parameters, statistics and sums use accumulate_t.
 #pragma once
 #include <stdint.h>
 
@@ -31,8 +32,12 @@ using bfloat16_t = c10::BFloat16;
 #define INDEX_T int32_t
 #endif
 
-template <class T> struct AccumulateFor { using type = float; };
-template <> struct AccumulateFor<double> { using type = double; };
+template <class T> struct AccumulateFor {
+  using type = float;
+};
+template <> struct AccumulateFor<double> {
+  using type = double;
+};
 
 using value_t = VALUE_T;
 using output_t = OUTPUT_T;

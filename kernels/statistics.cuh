@@ -12,12 +12,15 @@ struct ShiftedSums {
     const accumulate_t d = v - shift;
     count += 1, sum += d, square += d * d;
   }
-  __device__ Moments<double> moments() const { return Moments<double>::from_shifted(count, shift, sum, square); }
+  __device__ Moments<double> moments() const {
+    return Moments<double>::from_shifted(count, shift, sum, square);
+  }
 };
 
 // mean and m2 (planes) of v (planes, size); a block per plane.
 __global__ void __launch_bounds__(kThreads)
-plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v, int64_t size, bool aligned) {
+plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v, int64_t size,
+                        bool aligned) {
   const value_t* plane = v + int64_t(blockIdx.x) * size;
   ShiftedSums sums;
   if (aligned) {
@@ -35,20 +38,22 @@ plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v, 
 }
 
 // group_mean and group_rstd (N, G); a thread per group.
-__global__ void merge_groups_kernel(accumulate_t* group_mean, accumulate_t* group_rstd, const accumulate_t* mean,
-                                    const accumulate_t* m2, const accumulate_t* conv_bias, accumulate_t eps,
-                                    GroupShape shape) {
+__global__ void merge_groups_kernel(accumulate_t* group_mean, accumulate_t* group_rstd,
+                                    const accumulate_t* mean, const accumulate_t* m2,
+                                    const accumulate_t* conv_bias, accumulate_t eps, GroupShape shape) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < shape.N * shape.G) merge_group(group_mean, group_rstd, mean, m2, conv_bias, eps, shape, i / shape.G, i % shape.G);
+  if (i < shape.N * shape.G)
+    merge_group(group_mean, group_rstd, mean, m2, conv_bias, eps, shape, i / shape.G, i % shape.G);
 }
 
 // See group_gradient; a thread per group.
-__global__ void group_gradient_kernel(accumulate_t* coefficients, accumulate_t* gradients, const accumulate_t* sums,
-                                      const accumulate_t* mean, const accumulate_t* group_mean,
-                                      const accumulate_t* group_rstd, const accumulate_t* conv_bias,
-                                      const accumulate_t* weight, GroupShape shape) {
+__global__ void group_gradient_kernel(accumulate_t* coefficients, accumulate_t* gradients,
+                                      const accumulate_t* sums, const accumulate_t* mean,
+                                      const accumulate_t* group_mean, const accumulate_t* group_rstd,
+                                      const accumulate_t* conv_bias, const accumulate_t* weight,
+                                      GroupShape shape) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < shape.N * shape.G)
-    group_gradient(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape, i / shape.G,
-                   i % shape.G);
+    group_gradient(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape,
+                   i / shape.G, i % shape.G);
 }

@@ -1,7 +1,9 @@
-// All instructions that C++ has no words for: tensor cores' products of float16 or bfloat16 fragments, copies to shared memory in the
-// background, barriers there. From sm_80 on; what needs sm_90a stands under TENSOR_CORE_WGMMA. tests/emulation has a version without a GPU.
+// All instructions that C++ has no words for: tensor cores' products of float16 or bfloat16 fragments, copies
+// to shared memory in the background, barriers there. From sm_80 on; what needs sm_90a stands under
+// TENSOR_CORE_WGMMA. tests/emulation has a version without a GPU.
 //
-// Fragments of D (16×8) += A (16×16)·B (16×8), lane = 4 g + t; a register holds two neighbours, the first in its low half:
+// Fragments of D (16×8) += A (16×16)·B (16×8), lane = 4 g + t; a register holds two neighbours, the first in
+// its low half:
 //   A   0: row g, k 2t    1: row g + 8, k 2t    2: row g, k 2t + 8    3: row g + 8, k 2t + 8
 //   B   0: k 2t, column g    1: k 2t + 8, column g
 //   D   0, 1: row g, columns 2t, 2t + 1    2, 3: row g + 8, the same
@@ -18,9 +20,11 @@
 
 namespace tensor_core {
 
-// ----------------------------------------------------------------------------------------------------------- shared memory
+// --------------------------------------------------------------------------------------------- shared memory
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return uint32_t(__cvta_generic_to_shared(pointer));
+}
 
 // One word from there, or two.
 template <int kCount> __device__ __forceinline__ void load_shared(uint32_t* to, uint32_t address) {
@@ -36,26 +40,29 @@ template <int kBytes> __device__ __forceinline__ void copy_async(void* to, const
   if constexpr (kBytes == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+                 ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
 }
 // 16 bytes likewise; zeros where `real` is false.
 __device__ __forceinline__ void copy_async_or_zero(void* to, const void* from, bool real) {
   const int bytes = real ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending> __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8×8 matrices of 16-bit elements; lane 8 i + r gives the address of row r (16 bytes) of matrix i. Rows that are columns
-// of B make a register of its fragment.
+// Four 8×8 matrices of 16-bit elements; lane 8 i + r gives the address of row r (16 bytes) of matrix i. Rows
+// that are columns of B make a register of its fragment.
 __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3]) : "r"(address) : "memory");
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address) : "memory");
 }
 
-// ---------------------------------------------------------------------------------------------------------------- mma.sync
+// -------------------------------------------------------------------------------------------------- mma.sync
 
 // Operand: half_t or bfloat16_t.
 #define MMA(type) \
@@ -64,7 +71,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 template <class Operand = half_t>
-__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
   if constexpr (std::is_same_v<Operand, half_t>) MMA("f16");
   else MMA("bf16");
 }
@@ -72,7 +80,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
 
 // The same with k = 8: registers 0 and 1 of A, 0 of B.
 #define MMA(type) \
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." type "." type ".f32 " \
+               "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};" \
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b0))
 template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b0) {
@@ -88,14 +97,15 @@ __device__ __forceinline__ int thread_index_anew() {
   return index;
 }
 
-// ---------------------------------------------------------------------------------------------------------------- barriers
+// -------------------------------------------------------------------------------------------------- barriers
 
 // A barrier in shared memory: a phase is complete after so many arrivals.
 __device__ __forceinline__ void initialize(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
+               ::"r"(shared_address(barrier)) : "memory");
 }
 // Until the phase of this parity is complete.
 __device__ __forceinline__ void await(uint64_t* barrier, uint32_t parity) {
@@ -119,27 +129,37 @@ template <int kCount> __device__ __forceinline__ void signal_threads(int barrier
 
 #if __CUDA_ARCH__ >= 900
 // The copy engine sees barriers that were initialised before.
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// An arrival that announces bytes; and a copy of so many, which completes them: a multiple of 16, from and to such places.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// An arrival that announces bytes; and a copy of so many, which completes them: a multiple of 16, from and to
+// such places.
 __device__ __forceinline__ void arrive(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+               ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 }
 // The other way, from shared to global memory.
 __device__ __forceinline__ void copy_bulk_out(void* global, const void* shared, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void commit_bulk_copies() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_bulk_copies() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Until this thread's bulk copies have read their source.
-__device__ __forceinline__ void await_bulk_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void await_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 // Until the kernel before this one, which was launched early, has ended.
 __device__ __forceinline__ void await_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif
 
-// --------------------------------------------------------------------------------------------------------- floating point
+// -------------------------------------------------------------------------------------------- floating point
 
 // min and max as PyTorch: NaN wins. One instruction where numerics.h's need two.
 __device__ __forceinline__ float min_nan(float a, float b) {
@@ -153,38 +173,49 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return result;
 }
 
-// 8 or 16 bytes to global memory, unless `valid` is false: a predicate in place of a branch, which would keep the instructions around it
-// from being scheduled together.
+// 8 or 16 bytes to global memory, unless `valid` is false: a predicate in place of a branch, which would keep
+// the instructions around it from being scheduled together.
 __device__ __forceinline__ void store_if(bool valid, void* to, uint2 v) {
   asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; @valid st.global.v2.u32 [%1], {%2, %3}; }"
                ::"r"(int(valid)), "l"(to), "r"(v.x), "r"(v.y) : "memory");
 }
 __device__ __forceinline__ void store_if(bool valid, void* to, float4 v) {
-  asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; @valid st.global.v4.f32 [%1], {%2, %3, %4, %5}; }"
+  asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; "
+               "@valid st.global.v4.f32 [%1], {%2, %3, %4, %5}; }"
                ::"r"(int(valid)), "l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 #endif  // sm_80
 
-// -------------------------------------------------------------------------------------------------------------------- wgmma
+// ----------------------------------------------------------------------------------------------------- wgmma
 
 #if TENSOR_CORE_WGMMA
 
 // Registers of a thread, of all in a group of four warps, from one group to another.
-template <int kCount> __device__ __forceinline__ void give_registers_but() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
-template <int kCount> __device__ __forceinline__ void take_registers_to() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
+template <int kCount> __device__ __forceinline__ void give_registers_but() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount> __device__ __forceinline__ void take_registers_to() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
 
-// Wgmma reads shared memory by the asynchronous proxy: each thread that wrote some calls this before the barrier.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Wgmma reads shared memory by the asynchronous proxy: each thread that wrote some calls this before the
+// barrier.
+__device__ __forceinline__ void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 template <int kPending> __device__ __forceinline__ void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Describes B (16×n) in shared memory without a swizzle: columns are 16 bytes (8 values of k) and 16 bytes apart, the second 8
-// values of k lie k_stride bytes behind the first. Any multiple of 16 serves, so shifted views of one image may overlap.
-// Likewise A (64×16), its rows for columns. Adding i to a description moves it on by 16 i bytes.
+// Describes B (16×n) in shared memory without a swizzle: columns are 16 bytes (8 values of k) and 16 bytes
+// apart, the second 8 values of k lie k_stride bytes behind the first. Any multiple of 16 serves, so shifted
+// views of one image may overlap. Likewise A (64×16), its rows for columns. Adding i to a description moves
+// it on by 16 i bytes.
 __device__ __forceinline__ uint64_t describe(uint32_t address, uint32_t k_stride) {
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(k_stride >> 4) << 16 | uint64_t(128 >> 4) << 32;
 }
@@ -192,14 +223,17 @@ __device__ __forceinline__ uint64_t describe(uint32_t address, uint32_t k_stride
 // After await_products, before the sums are read: keeps the compiler from reading them earlier.
 template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 #pragma unroll
-  for (int j = 0; j < kTiles; j++) asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
+  for (int j = 0; j < kTiles; j++)
+    asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
 }
 
-// D (64×n) += A (64×16) · B (16×n), n = 64 or 128, by four warps: warp i has rows 16 i … 16 i + 15 of A and D, fragments as
-// above. A lies in registers or in shared memory. Where `accumulate` is false, what D held before does not count.
+// D (64×n) += A (64×16) · B (16×n), n = 64 or 128, by four warps: warp i has rows 16 i … 16 i + 15 of A and
+// D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what D held
+// before does not count.
 #define NAMES_64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_128 NAMES_64 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+#define NAMES_128 NAMES_64 \
+                  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
                   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define FRAGMENT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define ROW(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
@@ -207,22 +241,26 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
 #define SUMS_128 SUMS_64, ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13), ROW(14), ROW(15)
 #define WGMMA_OF_TYPE(n, type, flag, operands, ...) \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n" \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" NAMES_##n "}, " operands ";\n}" \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" NAMES_##n "}, " \
+               operands ";\n}" \
                : SUMS_##n : __VA_ARGS__, "r"(int(accumulate)))
 #define WGMMA_OF_OPERAND(n, flag, operands, ...) \
   if constexpr (std::is_same_v<Operand, half_t>) WGMMA_OF_TYPE(n, "f16", flag, operands, __VA_ARGS__); \
   else WGMMA_OF_TYPE(n, "bf16", flag, operands, __VA_ARGS__)
 
 template <class Operand = half_t>
-__device__ __forceinline__ void multiply_add(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
+__device__ __forceinline__ void multiply_add(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
+                                             bool accumulate = true) {
   WGMMA_OF_OPERAND(64, "%37", "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
 }
 template <class Operand = half_t>
-__device__ __forceinline__ void multiply_add(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
+__device__ __forceinline__ void multiply_add(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b,
+                                             bool accumulate = true) {
   WGMMA_OF_OPERAND(128, "%69", "{%64, %65, %66, %67}, %68, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
 }
 template <class Operand = half_t>
-__device__ __forceinline__ void multiply_add(float (&d)[16][4], uint64_t a, uint64_t b, bool accumulate = true) {
+__device__ __forceinline__ void multiply_add(float (&d)[16][4], uint64_t a, uint64_t b,
+                                             bool accumulate = true) {
   WGMMA_OF_OPERAND(128, "%66", "%64, %65, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
 }
 

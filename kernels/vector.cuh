@@ -3,13 +3,16 @@
 #include "scalar.h"
 
 constexpr int kVector = 4;
-template <class T> struct alignas(sizeof(T) * kVector) Vector { T at[kVector]; };
+template <class T> struct alignas(sizeof(T) * kVector) Vector {
+  T at[kVector];
+};
 
 template <class T> __device__ __forceinline__ Vector<T> load_vector(const T* from) {
   return *reinterpret_cast<const Vector<T>*>(from);
 }
 
-// A streaming store: nothing here is read again soon. By intrinsic, because the compiler stores a struct member by member.
+// A streaming store: nothing here is read again soon. By intrinsic, because the compiler stores a struct
+// member by member.
 template <class T> __device__ __forceinline__ void store_vector(T* to, const Vector<T>& vector) {
   if constexpr (sizeof(Vector<T>) == sizeof(uint2)) {
     __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(vector));

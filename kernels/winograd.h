@@ -1,11 +1,13 @@
-// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias, stride or padding: Winograd's F(2×2, 3×3). From a tile d of
-// 4×4 pixels and a filter g come 2×2 outputs
+// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias, stride or padding: Winograd's F(2×2,
+// 3×3). From a tile d of 4×4 pixels and a filter g come 2×2 outputs
 //   Aᵀ ((G g Gᵀ) ∘ (Bᵀ d B)) A,
-// where ∘, summed over channels in and depth, is 16 products of matrices: 2.25 times fewer multiplications than in direct sums.
-// A thread takes kChunk tiles from pixels to results, so that all it makes on the way stays in its core's cache.
+// where ∘, summed over channels in and depth, is 16 products of matrices: 2.25 times fewer multiplications
+// than in direct sums. A thread takes kChunk tiles from pixels to results, so that all it makes on the way
+// stays in its core's cache.
 //
-// An output depends on the pixels of its own window only, here as in direct sums: what is not finite spreads no further. But it may be
-// NaN where direct sums give an infinity, and pixels near the largest number may overflow on the way.
+// An output depends on the pixels of its own window only, here as in direct sums: what is not finite spreads
+// no further. But it may be NaN where direct sums give an infinity, and pixels near the largest number may
+// overflow on the way.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -13,7 +15,8 @@
 
 namespace winograd {
 
-// Vectors side by side: kTogether·kAcross sums and what they need fit the registers, and hide an addition's latency.
+// Vectors side by side: kTogether·kAcross sums and what they need fit the registers, and hide an addition's
+// latency.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kAcross = 2;
 #else
@@ -25,13 +28,15 @@ constexpr int kAcross = 1;
 #else
 #define KEEP_IN_REGISTER(vector)
 #endif
-struct alignas(64) Line { accumulate_t at[64 / sizeof(accumulate_t)]; };  // of a cache
+struct alignas(64) Line {
+  accumulate_t at[64 / sizeof(accumulate_t)];
+};  // of a cache
 
-constexpr int64_t kChunk = 64;                   // tiles of a plane
-constexpr int64_t kOutputs = 32;                 // channels out whose products wait for each other
-constexpr int64_t kTogether = 8;                 // rows of products that are summed together
-constexpr int64_t kRow = kChunk + kLanes;        // a row of tiles, and room for the last vector of a run
-constexpr int64_t kTileBytes = 512 << 10;        // of transformed input: half of a usual cache of a core
+constexpr int64_t kChunk = 64;             // tiles of a plane
+constexpr int64_t kOutputs = 32;           // channels out whose products wait for each other
+constexpr int64_t kTogether = 8;           // rows of products that are summed together
+constexpr int64_t kRow = kChunk + kLanes;  // a row of tiles, and room for the last vector of a run
+constexpr int64_t kTileBytes = 512 << 10;  // of transformed input: half of a usual cache of a core
 
 // x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1.
 struct Sizes {
@@ -44,8 +49,11 @@ struct Sizes {
   int64_t across() const { return (W - 1) / 2; }
 };
 
-// Consecutive tiles of one row of tiles: the first's row and column, their number, and their place in the chunk.
-struct Run { int64_t row, column, count, at; };
+// Consecutive tiles of one row of tiles: the first's row and column, their number, and their place in the
+// chunk.
+struct Run {
+  int64_t row, column, count, at;
+};
 inline std::vector<Run> runs_of(int64_t first, int64_t count, int64_t across) {
   std::vector<Run> runs;
   for (int64_t at = 0; at < count; at += runs.back().count) {
@@ -72,7 +80,8 @@ inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes, 
         for (int i = 0; i < 4; i++) {
           times_g(row, columns[0][i], columns[1][i], columns[2][i]);
           for (int j = 0; j < 4; j++)
-            out[(((4 * i + j) * (sizes.K / block) + k / block) * terms + r) * block + k % block] = accumulate_t(row[j]);
+            out[(((4 * i + j) * (sizes.K / block) + k / block) * terms + r) * block + k % block] =
+                accumulate_t(row[j]);
         }
       }
   });
@@ -80,19 +89,23 @@ inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes, 
 }
 
 // Bᵀ times (a, b, c, d), for `count` neighbours at `step`.
-inline void times_b(accumulate_t* __restrict out0, accumulate_t* __restrict out1, accumulate_t* __restrict out2,
-                    accumulate_t* __restrict out3, const accumulate_t* a, const accumulate_t* b, const accumulate_t* c,
-                    const accumulate_t* d, int64_t count, int64_t step) {
+inline void times_b(accumulate_t* __restrict out0, accumulate_t* __restrict out1,
+                    accumulate_t* __restrict out2, accumulate_t* __restrict out3, const accumulate_t* a,
+                    const accumulate_t* b, const accumulate_t* c, const accumulate_t* d, int64_t count,
+                    int64_t step) {
   for (int64_t i = 0; i < count; i++) {
     const accumulate_t p = a[i * step], q = b[i * step], r = c[i * step], s = d[i * step];
     out0[i] = p - r, out1[i] = q + r, out2[i] = r - q, out3[i] = q - s;
   }
 }
 
-// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels beyond the plane are zero. Whole
-// vectors are written; what lies behind the run belongs to the next one, which comes later, or to nobody.
-inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* plane, int64_t H, int64_t W, const Run& run) {
-  const int64_t count = (run.count + kLanes - 1) / kLanes * kLanes, width = 2 * count + kLanes, left = 2 * run.column;
+// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels beyond the
+// plane are zero. Whole vectors are written; what lies behind the run belongs to the next one, which comes
+// later, or to nobody.
+inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* plane, int64_t H, int64_t W,
+                            const Run& run) {
+  const int64_t count = (run.count + kLanes - 1) / kLanes * kLanes, width = 2 * count + kLanes;
+  const int64_t left = 2 * run.column;
   accumulate_t pixels[4][2 * kChunk + kLanes], half[4][2 * kChunk + kLanes];
   for (int64_t i = 0; i < 4; i++) {
     const int64_t h = 2 * run.row + i, real = h < H ? std::min(2 * run.count + 2, W - left) : 0;
@@ -102,12 +115,16 @@ inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* 
   times_b(half[0], half[1], half[2], half[3], pixels[0], pixels[1], pixels[2], pixels[3], width, 1);
   for (int64_t i = 0; i < 4; i++) {
     accumulate_t* out = tiles + 4 * i * stride + run.at;
-    times_b(out, out + stride, out + 2 * stride, out + 3 * stride, half[i], half[i] + 1, half[i] + 2, half[i] + 3, count, 2);
+    times_b(out, out + stride, out + 2 * stride, out + 3 * stride, half[i], half[i] + 1, half[i] + 2,
+            half[i] + 3, count, 2);
   }
 }
 
 // A matrix's rows lie `stride` apart.
-template <class T> struct Matrix { T* at; int64_t stride; };
+template <class T> struct Matrix {
+  T* at;
+  int64_t stride;
+};
 using Factor = Matrix<const accumulate_t>;
 
 // products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms; b in vectors.
@@ -124,18 +141,20 @@ inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t 
         for (int j = 0; j < kAcross; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
     }
     for (int k = 0; k < kTogether; k++)
-      for (int j = 0; j < kAcross; j++) reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j] = sum[k][j];
+      for (int j = 0; j < kAcross; j++)
+        reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j] = sum[k][j];
   }
 }
 
-// ------------------------------------------------------------------------------------------------- vectors of tiles
+// ------------------------------------------------------------------------------------------ vectors of tiles
 
 // Aᵀ m A of one channel's tiles, two rows of outputs each. Element e of a tile is m[e·stride + its place].
 inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumulate_t* m, int64_t stride) {
   accumulate_t half[2][4][kChunk];
   for (int64_t k = 0; k < 4; k++) {
     const accumulate_t *a = m + k * stride, *b = a + 4 * stride, *c = a + 8 * stride, *d = a + 12 * stride;
-    for (int64_t j = 0; j < kChunk; j++) half[0][k][j] = a[j] + b[j] + c[j], half[1][k][j] = b[j] - c[j] - d[j];
+    for (int64_t j = 0; j < kChunk; j++)
+      half[0][k][j] = a[j] + b[j] + c[j], half[1][k][j] = b[j] - c[j] - d[j];
   }
   for (int64_t i = 0; i < 2; i++)
     for (int64_t j = 0; j < kChunk; j++) {
@@ -144,42 +163,49 @@ inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumula
     }
 }
 
-// Calls sink(k, at, values, count) with consecutive results of channel k, the first at index `at`, from several threads. kTogether divides K.
-template <class Sink> void convolve(const value_t* x, const value_t* weight, const Sizes& sizes, const Sink& sink) {
+// Calls sink(k, at, values, count) with consecutive results of channel k, the first at index `at`, from
+// several threads. kTogether divides K.
+template <class Sink>
+void convolve(const value_t* x, const value_t* weight, const Sizes& sizes, const Sink& sink) {
   const std::vector<Line> filters_memory = transformed(weight, sizes, kTogether);
   const accumulate_t* const filters = filters_memory[0].at;
   const int64_t C = sizes.C, K = sizes.K, terms = sizes.terms(), all = sizes.down() * sizes.across();
   const int64_t fitting = kTileBytes / (16 * C * kRow * int64_t(sizeof(accumulate_t))) - (sizes.depth - 1);
-  const int64_t planes = std::max<int64_t>(1, std::min(sizes.planes(), fitting)), inputs = planes + sizes.depth - 1;  // of a piece
+  // Of a piece.
+  const int64_t planes = std::max<int64_t>(1, std::min(sizes.planes(), fitting));
+  const int64_t inputs = planes + sizes.depth - 1;
   const int64_t chunks = (all + kChunk - 1) / kChunk, layers = (sizes.planes() + planes - 1) / planes;
-  const int64_t stride = inputs * C * kRow;  // tiles (16, inputs, C, kRow): the terms of an output plane follow one another
+  // tiles (16, inputs, C, kRow): the terms of an output plane follow one another.
+  const int64_t stride = inputs * C * kRow;
   host::parallel_for(sizes.N * layers * chunks, 1, [=, &sizes, &sink](int64_t begin, int64_t end) {
     std::vector<Line> memory((16 * stride + 16 * kOutputs * kRow) * sizeof(accumulate_t) / sizeof(Line));
     accumulate_t *const tiles = memory[0].at, *const products = tiles + 16 * stride;
     accumulate_t rows[2][2 * kChunk];
     for (int64_t piece = begin; piece < end; piece++) {
-      const int64_t n = piece / (layers * chunks), first_plane = piece / chunks % layers * planes, first = piece % chunks * kChunk;
+      const int64_t n = piece / (layers * chunks), first_plane = piece / chunks % layers * planes;
+      const int64_t first = piece % chunks * kChunk;
       const int64_t last_plane = std::min(first_plane + planes, sizes.planes());
       const std::vector<Run> runs = runs_of(first, std::min(kChunk, all - first), sizes.across());
       for (int64_t d = first_plane; d < last_plane + sizes.depth - 1; d++)
         for (int64_t c = 0; c < C; c++)
           for (const Run& run : runs)
-            transform_input(tiles + ((d - first_plane) * C + c) * kRow, stride, x + ((n * C + c) * sizes.D + d) * sizes.H * sizes.W,
-                            sizes.H, sizes.W, run);
+            transform_input(tiles + ((d - first_plane) * C + c) * kRow, stride,
+                            x + ((n * C + c) * sizes.D + d) * sizes.H * sizes.W, sizes.H, sizes.W, run);
       for (int64_t d = first_plane; d < last_plane; d++)
         for (int64_t k0 = 0; k0 < K; k0 += kOutputs) {
           const int64_t outputs = std::min(kOutputs, K - k0);
           for (int64_t e = 0; e < 16; e++)
             for (int64_t k = 0; k < outputs; k += kTogether)
-              multiply({products + (e * kOutputs + k) * kRow, kRow}, {filters + (e * K + k0 + k) * terms, kTogether},
+              multiply({products + (e * kOutputs + k) * kRow, kRow},
+                       {filters + (e * K + k0 + k) * terms, kTogether},
                        {tiles + e * stride + (d - first_plane) * C * kRow, kRow}, kChunk, terms);
           for (int64_t k = 0; k < outputs; k++) {
             transform_output(rows, products + k * kRow, kOutputs * kRow);
             const int64_t plane = (n * K + k0 + k) * sizes.planes() + d;
             for (const Run& run : runs)
               for (int64_t i = 0; i < std::min<int64_t>(2, sizes.height() - 2 * run.row); i++)
-                sink(k0 + k, (plane * sizes.height() + 2 * run.row + i) * sizes.width() + 2 * run.column, rows[i] + 2 * run.at,
-                     std::min(2 * run.count, sizes.width() - 2 * run.column));
+                sink(k0 + k, (plane * sizes.height() + 2 * run.row + i) * sizes.width() + 2 * run.column,
+                     rows[i] + 2 * run.at, std::min(2 * run.count, sizes.width() - 2 * run.column));
           }
         }
     }
@@ -193,9 +219,10 @@ inline void convolve(value_t* v, const value_t* x, const value_t* weight, const 
   });
 }
 
-// ---------------------------------------------------------------------------------------------- vectors of channels out
+// ----------------------------------------------------------------------------------- vectors of channels out
 
-// In 2-D, some rows of one sample's results at a time, in the cache of the thread that owns this. kOutputs divides K.
+// In 2-D, some rows of one sample's results at a time, in the cache of the thread that owns this. kOutputs
+// divides K.
 class Rows {
  public:
   // filters as `transformed` makes them, in blocks of kOutputs.
@@ -221,13 +248,15 @@ class Rows {
                      {filters_ + (e * sizes_.K + k0) * C, kOutputs}, kOutputs, C);
         for (const Run& run : runs)
           for (int64_t j = 0; j < run.count; j++)
-            output_tile(out + k0, products_ + (run.at + j) * kOutputs, 2 * run.row, 2 * (run.column + j), count);
+            output_tile(out + k0, products_ + (run.at + j) * kOutputs, 2 * run.row, 2 * (run.column + j),
+                        count);
       }
     }
   }
 
  private:
-  static constexpr int64_t kPlane = kChunk * kOutputs + kLanes;  // products (16, kPlane): no two elements of a tile share a cache set
+  // products (16, kPlane): no two elements of a tile share a cache set.
+  static constexpr int64_t kPlane = kChunk * kOutputs + kLanes;
 
   // Aᵀ m A of one tile for kOutputs channels, at its place in `out`, as far as that reaches.
   void output_tile(value_t* out, const accumulate_t* m, int64_t row, int64_t column, int64_t height) const {
@@ -237,7 +266,9 @@ class Rows {
     for (int64_t k = 0; k < kOutputs; k += kLanes) {
       Lanes top[4], bottom[4];
       for (int64_t j = 0; j < 4; j++) {
-        const auto element = [&](int64_t i) { return *reinterpret_cast<const Lanes*>(m + (4 * i + j) * kPlane + k); };
+        const auto element = [&](int64_t i) {
+          return *reinterpret_cast<const Lanes*>(m + (4 * i + j) * kPlane + k);
+        };
         const Lanes a = element(0), b = element(1), c = element(2), d = element(3);
         top[j] = a + b + c, bottom[j] = b - c - d;
       }

@@ -56,7 +56,8 @@ class Toy:
 
 
 def small(name: str, forward=None) -> Toy:
-    """The problem `name` at a small size; its ModelNew computes `forward(self, x, reference)`, or what eager does."""
+    """The problem `name` at a small size; its ModelNew computes `forward(self, x, reference)`, or what eager
+    does."""
     problem = models.PROBLEMS[name]
     return toy(name, problem.Model, *SIZES[name], forward, problem.cases, problem.timed_cases)
 
@@ -102,7 +103,8 @@ class _Off(torch.autograd.Function):
         return g * context.factor, None
 
 
-# Mutants: forward(self, x, right), where right(x) is the right result. `vars(self)` is what a module keeps between calls.
+# Mutants: forward(self, x, right), where right(x) is the right result. `vars(self)` is what a module keeps
+# between calls.
 
 
 def keeps_first_result(self, x, right):
@@ -441,11 +443,12 @@ def test_zero_norms_follow_the_rule():
     assert checks.Error("", "", math.nan, 0.0, 1.0, 1.0, 1.0, 1.0).share == math.inf
 
 
-# ---------------------------------------------------------------------------------------------------------- luck and draws
+# --------------------------------------------------------------------------------------------- luck and draws
 
 
 def reordered(self, x, right):
-    """Eager, its sums in another order: input channels backwards through another convolution, normalised upside down."""
+    """Eager, its sums in another order: input channels backwards through another convolution, normalised
+    upside down."""
     conv, flip = self.conv, lambda t: t.flip(-1, -2)
     function = nn.functional.conv2d if conv.weight.dim() == 4 else nn.functional.conv3d
 
@@ -501,7 +504,8 @@ def test_what_does_not_cancel_is_judged_as_ever(name):
 
 
 def test_what_cancels_is_judged_by_what_was_summed():
-    """The gradient of a bias in front of a normalisation is zero: what is left is as large as rounding makes it, here or there."""
+    """The gradient of a bias in front of a normalisation is zero: what is left is as large as rounding makes
+    it, here or there."""
     contest = compare.contest_of(small(INSTANCE_NORM))
     model, inputs = contest.drawn(1)
     plain, cancelling = (
@@ -530,7 +534,8 @@ def test_a_draw_may_be_lucky_for_eager_but_not_all():
 
 
 def test_draws_count_alike():
-    """The worst conditioned draw, a thousand times the others, does not decide alone; a draw twice as bad as allowed everywhere fails."""
+    """The worst conditioned draw, a thousand times the others, does not decide alone; a draw twice as bad as
+    allowed everywhere fails."""
     scales, luck = [1000.0] + [1.0] * 15, [1.6] + [0.7] * 15
     made = [checks.Error("", "", s * e, s * e, s / 2, s / 2, s, s) for s, e in zip(scales, luck)]
     plain, alike = checks.mean_of(made), checks.mean_of(made, alike=True)
@@ -539,7 +544,7 @@ def test_draws_count_alike():
     assert checks.mean_of(worse, alike=True).share == pytest.approx(1.05)
 
 
-# ---------------------------------------------------------------------------------------------------------- close calls
+# ------------------------------------------------------------------------------------------------ close calls
 
 
 def marked(function, x, near=1e-3):
@@ -617,7 +622,7 @@ def test_marks_travel_with_what_sends_a_gradient_back():
     assert marked(lambda x: nn.functional.instance_norm(torch.relu(x)), x) == [[[False] * 8]], "all, so none"
 
 
-# ---------------------------------------------------------------------------------------------------------- other problems
+# --------------------------------------------------------------------------------------------- other problems
 
 
 class ConvReluHardswish(nn.Module):

@@ -1,4 +1,5 @@
-"""The comparison: what of ours fails its check gets no time, a peer that misses the rule is shown as such, any pair can be compared.
+"""The comparison: what of ours fails its check gets no time, a peer that misses the rule is shown as such,
+any pair can be compared.
 
 Sizes are small; times are never asserted. What the checks find is tested in test_checks.py.
 """
@@ -15,6 +16,7 @@ from torch import nn
 import checks
 import compare
 import models
+from benchmarks import peers
 from test_checks import DROPOUT, MIN_ADD, POOL, small
 
 ROW = (
@@ -48,6 +50,12 @@ def test_a_peer_that_cannot_run_is_a_row(monkeypatch):
         and peer["reason"] == "raised RuntimeError: no compiler"
         and peer["median_ms"] is None
     )
+
+
+def test_a_peer_says_why_it_is_not_there():
+    options = dict(device="cpu", variants=["cudnn"], peers=peers.PEERS[MIN_ADD], seed=1)
+    (row,) = compare.compare(small(MIN_ADD), **options)
+    assert row["ok"] is None and row["reason"] == "raised RuntimeError: cuDNN needs a GPU"
 
 
 class Rounded(nn.Module):
@@ -87,7 +95,8 @@ def test_a_less_exact_peer_is_shown_with_its_time_and_its_error():
 
 
 def test_a_constant_output_proves_nothing_of_a_peer():
-    """On the default output, one value whatever the operands are, a peer passes that rounds them; the gradients of ties tell."""
+    """On the default output, one value whatever the operands are, a peer passes that rounds them; the
+    gradients of ties tell."""
     contest = compare.contest_of(small(DROPOUT), peers={"rounded": Rounded})
     check = compare.check(contest, "rounded", phase="forward", seed=1)
     assert not check.ok and all("ties, training" in text and "gradient" in text for text in check.failures), (
@@ -114,7 +123,7 @@ def test_a_peer_is_judged_on_the_mean_of_draws():
 def test_peers_lie_in_memory_as_they_are_said_to():
     model = models.PROBLEMS[MIN_ADD].Model(4, 8, 3, 0.5, (8, 1, 1), 2.0)
     peer = compare.Peer(lambda model: model, channels_last=True).contestant(model)
-    call = compare.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train")
+    call = compare.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train", torch.rand(2, 8, 7, 7))
     tensors = call.inputs[0], call.g, peer.module.conv.weight
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     assert model.conv.weight.is_contiguous() and not any(t.is_contiguous() for t in tensors)
@@ -143,7 +152,7 @@ def test_special_cases_are_timed_where_there_is_a_backward():
     assert "train (all ties)" in compare.table(rows)
 
 
-# ----------------------------------------------------------------------------------------------------------- any pair
+# --------------------------------------------------------------------------------------------------- any pair
 
 
 class Gate(nn.Module):
@@ -255,11 +264,12 @@ def test_imports_no_model_and_no_problem(name):
     assert text.count("import models") == (name == "compare")
 
 
-# ------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------------------- command
 
 
 def test_command(tmp_path, monkeypatch, capsys):
-    """The command writes a record that is valid JSON with every promised field, plots, and says by its status what failed."""
+    """The command writes a record that is valid JSON with every promised field, plots, and says by its status
+    what failed."""
     problems = {MIN_ADD: small(MIN_ADD), DROPOUT: small(DROPOUT)}
     monkeypatch.setattr(compare, "variants_of", lambda problem, device, peers: ("eager", "epilogue"))
     monkeypatch.setattr(compare, "registry", lambda: problems)

@@ -1,4 +1,5 @@
-"""Honesty, tried on its own: what it leaves behind, what only a GPU shows. The mutants that it must find are in test_checks.py."""
+"""Honesty, tried on its own: what it leaves behind, what only a GPU shows. The mutants that it must find are
+in test_checks.py."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_unwritten_shared_memory_is_found():
 
 
 def test_honesty_sends_no_gradient_to_close_calls():
-    """Rounding decides there whether 83 passes one on at all: eager's may be the only one that is not zero, or ours."""
+    """Rounding decides there whether 83 passes one on at all: eager's may be the only one that is not zero,
+    or ours."""
     arguments, shape = SIZES[DROPOUT]
     model, x = models.PROBLEMS[DROPOUT].Model(*arguments).eval(), torch.rand(shape)
     with torch.no_grad():

@@ -1,8 +1,9 @@
-"""Every CUDA source compiles for the oldest, a middle and the newest architecture, without a GPU and without torch.
+"""Every CUDA source compiles for the oldest, a middle and the newest architecture, without a GPU and without
+torch.
 
-Only ptxas says whether registers and shared memory suffice, so machine code is made for each. Skipped where there is no nvcc.
-Fused kernels take what tiling.py plans, and what it assumes of them is what ptxas finds. And what nvcc is known to compile wrongly
-does not occur.
+Only ptxas says whether registers and shared memory suffice, so machine code is made for each. Skipped where
+there is no nvcc. Fused kernels take what tiling.py plans, and what it assumes of them is what ptxas finds.
+And what nvcc is known to compile wrongly does not occur.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def nvcc(source: Path, architecture: str, defines: list[str], out: Path) -> subp
 
 
 def compile(job: tuple[Path, str, str], folder: Path) -> str:
-    """The compiler's complaints about a source for an architecture and a definition; empty if there are none."""
+    """The compiler's complaints about a source for an architecture and a definition; empty if there are
+    none."""
     source, architecture, define = job
     done = nvcc(source, architecture, [define], folder / f"{source.stem}_{architecture}_{define}.cubin")
     return (
@@ -56,7 +58,8 @@ def test_there_is_something_to_compile():
 
 @pytest.mark.parametrize("source", sorted(KERNELS.glob("*.cu*")), ids=lambda path: path.name)
 def test_no_loop_stands_bare_behind_if_constexpr(source):
-    """nvcc 13.0 drops a loop that follows with `#pragma unroll`, if the condition is false, in a template; not where braces are."""
+    """nvcc 13.0 drops a loop that follows with `#pragma unroll`, if the condition is false, in a template;
+    not where braces are."""
     bare = re.compile(r"\bif constexpr \([^;{}]*\)[^;{}]*\n(?:\s*#pragma[^\n]*\n)?\s*(?:for|while)\b[^\n]*")
     assert not bare.findall(source.read_text())
 
@@ -64,7 +67,8 @@ def test_no_loop_stands_bare_behind_if_constexpr(source):
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_compiles_for_every_architecture(source, tmp_path):
-    """float for all architectures, the other element types for one; the fused kernels in all their types, and by wgmma."""
+    """float for all architectures, the other element types for one; the fused kernels in all their types, and
+    by wgmma."""
     if source.stem.endswith("_fused"):
         jobs = [
             (source, architecture, define) for architecture in FUSED_ARCHITECTURES for define in TYPES[:3]
@@ -112,7 +116,8 @@ SLACK = 640  # of those bytes: some arrays depend on the kernel size
 
 
 def built(kernel: tuple[str, str, int], value: str, defines: dict[str, int], folder: Path) -> list[Entry]:
-    """What ptxas reports for each architecture. The kernel has the static shared memory that is planned for."""
+    """What ptxas reports for each architecture. The kernel has the static shared memory that is planned
+    for."""
     source, name, static_shared = kernel
     own = [f"VALUE_T={value}", *(f"{key}={number}" for key, number in defines.items())]
 
@@ -134,7 +139,8 @@ def built(kernel: tuple[str, str, int], value: str, defines: dict[str, int], fol
     [  # shape: channels out and in, kernel size
         ("float", (16, 3, 3, 3, 3), 0),
         ("half_t", (16, 3, 3, 3, 3), 0),
-        # Nearly as many registers of weights as are planned for: a thread may spill some bytes outside its innermost loop.
+        # Nearly as many registers of weights as are planned for: a thread may spill some bytes outside its
+        # innermost loop.
         ("float", (32, 1, 3, 5, 5), 256),
         ("float", (960, 2, 3, 4, 5), 256),
         ("float", (48, 3, 1, 6, 6), 256),

@@ -103,7 +103,8 @@ def test_older_records_are_read(row):
 
 
 def test_summary(tmp_path, row):
-    """Each log's last line; of the newest record of a GPU who counts and what failed; and a log or record that is missing."""
+    """Each log's last line; of the newest record of a GPU who counts and what failed; and a log or record
+    that is missing."""
     one = rows_of(row, ["compile_cl"], eager=8.0, compile=4.0, compile_cl=3.0, epilogue=3.0, fused=2.0)
     one.append({**row, "phase": "train", "median_ms": 99.0})
     other = rows_of(row, ["fused"], eager=9.0, epilogue=6.0, fused=None)

@@ -1,8 +1,10 @@
-// CUDA's blocks on a CPU, one after the other, for tests without a GPU. Those of a cooperative launch run from one meeting to the next.
+// CUDA's blocks on a CPU, one after the other, for tests without a GPU. Those of a cooperative launch run
+// from one meeting to the next.
 //
-// A thread is a fiber, which runs until it has to wait: at a barrier, a shuffle, a product. Warps take turns at random, so that some run
-// far ahead. Shared memory is NaN at the start. What no order of turns gets out of its waiting is a deadlock; `failure` says so.
-// An order that a GPU would take and this does not is not tried: a test that passes here proves no absence of races.
+// A thread is a fiber, which runs until it has to wait: at a barrier, a shuffle, a product. Warps take turns
+// at random, so that some run far ahead. Shared memory is NaN at the start. What no order of turns gets out
+// of its waiting is a deadlock; `failure` says so. An order that a GPU would take and this does not is not
+// tried: a test that passes here proves no absence of races.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -39,7 +41,9 @@ namespace emulation {
 
 constexpr int kSharedBytes = 227 << 10, kStackBytes = 256 << 10, kMostThreads = 1024, kPatience = 100000;
 
-struct Index { unsigned x = 0, y = 0, z = 0; };
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
 
 }  // namespace emulation
 
@@ -69,8 +73,8 @@ struct Barrier {
   long generation = 0;
 };
 
-// A block's threads, and its shared memory while another block runs: the dynamic part, and the static variables by their address, of
-// which a thread has come to the declaration.
+// A block's threads, and its shared memory while another block runs: the dynamic part, and the static
+// variables by their address, of which a thread has come to the declaration.
 struct Block {
   Index index;
   std::vector<Fiber> fibers;
@@ -86,9 +90,9 @@ jmp_buf scheduler;
 std::function<void()> kernel;
 std::mt19937 random_order(1);
 Block* block;
-int current;      // thread
-long events;      // anything that may end a wait
-long meetings;    // of all blocks
+int current;    // thread
+long events;    // anything that may end a wait
+long meetings;  // of all blocks
 int multiprocessors = 1;
 const char* failure = nullptr;
 
@@ -140,7 +144,8 @@ inline void begin(Block& block, Index index) {
   std::unique_ptr<char[]> stacks = std::move(block.stacks);
   block = Block();
   block.index = index, block.left = thread_count(), block.fibers = std::vector<Fiber>(block.left);
-  block.stacks = stacks ? std::move(stacks) : std::unique_ptr<char[]>(new char[size_t(kStackBytes) * block.left]);
+  block.stacks =
+      stacks ? std::move(stacks) : std::unique_ptr<char[]>(new char[size_t(kStackBytes) * block.left]);
   for (unsigned i = 0; i < block.left; i++) {
     Fiber& fiber = block.fibers[i];
     getcontext(&fiber.context);
@@ -194,18 +199,23 @@ inline void run_together(std::vector<Block>& blocks) {
       left += each->left, waiting += each->waiting, each->waiting = 0;
     }
     if (!left) return;
-    if (!failure && waiting < int(blocks.size()) * thread_count()) failure = "some threads wait for others that have ended";
+    if (!failure && waiting < int(blocks.size()) * thread_count())
+      failure = "some threads wait for others that have ended";
     meetings++;
   }
 }
 
-inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> of_thread, bool together = false) {
+inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> of_thread,
+                   bool together = false) {
   if (failure) return;
   kernel = of_thread;
   gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
   const unsigned count = blocks.x * blocks.y * blocks.z;
-  if (count == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 || (together && count > multiprocessors)) {
-    failure = "a launch that is not possible here: no blocks, too many together, too much shared memory, too many threads, or a part of a warp";
+  if (count == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 ||
+      (together && count > multiprocessors)) {
+    failure =
+        "a launch that is not possible here: no blocks, too many together, too much shared memory, "
+        "too many threads, or a part of a warp";
     return;
   }
   std::vector<Block> all(together ? count : 1);
@@ -235,7 +245,7 @@ template <class T, class Merge> T reduce(T value, Merge merge) {
 
 }  // namespace emulation
 
-// ------------------------------------------------------------------------------------------------------- CUDA C++'s own words
+// -------------------------------------------------------------------------------------- CUDA C++'s own words
 
 using std::isinf;
 using std::isnan;
@@ -254,12 +264,19 @@ inline bool __syncthreads_or(bool value) {
 }
 inline void __syncwarp(unsigned = ~0u) { meet(emulation::block->warp_barriers[emulation::warp()], 32); }
 template <class T> T __shfl_sync(unsigned, T value, int from) { return emulation::exchange(value, from); }
-template <class T> T __shfl_xor_sync(unsigned, T value, int mask) { return emulation::exchange(value, emulation::lane() ^ mask); }
-template <class T> T __shfl_down_sync(unsigned, T value, int offset) {
-  return emulation::exchange(value, emulation::lane() + offset < 32 ? emulation::lane() + offset : emulation::lane());
+template <class T> T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulation::exchange(value, emulation::lane() ^ mask);
 }
-inline bool __any_sync(unsigned, bool value) { return emulation::reduce(int(value), [](int a, int b) { return a | b; }); }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) { return emulation::reduce(value, [](unsigned a, unsigned b) { return max(a, b); }); }
+template <class T> T __shfl_down_sync(unsigned, T value, int offset) {
+  return emulation::exchange(
+      value, emulation::lane() + offset < 32 ? emulation::lane() + offset : emulation::lane());
+}
+inline bool __any_sync(unsigned, bool value) {
+  return emulation::reduce(int(value), [](int a, int b) { return a | b; });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return emulation::reduce(value, [](unsigned a, unsigned b) { return max(a, b); });
+}
 inline void __threadfence() {}
 template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }
@@ -275,7 +292,7 @@ inline float __uint_as_float(unsigned bits) { return emulated_bits<float>(bits);
 inline int __float_as_int(float value) { return emulated_bits<int>(value); }
 inline unsigned __float_as_uint(float value) { return emulated_bits<unsigned>(value); }
 
-// --------------------------------------------------------------------------------------------------------- the host's calls
+// ------------------------------------------------------------------------------------------ the host's calls
 
 inline cudaError_t emulated_get_device(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute, int) {
@@ -289,7 +306,8 @@ template <class... Arguments> cudaError_t emulated_nothing(Arguments...) { retur
 template <class Kernel, class... Arguments>
 cudaError_t emulated_launch(const cudaLaunchConfig_t* config, Kernel run, Arguments... arguments) {
   const bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
-  emulation::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { run(arguments...); }, together);
+  emulation::launch(
+      config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { run(arguments...); }, together);
   return cudaSuccess;
 }
 #define cudaGetDevice emulated_get_device

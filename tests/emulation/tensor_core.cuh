@@ -9,8 +9,12 @@
 namespace tensor_core {
 
 // An address in shared memory counts from the start of the dynamic part.
-inline uint32_t shared_address(const void* at) { return uint32_t(static_cast<const char*>(at) - reinterpret_cast<char*>(emulation::dynamic_shared)); }
-inline char* shared_pointer(uint32_t address) { return reinterpret_cast<char*>(emulation::dynamic_shared) + int32_t(address); }
+inline uint32_t shared_address(const void* at) {
+  return uint32_t(static_cast<const char*>(at) - reinterpret_cast<char*>(emulation::dynamic_shared));
+}
+inline char* shared_pointer(uint32_t address) {
+  return reinterpret_cast<char*>(emulation::dynamic_shared) + int32_t(address);
+}
 
 template <int kCount> void load_shared(uint32_t* to, uint32_t address) {
   const bool valid = address % (4 * kCount) == 0 && address < emulation::kSharedBytes;
@@ -25,11 +29,15 @@ inline void copy_later(void* to, const void* from, int bytes) {
   emulation::self().copies.push_back({to, from, bytes, emulation::self().copy_groups});
 }
 template <int kBytes> void copy_async(void* to, const void* from) { copy_later(to, from, kBytes); }
-inline void copy_async_or_zero(void* to, const void* from, bool real) { copy_later(to, real ? from : nullptr, 16); }
+inline void copy_async_or_zero(void* to, const void* from, bool real) {
+  copy_later(to, real ? from : nullptr, 16);
+}
 inline void commit_copies() { emulation::self().copy_groups++; }
 template <int kPending> void await_copies() {
   auto& copies = emulation::self().copies;
-  const auto arrives = [](const emulation::Copy& copy) { return copy.group < emulation::self().copy_groups - kPending; };
+  const auto arrives = [](const emulation::Copy& copy) {
+    return copy.group < emulation::self().copy_groups - kPending;
+  };
   for (const emulation::Copy& copy : copies)
     if (arrives(copy)) copy.from ? memcpy(copy.to, copy.from, copy.bytes) : memset(copy.to, 0, copy.bytes);
   copies.erase(std::remove_if(copies.begin(), copies.end(), arrives), copies.end());
@@ -43,7 +51,7 @@ inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------- products
+// -------------------------------------------------------------------------------------------------- products
 
 template <class Operand> float half_of(uint32_t word, int i) {
   const uint16_t bits = uint16_t(word >> 16 * i);
@@ -61,14 +69,16 @@ template <class Operand> void product(float (&d)[4], const uint32_t* a, const ui
     const int row = g + i / 2 * 8, column = 2 * t + i % 2;
     double sum = d[i];
     for (int k = 0; k < depth; k++) {
-      const uint32_t of_a = of_warp[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], of_b = of_warp[column * 4 + k % 8 / 2][4 + k / 8];
+      const uint32_t of_a = of_warp[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
+      const uint32_t of_b = of_warp[column * 4 + k % 8 / 2][4 + k / 8];
       sum += double(half_of<Operand>(of_a, k % 2)) * half_of<Operand>(of_b, k % 2);
     }
     d[i] = float(sum);
   }
   __syncwarp();
 }
-template <class Operand = half_t> void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <class Operand = half_t>
+void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t b[] = {b0, b1};
   product<Operand>(d, a, b, 16);
 }
@@ -79,7 +89,7 @@ template <class Operand = half_t> void multiply_add(float (&d)[4], uint32_t a0, 
 
 inline int thread_index_anew() { return threadIdx.x; }
 
-// ---------------------------------------------------------------------------------------------------------------- barriers
+// -------------------------------------------------------------------------------------------------- barriers
 
 // What lies in the barrier's memory.
 struct Phases {
@@ -92,7 +102,9 @@ inline void advance(Phases& phases) {
   emulation::events++;
   if (phases.missing == 0 && phases.bytes == 0) phases.missing = phases.count, phases.parity ^= 1;
 }
-inline void initialize(uint64_t* barrier, int arrivals) { phases_of(barrier) = {unsigned(arrivals), unsigned(arrivals), 0, 0}; }
+inline void initialize(uint64_t* barrier, int arrivals) {
+  phases_of(barrier) = {unsigned(arrivals), unsigned(arrivals), 0, 0};
+}
 inline void arrive(uint64_t* barrier) {
   Phases& phases = phases_of(barrier);
   if (phases.missing-- == 0) emulation::failure = "an arrival too many";
@@ -101,8 +113,12 @@ inline void arrive(uint64_t* barrier) {
 inline void await(uint64_t* barrier, uint32_t parity) {
   while (phases_of(barrier).parity == parity) emulation::yield();
 }
-template <int kCount> void sync_threads(int barrier) { meet(emulation::block->named_barriers[barrier], kCount); }
-template <int kCount> void signal_threads(int barrier) { arrive(emulation::block->named_barriers[barrier], kCount); }
+template <int kCount> void sync_threads(int barrier) {
+  meet(emulation::block->named_barriers[barrier], kCount);
+}
+template <int kCount> void signal_threads(int barrier) {
+  arrive(emulation::block->named_barriers[barrier], kCount);
+}
 
 inline void publish_barriers() {}
 inline void arrive(uint64_t* barrier, int bytes) {
@@ -111,7 +127,8 @@ inline void arrive(uint64_t* barrier, int bytes) {
 }
 // Takes its time: until then there is NaN.
 inline void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier) {
-  if (bytes % 16 || uintptr_t(shared) % 16 || uintptr_t(global) % 16) emulation::failure = "a bulk copy that is not aligned";
+  if (bytes % 16 || uintptr_t(shared) % 16 || uintptr_t(global) % 16)
+    emulation::failure = "a bulk copy that is not aligned";
   memset(shared, 0xff, bytes);
   for (int turns = emulation::random_order() % 4; turns; turns--) emulation::events++, emulation::yield();
   memcpy(shared, global, bytes);
@@ -120,7 +137,7 @@ inline void copy_bulk(void* shared, const void* global, int bytes, uint64_t* bar
 }
 inline void await_previous_kernel() {}
 
-// --------------------------------------------------------------------------------------------------------- floating point
+// -------------------------------------------------------------------------------------------- floating point
 
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : min(a, b); }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
