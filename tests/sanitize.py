@@ -76,11 +76,11 @@ class Call(NamedTuple):
     autocast: bool = False
 
 
-# 85's rows past one tile of its fused kernel, which has 128 columns of the convolution and of what its filter sees beside them.
-TWO_TILES = (numerics.FUSED[numerics.POOL][0], (2, 5, 7, 140))
+# The pool problem's rows past one tile of its fused kernel, which has 128 columns of the convolution and of what its filter sees beside them.
+TWO_TILES = numerics.size_of(numerics.POOL, "fused")._replace(shape=(2, 5, 7, 140))
 
 # What only one device has: on a CPU in float32; fused in all DTYPES, and without gradients, because of so much the library's take minutes.
-ONLY_CPU = numerics.WINOGRAD
+ONLY_CPU = {name: known.winograd for name, known in numerics.KNOWN.items() if known.winograd}
 ONLY_FUSED = {
     numerics.INSTANCE_NORM: numerics.HELD,
     numerics.MIN_ADD: numerics.WGMMA,
@@ -91,7 +91,7 @@ DTYPES = (torch.float32, torch.float16)  # that every variant must have run in
 
 def calls(device: str, name: str, variant: str) -> Iterator[Call]:
     """All that a variant is run on. Rows are odd and even, because vectors may fit into one and not into the other."""
-    arguments, shape = numerics.sizes_for(variant)[name]
+    arguments, shape, _ = numerics.size_of(name, variant)
     for dtype in DTYPES:
         odd, even = both_rows(arguments, shape, dtype)
         yield from (odd._replace(gradients="all"), even, even._replace(lay_out=one_element_on))
@@ -99,10 +99,10 @@ def calls(device: str, name: str, variant: str) -> Iterator[Call]:
     yield Call(arguments, shape, lay_out=channels_last)
     yield Call(arguments, shape, autocast=True)
     if device == "cpu" and name in ONLY_CPU:
-        yield from both_rows(*ONLY_CPU[name], torch.float32, "ours")
+        yield from both_rows(*ONLY_CPU[name][:2], torch.float32, "ours")
     if variant == "fused" and name in ONLY_FUSED:
         for dtype in DTYPES:
-            yield from both_rows(*ONLY_FUSED[name], dtype, "none")
+            yield from both_rows(*ONLY_FUSED[name][:2], dtype, "none")
 
 
 def both_rows(arguments: tuple, shape: tuple, *options) -> Iterator[Call]:
@@ -120,7 +120,7 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
 
 
 def tie(model: torch.nn.Module) -> None:
-    """Whole channels of 83 at min_value, where alone it has gradients: in the first group, but for its first channel, because the
+    """Whole channels of the dropout problem at min_value, where alone it has gradients: in the first group, but for its first channel, because the
     convolution is zero; and the next group's first because its slope is zero."""
     channels = model.norm.num_channels // model.norm.num_groups
     with torch.no_grad():
@@ -129,7 +129,7 @@ def tie(model: torch.nn.Module) -> None:
 
 
 def run_call(device: str, name: str, variant: str, call: Call) -> None:
-    """Forward on random parameters, which folded can shorten, then with gradients, of which some must not be zero."""
+    """Forward on random parameters, then with gradients, of which some must not be zero."""
     options = dict(device=device, dtype=call.dtype)
     model, x = (
         numerics.build(name, call.arguments, **options),
