@@ -377,7 +377,9 @@ def test_mutants_fail(name, phase, forward, complaint):
 
 
 @pytest.mark.parametrize("dtype, channels", [(torch.float32, 4), (torch.float16, 64)], ids=str)
-@pytest.mark.parametrize("name", [MIN_ADD, INSTANCE_NORM, POOL])  # 83's result does not depend on them
+@pytest.mark.parametrize(
+    "name", [MIN_ADD, INSTANCE_NORM, POOL]
+)  # the dropout problem's result does not depend on them
 def test_sums_in_half_are_found(name, dtype, channels):
     """In float16 only where they are long: a few roundings are within 4 units in the last place."""
     problem = small(name, sums_in_half)

@@ -289,7 +289,7 @@ def test_parameter_on_another_device(name, variant):
     new = numerics.twin_of(model, variant, x)
     for device, (key, parameter) in itertools.product(_devices(), model.named_parameters()):
         places = "a CUDA tensor, got one on the CPU|a tensor on cuda:. like the others, got one on cuda:."
-        message = f"expected ({places}|\\w+ on cuda:0, where x is, got it on {device})"
+        message = f"expected ({places})"
         kept = parameter.data
         parameter.data = kept.to(device)
         if key == "conv.weight":

@@ -1,7 +1,7 @@
 """The CUDA kernels without a GPU: their sources, run by tests/emulation on the CPU, against float64.
 
 Operators are told that CPU tensors are on a GPU, with a device that is made up, and do all that they do there; the library's
-convolutions are the CPU's. Small problems alone: a product of tensor cores takes microseconds. wgmma is not emulated, so 31's fused
+convolutions are the CPU's. Small problems alone: a product of tensor cores takes microseconds. wgmma is not emulated, so min-add's fused
 kernel runs by mma.sync.
 """
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
 every_name = pytest.mark.parametrize("name", [MIN_ADD, INSTANCE_NORM, DROPOUT, POOL])
 every_convolution_in_3d = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])
 
-# 83's result is known beforehand. Instead of it, its fused kernel may show the normalised value.
+# The dropout problem's result is known beforehand. Instead of it, its fused kernel may show the normalised value.
 FAITHFUL, SHOWN = (
     "const float value = min_nan(max_nan(min_nan(z, low), low), high);",
     "const float value = z;",
@@ -170,7 +170,7 @@ def gpu(remembers_nothing, monkeypatch, folder):
 
 @pytest.fixture
 def emulated(gpu):
-    """emulated(name, model, x, …): what the fused kernels give, and for 83 the normalised value."""
+    """emulated(name, model, x, …): what the fused kernels give, and for the dropout problem the normalised value."""
 
     def run(name, model, x, **device):
         gpu(**{"replaced": (FAITHFUL, SHOWN) if name == DROPOUT else (), **device})
@@ -198,7 +198,7 @@ def assert_rule(name, model, x, ours):
 
 
 def small(name, variant="fused", **options):
-    """As numerics.small, but for 85's fused kernel, which takes longest."""
+    """As numerics.small, but for the pool's fused kernel, which takes longest."""
     if name != POOL or variant != "fused":
         return numerics.small(name, variant, **options)
     arguments, shape = (5, 16, 3, 4, (16, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 9, 13)
@@ -495,7 +495,7 @@ def test_instance_norm_keeps_values_that_are_hardly_any(magnitude, emulated):
 @pytest.mark.parametrize("name, factor", [(INSTANCE_NORM, 1e8), (DROPOUT, 1e8), (MIN_ADD, 1e3), (POOL, 1e3)])
 @pytest.mark.parametrize("up", [True, False])
 def test_weights_that_make_up_for_magnitudes(name, factor, up, emulated):
-    """A channel that is so many times larger or smaller than the others, and counts for as much. 31 and 85 scale all channels alike."""
+    """A channel that is so many times larger or smaller than the others, and counts for as much. Min-add and pool scale all channels alike."""
     model, x = small(name)
     factor = factor if up else 1 / factor
     x[:, 1] *= factor

@@ -79,7 +79,7 @@ def test_unwritten_shared_memory_is_found():
 
 
 def test_honesty_sends_no_gradient_to_close_calls():
-    """Rounding decides there whether 83 passes one on at all: eager's may be the only one that is not zero,
+    """Rounding decides there whether the dropout problem passes one on at all: eager's may be the only one that is not zero,
     or ours."""
     arguments, shape = SIZES[DROPOUT]
     model, x = models.PROBLEMS[DROPOUT].Model(*arguments).eval(), torch.rand(shape)

@@ -475,7 +475,7 @@ def test_requires_grad_is_toggled(name):
 def test_dtype_and_autocast_are_toggled(name):
     """Of one module, back and forth."""
     model, twin, x = pair(name)
-    for convert in (nn.Module.half, nn.Module.float, nn.Module.half, nn.Module.float):
+    for convert in (nn.Module.double, nn.Module.float, nn.Module.half, nn.Module.float):
         convert(model), convert(twin)
         dtype = model.conv.weight.dtype
         theirs, ours = model(x.to(dtype)), twin(x.to(dtype))
