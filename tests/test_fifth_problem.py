@@ -28,7 +28,7 @@ from test_export import run as run_alone
 HERE = Path(__file__).resolve().parent
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 # Tests of models and operators that go by names; but its only parameters are the convolution's, so nothing is left to train beside them.
-BY_NAME = ("test_models.py", "test_operators.py", "test_semantics.py")
+BY_NAME = ("test_models.py", "test_operators.py", "test_semantics.py", "test_ecosystem.py")
 SELECTED = f"{NAME} and not frozen_parts"
 
 
