@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -45,11 +46,6 @@ def index_type(count: int) -> tuple[str, torch.dtype]:
 def rounded(value: float, dtype: torch.dtype) -> float:
     """A bound as eager compares with it: a tensor of the dtype at hand."""
     return torch.tensor(value, dtype=dtype, device="cpu").item()
-
-
-def no_statistics(x: Tensor) -> Tensor | None:
-    """In the place of statistics that nobody keeps: a tensor without elements, where the kernels need no room for them."""
-    return x.new_empty(0, dtype=accumulate_dtype(x.dtype)) if library.device_type(x) == "cpu" else None
 
 
 def group_norm_raises(x: Tensor, weight: Tensor, norm: torch.nn.GroupNorm, size: list[int]) -> bool:
@@ -97,7 +93,72 @@ def as_parameters(gradients: list[Tensor], *parameters: Tensor) -> list[Tensor]:
     return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(gradients, parameters)]
 
 
-# ----------------------------------------------------------------------------------------------------------------- fused
+# ------------------------------------------------------------------------------------------------------- plans, operators
+
+Output = tuple  # (shape, dtype), and for a result the memory format that eager's has; a shape of 0: nobody keeps it
+
+
+class Plan(SimpleNamespace):
+    """How an operator runs for arguments of one kind: its `kernels`, what it allocates, and whatever a problem adds.
+
+    a: a problem's Arguments: x, weight, the parameters by channel, whose names are `parameters`, …. outputs: what forward writes.
+    """
+
+    def __init__(
+        self, name: str, a: tuple, parameters: tuple[str, ...], outputs: list[Output], defines=None, **own
+    ):
+        (_, dtype, *y_format), self._last = outputs[0], 2 + len(parameters)
+        self._names, self._ready = parameters, are_ready(*a[: self._last])
+        self.kernels, self.device = load(name, a.x, dtype, **defines or {}), a.x.device
+        self.y_format = y_format[0] if y_format else torch.contiguous_format
+        self._outputs = [
+            (shape, dtype) if shape else a.x.new_empty(0, dtype=dtype) for shape, dtype, *_ in outputs
+        ]
+        super().__init__(**own)
+
+    def outputs(self) -> list[Tensor]:
+        """What forward writes, contiguous."""
+        device = self.device
+        return [
+            each if type(each) is Tensor else torch.empty(each[0], dtype=each[1], device=device)
+            for each in self._outputs
+        ]
+
+    def parameters(self, a: tuple) -> tuple[Tensor, ...]:
+        """The parameters by channel as the kernels read them."""
+        given = a[2 : self._last]
+        return given if self._ready else by_channel(a.x, a.weight, self._names, *given)
+
+    def gradients(self, a: tuple) -> list[Tensor]:
+        """Where the kernels write the gradients of the parameters by channel."""
+        return gradients_of(a.x, *a[2 : self._last])
+
+    def as_parameters(self, a: tuple, gradients: list[Tensor]) -> list[Tensor]:
+        return as_parameters(gradients, *a[2 : self._last])
+
+
+def statistics(a: tuple, count: int, saving: bool) -> Output:
+    """`count` statistics of each sample. On a GPU the kernels need room for them also where nobody keeps them."""
+    kept = saving or library.device_type(a.x) == "cuda"
+    return (a.x.shape[0], count) if kept else 0, accumulate_dtype(a.x.dtype)
+
+
+def declare_epilogue(
+    name: str, forward: Callable, *, outputs: Callable, backward: Callable, plan: Callable
+) -> Operator:
+    """The operator of what follows the library's convolution. outputs(a, saving): the result, and what backward needs."""
+
+    def shapes(a: tuple, *, saving: bool) -> list[Tensor]:
+        (shape, dtype, *y_format), *saved = outputs(a, True)
+        y = a.x.new_empty(shape, dtype=dtype).contiguous(
+            memory_format=(*y_format, torch.contiguous_format)[0]
+        )
+        return [y, *[a.x.new_empty(shape, dtype=dtype) for shape, dtype in saved]] if saving else [y]
+
+    def gradients(a: tuple) -> list[Tensor]:
+        return library.gradient_shapes(*[t for t in a if isinstance(t, Tensor)])
+
+    return declare(name, forward, shapes=shapes, backward=backward, gradients=gradients, plan=plan)
 
 
 def declare_fused(epilogue: Operator, forward: Callable, plan: Callable) -> Operator:

@@ -1,31 +1,24 @@
-"""How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and
-what fits nowhere.
+"""How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and what fits nowhere.
 
-One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A plan is made here alone; a
-kernel takes it by its launcher's arguments and by its build's `defines`, and asserts at compile time, in the
-words of these, all that it relies on. A layout that its plan has no room for is not launched.
+One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A plan is made here alone; a kernel takes it by its
+launcher's arguments and its build's `defines`, and asserts at compile time, in the words of these, all that it relies on.
 
-Three families of kernels are planned for:
-- volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory
-  (kernels/convolution3d.cuh): `volume_obstacle`, `plan_volume`, `volume_defines`.
-- strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory
-  (kernels/conv2d_groupnorm_scale_maxpool_clamp_fused.cu): `strips_obstacle`, `plan_strips`.
-- gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x
-  (kernels/conv2d_min_add_multiply_fused.cu): `gemm_obstacle`, `plan_gemm`.
+- volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory.
+- strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
+- gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x.
 
-An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes
-that may be symbolic, so it asks for as few of them as it can. A plan exists wherever there is no obstacle; it
-is made of ints, and kept.
+An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
+it asks for as few of them as it can. A plan exists wherever there is no obstacle; it is made of ints, and kept.
 
-Words. x (N, C_in, [D,] H, W) and weight (C_out, C_in, [kd,] kh, kw) are the convolution's; its result has the
-extents D', H', W' = D - kd + 1, …. A `pixel` is all input channels at one position; in shared memory it is
-some words of 4 bytes.
+Words. x (N, C_in, [D,] H, W) and weight (C_out, C_in, [kd,] kh, kw) are the convolution's; its result has the extents D', H', W' =
+D - kd + 1, …. A `pixel` is all input channels at one position; in shared memory it is some words of 4 bytes.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -55,21 +48,21 @@ def ceil_div(a: int, b: int) -> int:
 
 def spatial_defines(weight: Tensor) -> dict[str, int]:
     """What tells a build of any kernels the convolution's channels and kernel size."""
-    names = ("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - weight.dim() :]
-    return {
-        "CHANNELS_IN": weight.shape[1],
-        "CHANNELS_OUT": weight.shape[0],
-        **dict(zip(names, weight.shape[2:])),
-    }
+    names = ("CHANNELS_OUT", "CHANNELS_IN", *("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - len(weight.shape) :])
+    return dict(zip(names, weight.shape))
 
 
-def fused_obstacle(x: Tensor, dtype: torch.dtype) -> str | None:
-    """What any fused kernel needs, if it sees x in `dtype`."""
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return "the fused kernels are not written for this dtype"
-    if device_properties(x.device.index)[0] < (8, 0):
-        return "the fused kernels need a GPU of compute capability 8.0 or later"
-    return None
+def first_of(obstacles: Iterable[tuple[object, str]]) -> str | None:
+    """The first obstacle that is there, of pairs (is it there?, what it is); what comes after it is not looked at."""
+    return next((obstacle for is_there, obstacle in obstacles if is_there), None)
+
+
+def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, str]]:
+    """What stands in the way of any fused kernel, if it sees x in `dtype`."""
+    taken = torch.float32, torch.float16, torch.bfloat16
+    yield dtype not in taken, "the fused kernels are not written for this dtype"
+    too_old = device_properties(x.device.index).capability < (8, 0)
+    yield too_old, "the fused kernels need a GPU of compute capability 8.0 or later"
 
 
 # ---------------------------------------------------------------------------------------------------- volumes
@@ -100,31 +93,31 @@ class VolumeTiling(NamedTuple):
 
 def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int) -> str | None:
     """`static_shared`: bytes of shared memory that the kernel's own arrays may take, which it asserts."""
-    obstacle = fused_obstacle(x, dtype)
-    C, channels, *kernel = weight.shape
+    return first_of(_volume_obstacles(x, weight, dtype, static_shared))
+
+
+def _volume_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int):
+    yield from _fused_obstacles(x, dtype)
+    (C, channels, *kernel), size = weight.shape, x.shape[2:]
+    yield (
+        channels > 4 or C % 16 or C > 960,
+        "the fused kernels take up to 4 channels in, and 16, 32, … 960 out",
+    )
     pairs = (channels + 1) // 2
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
-    positions = math.prod([size - extent + 1 for size, extent in zip(x.shape[2:], kernel)])
-    if obstacle is None and (channels > 4 or C % 16 or C > 960):
-        obstacle = "the fused kernels take up to 4 channels in, and 16, 32, … 960 out"
-    if obstacle is None and registers > _WEIGHT_REGISTERS:
-        obstacle = "the filter does not fit in registers"
-    if obstacle is None and positions < 64:
-        obstacle = "the fused kernels' statistics are exact enough from 64 positions on"
-    if obstacle is None and (
-        math.prod(x.shape[3:]) >= 2**24 or x.shape[2] >= 2**15 or not volume_fits(x, weight, static_shared)
-    ):
-        obstacle = "the planes are too large for shared memory"
-    return obstacle
+    yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
+    positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
+    yield positions < 64, "the fused kernels' statistics are exact enough from 64 positions on"
+    too_large = size[1] * size[2] >= 2**24 or size[0] >= 2**15 or not volume_fits(x, weight, static_shared)
+    yield too_large, "the planes are too large for shared memory"
 
 
 def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
-    """Is there a plan, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks
-    this, so it asks for four rows first: where they fit, as they mostly do, one bound on W is its only
-    guard."""
+    """Is there a plan, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks this, so it asks for
+    four rows first: where they fit, as they mostly do, one bound on W is its only guard."""
     (_, channels, _, H, W), kernel = x.shape, weight.shape[2:]
-    room = device_properties(x.device.index)[1] - static_shared
+    room = device_properties(x.device.index).shared - static_shared
     OH, OW = H - kernel[1] + 1, W - kernel[2] + 1
     for rows in (4, 2, 1):
         whole_vectors = rows * OW % 4 == 0 or OH * OW % 4 > 0
@@ -134,12 +127,11 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 
 
 def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
-    """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4
-    wherever H'·W' is, for stores of 16 bytes."""
-    _, shared, multiprocessors, _ = device_properties(x.device.index)
-    return _plan_volume(
-        *x.shape, x.element_size(), *weight.shape[2:], vectors, shared - static_shared, multiprocessors
-    )
+    """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
+    stores of 16 bytes."""
+    device = device_properties(x.device.index)
+    sizes = tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
+    return _plan_volume(*sizes, vectors, device.shared - static_shared, device.multiprocessors)
 
 
 def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_shared: int) -> dict[str, int]:
@@ -156,13 +148,12 @@ def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_sha
 
 
 def held_values(plan: VolumeTiling, x: Tensor, weight: Tensor) -> int:
-    """How many float32 of scratch a kernel that needs its sums twice should have, so that they stay in the L2
-    cache: none where its blocks can't wait for one another, or come to more than 16 channels."""
-    _, _, multiprocessors, l2_cache = device_properties(x.device.index)
-    blocks = x.shape[0] * plan.slots
-    if weight.shape[0] != 16 or (plan.slots > 1 and blocks > multiprocessors):
+    """How many float32 of scratch a kernel that needs its sums twice should have, so that they stay in the L2 cache: none where its
+    blocks can't wait for one another, or come to more than 16 channels."""
+    device, blocks = device_properties(x.device.index), x.shape[0] * plan.slots
+    if weight.shape[0] != 16 or (plan.slots > 1 and blocks > device.multiprocessors):
         return 0
-    return min(int(_HELD_SHARE * l2_cache) // 4, 16 * x.shape[0] * math.prod(x.shape[2:]))
+    return min(int(_HELD_SHARE * device.l2_cache) // 4, 16 * x.shape[0] * math.prod(x.shape[2:]))
 
 
 def _pixel_words(channels: int, itemsize: int) -> int:
@@ -171,20 +162,20 @@ def _pixel_words(channels: int, itemsize: int) -> int:
 
 
 def ring_pitch(width: int) -> int:
-    """Pixels from row to row in the ring for rows of `width`: 12 or 24 modulo 32, so that the rows of a group
-    of taps start in different banks; in terms that stay symbolic."""
+    """Pixels from row to row in the ring for rows of `width`: 12 or 24 modulo 32, so that the rows of a group of taps start in
+    different banks; in terms that stay symbolic."""
     padded = ceil_div(width, 4) * 4
     return padded + min((12 - padded) % 32, (24 - padded) % 32)
 
 
 def volume_layout(
     rows: int, W: int, channels: int, itemsize: int, kd: int, kh: int, kw: int
-) -> tuple[int, int, int, int]:
+) -> tuple[int, ...]:
     """A block of `rows` output rows: pitch, stage, raw and shared of its VolumeTiling.
 
-    Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's
-    pixel lies in a plane of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up,
-    because it is compiled for; through the ring pass the filters of 16 output channels, too, in float32.
+    Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's pixel lies in a plane
+    of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up, because it is compiled for; through the
+    ring pass the filters of 16 output channels, too, in float32.
     """
     words, pitch = _pixel_words(channels, itemsize), ring_pitch(W)
     filters = ceil_div(16 * channels * kd * kh * kw, words)  # in pixels
@@ -197,21 +188,10 @@ def volume_layout(
 
 @functools.lru_cache(None)
 def _plan_volume(
-    N: int,
-    channels: int,
-    D: int,
-    H: int,
-    W: int,
-    itemsize: int,
-    kd: int,
-    kh: int,
-    kw: int,
-    vectors: bool,
-    room: int,
-    multiprocessors: int,
+    x: tuple[int, ...], kernel: tuple[int, ...], itemsize: int, vectors: bool, room: int, multiprocessors: int
 ) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes of
-    dynamic shared memory that there are."""
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes of dynamic shared memory."""
+    (N, channels, D, H, W), (kd, kh, kw) = x, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
     best = None
@@ -238,8 +218,7 @@ _STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
 
 
 class StripTiling(NamedTuple):
-    """One launch's plan: the result's rows are cut into strips of whole windows, and its columns into
-    tiles."""
+    """One launch's plan: the result's rows are cut into strips of whole windows, and its columns into tiles."""
 
     tiles: int  # of a row
     stride: int  # columns from one tile to the next; 0 where there is only one
@@ -253,24 +232,24 @@ class StripTiling(NamedTuple):
 
 
 def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]) -> str | None:
-    obstacle = fused_obstacle(x, dtype)
+    return first_of(_strips_obstacles(x, weight, dtype, pool))
+
+
+def _strips_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]):
+    yield from _fused_obstacles(x, dtype)
     C, channels, kh, kw = weight.shape
-    if obstacle is None and (channels > 16 or C > 128 or C % 16):
-        obstacle = "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
-    if obstacle is None and (min(pool) < 2 or max(pool) > 8):
-        obstacle = "the fused kernels pool windows of 2 to 8 rows and columns"
-    if obstacle is None and (kw > 9 or kh * kw * ceil_div(channels, 8) > 25):
-        obstacle = "the filter does not fit in registers"
-    room = device_properties(x.device.index)[1] - _STRIPS_STATIC_SHARED if obstacle is None else 0
-    if obstacle is None and strips_shared(channels, kh, pool[1]) > room:
-        obstacle = "the kernel's window does not fit in shared memory"
-    return obstacle
+    few = channels <= 16 and C <= 128 and C % 16 == 0
+    yield not few, "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
+    yield min(pool) < 2 or max(pool) > 8, "the fused kernels pool windows of 2 to 8 rows and columns"
+    yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
+    room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
+    yield strips_shared(channels, kh, pool[1]) > room, "the kernel's window does not fit in shared memory"
 
 
 def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling:
     """The plan for sizes without an obstacle."""
     (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
-    multiprocessors = device_properties(x.device.index)[2]
+    multiprocessors = device_properties(x.device.index).multiprocessors
     return _plan_strips(N * ceil_div(C, _CHANNELS), H, W, kh, kw, *pool, multiprocessors)
 
 
@@ -290,9 +269,8 @@ def strip_defines(plan: StripTiling, weight: Tensor, pool: tuple[int, int]) -> d
 
 
 def strips_shared(channels: int, kh: int, pool_width: int) -> int:
-    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x, in pixels of 8 channels and two float16
-    per value, 8 pixels of them behind the tile; and the maxima that wait for their windows, of two neighbours
-    where no window parts them, in float32."""
+    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x, in pixels of 8 channels and two float16 per value, 8 pixels
+    of them behind the tile; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32."""
     row = 2 * ceil_div(channels, 8) * (_COLUMNS + 8) * 16
     kept = 1 if pool_width % 2 == 0 else 2
     return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * 4)
@@ -302,8 +280,7 @@ def strips_shared(channels: int, kh: int, pool_width: int) -> int:
 def _plan_strips(
     images: int, H: int, W: int, kh: int, kw: int, pool_height: int, pool_width: int, multiprocessors: int
 ) -> StripTiling:
-    """What keeps all multiprocessors busy with the fewest rows read twice. `images`: of as many channels as a
-    block has."""
+    """What keeps all multiprocessors busy with the fewest rows read twice. `images`: of as many channels as a block has."""
     # The only tile of a row has all columns of x that it needs. Others begin with a whole window.
     stride = 0 if W <= _COLUMNS else _COLUMNS // pool_width * pool_width
     tiles, pooled_rows = ceil_div(W - kw + 1, stride or _COLUMNS), (H - kh + 1) // pool_height
@@ -335,19 +312,16 @@ class GemmTiling(NamedTuple):
     tile_width: int = _COLUMNS  # output pixels of a tile, part of a row
     register_steps: int = _REGISTER_STEPS
 
-    @property
-    def defines(self) -> dict[str, int]:
-        """What a build takes from the plan, and what the plan assumes of the kernel."""
-        return {name.upper(): int(value) for name, value in self._asdict().items()}
-
 
 def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
-    obstacle = fused_obstacle(x, dtype)
-    if obstacle is None:
-        needed = gemm_by_mma(weight.shape, dtype == torch.float32).shared_bytes
-        if needed > device_properties(x.device.index)[1]:
-            obstacle = "the kernel's window does not fit in shared memory"
-    return obstacle
+    return first_of(_gemm_obstacles(x, weight, dtype))
+
+
+def _gemm_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype):
+    yield from _fused_obstacles(x, dtype)
+    needed = gemm_by_mma(weight.shape, dtype == torch.float32).shared_bytes
+    room = device_properties(x.device.index).shared
+    yield needed > room, "the kernel's window does not fit in shared memory"
 
 
 def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool, aligned: bool) -> GemmTiling:
@@ -362,6 +336,11 @@ def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool,
         if plan.shared_bytes <= shared:
             return plan
     return gemm_by_mma(weight.shape, split)
+
+
+def gemm_defines(plan: GemmTiling, weight: Tensor) -> dict[str, int]:
+    """What a build takes from the plan, and what the plan assumes of the kernel."""
+    return {**spatial_defines(weight), **{name.upper(): int(value) for name, value in plan._asdict().items()}}
 
 
 def gemm_workspace(plan: GemmTiling, x: Tensor, weight: Tensor) -> int:

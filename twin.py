@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import is_
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 import inline_loader
 import library
+import tiling
 from loader_operators import Operator, described, is_watched
 from operators import DTYPES
 
@@ -116,12 +117,11 @@ class Twin:
         if not isinstance(model, reference):
             raise TypeError(f"expected a {reference.__name__}, got a {type(model).__name__}")
         if type(model).forward not in (reference.forward, cls.forward) or "forward" in vars(model):
-            raise TypeError(
-                f"expected {reference.__name__}'s forward, got a {type(model).__name__} with its own"
-            )
+            got = f"a {type(model).__name__} with its own"
+            raise TypeError(f"expected {reference.__name__}'s forward, got {got}")
         if "parametrizations" in model._modules:
             raise TypeError(
-                "expected parameters of the model's own, got parametrized ones: parametrize its twin"
+                "expected the model's own parameters, got parametrized ones: parametrize its twin"
             )
         twin = cls.__new__(cls)
         attributes = vars(model).items()
@@ -221,9 +221,7 @@ class Twin:
                 return f"{name} has hooks"
             # torch.compile looks into no more than whether a name is there.
             names = vars(module) if not torch.compiler.is_compiling() else ("forward",)
-            own = [
-                attribute for attribute in names if attribute in vars(module) and hasattr(expected, attribute)
-            ]
+            own = [each for each in names if each in vars(module) and hasattr(expected, each)]
             if own:
                 return f"{name} has a {own[0]} of its own"
             if expected.forward is not self._forwards[name]:
@@ -254,34 +252,33 @@ class Twin:
 
     def _obstacle(self, x: Tensor) -> str | None:
         """Why only eager can run, or None."""
+        return tiling.first_of(self._obstacles(x)) or self._tail_obstacle()
+
+    def _obstacles(self, x: Tensor) -> Iterable[tuple[object, str]]:
         conv, operands = self.conv, [_attribute(self, name) for name in self.operands]
-        if library.device_type(x) not in ("cpu", "cuda"):
-            return "there are kernels for the CPU and for CUDA only"
-        if torch._C._are_functorch_transforms_active():
-            return "a transformation of torch.func needs operators that it can look into"
-        if any(p is None for p in operands):
-            return "the convolution or the normalisation has no bias, or no affine"
-        if not torch.compiler.is_compiling():
-            if any(type(t) not in _TRACED for t in (x, *operands)):
-                return "a subclass of Tensor gives operators a meaning of its own"
-            if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in (x, *operands)):
-                return "forward-mode AD needs operators that it can look into"
-        if x.layout is not torch.strided:
-            return "the input is not laid out by strides"
-        if x.dtype not in DTYPES:
-            return "there are kernels for float32, float64, float16 and bfloat16 only"
-        if _autocast_dtype(x) is None and any(p.dtype != x.dtype for p in operands):
-            return "the input and the parameters have different dtypes"
-        if any(p.dtype not in DTYPES for p in operands):
-            return "a parameter is not floating point"
-        if x.dim() != conv.weight.dim():
-            return "the input has no batch dimension"
-        if x.numel() == 0:
-            return "the input is empty"
+        compiling = torch.compiler.is_compiling()
+        yield library.device_type(x) not in ("cpu", "cuda"), "there are kernels for the CPU and for CUDA only"
+        transformed = torch._C._are_functorch_transforms_active()
+        yield transformed, "a transformation of torch.func needs operators that it can look into"
+        yield (
+            any(p is None for p in operands),
+            "the convolution or the normalisation has no bias, or no affine",
+        )
+        subclass = not compiling and any(type(t) not in _TRACED for t in (x, *operands))
+        yield subclass, "a subclass of Tensor gives operators a meaning of its own"
+        dual = not compiling and forward_ad._current_level >= 0 and any(map(_has_tangent, (x, *operands)))
+        yield dual, "forward-mode AD needs operators that it can look into"
+        yield x.layout is not torch.strided, "the input is not laid out by strides"
+        known = "there are kernels for float32, float64, float16 and bfloat16 only"
+        yield x.dtype not in DTYPES, known
+        mixed = _autocast_dtype(x) is None and any(p.dtype != x.dtype for p in operands)
+        yield mixed, "the input and the parameters have different dtypes"
+        yield any(p.dtype not in DTYPES for p in operands), "a parameter is not floating point"
+        yield x.dim() != conv.weight.dim(), "the input has no batch dimension"
+        yield x.numel() == 0, "the input is empty"
         plain = all(map(_all_are, (conv.stride, conv.dilation, conv.groups, conv.padding), (1, 1, 1, 0)))
-        if not plain or conv.padding_mode != "zeros":
-            return "the convolution has a stride, padding, dilation or groups"
-        return self._tail_obstacle()
+        strided = not plain or conv.padding_mode != "zeros"
+        yield strided, "the convolution has a stride, padding, dilation or groups"
 
     def _not_fused(self, x: Tensor) -> str | None:
         """Why the fused kernels can't run, where the epilogue's can; or None."""
@@ -320,12 +317,8 @@ def _all_are(sizes, size: int) -> bool:
 
 
 def _hooks(module: nn.Module) -> tuple[dict, ...]:
-    return (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    backward = module._backward_hooks, module._backward_pre_hooks
+    return module._forward_hooks, module._forward_pre_hooks, *backward
 
 
 def _has_tangent(tensor: Tensor) -> bool:

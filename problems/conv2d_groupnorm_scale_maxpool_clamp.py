@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
-from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
 NAME = "conv2d_groupnorm_scale_maxpool_clamp"
+PARAMETERS = "conv_bias", "norm_weight", "norm_bias", "scale?"  # by channel; "?": or one for all channels
 
 
 class Conv2dGroupNormScaleMaxPoolClamp(nn.Module):
@@ -59,128 +58,100 @@ class Arguments(NamedTuple):
     high: float
     eps: float
 
-    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
-        names = "conv_bias", "norm_weight", "norm_bias", "scale?"
-        if plan and plan.ready:
-            return self[2:6]
-        return operators.by_channel(self.x, self.weight, names, *self[2:6])
-
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
+def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; the v that each window selects; for backward its index there, v's statistics by channel and group, and v."""
+    (N, *_), (C, *_), on_cpu = a.x.shape, a.weight.shape, library.device_type(a.x) == "cpu"
+    (H, W), dtype = library.output_size(a.x, a.weight), a.scale.dtype
+    y = N, C, H // a.pool[0], W // a.pool[1]
+    in_place = (
+        on_cpu and not saving and dtype == a.x.dtype
+    )  # the selected values become results where they are
+    return [
+        (y, dtype, library.result_format(a.x, a.weight, False)),
+        (0 if in_place else y, a.x.dtype),
+        (y if saving else 0, operators.index_type(a.pool[0] * a.pool[1])[1]),
+        operators.statistics(a, 2 * (C + a.groups), saving),
+        ((N, H, W, C) if on_cpu else (N, C, H, W), a.x.dtype),
+    ]
+
+
+def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     """How such an input is convolved, and by what the rest is computed."""
-    x, weight, (ctype, index_dtype) = a.x, a.weight, operators.index_type(math.prod(a.pool))
-    by_pixel, size = library.device_type(x) == "cpu", library.output_size(x, weight)
+    x, weight, by_pixel, size = (
+        a.x,
+        a.weight,
+        library.device_type(a.x) == "cpu",
+        library.output_size(a.x, a.weight),
+    )
     v_format = torch.channels_last if by_pixel else torch.contiguous_format
-    nothing = x.new_empty(0, dtype=index_dtype), operators.no_statistics(x)
-    return SimpleNamespace(
-        ready=operators.are_ready(a.x, a.weight, *a[2:6]),
-        kernels=operators.load(NAME, x, a.scale.dtype, POOL_H=a.pool[0], POOL_W=a.pool[1], INDEX_T=ctype),
+    ctype, _ = operators.index_type(math.prod(a.pool))
+    return operators.Plan(
+        NAME,
+        a,
+        PARAMETERS,
+        _outputs(a, saving)[:-1],
+        {"POOL_H": a.pool[0], "POOL_W": a.pool[1], "INDEX_T": ctype},
         winograd=len(weight) % 32 == 0 and a.pool[0] % 2 == 0 and library.winograd_applies(x, weight),
         by_pixel=by_pixel,  # is v (N, H', W', C), or (N, C, H', W')? Each where the library is fastest
         v_format=v_format,
         # The library convolves in v's layout, too, but for an input that its weight dwarfs.
         layout=v_format if x.numel() >= weight.numel() else torch.contiguous_format,
-        y=_y_shape(a),
-        y_format=library.result_format(x, weight, False),
-        size=size,
         sizes=(len(weight), a.groups, *size),
         samples=library.samples_per_piece(x, weight, saving),
-        nothing=None if saving else nothing,  # in the places of index and statistics
     )
 
 
-def _outputs(a: Arguments, shape: tuple[int, ...], nothing: tuple | None) -> tuple[Tensor, ...]:
-    """y; the v that each window selects, and its index there; v's statistics by channel and group. The last two are for backward:
-    `nothing` has what stands in their places without one."""
-    device, dtype = a.x.device, a.x.dtype
-    y = torch.empty(shape, dtype=a.scale.dtype, device=device)
-    # Without backward the selected values become results where they are, on a CPU.
-    in_place = nothing is not None and y.dtype == dtype and library.device_type(a.x) == "cpu"
-    extreme, (index, statistics) = (
-        y if in_place else torch.empty_like(y, dtype=dtype),
-        nothing or (None, None),
-    )
-    if index is None:
-        index = torch.empty_like(y, dtype=operators.index_type(a.pool[0] * a.pool[1])[1])
-    if statistics is None:
-        count = shape[0], 2 * (shape[1] + a.groups)
-        statistics = torch.empty(count, dtype=operators.accumulate_dtype(dtype), device=device)
-    return y, extreme, index, statistics
-
-
-def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
-    parameters, constants = a.by_channel(plan), a[8:]
-    y, *others = _outputs(a, plan.y, plan.nothing)
+def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    parameters, (y, extreme, *others) = plan.parameters(a), plan.outputs()
+    others = [extreme if extreme.numel() else y, *others]
     if plan.winograd:
         (N, Cin, *of_x), (C, groups, *size) = a.x.shape, plan.sizes
         v = a.x.new_empty((N, *size, C) if saving else 0)
         inputs = v, a.x.contiguous(), a.weight.contiguous(), *parameters
-        plan.kernels.convolve_forward(y, *others, *inputs, *constants, N, Cin, C, groups, *of_x)
+        plan.kernels.convolve_forward(y, *others, *inputs, *a[8:], N, Cin, C, groups, *of_x)
     else:
         for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
             v = library.convolve(x, a.weight, plan.layout).contiguous(memory_format=plan.v_format)
             v = v.permute(0, 2, 3, 1) if plan.by_pixel else v
-            plan.kernels.forward(*outputs, v, *parameters, *constants, x.shape[0], *plan.sizes)
+            plan.kernels.forward(*outputs, v, *parameters, *a[8:], x.shape[0], *plan.sizes)
     y = y.contiguous(memory_format=plan.y_format)
-    return (y, v, *others) if saving else (y,)
+    return (y, *others, v) if saving else (y,)
 
 
-def _y_shape(a: Arguments) -> tuple[int, ...]:
-    H, W = library.output_size(a.x, a.weight)
-    return a.x.shape[0], a.weight.shape[0], H // a.pool[0], W // a.pool[1]
-
-
-def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
-    y, *others = _outputs(a, _y_shape(a), None)
-    N, C, (H, W) = a.x.shape[0], a.weight.shape[0], library.output_size(a.x, a.weight)
-    v = a.x.new_empty((N, H, W, C) if library.device_type(a.x) == "cpu" else (N, C, H, W))
-    y = y.contiguous(memory_format=library.result_format(a.x, a.weight, False))
-    return (y, v, *others) if saving else (y,)
-
-
-def _backward(dy: Tensor, a: Arguments, v, extreme, index, statistics, *, plan, needs) -> tuple:
-    parameters, N = a[2:6], v.shape[0]
-    dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
+def _backward(dy: Tensor, a: Arguments, extreme, index, statistics, v, *, plan, needs) -> tuple:
+    N, dv, gradients = v.shape[0], torch.empty_like(v), plan.gradients(a)
     scratch = torch.empty(N * (6 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, extreme, index, statistics, *a.by_channel(plan)
+    inputs = dy.contiguous(), v, extreme, index, statistics, *plan.parameters(a)
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[8:10], a.scale.numel(), N, *plan.sizes)
     dv = dv.permute(0, 3, 1, 2) if plan.by_pixel else dv
     dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs)
-    return dx, dw, *operators.as_parameters(gradients, *parameters)
+    return dx, dw, *plan.as_parameters(a, gradients)
 
 
-def _gradients(a: Arguments) -> list[Tensor]:
-    return library.gradient_shapes(*a[:6])
-
-
-epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradients, plan=_plan)
+epilogue = operators.declare_epilogue(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
-    (N, _, *size), C, pool, y = a.x.shape, len(a.weight), tuple(a.pool), _y_shape(a)
+def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
+    (N, _, *size), C, pool = a.x.shape, len(a.weight), tuple(a.pool)
     tiles = tiling.plan_strips(a.x, a.weight, pool)
-    defines = tiling.strip_defines(tiles, a.weight, pool)
-    return SimpleNamespace(
-        ready=operators.are_ready(a.x, a.weight, *a[2:6]),
-        kernels=operators.load(f"{NAME}_fused", a.x, a.scale.dtype, **defines),
-        y=y,
-        y_format=library.result_format(a.x, a.weight, False),
-        # What the windows select, statistics of each strip, and of all
-        scratch=math.prod(y) + N * C * tiles.tiles * tiles.strips * 3 + 2 * N * (C + a.groups),
-        sizes=(N, a.groups, *size, *tiles.launch),
-    )
+    y, *_ = _outputs(a, False)
+    # What the windows select, statistics of each strip, and of all
+    scratch = math.prod(y[0]) + N * C * tiles.tiles * tiles.strips * 3 + 2 * N * (C + a.groups)
+    outputs, defines = [y, (scratch, torch.float32)], tiling.strip_defines(tiles, a.weight, pool)
+    sizes = N, a.groups, *size, *tiles.launch
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
 
 
-def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
-    y = torch.empty(plan.y, dtype=a.scale.dtype, device=a.x.device)
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan)
+def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
+    y, scratch = plan.outputs()
+    inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
     plan.kernels.forward(y, scratch, *inputs, *a[8:], *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)
 
@@ -218,13 +189,8 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Twin, Conv2dGroupNormScaleMaxPoolClamp
 
     def _tail_obstacle(self):
         pool = self.maxpool
-        if (
-            pool.stride != pool.kernel_size
-            or pool.padding
-            or pool.dilation != 1
-            or pool.ceil_mode
-            or pool.return_indices
-        ):
+        plain = not (pool.padding or pool.ceil_mode or pool.return_indices) and pool.dilation == 1
+        if not plain or pool.stride != pool.kernel_size:
             return "maxpool has another stride than its size, padding, dilation, ceil_mode or return_indices"
         return self._not_by_channel("scale")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
-from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
 NAME = "conv3d_groupnorm_min_clamp_dropout"
 STATIC_SHARED = 33 << 10  # bytes of the fused kernels' own arrays
+PARAMETERS = "conv_bias", "norm_weight", "norm_bias"  # by channel
 
 
 class Conv3dGroupNormMinClampDropout(nn.Module):
@@ -57,13 +56,6 @@ class Arguments(NamedTuple):
     p: float
     eps: float
 
-    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
-        if plan and plan.ready:
-            return self[2:5]
-        return operators.by_channel(
-            self.x, self.weight, ("conv_bias", "norm_weight", "norm_bias"), *self[2:5]
-        )
-
     def bounds(self) -> tuple[float, float]:
         """low as eager compares with it, and high."""
         return operators.rounded(self.low, self.norm_weight.dtype), self.high
@@ -72,92 +64,68 @@ class Arguments(NamedTuple):
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
+def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; for backward v's statistics by channel and group, active (is any element of a plane tied or not finite?), and v."""
+    (N, *_), (C, *_) = a.x.shape, a.weight.shape
+    v = N, C, *library.output_size(a.x, a.weight)
+    return [
+        (v, a.norm_weight.dtype, library.result_format(a.x, a.weight, False)),
+        operators.statistics(a, 2 * (C + a.groups), saving),
+        ((N, C) if saving else 0, torch.int32),
+        (v, a.x.dtype),
+    ]
+
+
+def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     """How such an input is convolved, and by what the rest is computed."""
-    kernels, size = operators.load(NAME, a.x, a.norm_weight.dtype), library.output_size(a.x, a.weight)
-    nothing = operators.no_statistics(a.x), a.x.new_empty(0, dtype=torch.int32)
-    return SimpleNamespace(
-        ready=operators.are_ready(a.x, a.weight, *a[2:5]),
-        kernels=kernels,
-        convolve=library.convolution(a.x, a.weight, kernels),
-        y_format=library.result_format(a.x, a.weight, False),
-        size=size,
-        sizes=(len(a.weight), a.groups, math.prod(size)),
-        samples=library.samples_per_piece(a.x, a.weight, saving),
-        nothing=None if saving else nothing,  # in the places of statistics and active
-    )
+    plan = operators.Plan(NAME, a, PARAMETERS, _outputs(a, saving)[:-1])
+    plan.convolve = library.convolution(a.x, a.weight, plan.kernels)
+    plan.sizes = len(a.weight), a.groups, math.prod(library.output_size(a.x, a.weight))
+    plan.samples = library.samples_per_piece(a.x, a.weight, saving)
+    return plan
 
 
-def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tensor, ...]:
-    """y; v's statistics by channel and group; active, zeros: is any element of a plane tied or not finite? For backward, or `nothing`."""
-    (N, *_), (C, *_), device = a.x.shape, a.weight.shape, a.x.device
-    y = torch.empty((N, C, *size), dtype=a.norm_weight.dtype, device=device)
-    statistics, active = nothing or (None, torch.zeros((N, C), dtype=torch.int32, device=device))
-    if statistics is None:
-        statistics = torch.empty(
-            (N, 2 * (C + a.groups)), dtype=operators.accumulate_dtype(a.x.dtype), device=device
-        )
-    return y, statistics, active
-
-
-def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
-    parameters, constants = a.by_channel(plan), (*a.bounds(), a.p, a.eps)
-    y, *others = _outputs(a, plan.size, plan.nothing)
-    for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
+def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    parameters, constants = plan.parameters(a), (*a.bounds(), a.p, a.eps)
+    y, statistics, active = plan.outputs()
+    active.zero_()
+    for x, *outputs in library.pieces(plan.samples, a.x, y, statistics, active):
         v, offset = plan.convolve(x, a.weight), outputs[0].storage_offset()
         plan.kernels.forward(*outputs, v, *parameters, a.seed, *constants, offset, x.shape[0], *plan.sizes)
     y = y.contiguous(memory_format=plan.y_format)
-    return (y, v, *others) if saving else (y,)
+    return (y, statistics, active, v) if saving else (y,)
 
 
-def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
-    y, *others = _outputs(a, library.output_size(a.x, a.weight), None)
-    v, y_format = torch.empty_like(y, dtype=a.x.dtype), library.result_format(a.x, a.weight, False)
-    y = y.contiguous(memory_format=y_format)
-    return (y, v, *others) if saving else (y,)
-
-
-def _backward(dy: Tensor, a: Arguments, v, statistics, active, *, plan, needs) -> tuple:
-    parameters, N = a[2:5], v.shape[0]
-    dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
+def _backward(dy: Tensor, a: Arguments, statistics, active, v, *, plan, needs) -> tuple:
+    N, dv, gradients = v.shape[0], torch.empty_like(v), plan.gradients(a)
     scratch = torch.empty(N * (5 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, statistics, active, *a.by_channel(plan), a.seed
+    inputs = dy.contiguous(), v, statistics, active, *plan.parameters(a), a.seed
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, N, *plan.sizes)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
-    return dx, dw, *operators.as_parameters(gradients, *parameters), None
+    return dx, dw, *plan.as_parameters(a, gradients), None
 
 
-def _gradient_shapes(a: Arguments) -> list[Tensor]:
-    return [*library.gradient_shapes(*a[:5]), a.seed]
-
-
-epilogue = declare(
-    NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradient_shapes, plan=_plan
-)
+epilogue = operators.declare_epilogue(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
+def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C = a.x.shape, len(a.weight)
     tiles = tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=True)
     defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
-    return SimpleNamespace(
-        ready=operators.are_ready(a.x, a.weight, *a[2:5]),
-        kernels=operators.load(f"{NAME}_fused", a.x, a.norm_weight.dtype, **defines),
-        y=(N, C, *library.output_size(a.x, a.weight)),
-        y_format=library.result_format(a.x, a.weight, False),
-        scratch=N
-        * (C * (2 * tiles.slots + 4) + 1),  # statistics of each block, affines, and which blocks are done
-        sizes=(0, a.groups, N, *size, *tiles.launch),
-    )
+    scratch = N * (
+        C * (2 * tiles.slots + 4) + 1
+    )  # statistics of each block, affines, and which blocks are done
+    outputs = [_outputs(a, False)[0], (scratch, torch.float32)]
+    sizes = 0, a.groups, N, *size, *tiles.launch
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
 
 
-def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
-    y = torch.empty(plan.y, dtype=a.norm_weight.dtype, device=a.x.device)
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan), a.seed
+def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
+    y, scratch = plan.outputs()
+    inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), a.seed
     plan.kernels.forward(y, scratch, *inputs, *a.bounds(), a.p, a.eps, *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
-from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
+PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
 
 class Conv3dMultiplyInstanceNormClampMultiplyMax(nn.Module):
@@ -54,97 +53,69 @@ class Arguments(NamedTuple):
     high: float
     eps: float
 
-    def by_channel(self, plan: SimpleNamespace | None = None) -> tuple[Tensor, ...]:
-        if plan and plan.ready:
-            return self[2:4]
-        return operators.by_channel(self.x, self.weight, ("conv_bias", "multiplier?"), *self[2:4])
-
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
-def _plan(a: Arguments, *, saving: bool) -> SimpleNamespace:
+def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; for backward the index and v of the channels that won, like y, v's statistics by channel, and v."""
+    (N, *_), (C, *_), size = a.x.shape, a.weight.shape, library.output_size(a.x, a.weight)
+    won = (N, *size) if saving else 0
+    return [
+        ((N, *size), a.multiplier.dtype),
+        (won, operators.index_type(C)[1]),
+        (won, a.x.dtype),
+        operators.statistics(a, 2 * C, saving),
+        ((N, C, *size), a.x.dtype),
+    ]
+
+
+def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     """How such an input is convolved, and by what the rest is computed."""
-    ctype, index_dtype = operators.index_type(len(a.weight))
-    kernels = operators.load(NAME, a.x, a.multiplier.dtype, INDEX_T=ctype)
-    size, empty = library.output_size(a.x, a.weight), a.x.new_empty
-    return SimpleNamespace(
-        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
-        kernels=kernels,
-        convolve=library.convolution(a.x, a.weight, kernels),
-        size=size,
-        sizes=(len(a.weight), math.prod(size)),
-        samples=library.samples_per_piece(a.x, a.weight, saving),
-        nothing=None if saving else (empty(0, dtype=index_dtype), empty(0), operators.no_statistics(a.x)),
-    )
+    defines = {"INDEX_T": operators.index_type(len(a.weight))[0]}
+    plan = operators.Plan(NAME, a, PARAMETERS, _outputs(a, saving)[:-1], defines)
+    plan.convolve = library.convolution(a.x, a.weight, plan.kernels)
+    plan.sizes = len(a.weight), math.prod(library.output_size(a.x, a.weight))
+    plan.samples = library.samples_per_piece(a.x, a.weight, saving)
+    return plan
 
 
-def _outputs(a: Arguments, size: list[int], nothing: tuple | None) -> tuple[Tensor, ...]:
-    """y; the index and v of the channels that won, like y; v's statistics by channel; the last three for backward, or `nothing`."""
-    N, C, device = a.x.shape[0], a.weight.shape[0], a.x.device
-    y = torch.empty((N, *size), dtype=a.multiplier.dtype, device=device)
-    index, winner, statistics = nothing or (None, None, None)
-    if index is None:
-        index, winner = (
-            torch.empty_like(y, dtype=dtype) for dtype in (operators.index_type(C)[1], a.x.dtype)
-        )
-    if statistics is None:
-        statistics = torch.empty((N, 2 * C), dtype=operators.accumulate_dtype(a.x.dtype), device=device)
-    return y, index, winner, statistics
-
-
-def _epilogue(a: Arguments, *, plan: SimpleNamespace, saving: bool) -> tuple[Tensor, ...]:
-    parameters = a.by_channel(plan)
-    y, *others = _outputs(a, plan.size, plan.nothing)
+def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    parameters, (y, *others) = plan.parameters(a), plan.outputs()
     for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
         v = plan.convolve(x, a.weight)
         plan.kernels.forward(*outputs, v, *parameters, *a[4:], x.shape[0], *plan.sizes)
-    return (y, v, *others) if saving else (y,)
+    return (y, *others, v) if saving else (y,)
 
 
-def _shapes(a: Arguments, *, saving: bool) -> tuple[Tensor, ...]:
-    size = library.output_size(a.x, a.weight)
-    y, *others = _outputs(a, size, None)
-    return (y, a.x.new_empty(a.x.shape[0], a.weight.shape[0], *size), *others) if saving else (y,)
-
-
-def _backward(dy: Tensor, a: Arguments, v, index, winner, statistics, *, plan, needs) -> tuple:
-    parameters, N, (C, S) = a[2:4], v.shape[0], plan.sizes
-    dv, gradients = torch.empty_like(v), operators.gradients_of(a.x, *parameters)
+def _backward(dy: Tensor, a: Arguments, index, winner, statistics, v, *, plan, needs) -> tuple:
+    N, (C, S), dv, gradients = v.shape[0], plan.sizes, torch.empty_like(v), plan.gradients(a)
     scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, index, winner, statistics, *a.by_channel(plan)
+    inputs = dy.contiguous(), v, index, winner, statistics, *plan.parameters(a)
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[4:], a.multiplier.numel(), N, C, S)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
-    return dx, dw, *operators.as_parameters(gradients, *parameters)
+    return dx, dw, *plan.as_parameters(a, gradients)
 
 
-def _gradients(a: Arguments) -> list[Tensor]:
-    return library.gradient_shapes(*a[:4])
-
-
-epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=_gradients, plan=_plan)
+epilogue = operators.declare_epilogue(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
-def _plan_fused(a: Arguments, *, saving: bool) -> SimpleNamespace:
+def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), tiles = a.x.shape, tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=False)
     defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
-    return SimpleNamespace(
-        ready=operators.are_ready(a.x, a.weight, *a[2:4]),
-        kernels=operators.load(f"{NAME}_fused", a.x, a.multiplier.dtype, **defines),
-        y=(N, *library.output_size(a.x, a.weight)),
-        scratch=2 * N * tiles.slots * len(a.weight) + held,  # statistics of each block first
-        sizes=(held, N, *size, *tiles.launch),
-    )
+    scratch = 2 * N * tiles.slots * len(a.weight) + held  # statistics of each block first
+    outputs = [_outputs(a, False)[0], (scratch, torch.float32)]
+    sizes = held, N, *size, *tiles.launch
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
 
 
-def _fused(a: Arguments, *, plan: SimpleNamespace) -> Tensor:
-    y = torch.empty(plan.y, dtype=a.multiplier.dtype, device=a.x.device)
-    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=a.x.device)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *a.by_channel(plan)
+def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
+    y, scratch = plan.outputs()
+    inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
     plan.kernels.forward(y, scratch, *inputs, *a[4:], *plan.sizes)
     return y
 

@@ -41,9 +41,8 @@ BY_MMA = [
 
 def compiled(plan: tiling.GemmTiling, weight, value_bytes: int, out_bytes: int, folder: Path, **changed):
     """The compiler's status and report for a build."""
-    names = ("CHANNELS_OUT", "CHANNELS_IN", "KERNEL_H", "KERNEL_W")
     types = {"VALUE_T": TYPES[value_bytes], "OUTPUT_T": TYPES[out_bytes]}
-    defines = {**types, **dict(zip(names, weight)), **plan.defines, **changed}
+    defines = {**types, **tiling.gemm_defines(plan, torch.empty(weight, device="meta")), **changed}
     command = [NVCC, "-cubin", "-Xptxas=-v", f"-arch=sm_{'90a' if plan.wgmma else '80'}", "-std=c++17"]
     command += [
         "--expt-relaxed-constexpr",
