@@ -89,7 +89,7 @@ class Operator:
     """What `declare` returns, to be called like `forward`.
 
     For who knows already that nothing watches there are its two ways: `run`, without a gradient, and `differentiable`.
-    `registered` is the operator that PyTorch knows.
+    `registered` is the operator that PyTorch knows. `saves`: does forward save something for backward?
     """
 
     def __init__(self, name: str, forward, shapes, backward, gradients, plan):
@@ -111,8 +111,8 @@ class Operator:
                 f"{name}: expected its tensors before all other parameters, got ({self.parameters})"
             )
         self._spread = (lambda arguments: (together._make(arguments),)) if together else tuple
-        self._saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
-        self._call = _caller(forward, bool(plan), self._saves)
+        self.saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
+        self._call = _caller(forward, bool(plan), self.saves)
         self._shapes, self._backward, self._gradients = shapes, backward, gradients
         self._differentiable = _differentiable(self).apply if backward else None
         self.registered = self._register()
@@ -191,7 +191,7 @@ class Operator:
 
     def shapes(self, *arguments, saving: bool) -> list[Tensor]:
         """What `save` returns, or the result alone, with any values."""
-        if self._saves:
+        if self.saves:
             return list(self._shapes(*self._spread(arguments), saving=saving))
         return [self._shapes(*self._spread(arguments))]
 

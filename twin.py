@@ -78,6 +78,10 @@ class Twin:
         """Why the fused kernels can't run for x, which they see in `dtype`, or None."""
         return None
 
+    def _training_obstacle(self, x: Tensor) -> str | None:
+        """Why "auto" leaves a pass that backward will follow to the epilogue, though the fused kernels run; or None."""
+        return None if self.fused.saves else "backward will follow, and needs the convolution's output"
+
     def _drawn(self, x: Tensor, constants: tuple) -> tuple[Tensor, ...]:
         """Tensors that the operators take between operands and constants, drawn anew at each call."""
         return ()
@@ -199,7 +203,7 @@ class Twin:
                 raise RuntimeError(f"variant 'fused' can't run: {obstacle}")
             return Plan("fused", "asked for")
         if obstacle is None and self.training and _needs_gradient(x, *map(self._operand, self.operands)):
-            obstacle = "in training a backward pass will follow, which needs the convolution's output"
+            obstacle = self._training_obstacle(x)
         if obstacle is not None:
             return Plan("epilogue", obstacle)
         return Plan("fused", "the convolution runs inside our kernels")

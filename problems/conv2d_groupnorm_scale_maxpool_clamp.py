@@ -106,7 +106,7 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    parameters, (y, extreme, *others) = plan.parameters(a), plan.outputs()
+    parameters, (y, extreme, *others) = plan.parameters(a), plan.outputs(a)
     others = [extreme if extreme.numel() else y, *others]
     if plan.winograd:
         (N, Cin, *of_x), (C, groups, *size) = a.x.shape, plan.sizes
@@ -132,7 +132,7 @@ def _backward(dy: Tensor, a: Arguments, extreme, index, statistics, v, *, plan, 
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
-epilogue = operators.declare_epilogue(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
+epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
@@ -150,7 +150,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, scratch = plan.outputs()
+    y, scratch = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
     plan.kernels.forward(y, scratch, *inputs, *a[8:], *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)

@@ -107,7 +107,7 @@ def _convolved(x: Tensor, weight: Tensor, plan: operators.Plan) -> Tensor:
 
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    parameters, (y, v) = (*plan.parameters(a), *a.constants()), plan.outputs()
+    parameters, (y, v) = (*plan.parameters(a), *a.constants()), plan.outputs(a)
     if plan.winograd:
         _by_winograd(y, v, a, parameters, plan)
     else:
@@ -144,7 +144,7 @@ def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, need
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
-epilogue = operators.declare_epilogue(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
+epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
@@ -162,7 +162,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, workspace = plan.outputs()
+    y, workspace = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), *a.constants()
     plan.kernels.forward(y, workspace, *inputs, *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)

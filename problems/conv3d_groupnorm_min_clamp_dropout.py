@@ -87,7 +87,7 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
     parameters, constants = plan.parameters(a), (*a.bounds(), a.p, a.eps)
-    y, statistics, active = plan.outputs()
+    y, statistics, active = plan.outputs(a)
     active.zero_()
     for x, *outputs in library.pieces(plan.samples, a.x, y, statistics, active):
         v, offset = plan.convolve(x, a.weight), outputs[0].storage_offset()
@@ -105,7 +105,7 @@ def _backward(dy: Tensor, a: Arguments, statistics, active, v, *, plan, needs) -
     return dx, dw, *plan.as_parameters(a, gradients), None
 
 
-epilogue = operators.declare_epilogue(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
+epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
@@ -124,7 +124,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, scratch = plan.outputs()
+    y, scratch = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), a.seed
     plan.kernels.forward(y, scratch, *inputs, *a.bounds(), a.p, a.eps, *plan.sizes)
     return y.contiguous(memory_format=plan.y_format)
@@ -156,7 +156,7 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
     def _drawn(self, x, constants):
         """The seed; without elements where nothing is dropped."""
         if constants[3] == 0 or not torch.compiler.is_compiling():
-            seed = torch.empty(int(constants[3] > 0), dtype=torch.int64, device=x.device)
+            seed = x.new_empty(int(constants[3] > 0), dtype=torch.int64)
             return (seed.random_() if constants[3] else seed,)
         # inductor knows no larger bounds on a GPU
         return (torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device).view(torch.int64),)

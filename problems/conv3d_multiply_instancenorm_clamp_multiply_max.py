@@ -81,7 +81,7 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    parameters, (y, *others) = plan.parameters(a), plan.outputs()
+    parameters, (y, *others) = plan.parameters(a), plan.outputs(a)
     for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
         v = plan.convolve(x, a.weight)
         plan.kernels.forward(*outputs, v, *parameters, *a[4:], x.shape[0], *plan.sizes)
@@ -97,7 +97,7 @@ def _backward(dy: Tensor, a: Arguments, index, winner, statistics, v, *, plan, n
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
-epilogue = operators.declare_epilogue(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
+epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
@@ -114,7 +114,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, scratch = plan.outputs()
+    y, scratch = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
     plan.kernels.forward(y, scratch, *inputs, *a[4:], *plan.sizes)
     return y

@@ -1,21 +1,16 @@
-"""y = hardswish(relu(conv2d(x))): a problem of one's own, to copy. CONTRIBUTING.md goes through it, step by step.
-
-Operator: x (N, Cin, H, W), weight (C, Cin, kh, kw), conv_bias (C); y (N, C, H', W') in x's dtype. For backward it keeps v, the
-convolution without its bias, contiguous.
-"""
+"""y = hardswish(relu(conv2d(x))): a problem of one's own, to copy. CONTRIBUTING.md goes through it, step by step."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import inline_loader
 import library
 import operators
-from loader_operators import declare
 from problems import Problem
 from twin import Twin
 
@@ -39,37 +34,39 @@ class Conv2dReluHardswish(nn.Module):
         return x * torch.clamp((x + 3) / 6, 0, 1)
 
 
-def _kernels(x: Tensor) -> inline_loader.Operators:
-    return operators.load(NAME, x, x.dtype, FOLDER)
+class Arguments(NamedTuple):
+    """What the operator takes. It returns y (N, C, H', W') in x's dtype."""
+
+    x: Tensor  # (N, Cin, H, W)
+    weight: Tensor  # (C, Cin, kh, kw)
+    conv_bias: Tensor  # C elements
 
 
-def _sizes(v: Tensor) -> tuple[int, int, int]:
-    """N, C and the positions of a plane."""
-    return *v.shape[:2], math.prod(v.shape[2:])
+def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; for backward v, the convolution without its bias."""
+    v = a.x.shape[0], len(a.weight), *library.output_size(a.x, a.weight)
+    return [(v, a.x.dtype, library.result_format(a.x, a.weight, True)), (v, a.x.dtype)]
 
 
-def _epilogue(x: Tensor, weight: Tensor, conv_bias: Tensor, *, saving: bool) -> tuple[Tensor, ...]:
-    [inner] = operators.by_channel(x, weight, ("conv_bias",), conv_bias)
-    v = library.convolve(x, weight)
-    y = torch.empty_like(v)
-    _kernels(x).forward(y, v, inner, *_sizes(v))
-    y = y.contiguous(memory_format=library.result_format(x, weight, True))
+def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
+    (y, _), sizes = _outputs(a, saving), (len(a.weight), math.prod(library.output_size(a.x, a.weight)))
+    return operators.Plan(NAME, a, ("conv_bias",), [y], folder=FOLDER, sizes=sizes)
+
+
+def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    [y], v = plan.outputs(a), library.convolve(a.x, a.weight)
+    plan.kernels.forward(y, v, *plan.parameters(a), len(v), *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
     return (y, v) if saving else (y,)
 
 
-def _shapes(x, weight, conv_bias, *, saving):
-    v = x.new_empty(x.shape[0], weight.shape[0], *library.output_size(x, weight))
-    y = torch.empty_like(v, memory_format=library.result_format(x, weight, True))
-    return (y, v) if saving else (y,)
-
-
-def _backward(dy, x, weight, conv_bias, v, *, needs):
-    [inner] = operators.by_channel(x, weight, ("conv_bias",), conv_bias)
-    [d_conv_bias] = operators.gradients_of(x, conv_bias)
-    dv, sums = torch.empty_like(v), inner.new_empty(v.shape[:2])
-    _kernels(x).backward(dv, d_conv_bias, sums, dy.contiguous(), v, inner, *_sizes(v))
-    dx, dw = library.convolve_backward(dv, x, weight, torch.contiguous_format, needs)
-    return dx, dw, *operators.as_parameters([d_conv_bias], conv_bias)
+def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan, needs) -> tuple:
+    N, dv, gradients = len(v), torch.empty_like(v), plan.gradients(a)
+    sums = v.new_empty((N, len(a.weight)), dtype=gradients[0].dtype)
+    inputs = dy.contiguous(), v, *plan.parameters(a)
+    plan.kernels.backward(dv, *gradients, sums, *inputs, N, *plan.sizes)
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
+    return dx, dw, *plan.as_parameters(a, gradients)
 
 
 class Conv2dReluHardswishNew(Twin, Conv2dReluHardswish):
@@ -77,7 +74,7 @@ class Conv2dReluHardswishNew(Twin, Conv2dReluHardswish):
     submodules = {"conv": nn.Conv2d}
     operands = ("conv.weight", "conv.bias")
     constants = {}
-    epilogue = declare(NAME, _epilogue, shapes=_shapes, backward=_backward, gradients=library.gradient_shapes)
+    epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 PROBLEM = Problem(
