@@ -36,15 +36,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import datetime
 import functools
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
-import textwrap
 import time as clock
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -54,6 +51,7 @@ import torch
 from torch import Tensor, nn
 
 import checks
+from charts import cpu_name, plot, table
 from checks import PHASES, Contestant, Error, has_backward
 from honesty import dishonesty
 
@@ -519,14 +517,6 @@ def output_of(*command: str) -> str:
         return ""
 
 
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def variants_of(problem, device: str, peers=()) -> tuple[str, ...]:
     """What a comparison shows by default: the peers and ours. On a CPU without max-autotune, which takes
     minutes, and TF32's."""
@@ -722,220 +712,6 @@ def floor_of(contest: Contest, moved: int, operations: int) -> float | None:
         return None
     bandwidth, rates = GPUS[torch.cuda.get_device_name()]
     return max(moved / bandwidth, operations / rates[str(contest.dtype).removeprefix("torch.")]) * 1e3
-
-
-# ---------------------------------------------------------------------------------------------------- showing
-
-
-class Standing(NamedTuple):
-    """Who counts among rows of one problem, phase and kind of input; None where nobody has a time."""
-
-    eager: dict | None
-    exact: dict | None  # the fastest peer that keeps the rule, eager among them
-    fastest: dict | None  # the fastest peer of any accuracy
-    ours: dict | None  # what runs by default, or the fastest of ours where that isn't known
-
-
-def ms_of(row: dict) -> float | None:
-    """The time as called, or, in records that don't have it, the GPU's."""
-    return row["median_ms"] if row.get("call_ms") is None else row["call_ms"]
-
-
-def is_peer(row: dict) -> bool:
-    return row.get("peer", row["variant"] in PEERS)
-
-
-def standing(rows: list[dict]) -> Standing:
-    timed = sorted((row for row in rows if row["median_ms"] is not None), key=ms_of)
-    peers = [row for row in timed if is_peer(row)]
-    ours = [row for row in timed if not is_peer(row) and row["speedup_vs_eager"]]
-    first = lambda rows: next(iter(rows), None)  # noqa: E731
-    return Standing(
-        first(row for row in peers if row["variant"] == "eager"),
-        first(row for row in peers if row["ok"]),
-        first(peers),
-        first(row for row in ours if row.get("auto")) or first(ours),
-    )
-
-
-def groups(rows: list[dict]) -> dict[tuple[str, str, str], list[dict]]:
-    """Rows by problem, phase and kind of input."""
-    found = {}
-    for row in rows:
-        found.setdefault((row["problem"], row["phase"], row.get("inputs", "default")), []).append(row)
-    return found
-
-
-def title_of(row: dict) -> str:
-    name = row["problem"].replace("_", " ")
-    return f"{row['number']} {name}" if row["number"] else name
-
-
-def situation_of(row: dict) -> str:
-    label = row.get("inputs", "default")
-    return row["phase"] + ("" if label == "default" else f" ({label})")
-
-
-def status_of(row: dict) -> str:
-    """Why a row has no time."""
-    return "did not run" if row["ok"] is None else "fails its check"
-
-
-def inexact(row: dict) -> str | None:
-    """By how much a peer misses the rule, in words; None if it keeps it."""
-    if row["ok"] or row["median_ms"] is None:
-        return None
-    times = row.get("error_vs_eager")
-    if times is None:
-        return "not finite"
-    return f"error {times:.1f} × eager’s" if times < 10 else f"error {times:,.0f} × eager’s"
-
-
-def table(rows: list[dict]) -> str:
-    """The rows as plain text: one line each, under a line per problem, phase and kind of input, and the
-    factors that follow."""
-    lines = []
-    for group in groups(rows).values():
-        first, on_gpu = group[0], group[0]["device"] == "cuda"
-        floor = f", floor {first['floor_ms']:.3g} ms" if first["floor_ms"] else ""
-        shape = "×".join(map(str, first["shape"]))
-        lines += [
-            "",
-            f"{title_of(first)}: {situation_of(first)}, {first['dtype']}, {shape}, {first['device']}{floor}",
-        ]
-        columns = (
-            f"{'GPU ms':>9}{'quartiles':>17}{'host µs':>9}{'MB more':>9}" if on_gpu else f"{'quartiles':>17}"
-        )
-        lines.append(f"  {'variant':13}{'ms':>9}{'× eager':>9}{columns}{'error':>10}{'eager’s':>10}")
-        eager = standing(group).eager
-        lines += [f"  {_line(row, eager, on_gpu)}" for row in group]
-        lines += [f"  {text}" for text in factors(group)]
-    return "\n".join(lines[1:])
-
-
-def _line(row: dict, eager: dict | None, on_gpu: bool) -> str:
-    if row["median_ms"] is None:
-        return (
-            f"{row['variant']:13}{status_of(row)}: {textwrap.shorten(row['reason'], 180, placeholder=' …')}"
-        )
-    speedup = f"{ms_of(eager) / ms_of(row):.2f}" if eager else "–"
-    columns = f"{row['low_ms']:.3g}–{row['high_ms']:.3g}".rjust(17)
-    if on_gpu:
-        columns = f"{row['median_ms']:9.3f}{columns}{row['host_us']:9.0f}{row['memory_mb']:9.1f}"
-    errors = "".join(
-        "–".rjust(10) if value is None else f"{value:>10.1e}"
-        for value in (row["error_norm"], row["eager_error_norm"])
-    )
-    return f"{row['variant']:13}{ms_of(row):9.3f}{speedup:>9}{columns}{errors}  {inexact(row) or ''}".rstrip()
-
-
-def factors(rows: list[dict]) -> list[str]:
-    """What may be said of rows of one group: ours over the best peer that keeps the rule, and over the
-    fastest of any accuracy."""
-    _, exact, fastest, ours = standing(rows)
-    if not ours or not exact:
-        return []
-    text = f"{ours['variant']}: {ms_of(exact) / ms_of(ours):.2f} × as fast as {exact['variant']}, the best peer that keeps the rule"
-    if fastest is not exact:
-        text += f"; {ms_of(fastest) / ms_of(ours):.2f} × as fast as {fastest['variant']}, the fastest of any accuracy"
-    return [text]
-
-
-# Of Okabe and Ito's, which colour-blind people tell apart: greys and blues for peers, oranges for ours.
-COLOURS = {
-    "eager": "#999999", "compile": "#8fcff0", "max-autotune": "#56b4e9", "compile-cl": "#0072b2", "compile-fp32": "#b3d9ee",
-    "epilogue": "#e69f00", "fused": "#d55e00",
-}  # fmt: skip
-OTHER_PEERS, OURS = "#009e73", "#d55e00"
-
-
-def plot(rows: list[dict], title: str | None = None):
-    """A matplotlib figure: a panel per problem, phase and kind of input, in it a bar per variant with its
-    speed-up over eager, as called, on a logarithmic axis; eager is the line at 1.
-
-    A diamond is the speed-up of the GPU's time alone. A hatched bar belongs to a peer that misses the rule.
-    What of ours failed its check has no bar. title: by default this machine and today's date. The background
-    is opaque, so that it reads on a light and on a dark page.
-    """
-    from matplotlib import pyplot
-
-    panels = list(groups(rows).values())
-    columns = min(2, len(panels))
-    lines = math.ceil(len(panels) / columns)
-    height = 0.95 + 0.27 * max(len(group) for group in panels)
-    style = {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "text.color": "#222222",
-        "hatch.linewidth": 0.8,
-    }
-    if title is None:
-        machine = torch.cuda.get_device_name() if rows[0]["device"] == "cuda" else cpu_name()
-        title = f"{machine}, {datetime.date.today().isoformat()}"
-    with pyplot.rc_context(style):
-        figure, axes = pyplot.subplots(
-            lines, columns, figsize=(5.6 * columns, height * lines + 0.4), squeeze=False, layout="constrained", facecolor="#ffffff"
-        )  # fmt: skip
-        figure.suptitle(f"Speed-up over eager PyTorch · {title}", fontsize=10, fontweight="bold")
-        if any(row.get("call_ms") not in (None, row["median_ms"]) for row in rows):
-            figure.supxlabel(
-                "bar: as called · diamond: the GPU’s time alone · hatched: less exact than the rule",
-                fontsize=8,
-            )
-        for axis in axes.flat:
-            axis.set_visible(False)
-        for axis, group in zip(axes.flat, panels):
-            axis.set_visible(True)
-            _panel(axis, group)
-        pyplot.close(figure)  # else a notebook shows it twice
-    return figure
-
-
-def _panel(axis, rows: list[dict]) -> None:
-    first, eager = rows[0], standing(rows).eager
-    shape = "×".join(map(str, first["shape"]))
-    heading = textwrap.shorten(title_of(first), 70)
-    axis.set_title(f"{heading}\n{situation_of(first)}, {first['dtype']}, {shape}", loc="left", fontsize=9)
-    axis.set_xscale("log")
-    speedups = [1.0]
-    for y, row in enumerate(rows):
-        if not is_peer(row) and row["median_ms"] and not row["speedup_vs_eager"]:
-            axis.text(
-                1.03, y, f"{row['median_ms']:.3g} ms", va="center"
-            )  # of an older record: no factor is claimed
-            continue
-        if row["median_ms"] is None or not eager:
-            axis.text(1.03, y, status_of(row), va="center", color="#a00000", style="italic")
-            continue
-        speedup, on_gpu = ms_of(eager) / ms_of(row), eager["median_ms"] / row["median_ms"]
-        apart = row.get("call_ms") not in (None, row["median_ms"])
-        colour = COLOURS.get(row["variant"], OTHER_PEERS if is_peer(row) else OURS)
-        hatch = "////" if inexact(row) else None
-        axis.barh(
-            y,
-            speedup - 1,
-            left=1,
-            color=colour,
-            height=0.72,
-            hatch=hatch,
-            edgecolor="#222222" if hatch else colour,
-        )
-        if apart and row is not eager:
-            axis.plot(on_gpu, y, marker="D", color="#ffffff", markeredgecolor="#222222", markersize=4.5)
-        text = f"{speedup:.2f}× · " * (row is not eager) + f"{ms_of(row):.3g} ms"
-        text += f" ({row['median_ms']:.3g} GPU)" * apart + f" · {inexact(row)}" * bool(inexact(row))
-        furthest = max(speedup, on_gpu if apart else speedup, 1.0)
-        axis.annotate(text, (furthest, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
-        speedups += [speedup, on_gpu if apart else speedup]
-    axis.axvline(1, color="#222222", linewidth=1)
-    low, high = min(speedups), max(speedups)
-    axis.set_xlim(min(0.9, low * 0.85), high * (high / min(low, 1.0)) ** 0.9 * 1.9)
-    ticks = [tick for tick in (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50) if min(0.9, low) <= tick <= high * 1.3]
-    axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
-    axis.minorticks_off()
-    axis.set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    axis.set_ylim(len(rows) - 0.4, -0.6)
 
 
 # ---------------------------------------------------------------------------------------------------- command

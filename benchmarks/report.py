@@ -1,7 +1,7 @@
-"""Records of compare.py's rows: what they were measured on, README's table and plot, and how `make gpu` went
-in a few lines.
+"""Records of compare.py's rows: what they were measured on, README's table and picture and RESULTS.md, and how `make gpu` went in a few
+lines.
 
-    python benchmarks/report.py --readme                 # brings README.md's table and plot up to the newest records
+    python benchmarks/report.py --readme                 # brings README.md, RESULTS.md and their pictures up to the newest records
     python benchmarks/report.py --summary LOG [LOG ...]  # the verdict of each log, the newest record's factors
 
 A record is a JSON file in results/: the machine (GPU, driver, CPU, threads, torch, CUDA), the commit and
@@ -26,13 +26,15 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+import charts  # noqa: E402
 import compare  # noqa: E402
 from checks import PHASES  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-PLOT = "benchmarks/speedup.png"
-PHASES_SHOWN = ("forward_grad", "train")  # as users meet them; README shows these
+PAGE = ROOT / "benchmarks" / "RESULTS.md"
+PICTURE, PLOT = "overview.png", "speedup.png"  # in benchmarks/, of README and of the page
+PHASES_SHOWN = ("forward_grad", "train")  # as users meet them
 
 # ---------------------------------------------------------------------------------------------------- records
 
@@ -47,7 +49,7 @@ def record(rows: list[dict]) -> dict:
         "command": shlex.join(["python", *sys.argv]),
         "gpu": torch.cuda.get_device_name() if gpu else None,
         "driver": drivers.split("\n")[0] or None,
-        "cpu": compare.cpu_name(),
+        "cpu": charts.cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -112,9 +114,9 @@ def summary(logs: list[Path], folder: Path = RESULTS) -> str:
         return "\n".join([*lines, f"{'benchmark':12}no record in {folder}"])
     path, item = max(found, key=lambda pair: (_is_gpu(pair[1]), pair[1]["date"]))
     failed = [
-        f"{compare.title_of(row)} {row['variant']} {row['phase']}"
+        f"{charts.title_of(row)} {row['variant']} {row['phase']}"
         for row in item["rows"]
-        if row["ok"] is False and not compare.is_peer(row)
+        if row["ok"] is False and not charts.is_peer(row)
     ]
     verdict = f"fails its check: {', '.join(failed)}" if failed else "all of ours pass their checks"
     phase = _phases_shown(item)[0]
@@ -122,7 +124,7 @@ def summary(logs: list[Path], folder: Path = RESULTS) -> str:
         f"{'eager':>9}{'best exact peer':>22}{'fastest peer':>22}{'ours':>16}{'× exact':>9}{'× fastest':>11}"
     )
     lines += [f"{'benchmark':12}{verdict}", "", f"{phase + ', ms':52}{columns}"]
-    lines += [_summary_line(rows) for (_, of, _), rows in compare.groups(item["rows"]).items() if of == phase]
+    lines += [_summary_line(rows) for (_, of, _), rows in charts.groups(item["rows"]).items() if of == phase]
     lines += [
         "",
         f"record      {path}: {machine_of(item)}, {item['date']}",
@@ -137,14 +139,14 @@ def _last_line(log: Path) -> str:
 
 
 def _summary_line(rows: list[dict]) -> str:
-    eager, exact, fastest, ours = compare.standing(rows)
+    eager, exact, fastest, ours = charts.standing(rows)
     factors = (_factor(exact, ours), _factor(fastest, ours))
     times = f"{_ms(eager):>9}{_named_ms(exact):>22}{_named_ms(fastest):>22}{_named_ms(ours):>16}"
-    return f"{compare.title_of(rows[0])[:51]:52}{times}{factors[0]:>9}{factors[1]:>11}"
+    return f"{charts.title_of(rows[0])[:51]:52}{times}{factors[0]:>9}{factors[1]:>11}"
 
 
 def _ms(row: dict | None) -> str:
-    return f"{compare.ms_of(row):.3g}" if row else "–"
+    return f"{charts.ms_of(row):.3g}" if row else "–"
 
 
 def _named_ms(row: dict | None) -> str:
@@ -152,7 +154,7 @@ def _named_ms(row: dict | None) -> str:
 
 
 def _factor(peer: dict | None, ours: dict | None) -> str:
-    return f"{compare.ms_of(peer) / compare.ms_of(ours):.2f}×" if peer and ours else "–"
+    return f"{charts.ms_of(peer) / charts.ms_of(ours):.2f}×" if peer and ours else "–"
 
 
 # ----------------------------------------------------------------------------------------------------- README
@@ -166,43 +168,81 @@ def _phases_shown(item: dict) -> list[str]:
     return first + shown or sorted(there, key=PHASES.index)
 
 
-def readme_table(records: list[dict]) -> str:
-    """What stands between README's markers: a table for each record, a row per problem and phase, phase by
-    phase."""
-    parts = [_markdown(item) for item in records]
+def front_table(item: dict) -> str:
+    """What stands between README's markers: the picture of a record, and a row per problem, as called."""
+    phase = _phases_shown(item)[0]
+    lines = [
+        f"![Speed-up over eager on {machine_of(item)}: the best peer beside ours](benchmarks/{PICTURE})",
+        "",
+        f"| `{phase}`, as called | eager | best peer as exact as eager | ours | factor |",
+        "|---|---|---|---|---|",
+    ]
+    for (_, of, inputs), rows in charts.groups(item["rows"]).items():
+        if of == phase and inputs == "default":
+            eager, exact, _, ours = charts.standing(rows)
+            cells = (
+                f"{_ms(eager)} ms",
+                f"{_named_ms(exact)} ms",
+                f"{_named_ms(ours)} ms",
+                _factor(exact, ours),
+            )
+            lines.append(f"| {charts.title_of(rows[0])} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{_origin(item)}.", ""])
+
+
+def page(records: list[dict]) -> str:
+    """benchmarks/RESULTS.md: a table for each record, a row per problem and phase, phase by phase."""
+    heading = "# Recorded runs\n\nWritten by `python benchmarks/report.py --readme`.\n"
+    parts = [heading, *map(_markdown, records)]
     if records:
-        parts.insert(1, f"![Speed-up over eager of every variant on {machine_of(records[0])}]({PLOT})\n")
-    return "\n".join(parts) or "(no recorded runs)\n"
+        parts.insert(2, f"![Speed-up over eager of every variant on {machine_of(records[0])}]({PLOT})\n")
+    return "\n".join([*parts, LEGEND])
 
 
-def _markdown(item: dict) -> str:
-    rows = item["rows"]
+LEGEND = """A time is the median as called: synchronize, clear the cache, call, synchronize; the GPU's time alone stands beside it (older records have
+no other). `forward_grad` is a call of a fresh model, gradients on, without backward; `train` is forward and backward. *Ours* is what
+runs by default, or the fastest where the record doesn't say: `epilogue` is the library's convolution with our fused tail (on a CPU our own
+convolution, Winograd's, where that is faster); `fused`, on a GPU, has the convolution inside our kernels. The *best exact peer* is the
+fastest of eager, torch.compile (`compile`; `max-autotune`; `compile-cl`, all channels last; `compile-fp32`, TF32 forbidden) and cuDNN's own
+fused graph (`cudnn`, where nvidia-cudnn-frontend is installed) that is as exact as eager; the *fastest peer* may be less exact, and then says
+by how much. What of ours fails its check gets no time. How it is measured stands at the top of compare.py, what counts as right at the
+top of checks.py, as honest at that of honesty.py. The records in results/ have all phases and variants.
+"""
+
+
+def _origin(item: dict) -> str:
+    """What a record was measured on, in a line."""
     driver = f", driver {item['driver']}" if _is_gpu(item) else ""
     commit = item["sources"]
     if item["commit"]:
         commit = f"commit {item['commit'][:10]}{' with changes' if item['dirty'] else ''}"
+    dtype, date = item["rows"][0]["dtype"], item["date"][:10]
+    return f"{machine_of(item)}{driver}, torch {item['torch']}, {dtype}, {commit}, {date}"
+
+
+def _markdown(item: dict) -> str:
     lines = [
-        f"{machine_of(item)}{driver}, torch {item['torch']}, {rows[0]['dtype']}, {commit}, {item['date'][:10]}:",
+        f"{_origin(item)}:",
         "",
         "| problem, input | phase | ours | × eager | × best exact peer | × fastest peer | eager | best exact peer | fastest peer |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for phase in _phases_shown(item):
-        for (_, of, _), group in compare.groups(rows).items():
+        for (_, of, _), group in charts.groups(item["rows"]).items():
             if of == phase:
                 lines.append(_markdown_row(group))
     return "\n".join(lines) + "\n"
 
 
 def _markdown_row(rows: list[dict]) -> str:
-    eager, exact, fastest, ours = compare.standing(rows)
-    if any(compare.is_peer(row) and row["ok"] is False and row["median_ms"] is None for row in rows):
+    eager, exact, fastest, ours = charts.standing(rows)
+    if any(charts.is_peer(row) and row["ok"] is False and row["median_ms"] is None for row in rows):
         fastest = None  # an older record: what missed the rule was not timed
-    failing = next((row for row in rows if not compare.is_peer(row) and row["ok"] is False), None)
+    failing = next((row for row in rows if not charts.is_peer(row) and row["ok"] is False), None)
     cells = [
-        f"{compare.title_of(rows[0])}, {'×'.join(map(str, rows[0]['shape']))}",
-        compare.situation_of(rows[0]),
-        _cell(ours) if ours or not failing else compare.status_of(failing),
+        f"{charts.title_of(rows[0])}, {'×'.join(map(str, rows[0]['shape']))}",
+        charts.situation_of(rows[0]),
+        _cell(ours) if ours or not failing else charts.status_of(failing),
         *(_factor(peer, ours) for peer in (eager, exact, fastest)),
         _cell(eager, name=False),
         _cell(exact),
@@ -217,30 +257,30 @@ def _cell(row: dict | None, name: bool = True) -> str:
         return "–"
     apart = row.get("call_ms") not in (None, row["median_ms"])
     text = f"{row['variant']} " * name + f"{_ms(row)} ms" + f" (GPU {row['median_ms']:.3g})" * apart
-    return text + (f", {miss}" if (miss := compare.inexact(row)) else "")
+    return text + (f", {miss}" if (miss := charts.inexact(row)) else "")
 
 
-def with_table(text: str, records: list[dict]) -> str:
-    """README's text with the table of `records` between its markers. Raises ValueError if a marker is
-    missing."""
+def with_table(text: str, item: dict) -> str:
+    """README's text with the table of a record between its markers. Raises ValueError if a marker is missing."""
     before, _, rest = text.partition("<!-- table -->\n")
     _, marker, after = rest.partition("<!-- end of table -->")
     if not marker:
         raise ValueError(
             "expected the markers <!-- table --> and <!-- end of table -->, each on a line of its own"
         )
-    return f"{before}<!-- table -->\n{readme_table(records)}{marker}{after}"
+    return f"{before}<!-- table -->\n{front_table(item)}{marker}{after}"
 
 
 def write_readme() -> None:
-    """Brings README.md's table and plot up to the newest records."""
-    records = newest_records()
-    README.write_text(with_table(README.read_text(encoding="utf-8"), records), encoding="utf-8")
-    if records:
-        newest, phase = records[0], _phases_shown(records[0])[0]
-        title = f"{machine_of(newest)}, {newest['date'][:10]}"
-        rows = [row for row in newest["rows"] if row["phase"] == phase]
-        compare.plot(rows, title).savefig(ROOT / PLOT, dpi=110)
+    """Brings README.md, RESULTS.md and their pictures up to the newest records."""
+    records, folder = newest_records(), PAGE.parent
+    newest, phases = records[0], _phases_shown(records[0])
+    title = f"{machine_of(newest)}, {newest['date'][:10]}"
+    README.write_text(with_table(README.read_text(encoding="utf-8"), newest), encoding="utf-8")
+    PAGE.write_text(page(records), encoding="utf-8")
+    charts.overview(newest["rows"], phases, title).savefig(folder / PICTURE, dpi=110)
+    shown = [row for row in newest["rows"] if row["phase"] == phases[0]]
+    charts.plot(shown, title).savefig(folder / PLOT, dpi=110)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import charts
 import checks
 import compare
 import models
@@ -31,7 +32,7 @@ def test_what_fails_gets_no_time():
     assert eager["ok"] and eager["median_ms"] > 0 and eager["speedup_vs_eager"] == 1
     assert ours["ok"] is False and "output" in ours["reason"] and ours["auto"]
     assert ours["median_ms"] is None and ours["call_ms"] is None and ours["speedup_vs_eager"] is None
-    text = compare.table([eager, ours])
+    text = charts.table([eager, ours])
     assert (
         "epilogue     fails its check" in text
         and "as fast as" not in text
@@ -83,13 +84,13 @@ def test_a_less_exact_peer_is_shown_with_its_time_and_its_error():
         and rounded["error_vs_eager"] > 100
     )
     eager["call_ms"], rounded["call_ms"], ours["call_ms"] = 4.0, 2.0, 1.0
-    assert [row["variant"] for row in compare.standing(rows)] == ["eager", "eager", "rounded", "epilogue"]
-    (text,) = compare.factors(rows)
+    assert [row["variant"] for row in charts.standing(rows)] == ["eager", "eager", "rounded", "epilogue"]
+    (text,) = charts.factors(rows)
     assert (
         "4.00 × as fast as eager, the best peer that keeps the rule" in text
         and "2.00 × as fast as rounded" in text
     )
-    assert f"  {compare.inexact(rounded)}\n" in compare.table(rows) and compare.inexact(rounded).endswith(
+    assert f"  {charts.inexact(rounded)}\n" in charts.table(rows) and charts.inexact(rounded).endswith(
         "× eager’s"
     )
 
@@ -149,7 +150,7 @@ def test_special_cases_are_timed_where_there_is_a_backward():
             small(DROPOUT), device="cpu", phase=phase, variants=["eager", "epilogue"], seed=1
         )
         assert [row["inputs"] for row in rows] == expected and all(row["median_ms"] for row in rows)
-    assert "train (all ties)" in compare.table(rows)
+    assert "train (all ties)" in charts.table(rows)
 
 
 # --------------------------------------------------------------------------------------------------- any pair
@@ -207,8 +208,8 @@ def test_a_pair_is_shown_as_problems_are(tmp_path):
     options = dict(device="cpu", variants=["eager", "candidate"], name="gate", seed=1)
     rows = compare.compare_pair(Gate(), FasterGate(), gate_inputs, **options)
     assert [row["phase"] for row in rows] == ["forward_grad"] * 2 + ["train"] * 2
-    assert compare.table(rows).startswith("gate: forward_grad, float32, 8×6, cpu")
-    compare.plot(rows).savefig(tmp_path / "plot.png")
+    assert charts.table(rows).startswith("gate: forward_grad, float32, 8×6, cpu")
+    charts.plot(rows).savefig(tmp_path / "plot.png")
 
 
 def test_a_pair_without_parameters():

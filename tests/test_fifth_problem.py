@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import charts
 import checks
 import compare
 import export
@@ -131,7 +132,7 @@ def test_comparison():
     rows = compare.compare(NAME, device="cpu", batch_size=1, variants=["eager", "epilogue"], seed=1)
     assert [row["variant"] for row in rows] == ["eager", "epilogue"]
     assert all(row["ok"] and row["median_ms"] > 0 for row in rows), rows
-    assert "57 conv2d relu hardswish" in compare.table(rows)
+    assert "57 conv2d relu hardswish" in charts.table(rows)
 
 
 def test_export(tmp_path):

@@ -1,4 +1,4 @@
-"""Records, README's table and the summary: README shows the newest records, older ones are still read.
+"""Records, README's table, RESULTS.md and the summary: they show the newest records, older ones are still read.
 
 What is in a record is tested in test_compare.py.
 """
@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+import charts
 import compare
 from benchmarks import report
 from test_checks import MIN_ADD, small
@@ -46,45 +47,46 @@ def write(folder, name, rows, **others):
     (folder / f"{name}.json").write_text(json.dumps(record(rows, **others)))
 
 
-def test_readme_shows_the_recorded_runs():
-    text = report.README.read_text(encoding="utf-8")
-    assert report.with_table(text, report.newest_records()) == text, (
-        "run: python benchmarks/report.py --readme"
-    )
-    assert text.count("\n") < 150
+def test_pages_show_the_recorded_runs():
+    text, records = report.README.read_text(encoding="utf-8"), report.newest_records()
+    told = "run: python benchmarks/report.py --readme"
+    assert report.with_table(text, records[0]) == text, told
+    assert report.PAGE.read_text(encoding="utf-8") == report.page(records), told
+    assert text.count("\n") <= 120
 
 
-def test_readme_table_is_the_newest_record_of_each_machine(tmp_path, row):
+def test_the_newest_record_of_each_machine_is_shown(tmp_path, row):
     for name, date, ms in (("a", "2026-02-01", 7.0), ("b", "2026-01-01", 5.0)):
         write(tmp_path, name, [{**row, "median_ms": ms, "call_ms": ms}], date=date)
-    write(tmp_path, "gpu", rows_of(row, eager=3.0), date="2025-01-01", gpu=GPU)
+    write(tmp_path, "gpu", rows_of(row, eager=3.0, fused=1.0), date="2025-01-01", gpu=GPU)
     (tmp_path / "other.json").write_text(json.dumps({"rows": [{"kernel": "another benchmark's"}]}))
+    records = report.newest_records(tmp_path)
+    text = report.page(records)
+    assert text.index(GPU) < text.index("| 7 ms |") and "| 5 ms |" not in text
     before = "before\n<!-- table -->\nold\n<!-- end of table -->\nafter\n"
-    text = report.with_table(before, report.newest_records(tmp_path))
-    assert text.startswith("before\n<!-- table -->\nNVIDIA H200") and text.endswith(
-        "<!-- end of table -->\nafter\n"
-    )
-    assert "| 7 ms |" in text and "5 ms" not in text and "old" not in text
+    text = report.with_table(before, records[0])
+    assert text.startswith("before\n<!-- table -->\n![") and text.endswith("<!-- end of table -->\nafter\n")
+    assert "| 3 ms | eager 3 ms | fused 1 ms | 3.00× |" in text and GPU in text and "old" not in text
     with pytest.raises(ValueError, match="markers"):
-        report.with_table("no markers", [])
+        report.with_table("no markers", records[0])
 
 
 @pytest.mark.parametrize(
     "ours, factors", [("fused", "4.00× | 2.00× | 1.50×"), ("epilogue", "3.20× | 1.60× | 1.20×")]
 )
-def test_readme_quotes_the_best_exact_peer_and_the_fastest(ours, factors, row):
+def test_the_page_quotes_the_best_exact_peer_and_the_fastest(ours, factors, row):
     """Under what runs by default, be it the fastest or not."""
     rows = rows_of(row, ["compile_cl"], eager=8.0, compile=4.0, compile_cl=3.0, epilogue=2.5, fused=2.0)
     for each in rows:
         each["auto"] = each["variant"] == ours
-    text = report.readme_table([record(rows, gpu=GPU)])
+    text = report.page([record(rows, gpu=GPU)])
     assert f"| forward_grad | {ours} " in text and f"| {factors} |" in text
     assert "| 8 ms (GPU 4) | compile 4 ms (GPU 2) | compile-cl 3 ms (GPU 1.5), error 900 × eager’s |" in text
 
 
-def test_readme_says_what_fails(row):
+def test_the_page_says_what_fails(row):
     rows = rows_of(row, ["fused"], eager=8.0, fused=None)
-    assert "| fails its check | – | – | – | 8 ms (GPU 4) |" in report.readme_table([record(rows, gpu=GPU)])
+    assert "| fails its check | – | – | – | 8 ms (GPU 4) |" in report.page([record(rows, gpu=GPU)])
 
 
 def test_older_records_are_read(row):
@@ -97,9 +99,9 @@ def test_older_records_are_read(row):
         for each in rows
     ]
     rows[2]["variant"] = "max-autotune"
-    text = report.readme_table([record(rows, gpu=GPU)])
+    text = report.page([record(rows, gpu=GPU)])
     assert "| forward | fused 1 ms | 4.00× | 3.00× | – | 4 ms | compile 3 ms | – |" in text
-    assert compare.plot(rows, GPU)
+    assert charts.plot(rows, GPU)
 
 
 def test_summary(tmp_path, row):
@@ -138,11 +140,11 @@ def test_commands(tmp_path, capsys, monkeypatch):
     report.main(["--summary", str(tmp_path / "tests.log")])
     assert capsys.readouterr().out.startswith("tests       5 passed\nbenchmark")
     monkeypatch.setattr(report, "README", tmp_path / "README.md")
-    monkeypatch.setattr(report, "PLOT", str(tmp_path / "plot.png"))
+    monkeypatch.setattr(report, "PAGE", tmp_path / "RESULTS.md")
     report.README.write_text("<!-- table -->\n<!-- end of table -->\n")
     report.main(["--readme"])
-    assert (
-        "| problem, input | phase |" in report.README.read_text() and (tmp_path / "plot.png").stat().st_size
-    )
+    assert "as called | eager |" in report.README.read_text()
+    assert "| problem, input | phase |" in report.PAGE.read_text()
+    assert all((tmp_path / name).stat().st_size for name in (report.PICTURE, report.PLOT))
     with pytest.raises(SystemExit):
         report.main([])
