@@ -6,6 +6,9 @@ What is in a record is tested in test_compare.py.
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -148,3 +151,14 @@ def test_commands(tmp_path, capsys, monkeypatch):
     assert all((tmp_path / name).stat().st_size for name in (report.PICTURE, report.PLOT))
     with pytest.raises(SystemExit):
         report.main([])
+
+
+def test_readme_ten_lines():
+    """README's first code, run as it stands, prints what README says."""
+    code, printed = re.findall(
+        r"^```(?:python)?\n(.*?)^```$", report.README.read_text(encoding="utf-8"), re.S | re.M
+    )[:2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=report.ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout == printed, done.stderr
