@@ -35,8 +35,8 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
     input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
                                                                                      first, tiling, c);
   }
-  constexpr int kElements = kOut * kIn * kTaps;
-  if (d_weight)
-    merge_kernel<Problem><<<(kElements + kMergeColumns - 1) / kMergeColumns, kMergeColumns * kMergeRows, 0,
-                            stream>>>(d_weight, partial, d_level, problem, plan.N, c);
+  if (!d_weight) return;
+  const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);
+  merge_kernel<Problem><<<blocks, kMergeColumns * kMergeRows, 0, stream>>>(d_weight, partial, d_level, problem,
+                                                                           plan.N, c);
 }

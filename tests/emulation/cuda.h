@@ -247,6 +247,7 @@ template <class T, class Merge> T reduce(T value, Merge merge) {
 
 // -------------------------------------------------------------------------------------- CUDA C++'s own words
 
+using std::isfinite;
 using std::isinf;
 using std::isnan;
 using std::max;
