@@ -211,7 +211,6 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
                      int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
                      int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_rows,
                      int64_t input_columns, cudaStream_t stream) {
-  if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
   auto* const dv = reinterpret_cast<float4*>(scratch);
@@ -223,9 +222,11 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
   const DropoutProblem problem{coefficients, reinterpret_cast<const Affine*>(affines), active, dy,
                                dropout_mask(seed, p), tied_value(low, high)};
   allow_shared(sums_kernel);
-  sums_kernel<<<plan.blocks, kBlock, c.shared, stream>>>(sums, problem, plan.jobs, c);
-  coefficients_kernel<<<blocks_for(N * groups, 64), 64, 0, stream>>>(
-      coefficients, gradients, sums, problem, norm_weight, N, int(groups), c);
+  if (N > 0) {
+    sums_kernel<<<plan.blocks, kBlock, c.shared, stream>>>(sums, problem, plan.jobs, c);
+    coefficients_kernel<<<blocks_for(N * groups, 64), 64, 0, stream>>>(
+        coefficients, gradients, sums, problem, norm_weight, N, int(groups), c);
+  }
   convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_rows, input_columns, c,
                        stream);
   float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias};
