@@ -129,9 +129,17 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
     """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
     stores of 16 bytes."""
+    return _plan_volume(*_volume_sizes(x, weight), vectors, math.inf, *_volume_device(x, static_shared))
+
+
+def _volume_sizes(x: Tensor, weight: Tensor) -> tuple:
+    return tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
+
+
+def _volume_device(x: Tensor, static_shared: int) -> tuple[int, int]:
+    """Bytes of dynamic shared memory, and multiprocessors."""
     device = device_properties(x.device.index)
-    sizes = tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
-    return _plan_volume(*sizes, vectors, device.shared - static_shared, device.multiprocessors)
+    return device.shared - static_shared, device.multiprocessors
 
 
 def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_shared: int) -> dict[str, int]:
@@ -188,9 +196,16 @@ def volume_layout(
 
 @functools.lru_cache(None)
 def _plan_volume(
-    x: tuple[int, ...], kernel: tuple[int, ...], itemsize: int, vectors: bool, room: int, multiprocessors: int
+    x: tuple[int, ...],
+    kernel: tuple[int, ...],
+    itemsize: int,
+    vectors: bool,
+    most_turns: float,
+    room: int,
+    multiprocessors: int,
 ) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes of dynamic shared memory."""
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. most_turns: of a block, where that leaves any
+    plan. room: bytes of dynamic shared memory."""
     (N, channels, D, H, W), (kd, kh, kw) = x, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
@@ -204,9 +219,65 @@ def _plan_volume(
             depth = ceil_div(OD, chunks)
             slots = ceil_div(OH, rows) * ceil_div(OD, depth)
             work = ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
-            if best is None or work < best[0]:
-                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
+            rank = max(depth * ceil_div(rows * OW, _TURN), most_turns), work
+            if best is None or rank < best[0]:
+                best = rank, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
     return best[1]
+
+
+# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch
+# (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
+
+_DV_BYTES = 40_000_000  # of all blocks that run at the same time: they stay in an H200's L2 cache
+_SAMPLES_BYTES = 100_000_000  # of dv of whole samples, where x needs a gradient
+_INPUT_WARPS = 8
+
+
+class VolumeBackward(NamedTuple):
+    tiles: VolumeTiling
+    dv_slots: int  # of scratch, each for dv of a tile and 16 channels …
+    dv: int  # … with so many float32 in all
+    jobs: int  # tiles and 16 channels
+    input_rows: int  # of dx, that a block computes …
+    input_columns: int  # … of so many columns
+
+    @property
+    def launch(self) -> tuple[int, ...]:
+        """The launchers' last arguments."""
+        return *self.tiles.launch, self.dv_slots, self.input_rows, self.input_columns
+
+
+def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: bool) -> VolumeBackward:
+    """The plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
+    (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
+    room, multiprocessors = _volume_device(x, static_shared)
+    most_turns = _DV_BYTES // multiprocessors // (4 * 16 * _TURN)
+    tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
+    of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
+    of_sample = tiles.slots * C // 16
+    pieces = ceil_div(N * of_sample * of_job * 4, _SAMPLES_BYTES)
+    dv_slots = min(N * of_sample, multiprocessors) if not dx else max(1, ceil_div(N, max(1, pieces))) * of_sample
+    rows, columns = _input_tiling(W, channels, tuple(weight.shape[3:]), room)
+    return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
+
+
+def input_positions(channels: int, kw: int) -> int:
+    """Positions of dv that a block of dx computes with."""
+    return _INPUT_WARPS * _TURN * (2 if channels * kw <= 16 else 1)
+
+
+def _input_tiling(W: int, channels: int, kernel: tuple[int, int], room: int) -> tuple[int, int]:
+    """Rows and columns of dx: whole rows where they fit, and as many as they can be."""
+    (kh, kw), positions = kernel, input_positions(channels, kernel[1])
+    fragments = kh * ceil_div(channels * kw, 16) * 1024
+    for blocks in range(1, W + 1):
+        columns = ceil_div(W, blocks)
+        pitch = ceil_div(min(columns + kw - 1, W - kw + 1), 8) * 8
+        rows = positions // pitch
+        words = ((rows + kh - 1) * pitch + _TURN) * 64
+        if rows and max(words, 4 * channels * kw * rows * pitch) + 16 + fragments <= room:
+            return rows, columns
+    raise AssertionError("no room for a column of dx")
 
 
 # ----------------------------------------------------------------------------------------------------- strips
