@@ -774,6 +774,16 @@ weight_gradient_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weig
   }
 }
 
+inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const float* kept,
+                              const uint8_t* index, const float* conv_bias, const float* norm_weight,
+                              const float* norm_bias, const float* scale, double low, double high,
+                              Geometry geometry, GroupShape shape) {
+  const float* behind = kept + int64_t(shape.N) * shape.C * geometry.pooled_height() * geometry.pooled_width();
+  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(behind, shape.N, shape.C, shape.G);
+  return {weight,    dy,          kept,      index, group_mean, group_rstd,
+          conv_bias, norm_weight, norm_bias, scale, float(low), float(high)};
+}
+
 template <class Kernel> void allow(Kernel kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
@@ -781,21 +791,21 @@ template <class Kernel> void allow(Kernel kernel, int bytes) {
 }  // namespace
 
 // The gradients of weight and, summed over the samples, of the parameters; d_scale has `scales` elements,
-// CHANNELS_OUT or 1. `merged` and `partial` have room for what Merged and Partial say. Rows of v are cut into
+// CHANNELS_OUT or 1. kept and index are forward's. `merged` and `partial` have room for what Merged and Partial say. Rows of v are cut into
 // gram_strips strips of gram_rows, and rows of windows into `strips` of `rows`, the last of what is left; a plan
 // that does not cover them makes no blocks, and the launch fails.
 EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias,
                      float* d_scale, double* merged, float* partial, const output_t* dy, const value_t* x,
-                     const value_t* weight, const float* extreme, const uint8_t* index, const float* group_mean,
-                     const float* group_rstd, const float* conv_bias, const float* norm_weight,
-                     const float* norm_bias, const float* scale, double low, double high, int64_t scales,
+                     const value_t* weight, const float* kept, const uint8_t* index, const float* conv_bias,
+                     const float* norm_weight, const float* norm_bias, const float* scale, double low,
+                     double high, int64_t scales,
                      int64_t N, int64_t G, int64_t H, int64_t W, int64_t gram_strips, int64_t gram_rows,
                      int64_t strips, int64_t rows, cudaStream_t stream) {
   const Geometry dense{int(N), int(H), int(W), int(gram_strips), int(gram_rows)};
   const Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(dense.height()) * dense.width()};
-  const Saved saved{weight,    dy,          extreme,   index, group_mean, group_rstd,
-                    conv_bias, norm_weight, norm_bias, scale, float(low), float(high)};
+  const Saved saved = saved_by_forward(weight, dy, kept, index, conv_bias, norm_weight, norm_bias, scale, low,
+                                       high, geometry, shape);
   const Merged sums(merged, N, G);
   const Partial parts(partial, N, gram_strips, strips);
   const bool fits = dense.cover(dense.height()) && geometry.cover(geometry.pooled_height());
