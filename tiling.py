@@ -311,11 +311,27 @@ class StripsBackward(NamedTuple):
     rows: int  # of windows
     merged: int  # elements of what is summed up in float64, and of the strips' parts in float32
     partial: int
+    input_columns: (
+        int  # of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room
+    )
+    input_launch: tuple[
+        int, int, int, int
+    ]  # tiles and columns from one to the next, strips and rows of x of each
+
+
+def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
+    """Bytes of dynamic shared memory: pixels of x and filters as two float16 per value; what each position gives to the pixels under
+    it, and those pixels' sums, in float32; the selected positions' gradients and places."""
+    C, channels, kh, kw = weight.shape
+    planes, width, windows = ceil_div(channels, 8), columns + kw - 1, columns // pool[1] + 2
+    units, pitch = planes * kh * kw, width + (12 - width % 8) % 8
+    pixels, filters = 2 * planes * (pool[0] + kh - 1) * pitch * 16 + 16, 2 * C * (units + 1 | 1) * 16
+    return pixels + filters + columns * (8 * units + 1 + 8 * planes * kh) * 4 + windows * (C + 2) * 5
 
 
 def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], groups: int) -> StripsBackward:
     """The plan for sizes without an obstacle."""
-    (N, channels, H, _), (C, _, kh, kw) = x.shape, weight.shape
+    (N, channels, H, W), (C, _, kh, kw) = x.shape, weight.shape
     blocks = 2 * device_properties(x.device.index).multiprocessors  # at the same time
     units = ceil_div(channels, 8) * kh * kw  # 8 channels at a tap
     gram = 128 * sum(units - unit + 1 for unit in range(0, units, 2))  # values of a Gram matrix, in tiles
@@ -331,7 +347,26 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
     strips, rows = share((H - kh + 1) // pool[0], N * ceil_div(C, _CHANNELS))
     merged = N * (8 * units + 5 * C + groups) + _GRAM_SEGMENTS * groups * gram
     partial = ceil_div(N * channels, 4) * 4 + N * gram_strips * gram + N * strips * C * (8 * units + 3)
-    return StripsBackward(gram_strips, gram_rows * _GRAM_ROWS, strips, rows, merged, partial)
+    room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
+    fitting = (
+        columns
+        for columns in (_COLUMNS, _COLUMNS // 2)
+        if input_gradient_shared(weight, pool, columns) <= room
+    )
+    columns = next(fitting, 0)
+    stride = 0 if W <= columns else columns - kw + 1
+    tiles = ceil_div(W, stride) if stride else 1
+    _, input_rows = share(ceil_div(H, pool[0]), N * tiles)
+    launch = tiles, stride, ceil_div(H, input_rows * pool[0]), input_rows * pool[0]
+    return StripsBackward(gram_strips, gram_rows * _GRAM_ROWS, strips, rows, merged, partial, columns, launch)
+
+
+def strips_backward_defines(plan: StripsBackward, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
+    """What a build takes from the plan, and what the plan assumes of the kernels."""
+    columns = plan.input_columns or _COLUMNS // 2
+    shared = input_gradient_shared(weight, pool, columns)
+    own = {"POOL_H": pool[0], "POOL_W": pool[1], "INPUT_COLUMNS": columns, "INPUT_SHARED": shared}
+    return {**spatial_defines(weight), **own}
 
 
 # ------------------------------------------------------------------------------------------------------------------- gemm

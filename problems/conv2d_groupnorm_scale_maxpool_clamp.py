@@ -150,21 +150,26 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C, pool = a.x.shape, len(a.weight), tuple(a.pool)
     tiles = tiling.plan_strips(a.x, a.weight, pool)
     scratch = (N, C, tiles.tiles * tiles.strips, 3), torch.float32  # statistics of each strip
-    defines = tiling.strip_defines(tiles, a.weight, pool, saving)
-    of_backward = {**tiling.spatial_defines(a.weight), "POOL_H": pool[0], "POOL_W": pool[1]}
-    return operators.Plan(
+    plan = operators.Plan(
         f"{NAME}_fused",
         a,
         PARAMETERS,
         [*_fused_outputs(a, saving), scratch],
-        defines,
+        tiling.strip_defines(tiles, a.weight, pool, saving),
         sizes=(N, a.groups, *size, *tiles.launch),
-        # Built where backward runs first
-        backward=functools.cache(
-            lambda: operators.load(f"{NAME}_backward_fused", a.x, a.scale.dtype, **of_backward)
-        ),
-        backward_tiles=tiling.plan_strips_backward(a.x, a.weight, pool, a.groups) if saving else None,
     )
+    if saving:
+        plan.tiles = back = tiling.plan_strips_backward(a.x, a.weight, pool, a.groups)
+        defines, x, dtype = (
+            tiling.strips_backward_defines(back, a.weight, pool),
+            a.x.new_empty(0),
+            a.scale.dtype,
+        )
+        # Built when backward runs, which may never be
+        plan.load_backward = functools.cache(
+            lambda: operators.load(f"{NAME}_backward_fused", x, dtype, **defines)
+        )
+    return plan
 
 
 def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
@@ -176,17 +181,20 @@ def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor,
 
 
 def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tuple:
-    tiles, gradients, x, new = plan.backward_tiles, plan.gradients(a), a.x.contiguous(), kept.new_empty
+    kernels, tiles, gradients, dx = plan.load_backward(), plan.tiles, plan.gradients(a), None
     dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format)
-    scratch = new(tiles.merged, dtype=torch.float64), new(tiles.partial)
-    inputs = dy.contiguous(), x, a.weight.contiguous(), kept, index, *plan.parameters(a)
-    numbers = *a[8:10], a.scale.numel(), *plan.sizes[:4], *tiles[:4]
-    plan.backward().backward(dw, *gradients, *scratch, *inputs, *numbers)
-    dx = None
-    if needs[0]:
+    scratch = kept.new_empty(tiles.merged, dtype=torch.float64), kept.new_empty(tiles.partial)
+    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, index, *plan.parameters(a)
+    sizes = plan.sizes[:4]
+    kernels.backward(dw, *gradients, *scratch, *inputs, *a[8:10], a.scale.numel(), *sizes, *tiles[:4])
+    if needs[0] and tiles.input_columns:
+        dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
+        kernels.backward_input(dx, *scratch, *inputs, *a[8:10], *sizes, *tiles.input_launch)
+        dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
+    elif needs[0]:  # the library's, which needs the convolution
         with torch.autocast(dy.device.type, enabled=False):
             _, *saved = epilogue.save(*a)
-            dx = epilogue.backward(dy, a, saved, [True] + [False] * 5)[0]
+            dx = epilogue.backward(dy, a, saved, [True, *[False] * 5])[0]
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
