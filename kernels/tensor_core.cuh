@@ -62,6 +62,13 @@ __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t
                : "r"(address) : "memory");
 }
 
+// The same, each transposed: rows that are rows of B, or columns of A, make a register of its fragment.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address) : "memory");
+}
+
 // -------------------------------------------------------------------------------------------------- mma.sync
 
 // Operand: half_t or bfloat16_t.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -138,25 +139,68 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
+def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; the v that each window selects and the statistics, one after the other, which forward needs, too; for backward its index there."""
+    y, *_ = _outputs(a, saving)
+    kept = math.prod(y[0]) + 2 * a.x.shape[0] * (len(a.weight) + a.groups)
+    return [y, ((kept,), torch.float32), (y[0] if saving else 0, torch.uint8)]
+
+
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C, pool = a.x.shape, len(a.weight), tuple(a.pool)
     tiles = tiling.plan_strips(a.x, a.weight, pool)
-    y, *_ = _outputs(a, False)
-    # What the windows select, statistics of each strip, and of all
-    scratch = math.prod(y[0]) + N * C * tiles.tiles * tiles.strips * 3 + 2 * N * (C + a.groups)
-    outputs, defines = [y, (scratch, torch.float32)], tiling.strip_defines(tiles, a.weight, pool)
-    sizes = N, a.groups, *size, *tiles.launch
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
+    scratch = (N, C, tiles.tiles * tiles.strips, 3), torch.float32  # statistics of each strip
+    plan = operators.Plan(
+        f"{NAME}_fused",
+        a,
+        PARAMETERS,
+        [*_fused_outputs(a, saving), scratch],
+        tiling.strip_defines(tiles, a.weight, pool, saving),
+        sizes=(N, a.groups, *size, *tiles.launch),
+    )
+    if saving:
+        plan.tiles = back = tiling.plan_strips_backward(a.x, a.weight, pool, a.groups)
+        defines, x, dtype = (
+            tiling.strips_backward_defines(back, a.weight, pool),
+            a.x.new_empty(0),
+            a.scale.dtype,
+        )
+        # Built when backward runs, which may never be
+        plan.load_backward = functools.cache(
+            lambda: operators.load(f"{NAME}_backward_fused", x, dtype, **defines)
+        )
+    return plan
 
 
-def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, scratch = plan.outputs(a)
+def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    y, kept, index, scratch = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
-    plan.kernels.forward(y, scratch, *inputs, *a[8:], *plan.sizes)
-    return y.contiguous(memory_format=plan.y_format)
+    plan.kernels.forward(y, kept, index, scratch, *inputs, *a[8:], *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
+    return (y, kept, index) if saving else (y,)
 
 
-fused = operators.declare_fused(epilogue, _fused, _plan_fused)
+def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tuple:
+    kernels, tiles, gradients, dx = plan.load_backward(), plan.tiles, plan.gradients(a), None
+    dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format)
+    scratch = kept.new_empty(tiles.merged, dtype=torch.float64), kept.new_empty(tiles.partial)
+    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, index, *plan.parameters(a)
+    sizes = plan.sizes[:4]
+    kernels.backward(dw, *gradients, *scratch, *inputs, *a[8:10], a.scale.numel(), *sizes, *tiles[:4])
+    if needs[0] and tiles.input_columns:
+        dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
+        kernels.backward_input(dx, *scratch, *inputs, *a[8:10], *sizes, *tiles.input_launch)
+        dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
+    elif needs[0]:  # the library's, which needs the convolution
+        with torch.autocast(dy.device.type, enabled=False):
+            _, *saved = epilogue.save(*a)
+            dx = epilogue.backward(dy, a, saved, [True, *[False] * 5])[0]
+    return dx, dw, *plan.as_parameters(a, gradients)
+
+
+fused = operators.declare(
+    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model

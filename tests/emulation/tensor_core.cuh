@@ -51,6 +51,16 @@ inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   }
 }
 
+inline void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
+  const int g = emulation::lane() / 4, t = emulation::lane() % 4;
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 2; k++) {
+      const uint32_t row = emulation::exchange(address, 8 * i + 2 * t + k);
+      if (row % 16) emulation::failure = "a row of a matrix that is not aligned";
+      memcpy(reinterpret_cast<char*>(registers + i) + 2 * k, shared_pointer(row) + 2 * g, 2);
+    }
+}
+
 // -------------------------------------------------------------------------------------------------- products
 
 template <class Operand> float half_of(uint32_t word, int i) {
