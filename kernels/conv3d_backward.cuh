@@ -29,7 +29,8 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
     const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
     const int64_t first_job = first * plan.jobs_of_sample;
     gradient_kernel<Problem><<<unsigned(min(jobs, plan.dv_slots)), kBlock, c.shared, stream>>>(
-        dv, dx ? most : nullptr, d_weight ? partial : nullptr, problem, first_job, first_job + jobs, c);
+        dv, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
+        unsigned(first_job + jobs), c);
     if (!dx) continue;
     const unsigned blocks = unsigned(count * c.D * tiling.row_blocks * tiling.column_blocks);
     input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,

@@ -152,7 +152,7 @@ struct WeightProducts {
     }
 #pragma unroll
     for (int k = 0; k < kTiles; k++) {
-      float high[kIn][4] = {}, low[kIn][4] = {};
+      float turn[kIn][4] = {};
 #pragma unroll
       for (int j = 0; j < kFragments; j += 2) {
         uint32_t words[2][2][kWords];
@@ -172,17 +172,17 @@ struct WeightProducts {
           for (int half = 0; half < 2; half++) b[value][half] = pair(words[half][0], words[half][1], value);
 #pragma unroll
         for (int i = 0; i < kIn; i++) {
-          multiply_add<operand_t>(low[i], lows, b[i][0], b[i][1]);
-          multiply_add<operand_t>(high[i], highs, b[i][0], b[i][1]);
+          multiply_add<operand_t>(turn[i], lows, b[i][0], b[i][1]);
           if constexpr (kSplit) {
-            multiply_add<operand_t>(low[i], highs, b[kIn + i][0], b[kIn + i][1]);
+            multiply_add<operand_t>(turn[i], highs, b[kIn + i][0], b[kIn + i][1]);
           }
+          multiply_add<operand_t>(turn[i], highs, b[i][0], b[i][1]);
         }
       }
 #pragma unroll
       for (int i = 0; i < kIn; i++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) sum[k][i][e] += low[i][e] + high[i][e];
+        for (int e = 0; e < 4; e++) sum[k][i][e] += turn[i][e];
     }
   }
   // All warps' sums, merged in their order, into `total`: (16, kIn, kTaps) in shared memory, which nobody
@@ -259,14 +259,14 @@ __device__ inline void weight_gradient(float* partial, const float4* dv, Operand
 // largest |dv| by channel, and `partial` (jobs, kFilters), where they are wanted.
 template <class Problem>
 __global__ void __launch_bounds__(kBlock, 1)
-gradient_kernel(float4* dv, float* most, float* partial, Problem problem, int64_t first, int64_t end,
+gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsigned first, unsigned end,
                 const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ BackwardStorage storage;
   dv += blockIdx.x * DvLayout(c).of_job(c);
 #pragma unroll 1
-  for (int64_t job = first + blockIdx.x; job < end; job += gridDim.x) {
-    const Tile tile(c, unsigned(job / kJobsPerTile));
+  for (unsigned job = first + blockIdx.x; job < end; job += gridDim.x) {
+    const Tile tile(c, job / kJobsPerTile);
     const int first_channel = int(job % kJobsPerTile) * 16;
     if (!problem.active(tile.n)) continue;
     Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
@@ -277,9 +277,9 @@ gradient_kernel(float4* dv, float* most, float* partial, Problem problem, int64_
     if (most && threadIdx.x < 16) {
       float all = 0;
       for (int warp = 0; warp < kBlockWarps; warp++) all = fmaxf(all, storage.most[warp][threadIdx.x]);
-      most[job * 16 + threadIdx.x] = all;
+      most[int64_t(job) * 16 + threadIdx.x] = all;
     }
-    if (partial) weight_gradient(partial + job * kFilters, dv, mainloop.operands, storage);
+    if (partial) weight_gradient(partial + int64_t(job) * kFilters, dv, mainloop.operands, storage);
     mainloop.retire();
   }
 }

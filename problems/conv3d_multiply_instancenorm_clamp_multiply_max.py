@@ -17,6 +17,7 @@ from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
+SUMMED = 2048  # positions that a block sums up in backward
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
 
@@ -129,9 +130,10 @@ def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor,
 
 
 def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, needs) -> tuple:
-    back = volumes.backward_plan(plan, f"{NAME}_fused_backward", a, needs[0], **plan.index)
-    # coefficients and gradients; dz of the channels that won
-    scratch = back.scratch(a, of_sample=6 * len(a.weight) + math.prod(index.shape[1:]), of_job=0)
+    back = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], SUMMED_POSITIONS=SUMMED, **plan.index)
+    S, C = math.prod(index.shape[1:]), len(a.weight)
+    # coefficients and gradients; dz of the channels that won; sums by part
+    scratch = back.scratch(a, of_sample=6 * C + S + 3 * C * tiling.ceil_div(S, SUMMED), of_job=0)
     (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
     inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
     constants = *plan.parameters(a), *a[4:], a.multiplier.numel()
