@@ -315,9 +315,17 @@ def _strips_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple
     yield not few, "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
     yield min(pool) < 2 or max(pool) > 8, "the fused kernels pool windows of 2 to 8 rows and columns"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
+    yield not _strips_fit(x, weight, pool, False), "the kernel's window does not fit in shared memory"
+
+
+def _strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
-    shared = strips_shared(channels, kh, pool[1], saving=True)
-    yield shared > room, "the kernel's window does not fit in shared memory"
+    return strips_shared(weight.shape[1], weight.shape[2], pool[1], saving) <= room
+
+
+def strips_save(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> bool:
+    """Is there room for what the kernels keep for backward, where there is no obstacle?"""
+    return _strips_fit(x, weight, pool, True)
 
 
 def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling:

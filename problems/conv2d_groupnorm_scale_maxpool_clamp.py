@@ -140,35 +140,31 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; the v that each window selects and the statistics, one after the other, which forward needs, too; for backward its index there."""
+    """y; the v that each window selects and the statistics, one after the other, which forward needs, too; for backward its index there,
+    if there is room for it."""
     y, *_ = _outputs(a, saving)
     kept = math.prod(y[0]) + 2 * a.x.shape[0] * (len(a.weight) + a.groups)
+    saving = saving and tiling.strips_save(a.x, a.weight, tuple(a.pool))
     return [y, ((kept,), torch.float32), (y[0] if saving else 0, torch.uint8)]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C, pool = a.x.shape, len(a.weight), tuple(a.pool)
-    tiles = tiling.plan_strips(a.x, a.weight, pool)
-    scratch = (N, C, tiles.tiles * tiles.strips, 3), torch.float32  # statistics of each strip
-    plan = operators.Plan(
-        f"{NAME}_fused",
-        a,
-        PARAMETERS,
-        [*_fused_outputs(a, saving), scratch],
-        tiling.strip_defines(tiles, a.weight, pool, saving),
-        sizes=(N, a.groups, *size, *tiles.launch),
+    tiles, saving = (
+        tiling.plan_strips(a.x, a.weight, pool),
+        saving and tiling.strips_save(a.x, a.weight, pool),
     )
+    scratch = (N, C, tiles.tiles * tiles.strips, 3), torch.float32  # statistics of each strip
+    outputs = [*_fused_outputs(a, saving), scratch]
+    defines = tiling.strip_defines(tiles, a.weight, pool, saving)
+    sizes = N, a.groups, *size, *tiles.launch
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
     if saving:
-        plan.tiles = back = tiling.plan_strips_backward(a.x, a.weight, pool, a.groups)
-        defines, x, dtype = (
-            tiling.strips_backward_defines(back, a.weight, pool),
-            a.x.new_empty(0),
-            a.scale.dtype,
-        )
-        # Built when backward runs, which may never be
-        plan.load_backward = functools.cache(
-            lambda: operators.load(f"{NAME}_backward_fused", x, dtype, **defines)
-        )
+        plan.tiles = tiles = tiling.plan_strips_backward(a.x, a.weight, pool, a.groups)
+        defines = tiling.strips_backward_defines(tiles, a.weight, pool)
+        # Built when backward runs, which may never be.
+        source, x, dtype = f"{NAME}_backward_fused", a.x.new_empty(0), a.scale.dtype
+        plan.load_backward = functools.cache(lambda: operators.load(source, x, dtype, **defines))
     return plan
 
 
@@ -181,6 +177,8 @@ def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor,
 
 
 def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tuple:
+    if index.numel() == 0:
+        return _epilogue_backward(dy, a, needs)
     kernels, tiles, gradients, dx = plan.load_backward(), plan.tiles, plan.gradients(a), None
     dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format)
     scratch = kept.new_empty(tiles.merged, dtype=torch.float64), kept.new_empty(tiles.partial)
@@ -191,11 +189,17 @@ def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tu
         dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
         kernels.backward_input(dx, *scratch, *inputs, *a[8:10], *sizes, *tiles.input_launch)
         dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
-    elif needs[0]:  # the library's, which needs the convolution
-        with torch.autocast(dy.device.type, enabled=False):
-            _, *saved = epilogue.save(*a)
-            dx = epilogue.backward(dy, a, saved, [True, *[False] * 5])[0]
+    elif needs[0]:
+        dx, *_ = _epilogue_backward(dy, a, [True, *[False] * (len(needs) - 1)])
     return dx, dw, *plan.as_parameters(a, gradients)
+
+
+def _epilogue_backward(dy: Tensor, a: Arguments, needs: list[bool]) -> list[Tensor | None]:
+    """Where kernels find no room in shared memory: all that the other variant does, once more."""
+    # Forward chose the dtypes; a region of autocast around backward may not.
+    with torch.autocast(dy.device.type, enabled=False):
+        _, *saved = epilogue.save(*a)
+        return epilogue.backward(dy, a, saved, needs)
 
 
 fused = operators.declare(
