@@ -125,9 +125,10 @@ __device__ __forceinline__ void fetch_input(
   const int64_t S = args.H * args.W;
   for (int i = threadIdx.x; i < kInput; i += kThreads) {
     const int pixel = i % kPitch, kernel_row = i / kPitch % KERNEL_H, plane = i / (kPitch * KERNEL_H);
-    const bool real = tile.column + pixel < args.W;
+    const int64_t row = tile.row + kernel_row - kPadRows, column = tile.column + pixel - kPadColumns;
+    const bool real = column < args.W && (!TRANSPOSED || (column >= 0 && row >= 0 && row < args.H));
     const int64_t first = ((tile.n * kGroups + group) * (kGroup / 8 * kParts) + plane) * S;
-    const int64_t source = first + (tile.row + kernel_row) * args.W + tile.column + pixel;
+    const int64_t source = first + row * args.W + column;
     copy_async_or_zero(input + i, packed_x + (real ? source : 0), real);
   }
 }
@@ -194,7 +195,7 @@ __device__ __forceinline__ void multiply_tap(
 // A warp's results, 16 channels × 64 pixels, to y at `to`, channels `stride` apart; of these `channels` and
 // `pixels` exist. They go by way of the warp's staging, so that neighbouring lanes store neighbouring pixels.
 __device__ __forceinline__ void store(
-    output_t* to, float* staging, const float (&values)[8][4], int64_t stride, int channels, int64_t pixels) {
+    result_t* to, float* staging, const float (&values)[8][4], int64_t stride, int channels, int64_t pixels) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   __syncwarp();  // the last 16 channels have been read
 #pragma unroll
@@ -210,7 +211,7 @@ __device__ __forceinline__ void store(
   for (int c = 0; c < channels; c++, to += stride) {
 #pragma unroll
     for (int j = lane; j < 64; j += 32)
-      if (j < pixels) to[j] = output_t(staging[c * kStagingPitch + j]);
+      if (j < pixels) to[j] = result_t(staging[c * kStagingPitch + j]);
   }
 }
 
@@ -256,7 +257,12 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
     const int channel = blockIdx.y * kBlockChannels + warp_m * 64 + i * 16;
     const Epilogue low = make_epilogue(args, channel + lane / 4, exponent);
     const Epilogue high = make_epilogue(args, channel + 8 + lane / 4, exponent);
-    apply_epilogue(sums[i], low, high, args.constant, args.scale);
+    const Gates<8> gates = apply_epilogue(sums[i], low, high, args.constant, args.scale);
+    if constexpr (SAVES) {
+      const int64_t at =
+          gate_index(tile.n, channel, tile.row, column, args.height(), args.width(), CHANNELS_OUT);
+      store_gates(args.gates + at, gates, CHANNELS_OUT - channel, args.width() - column);
+    }
     const int64_t row = (tile.n * CHANNELS_OUT + channel) * args.height() + tile.row;
     store(args.y + row * args.width() + column, reinterpret_cast<float*>(shared) + warp * kStaging, sums[i],
           plane_size, min(CHANNELS_OUT - channel, 16), args.width() - column);
@@ -269,6 +275,12 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
 // Bytes of packed x, which convolve() makes.
 int64_t packed_input_bytes(int64_t N, int64_t S) { return int64_t(kPlanes) * 8 * 2 * kParts * N * S; }
 
+void convolve_packed(const Arguments& args, const uint4* packed_x, cudaStream_t stream) {
+  cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const dim3 grid(args.N * args.height() * args.strips(), kChannelBlocks);
+  convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, packed_x);
+}
+
 void convolve(const Arguments& args, uint4* packed_x, cudaStream_t stream) {
   const int64_t S = args.H * args.W;
   const unsigned samples = args.N < 65535 ? args.N : 65535;
@@ -277,9 +289,7 @@ void convolve(const Arguments& args, uint4* packed_x, cudaStream_t stream) {
   const dim3 repack_grid(kRepackBlocks, samples);
   if (kScaled)
     repack_input_kernel<<<repack_grid, kPackThreads, 0, stream>>>(packed_x, args.largest, args.x, args.N, S);
-  cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  const dim3 grid(args.N * args.height() * args.strips(), kChannelBlocks);
-  convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, packed_x);
+  convolve_packed(args, packed_x, stream);
 }
 
 }  // namespace

@@ -136,4 +136,5 @@ def test_workspace():
         (tiling.gemm_by_mma(weight.shape, False), weights + packed_x),
         (tiling.gemm_by_mma(weight.shape, True), 2 * (weights + packed_x)),
     ):
-        assert tiling.gemm_workspace(plan, x, weight) == 512 + 512 + bytes
+        assert tiling.gemm_workspace(plan, x.shape, weight.shape, False) == 512 + 512 + bytes
+        assert tiling.gemm_workspace(plan, x.shape, weight.shape, True) == 512 + bytes

@@ -51,6 +51,18 @@ inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   }
 }
 
+template <int kCount> void load_transposed(uint32_t* registers, uint32_t address) {
+  for (int i = 0; i < kCount; i++) {
+    uint16_t pair[2];
+    for (int k = 0; k < 2; k++) {
+      const uint32_t row = emulation::exchange(address, 8 * i + emulation::lane() % 4 * 2 + k);
+      if (row % 16) emulation::failure = "a row of a matrix that is not aligned";
+      memcpy(pair + k, shared_pointer(row) + emulation::lane() / 4 * 2, 2);
+    }
+    memcpy(registers + i, pair, 4);
+  }
+}
+
 // -------------------------------------------------------------------------------------------------- products
 
 template <class Operand> float half_of(uint32_t word, int i) {
