@@ -382,7 +382,7 @@ def plan_weight_gradient(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     return (
         max(1, min(of_sums, strips)),
         max(1, min(of_weight, strips)),
-        blocks * rows * columns * 64 * 64,
+        blocks * rows * columns * min(64, _round_up(outputs, 16)) * 64,
     )
 
 

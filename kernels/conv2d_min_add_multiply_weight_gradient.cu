@@ -84,7 +84,8 @@ constexpr int kMostRows = kMostTaps / kTapColumns < 3 ? kMostTaps / kTapColumns 
 constexpr int kRowGroups = ceil_div(KERNEL_H, kMostRows);
 constexpr int kTapRows = ceil_div(KERNEL_H, kRowGroups);
 constexpr int kBlockTaps = kTapRows * kTapColumns;
-constexpr int kThreadSums = kBlockTaps * 16;  // sums of a thread
+constexpr int kOutTiles = CHANNELS_OUT < kBlock ? ceil_div(CHANNELS_OUT, 16) : kBlock / 16;  // of 16 channels
+constexpr int kThreadSums = kBlockTaps * kOutTiles * 4;
 constexpr int kBlocks = kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
 
 // Shared memory, in units of 16 bytes, 8 channels of a pixel: rows of x [slot][part][plane][pixel], and g
@@ -204,9 +205,9 @@ __device__ __forceinline__ uint32_t first_halves(int count) {
 // sums += the products of one tap and 16 pixels: 64 channels out × the warp's 8 channels in. Tensor cores cut off
 // as they add. So split operands' small products come first, and their sum is added to the others in float32.
 __device__ __forceinline__ void multiply_tap(
-    float (&sums)[4][4], const uint32_t (&gradient)[kParts][4][4], const uint32_t (&input)[kParts][2]) {
+    float (&sums)[kOutTiles][4], const uint32_t (&gradient)[kParts][kOutTiles][4], const uint32_t (&input)[kParts][2]) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < kOutTiles; i++) {
     if constexpr (SPLIT) {
       float products[4] = {};
       multiply_add<operand_t>(products, gradient[kParts - 1][i], input[0][0], input[0][1]);
@@ -221,18 +222,18 @@ __device__ __forceinline__ void multiply_tap(
 }
 
 // sums += the products of a strip's first `pixels`. `gradient` and rows[r], for the block's tap row r, are the
-// addresses that the lane gives to load_transposed.
-__device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][4][4], uint32_t gradient,
+// addresses that the lane gives to load_matrices_transposed.
+__device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][kOutTiles][4], uint32_t gradient,
                                          const uint32_t (&rows)[kTapRows], int pixels) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int step = 0; step < pixels; step += 16) {
-    uint32_t a[kParts][4][4];
+    uint32_t a[kParts][kOutTiles][4];
 #pragma unroll
     for (int part = 0; part < kParts; part++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        load_transposed<4>(a[part][i], gradient + 16 * ((part * kWarps + i * 2) * kStrip + step));
+      for (int i = 0; i < kOutTiles; i++)
+        load_matrices_transposed(a[part][i], gradient + 16 * ((part * kWarps + i * 2) * kStrip + step));
     const int left = pixels - step - lane % 4 * 2;
     const uint32_t real[2] = {first_halves(left), first_halves(left - 8)};
 #pragma unroll
@@ -245,9 +246,13 @@ __device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][4][4], uint32
       uint32_t b[2][kParts][2];
 #pragma unroll
       for (int part = 0; part < kParts; part++) {
-        uint32_t both[4] = {};
-        if (column + 1 < kTapColumns) load_transposed<4>(both, from + part * kPartPitch);
-        else load_transposed<2>(both, from + part * kPartPitch);
+        uint32_t both[4] = {}, one[2];
+        if (column + 1 < kTapColumns) {
+          load_matrices_transposed(both, from + part * kPartPitch);
+        } else {
+          load_matrices_transposed(one, from + part * kPartPitch);
+          both[0] = one[0], both[1] = one[1];
+        }
 #pragma unroll
         for (int k = 0; k < 4; k++) b[k / 2][part][k % 2] = both[k] & real[k % 2];
       }
@@ -274,12 +279,12 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
   const BlockPlace place(blockIdx.y);
   Walk walk(strips, count * blockIdx.x / gridDim.x, count * (blockIdx.x + 1) / gridDim.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // load_transposed: lanes 0-7 give pixels 0-7, of g those of the first plane, and so on. g: 8-15 those of the
+  // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first plane, and so on. g: 8-15 those of the
   // second plane, 16-31 pixels 8-15 likewise. x: 8-15 pixels 8-15, 16-31 those of the next tap.
   const uint32_t gradient_address =
       shared_address(gradients) + 16 * (lane / 8 % 2 * kStrip + lane / 16 * 8 + lane % 8);
   const uint32_t input_address = shared_address(shared) + 16 * (warp * kInputPitch + lane % 16 + lane / 16);
-  float sums[kBlockTaps][4][4] = {};
+  float sums[kBlockTaps][kOutTiles][4] = {};
 
   Staged staged;
   const auto load = [&] { staged.load(walk, dy, gates, x, H, W, place); };
@@ -303,13 +308,14 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
     uint32_t rows[kTapRows];
 #pragma unroll
     for (int r = 0; r < kTapRows; r++) rows[r] = input_address + 16 * kSlot * ((step + r + 2) % kSlots);
-    multiply(sums, gradient_address + 16 * kStage * (step % kStages), rows, pixels);
+    if (place.channel_in + warp * 8 < CHANNELS_IN)
+      multiply(sums, gradient_address + 16 * kStage * (step % kStages), rows, pixels);
     if (!early) store(step + 1), load();
     pixels = next;
   }
   float* to = slots + (int64_t(blockIdx.x) * kBlocks + blockIdx.y) * kThreadSums * kThreads + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kThreadSums; i++) to[i * kThreads] = sums[i / 16][i / 4 % 4][i % 4];
+  for (int i = 0; i < kThreadSums; i++) to[i * kThreads] = sums[i / 4 / kOutTiles][i / 4 % kOutTiles][i % 4];
 #endif
 }
 
@@ -317,9 +323,9 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
 __global__ void __launch_bounds__(kThreads)
 merge_slots_kernel(value_t* dweight, const float* slots, const uint32_t* largest_x, const uint32_t* largest_g,
                    int64_t shares, int64_t N) {
-  const int i = blockIdx.x, tap = i / 16, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int i = blockIdx.x, tap = i / 4 / kOutTiles, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const BlockPlace place(blockIdx.y);
-  const int out = place.channel_out + i / 4 % 4 * 16 + i / 2 % 2 * 8 + lane / 4;
+  const int out = place.channel_out + i / 4 % kOutTiles * 16 + i / 2 % 2 * 8 + lane / 4;
   const int in = place.channel_in + warp * 8 + lane % 4 * 2 + i % 2;
   const int row = place.kernel_row + tap / kTapColumns, column = place.kernel_column + tap % kTapColumns;
   int exponent = 0;

@@ -62,16 +62,16 @@ __device__ __forceinline__ void load_matrices(uint32_t (&registers)[4], uint32_t
                : "r"(address) : "memory");
 }
 
-// Two or four likewise, each transposed: a row holds 8 columns of B at one k, or 8 rows of A.
-template <int kCount> __device__ __forceinline__ void load_transposed(uint32_t* registers, uint32_t address) {
-  static_assert(kCount == 2 || kCount == 4);
-  if constexpr (kCount == 2)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(registers[0]), "=r"(registers[1]) : "r"(address) : "memory");
-  else
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
-                 : "r"(address) : "memory");
+// The same, each transposed: rows that are rows of B, or columns of A, make a register of its fragment.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address) : "memory");
+}
+// Two of them, whose rows are lanes 0-15's.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(registers[0]), "=r"(registers[1]) : "r"(address) : "memory");
 }
 
 // -------------------------------------------------------------------------------------------------- mma.sync

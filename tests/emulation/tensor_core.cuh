@@ -51,16 +51,14 @@ inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   }
 }
 
-template <int kCount> void load_transposed(uint32_t* registers, uint32_t address) {
-  for (int i = 0; i < kCount; i++) {
-    uint16_t pair[2];
+template <int kCount> void load_matrices_transposed(uint32_t (&registers)[kCount], uint32_t address) {
+  const int g = emulation::lane() / 4, t = emulation::lane() % 4;
+  for (int i = 0; i < kCount; i++)
     for (int k = 0; k < 2; k++) {
-      const uint32_t row = emulation::exchange(address, 8 * i + emulation::lane() % 4 * 2 + k);
+      const uint32_t row = emulation::exchange(address, 8 * i + 2 * t + k);
       if (row % 16) emulation::failure = "a row of a matrix that is not aligned";
-      memcpy(pair + k, shared_pointer(row) + emulation::lane() / 4 * 2, 2);
+      memcpy(reinterpret_cast<char*>(registers + i) + 2 * k, shared_pointer(row) + 2 * g, 2);
     }
-    memcpy(registers + i, pair, 4);
-  }
 }
 
 // -------------------------------------------------------------------------------------------------- products
