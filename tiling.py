@@ -309,6 +309,7 @@ class GemmTiling(NamedTuple):
     block_channels: int  # output channels of a block
     stages: int  # of the pipeline through shared memory: a tap's weights by mma.sync, rows of input by wgmma
     shared_bytes: int  # dynamic; the convolution has no static
+    tile_rows: int = 1  # output rows of a tile; more by mma.sync alone
     tile_width: int = _COLUMNS  # output pixels of a tile, part of a row
     register_steps: int = _REGISTER_STEPS
 
@@ -319,8 +320,8 @@ def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
 
 def _gemm_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype):
     yield from _fused_obstacles(x, dtype)
-    needed = gemm_by_mma(weight.shape, dtype == torch.float32).shared_bytes
     room = device_properties(x.device.index).shared
+    needed = gemm_by_mma(weight.shape, dtype == torch.float32, room).shared_bytes
     yield needed > room, "the kernel's window does not fit in shared memory"
 
 
@@ -335,7 +336,7 @@ def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool,
         plan = gemm_by_wgmma(weight.shape, itemsize, out_dtype.itemsize)
         if plan.shared_bytes <= shared:
             return plan
-    return gemm_by_mma(weight.shape, split)
+    return gemm_by_mma(weight.shape, split, shared)
 
 
 def gemm_defines(plan: GemmTiling, weight: Tensor) -> dict[str, int]:
@@ -366,15 +367,16 @@ def _strips(x: Sequence[int], weight: Sequence[int]) -> int:
 _PIECE_BYTES = 64 << 20  # of packed gradients: what the L2 cache of a large GPU holds, or little more
 
 
-def plan_weight_gradient(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
+def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[int, int, int]:
     """How many shares the sums and the products have, and how many sums a share of products has."""
     (outputs, channels, kh, kw), multiprocessors = (
         weight.shape,
         device_properties(x.device.index).multiprocessors,
     )
-    # A block has 64 channels of either kind and up to 9 taps, of 3 rows at most; the rows and columns of a filter are shared out evenly.
-    columns = ceil_div(kw, ceil_div(kw, 9))
-    rows = ceil_div(kh, ceil_div(kh, min(9 // columns, 3)))
+    # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
+    taps = 3 if split else 9
+    columns = ceil_div(kw, ceil_div(kw, taps))
+    rows = ceil_div(kh, ceil_div(kh, min(taps // columns, 3)))
     blocks_out = ceil_div(outputs, 64)
     blocks = blocks_out * ceil_div(channels, 64) * ceil_div(kh, rows) * ceil_div(kw, columns)
     strips = max(1, _strips(x.shape, weight.shape))
@@ -398,16 +400,19 @@ def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[st
 
 
 def gemm_by_mma(weight: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:
-    """room: bytes of shared memory; where they are too few, fewer input channels are there at a time."""
+    """room: bytes of shared memory. Where they are too few, a tile has fewer rows, or there are fewer input channels at a time."""
     (outputs, channels, kh, kw), operand_bytes, stages = weight, 4 if split else 2, 3
     group, block = min(_round_up(channels, 16), 128 // operand_bytes), 128 if outputs > 64 else 64
-    of_channel = (kh * (_COLUMNS + kw - 1) + stages * block) * operand_bytes
-    while group > 16 and group * of_channel > room:
-        group -= 16
-    operands = group * of_channel
+    rows = 128 // block  # four warps
+
+    def operands() -> int:
+        return ((kh + rows - 1) * (_COLUMNS + kw - 1) + stages * block) * group * operand_bytes
+
+    while operands() > room and (rows > 1 or group > 16):
+        rows, group = (1, group) if rows > 1 else (rows, group - 16)
     # Results replace operands: 16 channels of each warp, 64 floats and a gap.
-    results = block // 64 * 2 * 16 * 72 * 4
-    return GemmTiling(False, split, group, block, stages, max(operands, results))
+    results = block // 64 * rows * 2 * 16 * 72 * 4
+    return GemmTiling(False, split, group, block, stages, max(operands(), results), rows)
 
 
 def gemm_by_wgmma(weight: tuple[int, ...], value_bytes: int, out_bytes: int) -> GemmTiling:

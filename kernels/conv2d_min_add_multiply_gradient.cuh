@@ -10,16 +10,16 @@ namespace {
 constexpr int kLanePixels = kStrip / 32;  // of a strip
 
 // A strip of a row of one sample's pixels.
-struct StripPlace { int64_t n, row, column; };
+struct StripPlace { int64_t n; int row, column; };
 
 // The strips of so many samples of height × width pixels, counted along a row first.
 struct Strips {
-  int64_t height, width, of_row;
+  int height, width, of_row;
   HOST_DEVICE Strips(int64_t height, int64_t width)
-      : height(height), width(width), of_row((width + kStrip - 1) / kStrip) {}
+      : height(int(height)), width(int(width)), of_row(ceil_div(int(width), kStrip)) {}
   HOST_DEVICE int64_t count(int64_t N) const { return N * height * of_row; }
   __device__ __forceinline__ StripPlace operator[](int64_t strip) const {
-    return {strip / of_row / height, strip / of_row % height, strip % of_row * kStrip};
+    return {strip / of_row / height, int(strip / of_row % height), int(strip % of_row) * kStrip};
   }
   __device__ __forceinline__ void advance(StripPlace& place) const {
     if ((place.column += kStrip) < width) return;
@@ -28,47 +28,66 @@ struct Strips {
   }
 };
 
-// A warp's 8 channels of a strip, from channel plane·8 of `channels` and the strip's first pixel on; 0 where there
-// is no channel or pixel. `from` is that pixel of channel 0.
-template <class T>
-__device__ __forceinline__ void load_strip(T (&values)[kLanePixels][8], const T* from, int plane, int channels,
-                                           int64_t plane_size, int64_t pixels) {
+// A warp's 8 channels of a strip, from channel plane·8 of kChannels on, where the strip's first pixel lies at `from`.
+// What has no channel or is none of `pixels` stays as it is.
+template <int kChannels, class T>
+__device__ __forceinline__ void load_strip(
+    T (&values)[kLanePixels][8], const T* from, int plane, int64_t plane_size, int pixels) {
   const int lane = threadIdx.x % 32;
-  from += plane * 8 * plane_size + lane;
+  from += lane;
 #pragma unroll
-  for (int c = 0; c < 8; c++, from += plane_size)
+  for (int c = 0; c < 8; c++, from += plane_size) {
+    const bool real = kChannels % 64 == 0 || plane * 8 + c < kChannels;  // blocks have 64 channels
 #pragma unroll
     for (int i = 0; i < kLanePixels; i++)
-      values[i][c] = plane * 8 + c < channels && lane + i * 32 < pixels ? from[i * 32] : T(0.f);
+      if (real && lane + i * 32 < pixels) values[i][c] = from[i * 32];
+  }
 }
 
 // dy and gates of 8 channels of a strip, as a warp holds them.
 template <int kChannels> struct GradientStrip {
-  output_t dy[kLanePixels][8];
-  uint32_t word;  // lane 4 c + t: word t of channel c
+  output_t dy[kLanePixels][8] = {};
+  uint32_t word = 0;   // lane 4 c + t: word t of channel c
+  uint32_t past = ~0u;  // bits 0 and 8: do the lane's pixels lie past the end of the row?
 
+  // Where a plane of a strip lies in dy; see gate_index, too.
+  static __device__ __forceinline__ int64_t index(const StripPlace& at, const Strips& strips, int plane) {
+    return ((at.n * kChannels + plane * 8) * strips.height + at.row) * strips.width + at.column;
+  }
+
+  // From where a plane of a strip lies in dy and in the gates. `pixels` of it exist.
+  __device__ __forceinline__ void load(
+      const output_t* from, const uint32_t* words, int plane, int64_t plane_size, int pixels) {
+    const int lane = threadIdx.x % 32;
+    load_strip<kChannels>(dy, from, plane, plane_size, pixels);
+    if (kChannels % 64 == 0 || plane * 8 + lane / 4 < kChannels) word = words[lane];
+    past = (lane < pixels ? 0 : 1) | (lane + 32 < pixels ? 0 : 0x100);
+  }
   __device__ __forceinline__ void load(const output_t* all_dy, const uint32_t* gates, const StripPlace& at,
                                        const Strips& strips, int plane) {
-    const int64_t plane_size = strips.height * strips.width;
-    const output_t* from =
-        all_dy + at.n * kChannels * plane_size + at.row * strips.width + at.column;
-    load_strip(dy, from, plane, kChannels, plane_size, strips.width - at.column);
-    const int lane = threadIdx.x % 32;
-    const int64_t first =
+    const int64_t words =
         gate_index(at.n, plane * 8, at.row, at.column, strips.height, strips.width, kChannels);
-    word = plane * 8 + lane / 4 < kChannels ? gates[first + lane] : 0;
+    load(all_dy + index(at, strips, plane), gates + words, plane, int64_t(strips.height) * strips.width,
+         strips.width - at.column);
   }
 
   // Calls use(pixel of the lane, channel, dy·scale, g) for each element, channel by channel.
   template <class Use> __device__ __forceinline__ void for_each(float scale, const Use& use) const {
+    // Hardly ever is there a tie.
+    if (__any_sync(0xffffffffu, word >> 16)) for_each<true>(scale, use);
+    else for_each<false>(scale, use);
+  }
+  template <bool kTies, class Use> __device__ __forceinline__ void for_each(float scale, const Use& use) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int c = 0; c < 8; c++) {
-      const uint32_t gate = __shfl_sync(0xffffffffu, word, c * 4 + lane % 8 / 2) >> (lane / 8 * 2 + lane % 2);
+      const uint32_t shared = __shfl_sync(0xffffffffu, word, c * 4 + lane % 8 / 2);
+      const uint32_t gate = shared >> (lane / 8 * 2 + lane % 2);
 #pragma unroll
       for (int i = 0; i < kLanePixels; i++) {
-        const float outer = float(dy[i][c]) * scale, half = gate >> (16 + i * 8) & 1 ? outer / 2 : outer;
-        use(i, c, outer, gate >> (i * 8) & 1 ? 0.f : half);
+        const float outer = float(dy[i][c]) * scale;
+        const float passing = kTies && gate >> (16 + i * 8) & 1 ? outer / 2 : outer;
+        use(i, c, outer, (gate | past) >> (i * 8) & 1 ? 0.f : passing);
       }
     }
   }

@@ -30,7 +30,7 @@ pack_gradient_kernel(uint4* packed, const output_t* dy, const uint32_t* gates, c
   if (plane >= kPlanes) return;
   const Strips strips(height, width);
   const unsigned of_row = strips.of_row;
-  const StripPlace place{blockIdx.z, blockIdx.x / of_row, int64_t(blockIdx.x % of_row) * kStrip};
+  const StripPlace place{blockIdx.z, int(blockIdx.x / of_row), int(blockIdx.x % of_row) * kStrip};
   GradientStrip<CHANNELS_IN> gradient;
   gradient.load(dy, gates, place, strips, plane);
   const float to_operand = power_of_two(kScaled ? sample_exponent(largest[place.n]) : 0);

@@ -31,6 +31,7 @@
 #define TILE_WIDTH 128                     // output pixels of a tile, part of a row
 #define GROUP (SPLIT ? 32 : 64)            // input channels that are in shared memory at a time
 #define BLOCK_CHANNELS 128                 // output channels of a block
+#define TILE_ROWS 1                        // output rows of a tile by mma.sync
 #define STAGES (WGMMA ? KERNEL_H + 1 : 3)  // of the pipeline: rows of input by wgmma, else a tap's weights
 #define REGISTER_STEPS 30                  // by wgmma: products of depth 16 whose weights are in registers
 #define SHARED_BYTES kSharedBytes          // dynamic shared memory of a block: whatever it is

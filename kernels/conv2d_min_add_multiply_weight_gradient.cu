@@ -8,8 +8,8 @@
 // x (N, CHANNELS_IN, H, W), dy (N, CHANNELS_OUT, H', W'), dweight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W),
 // all contiguous; saved as conv2d_min_add_multiply_fused.cu leaves it.
 //
-// The weights' gradient is a product on tensor cores, M = 64 channels out, N = 64 channels in × up to 9 taps,
-// K = pixels. A block keeps M × N sums in registers and walks down strips of rows, its share of all; warps have 8
+// The weights' gradient is a product on tensor cores, M = 64 channels out, N = 64 channels in × up to 9 taps (3 where
+// SPLIT), K = pixels. A block keeps M × N sums in registers and walks down strips of rows, its share of all; warps have 8
 // channels in each. Per row of a strip it stages g and the one row of x that is new, converted to operands, in
 // shared memory; a ring holds the rows that the other taps need. What comes next is on its way, in registers,
 // during the products. Operands are those of forward (_operands.cuh) under one power of two for all of g and one
@@ -44,15 +44,22 @@ gradient_sums_kernel(double* sums, uint32_t* largest, const output_t* dy, const 
   double inner_sums[8] = {}, outer_sums[8] = {};
   while (strip < end) {
     const int64_t n = place.n;
-    float largest_of_sample = 0.f;
+    float largest_of_sample = 0.f;  // of finite magnitudes
     for (; strip < end && place.n == n; strip++, strips.advance(place)) {
       GradientStrip<CHANNELS_OUT> gradient;
       gradient.load(dy, gates, place, strips, plane);
-      float inner_sum[8] = {}, outer_sum[8] = {};
+      float inner_sum[8] = {}, outer_sum[8] = {}, largest_of_strip = 0.f;
       gradient.for_each(scale, [&](int, int c, float outer, float inner) {
         inner_sum[c] += inner, outer_sum[c] += outer;
-        largest_of_sample = larger_magnitude(largest_of_sample, inner);
+        largest_of_strip = fmaxf(largest_of_strip, fabsf(inner));  // skips NaN
       });
+      if (__any_sync(0xffffffffu, largest_of_strip == INFINITY)) {
+        gradient.for_each(scale, [&](int, int, float, float inner) {
+          largest_of_sample = larger_magnitude(largest_of_sample, inner);
+        });
+      } else {
+        largest_of_sample = fmaxf(largest_of_sample, largest_of_strip);
+      }
 #pragma unroll
       for (int c = 0; c < 8; c++) inner_sums[c] += inner_sum[c], outer_sums[c] += outer_sum[c];
     }
@@ -77,7 +84,7 @@ gradient_sums_kernel(double* sums, uint32_t* largest, const output_t* dy, const 
 // --------------------------------------------------------------------------------------------------- products
 
 // A block's taps: kTapRows rows of the filter, kTapColumns pixels of each.
-constexpr int kMostTaps = 9;
+constexpr int kMostTaps = SPLIT ? 3 : 9;  // for so many sums there are registers
 constexpr int kColumnGroups = ceil_div(KERNEL_W, kMostTaps);
 constexpr int kTapColumns = ceil_div(KERNEL_W, kColumnGroups);
 constexpr int kMostRows = kMostTaps / kTapColumns < 3 ? kMostTaps / kTapColumns : 3;
@@ -111,52 +118,72 @@ struct BlockPlace {
 // A walk down strips, rows begin … end - 1 of all, counted along columns of strips. A step brings a row of x, and
 // g unless it is `ahead`: the first rows of a column of strips are other taps'.
 struct Walk {
-  int64_t tile, end, n, column, row, first, stop;  // first … stop - 1: the rows of this column of strips
+  const output_t* const all_dy;
+  const uint32_t* const all_gates;
+  const value_t* const all_x;
   const Strips& strips;
-  __device__ __forceinline__ Walk(const Strips& strips, int64_t begin, int64_t end)
-      : tile(begin), end(end), strips(strips) {
-    start();
-  }
+  const BlockPlace& place;
+  const int64_t H, W, end;
+  int64_t tile;
+  int pixels, row, first, stop;  // of this column of strips: across, and the rows first … stop - 1
+  // Of the warp's plane, where the step's rows begin.
+  const output_t* dy;
+  const uint32_t* gates;
+  const value_t* x;
+
   __device__ __forceinline__ bool goes_on() const { return tile < end; }
   __device__ __forceinline__ bool ahead() const { return row < first; }
   __device__ __forceinline__ void start() {
-    n = tile / strips.height / strips.of_row, column = tile / strips.height % strips.of_row * kStrip;
-    first = tile % strips.height, stop = min(strips.height, first + end - tile), row = first - (kTapRows - 1);
+    const int64_t column_of_strips = tile / strips.height, n = column_of_strips / strips.of_row;
+    const int column = int(column_of_strips % strips.of_row) * kStrip, warp = threadIdx.x / 32;
+    first = int(tile - column_of_strips * strips.height);
+    stop = int(min(int64_t(strips.height), first + end - tile));
+    row = first - (kTapRows - 1), pixels = strips.width - column;
+    const int plane = place.channel_out / 8 + warp;
+    dy = all_dy + GradientStrip<CHANNELS_OUT>::index({n, row, column}, strips, plane);
+    gates = all_gates +
+            gate_index(n, plane * 8, row, column, strips.height, strips.width, CHANNELS_OUT);
+    x = all_x + ((n * CHANNELS_IN + place.channel_in + warp * 8) * H + first + place.kernel_row) * W + column +
+        place.kernel_column;
   }
   __device__ __forceinline__ void advance() {
-    if (++row < stop) return;
-    tile += stop - first;
-    if (goes_on()) start();
+    if (++row == stop) {
+      tile += stop - first;
+      if (goes_on()) start();
+      return;
+    }
+    dy += strips.width, gates += gate_row(strips.width, CHANNELS_OUT);
+    // Past the last row of x there are only rows of the filter that don't exist.
+    if (KERNEL_H == kRowGroups * kTapRows || row + kTapRows - 1 + place.kernel_row < H) x += W;
   }
 };
 
-// A step's values in registers, a plane of 8 channels of either kind in a warp: what they are, and where they go.
+// A step's values in registers, a plane of 8 channels of either kind in a warp: what they are, and where they go. Past
+// the end of a row of x they may be anything: such pixels are masked (mask_taps).
 struct Staged {
   GradientStrip<CHANNELS_OUT> gradient;
-  value_t input[kLanePixels][8];
-  value_t edge[ceil_div((kTapColumns - 1) * 8, 32)];  // pixels past the strip: lane + 32 k is pixel·8 + channel
-  int pixels = -1;                                    // of g; -1 where there is no such step
+  value_t input[kLanePixels][8] = {};
+  value_t edge[ceil_div((kTapColumns - 1) * 8, 32)] = {};  // right of the strip: lane + 32 k is pixel·8 + channel
+  int pixels = -1;                                         // of g; -1 where there is no such step
 
   // The walk's step, and moves on.
-  __device__ __forceinline__ void load(Walk& walk, const output_t* dy, const uint32_t* gates, const value_t* x,
-                                       int64_t H, int64_t W, const BlockPlace& place) {
+  __device__ __forceinline__ void load(Walk& walk) {
     pixels = -1;
     if (!walk.goes_on()) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     pixels = 0;
     if (!walk.ahead()) {
-      gradient.load(dy, gates, {walk.n, walk.row, walk.column}, walk.strips, place.channel_out / 8 + warp);
-      pixels = int(min(walk.strips.width - walk.column, int64_t(kStrip)));
+      const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
+      gradient.load(walk.dy, walk.gates, walk.place.channel_out / 8 + warp, plane_size, walk.pixels);
+      pixels = min(walk.pixels, kStrip);
     }
-    const int64_t row = walk.row + kTapRows - 1 + place.kernel_row, column = walk.column + place.kernel_column;
-    const value_t* from = x + (walk.n * CHANNELS_IN * H + row) * W + column;
-    const int64_t real = row < H ? W - column : 0;  // pixels
-    const int plane = place.channel_in / 8 + warp;
-    load_strip(input, from, plane, CHANNELS_IN, H * W, real);
+    const int plane = walk.place.channel_in / 8 + warp;
+    const int real = walk.pixels + KERNEL_W - 1 - walk.place.kernel_column;  // pixels of x
+    load_strip<CHANNELS_IN>(input, walk.x, plane, walk.H * walk.W, real);
 #pragma unroll
     for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) {
-      const int c = plane * 8 + i % 8, pixel = kStrip + i / 8;
-      edge[k] = c < CHANNELS_IN && pixel < min(real, int64_t(kInputPitch)) ? from[c * H * W + pixel] : value_t(0.f);
+      const bool exists = i < (kTapColumns - 1) * 8 && plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real;
+      if (exists) edge[k] = walk.x[i % 8 * walk.H * walk.W + kStrip + i / 8];
     }
     walk.advance();
   }
@@ -202,63 +229,67 @@ __device__ __forceinline__ uint32_t first_halves(int count) {
   return count >= 2 ? 0xffffffffu : count == 1 ? 0xffffu : 0u;
 }
 
-// sums += the products of one tap and 16 pixels: 64 channels out × the warp's 8 channels in. Tensor cores cut off
-// as they add. So split operands' small products come first, and their sum is added to the others in float32.
-__device__ __forceinline__ void multiply_tap(
-    float (&sums)[kOutTiles][4], const uint32_t (&gradient)[kParts][kOutTiles][4], const uint32_t (&input)[kParts][2]) {
+// sums += the product of 16 channels out, the warp's 8 channels in, one tap and 16 pixels. Tensor cores cut off as
+// they add. So split operands' small products come first, and their sum is added to the others in float32.
+__device__ __forceinline__ void multiply_tile(
+    float (&sums)[4], const uint32_t (&gradient)[kParts][4], const uint32_t (&input)[kParts][2]) {
+  if constexpr (SPLIT) {
+    float products[4] = {};
+    multiply_add<operand_t>(products, gradient[kParts - 1], input[0][0], input[0][1]);
+    multiply_add<operand_t>(products, gradient[0], input[kParts - 1][0], input[kParts - 1][1]);
+    multiply_add<operand_t>(products, gradient[0], input[0][0], input[0][1]);
 #pragma unroll
-  for (int i = 0; i < kOutTiles; i++) {
-    if constexpr (SPLIT) {
-      float products[4] = {};
-      multiply_add<operand_t>(products, gradient[kParts - 1][i], input[0][0], input[0][1]);
-      multiply_add<operand_t>(products, gradient[0][i], input[kParts - 1][0], input[kParts - 1][1]);
-      multiply_add<operand_t>(products, gradient[0][i], input[0][0], input[0][1]);
+    for (int k = 0; k < 4; k++) sums[k] += products[k];
+  } else {
+    multiply_add<operand_t>(sums, gradient[0], input[0][0], input[0][1]);
+  }
+}
+
+// A step's fragments of B, of 16 pixels and all taps. rows[r], for the block's tap row r, is the address that the lane
+// gives to load_matrices_transposed.
+__device__ __forceinline__ void load_taps(uint32_t (&taps)[kBlockTaps][kParts][2], const uint32_t (&rows)[kTapRows]) {
 #pragma unroll
-      for (int k = 0; k < 4; k++) sums[i][k] += products[k];
-    } else {
-      multiply_add<operand_t>(sums[i], gradient[0][i], input[0][0], input[0][1]);
+  for (int i = 0; i < kBlockTaps * kParts; i++) {
+    // Two neighbouring taps at a time; the last of an odd number alone.
+    const int tap = i / kParts, part = i % kParts, column = tap % kTapColumns;
+    const uint32_t from = rows[tap / kTapColumns] + 16 * (part * kWarps * kInputPitch + column);
+    if (column % 2 == 0 && column + 1 < kTapColumns) {
+      uint32_t both[4];
+      load_matrices_transposed(both, from);
+#pragma unroll
+      for (int k = 0; k < 4; k++) taps[min(tap + k / 2, kBlockTaps - 1)][part][k % 2] = both[k];
+    } else if (column % 2 == 0) {
+      load_matrices_transposed(taps[tap][part], from);
     }
   }
 }
 
-// sums += the products of a strip's first `pixels`. `gradient` and rows[r], for the block's tap row r, are the
-// addresses that the lane gives to load_matrices_transposed.
+// Zeros in place of all but so many of the 16 pixels.
+__device__ __forceinline__ void mask_taps(uint32_t (&taps)[kBlockTaps][kParts][2], int pixels) {
+  const int left = pixels - threadIdx.x % 4 * 2;
+  const uint32_t real[2] = {first_halves(left), first_halves(left - 8)};
+#pragma unroll
+  for (int i = 0; i < kBlockTaps * kParts * 2; i++) taps[i / 2 / kParts][i / 2 % kParts][i % 2] &= real[i % 2];
+}
+
+// sums += the products of a strip's first `pixels`, at least one. `gradient` and rows[r] are addresses as in load_taps.
 __device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][kOutTiles][4], uint32_t gradient,
-                                         const uint32_t (&rows)[kTapRows], int pixels) {
-  const int lane = threadIdx.x % 32;
+                                         uint32_t (&rows)[kTapRows], int pixels) {
 #pragma unroll 1
-  for (int step = 0; step < pixels; step += 16) {
-    uint32_t a[kParts][kOutTiles][4];
+  for (; pixels > 0; pixels -= 16, gradient += 16 * 16) {
+    uint32_t taps[kBlockTaps][kParts][2];
+    load_taps(taps, rows);
 #pragma unroll
-    for (int part = 0; part < kParts; part++)
+    for (int r = 0; r < kTapRows; r++) rows[r] += 16 * 16;
+    if (pixels < 16) mask_taps(taps, pixels);
+    uint32_t tiles[kOutTiles][kParts][4];
 #pragma unroll
-      for (int i = 0; i < kOutTiles; i++)
-        load_matrices_transposed(a[part][i], gradient + 16 * ((part * kWarps + i * 2) * kStrip + step));
-    const int left = pixels - step - lane % 4 * 2;
-    const uint32_t real[2] = {first_halves(left), first_halves(left - 8)};
+    for (int i = 0; i < kOutTiles * kParts; i++)
+      load_matrices_transposed(tiles[i / kParts][i % kParts],
+                               gradient + 16 * kStrip * (i % kParts * kWarps + i / kParts * 2));
 #pragma unroll
-    for (int tap = 0; tap < kBlockTaps; tap++) {
-      // Two neighbouring taps at a time; the last of an odd number alone.
-      const int column = tap % kTapColumns;
-      if (column % 2) continue;
-      constexpr int kPartPitch = 16 * kWarps * kInputPitch;
-      const uint32_t from = rows[tap / kTapColumns] + 16 * (step + column);
-      uint32_t b[2][kParts][2];
-#pragma unroll
-      for (int part = 0; part < kParts; part++) {
-        uint32_t both[4] = {}, one[2];
-        if (column + 1 < kTapColumns) {
-          load_matrices_transposed(both, from + part * kPartPitch);
-        } else {
-          load_matrices_transposed(one, from + part * kPartPitch);
-          both[0] = one[0], both[1] = one[1];
-        }
-#pragma unroll
-        for (int k = 0; k < 4; k++) b[k / 2][part][k % 2] = both[k] & real[k % 2];
-      }
-      multiply_tap(sums[tap], a, b[0]);
-      if (column + 1 < kTapColumns) multiply_tap(sums[min(tap + 1, kBlockTaps - 1)], a, b[1]);
-    }
+    for (int i = 0; i < kOutTiles * kBlockTaps; i++)
+      multiply_tile(sums[i % kBlockTaps][i / kBlockTaps], tiles[i / kBlockTaps], taps[i % kBlockTaps]);
   }
 }
 
@@ -277,7 +308,8 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
   const Strips strips(H - KERNEL_H + 1, W - KERNEL_W + 1);
   const int64_t count = strips.count(N);
   const BlockPlace place(blockIdx.y);
-  Walk walk(strips, count * blockIdx.x / gridDim.x, count * (blockIdx.x + 1) / gridDim.x);
+  Walk walk{dy, gates, x, strips, place, H, W, count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
+  if (walk.goes_on()) walk.start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first plane, and so on. g: 8-15 those of the
   // second plane, 16-31 pixels 8-15 likewise. x: 8-15 pixels 8-15, 16-31 those of the next tap.
@@ -287,7 +319,7 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
   float sums[kBlockTaps][kOutTiles][4] = {};
 
   Staged staged;
-  const auto load = [&] { staged.load(walk, dy, gates, x, H, W, place); };
+  const auto load = [&] { staged.load(walk); };
   const auto store = [&](int step) {
     if (staged.pixels >= 0)
       staged.store(shared + step % kSlots * kSlot, gradients + step % kStages * kStage, scale, input_scale,

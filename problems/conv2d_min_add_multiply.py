@@ -173,7 +173,7 @@ def _plan_gradients(a: Arguments) -> dict:
     """What the backward kernels are given. They are built when they first run."""
     x, weight = a.x, a.weight
     split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
-    of_sums, of_weight, slot = tiling.plan_weight_gradient(x, weight)
+    of_sums, of_weight, slot = tiling.plan_weight_gradient(x, weight, split)
     of_input, piece, workspace = tiling.plan_input_gradient(x, weight, split)
     load = functools.partial(operators.load, x=x.new_empty(0), out_dtype=a.bias.dtype)
     defines = {**tiling.spatial_defines(weight), "SPLIT": int(split)}
