@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -150,25 +151,72 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
+def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; and for backward the largest magnitude of each sample of x, and which elements a gradient passes."""
+    saved = tiling.gemm_saved(a.x.shape, a.weight.shape) if saving else 0
+    return [_outputs(a, False)[0], (saved, torch.int32)]
+
+
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     x, weight = a.x.contiguous(), a.weight
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
-    workspace, defines = tiling.gemm_workspace(tiles, x, weight), tiling.gemm_defines(tiles, weight)
-    outputs = [_outputs(a, False)[0], (workspace, torch.uint8)]
-    sizes = workspace, len(x), *x.shape[2:]
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
+    workspace = tiling.gemm_workspace(tiles, x.shape, weight.shape, saving)
+    defines = {**tiling.gemm_defines(tiles, weight), "SAVES": int(saving)}
+    outputs, (N, _, H, W) = [*_fused_outputs(a, saving), (workspace, torch.uint8)], x.shape
+    own = _plan_gradients(a) if saving else {}
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=(N, H, W), **own)
 
 
-def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, workspace = plan.outputs(a)
+def _plan_gradients(a: Arguments) -> dict:
+    """What the backward kernels are given. They are built when they first run."""
+    x, weight = a.x, a.weight
+    split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
+    of_sums, of_weight, slot = tiling.plan_weight_gradient(x, weight, split)
+    of_input, piece, workspace = tiling.plan_input_gradient(x, weight, split)
+    load = functools.partial(operators.load, x=x.new_empty(0), out_dtype=a.bias.dtype)
+    defines = {**tiling.spatial_defines(weight), "SPLIT": int(split)}
+    return dict(
+        by_weight=functools.cache(functools.partial(load, f"{NAME}_weight_gradient", **defines)),
+        by_input=functools.cache(functools.partial(load, f"{NAME}_input_gradient", **of_input)),
+        of_sums=of_sums,
+        of_weight=of_weight,
+        slot=slot,
+        piece=piece,
+        workspace=workspace,
+    )
+
+
+def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    y, saved, workspace = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), *a.constants()
-    plan.kernels.forward(y, workspace, *inputs, *plan.sizes)
-    return y.contiguous(memory_format=plan.y_format)
+    plan.kernels.forward(y, saved, workspace, *inputs, workspace.numel(), *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
+    return (y, saved) if saving else (y,)
 
 
-fused = operators.declare_fused(epilogue, _fused, _plan_fused)
+def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
+    dy, scale, kernels, new = dy.contiguous(), a.constants()[1], plan.by_weight(), a.x.new_empty
+    gradients, largest = plan.gradients(a), new(len(a.x), dtype=torch.int32)
+    sums, of_sums = new((2, plan.of_sums, len(a.weight)), dtype=torch.float64), (a.bias.numel(), plan.of_sums)
+    kernels.gradient_sums(*gradients, largest, sums, dy, saved, scale, *of_sums, *plan.sizes)
+    dx = dw = None
+    if needs[1]:
+        dw, slots = new(a.weight.shape), new((plan.of_weight, plan.slot), dtype=torch.float32)
+        inputs = dy, a.x.contiguous(), saved, largest, scale
+        kernels.weight_gradient(dw, slots, *inputs, plan.slot, plan.of_weight, *plan.sizes)
+    if needs[0]:
+        dx, workspace = new(a.x.shape), new(plan.workspace, dtype=torch.uint8)
+        inputs = dy, a.weight.contiguous(), saved, largest, scale
+        plan.by_input().input_gradient(dx, workspace, *inputs, plan.piece, plan.workspace, *plan.sizes)
+        dx = dx.contiguous(memory_format=plan.y_format)
+    return dx, dw, *plan.as_parameters(a, gradients)
+
+
+fused = operators.declare(
+    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model
