@@ -128,6 +128,8 @@ template <class T> struct Matrix {
 using Factor = Matrix<const accumulate_t>;
 
 // products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms; b in vectors.
+// kAdd: it is added to what products hold.
+template <bool kAdd = false>
 inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
   for (int64_t t = 0; t < width; t += kAcross * kLanes) {
     Lanes sum[kTogether][kAcross] = {};
@@ -141,8 +143,10 @@ inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t 
         for (int j = 0; j < kAcross; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
     }
     for (int k = 0; k < kTogether; k++)
-      for (int j = 0; j < kAcross; j++)
-        reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j] = sum[k][j];
+      for (int j = 0; j < kAcross; j++) {
+        Lanes& product = reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j];
+        product = kAdd ? product + sum[k][j] : sum[k][j];
+      }
   }
 }
 
