@@ -127,27 +127,35 @@ template <class T> struct Matrix {
 };
 using Factor = Matrix<const accumulate_t>;
 
-// products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms; b in vectors.
-// kAdd: it is added to what products hold.
-template <bool kAdd = false>
-inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
-  for (int64_t t = 0; t < width; t += kAcross * kLanes) {
-    Lanes sum[kTogether][kAcross] = {};
-    for (int64_t r = 0; r < terms; r++) {
-      Lanes row[kAcross];
-      for (int j = 0; j < kAcross; j++) {
-        row[j] = reinterpret_cast<const Lanes*>(b.at + r * b.stride + t)[j];
-        KEEP_IN_REGISTER(row[j]);
-      }
-      for (int k = 0; k < kTogether; k++)
-        for (int j = 0; j < kAcross; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
+// products (kTogether, kVectors) = a (terms, kTogether) · b (terms, kVectors), summed over the terms; b in
+// vectors. kAdd: it is added to what products hold.
+template <bool kAdd, int kVectors>
+inline void multiply_vectors(Matrix<accumulate_t> products, Factor a, Factor b, int64_t terms) {
+  Lanes sum[kTogether][kVectors] = {};
+  for (int64_t r = 0; r < terms; r++) {
+    Lanes row[kVectors];
+    for (int j = 0; j < kVectors; j++) {
+      row[j] = reinterpret_cast<const Lanes*>(b.at + r * b.stride)[j];
+      KEEP_IN_REGISTER(row[j]);
     }
     for (int k = 0; k < kTogether; k++)
-      for (int j = 0; j < kAcross; j++) {
-        Lanes& product = reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j];
-        product = kAdd ? product + sum[k][j] : sum[k][j];
-      }
+      for (int j = 0; j < kVectors; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
   }
+  for (int k = 0; k < kTogether; k++)
+    for (int j = 0; j < kVectors; j++) {
+      Lanes& product = reinterpret_cast<Lanes*>(products.at + k * products.stride)[j];
+      product = kAdd ? product + sum[k][j] : sum[k][j];
+    }
+}
+
+// The same for any width in whole vectors.
+template <bool kAdd = false>
+inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
+  const int64_t even = width / (kAcross * kLanes) * (kAcross * kLanes);
+  for (int64_t t = 0; t < even; t += kAcross * kLanes)
+    multiply_vectors<kAdd, kAcross>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
+  for (int64_t t = even; t < width; t += kLanes)
+    multiply_vectors<kAdd, 1>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
 }
 
 // ------------------------------------------------------------------------------------------ vectors of tiles

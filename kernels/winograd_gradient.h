@@ -18,11 +18,8 @@ namespace winograd {
 
 constexpr int64_t kPixels = 2 * kChunk + kLanes;  // of a row of pixels, in whole vectors
 
-// Channels in are padded to whole vectors of sums.
-inline int64_t padded(int64_t C) {
-  constexpr int64_t kWidth = kAcross * kLanes;
-  return (C + kWidth - 1) / kWidth * kWidth;
-}
+// Channels in are padded to whole vectors.
+inline int64_t padded(int64_t C) { return (C + kLanes - 1) / kLanes * kLanes; }
 
 // (a[first], b[first], a[first + 1], …)
 template <size_t... I>
