@@ -134,7 +134,7 @@ def _forward_by_winograd(y: Tensor, withheld: Tensor, a: Arguments, parameters: 
 
 
 def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, needs) -> tuple:
-    if plan.winograd:
+    if v.dtype == torch.uint8:
         return _backward_by_winograd(dy.contiguous(), a, v, plan, needs)
     N, (C, S), dv, gradients = v.shape[0], plan.sizes, torch.empty_like(v), plan.gradients(a)
     chunks = min(S, 8) if plan.on_gpu else 1
