@@ -217,6 +217,22 @@ def test_rule_by_winograd_at_random_sizes(N, Cin, C, H, W):
     numerics.assert_rule(*numerics.sized(POOL, size))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_gradients_by_winograd_are_bitwise_equal(threads):
+    """With as many threads, whatever else is asked for; samples are more than one part's."""
+    model, x = numerics.sized(MIN_ADD, known(MIN_ADD).winograd)
+    new, before = numerics.twin_of(model), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        first = results(new, x)
+        for _ in range(20):
+            numerics.assert_equal(results(new, x), first)
+        alone = torch.autograd.grad(new(x).sum(), new.conv.weight)
+        numerics.assert_equal({"conv.weight": alone[0]}, first)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_rule_by_winograd_a_few_planes_at_a_time():
     """As many terms as it may have: the transformed planes of a piece don't fit in cache together."""
     size = numerics.Size((32, 8, (2, 3, 3), (8, 1, 1, 1), -1.0, 1.0), (1, 32, 8, 18, 18))

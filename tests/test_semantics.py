@@ -274,8 +274,31 @@ def test_special_values_by_winograd(name, value):
     spoilt[1, 0].view(-1, x.shape[-1])[1, 1:3] = value
     assert_not_finite_as_eager(model, spoilt)
     new = numerics.twin_of(model)
+    parameters = dict(new.named_parameters())
+    alone = torch.autograd.grad(new(spoilt).sum(), list(parameters.values()))  # not x's, which has the library convolve
+    numerics.assert_equal(dict(zip(parameters, alone)), results(new, spoilt))
     with torch.no_grad():
         assert torch.equal(new(spoilt)[::2], new(x)[::2])
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("passes", [True, False])
+def test_special_gradient_by_winograd(value, passes):
+    """Where min lets a gradient pass, and where it withholds it; with and without the gradient of x, which has the library convolve."""
+    model, x = numerics.sized(MIN_ADD, known(MIN_ADD).winograd)
+    with torch.no_grad():
+        u = model.conv(x)
+    places = ((u < model.constant_value) == passes).nonzero()
+    g = torch.full_like(u, 0.5)
+    g[tuple(places[len(places) // 2])] = value
+    new = numerics.twin_of(model)
+    theirs, ours = results(model, x, g), results(new, x, g)
+    parameters = {key: p for key, p in new.named_parameters()}
+    alone = torch.autograd.grad(new(x), list(parameters.values()), g)
+    for key, gradient in [*ours.items(), *zip(parameters, alone)]:
+        kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (gradient, theirs[key])]
+        assert torch.equal(*kinds), key
+    assert passes or theirs["conv.weight"].isfinite().all()
 
 
 # What convolves on a CPU, constructor arguments, input shape: groups of 4096 and 1536 elements fill whole vectors,
