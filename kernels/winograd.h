@@ -125,24 +125,30 @@ template <class T> struct Matrix {
   T* at;
   int64_t stride;
 };
-using Factor = Matrix<const accumulate_t>;
 
-// products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms; b in vectors.
-inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
-  for (int64_t t = 0; t < width; t += kAcross * kLanes) {
-    Lanes sum[kTogether][kAcross] = {};
+template <class T> using Vector __attribute__((vector_size(kVectorBytes), may_alias)) = T;
+
+// products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms, or with kAdds
+// added to what is there. Products are whole vectors, aligned; b need not be.
+template <class T = accumulate_t, bool kAdds = false>
+inline void multiply(Matrix<T> products, Matrix<const T> a, Matrix<const T> b, int64_t width, int64_t terms) {
+  constexpr int kSize = sizeof(Vector<T>) / sizeof(T);
+  for (int64_t t = 0; t < width; t += kAcross * kSize) {
+    const auto product = [&](int k, int j) -> Vector<T>& {
+      return reinterpret_cast<Vector<T>*>(products.at + k * products.stride + t)[j];
+    };
+    Vector<T> sum[kTogether][kAcross] = {};
     for (int64_t r = 0; r < terms; r++) {
-      Lanes row[kAcross];
+      Vector<T> row[kAcross];
       for (int j = 0; j < kAcross; j++) {
-        row[j] = reinterpret_cast<const Lanes*>(b.at + r * b.stride + t)[j];
+        __builtin_memcpy(&row[j], b.at + r * b.stride + t + j * kSize, sizeof row[j]);
         KEEP_IN_REGISTER(row[j]);
       }
       for (int k = 0; k < kTogether; k++)
         for (int j = 0; j < kAcross; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
     }
     for (int k = 0; k < kTogether; k++)
-      for (int j = 0; j < kAcross; j++)
-        reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j] = sum[k][j];
+      for (int j = 0; j < kAcross; j++) product(k, j) = kAdds ? product(k, j) + sum[k][j] : sum[k][j];
   }
 }
 
