@@ -36,7 +36,7 @@ struct Sizes {
 struct Channel {
   accumulate_t shift = 0, unit = 1;
   double sums[kTaps] = {};
-  accumulate_t operator()(value_t x) const { return x * unit - shift * unit; }
+  accumulate_t operator()(value_t x) const { return accumulate_t(x) * unit - shift * unit; }
 };
 
 inline Channel channel_of(const value_t* plane, const Sizes& sizes) {

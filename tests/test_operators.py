@@ -28,11 +28,15 @@ from numerics import (
 
 
 @every_device
-@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "by Winograd"])
 @every_name
 def test_opcheck(name, layout, device):
     """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; of all three operators."""
     model, x = numerics.small(name, device=device)
+    if layout == "by Winograd":
+        if device != "cpu" or not known(name).winograd:
+            pytest.skip("Winograd's convolution runs on a CPU")
+        model, x = numerics.sized(name, known(name).winograd)
     if layout == "channels last":
         x = x.to(memory_format=library.channels_last(x))
     twin, recorder = numerics.twin_of(model), Recorder()
