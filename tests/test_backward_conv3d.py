@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_emulated import folder, gpu, pytestmark, remembers_nothing, small  # noqa: F401
 
 import numerics
 import problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import tiling
 from numerics import DROPOUT, INSTANCE_NORM
+from test_emulated import folder, gpu, pytestmark, remembers_nothing, small  # noqa: F401
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_name = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])

@@ -29,11 +29,15 @@ from numerics import (
 
 
 @every_device
-@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "by Winograd"])
 @every_name
 def test_opcheck(name, layout, device):
     """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; of all three operators."""
     model, x = numerics.small(name, device=device)
+    if layout == "by Winograd":
+        if device != "cpu" or not known(name).winograd:
+            pytest.skip("Winograd's convolution runs on a CPU")
+        model, x = numerics.sized(name, known(name).winograd)
     if layout == "channels last":
         x = x.to(memory_format=library.channels_last(x))
     twin, recorder = numerics.twin_of(model), Recorder()
@@ -85,7 +89,10 @@ def test_winograd_at_random_sizes(data):
 def test_winograd_gradients_at_random_sizes(data):
     """Those of the filters, of the convolution and of the biases, by themselves, sums in any number of parts; what lies behind a result
     stays as it was."""
-    size = lambda low, high: data.draw(st.integers(low, high))
+
+    def size(low, high):
+        return data.draw(st.integers(low, high))
+
     N, Cin, C, H, W, parts = size(1, 3), size(1, 40), 8 * size(1, 6), size(3, 40), size(3, 150), size(1, 5)
     scale, biases, with_dw, with_dv = 1.5, data.draw(st.sampled_from([1, C])), *data.draw(_SOME)
     shape = N, C, H - 2, W - 2
@@ -112,7 +119,9 @@ def test_winograd_gradients_at_random_sizes(data):
         assert (ours - exact).abs().max() <= 1e-6 * terms.norm()
     if with_dw:
         exact = by_library(*[t.double() for t in (passed, x, weight)])
-        error, eager_error = ((t - exact).norm() for t in (dw[:-64].view_as(weight), by_library(passed, x, weight)))
+        error, eager_error = (
+            (t - exact).norm() for t in (dw[:-64].view_as(weight), by_library(passed, x, weight))
+        )
         assert error <= 2 * eager_error + 4.8e-7 * exact.norm()
 
 

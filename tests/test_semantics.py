@@ -275,7 +275,9 @@ def test_special_values_by_winograd(name, value):
     assert_not_finite_as_eager(model, spoilt)
     new = numerics.twin_of(model)
     parameters = dict(new.named_parameters())
-    alone = torch.autograd.grad(new(spoilt).sum(), list(parameters.values()))  # not x's, which has the library convolve
+    alone = torch.autograd.grad(
+        new(spoilt).sum(), list(parameters.values())
+    )  # not x's, which has the library convolve
     numerics.assert_equal(dict(zip(parameters, alone)), results(new, spoilt))
     with torch.no_grad():
         assert torch.equal(new(spoilt)[::2], new(x)[::2])
@@ -348,6 +350,35 @@ def test_one_special_parameter(name, parameter, value, variant, device):
     with torch.no_grad():
         model.get_parameter(parameter).view(-1)[1] = value
     assert_not_finite_as_eager(model, x, variant)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, 0.0])
+@pytest.mark.parametrize("parameter", [key for key, _ in numerics.small(POOL)[0].named_parameters()])
+def test_one_special_parameter_without_the_convolutions_output(parameter, value):
+    """Pool's backward forms the filters' gradient from products of pixels, not from each pixel's gradient."""
+    if parameter.endswith("norm.weight") and value == INF:
+        pytest.skip("eager subtracts infinities, which makes NaN of what is infinite")
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    with torch.no_grad():
+        model.get_parameter(parameter).view(-1)[1] = value
+    assert_not_finite_as_eager(model, x)
+
+
+@pytest.mark.parametrize("value", [1e19, 1e30, 1e-30])
+def test_one_large_pixel_without_the_convolutions_output(value):
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    x[1].view(-1)[17] = value
+    assert_not_finite_as_eager(model, x)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_one_special_gradient_without_the_convolutions_output(value):
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    g = torch.randn_like(model(x))
+    g[1, 2] = value
+    theirs, ours = results(model, x, g), results(numerics.twin_of(model), x, g)
+    for key, gradient in theirs.items():
+        assert torch.equal(ours[key].isfinite(), gradient.isfinite()), key
 
 
 def assert_not_finite_as_eager(model, x, variant="epilogue", reference=None):
