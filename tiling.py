@@ -255,8 +255,8 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
     of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
     of_sample = tiles.slots * C // 16
-    pieces = ceil_div(N * of_sample * of_job * 4, _SAMPLES_BYTES)
-    dv_slots = min(N * of_sample, multiprocessors) if not dx else max(1, ceil_div(N, max(1, pieces))) * of_sample
+    pieces = max(1, ceil_div(N * of_sample * of_job * 4, _SAMPLES_BYTES))
+    dv_slots = max(1, ceil_div(N, pieces)) * of_sample if dx else min(N * of_sample, multiprocessors)
     rows, columns = _input_tiling(W, channels, tuple(weight.shape[3:]), room)
     return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
 
