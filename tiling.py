@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -315,9 +315,17 @@ def _strips_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple
     yield not few, "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
     yield min(pool) < 2 or max(pool) > 8, "the fused kernels pool windows of 2 to 8 rows and columns"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
+    yield not _strips_fit(x, weight, pool, False), "the kernel's window does not fit in shared memory"
+
+
+def _strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
-    shared = strips_shared(channels, kh, pool[1], saving=True)
-    yield shared > room, "the kernel's window does not fit in shared memory"
+    return strips_shared(weight.shape[1], weight.shape[2], pool[1], saving) <= room
+
+
+def strips_save(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> bool:
+    """Is there room for what the kernels keep for backward, where there is no obstacle?"""
+    return _strips_fit(x, weight, pool, True)
 
 
 def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling:
@@ -454,6 +462,7 @@ class GemmTiling(NamedTuple):
     block_channels: int  # output channels of a block
     stages: int  # of the pipeline through shared memory: a tap's weights by mma.sync, rows of input by wgmma
     shared_bytes: int  # dynamic; the convolution has no static
+    tile_rows: int = 1  # output rows of a tile; more by mma.sync alone
     tile_width: int = _COLUMNS  # output pixels of a tile, part of a row
     register_steps: int = _REGISTER_STEPS
 
@@ -464,8 +473,8 @@ def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
 
 def _gemm_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype):
     yield from _fused_obstacles(x, dtype)
-    needed = gemm_by_mma(weight.shape, dtype == torch.float32).shared_bytes
     room = device_properties(x.device.index).shared
+    needed = gemm_by_mma(weight.shape, dtype == torch.float32, room).shared_bytes
     yield needed > room, "the kernel's window does not fit in shared memory"
 
 
@@ -480,7 +489,7 @@ def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool,
         plan = gemm_by_wgmma(weight.shape, itemsize, out_dtype.itemsize)
         if plan.shared_bytes <= shared:
             return plan
-    return gemm_by_mma(weight.shape, split)
+    return gemm_by_mma(weight.shape, split, shared)
 
 
 def gemm_defines(plan: GemmTiling, weight: Tensor) -> dict[str, int]:
@@ -488,22 +497,75 @@ def gemm_defines(plan: GemmTiling, weight: Tensor) -> dict[str, int]:
     return {**spatial_defines(weight), **{name.upper(): int(value) for name, value in plan._asdict().items()}}
 
 
-def gemm_workspace(plan: GemmTiling, x: Tensor, weight: Tensor) -> int:
-    """Bytes: exponents, largest magnitudes, packed weights; and packed x, unless wgmma reads x itself."""
-    (N, channels, H, W), (outputs, _, kh, kw), operand_bytes = x.shape, weight.shape, 4 if plan.split else 2
+def gemm_workspace(plan: GemmTiling, x: Sequence[int], weight: Sequence[int], saving: bool) -> int:
+    """Bytes: exponents, largest magnitudes unless they are saved, packed weights; and packed x, unless wgmma reads x itself."""
+    (N, channels, H, W), (outputs, _, kh, kw), operand_bytes = x, weight, 4 if plan.split else 2
     channels, outputs = _round_up(channels, plan.group), _round_up(outputs, plan.block_channels)
-    sizes = 4 * outputs, 4 * N, outputs * channels * kh * kw * operand_bytes
+    sizes = 4 * outputs, 0 if saving else 4 * N, outputs * channels * kh * kw * operand_bytes
     packed_x = 0 if plan.wgmma else N * channels * H * W * operand_bytes
     return sum(_round_up(size, 256) for size in sizes) + packed_x
 
 
-def gemm_by_mma(weight: tuple[int, ...], split: bool) -> GemmTiling:
+def gemm_saved(x: Sequence[int], weight: Sequence[int]) -> int:
+    """Numbers of 32 bits that forward saves: largest magnitudes, and the gates of each strip and channel."""
+    return _round_up(x[0], 32) + _strips(x, weight) * weight[0] * 4
+
+
+def _strips(x: Sequence[int], weight: Sequence[int]) -> int:
+    """Of 64 pixels of an output row."""
+    (N, _, H, W), (_, _, kh, kw) = x, weight
+    return N * (H - kh + 1) * ceil_div(W - kw + 1, 64)
+
+
+_PIECE_BYTES = 64 << 20  # of packed gradients: what the L2 cache of a large GPU holds, or little more
+
+
+def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[int, int, int]:
+    """How many shares the sums and the products have, and how many sums a share of products has."""
+    (outputs, channels, kh, kw), multiprocessors = (
+        weight.shape,
+        device_properties(x.device.index).multiprocessors,
+    )
+    # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
+    taps = 3 if split else 9
+    columns = ceil_div(kw, ceil_div(kw, taps))
+    rows = ceil_div(kh, ceil_div(kh, min(taps // columns, 3)))
+    blocks_out = ceil_div(outputs, 64)
+    blocks = blocks_out * ceil_div(channels, 64) * ceil_div(kh, rows) * ceil_div(kw, columns)
+    strips = max(1, _strips(x.shape, weight.shape))
+    of_sums, of_weight = 8 * multiprocessors // blocks_out, multiprocessors // blocks
+    return (
+        max(1, min(of_sums, strips)),
+        max(1, min(of_weight, strips)),
+        blocks * rows * columns * min(64, _round_up(outputs, 16)) * 64,
+    )
+
+
+def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int]:
+    """A build's definitions, the samples of a piece, and bytes of workspace."""
+    (N, _, H, W), (outputs, _, kh, kw), transposed = x.shape, weight.shape, weight.transpose(0, 1)
+    tiles = gemm_by_mma(transposed.shape, split, device_properties(x.device.index).shared)
+    height, width = H - kh + 1, W - kw + 1
+    sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
+    piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
+    workspace = gemm_workspace(tiles, (piece, outputs, height, width), transposed.shape, True)
+    return gemm_defines(tiles, transposed), piece, workspace
+
+
+def gemm_by_mma(weight: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:
+    """room: bytes of shared memory. Where they are too few, a tile has fewer rows, or there are fewer input channels at a time."""
     (outputs, channels, kh, kw), operand_bytes, stages = weight, 4 if split else 2, 3
     group, block = min(_round_up(channels, 16), 128 // operand_bytes), 128 if outputs > 64 else 64
-    operands = (kh * (_COLUMNS + kw - 1) + stages * block) * group * operand_bytes
+    rows = 128 // block  # four warps
+
+    def operands() -> int:
+        return ((kh + rows - 1) * (_COLUMNS + kw - 1) + stages * block) * group * operand_bytes
+
+    while operands() > room and (rows > 1 or group > 16):
+        rows, group = (1, group) if rows > 1 else (rows, group - 16)
     # Results replace operands: 16 channels of each warp, 64 floats and a gap.
-    results = block // 64 * 2 * 16 * 72 * 4
-    return GemmTiling(False, split, group, block, stages, max(operands, results))
+    results = block // 64 * rows * 2 * 16 * 72 * 4
+    return GemmTiling(False, split, group, block, stages, max(operands(), results), rows)
 
 
 def gemm_by_wgmma(weight: tuple[int, ...], value_bytes: int, out_bytes: int) -> GemmTiling:

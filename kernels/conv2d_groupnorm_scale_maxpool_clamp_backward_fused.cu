@@ -207,11 +207,7 @@ shift_kernel(float* shift, const value_t* x, int64_t size) {
 // ΣXXᵀ is symmetric. Its tiles have two units' rows and one unit's columns, this one not before the first of
 // those; a last tile for each pair of units has ΣX in all columns.
 constexpr int kPairs = (kUnits + 1) / 2;
-HOST_DEVICE constexpr int tiles_before(int pair) {
-  int count = 0;
-  for (int i = 0; i < pair; i++) count += kUnits - 2 * i + 1;
-  return count;
-}
+HOST_DEVICE constexpr int tiles_before(int pair) { return pair * (kUnits + 2 - pair); }
 constexpr int kGramTiles = tiles_before(kPairs);
 constexpr int kGramSize = kGramTiles * 128;
 struct GramTile {
@@ -250,21 +246,26 @@ static_assert(kBlockRoles * kRoleTiles * 128 * 4 <= GramStage::kBytes, "room to 
 template <int kRole>
 __device__ __forceinline__ void multiply_gram(float (&total)[kRoleTiles][4], uint32_t address, int rows,
                                               int columns, int group, float factor) {
-  const int lane = threadIdx.x % 32, steps_in_row = (columns + 15) / 16, steps = rows * steps_in_row;
-  const uint32_t part = address + lane / 16 * GramStage::kPartBytes, zeros = address + GramStage::kZeros;
-  for (int first = group; first < steps; first += kGramGroups * kSteps) {
+  const int lane = threadIdx.x % 32, pitch = (columns + 15) / 16 * 16;
+  const uint32_t part = address + lane / 16 * GramStage::kPartBytes + lane % 16 * 16;
+  const uint32_t zeros = address + GramStage::kZeros;
+  int row = 0, column = group * 16;  // of the first of 16 positions
+  const auto wrap = [&] {
+    while (column >= pitch) column -= pitch, row++;
+  };
+  for (wrap(); row < rows;) {
     float d[kRoleTiles][4];
 #pragma unroll
     for (int i = 0; i < kRoleTiles; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) d[i][j] = 0;
 #pragma unroll 1
-    for (int step = first; step < min(steps, first + kGramGroups * kSteps); step += kGramGroups) {
-      const int row = step / steps_in_row, column = step % steps_in_row * 16 + lane % 16;
+    for (int step = 0; step < kSteps && row < rows; step++) {
       const uint32_t pixel = part + GramStage::offset(row, column);
+      const bool real = column + lane % 16 < columns;
       // High halves of 16 positions, then low ones, as fragments of B; or half of A's.
       const auto load = [&](uint32_t(&unit)[4], int index) {
-        load_matrices_transposed(unit, column < columns ? pixel + GramStage::offset(index) : zeros);
+        load_matrices_transposed(unit, real ? pixel + GramStage::offset(index) : zeros);
       };
       uint32_t rows_of[2][4] = {};  // the pair's units
       for_constants<kRoleTiles>([&](auto constant) {
@@ -299,6 +300,7 @@ __device__ __forceinline__ void multiply_gram(float (&total)[kRoleTiles][4], uin
           }
         }
       });
+      column += kGramGroups * 16, wrap();
     }
     for_constants<kRoleTiles>([&](auto constant) {
       constexpr int i = decltype(constant)::value, index = kRole * kRoleTiles + i;
@@ -373,34 +375,31 @@ __device__ __forceinline__ Channel channel_of(const Saved& saved, GroupShape sha
           saved.scale[c], saved.norm_weight[c] * saved.scale[c] == 0};
 }
 
-__device__ inline float convolve_at(const value_t* x, const value_t* filter, Geometry geometry) {
-  float sum = 0;
-  for (int c = 0; c < CHANNELS_IN; c++)
-    for (int tap = 0; tap < kTaps; tap++)
-      sum += float(filter[c * kTaps + tap]) *
-             float(x[(int64_t(c) * geometry.H + tap / KERNEL_W) * geometry.W + tap % KERNEL_W]);
-  return sum;
-}
-
+// What forward kept of a window; of a flat channel anew. `sample` is x's.
 struct Selected {
-  float gradient;  // slope·dz
+  float extreme;
   int place;
 };
+__device__ __forceinline__ Selected first_of_window(const Saved& saved, const value_t* sample, int c,
+                                                    int window_row, int window_column, Geometry geometry) {
+  const value_t* from = sample + int64_t(window_row) * POOL_H * geometry.W + window_column * POOL_W;
+  const value_t* filter = saved.weight + c * (CHANNELS_IN * kTaps);
+  float sum = 0;
+  for (int i = 0; i < CHANNELS_IN; i++)
+    for (int tap = 0; tap < kTaps; tap++)
+      sum += float(filter[i * kTaps + tap]) *
+             float(from[(int64_t(i) * geometry.H + tap / KERNEL_W) * geometry.W + tap % KERNEL_W]);
+  return {sum, 0};
+}
 
-// Of one window; adds dz, dz·(v - mean) and dy·z to `sums`. `sample` is x's.
-__device__ __forceinline__ Selected select(const Saved& saved, const Channel& channel, float dy,
-                                           float extreme, int place, const value_t* sample, int c,
-                                           int window_row, int window_column, Geometry geometry,
-                                           float (&sums)[3]) {
-  if (channel.flat) {
-    const value_t* first = sample + int64_t(window_row) * POOL_H * geometry.W + window_column * POOL_W;
-    extreme = convolve_at(first, saved.weight + c * (CHANNELS_IN * kTaps), geometry), place = 0;
-  }
+// slope·dz at the selected position; adds dz, dz·(v - mean) and dy·z to `sums`.
+__device__ __forceinline__ float selected_gradient(const Saved& saved, const Channel& channel, float dy,
+                                                   float extreme, float (&sums)[3]) {
   const float z = channel.normalise(extreme);
   const float passed = clamp_passes(z * channel.scale, saved.low, saved.high) ? dy : 0.f;
   const float dz = passed * channel.scale;
   sums[0] += dz, sums[1] += dz * channel.normalise.centred(extreme), sums[2] += passed * z;
-  return {dz * channel.normalise.slope, place};
+  return dz * channel.normalise.slope;
 }
 
 // values[i] summed over the warp, in lane i.
@@ -531,7 +530,7 @@ sparse_kernel(float* sparse, float* sums, const value_t* x, const float* shift, 
   for (int row = strip * geometry.rows; row < row_end; row++)
     for (int column = 0; column < geometry.pooled_width(); column += kTileWindows) {
       const int windows = min(kTileWindows, geometry.pooled_width() - column);
-      const int exponent = stage.fill(sample, shift + n * CHANNELS_IN, row * POOL_H, column * POOL_W, geometry);
+      // On their way while the pixels are staged.
       float dy[kRounds][kWarpChannels], extreme[kRounds][kWarpChannels];
       int place[kRounds][kWarpChannels];
 #pragma unroll
@@ -545,6 +544,19 @@ sparse_kernel(float* sparse, float* sums, const value_t* x, const float* shift, 
           dy[round][i] = real ? float(saved.dy[at]) : 0.f, extreme[round][i] = real ? saved.extreme[at] : 0.f;
           place[round][i] = real ? saved.index[at] : 0;
         }
+      const int exponent = stage.fill(sample, shift + n * CHANNELS_IN, row * POOL_H, column * POOL_W, geometry);
+#pragma unroll 1
+      for (int flat = 0; flat < kWarpChannels * kRounds; flat++) {  // rarely any
+        const int own = warp * kWarpChannels + flat % kWarpChannels, window = flat / kWarpChannels * 32 + lane;
+        if (first_channel + own >= CHANNELS_OUT || !channels[own].flat || window >= windows) continue;
+        const Selected first =
+            first_of_window(saved, sample, first_channel + own, row, column + window, geometry);
+#pragma unroll
+        for (int i = 0; i < kWarpChannels * kRounds; i++)
+          if (i == flat)
+            extreme[i / kWarpChannels][i % kWarpChannels] = first.extreme,
+                                      place[i / kWarpChannels][i % kWarpChannels] = first.place;
+      }
       float of_channels[32] = {};
 #pragma unroll
       for (int i = 0; i < kWarpChannels; i++) {
@@ -554,11 +566,9 @@ sparse_kernel(float* sparse, float* sums, const value_t* x, const float* shift, 
         for (int round = 0; round < kRounds; round++) {
           const int window = round * 32 + lane;
           gradient[round] = 0;
-          if (window < windows && c < CHANNELS_OUT) {
-            const Selected selected = select(saved, channels[own], dy[round][i], extreme[round][i],
-                                             place[round][i], sample, c, row, column + window, geometry, parts);
-            gradient[round] = selected.gradient, place[round][i] = selected.place;
-          }
+          if (window < windows && c < CHANNELS_OUT)
+            gradient[round] =
+                selected_gradient(saved, channels[own], dy[round][i], extreme[round][i], parts);
           magnitude = fmaxf(magnitude, fabsf(gradient[round]));
         }
 #pragma unroll
@@ -879,15 +889,17 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Merged 
       for (int window = lane; window < kInputWindows; window += 32) {
 #pragma unroll 4
         for (int c = warp; c < CHANNELS_OUT; c += kInputThreads / 32) {
+          float gradient = 0, unused[3] = {};
           Selected selected{0, 0};
           if (window < windows) {
             const int64_t at = (int64_t(n) * CHANNELS_OUT + c) * pooled_size +
                                int64_t(window_row) * geometry.pooled_width() + first_window + window;
-            float unused[3] = {};
-            selected = select(saved, channels[c], float(saved.dy[at]), saved.extreme[at], saved.index[at],
-                              sample, c, window_row, first_window + window, geometry, unused);
+            selected = {saved.extreme[at], saved.index[at]};
+            if (channels[c].flat)
+              selected = first_of_window(saved, sample, c, window_row, first_window + window, geometry);
+            gradient = selected_gradient(saved, channels[c], float(saved.dy[at]), selected.extreme, unused);
           }
-          gradients[window * kGradientPitch + c] = selected.gradient;
+          gradients[window * kGradientPitch + c] = gradient;
           places[window * kGradientPitch + c] = uint8_t(selected.place);
         }
       }

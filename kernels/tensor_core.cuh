@@ -68,6 +68,11 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[4
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
                : "r"(address) : "memory");
 }
+// Two of them, whose rows are lanes 0-15's.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(registers[0]), "=r"(registers[1]) : "r"(address) : "memory");
+}
 
 // -------------------------------------------------------------------------------------------------- mma.sync
 

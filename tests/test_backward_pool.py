@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from test_emulated import folder, gpu, pytestmark, remembers_nothing  # noqa: F401
 
 import checks
 import numerics
 import tiling
 from numerics import POOL
+from test_emulated import folder, gpu, pytestmark, remembers_nothing  # noqa: F401
 
 SMALL = (5, 16, 3, 4, (16, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 9, 13)
 
@@ -125,5 +123,81 @@ def test_values(change, gpu):  # noqa: F811
     model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
     with torch.no_grad():
         change(model, x)
+    gpu()
+    assert_gradients(model, x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("of_dy", [True, False], ids=["in dy", "in x"])
+def test_one_special_value(value, of_dy, gpu):  # noqa: F811
+    """It makes NaN of what it makes NaN of in eager."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    dy = torch.randn_like(model(x).detach())
+    (dy if of_dy else x)[1].view(-1)[17] = value
+    eager = numerics.results(model, x, dy)
+    gpu()
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    for name, theirs in eager.items():
+        assert torch.equal(ours[name].isfinite(), theirs.isfinite()), name
+
+
+def test_repeats_are_bitwise_equal(gpu):  # noqa: F811
+    """Whichever warp comes first: the emulation's order is another one each time."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    dy = torch.randn_like(model(x).detach())
+    gpu()
+    first, *others = [numerics.results(numerics.twin_of(model, "fused"), x, dy) for _ in range(4)]
+    assert all(torch.equal(each[name], first[name]) for each in others for name in first)
+
+
+def test_frozen_parameters(gpu):  # noqa: F811
+    """Whatever else is asked for, a gradient is the same."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    gpu()
+    everything = numerics.results(numerics.twin_of(model, "fused"), x)
+    for name in ("conv.weight", "group_norm.bias", "x"):
+        new = numerics.twin_of(model, "fused").requires_grad_(False)
+        leaf = x.detach().clone() if name == "x" else dict(new.named_parameters())[name]
+        leaf.requires_grad_()
+        new(leaf if name == "x" else x).sum().backward()
+        assert torch.equal(leaf.grad, everything[name])
+
+
+def test_strided_dy(gpu):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    dy = torch.randn_like(model(x).detach())
+    gpu()
+    for strided in (dy.transpose(2, 3).contiguous().transpose(2, 3), dy[:1, :, :1].expand_as(dy)):
+        new = numerics.twin_of(model, "fused")
+        found = [numerics.results(new, x, each) for each in (strided, strided.contiguous())]
+        assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in found)))
+
+
+@pytest.mark.parametrize("field, change", [("strips", 2), ("gram_rows", 0.5), ("input_launch", (1, 0, 1, 1))])
+def test_a_plan_that_covers_too_little_is_not_launched(field, change, gpu, monkeypatch):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    plan = tiling.plan_strips_backward
+
+    def changed(*arguments):
+        right = plan(*arguments)
+        value = getattr(right, field)
+        return right._replace(**{field: change if isinstance(value, tuple) else int(value * change)})
+
+    monkeypatch.setattr(tiling, "plan_strips_backward", changed)
+    gpu()
+    with pytest.raises(AssertionError, match="a launch that is not possible"):
+        numerics.results(numerics.twin_of(model, "fused"), x)
+
+
+def test_library_where_filters_leave_no_room(gpu, monkeypatch):  # noqa: F811
+    """x's gradient is the library's then; and a kernel whose shared memory is not what was planned does not compile."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    gpu()
+    monkeypatch.setattr(tiling, "input_gradient_shared", lambda weight, pool, columns: 1 << 20)
+    with pytest.raises(AssertionError, match="what was planned with"):
+        numerics.results(numerics.twin_of(model, "fused"), x)
+    monkeypatch.undo()
+    plan = tiling.plan_strips_backward
+    monkeypatch.setattr(tiling, "plan_strips_backward", lambda *a: plan(*a)._replace(input_columns=0))
     gpu()
     assert_gradients(model, x)

@@ -51,9 +51,9 @@ inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   }
 }
 
-inline void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
+template <int kCount> void load_matrices_transposed(uint32_t (&registers)[kCount], uint32_t address) {
   const int g = emulation::lane() / 4, t = emulation::lane() % 4;
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < kCount; i++)
     for (int k = 0; k < 2; k++) {
       const uint32_t row = emulation::exchange(address, 8 * i + 2 * t + k);
       if (row % 16) emulation::failure = "a row of a matrix that is not aligned";
