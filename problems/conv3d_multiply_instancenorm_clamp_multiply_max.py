@@ -169,7 +169,7 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstance
         return self._not_by_channel("multiplier")
 
     def _fused_obstacle(self, x, dtype):
-        return tiling.volume_obstacle(x, self.conv.weight, dtype, STATIC_SHARED)
+        return tiling.volume_obstacle(x, self.conv.weight, dtype, max(STATIC_SHARED, volumes.STATIC_SHARED))
 
 
 PROBLEM = Problem(
