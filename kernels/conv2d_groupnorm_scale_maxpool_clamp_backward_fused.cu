@@ -887,7 +887,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Merged 
                                              geometry));
       const int windows = pooled ? min(kInputWindows, geometry.pooled_width() - first_window) : 0;
       for (int window = lane; window < kInputWindows; window += 32) {
-#pragma unroll 4
+#pragma unroll 8
         for (int c = warp; c < CHANNELS_OUT; c += kInputThreads / 32) {
           float gradient = 0, unused[3] = {};
           Selected selected{0, 0};
