@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -129,9 +129,17 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
     """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
     stores of 16 bytes."""
+    return _plan_volume(*_volume_sizes(x, weight), vectors, math.inf, *_volume_device(x, static_shared))
+
+
+def _volume_sizes(x: Tensor, weight: Tensor) -> tuple:
+    return tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
+
+
+def _volume_device(x: Tensor, static_shared: int) -> tuple[int, int]:
+    """Bytes of dynamic shared memory, and multiprocessors."""
     device = device_properties(x.device.index)
-    sizes = tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
-    return _plan_volume(*sizes, vectors, device.shared - static_shared, device.multiprocessors)
+    return device.shared - static_shared, device.multiprocessors
 
 
 def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_shared: int) -> dict[str, int]:
@@ -188,9 +196,16 @@ def volume_layout(
 
 @functools.lru_cache(None)
 def _plan_volume(
-    x: tuple[int, ...], kernel: tuple[int, ...], itemsize: int, vectors: bool, room: int, multiprocessors: int
+    x: tuple[int, ...],
+    kernel: tuple[int, ...],
+    itemsize: int,
+    vectors: bool,
+    most_turns: float,
+    room: int,
+    multiprocessors: int,
 ) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes of dynamic shared memory."""
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. most_turns: of a block, where that leaves any
+    plan. room: bytes of dynamic shared memory."""
     (N, channels, D, H, W), (kd, kh, kw) = x, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
@@ -204,9 +219,67 @@ def _plan_volume(
             depth = ceil_div(OD, chunks)
             slots = ceil_div(OH, rows) * ceil_div(OD, depth)
             work = ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
-            if best is None or work < best[0]:
-                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
+            rank = max(depth * ceil_div(rows * OW, _TURN), most_turns), work
+            if best is None or rank < best[0]:
+                best = rank, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
     return best[1]
+
+
+# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch
+# (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
+
+_DV_BYTES = 40_000_000  # of all blocks that run at the same time: they stay in an H200's L2 cache
+_SAMPLES_BYTES = 100_000_000  # of dv of whole samples, where x needs a gradient
+_INPUT_WARPS = 8
+
+
+class VolumeBackward(NamedTuple):
+    tiles: VolumeTiling
+    dv_slots: int  # of scratch, each for dv of a tile and 16 channels …
+    dv: int  # … with so many float32 in all
+    jobs: int  # tiles and 16 channels
+    input_rows: int  # of dx, that a block computes …
+    input_columns: int  # … of so many columns
+
+    @property
+    def launch(self) -> tuple[int, ...]:
+        """The launchers' last arguments."""
+        return *self.tiles.launch, self.dv_slots, self.input_rows, self.input_columns
+
+
+def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: bool) -> VolumeBackward:
+    """The plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
+    (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
+    room, multiprocessors = _volume_device(x, static_shared)
+    most_turns = _DV_BYTES // multiprocessors // (4 * 16 * _TURN)
+    tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
+    of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
+    of_sample = tiles.slots * C // 16
+    pieces = ceil_div(N * of_sample * of_job * 4, _SAMPLES_BYTES)
+    dv_slots = (
+        min(N * of_sample, multiprocessors) if not dx else max(1, ceil_div(N, max(1, pieces))) * of_sample
+    )
+    rows, columns = _input_tiling(W, channels, tuple(weight.shape[3:]), room)
+    return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
+
+
+def input_positions(channels: int, kw: int) -> int:
+    """Positions of dv that a block of dx computes with."""
+    return _INPUT_WARPS * _TURN * (2 if channels * kw <= 16 else 1)
+
+
+def _input_tiling(W: int, channels: int, kernel: tuple[int, int], room: int) -> tuple[int, int]:
+    """Rows and columns of dx: whole rows where they fit, and as many as they can be."""
+    (kh, kw), positions = kernel, input_positions(channels, kernel[1])
+    fragments = kh * ceil_div(channels * kw, 16) * 1024
+    for blocks in range(1, W + 1):
+        columns = ceil_div(W, blocks)
+        pitch = ceil_div(min(columns + kw - 1, W - kw + 1), 8) * 8
+        rows = positions // pitch
+        words = ((rows + kh - 1) * pitch + _TURN) * 64
+        if rows and max(words, 4 * channels * kw * rows * pitch) + 16 + fragments <= room:
+            return rows, columns
+    raise AssertionError("no room for a column of dx")
 
 
 # ----------------------------------------------------------------------------------------------------- strips
@@ -391,6 +464,7 @@ class GemmTiling(NamedTuple):
     block_channels: int  # output channels of a block
     stages: int  # of the pipeline through shared memory: a tap's weights by mma.sync, rows of input by wgmma
     shared_bytes: int  # dynamic; the convolution has no static
+    tile_rows: int = 1  # output rows of a tile; more by mma.sync alone
     tile_width: int = _COLUMNS  # output pixels of a tile, part of a row
     register_steps: int = _REGISTER_STEPS
 
@@ -401,8 +475,8 @@ def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
 
 def _gemm_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype):
     yield from _fused_obstacles(x, dtype)
-    needed = gemm_by_mma(weight.shape, dtype == torch.float32).shared_bytes
     room = device_properties(x.device.index).shared
+    needed = gemm_by_mma(weight.shape, dtype == torch.float32, room).shared_bytes
     yield needed > room, "the kernel's window does not fit in shared memory"
 
 
@@ -417,7 +491,7 @@ def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool,
         plan = gemm_by_wgmma(weight.shape, itemsize, out_dtype.itemsize)
         if plan.shared_bytes <= shared:
             return plan
-    return gemm_by_mma(weight.shape, split)
+    return gemm_by_mma(weight.shape, split, shared)
 
 
 def gemm_defines(plan: GemmTiling, weight: Tensor) -> dict[str, int]:
@@ -425,22 +499,75 @@ def gemm_defines(plan: GemmTiling, weight: Tensor) -> dict[str, int]:
     return {**spatial_defines(weight), **{name.upper(): int(value) for name, value in plan._asdict().items()}}
 
 
-def gemm_workspace(plan: GemmTiling, x: Tensor, weight: Tensor) -> int:
-    """Bytes: exponents, largest magnitudes, packed weights; and packed x, unless wgmma reads x itself."""
-    (N, channels, H, W), (outputs, _, kh, kw), operand_bytes = x.shape, weight.shape, 4 if plan.split else 2
+def gemm_workspace(plan: GemmTiling, x: Sequence[int], weight: Sequence[int], saving: bool) -> int:
+    """Bytes: exponents, largest magnitudes unless they are saved, packed weights; and packed x, unless wgmma reads x itself."""
+    (N, channels, H, W), (outputs, _, kh, kw), operand_bytes = x, weight, 4 if plan.split else 2
     channels, outputs = _round_up(channels, plan.group), _round_up(outputs, plan.block_channels)
-    sizes = 4 * outputs, 4 * N, outputs * channels * kh * kw * operand_bytes
+    sizes = 4 * outputs, 0 if saving else 4 * N, outputs * channels * kh * kw * operand_bytes
     packed_x = 0 if plan.wgmma else N * channels * H * W * operand_bytes
     return sum(_round_up(size, 256) for size in sizes) + packed_x
 
 
-def gemm_by_mma(weight: tuple[int, ...], split: bool) -> GemmTiling:
+def gemm_saved(x: Sequence[int], weight: Sequence[int]) -> int:
+    """Numbers of 32 bits that forward saves: largest magnitudes, and the gates of each strip and channel."""
+    return _round_up(x[0], 32) + _strips(x, weight) * weight[0] * 4
+
+
+def _strips(x: Sequence[int], weight: Sequence[int]) -> int:
+    """Of 64 pixels of an output row."""
+    (N, _, H, W), (_, _, kh, kw) = x, weight
+    return N * (H - kh + 1) * ceil_div(W - kw + 1, 64)
+
+
+_PIECE_BYTES = 64 << 20  # of packed gradients: what the L2 cache of a large GPU holds, or little more
+
+
+def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[int, int, int]:
+    """How many shares the sums and the products have, and how many sums a share of products has."""
+    (outputs, channels, kh, kw), multiprocessors = (
+        weight.shape,
+        device_properties(x.device.index).multiprocessors,
+    )
+    # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
+    taps = 3 if split else 9
+    columns = ceil_div(kw, ceil_div(kw, taps))
+    rows = ceil_div(kh, ceil_div(kh, min(taps // columns, 3)))
+    blocks_out = ceil_div(outputs, 64)
+    blocks = blocks_out * ceil_div(channels, 64) * ceil_div(kh, rows) * ceil_div(kw, columns)
+    strips = max(1, _strips(x.shape, weight.shape))
+    of_sums, of_weight = 8 * multiprocessors // blocks_out, multiprocessors // blocks
+    return (
+        max(1, min(of_sums, strips)),
+        max(1, min(of_weight, strips)),
+        blocks * rows * columns * min(64, _round_up(outputs, 16)) * 64,
+    )
+
+
+def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int]:
+    """A build's definitions, the samples of a piece, and bytes of workspace."""
+    (N, _, H, W), (outputs, _, kh, kw), transposed = x.shape, weight.shape, weight.transpose(0, 1)
+    tiles = gemm_by_mma(transposed.shape, split, device_properties(x.device.index).shared)
+    height, width = H - kh + 1, W - kw + 1
+    sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
+    piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
+    workspace = gemm_workspace(tiles, (piece, outputs, height, width), transposed.shape, True)
+    return gemm_defines(tiles, transposed), piece, workspace
+
+
+def gemm_by_mma(weight: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:
+    """room: bytes of shared memory. Where they are too few, a tile has fewer rows, or there are fewer input channels at a time."""
     (outputs, channels, kh, kw), operand_bytes, stages = weight, 4 if split else 2, 3
     group, block = min(_round_up(channels, 16), 128 // operand_bytes), 128 if outputs > 64 else 64
-    operands = (kh * (_COLUMNS + kw - 1) + stages * block) * group * operand_bytes
+    rows = 128 // block  # four warps
+
+    def operands() -> int:
+        return ((kh + rows - 1) * (_COLUMNS + kw - 1) + stages * block) * group * operand_bytes
+
+    while operands() > room and (rows > 1 or group > 16):
+        rows, group = (1, group) if rows > 1 else (rows, group - 16)
     # Results replace operands: 16 channels of each warp, 64 floats and a gap.
-    results = block // 64 * 2 * 16 * 72 * 4
-    return GemmTiling(False, split, group, block, stages, max(operands, results))
+    results = block // 64 * rows * 2 * 16 * 72 * 4
+    return GemmTiling(False, split, group, block, stages, max(operands(), results), rows)
 
 
 def gemm_by_wgmma(weight: tuple[int, ...], value_bytes: int, out_bytes: int) -> GemmTiling:

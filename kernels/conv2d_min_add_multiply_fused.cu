@@ -33,17 +33,20 @@
 #include "conv2d_min_add_multiply_mainloop_mma.cuh"
 #endif
 
-// workspace, in bytes: exponents 4·P, largest 4·N, packed weights 2·kParts·P·K, each rounded up to 256; and
-// by mma.sync packed x 2·kParts·N·C·H·W. C = CHANNELS_IN rounded up to GROUP, P = CHANNELS_OUT to
+// Where SAVES, saved becomes what backward needs: the bits of each sample's largest finite magnitude (N, rounded
+// up to a multiple of 32), and the gates; see _operands.cuh.
+//
+// workspace, in bytes: exponents 4·P, largest 4·N unless it is saved, packed weights 2·kParts·P·K, each rounded
+// up to 256; and by mma.sync packed x 2·kParts·N·C·H·W. C = CHANNELS_IN rounded up to GROUP, P = CHANNELS_OUT to
 // BLOCK_CHANNELS, K = C·kTaps. The launch fails if that is not workspace_bytes, which Python planned.
-EXPORT void forward(output_t* y, uint8_t* workspace, const value_t* x, const value_t* weight,
+EXPORT void forward(output_t* y, int32_t* saved, uint8_t* workspace, const value_t* x, const value_t* weight,
                     const accumulate_t* conv_bias, const accumulate_t* bias, double constant, double scale,
                     int64_t workspace_bytes, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
   if (N == 0) return;
   uint8_t* next = workspace;
   const auto take = [&](int64_t bytes) { return std::exchange(next, next + (bytes + 255) / 256 * 256); };
   int32_t* exponents = reinterpret_cast<int32_t*>(take(kPaddedOut * 4));
-  uint32_t* largest = reinterpret_cast<uint32_t*>(take(N * 4));
+  uint32_t* largest = reinterpret_cast<uint32_t*>(SAVES ? saved : static_cast<void*>(take(N * 4)));
   const int64_t weight_units = int64_t(kChannelBlocks) * kGroups * kTaps * kTapWeights;
   uint4* packed_weight = reinterpret_cast<uint4*>(take(weight_units * 16));
   const int64_t needed = next - workspace + packed_input_bytes(N, H * W);
@@ -52,7 +55,7 @@ EXPORT void forward(output_t* y, uint8_t* workspace, const value_t* x, const val
   pack_weight_kernel<<<agreed ? kPaddedOut : 0, 128, 0, stream>>>(
       reinterpret_cast<operand_t*>(packed_weight), exponents, largest, weight, N);
   if (!agreed) return;
-  const Arguments args{
-      y, x, packed_weight, exponents, largest, conv_bias, bias, float(constant), float(scale), N, H, W};
+  const Arguments args{y,       saved_gates(largest, N), x,    packed_weight,   exponents,    largest, conv_bias,
+                       bias,    float(constant),         float(scale), N, H, W};
   convolve(args, reinterpret_cast<uint4*>(next), stream);
 }

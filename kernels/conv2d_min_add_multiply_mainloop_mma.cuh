@@ -3,9 +3,9 @@
 //
 //   pack_input_kernel    x (N, CHANNELS_IN, H, W) to operands (N, kPlanes, kParts, H, W, 8)
 //   repack_input_kernel  the samples which the first scale does not fit once more; mostly there are none
-//   convolve_kernel      a block computes kBlockChannels channels of a tile. In shared memory are the pixels
-//                        that it needs under all taps, of a group of input channels, and a pipeline of
-//                        weights, tap by tap
+//   convolve_kernel      a block computes kBlockChannels channels of a tile, kTileRows rows of kTileWidth pixels. In
+//                        shared memory are the pixels that it needs under all taps, of a group of input channels, and
+//                        a pipeline of weights, tap by tap
 //
 // Bytes at the default size (128, 64, 128, 128), 3×3, 128 channels out: 537 MB read and 268 MB written to
 // pack; 268 MB read and 1040 MB written to convolve. Bound: memory 0.49 ms at 4.28 TB/s, products 0.56 ms,
@@ -95,8 +95,11 @@ repack_input_kernel(uint4* packed, const uint32_t* largest, const value_t* x, in
 // -------------------------------------------------------------------------------------------------- mainloop
 
 constexpr int kStages = STAGES;  // of weights: one in use, two on their way
-constexpr int kInput = kGroup / 8 * kParts * KERNEL_H * kPitch;  // of a tile and group, in units of 16 bytes
-constexpr int kThreads = kBlockChannels / 64 * 64;               // a warp computes 64 channels × 64 pixels
+constexpr int kTileRows = TILE_ROWS;
+constexpr int kRows = KERNEL_H + kTileRows - 1;               // of input
+constexpr int kInput = kGroup / 8 * kParts * kRows * kPitch;  // of a tile and group, in units of 16 bytes
+constexpr int kMWarps = kBlockChannels / 64;                  // a warp computes 64 channels × 64 pixels of a row
+constexpr int kThreads = kMWarps * kTileRows * 64;
 constexpr int kIterations = kGroups * kTaps;
 
 // Results pass through shared memory, in the operands' place: a warp has 16 channels of 64 floats at a time.
@@ -109,25 +112,27 @@ static_assert(kStages == 3 && kSharedBytes == SHARED_BYTES, "Python planned anot
 
 #if __CUDA_ARCH__ >= 800
 
-// The pixels of a block: up to kTileWidth of an output row.
+// The pixels of a block: up to kTileWidth of up to kTileRows output rows.
 struct Tile {
   int64_t n, row, column;
   __device__ __forceinline__ explicit Tile(const Arguments& args) {
-    const int64_t strips = args.strips(), strip = blockIdx.x % strips;
-    row = blockIdx.x / strips % args.height(), n = blockIdx.x / strips / args.height(),
-    column = strip * kTileWidth;
+    const int64_t strips = args.strips(), rows = (args.height() + kTileRows - 1) / kTileRows;
+    column = blockIdx.x % strips * kTileWidth;
+    row = blockIdx.x / strips % rows * kTileRows, n = blockIdx.x / strips / rows;
   }
 };
 
-// A group of input channels to shared memory, in the background: input [plane][part][kernel row][pixel].
+// A group of input channels to shared memory, in the background: input [plane][part][row][pixel].
 __device__ __forceinline__ void fetch_input(
     uint4* input, const uint4* packed_x, const Arguments& args, const Tile& tile, int group) {
   const int64_t S = args.H * args.W;
   for (int i = threadIdx.x; i < kInput; i += kThreads) {
-    const int pixel = i % kPitch, kernel_row = i / kPitch % KERNEL_H, plane = i / (kPitch * KERNEL_H);
-    const bool real = tile.column + pixel < args.W;
+    const int pixel = i % kPitch, plane = i / (kPitch * kRows);
+    const int64_t row = tile.row + i / kPitch % kRows - kPadRows, column = tile.column + pixel - kPadColumns;
+    const bool real = column < args.W && (!TRANSPOSED || (column >= 0 && row >= 0)) &&
+                      (!TRANSPOSED && kTileRows == 1 || row < args.H);
     const int64_t first = ((tile.n * kGroups + group) * (kGroup / 8 * kParts) + plane) * S;
-    const int64_t source = first + (tile.row + kernel_row) * args.W + tile.column + pixel;
+    const int64_t source = first + row * args.W + column;
     copy_async_or_zero(input + i, packed_x + (real ? source : 0), real);
   }
 }
@@ -149,7 +154,7 @@ __device__ __forceinline__ void fetch_weights(uint4* weights, const uint4* packe
 template <int kCount>
 __device__ __forceinline__ void multiply(float (&sums)[kCount][8][4], const uint4* weights, uint32_t input,
                                          int tap, int weight_part, int input_part) {
-  const uint32_t pixels = input + 16 * ((input_part * KERNEL_H + tap / KERNEL_W) * kPitch + tap % KERNEL_W);
+  const uint32_t pixels = input + 16 * ((input_part * kRows + tap / KERNEL_W) * kPitch + tap % KERNEL_W);
 #pragma unroll
   for (int step = 0; step < kTapSteps; step++) {
     uint32_t a[kCount][4];
@@ -161,7 +166,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kCount][8][4], const uint
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       uint32_t b[4];
-      load_matrices(b, pixels + 16 * (step * 2 * kParts * KERNEL_H * kPitch + j * 16));
+      load_matrices(b, pixels + 16 * (step * 2 * kParts * kRows * kPitch + j * 16));
 #pragma unroll
       for (int i = 0; i < kCount; i++) {
         multiply_add<operand_t>(sums[i][j * 2], a[i], b[0], b[1]);
@@ -194,7 +199,7 @@ __device__ __forceinline__ void multiply_tap(
 // A warp's results, 16 channels × 64 pixels, to y at `to`, channels `stride` apart; of these `channels` and
 // `pixels` exist. They go by way of the warp's staging, so that neighbouring lanes store neighbouring pixels.
 __device__ __forceinline__ void store(
-    output_t* to, float* staging, const float (&values)[8][4], int64_t stride, int channels, int64_t pixels) {
+    result_t* to, float* staging, const float (&values)[8][4], int64_t stride, int channels, int64_t pixels) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   __syncwarp();  // the last 16 channels have been read
 #pragma unroll
@@ -210,7 +215,7 @@ __device__ __forceinline__ void store(
   for (int c = 0; c < channels; c++, to += stride) {
 #pragma unroll
     for (int j = lane; j < 64; j += 32)
-      if (j < pixels) to[j] = output_t(staging[c * kStagingPitch + j]);
+      if (j < pixels) to[j] = result_t(staging[c * kStagingPitch + j]);
   }
 }
 
@@ -223,12 +228,15 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
   uint4* const input = shared;
   uint4* const weights = shared + kInput;
   const Tile tile(args);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_m = warp / 2, warp_n = warp % 2;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_n = warp % 2, warp_row = kTileRows == 1 ? 0 : warp / 2 / kMWarps;
+  const int warp_m = warp / 2 - warp_row * kMWarps;
   float sums[4][8][4] = {};
   // load_matrices: lanes 0-7 give pixels 0-7 of a step's first plane, 8-15 those of its second, 16-31 pixels
   // 8-15 likewise.
-  const uint32_t input_address = shared_address(input) + 16 * (lane / 8 % 2 * kParts * KERNEL_H * kPitch +
-                                                               warp_n * 64 + lane / 16 * 8 + lane % 8);
+  const uint32_t input_address = shared_address(input) + 16 * (lane / 8 % 2 * kParts * kRows * kPitch +
+                                                               warp_row * kPitch + warp_n * 64 +
+                                                               lane / 16 * 8 + lane % 8);
 
   fetch_input(input, packed_x, args, tile, 0);
   fetch_weights(weights, args.packed_weight, 0);
@@ -249,6 +257,8 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
   }
   __syncthreads();  // everyone is done with the operands, whose place staging takes
 
+  const int64_t output_row = tile.row + warp_row;
+  if (kTileRows > 1 && output_row >= args.height()) return;
   const int64_t column = tile.column + warp_n * 64, plane_size = args.height() * args.width();
   const int exponent = kScaled ? sample_exponent(args.largest[tile.n]) : 0;
 #pragma unroll
@@ -256,8 +266,13 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
     const int channel = blockIdx.y * kBlockChannels + warp_m * 64 + i * 16;
     const Epilogue low = make_epilogue(args, channel + lane / 4, exponent);
     const Epilogue high = make_epilogue(args, channel + 8 + lane / 4, exponent);
-    apply_epilogue(sums[i], low, high, args.constant, args.scale);
-    const int64_t row = (tile.n * CHANNELS_OUT + channel) * args.height() + tile.row;
+    const Gates<8> gates = apply_epilogue(sums[i], low, high, args.constant, args.scale);
+    if constexpr (SAVES) {
+      const int64_t at =
+          gate_index(tile.n, channel, output_row, column, args.height(), args.width(), CHANNELS_OUT);
+      store_gates(args.gates + at, gates, CHANNELS_OUT - channel, args.width() - column);
+    }
+    const int64_t row = (tile.n * CHANNELS_OUT + channel) * args.height() + output_row;
     store(args.y + row * args.width() + column, reinterpret_cast<float*>(shared) + warp * kStaging, sums[i],
           plane_size, min(CHANNELS_OUT - channel, 16), args.width() - column);
   }
@@ -269,6 +284,13 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
 // Bytes of packed x, which convolve() makes.
 int64_t packed_input_bytes(int64_t N, int64_t S) { return int64_t(kPlanes) * 8 * 2 * kParts * N * S; }
 
+void convolve_packed(const Arguments& args, const uint4* packed_x, cudaStream_t stream) {
+  cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const int64_t rows = (args.height() + kTileRows - 1) / kTileRows;
+  const dim3 grid(args.N * rows * args.strips(), kChannelBlocks);
+  convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, packed_x);
+}
+
 void convolve(const Arguments& args, uint4* packed_x, cudaStream_t stream) {
   const int64_t S = args.H * args.W;
   const unsigned samples = args.N < 65535 ? args.N : 65535;
@@ -277,9 +299,7 @@ void convolve(const Arguments& args, uint4* packed_x, cudaStream_t stream) {
   const dim3 repack_grid(kRepackBlocks, samples);
   if (kScaled)
     repack_input_kernel<<<repack_grid, kPackThreads, 0, stream>>>(packed_x, args.largest, args.x, args.N, S);
-  cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  const dim3 grid(args.N * args.height() * args.strips(), kChannelBlocks);
-  convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, packed_x);
+  convolve_packed(args, packed_x, stream);
 }
 
 }  // namespace

@@ -359,6 +359,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
     __syncwarp();  // the epilogues are there
     output_t* to =
         args.y + ((int64_t(place.n) * CHANNELS_OUT + channel) * OH + place.row) * OW + place.column;
+    uint32_t* words = args.gates + gate_index(place.n, channel, place.row, place.column, OH, OW, CHANNELS_OUT);
 #pragma unroll
     for (int i = 0; i < KERNEL_H - 1; i++) await_row();
 #pragma unroll 1
@@ -375,7 +376,12 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
       await_products<0>();
       hold(sums);
       release();
-      apply_epilogue(sums, epilogues[lane / 4], epilogues[lane / 4 + 8], args.constant, args.scale);
+      const Gates<16> gates =
+          apply_epilogue(sums, epilogues[lane / 4], epilogues[lane / 4 + 8], args.constant, args.scale);
+      if constexpr (SAVES) {
+        store_gates(words, gates, CHANNELS_OUT - channel, OW - place.column);
+        words += gate_row(OW, CHANNELS_OUT);
+      }
       store_tile(to, staging, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW - place.column,
                  runs_on && tile != start, runs_on && tile + 1 != stop);
     }

@@ -1,5 +1,5 @@
-// What both mainloops of conv2d_min_add_multiply_fused.cu share: a build's sizes, the kernels' arguments, the
-// conversion of values to operands, and the packing of weights.
+// What both mainloops of conv2d_min_add_multiply_fused.cu and the backward kernels share: a build's sizes, the
+// kernels' arguments, the conversion of values to operands, and the packing of weights.
 //
 // Operands are float16, or bfloat16 where x is. float32 is scaled by powers of two, since float16's range is
 // small: channel c of weight by 2^exponents[c], which brings its largest magnitude into [2^14, 2^15); a
@@ -15,14 +15,23 @@
 #ifndef SPLIT
 #define SPLIT 0  // is an operand the sum of two float16?
 #endif
-#ifndef CHANNELS_IN  // the default problem, and the plan for it
+#ifndef SAVES
+#define SAVES 0  // does forward save what backward needs?
+#endif
+#ifndef TRANSPOSED
+#define TRANSPOSED 0  // is it the transposed convolution, from CHANNELS_IN to CHANNELS_OUT?
+#endif
+#ifndef CHANNELS_IN  // the default problem
 #define CHANNELS_IN 64
 #define CHANNELS_OUT 128
 #define KERNEL_H 3
 #define KERNEL_W 3
+#endif
+#ifndef TILE_WIDTH  // and the plan for it
 #define TILE_WIDTH 128                     // output pixels of a tile, part of a row
 #define GROUP (SPLIT ? 32 : 64)            // input channels that are in shared memory at a time
 #define BLOCK_CHANNELS 128                 // output channels of a block
+#define TILE_ROWS 1                        // output rows of a tile by mma.sync
 #define STAGES (WGMMA ? KERNEL_H + 1 : 3)  // of the pipeline: rows of input by wgmma, else a tap's weights
 #define REGISTER_STEPS 30                  // by wgmma: products of depth 16 whose weights are in registers
 #define SHARED_BYTES kSharedBytes          // dynamic shared memory of a block: whatever it is
@@ -34,6 +43,7 @@ using namespace tensor_core;
 
 constexpr bool kScaled = std::is_same_v<value_t, float>;  // float16 and bfloat16 are operands as they are
 using operand_t = std::conditional_t<std::is_same_v<value_t, bfloat16_t>, bfloat16_t, half_t>;
+using result_t = std::conditional_t<TRANSPOSED, value_t, output_t>;  // of the convolution and what follows it
 
 HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -50,11 +60,14 @@ constexpr int kMTiles = kBlockChannels / 16;                    // of a product:
 constexpr int kTapWeights = kTapSteps * kParts * kMTiles * 32;  // of a tap and group, in units of 16 bytes
 constexpr int kTileWidth = TILE_WIDTH;
 constexpr int kPitch = kTileWidth + KERNEL_W - 1;  // input pixels of a tile's row
+// The transposed convolution is one of flipped filters over an input that zeros surround.
+constexpr int kPadRows = TRANSPOSED ? KERNEL_H - 1 : 0, kPadColumns = TRANSPOSED ? KERNEL_W - 1 : 0;
 static_assert(kTileWidth == 128 && kGroup % 16 == 0 && (kBlockChannels == 64 || kBlockChannels == 128));
 
 // What a convolution works on. pack_weight_kernel makes packed_weight and exponents, and clears largest.
 struct Arguments {
-  output_t* y;
+  result_t* y;
+  uint32_t* gates;  // where SAVES
   const value_t* x;
   const uint4* packed_weight;
   const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
@@ -63,11 +76,33 @@ struct Arguments {
   float constant, scale;
   int64_t N, H, W;
 
-  HOST_DEVICE int64_t height() const { return H - KERNEL_H + 1; }
-  HOST_DEVICE int64_t width() const { return W - KERNEL_W + 1; }
+  HOST_DEVICE int64_t height() const { return H + 2 * kPadRows - KERNEL_H + 1; }
+  HOST_DEVICE int64_t width() const { return W + 2 * kPadColumns - KERNEL_W + 1; }
   // Tiles side by side.
   HOST_DEVICE int64_t strips() const { return (width() + kTileWidth - 1) / kTileWidth; }
 };
+
+// ----------------------------------------------------------------------------------------------------- gates
+
+// What forward saves for the gradient: two bits for each of the convolution's values, in words
+// (N, H', strips of kStrip pixels, channels, 4). Of pixel 8 j + 2 t + i of a strip, bit 2 j + i of word t is set
+// where the value exceeds the constant: no gradient passes; bit 16 + 2 j + i where it equals the constant: half
+// of it does. The lanes of a product have them side by side.
+constexpr int kStrip = 64;
+
+// They lie behind `largest` (N) in what forward saves, from a sector's start on.
+template <class Word> HOST_DEVICE Word* saved_gates(Word* saved, int64_t N) {
+  return saved + (N + 31) / 32 * 32;
+}
+
+// Words of a row, and where those of a channel begin, from `column` of a row on. height, width: H', W'.
+HOST_DEVICE int64_t gate_row(int64_t width, int channels) {
+  return (width + kStrip - 1) / kStrip * channels * 4;
+}
+HOST_DEVICE int64_t gate_index(
+    int64_t n, int64_t channel, int64_t row, int64_t column, int64_t height, int64_t width, int channels) {
+  return (n * height + row) * gate_row(width, channels) + (column / kStrip * channels + channel) * 4;
+}
 
 // -------------------------------------------------------------------------------------------------- operands
 
@@ -84,9 +119,11 @@ __device__ __forceinline__ int top_exponent(uint32_t magnitude) {
   return magnitude == 0 ? 0 : min(kTop - ilogbf(__uint_as_float(magnitude)), 127);
 }
 
-// The exponent for a sample, from the bits of its largest finite magnitude.
+// The exponent for a sample, from the bits of its largest finite magnitude. A gradient's is known before it is
+// converted.
 __device__ __forceinline__ int sample_exponent(uint32_t largest) {
   const int fitting = top_exponent(largest), slack = fitting - kFirstExponent;
+  if (TRANSPOSED) return fitting;
   return largest == 0 || (slack >= 0 && slack <= kTop - kLowest) ? kFirstExponent : fitting;
 }
 
@@ -139,13 +176,21 @@ __device__ __forceinline__ void pack_pixel(uint4* out, int64_t part_pitch, const
 
 constexpr int kFilter = CHANNELS_IN * kTaps;  // weights of an output channel
 
+// Where a weight lies; a transposed convolution's are (CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W), and
+// flipped.
+__device__ __forceinline__ int64_t weight_index(int channel, int c, int tap) {
+  return TRANSPOSED ? (int64_t(c) * CHANNELS_OUT + channel) * kTaps + kTaps - 1 - tap
+                    : (int64_t(channel) * CHANNELS_IN + c) * kTaps + tap;
+}
+
 // The exponent for the block's output channel, from its weights; 0 for padding, which is not `real`.
-__device__ __forceinline__ int channel_exponent(const value_t* weight, bool real) {
+__device__ __forceinline__ int channel_exponent(const value_t* weight, int channel, bool real) {
   __shared__ uint32_t largest;
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();  // cleared before anyone raises it
   float mine = 0.f;
-  for (int i = threadIdx.x; real && i < kFilter; i += blockDim.x) mine = larger_magnitude(mine, weight[i]);
+  for (int i = threadIdx.x; real && i < kFilter; i += blockDim.x)
+    mine = larger_magnitude(mine, weight[weight_index(channel, i / kTaps, i % kTaps)]);
   atomicMax(&largest, __float_as_uint(mine));
   __syncthreads();  // complete before anyone reads it
   return top_exponent(largest);
@@ -164,14 +209,13 @@ pack_weight_kernel(operand_t* packed, int32_t* exponents, uint32_t* largest, con
     largest[n] = 0;
   int exponent = 0;
   if constexpr (kScaled) {
-    exponent = channel_exponent(weight + int64_t(channel) * kFilter, real);
+    exponent = channel_exponent(weight, channel, real);
     if (threadIdx.x == 0) exponents[channel] = exponent;
   }
   const int block = channel / kBlockChannels, tile = channel % kBlockChannels / 16, row = channel % 16;
   for (int i = threadIdx.x; i < kGroups * kGroup * kTaps; i += blockDim.x) {
     const int c = i / kTaps, tap = i % kTaps, group = c / kGroup, step = c % kGroup / 16, k = c % 16;
-    float value =
-        real && c < CHANNELS_IN ? float(weight[(int64_t(channel) * CHANNELS_IN + c) * kTaps + tap]) : 0.f;
+    float value = real && c < CHANNELS_IN ? float(weight[weight_index(channel, c, tap)]) : 0.f;
     if constexpr (kScaled) value = scaled(value, power_of_two(exponent));
     const Parts parts = split(value);
     const int lane = row % 8 * 4 + k % 8 / 2, reg = row / 8 + k / 8 * 2;  // of the fragment

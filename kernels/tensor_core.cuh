@@ -68,6 +68,11 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[4
                : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
                : "r"(address) : "memory");
 }
+// Two of them, whose rows are lanes 0-15's.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&registers)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(registers[0]), "=r"(registers[1]) : "r"(address) : "memory");
+}
 
 // -------------------------------------------------------------------------------------------------- mma.sync
 
@@ -109,6 +114,10 @@ __device__ __forceinline__ int thread_index_anew() {
 // A barrier in shared memory: a phase is complete after so many arrivals.
 __device__ __forceinline__ void initialize(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+// Nobody waits there any more: its memory may become a barrier again.
+__device__ __forceinline__ void invalidate(uint64_t* barrier) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"

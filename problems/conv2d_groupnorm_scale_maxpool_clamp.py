@@ -63,8 +63,18 @@ class Arguments(NamedTuple):
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
+def _by_winograd(a: Arguments) -> bool:
+    """Does Winograd's convolution run, and a row of windows from pixels to selected values in cache?"""
+    return len(a.weight) % 32 == 0 and a.pool[0] % 2 == 0 and library.winograd_applies(a.x, a.weight)
+
+
+def _by_gram(a: Arguments) -> bool:
+    """Does backward go without v (kernels/gram.h)? Where few pixels are selected, and few channels come in, that is faster."""
+    return _by_winograd(a) and len(a.weight) >= 2 * a.weight.shape[1] and math.prod(a.pool) >= 4
+
+
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; the v that each window selects; for backward its index there, v's statistics by channel and group, and v."""
+    """y; the v that each window selects; for backward its index there, v's statistics by channel and group, and v where it is needed."""
     (N, *_), (C, *_), on_cpu = a.x.shape, a.weight.shape, library.device_type(a.x) == "cpu"
     (H, W), dtype = library.output_size(a.x, a.weight), a.scale.dtype
     y = N, C, H // a.pool[0], W // a.pool[1]
@@ -76,7 +86,7 @@ def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
         (0 if in_place else y, a.x.dtype),
         (y if saving else 0, operators.index_type(a.pool[0] * a.pool[1])[1]),
         operators.statistics(a, 2 * (C + a.groups), saving),
-        ((N, H, W, C) if on_cpu else (N, C, H, W), a.x.dtype),
+        (0 if _by_gram(a) else (N, H, W, C) if on_cpu else (N, C, H, W), a.x.dtype),
     ]
 
 
@@ -96,7 +106,8 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
         PARAMETERS,
         _outputs(a, saving)[:-1],
         {"POOL_H": a.pool[0], "POOL_W": a.pool[1], "INDEX_T": ctype},
-        winograd=len(weight) % 32 == 0 and a.pool[0] % 2 == 0 and library.winograd_applies(x, weight),
+        winograd=_by_winograd(a),
+        gram=_by_gram(a),
         by_pixel=by_pixel,  # is v (N, H', W', C), or (N, C, H', W')? Each where the library is fastest
         v_format=v_format,
         # The library convolves in v's layout, too, but for an input that its weight dwarfs.
@@ -111,7 +122,7 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
     others = [extreme if extreme.numel() else y, *others]
     if plan.winograd:
         (N, Cin, *of_x), (C, groups, *size) = a.x.shape, plan.sizes
-        v = a.x.new_empty((N, *size, C) if saving else 0)
+        v = a.x.new_empty((N, *size, C) if saving and not plan.gram else 0)
         inputs = v, a.x.contiguous(), a.weight.contiguous(), *parameters
         plan.kernels.convolve_forward(y, *others, *inputs, *a[8:], N, Cin, C, groups, *of_x)
     else:
@@ -124,13 +135,21 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
 
 
 def _backward(dy: Tensor, a: Arguments, extreme, index, statistics, v, *, plan, needs) -> tuple:
-    N, dv, gradients = v.shape[0], torch.empty_like(v), plan.gradients(a)
-    scratch = torch.empty(N * (6 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, extreme, index, statistics, *plan.parameters(a)
-    plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[8:10], a.scale.numel(), N, *plan.sizes)
-    dv = dv.permute(0, 3, 1, 2) if plan.by_pixel else dv
-    dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs)
-    return dx, dw, *plan.as_parameters(a, gradients)
+    (N, Cin, *of_x), (C, groups, *size), gradients, dw = a.x.shape, plan.sizes, plan.gradients(a), None
+    scratch = statistics.new_empty(N * (6 * C + 2 * groups))
+    saved, rest = (extreme, index, statistics, *plan.parameters(a)), (*a[8:10], a.scale.numel(), N)
+    if plan.gram:
+        dv = a.x.new_empty((N, *size, C) if needs[0] else 0)
+        dw = a.weight.new_empty(a.weight.shape if needs[1] else 0)
+        inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), *saved
+        plan.kernels.convolve_backward(dv, dw, *gradients, scratch, *inputs, *rest, Cin, C, groups, *of_x)
+        needs = [needs[0], False]
+    else:
+        dv = torch.empty_like(v)
+        plan.kernels.backward(dv, *gradients, scratch, dy.contiguous(), v, *saved, *rest, *plan.sizes)
+    dv = dv.permute(0, 3, 1, 2) if plan.by_pixel and dv.numel() else dv
+    dx, dense_dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs)
+    return dx, dense_dw if dw is None else dw, *plan.as_parameters(a, gradients)
 
 
 epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -59,11 +60,12 @@ class Arguments(NamedTuple):
 
 
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; v, for backward."""
+    """y; for backward v, or by Winograd what min withholds of a gradient, in halves."""
     (N, *_), (C, *_), size = a.x.shape, a.weight.shape, library.output_size(a.x, a.weight)
     v = (N, *size, C) if library.device_type(a.x) == "cuda" else (N, C, *size)
+    dtype = torch.uint8 if library.winograd_applies(a.x, a.weight) else a.x.dtype
     y_format = library.result_format(a.x, a.weight, True)
-    return [((N, C, *size), a.bias.dtype, y_format), (v if saving else 0, a.x.dtype)]
+    return [((N, C, *size), a.bias.dtype, y_format), (v if saving else 0, dtype)]
 
 
 def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
@@ -109,7 +111,7 @@ def _convolved(x: Tensor, weight: Tensor, plan: operators.Plan) -> Tensor:
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
     parameters, (y, v) = (*plan.parameters(a), *a.constants()), plan.outputs(a)
     if plan.winograd:
-        _by_winograd(y, v, a, parameters, plan)
+        _forward_by_winograd(y, v, a, parameters, plan)
     else:
         for x, out in library.pieces(plan.samples, a.x, y):
             v = _convolved(x, a.weight, plan)
@@ -118,20 +120,25 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
     return (y, v) if saving else (y,)
 
 
-def _by_winograd(y: Tensor, v: Tensor, a: Arguments, parameters: tuple, plan: operators.Plan) -> None:
-    """Writes y, and v where it has elements. The library repeats a sample whose convolution is not finite everywhere: direct sums
-    say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
+def _forward_by_winograd(
+    y: Tensor, withheld: Tensor, a: Arguments, parameters: tuple, plan: operators.Plan
+) -> None:
+    """Writes y, and withheld where it has elements. The library repeats a sample whose convolution is not finite everywhere: direct
+    sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
     N, Cin, *of_x = a.x.shape
     finite, operands = a.x.new_ones(N, dtype=torch.int32), (a.x.contiguous(), a.weight.contiguous())
-    plan.kernels.convolve_forward(y, v, finite, *operands, *parameters, N, Cin, len(a.weight), *of_x)
+    plan.kernels.convolve_forward(y, withheld, finite, *operands, *parameters, N, Cin, len(a.weight), *of_x)
     for n in (finite == 0).nonzero().flatten().tolist():
         direct = library.convolve(a.x[n : n + 1], a.weight)
         plan.kernels.forward(y[n : n + 1], direct, *parameters, 1, *plan.sizes)
-        if v.numel():
-            v[n] = direct[0]
+        if withheld.numel():
+            u, bound = direct[0] + parameters[0].view(-1, 1, 1), parameters[2]
+            withheld[n] = (u >= bound).to(torch.uint8) + (u > bound)
 
 
 def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, needs) -> tuple:
+    if v.dtype == torch.uint8:
+        return _backward_by_winograd(dy.contiguous(), a, v, plan, needs)
     N, (C, S), dv, gradients = v.shape[0], plan.sizes, torch.empty_like(v), plan.gradients(a)
     chunks = min(S, 8) if plan.on_gpu else 1
     sums = torch.empty((2, N * chunks, C), dtype=torch.float64, device=v.device)
@@ -144,10 +151,35 @@ def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, need
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
+def _backward_by_winograd(dy: Tensor, a: Arguments, withheld: Tensor, plan: operators.Plan, needs) -> tuple:
+    """The gradient of weight without dv, which only that of x needs. The library repeats one that is not finite everywhere, as in forward."""
+    (N, Cin, *of_x), x, gradients = a.x.shape, a.x.contiguous(), plan.gradients(a)
+    sizes = a.bias.numel(), N, Cin, len(a.weight), *of_x, torch.get_num_threads()
+
+    def run(dw: Tensor, dv: Tensor) -> None:
+        plan.kernels.convolve_backward(dw, dv, *gradients, dy, withheld, x, a.scale, *sizes)
+
+    none, dv = x.new_empty(0), x.new_empty(withheld.shape if needs[0] else 0)
+    dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format) if needs[1] else none
+    run(dw, dv)
+    repeat = needs[1] and not dw.isfinite().all()
+    if repeat and not needs[0]:
+        dv = x.new_empty(withheld.shape)
+        run(none, dv)
+    dx, direct = library.convolve_backward(dv, a.x, a.weight, plan.layout, [needs[0], repeat])
+    return dx, direct if repeat else dw, *plan.as_parameters(a, gradients)
+
+
 epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
+
+
+def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; and for backward the largest magnitude of each sample of x, and which elements a gradient passes."""
+    saved = tiling.gemm_saved(a.x.shape, a.weight.shape) if saving else 0
+    return [_outputs(a, False)[0], (saved, torch.int32)]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
@@ -155,20 +187,61 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
-    workspace, defines = tiling.gemm_workspace(tiles, x, weight), tiling.gemm_defines(tiles, weight)
-    outputs = [_outputs(a, False)[0], (workspace, torch.uint8)]
-    sizes = workspace, len(x), *x.shape[2:]
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
+    workspace = tiling.gemm_workspace(tiles, x.shape, weight.shape, saving)
+    defines = {**tiling.gemm_defines(tiles, weight), "SAVES": int(saving)}
+    outputs, (N, _, H, W) = [*_fused_outputs(a, saving), (workspace, torch.uint8)], x.shape
+    own = _plan_gradients(a) if saving else {}
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=(N, H, W), **own)
 
 
-def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, workspace = plan.outputs(a)
+def _plan_gradients(a: Arguments) -> dict:
+    """What the backward kernels are given. They are built when they first run."""
+    x, weight = a.x, a.weight
+    split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
+    of_sums, of_weight, slot = tiling.plan_weight_gradient(x, weight, split)
+    of_input, piece, workspace = tiling.plan_input_gradient(x, weight, split)
+    load = functools.partial(operators.load, x=x.new_empty(0), out_dtype=a.bias.dtype)
+    defines = {**tiling.spatial_defines(weight), "SPLIT": int(split)}
+    return dict(
+        by_weight=functools.cache(functools.partial(load, f"{NAME}_weight_gradient", **defines)),
+        by_input=functools.cache(functools.partial(load, f"{NAME}_input_gradient", **of_input)),
+        of_sums=of_sums,
+        of_weight=of_weight,
+        slot=slot,
+        piece=piece,
+        workspace=workspace,
+    )
+
+
+def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    y, saved, workspace = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), *a.constants()
-    plan.kernels.forward(y, workspace, *inputs, *plan.sizes)
-    return y.contiguous(memory_format=plan.y_format)
+    plan.kernels.forward(y, saved, workspace, *inputs, workspace.numel(), *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
+    return (y, saved) if saving else (y,)
 
 
-fused = operators.declare_fused(epilogue, _fused, _plan_fused)
+def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
+    dy, scale, kernels, new = dy.contiguous(), a.constants()[1], plan.by_weight(), a.x.new_empty
+    gradients, largest = plan.gradients(a), new(len(a.x), dtype=torch.int32)
+    sums, of_sums = new((2, plan.of_sums, len(a.weight)), dtype=torch.float64), (a.bias.numel(), plan.of_sums)
+    kernels.gradient_sums(*gradients, largest, sums, dy, saved, scale, *of_sums, *plan.sizes)
+    dx = dw = None
+    if needs[1]:
+        dw, slots = new(a.weight.shape), new((plan.of_weight, plan.slot), dtype=torch.float32)
+        inputs = dy, a.x.contiguous(), saved, largest, scale
+        kernels.weight_gradient(dw, slots, *inputs, plan.slot, plan.of_weight, *plan.sizes)
+    if needs[0]:
+        dx, workspace = new(a.x.shape), new(plan.workspace, dtype=torch.uint8)
+        inputs = dy, a.weight.contiguous(), saved, largest, scale
+        plan.by_input().input_gradient(dx, workspace, *inputs, plan.piece, plan.workspace, *plan.sizes)
+        dx = dx.contiguous(memory_format=plan.y_format)
+    return dx, dw, *plan.as_parameters(a, gradients)
+
+
+fused = operators.declare(
+    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model

@@ -51,9 +51,9 @@ inline void load_matrices(uint32_t (&registers)[4], uint32_t address) {
   }
 }
 
-inline void load_matrices_transposed(uint32_t (&registers)[4], uint32_t address) {
+template <int kCount> void load_matrices_transposed(uint32_t (&registers)[kCount], uint32_t address) {
   const int g = emulation::lane() / 4, t = emulation::lane() % 4;
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < kCount; i++)
     for (int k = 0; k < 2; k++) {
       const uint32_t row = emulation::exchange(address, 8 * i + 2 * t + k);
       if (row % 16) emulation::failure = "a row of a matrix that is not aligned";
@@ -115,6 +115,7 @@ inline void advance(Phases& phases) {
 inline void initialize(uint64_t* barrier, int arrivals) {
   phases_of(barrier) = {unsigned(arrivals), unsigned(arrivals), 0, 0};
 }
+inline void invalidate(uint64_t* barrier) { memset(barrier, 0xff, sizeof *barrier); }
 inline void arrive(uint64_t* barrier) {
   Phases& phases = phases_of(barrier);
   if (phases.missing-- == 0) emulation::failure = "an arrival too many";

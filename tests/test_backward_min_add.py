@@ -1,0 +1,260 @@
+# ruff: noqa: F811 (fixtures)
+"""Min-add's fused backward pass without a GPU (tests/test_emulated.py), against float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import library
+import numerics
+import problems.conv2d_min_add_multiply as min_add
+import tiling
+from numerics import MIN_ADD
+from test_emulated import INF, NAN, folder, gpu, pytestmark, remembers_nothing, small  # noqa: F401
+
+
+def case(arguments: tuple, shape: tuple, **options) -> tuple[torch.nn.Module, torch.Tensor]:
+    """(channels in, out, kernel size) and the input's shape."""
+    return numerics.sized(
+        MIN_ADD, numerics.Size((*arguments, 0.1, (arguments[1], 1, 1), 2.0), shape), **options
+    )
+
+
+SIZES = [
+    ((70, 100, 3), (1, 70, 4, 135), "more than a block of either kind of channels; three strips, the last with 5 pixels"),
+    ((3, 7, (1, 4)), (2, 3, 5, 9), "a kernel of one row"),
+    ((3, 7, (5, 11)), (2, 3, 9, 80), "two groups of kernel rows, and two of columns, of unequal sizes"),
+    ((5, 20, 1), (1, 5, 3, 64), "one tap, one sample, a whole strip"),
+    ((4, 8, 3), (1, 4, 3, 3), "one element for each channel"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, shape, reason", SIZES, ids=lambda value: str(value)[:20])
+def test_rule_at_any_size(arguments, shape, reason, gpu):
+    model, x = case(arguments, shape)
+    gpu()
+    numerics.assert_rule(model, x, "fused")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rule_in_16_bits(dtype, gpu):
+    model, x = small(MIN_ADD, dtype=dtype)
+    gpu()
+    numerics.assert_rule(model, x, "fused")
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3, 40])
+def test_shares_and_pieces(multiprocessors, gpu, monkeypatch):
+    """Shares that begin anywhere in a column of strips; one, several and a part of a sample in each; pieces of one sample."""
+    model, x = case((5, 20, 3), (3, 5, 11, 68))
+    monkeypatch.setattr(tiling, "_PIECE_BYTES", 1)
+    gpu(multiprocessors=multiprocessors)
+    numerics.assert_rule(model, x, "fused")
+
+
+# -------------------------------------------------------------------------------------------------------------- one float16
+
+
+def tf32(t: torch.Tensor) -> torch.Tensor:
+    """The nearest value of TF32's, ties away from zero."""
+    return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def gradients(model, x, dy, rounded=lambda t: t) -> dict[str, torch.Tensor]:
+    """In float64, of products whose operands are `rounded`."""
+    constant, scale, weight = model.constant_value, model.scaling_factor, model.conv.weight.detach()
+    with torch.no_grad():
+        v = copy.deepcopy(model).double().conv(x.double())
+        passes = (v < constant).double() + 0.5 * (v == constant)
+        outer = dy * scale
+        g = rounded((outer * passes).float()).double()
+        g = torch.where(passes > 0, g, 0.0)
+        operands = rounded(x).double(), rounded(weight).double()
+    return {
+        "x": torch.nn.grad.conv2d_input(x.shape, operands[1], g),
+        "conv.weight": torch.nn.grad.conv2d_weight(operands[0], weight.shape, g),
+        "conv.bias": (outer.double() * passes).sum((0, 2, 3)),
+        "bias": outer.double().sum((0, 2, 3)).view(model.bias.shape),
+    }
+
+
+def apart(model, x, dy):
+    """dy without what rounding decides."""
+    with torch.no_grad():
+        v = copy.deepcopy(model).double().conv(x.double())
+    return dy.masked_fill((v - model.constant_value).abs() < 1e-2 * v.abs().mean(), 0.0)
+
+
+def assert_near(ours, expected, limit, names=("x", "conv.weight", "conv.bias", "bias")):
+    for name in names:
+        error = (ours[name].double() - expected[name]).norm() / expected[name].norm()
+        assert error < limit, f"{name}: {error:.1e}"
+
+
+@pytest.fixture
+def runs_tf32(monkeypatch):
+    """As for sizes for which the library surely runs TF32; those are too large to be emulated."""
+    monkeypatch.setattr(library, "eager_runs_tf32", lambda x, weight: True)
+    monkeypatch.setattr(library, "surely_runs_tf32", lambda x, weight: True)
+
+
+@pytest.mark.parametrize(
+    "arguments, shape", [((64, 128, 3), (2, 64, 5, 37)), ((5, 20, 2), (3, 5, 11, 13))], ids=str
+)
+def test_operands_are_rounded_as_for_tf32(arguments, shape, gpu, runs_tf32):
+    """And nothing else is: so the result is much nearer to that of rounded operands than those are to exact ones."""
+    model, x = case(arguments, shape)
+    gpu()
+    new = numerics.twin_of(model, "fused")
+    dy = apart(model, x, torch.randn_like(model(x)))
+    ours = numerics.results(new, x, dy)
+    assert_near(ours, gradients(model, x, dy, tf32), 2e-7)
+    exact = gradients(model, x, dy)
+    for name in ("x", "conv.weight"):
+        assert 1e-4 < (ours[name] - exact[name]).norm() / exact[name].norm() < 5e-4
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(
+    "of_x, of_dy", [(1e15, 1e-30), (1e-15, 1e20), (1.0, 1e-38), ("apart", "apart")], ids=str
+)
+def test_rule_at_any_magnitude(split, of_x, of_dy, gpu, request):
+    """Sample by sample, for dx: its scale is the sample's."""
+    if not split:
+        request.getfixturevalue("runs_tf32")
+    model, x = small(MIN_ADD)
+    x = x * (torch.tensor([1e6, 1, 1e-6]).view(3, 1, 1, 1) if of_x == "apart" else of_x)
+    with torch.no_grad():
+        model.conv.bias.zero_()
+    model.constant_value = 0.0
+    gpu()
+    dy = apart(model, x, torch.randn_like(model(x)))
+    dy = dy * (torch.tensor([1e-6, 1, 1e6]).view(3, 1, 1, 1) if of_dy == "apart" else of_dy)
+    ours, exact = numerics.results(numerics.twin_of(model, "fused"), x, dy), gradients(model, x, dy)
+    limit = 1e-6 if split else 5e-4
+    limit = max(limit, 1e-3) if of_dy == 1e-38 else limit  # subnormal: few digits are left
+    assert_near(ours, exact, limit)
+    for n in range(3):
+        assert_near({"x": ours["x"][n]}, {"x": exact["x"][n]}, limit, ("x",))
+
+
+# ---------------------------------------------------------------------------------------------------------------- semantics
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_ties_pass_half(split, gpu, request):
+    """Whole numbers, so that sums are exact: below the constant, at it and above it."""
+    if not split:
+        request.getfixturevalue("runs_tf32")
+    model, x = case((5, 70, 3), (2, 5, 7, 70))
+    x = torch.randint(-2, 3, x.shape).float()
+    with torch.no_grad():
+        model.conv.weight.copy_(torch.randint(-1, 2, model.conv.weight.shape)), model.conv.bias.fill_(2.0)
+    model.constant_value = 1.0
+    dy = torch.randint(-8, 9, model(x).shape).float()
+    expected = numerics.results(model, x, dy)
+    v = model.conv(x)
+    assert min((v == 1).sum(), (v < 1).sum(), (v > 1).sum()) > 1000
+    gpu()
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    numerics.assert_equal(ours, expected)
+
+
+def kinds(t: torch.Tensor) -> torch.Tensor:
+    return torch.where(t.isnan(), 2, t.sgn() * t.isinf())
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("of_x", [True, False], ids=["in x", "in dy"])
+def test_one_special_value(of_x, value, split, gpu, request):
+    """At the start of a row, where it ends for one tap and goes on for others, and in the middle, it spoils what it spoils in eager."""
+    if not split:
+        request.getfixturevalue("runs_tf32")
+    model, x = case((5, 20, 3), (3, 5, 11, 68))
+    model.constant_value = 0.0
+    gpu()
+    new = numerics.twin_of(model, "fused")
+    for column in (0, 33, 65, 66, 67) if of_x else (0, 33, 63, 65):
+        x_spoilt, dy = x.clone(), torch.randn(3, 20, 9, 66)
+        (x_spoilt if of_x else dy)[1, 3, 4, column] = value
+        ours, exact = (numerics.results(module, t, g) for module, t, g in (
+            (new, x_spoilt, dy), (copy.deepcopy(model).double(), x_spoilt.double(), dy.double())))  # fmt: skip
+        for name in ours:
+            assert torch.equal(kinds(ours[name]), kinds(exact[name])), name
+
+
+def test_only_what_is_asked_for(gpu, monkeypatch):
+    model, x = small(MIN_ADD)
+    gpu()
+    expected, ran = numerics.results(numerics.twin_of(model, "fused"), x), []
+    load = min_add.operators.load
+
+    def watched(name, *arguments, **options):
+        kernels = load(name, *arguments, **options)
+        return type(
+            "", (), {"__getattr__": lambda _, launcher: ran.append(launcher) or getattr(kernels, launcher)}
+        )()
+
+    monkeypatch.setattr(min_add.operators, "load", watched)
+    for frozen, launchers in (
+        ({"x"}, ["forward", "gradient_sums", "weight_gradient"]),
+        ({"x", "conv.weight"}, ["forward", "gradient_sums"]),
+        ({"conv.weight", "bias"}, ["forward", "gradient_sums", "input_gradient"]),
+    ):
+        gpu()
+        monkeypatch.setattr(min_add.operators, "load", watched)
+        new, ran[:] = numerics.twin_of(copy.deepcopy(model), "fused"), []
+        for name, parameter in new.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        leaf = x.clone().requires_grad_("x" not in frozen)
+        new(leaf).sum().backward()
+        assert ran == launchers
+        for name, t in {"x": leaf, **dict(new.named_parameters())}.items():
+            assert t.grad is None if name in frozen else torch.equal(t.grad, expected[name])
+
+
+def test_layouts(gpu):
+    """An expanded dy, x and dy in channels last, one bias for all: dx has eager's layout, and all are equal to the bit."""
+    model, x = numerics.sized(MIN_ADD, numerics.Size((5, 20, 3, 0.1, (1,), 2.0), (3, 5, 11, 13)))
+    gpu()
+    new = numerics.twin_of(model, "fused")
+    expected = numerics.results(new, x)
+    assert expected["bias"].shape == (1,)
+    numerics.assert_equal(numerics.results(new, x, torch.ones(()).expand_as(model(x))), expected)
+    last = x.contiguous(memory_format=torch.channels_last)
+    dy = torch.ones_like(model(x)).contiguous(memory_format=torch.channels_last)
+    ours = numerics.results(new, last, dy)
+    assert ours["x"].stride() == numerics.results(model, last, dy)["x"].stride() != expected["x"].stride()
+    numerics.assert_equal(ours, expected)
+
+
+def test_repeats_are_bitwise_equal(gpu):
+    """Whichever warp comes first: the emulation's order is another one each time."""
+    model, x = case((5, 70, 3), (3, 5, 7, 68))
+    gpu(multiprocessors=5)
+    new, dy = numerics.twin_of(model, "fused"), torch.randn_like(model(x))
+    first, *others = [numerics.results(new, x, dy) for _ in range(3)]
+    for other in others:
+        numerics.assert_equal(other, first)
+
+
+def test_auto_trains_with_little_saved(gpu):
+    """Two bits for an element, of rows of whole strips; y and x may be changed in place or freed."""
+    model, x = case((5, 20, 3), (3, 5, 11, 66))
+    gpu()
+    new = min_add.Conv2dMinAddMultiplyNew.from_eager(model).train()
+    assert new.plan(x).variant == "fused"
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = new(x)
+    own = [t for t in saved if t.data_ptr() not in {p.data_ptr() for p in (x, *model.parameters())}]
+    assert sum(t.nbytes for t in own) == 32 * 4 + y.numel() * 2 // 8
+    y.detach().zero_()
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    expected = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
