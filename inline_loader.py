@@ -42,6 +42,7 @@ import torch
 
 import loader_cache as cache
 import loader_toolchain as toolchain
+from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
 from loader_report import BuildError, Status, at_line, first_error
 from loader_toolchain import STABLE_ABI
 

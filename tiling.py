@@ -129,9 +129,17 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
     """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
     stores of 16 bytes."""
+    return _plan_volume(*_volume_sizes(x, weight), vectors, math.inf, *_volume_device(x, static_shared))
+
+
+def _volume_sizes(x: Tensor, weight: Tensor) -> tuple:
+    return tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
+
+
+def _volume_device(x: Tensor, static_shared: int) -> tuple[int, int]:
+    """Bytes of dynamic shared memory, and multiprocessors."""
     device = device_properties(x.device.index)
-    sizes = tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
-    return _plan_volume(*sizes, vectors, device.shared - static_shared, device.multiprocessors)
+    return device.shared - static_shared, device.multiprocessors
 
 
 def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_shared: int) -> dict[str, int]:
@@ -188,9 +196,16 @@ def volume_layout(
 
 @functools.lru_cache(None)
 def _plan_volume(
-    x: tuple[int, ...], kernel: tuple[int, ...], itemsize: int, vectors: bool, room: int, multiprocessors: int
+    x: tuple[int, ...],
+    kernel: tuple[int, ...],
+    itemsize: int,
+    vectors: bool,
+    most_turns: float,
+    room: int,
+    multiprocessors: int,
 ) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. `room`: bytes of dynamic shared memory."""
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. most_turns: of a block, where that leaves any
+    plan. room: bytes of dynamic shared memory."""
     (N, channels, D, H, W), (kd, kh, kw) = x, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
@@ -204,9 +219,67 @@ def _plan_volume(
             depth = ceil_div(OD, chunks)
             slots = ceil_div(OH, rows) * ceil_div(OD, depth)
             work = ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
-            if best is None or work < best[0]:
-                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
+            rank = max(depth * ceil_div(rows * OW, _TURN), most_turns), work
+            if best is None or rank < best[0]:
+                best = rank, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
     return best[1]
+
+
+# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch
+# (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
+
+_DV_BYTES = 40_000_000  # of all blocks that run at the same time: they stay in an H200's L2 cache
+_SAMPLES_BYTES = 100_000_000  # of dv of whole samples, where x needs a gradient
+_INPUT_WARPS = 8
+
+
+class VolumeBackward(NamedTuple):
+    tiles: VolumeTiling
+    dv_slots: int  # of scratch, each for dv of a tile and 16 channels …
+    dv: int  # … with so many float32 in all
+    jobs: int  # tiles and 16 channels
+    input_rows: int  # of dx, that a block computes …
+    input_columns: int  # … of so many columns
+
+    @property
+    def launch(self) -> tuple[int, ...]:
+        """The launchers' last arguments."""
+        return *self.tiles.launch, self.dv_slots, self.input_rows, self.input_columns
+
+
+def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: bool) -> VolumeBackward:
+    """The plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
+    (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
+    room, multiprocessors = _volume_device(x, static_shared)
+    most_turns = _DV_BYTES // multiprocessors // (4 * 16 * _TURN)
+    tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
+    of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
+    of_sample = tiles.slots * C // 16
+    pieces = ceil_div(N * of_sample * of_job * 4, _SAMPLES_BYTES)
+    dv_slots = (
+        min(N * of_sample, multiprocessors) if not dx else max(1, ceil_div(N, max(1, pieces))) * of_sample
+    )
+    rows, columns = _input_tiling(W, channels, tuple(weight.shape[3:]), room)
+    return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
+
+
+def input_positions(channels: int, kw: int) -> int:
+    """Positions of dv that a block of dx computes with."""
+    return _INPUT_WARPS * _TURN * (2 if channels * kw <= 16 else 1)
+
+
+def _input_tiling(W: int, channels: int, kernel: tuple[int, int], room: int) -> tuple[int, int]:
+    """Rows and columns of dx: whole rows where they fit, and as many as they can be."""
+    (kh, kw), positions = kernel, input_positions(channels, kernel[1])
+    fragments = kh * ceil_div(channels * kw, 16) * 1024
+    for blocks in range(1, W + 1):
+        columns = ceil_div(W, blocks)
+        pitch = ceil_div(min(columns + kw - 1, W - kw + 1), 8) * 8
+        rows = positions // pitch
+        words = ((rows + kh - 1) * pitch + _TURN) * 64
+        if rows and max(words, 4 * channels * kw * rows * pitch) + 16 + fragments <= room:
+            return rows, columns
+    raise AssertionError("no room for a column of dx")
 
 
 # ----------------------------------------------------------------------------------------------------- strips
@@ -215,6 +288,8 @@ _COLUMNS = 128  # of the result, that a team computes at a time: a tile
 _CHANNELS = 64  # of the result, that a block computes
 _TEAMS = 2  # of a block, each with a strip of its own
 _STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
+_GRAM_ROWS = 4  # of a tile of the backward kernel that sums up Gram matrices
+_GRAM_SEGMENTS = 4  # of the samples, merged side by side
 
 
 class StripTiling(NamedTuple):
@@ -242,8 +317,17 @@ def _strips_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple
     yield not few, "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
     yield min(pool) < 2 or max(pool) > 8, "the fused kernels pool windows of 2 to 8 rows and columns"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
+    yield not _strips_fit(x, weight, pool, False), "the kernel's window does not fit in shared memory"
+
+
+def _strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
-    yield strips_shared(channels, kh, pool[1]) > room, "the kernel's window does not fit in shared memory"
+    return strips_shared(weight.shape[1], weight.shape[2], pool[1], saving) <= room
+
+
+def strips_save(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> bool:
+    """Is there room for what the kernels keep for backward, where there is no obstacle?"""
+    return _strips_fit(x, weight, pool, True)
 
 
 def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling:
@@ -253,8 +337,10 @@ def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling
     return _plan_strips(N * ceil_div(C, _CHANNELS), H, W, kh, kw, *pool, multiprocessors)
 
 
-def strip_defines(plan: StripTiling, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
-    """What a build takes from the plan, and what the plan assumes of the kernel."""
+def strip_defines(
+    plan: StripTiling, weight: Tensor, pool: tuple[int, int], saving: bool = False
+) -> dict[str, int]:
+    """What a build takes from the plan, and what the plan assumes of the kernel. saving: for backward, the selected places."""
     return {
         **spatial_defines(weight),
         "POOL_H": pool[0],
@@ -264,16 +350,18 @@ def strip_defines(plan: StripTiling, weight: Tensor, pool: tuple[int, int]) -> d
         "BLOCK_CHANNELS": _CHANNELS,
         "TEAMS": _TEAMS,
         "STATIC_SHARED": _STRIPS_STATIC_SHARED,
-        "DYNAMIC_SHARED": strips_shared(weight.shape[1], weight.shape[2], pool[1]),
+        "DYNAMIC_SHARED": strips_shared(weight.shape[1], weight.shape[2], pool[1], saving),
+        "SAVING": int(saving),
     }
 
 
-def strips_shared(channels: int, kh: int, pool_width: int) -> int:
+def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
     """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x, in pixels of 8 channels and two float16 per value, 8 pixels
-    of them behind the tile; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32."""
+    of them behind the tile; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32,
+    with a byte that says where each is from."""
     row = 2 * ceil_div(channels, 8) * (_COLUMNS + 8) * 16
     kept = 1 if pool_width % 2 == 0 else 2
-    return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * 4)
+    return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * (5 if saving else 4))
 
 
 @functools.lru_cache(None)
@@ -293,6 +381,73 @@ def _plan_strips(
     pairs = min(range(1, most + 1), key=rows_read)
     rows = ceil_div(pooled_rows, min(pooled_rows, _TEAMS * pairs))
     return StripTiling(tiles, stride, ceil_div(pooled_rows, rows), rows)
+
+
+class StripsBackward(NamedTuple):
+    """One launch's plan of the backward kernels: rows of v, and of windows, are cut into strips, a block each."""
+
+    gram_strips: int
+    gram_rows: int  # of v
+    strips: int
+    rows: int  # of windows
+    merged: int  # elements of what is summed up in float64, and of the strips' parts in float32
+    partial: int
+    input_columns: (
+        int  # of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room
+    )
+    input_launch: tuple[
+        int, int, int, int
+    ]  # tiles and columns from one to the next, strips and rows of x of each
+
+
+def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
+    """Bytes of dynamic shared memory: pixels of x and filters as two float16 per value; what each position gives to the pixels under
+    it, and those pixels' sums, in float32; the selected positions' gradients and places."""
+    C, channels, kh, kw = weight.shape
+    planes, width, windows = ceil_div(channels, 8), columns + kw - 1, columns // pool[1] + 2
+    units, pitch = planes * kh * kw, width + (12 - width % 8) % 8
+    pixels, filters = 2 * planes * (pool[0] + kh - 1) * pitch * 16 + 16, 2 * C * (units + 1 | 1) * 16
+    return pixels + filters + columns * (8 * units + 1 + 8 * planes * kh) * 4 + windows * (C + 2) * 5
+
+
+def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], groups: int) -> StripsBackward:
+    """The plan for sizes without an obstacle."""
+    (N, channels, H, W), (C, _, kh, kw) = x.shape, weight.shape
+    blocks = 2 * device_properties(x.device.index).multiprocessors  # at the same time
+    units = ceil_div(channels, 8) * kh * kw  # 8 channels at a tap
+    gram = 128 * sum(units - unit + 1 for unit in range(0, units, 2))  # values of a Gram matrix, in tiles
+
+    def share(rows: int, images: int) -> tuple[int, int]:  # strips, and rows of each
+        most = min(rows, max(1, blocks // max(1, images)))
+        each = ceil_div(
+            rows, min(range(1, most + 1), key=lambda n: ceil_div(images * n, blocks) * ceil_div(rows, n))
+        )
+        return ceil_div(rows, each), each
+
+    gram_strips, gram_rows = share(ceil_div(H - kh + 1, _GRAM_ROWS), N)
+    strips, rows = share((H - kh + 1) // pool[0], N * ceil_div(C, _CHANNELS))
+    merged = N * (8 * units + 5 * C + groups) + _GRAM_SEGMENTS * groups * gram
+    partial = ceil_div(N * channels, 4) * 4 + N * gram_strips * gram + N * strips * C * (8 * units + 3)
+    room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
+    fitting = (
+        columns
+        for columns in (_COLUMNS, _COLUMNS // 2)
+        if input_gradient_shared(weight, pool, columns) <= room
+    )
+    columns = next(fitting, 0)
+    stride = 0 if W <= columns else columns - kw + 1
+    tiles = ceil_div(W, stride) if stride else 1
+    _, input_rows = share(ceil_div(H, pool[0]), N * tiles)
+    launch = tiles, stride, ceil_div(H, input_rows * pool[0]), input_rows * pool[0]
+    return StripsBackward(gram_strips, gram_rows * _GRAM_ROWS, strips, rows, merged, partial, columns, launch)
+
+
+def strips_backward_defines(plan: StripsBackward, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
+    """What a build takes from the plan, and what the plan assumes of the kernels."""
+    columns = plan.input_columns or _COLUMNS // 2
+    shared = input_gradient_shared(weight, pool, columns)
+    own = {"POOL_H": pool[0], "POOL_W": pool[1], "INPUT_COLUMNS": columns, "INPUT_SHARED": shared}
+    return {**spatial_defines(weight), **own}
 
 
 # ------------------------------------------------------------------------------------------------------------------- gemm

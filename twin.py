@@ -243,7 +243,7 @@ class Twin:
         weight = self.conv.weight
         if not isinstance(x, Tensor) or _convolved_dtype(x) != _convolved_dtype(weight):
             return True
-        if x.dim() not in (weight.dim(), weight.dim() - 1):
+        if x.dim() not in (weight.dim(), weight.dim() - 1) or 0 in weight.shape:
             return True
         if x.shape[-weight.dim() + 1] != weight.shape[1] or x.device != weight.device:
             return True

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 #include "cpu.h"
+#include "gram.h"
 #include "winograd.h"
 
 #ifndef POOL_H
@@ -189,6 +190,20 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
                      N, C, G, H, W);
 }
 
+// v convolved a few rows at a time, for `pool_and_normalise` and others; kept where v has elements.
+static auto convolved_rows(value_t* v, const value_t* x, const std::vector<winograd::Line>& transformed,
+                           const winograd::Sizes& sizes) {
+  return [=, &transformed, &sizes] {
+    std::vector<value_t> memory(v ? 0 : POOL_H * sizes.width() * sizes.K);
+    return [=, &sizes, convolve = winograd::Rows(x, transformed, sizes), memory = std::move(memory)](
+               int64_t n, int64_t first, int64_t count) mutable -> const value_t* {
+      value_t* const rows = v ? v + (n * sizes.height() + first) * sizes.width() * sizes.K : memory.data();
+      convolve(rows, n, first, count);
+      return rows;
+    };
+  };
+}
+
 // The convolution included, from x (N, Cin, H, W) and filters (C, Cin, 3, 3). v may have no elements: a row
 // of windows then goes from pixels to selected values in cache.
 EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics,
@@ -198,18 +213,190 @@ EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accu
                              double eps, int64_t N, int64_t Cin, int64_t C, int64_t G, int64_t H, int64_t W) {
   const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
   const std::vector<winograd::Line> transformed = winograd::transformed(filters, sizes, winograd::kOutputs);
-  const auto rows_of = [&] {
-    std::vector<value_t> memory(v ? 0 : POOL_H * sizes.width() * C);
-    return [=, &sizes, convolve = winograd::Rows(x, transformed, sizes), memory = std::move(memory)](
-               int64_t n, int64_t first, int64_t count) mutable -> const value_t* {
-      value_t* const rows = v ? v + (n * sizes.height() + first) * sizes.width() * C : memory.data();
-      convolve(rows, n, first, count);
-      return rows;
-    };
-  };
-  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps,
-                     N, C, G, sizes.height(), sizes.width());
+  pool_and_normalise(y, extreme, index, statistics, convolved_rows(v, x, transformed, sizes), conv_bias,
+                     weight, bias, scale, low, high, eps, N, C, G, sizes.height(), sizes.width());
 }
+
+// ---------------------------------------------------------------------------------------------------- backward
+
+// dv = constant + linear·(v + offset) in each channel, and dy·scale·slope more where a window selects v and its
+// result passes the clamp.
+struct Dense {
+  accumulate_t constant, linear, offset;
+  accumulate_t operator()(accumulate_t v) const { return constant + linear * (v + offset); }
+};
+
+// What backward reads, and room for the parameters' gradients by sample (4, N, C), for what they are made of
+// (2, N, C) and for coefficients (2, N, G). v has H rows of W.
+struct Backward {
+  const output_t* dy;
+  const value_t* extreme;
+  const index_t* index;
+  const accumulate_t *statistics, *conv_bias, *weight, *bias, *scale;
+  accumulate_t low, high;
+  GroupShape shape;
+  int64_t H, W;
+  accumulate_t* scratch;
+
+  int64_t N() const { return shape.N; }
+  int64_t C() const { return shape.C; }
+  int64_t strips() const { return (H + POOL_H - 1) / POOL_H; }  // the last may be too low for a window
+  int64_t across() const { return W / POOL_W; }
+  int64_t pooled() const { return H / POOL_H * across(); }
+  const accumulate_t* d_conv_bias() const { return scratch; }
+
+  Normaliser normalise(int64_t n, int64_t c) const {
+    const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N(), C(), shape.G);
+    return normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
+  }
+
+  Dense dense(int64_t n, int64_t c) const {
+    const accumulate_t* const constant = scratch + 6 * N() * C() + n * shape.G + c / shape.channels();
+    return {constant[0], constant[N() * shape.G], normalise(n, c).offset};
+  }
+
+  // The pixels that one row of windows selects and that pass, counted from its first in rows of `width`, and
+  // dy·scale·slope there; returns how many.
+  int64_t selected(int64_t* pixels, accumulate_t* gradients, int64_t n, int64_t c, int64_t row,
+                   int64_t width) const {
+    if (row >= H / POOL_H) return 0;
+    const Normaliser normalised = normalise(n, c);
+    const accumulate_t factor = scale[c];
+    int64_t count = 0, i = (n * C() + c) * pooled() + row * across();
+    for (int64_t w = 0; w < across(); w++, i++) {
+      pixels[count] = index[i] / POOL_W * width + w * POOL_W + index[i] % POOL_W;
+      gradients[count] = accumulate_t(dy[i]) * factor * normalised.slope;
+      count += clamp_passes(normalised(accumulate_t(extreme[i])) * factor, low, high);
+    }
+    return count;
+  }
+
+  // The parameters' gradients, summed over the samples; d_scale has `scales` elements, C or 1.
+  void of_parameters(accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
+                     accumulate_t* d_scale, int64_t scales) const {
+    const int64_t planes = N() * C();
+    accumulate_t *const gradients = scratch, *const sums = gradients + 4 * planes;
+    host::parallel_for(planes, 1, [=, this](int64_t begin, int64_t end) {
+      for (int64_t plane = begin; plane < end; plane++) {
+        const Normaliser normalised = normalise(plane / C(), plane % C());
+        const accumulate_t factor = scale[plane % C()];
+        double gradient = 0, product = 0, scale_gradient = 0;
+        for (int64_t i = plane * pooled(); i < (plane + 1) * pooled(); i++) {
+          const accumulate_t value = accumulate_t(extreme[i]), z = normalised(value);
+          const accumulate_t passed = clamp_passes(z * factor, low, high) ? accumulate_t(dy[i]) : 0;
+          gradient += passed * factor, product += passed * factor * normalised.centred(value);
+          scale_gradient += passed * z;
+        }
+        sums[plane] = gradient, sums[planes + plane] = product, gradients[3 * planes + plane] = scale_gradient;
+      }
+    });
+    const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N(), C(), shape.G);
+    group_gradients(sums + 2 * planes, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+    accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
+    for (int i = 0; i < 4; i++) sum_rows(totals[i], i < 3 ? C() : scales, gradients + i * planes, N(), C());
+  }
+
+  // dv, from rows of v as `pool_and_normalise` takes them: what a group shares, then the selected pixels.
+  template <class RowsOf> void of_v(value_t* dv, const RowsOf& rows_of) const {
+    host::parallel_for(N() * strips(), 1, [&](int64_t begin, int64_t end) {
+      auto rows = rows_of();
+      Sums constant(C()), linear(C()), offset(C()), gradients(across() + 1);
+      std::vector<int64_t> pixels(across() + 1);
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t n = i / strips(), row = i % strips(), first = row * POOL_H;
+        const int64_t height = std::min<int64_t>(POOL_H, H - first);
+        const value_t* const in = rows(n, first, height);
+        value_t* const out = dv + (n * H + first) * W * C();
+        for (int64_t c = 0; c < C(); c++) {
+          const Dense channel = dense(n, c);
+          constant[c] = channel.constant, linear[c] = channel.linear, offset[c] = channel.offset;
+        }
+        for (int64_t pixel = 0; pixel < height * W * C(); pixel += C())
+          for (int64_t c = 0; c < C(); c++)
+            out[pixel + c] =
+                value_t(constant[c] + linear[c] * (accumulate_t(in[pixel + c]) + offset[c]));
+        for (int64_t c = 0; c < C(); c++) {
+          const int64_t count = selected(pixels.data(), gradients.data(), n, c, row, W);
+          const Dense channel = dense(n, c);
+          for (int64_t j = 0; j < count; j++) {
+            const int64_t at = pixels[j] * C() + c;
+            out[at] = value_t(channel(accumulate_t(in[at])) + gradients[j]);
+          }
+        }
+      }
+    });
+  }
+
+  // dw of filters w (C, Cin, 3, 3) and x (N, Cin, H + 2, W + 2), without v: the pixels that are selected, and
+  // the dense part by gram.h. Shares of the strips are summed one by one, then merged in order.
+  void of_filters(value_t* dw, const value_t* x, const value_t* w, int64_t Cin) const {
+    const gram::Sizes sizes{N(), Cin, H + 2, W + 2};
+    const int64_t filled = sizes.channels(), patch = sizes.patch(), plane = sizes.H * sizes.W;
+    std::vector<gram::Channel> channels(N() * filled);
+    host::parallel_for(N() * Cin, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++)
+        channels[i / Cin * filled + i % Cin] = gram::channel_of(x + i * plane, sizes);
+    });
+    const int64_t all = N() * strips(), shares = std::min(kShares, all);
+    const int64_t fitting = gram::kBlockBytes / (POOL_H * sizes.W * filled * int64_t(sizeof(accumulate_t)));
+    const int64_t block = std::max<int64_t>(1, fitting);
+    std::vector<double> partial(shares * C() * patch);
+    host::parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
+      gram::Rows rows(sizes, block * POOL_H + 2);
+      gram::Matrix products(sizes);
+      Sums linear(C()), gradients(across() + 1);
+      std::vector<int64_t> pixels(across() + 1);
+      for (int64_t share = begin; share < end; share++) {
+        const int64_t behind = (share + 1) * all / shares;
+        for (int64_t i = share * all / shares, count; i < behind; i += count) {
+          const int64_t n = i / strips(), row = i % strips();
+          count = std::min({block, behind - i, strips() - row});
+          const bool is_last = row + count == strips();
+          const int64_t first = row * POOL_H, last = is_last ? sizes.H : first + count * POOL_H;
+          const gram::Channel* const of_sample = channels.data() + n * filled;
+          rows.fill(x + n * Cin * plane, of_sample, first, std::min(last + 2, sizes.H));
+          products.add(rows, first, last);
+          for (int64_t c = 0; c < C(); c++) {
+            double* const gradient = partial.data() + (share * C() + c) * patch;
+            for (int64_t strip = row; strip < row + count; strip++) {
+              const int64_t found = selected(pixels.data(), gradients.data(), n, c, strip, sizes.W);
+              gram::add_patches(gradient, rows[strip * POOL_H], pixels.data(), gradients.data(), found,
+                                of_sample, sizes);
+            }
+            linear[c] = dense(n, c).linear;
+          }
+          if (!is_last && i + count < behind) continue;
+          products.multiply(partial.data() + share * C() * patch, w, linear.data(), of_sample, C());
+          products.clear();
+        }
+      }
+    });
+    host::parallel_for(C(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; c++) {
+        std::vector<double> total(patch);
+        for (int64_t share = 0; share < shares; share++)
+          for (int64_t i = 0; i < patch; i++) total[i] += partial[(share * C() + c) * patch + i];
+        for (int64_t n = 0; n < N(); n++) {
+          const gram::Channel* const of_sample = channels.data() + n * filled;
+          const Dense channel = dense(n, c);
+          double level = channel.offset;  // of a v made of what is left of x
+          for (int64_t i = 0; i < Cin * gram::kTaps; i++)
+            level += double(of_sample[i / gram::kTaps].shift) * w[c * Cin * gram::kTaps + i];
+          const double constant = channel.constant + channel.linear * level;
+          for (int64_t i = 0; i < patch; i++) {
+            const gram::Channel& of_plane = of_sample[i % filled];
+            total[i] += constant * of_plane.sums[i / filled] / of_plane.unit +
+                        double(d_conv_bias()[n * C() + c]) * of_plane.shift;
+          }
+        }
+        for (int64_t i = 0; i < Cin * gram::kTaps; i++)
+          dw[c * Cin * gram::kTaps + i] = value_t(total[i % gram::kTaps * filled + i / gram::kTaps]);
+      }
+    });
+  }
+
+  static constexpr int64_t kShares = 32;
+};
 
 // The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1.
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
@@ -218,58 +405,29 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
                      const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
                      const accumulate_t* scale, double low, double high, int64_t scales, int64_t N, int64_t C,
                      int64_t G, int64_t H, int64_t W) {
-  const GroupShape shape{N, C, G, H * W};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
-  accumulate_t *gradients = scratch, *sums = gradients + 4 * N * C, *coefficients = sums + 2 * N * C;
-  const int64_t pooled_width = W / POOL_W, pooled = H / POOL_H * pooled_width;
-  const accumulate_t lower = low, upper = high;
-  host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
-    for (int64_t plane = begin; plane < end; plane++) {
-      const Normaliser normalise =
-          normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
-      const accumulate_t factor = scale[plane % C];
-      double gradient = 0, product = 0, scale_gradient = 0;
-      for (int64_t i = plane * pooled; i < (plane + 1) * pooled; i++) {
-        const accumulate_t value = accumulate_t(extreme[i]), z = normalise(value);
-        const accumulate_t passed = clamp_passes(z * factor, lower, upper) ? accumulate_t(dy[i]) : 0;
-        gradient += passed * factor, product += passed * factor * normalise.centred(value);
-        scale_gradient += passed * z;
-      }
-      sums[plane] = gradient, sums[N * C + plane] = product, gradients[3 * N * C + plane] = scale_gradient;
-    }
-  });
-  group_gradients(coefficients, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
-  accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
-  for (int i = 0; i < 4; i++) sum_rows(totals[i], i < 3 ? C : scales, gradients + i * N * C, N, C);
-  // A row of pixels at a time: the part that a group shares, then the windows' selected pixels on top.
-  host::parallel_for(N * H, 1, [=](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) {
-      const int64_t n = row / H, h = row % H, ph = h / POOL_H;
-      std::vector<Normaliser> normalise(C);
-      Sums constant(C), linear(C), offset(C);
-      for (int64_t c = 0; c < C; c++) {
-        const int64_t group = n * G + c / shape.channels();
-        normalise[c] = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
-        constant[c] = coefficients[group], linear[c] = coefficients[N * G + group],
-        offset[c] = normalise[c].offset;
-      }
-      for (int64_t w = 0; w < W; w++) {
-        const value_t* in = v + (row * W + w) * C;
-        value_t* out = dv + (row * W + w) * C;
-        for (int64_t c = 0; c < C; c++)
-          out[c] = value_t(constant[c] + linear[c] * (accumulate_t(in[c]) + offset[c]));
-      }
-      if (ph >= H / POOL_H) continue;
-      for (int64_t c = 0; c < C; c++)
-        for (int64_t pw = 0; pw < pooled_width; pw++) {
-          const int64_t i = (n * C + c) * pooled + ph * pooled_width + pw;
-          if (index[i] / POOL_W != h % POOL_H) continue;
-          const int64_t at = (row * W + pw * POOL_W + index[i] % POOL_W) * C + c;
-          const accumulate_t value = accumulate_t(v[at]);
-          if (!clamp_passes(normalise[c](value) * scale[c], lower, upper)) continue;
-          dv[at] = value_t(constant[c] + linear[c] * (value + offset[c]) +
-                           accumulate_t(dy[i]) * scale[c] * normalise[c].slope);
-        }
-    }
-  });
+  const Backward backward{dy,   extreme, index, statistics, conv_bias, weight, bias, scale, accumulate_t(low),
+                          accumulate_t(high), GroupShape(N, C, G, H * W), H, W, scratch};
+  backward.of_parameters(d_conv_bias, d_weight, d_bias, d_scale, scales);
+  backward.of_v(dv, [=] { return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; }; });
+}
+
+// The same from x and filters as `convolve_forward` takes them, and the gradient of the filters; v is convolved
+// anew for its gradient. dv and dw may have no elements.
+EXPORT void convolve_backward(value_t* dv, value_t* dw, accumulate_t* d_conv_bias, accumulate_t* d_weight,
+                              accumulate_t* d_bias, accumulate_t* d_scale, accumulate_t* scratch,
+                              const output_t* dy, const value_t* x, const value_t* filters,
+                              const value_t* extreme, const index_t* index, const accumulate_t* statistics,
+                              const accumulate_t* conv_bias, const accumulate_t* weight,
+                              const accumulate_t* bias, const accumulate_t* scale, double low, double high,
+                              int64_t scales, int64_t N, int64_t Cin, int64_t C, int64_t G, int64_t H,
+                              int64_t W) {
+  const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
+  const Backward backward{dy, extreme, index, statistics, conv_bias, weight, bias, scale, accumulate_t(low),
+                          accumulate_t(high), GroupShape(N, C, G, sizes.height() * sizes.width()),
+                          sizes.height(), sizes.width(), scratch};
+  backward.of_parameters(d_conv_bias, d_weight, d_bias, d_scale, scales);
+  if (dw) backward.of_filters(dw, x, filters, Cin);
+  if (!dv) return;
+  const std::vector<winograd::Line> transformed = winograd::transformed(filters, sizes, winograd::kOutputs);
+  backward.of_v(dv, convolved_rows(nullptr, x, transformed, sizes));
 }

@@ -9,6 +9,9 @@
 // window wants its maximum. Two launches:
 //   convolve_kernel   statistics of v per (sample, channel, tile, strip), and `extreme`, the v of each window
 //   finish_kernel     the statistics merged; affine and clamp of `extreme`
+// For backward (SAVING), convolve_kernel also writes `index`, the place of that v in its window, by rows; the
+// first among equal ones, as max_pool2d has it. (Where the slope is zero all are equal; that is left to
+// backward.)
 // Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the variance
 // is infinite, its inverse root 0, and norm_bias is left, as in eager on a GPU.
 //
@@ -49,6 +52,9 @@
 #define TEAMS 2
 #define STATIC_SHARED (1 << 10)
 #define DYNAMIC_SHARED (kTeams * kTeamBytes)
+#endif
+#ifndef SAVING
+#define SAVING 0
 #endif
 
 namespace {
@@ -97,7 +103,12 @@ constexpr int kStagingPitch = kTile / 2 * kKept + 4 * kKept;   // kept values of
 constexpr int kFirstExponent = 8;
 constexpr int kSlack = 12;
 
-constexpr int kTeamBytes = kRing * kRowBytes + kBlockChannels * kStagingPitch * 4;
+constexpr bool kSaving = SAVING;
+constexpr int kPacked = kKept == 1 ? 1 : 8;  // origins of kept values in a register
+constexpr int kStagingBytes = kBlockChannels * kStagingPitch * 4;
+// Behind the kept values, where each of them comes from.
+constexpr int kOriginsBytes = kSaving ? kBlockChannels * kStagingPitch : 0;
+constexpr int kTeamBytes = kRing * kRowBytes + kStagingBytes + kOriginsBytes;
 static_assert(kTeams * kTeamBytes == DYNAMIC_SHARED, "what was planned with");
 
 struct Geometry {
@@ -212,11 +223,12 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= STATIC_SHARED, "what was planned with");
 
-// extreme (N, CHANNELS_OUT, PH, PW); partial (N, CHANNELS_OUT, tiles·strips, 3): count, mean, m2 of v.
+// extreme, index (N, CHANNELS_OUT, PH, PW); partial (N, CHANNELS_OUT, tiles·strips, 3): count, mean, m2 of v.
 // Grid: strips by kTeams, tiles, channel blocks, samples, the first fastest.
 __global__ void __launch_bounds__(kTeams * kTeamThreads, 1)
-convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const value_t* weight,
-                const accumulate_t* norm_weight, const accumulate_t* scale, Geometry geometry) {
+convolve_kernel(float* extreme, uint8_t* index, accumulate_t* partial, const value_t* x,
+                const value_t* weight, const accumulate_t* norm_weight, const accumulate_t* scale,
+                Geometry geometry) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char all_shared[];
   const int team = __shfl_sync(~0u, threadIdx.x / kTeamThreads, 0), thread = threadIdx.x % kTeamThreads;
@@ -319,6 +331,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     reinterpret_cast<uint4*>(shared)[i / (kPixels - kTile) * kPixels + kTile + i % (kPixels - kTile)] =
         make_uint4(0, 0, 0, 0);
   float* const staging = reinterpret_cast<float*>(shared + kRing * kRowBytes) + warp * 16 * kStagingPitch;
+  uint8_t* const staged_origins = shared + kRing * kRowBytes + kStagingBytes + warp * 16 * kStagingPitch;
 
   __syncthreads();  // the filters' exponents are there
   int exponent = kFirstExponent;
@@ -338,6 +351,9 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
     float best[2][kTiles][kKept];
 #pragma unroll
     for (int i = 0; i < 2 * kTiles * kKept; i++) (&best[0][0][0])[i] = -INFINITY;
+    // Where they come from: the row of the window, doubled, and the column of the pair; or where both columns
+    // are kept, the row alone, in four bits.
+    uint32_t origins[kSaving ? 2 * kTiles * kKept / kPacked : 1] = {};
 #pragma unroll 1
     for (int kh = 0; kh < KERNEL_H && row_begin < row_end; kh++) fetch(row_begin + kh), convert(kh, factor);
     if (row_begin + 1 < row_end) fetch(row_begin + KERNEL_H);
@@ -376,6 +392,13 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 #pragma unroll
           for (int k = 0; k < kKept; k++) {
             const float value = kKept == 1 ? fmaxf(d[j][half * 2], d[j][half * 2 + 1]) : d[j][half * 2 + k];
+            if (kSaving) {
+              uint32_t& origin = origins[((half * kTiles + j) * kKept + k) / kPacked];
+              const uint32_t own = 15u << (k + j * kKept) % kPacked * 4;
+              const uint32_t changed = kKept == 1 ? 2 * window_row + (d[j][half * 2 + 1] > d[j][half * 2])
+                                                  : (origin & ~own) | (window_row * 0x11111111u & own);
+              origin = value > best[half][j][k] ? changed : origin;
+            }
             best[half][j][k] = fmaxf(best[half][j][k], value);
           }
       if (window_row == POOL_H - 1) {
@@ -390,7 +413,14 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
               *reinterpret_cast<float2*>(to) =
                   make_float2(best[half][j][0] + shift[half], best[half][j][kKept - 1] + shift[half]);
 #pragma unroll
-            for (int k = 0; k < kKept; k++) best[half][j][k] = -INFINITY;
+            for (int k = 0; k < kKept; k++) {
+              if (kSaving) {
+                const uint32_t origin = origins[((half * kTiles + j) * kKept + k) / kPacked];
+                staged_origins[to - staging + k] =
+                    uint8_t(kKept == 1 ? origin : origin >> (k + j * kKept) % kPacked * 4 & 15);
+              }
+              best[half][j][k] = -INFINITY;
+            }
           }
       }
     };
@@ -407,6 +437,7 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 #pragma unroll
         for (int first = 0; first < 16; first += kBatch) {
           float maximum[kBatch];
+          int place[kBatch];
 #pragma unroll
           for (int r = 0; r < kBatch; r++) {
             const float* from =
@@ -419,12 +450,24 @@ convolve_kernel(float* extreme, accumulate_t* partial, const value_t* x, const v
 #pragma unroll
               for (int i = 1; i < kWidth; i++) maximum[r] = fmaxf(maximum[r], from[i]);
             }
+            if (kSaving) {
+              place[r] = POOL_H * POOL_W - 1;
+#pragma unroll
+              for (int i = kWidth - 1; i >= 0; i--) {
+                const int origin = staged_origins[from - staging + i];
+                const int own = kKept == 1 ? origin / 2 * POOL_W + 2 * i + origin % 2 : origin * POOL_W + i;
+                if (from[i] == maximum[r]) place[r] = min(place[r], own);
+              }
+            }
           }
 #pragma unroll
           for (int r = 0; r < kBatch; r++, to += stride) {
             const float2 power = storage.unscale[warp * 16 + first + r];
-            if (wanted && (CHANNELS_OUT % 64 == 0 || first_channel + warp * 16 + first + r < CHANNELS_OUT))
+            if (wanted &&
+                (CHANNELS_OUT % 64 == 0 || first_channel + warp * 16 + first + r < CHANNELS_OUT)) {
               *to = maximum[r] * power.x * power.y;
+              if (kSaving) index[to - extreme] = uint8_t(place[r]);
+            }
           }
         }
       }
@@ -570,25 +613,26 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
 
 }  // namespace
 
-// scratch, one after the other: extreme like y, partial (N, C, tiles·strips, 3), then as GroupStatistics.
+// kept, one after the other: extreme like y, then as GroupStatistics. index, like y, is written where SAVING.
+// partial is scratch: (N, C, tiles·strips, 3).
 // Columns of v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left
 // (tiling.py's StripTiling); a plan that does not cover v makes no blocks, and the launch fails.
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
-                    const accumulate_t* conv_bias, const accumulate_t* norm_weight,
+EXPORT void forward(output_t* y, float* kept, uint8_t* index, float* partial, const value_t* x,
+                    const value_t* weight, const accumulate_t* conv_bias, const accumulate_t* norm_weight,
                     const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
                     double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles, int64_t strips,
                     int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
-  float *const extreme = scratch, *const partial = extreme + N * CHANNELS_OUT * pooled;
+  float* const extreme = kept;
   const auto [mean, m2, group_mean, group_rstd] =
-      GroupStatistics(partial + N * CHANNELS_OUT * tiles * strips * 3, N, CHANNELS_OUT, G);
+      GroupStatistics(extreme + N * CHANNELS_OUT * pooled, N, CHANNELS_OUT, G);
   cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTeams * kTeamBytes);
   const int64_t blocks =
       geometry.complete() ? N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks() : 0;
   convolve_kernel<<<unsigned(blocks), kTeams * kTeamThreads, kTeams * kTeamBytes, stream>>>(
-      extreme, partial, x, weight, norm_weight, scale, geometry);
+      extreme, index, partial, x, weight, norm_weight, scale, geometry);
   const int64_t size = shape.channels() * pooled;
   const int chunks = int(size / (kThreads * kVector * kAhead + 1) + 1);
   const bool aligned = vectors_fit(y, size) && vectors_fit(extreme, size);

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 #include "cpu.h"
-#include "winograd.h"
+#include "winograd_gradient.h"
 
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,
                     double constant, double scale, int64_t N, int64_t C, int64_t S) {
@@ -43,10 +43,21 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bia
   sum_rows(d_bias, biases, sums + N * C, N, C);
 }
 
-// The whole problem: y (N, C, H', W') from x (N, Cin, H, W) and weight (C, Cin, 3, 3); v like y is the
-// convolution, or has no elements. finite (N), ones before: 0 where a sample's convolution is not finite
-// everywhere, so that direct sums may give something else.
-EXPORT void convolve_forward(output_t* y, value_t* v, int32_t* finite, const value_t* x,
+// What min withholds of a gradient, for backward: 0 nothing, 1 a half, at a tie, 2 all.
+inline void withhold(uint8_t* withheld, const accumulate_t* values, int64_t count, accumulate_t conv_bias,
+                     accumulate_t bound) {
+  int32_t halves[2 * winograd::kChunk];  // compilers compare in vectors only what is as wide as a value
+  for (int64_t i = 0; i < count; i++) {
+    const accumulate_t x = values[i] + conv_bias;
+    halves[i] = (x >= bound) + (x > bound);
+  }
+  for (int64_t i = 0; i < count; i++) withheld[i] = uint8_t(halves[i]);
+}
+
+// The whole problem: y (N, C, H', W') from x (N, Cin, H, W) and weight (C, Cin, 3, 3); withheld is like y, or
+// has no elements. finite (N), ones before: 0 where a sample's convolution is not finite everywhere, so that
+// direct sums may give something else.
+EXPORT void convolve_forward(output_t* y, uint8_t* withheld, int32_t* finite, const value_t* x,
                              const value_t* weight, const accumulate_t* conv_bias, const accumulate_t* bias,
                              double constant, double scale, int64_t N, int64_t Cin, int64_t C, int64_t H,
                              int64_t W) {
@@ -60,7 +71,75 @@ EXPORT void convolve_forward(output_t* y, value_t* v, int32_t* finite, const val
       odd |= !(std::abs(values[i]) <= std::numeric_limits<accumulate_t>::max());
       y[at + i] = output_t((minimum(values[i] + inner, bound) + outer) * factor);
     }
-    for (int64_t i = 0; v && i < count; i++) v[at + i] = value_t(values[i]);
+    if (withheld) withhold(withheld + at, values, count, inner, bound);
     if (odd) __atomic_store_n(finite + at / sample, 0, __ATOMIC_RELAXED);
   });
+}
+
+// Some of dv on the way through, and its sums.
+struct Passing {
+  static constexpr int64_t kMost = winograd::kPixels;  // values at a time
+  value_t* dv;                                         // written where it is there
+  const output_t* dy;
+  const uint8_t* withheld;
+  accumulate_t factor;
+  int64_t ahead;  // so far behind `at` lies what is soon asked for: rows far apart are not fetched by themselves
+
+  // values = those from index `at` on, in whole vectors; inner and outer (kLanes) grow by the sums of dv and of
+  // dy·scale.
+  void operator()(accumulate_t* values, double* inner, double* outer, int64_t at, int64_t count) const {
+    alignas(sizeof(Lanes)) accumulate_t whole[kMost];
+    uint8_t halves[kMost];
+    constexpr int64_t kLine = sizeof(winograd::Line);
+    for (int64_t i = 0; i < count; i += kLine / sizeof(output_t)) __builtin_prefetch(dy + at + ahead + i);
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(withheld + at + ahead + i);
+    for (int64_t i = 0; i < count; i++) whole[i] = accumulate_t(dy[at + i]) * factor;
+    for (int64_t i = 0; i < count; i++) halves[i] = withheld[at + i];
+    for (int64_t i = count; i % kLanes; i++) whole[i] = 0, halves[i] = 0;
+    // Loops of one vector: compilers would take the rest of a longer one element by element.
+    Lanes passed = {}, all = {};
+    for (int64_t i = 0; i < count; i += kLanes) {
+      for (int64_t j = i; j < i + kLanes; j++) {
+        const accumulate_t rest = halves[j] == 1 ? whole[j] / 2 : whole[j];
+        values[j] = halves[j] == 2 ? accumulate_t(0) : rest;
+      }
+      passed += *reinterpret_cast<const Lanes*>(values + i), all += *reinterpret_cast<const Lanes*>(whole + i);
+    }
+    for (int j = 0; j < kLanes; j++) inner[j] += passed[j];
+    for (int j = 0; j < kLanes; j++) outer[j] += all[j];
+    for (int64_t i = 0; dv && i < count; i++) dv[at + i] = value_t(values[i]);
+  }
+};
+
+// Its gradients: of weight where that has elements, of v likewise, and of the parameters as in `backward`.
+// Sums are made in `parts`, one thread each.
+EXPORT void convolve_backward(value_t* dweight, value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bias,
+                              const output_t* dy, const uint8_t* withheld, const value_t* x, double scale,
+                              int64_t biases, int64_t N, int64_t Cin, int64_t C, int64_t H, int64_t W,
+                              int64_t parts) {
+  // Sums of dv, and of dy·scale, (2, parts, C), and what they are made of.
+  std::vector<double> sums(2 * parts * C), lanes(sums.size() * kLanes);
+  double* const first = lanes.data();
+  const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
+  const int64_t S = sizes.height() * sizes.width();
+  const Passing passing{dv, dy, withheld, accumulate_t(scale), 4 * S};
+  const auto pass = [=](accumulate_t* values, int64_t part, int64_t c, int64_t at, int64_t count) {
+    double* const inner = first + (part * C + c) * kLanes;
+    passing(values, inner, inner + parts * C * kLanes, at, count);
+  };
+  if (dweight) {
+    winograd::filter_gradient(dweight, x, sizes, parts, pass);
+  } else {
+    host::parallel_for(parts, 1, [=](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; part++)
+        for (int64_t plane = part * N * C / parts; plane < (part + 1) * N * C / parts; plane++)
+          for (int64_t i = 0; i < S; i += Passing::kMost) {
+            alignas(sizeof(Lanes)) accumulate_t values[Passing::kMost];
+            pass(values, part, plane % C, plane * S + i, std::min(Passing::kMost, S - i));
+          }
+    });
+  }
+  for (size_t i = 0; i < lanes.size(); i++) sums[i / kLanes] += lanes[i];
+  sum_rows(d_conv_bias, C, sums.data(), parts, C);
+  sum_rows(d_bias, biases, sums.data() + parts * C, parts, C);
 }

@@ -10,33 +10,16 @@
 //
 // At the default size (128, 3, 16, 64, 64), 3×3×3, 16 channels: 101 MB in, 441 MB out, which the second
 // launch reads and writes once more; bound by memory, 0.127 ms at 4.28 TB/s if it did not.
+#include "conv3d_groupnorm_min_clamp_dropout.cuh"
 #include "conv3d_statistics.cuh"
-#include "philox.h"
 
 // Of a channel in shared memory: stores of 8 channels meet no bank conflict.
 constexpr int kStagingPitch = kTurn + 8;
-
-struct DropoutMask {
-  const int64_t* seed;  // null: nothing is dropped
-  uint32_t threshold;   // kept: lane >= threshold, which is dropout_keeps in integers
-  float scale;
-};
-
-inline DropoutMask dropout_mask(const int64_t* seed, double p) {
-  const double kept_from = ceil(double(float(p)) * 0x1p24) * 256;  // p = 1 drops everything: its scale is 0
-  const uint32_t threshold = kept_from >= 0x1p32 ? 0xffffffffu : uint32_t(kept_from);
-  return {seed, threshold, float(float(p) < 1 ? 1 / (1 - p) : 0)};
-}
 
 struct GroupNorm {
   const float *conv_bias, *weight, *bias;  // (kOut)
   float eps;
   int groups;
-};
-
-// z = (sum + offset)·slope + bias of a channel of a sample.
-struct alignas(16) Affine {
-  float offset, slope, bias;
 };
 
 // -------------------------------------------------------------------------------- convolution and statistics
@@ -177,8 +160,9 @@ __device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut],
     Moments<double> all{0, 0, 0};
     for (int i = 0; i < per_group; i++)
       all = all.merge(channels[channel / per_group * per_group + i].moments);
-    const float slope = norm.weight[channel] / sqrtf(float(all.variance()) + norm.eps);
-    affines[n * kOut + channel] = {float(channels[channel].constant - all.mean), slope, norm.bias[channel]};
+    const float deviation = sqrtf(float(all.variance()) + norm.eps);
+    affines[n * kOut + channel] = {float(channels[channel].constant - all.mean),
+                                   norm.weight[channel] / deviation, norm.bias[channel], 1 / deviation};
   }
 }
 
@@ -210,8 +194,8 @@ struct Tail {
   float low, high;
   DropoutMask mask;
   int64_t before;  // elements before y in the whole
-  __device__ __forceinline__ float operator()(const Affine& affine, float sum, uint32_t random) const {
-    const float z = fmaf(sum + affine.offset, affine.slope, affine.bias);
+  float tied;      // z that pass a gradient
+  __device__ __forceinline__ float operator()(float z, uint32_t random) const {
     const float value = min_nan(max_nan(min_nan(z, low), low), high);
     return mask.seed ? value * (random >= mask.threshold ? mask.scale : 0.f) : value;
   }
@@ -237,10 +221,11 @@ __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, ui
 
 // Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a
 // channel has a multiple of four. Grid: N · kOut · chunks. The last samples come first: the cache still holds
-// some of them.
-template <bool kVectors>
-__global__ void __launch_bounds__(kThreads) finish_kernel(output_t* y, const Affine* affines, Tail tail,
-                                                          int64_t size, unsigned channels, unsigned chunks) {
+// some of them. kFlags: `active` (N) becomes 1 where an element passes a gradient or statistics are not finite.
+template <bool kVectors, bool kFlags>
+__global__ void __launch_bounds__(kThreads)
+finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, int64_t size, unsigned channels,
+              unsigned chunks) {
   constexpr int kAtOnce = 4;
   const unsigned channel = channels - 1 - blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Affine affine = affines[channel];
@@ -248,6 +233,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(output_t* y, const Aff
   const int64_t whole = tail.before + channel * size;  // elements before this channel
   const int64_t first = whole / 4, count = (whole + size - 1) / 4 - first + 1;  // draws
   const int step = chunks * kThreads;
+  bool any = !isfinite(affine.offset * affine.slope);
   y += channel * size;
 #pragma unroll 1
   for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < count; i += kAtOnce * step) {
@@ -264,30 +250,37 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(output_t* y, const Aff
       if constexpr (kVectors) {
         Vector<output_t> finished;
 #pragma unroll
-        for (int k = 0; k < kVector; k++)
-          finished.at[k] = output_t(tail(affine, float(four[j].at[k]), random[k]));
+        for (int k = 0; k < kVector; k++) {
+          const float z = affine(float(four[j].at[k]));
+          if (kFlags) any |= at < count && z == tail.tied;
+          finished.at[k] = output_t(tail(z, random[k]));
+        }
         if (at < count) store_vector(y + at * kVector, finished);
       } else {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
           const int64_t element = (first + at) * 4 + k - whole;
-          if (element >= 0 && element < size)
-            y[element] = output_t(tail(affine, float(y[element]), random[k]));
+          if (element < 0 || element >= size) continue;
+          const float z = affine(float(y[element]));
+          if (kFlags) any |= z == tail.tied;
+          y[element] = output_t(tail(z, random[k]));
         }
       }
     }
   }
+  if (kFlags && any) active[channel / kOut] = 1;
 }
 
-// y (N, CHANNELS_OUT, D', H', W'). scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2),
-// where a sample has `slots` tiles; affines (N, CHANNELS_OUT, 4); tiles_done (N). seed (1), or without
-// elements for no dropout; offset is the number of elements before y in the whole; rows to shared are the
-// plan (convolution()).
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
-                    const float* conv_bias, const float* norm_weight, const float* norm_bias,
-                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
-                    int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
-                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
+// y (N, CHANNELS_OUT, D', H', W'). affines (N, CHANNELS_OUT, 4), for backward, as is active (N): does any
+// element of a sample pass a gradient, or are statistics not finite? Without elements where no gradient is
+// wanted. scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots`
+// tiles; tiles_done (N). seed (1), or without elements for no dropout; offset is the number of elements before
+// y in the whole; rows to shared are the plan (convolution()).
+EXPORT void forward(output_t* y, float* affines, int32_t* active, float* scratch, const value_t* x,
+                    const value_t* weight, const float* conv_bias, const float* norm_weight,
+                    const float* norm_bias, const int64_t* seed, double low, double high, double p, double eps,
+                    int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows,
+                    int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
@@ -296,13 +289,16 @@ EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t
   const GroupNorm norm{conv_bias, norm_weight, norm_bias, float(eps), int(groups)};
   allow_shared(convolve);
   auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
-  auto* const affines = reinterpret_cast<Affine*>(scratch + N * c.slots() * kOut * 2);
-  auto* const tiles_done = reinterpret_cast<unsigned*>(affines + N * kOut);
+  auto* const of_channels = reinterpret_cast<Affine*>(affines);
+  auto* const tiles_done = reinterpret_cast<unsigned*>(scratch + N * c.slots() * kOut * 2);
   cudaMemsetAsync(tiles_done, 0, N * sizeof(unsigned), stream);
+  if (active) cudaMemsetAsync(active, 0, N * sizeof(int32_t), stream);
   const dim3 grid(unsigned(N * c.slots()), kOut / 16);
-  convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, affines, tiles_done, norm, c);
-  const auto finish = vectors_fit(y, size) && offset % 4 == 0 ? finish_kernel<true> : finish_kernel<false>;
-  const Tail tail{float(low), float(high), dropout_mask(seed, p), offset};
+  convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, of_channels, tiles_done, norm, c);
+  const bool aligned = vectors_fit(y, size) && offset % 4 == 0;
+  const auto finish = active ? (aligned ? finish_kernel<true, true> : finish_kernel<false, true>)
+                             : (aligned ? finish_kernel<true, false> : finish_kernel<false, false>);
+  const Tail tail{float(low), float(high), dropout_mask(seed, p), offset, tied_value(low, high)};
   const unsigned channels = unsigned(N * kOut), chunks = chunks_for(size);
-  finish<<<channels * chunks, kThreads, 0, stream>>>(y, affines, tail, size, channels, chunks);
+  finish<<<channels * chunks, kThreads, 0, stream>>>(y, active, of_channels, tail, size, channels, chunks);
 }

@@ -45,6 +45,16 @@ struct Mainloop {
 
   __device__ __forceinline__ int turns() const { return block.turns; }  // of a plane
 
+  // All threads call it when they are through with shared memory: it may then serve another mainloop.
+  __device__ __forceinline__ void retire() const {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : block.storage.done) invalidate(&barrier);
+      for (uint64_t& barrier : block.storage.arrived) invalidate(&barrier);
+    }
+    __syncthreads();
+  }
+
   // Hands the first `count` of the tile's turns to `epilogue`, plane by plane. It may have to start again.
   template <class Epilogue> __device__ __forceinline__ void run(Epilogue& epilogue, int count) {
     const int planes = count ? (count + block.turns - 1) / block.turns + kDepth - 1 : 0;  // of x

@@ -69,28 +69,61 @@ struct HoldingEpilogue : StatisticsEpilogue {
   }
 };
 
+// What backward wants of the maximum: the first channel that attains it, and its v - mean.
+struct Winners {
+  index_t* index;  // both of the sample's first plane, at the tile's first row
+  float* centred;
+};
+struct Candidate {
+  float value, centred;
+  int channel;
+  // The maximum of two, and of equal ones the first channel's, as of NaNs.
+  __device__ __forceinline__ Candidate maximum(const Candidate& other) const {
+    const bool replaced = other.channel < channel ? !replaces_maximum(value, other.value)
+                                                  : replaces_maximum(other.value, value);
+    return choose(replaced, other, *this);
+  }
+  // By member: a choice of a place in memory would keep both out of registers.
+  __device__ __forceinline__ static Candidate choose(bool first, const Candidate& a, const Candidate& b) {
+    return {first ? a.value : b.value, first ? a.centred : b.centred, first ? a.channel : b.channel};
+  }
+};
+
 // Normalises, and takes the maximum over channels.
-struct MaximumEpilogue {
+template <bool kSaving> struct MaximumEpilogue {
   const Coefficients* coefficients;  // [16], in shared memory, as are the following
   const float* weight_scale;
   float4* scaled;  // high, initial, factor
   output_t* y;     // of the sample's first plane, at the tile's first row
-  int plane_size;
-  bool first_channels;
+  Winners winners;
+  int plane_size, first_channel;
+  float unit;                            // of the sums, but for the channel's
   float low;                             // the largest of all channels
+  float own_low[2];                      // where the winner is saved
   float high[2], initial[2], factor[2];  // of channels g, g + 8; the last two in units of the sums
   __device__ void start(float scale) {
-    low = -INFINITY;
+    low = -INFINITY, unit = 1 / scale;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Coefficients own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
-      low = max_nan(low, own.low), high[r] = own.high;
+      low = max_nan(low, own.low), high[r] = own.high, own_low[r] = own.low;
       const float w_scale = weight_scale[threadIdx.x % 32 / 4 + 8 * r];
       initial[r] = own.offset * scale * w_scale, factor[r] = own.slope * (1 / scale) * (1 / w_scale);
       if (threadIdx.x < 32 && threadIdx.x % 4 == 0)
-        scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], 0);
+        scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], own.low);
     }
     for (int m = 4; m < 32; m *= 2) low = max_nan(low, __shfl_xor_sync(~0u, low, m));
+  }
+  // Of a channel of the 16, whose held sum is v.
+  __device__ __forceinline__ static Candidate candidate(const float4& own, float v, int channel) {
+    return {max_nan(min_nan((v + own.y) * own.z, own.x), own.w), v + own.y, channel};
+  }
+  // The best of 16 channels, whose v - mean is in units of its sums, unless one before them is as good.
+  __device__ __forceinline__ void store(int64_t at, const Candidate& best) const {
+    const output_t value = output_t(best.value);
+    if (first_channel > 0 && !replaces_maximum(float(value), float(y[at]))) return;
+    y[at] = value, winners.index[at] = index_t(first_channel + best.channel);
+    winners.centred[at] = best.centred * unit * (1 / weight_scale[best.channel]);
   }
   // What is held, a thread per two positions.
   __device__ __forceinline__ void take_held(const Held& held, const Tile& tile, int plane_turns) const {
@@ -100,19 +133,30 @@ struct MaximumEpilogue {
 #pragma unroll
       for (int channel = 0; channel < 16; channel++)
         v[channel] = *reinterpret_cast<const float2*>(held.values + channel * held.pitch + i);
-      float best[2] = {low, low};
-#pragma unroll
-      for (int channel = 0; channel < 16; channel++) {
-        const float4 own = scaled[channel];
-        best[0] = max_nan(best[0], min_nan((v[channel].x + own.y) * own.z, own.x));
-        best[1] = max_nan(best[1], min_nan((v[channel].y + own.y) * own.z, own.x));
-      }
       const int turn = held.first + i / kTurn, plane = turn / plane_turns;
       const int q = turn % plane_turns * kTurn + i % kTurn;
+      const int64_t at = int64_t(tile.first_plane + plane) * plane_size + q;
+      if constexpr (kSaving) {
 #pragma unroll
-      for (int u = 0; u < 2; u++)
-        if (q + u < tile.positions)
-          y[int64_t(tile.first_plane + plane) * plane_size + q + u] = output_t(best[u]);
+        for (int u = 0; u < 2; u++) {
+          Candidate best = candidate(scaled[0], u ? v[0].y : v[0].x, 0);
+#pragma unroll
+          for (int channel = 1; channel < 16; channel++)
+            best = best.maximum(candidate(scaled[channel], u ? v[channel].y : v[channel].x, channel));
+          if (q + u < tile.positions) store(at + u, best);
+        }
+      } else {
+        float best[2] = {low, low};
+#pragma unroll
+        for (int channel = 0; channel < 16; channel++) {
+          const float4 own = scaled[channel];
+          best[0] = max_nan(best[0], min_nan((v[channel].x + own.y) * own.z, own.x));
+          best[1] = max_nan(best[1], min_nan((v[channel].y + own.y) * own.z, own.x));
+        }
+#pragma unroll
+        for (int u = 0; u < 2; u++)
+          if (q + u < tile.positions) y[at + u] = output_t(best[u]);
+      }
     }
   }
   __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
@@ -122,13 +166,35 @@ struct MaximumEpilogue {
   __device__ __forceinline__ float value(int r, float v) const { return min_nan(v * factor[r], high[r]); }
   __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void finish() {}
+  // The larger of this lane's two channels, at a position.
+  __device__ __forceinline__ auto larger(float first, float second) const {
+    if constexpr (kSaving) {
+      const int g = threadIdx.x % 32 / 4;
+      const Candidate one{max_nan(value(0, first), own_low[0]), first, g};
+      return one.maximum({max_nan(value(1, second), own_low[1]), second, g + 8});
+    } else {
+      return max_nan(value(0, first), value(1, second));
+    }
+  }
+  __device__ __forceinline__ static float chosen(bool first, float a, float b) { return first ? a : b; }
+  __device__ __forceinline__ static Candidate chosen(bool first, const Candidate& a, const Candidate& b) {
+    return Candidate::choose(first, a, b);
+  }
+  // The larger one of a lane's and another's.
+  __device__ __forceinline__ static float exchanged(float mine, float other, int mask) {
+    return max_nan(mine, __shfl_xor_sync(~0u, other, mask));
+  }
+  __device__ __forceinline__ static Candidate exchanged(const Candidate& mine, const Candidate& other, int mask) {
+    return mine.maximum({__shfl_xor_sync(~0u, other.value, mask), __shfl_xor_sync(~0u, other.centred, mask),
+                         __shfl_xor_sync(~0u, other.channel, mask)});
+  }
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float best[2 * kFragments];  // positions 2t, 2t + 1 of each 8
+    std::conditional_t<kSaving, Candidate, float> best[2 * kFragments];  // positions 2t, 2t + 1 of each 8
 #pragma unroll
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
-      for (int u = 0; u < 2; u++) best[2 * j + u] = max_nan(value(0, v[j][u]), value(1, v[j][2 + u]));
+      for (int u = 0; u < 2; u++) best[2 * j + u] = larger(v[j][u], v[j][2 + u]);
     // Over the 8 lanes g: each step halves the positions that a lane keeps, as long as there are two.
     int kept = 0;
     bool owner = true;
@@ -138,21 +204,24 @@ struct MaximumEpilogue {
       if (count > 1) {
 #pragma unroll
         for (int i = 0; i < count / 2; i++) {
-          const float mine = upper ? best[count / 2 + i] : best[i];
-          const float other = upper ? best[i] : best[count / 2 + i];
-          best[i] = max_nan(mine, __shfl_xor_sync(~0u, other, 4 << step));
+          const auto mine = chosen(upper, best[count / 2 + i], best[i]);
+          const auto other = chosen(upper, best[i], best[count / 2 + i]);
+          best[i] = exchanged(mine, other, 4 << step);
         }
         kept += upper ? count / 2 : 0;
       } else {
-        best[0] = max_nan(best[0], __shfl_xor_sync(~0u, best[0], 4 << step));
+        best[0] = exchanged(best[0], best[0], 4 << step);
         owner &= !upper;
       }
     }
     const int position = q + kept / 2 * 8 + 2 * t + kept % 2;
-    if (owner && position < positions) {
-      output_t* at = y + int64_t(plane) * plane_size + position;
+    if (!owner || position >= positions) return;
+    const int64_t at = int64_t(plane) * plane_size + position;
+    if constexpr (kSaving) {
+      store(at, best[0]);
+    } else {
       const float all = max_nan(best[0], low);
-      *at = output_t(first_channels ? all : max_nan(all, float(*at)));
+      y[at] = output_t(first_channel == 0 ? all : max_nan(all, float(y[at])));
     }
   }
 };
@@ -171,8 +240,8 @@ static_assert(kPlanned<SharedStorage>);
 // Of a channel of sample n, from the statistics of all its tiles, merged in their order.
 __device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c,
                                                int64_t n, int channel, float conv_bias, float multiplier,
-                                               float low, float high, float eps) {
-  Moments<float> all{0, 0, 0};
+                                               float low, float high, float eps, Moments<float>& all) {
+  all = {0, 0, 0};
   for (int slot = 0; slot < c.slots(); slot++) all = all.merge(moments_of(statistics, c, n, slot, channel));
   const int64_t size = int64_t(c.OD) * c.OH * c.OW;
   const ScaledChannel scaled =
@@ -184,9 +253,11 @@ __device__ inline Coefficients coefficients_of(const TileStatistics* statistics,
 }
 
 // Grid: N · slots. The channels come 16 at a time; y holds the maximum so far, which the same thread reads
-// again.
+// again. kSaving: for backward also index and centred, like y, and moments (2, N, kOut), mean and m2.
+template <bool kSaving>
 __global__ void __launch_bounds__(kBlock, 1)
-fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const float* conv_bias,
+fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileStatistics* statistics,
+             float* scratch, int64_t N, const float* conv_bias,
              const float* multiplier, float low, float high, float eps, int phases, int scratch_turns,
              int shared_turns, const Convolution c) {
   extern __shared__ uint4 shared[];
@@ -218,14 +289,19 @@ fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const floa
     if (phases & kApply) {
       const int own = threadIdx.x / 8, channel = first_channel + own;
       // The thread that wrote the tile's own statistics of this channel.
-      if (threadIdx.x % 8 == 0 && own < 16)
+      if (threadIdx.x % 8 == 0 && own < 16) {
+        Moments<float> all;
         storage.coefficients[own] = coefficients_of(statistics, c, tile.n, channel, conv_bias[channel],
-                                                    multiplier[channel], low, high, eps);
-      MaximumEpilogue epilogue;
+                                                    multiplier[channel], low, high, eps, all);
+        if (kSaving && tile.slot == 0)
+          moments[tile.n * kOut + channel] = all.mean, moments[(N + tile.n) * kOut + channel] = all.m2;
+      }
+      MaximumEpilogue<kSaving> epilogue;
       epilogue.coefficients = storage.coefficients, epilogue.scaled = storage.scaled;
       epilogue.weight_scale = storage.mainloop.weight_scale;
-      epilogue.plane_size = c.OH * c.OW, epilogue.first_channels = first_channel == 0;
-      epilogue.y = y + tile.n * c.OD * int64_t(epilogue.plane_size) + tile.first_row * c.OW;
+      epilogue.plane_size = c.OH * c.OW, epilogue.first_channel = first_channel;
+      const int64_t first = tile.n * c.OD * int64_t(epilogue.plane_size) + tile.first_row * c.OW;
+      epilogue.y = y + first, epilogue.winners = {index + first, centred + first};
       mainloop.run(epilogue, unheld);
 #pragma unroll 1
       for (int i = 0; i < 2; i++) {
@@ -237,16 +313,20 @@ fused_kernel(output_t* y, TileStatistics* statistics, float* scratch, const floa
   }
 }
 
-// y (N, D', H', W'). scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then
-// `held` values, any number, where sums are held. rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t* weight,
-                    const float* conv_bias, const float* multiplier, double low, double high, double eps,
-                    int64_t held, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
-                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
+// y (N, D', H', W'). For backward, or without elements where no gradient is wanted: index (N, D', H', W'), which
+// channel won, and centred, its v - mean; moments (2, N, CHANNELS_OUT) of v, the convolution of x - shift: mean
+// and sum of squared deviations. scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots`
+// tiles; then `held` values, any number, where sums are held. rows to shared are the plan (convolution()).
+EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments, float* scratch,
+                    const value_t* x, const value_t* weight, const float* conv_bias, const float* multiplier,
+                    double low, double high, double eps, int64_t held, int64_t N, int64_t D, int64_t H,
+                    int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared,
+                    cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t blocks = N * c.slots();
-  const int all = allow_shared(fused_kernel);
+  const auto kernel = index ? fused_kernel<true> : fused_kernel<false>;
+  const int all = allow_shared(kernel);
   const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
   int shared_turns = 0, scratch_turns = 0;
   if (one_launch && kOut == 16) {
@@ -266,8 +346,8 @@ EXPORT void forward(output_t* y, float* scratch, const value_t* x, const value_t
   const auto launch = [&](int phases) {
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
     float* const sums = scratch + blocks * kOut * 2;
-    cudaLaunchKernelEx(&config, fused_kernel, y, statistics, sums, conv_bias, multiplier, float(low),
-                       float(high), float(eps), phases, scratch_turns, shared_turns, c);
+    cudaLaunchKernelEx(&config, kernel, y, index, centred, moments, statistics, sums, N, conv_bias, multiplier,
+                       float(low), float(high), float(eps), phases, scratch_turns, shared_turns, c);
   };
   if (one_launch) launch(kStatistics | kApply);
   else launch(kStatistics), launch(kApply);

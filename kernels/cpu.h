@@ -24,9 +24,9 @@ constexpr int64_t kBlock = 4096;  // values that share a shift
 constexpr int64_t kFew = 16;      // values whose mean it is
 
 // Compilers make a vector's load of the copy, not always of the loop.
-inline Lanes load_lanes(const value_t* values) {
+template <class T> Lanes load_lanes(const T* values) {
   Lanes lanes;
-  if constexpr (std::is_same_v<value_t, accumulate_t>) {
+  if constexpr (std::is_same_v<T, accumulate_t>) {
     __builtin_memcpy(&lanes, values, sizeof lanes);
   } else {
     for (int j = 0; j < kLanes; j++) lanes[j] = accumulate_t(values[j]);

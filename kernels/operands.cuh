@@ -43,21 +43,27 @@ template <class Operand = half_t> __device__ __forceinline__ uint32_t pack(float
   }
 }
 
-// What is left of two values that were packed as float16.
+// What is left of two values that were packed.
+template <class Operand = half_t>
 __device__ __forceinline__ float2 residual(float first, float second, uint32_t packed) {
-  const float2 high = __half22float2(reinterpret_cast<const __half2&>(packed));
-  return make_float2(first - high.x, second - high.y);
+  if constexpr (std::is_same_v<Operand, half_t>) {
+    const float2 high = __half22float2(reinterpret_cast<const __half2&>(packed));
+    return make_float2(first - high.x, second - high.y);
+  } else {
+    const float2 high = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(packed));
+    return make_float2(first - high.x, second - high.y);
+  }
 }
 
-// Two values as the sum of two float16 each, high + low; 22 bits as long as low is normal. NaN, inf and what
-// float16 can't hold make both halves not finite.
+// Two values as the sum of two float16 each (or bfloat16), high + low; 22 bits (16) as long as low is normal.
+// NaN, inf and what the type can't hold make both halves not finite.
 struct Halves {
   uint32_t high, low;
 };
-__device__ __forceinline__ Halves split(float first, float second) {
-  const uint32_t high = pack(first, second);
-  const float2 low = residual(first, second, high);
-  return {high, pack(low.x, low.y)};
+template <class Operand = half_t> __device__ __forceinline__ Halves split(float first, float second) {
+  const uint32_t high = pack<Operand>(first, second);
+  const float2 low = residual<Operand>(first, second, high);
+  return {high, pack<Operand>(low.x, low.y)};
 }
 
 }  // namespace tensor_core

@@ -115,6 +115,10 @@ __device__ __forceinline__ int thread_index_anew() {
 __device__ __forceinline__ void initialize(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
+// Nobody waits there any more: its memory may become a barrier again.
+__device__ __forceinline__ void invalidate(uint64_t* barrier) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
                ::"r"(shared_address(barrier)) : "memory");

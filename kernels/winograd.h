@@ -35,6 +35,7 @@ struct alignas(64) Line {
 constexpr int64_t kChunk = 64;             // tiles of a plane
 constexpr int64_t kOutputs = 32;           // channels out whose products wait for each other
 constexpr int64_t kTogether = 8;           // rows of products that are summed together
+constexpr int64_t kTerms = 32;             // of a sum, that are summed by themselves
 constexpr int64_t kRow = kChunk + kLanes;  // a row of tiles, and room for the last vector of a run
 constexpr int64_t kTileBytes = 512 << 10;  // of transformed input: half of a usual cache of a core
 
@@ -125,25 +126,50 @@ template <class T> struct Matrix {
   T* at;
   int64_t stride;
 };
-using Factor = Matrix<const accumulate_t>;
 
-// products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms; b in vectors.
-inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
-  for (int64_t t = 0; t < width; t += kAcross * kLanes) {
-    Lanes sum[kTogether][kAcross] = {};
-    for (int64_t r = 0; r < terms; r++) {
-      Lanes row[kAcross];
-      for (int j = 0; j < kAcross; j++) {
-        row[j] = reinterpret_cast<const Lanes*>(b.at + r * b.stride + t)[j];
-        KEEP_IN_REGISTER(row[j]);
-      }
-      for (int k = 0; k < kTogether; k++)
-        for (int j = 0; j < kAcross; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
+using Factor = Matrix<const accumulate_t>;
+template <class T> using Vector __attribute__((vector_size(kVectorBytes), may_alias)) = T;
+
+// products (kTogether, kVectors) = a (terms, kTogether) · b (terms, kVectors), summed over the terms; in
+// vectors, those of b need not be aligned. kAdds: it is added to what products hold.
+template <class T, bool kAdds, int kVectors>
+inline void multiply_vectors(Matrix<T> products, Matrix<const T> a, Matrix<const T> b, int64_t terms) {
+  constexpr int kSize = sizeof(Vector<T>) / sizeof(T);
+  Vector<T> sum[kTogether][kVectors] = {};
+  for (int64_t r = 0; r < terms; r++) {
+    Vector<T> row[kVectors];
+    for (int j = 0; j < kVectors; j++) {
+      __builtin_memcpy(&row[j], b.at + r * b.stride + j * kSize, sizeof row[j]);
+      KEEP_IN_REGISTER(row[j]);
     }
     for (int k = 0; k < kTogether; k++)
-      for (int j = 0; j < kAcross; j++)
-        reinterpret_cast<Lanes*>(products.at + k * products.stride + t)[j] = sum[k][j];
+      for (int j = 0; j < kVectors; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
   }
+  for (int k = 0; k < kTogether; k++)
+    for (int j = 0; j < kVectors; j++) {
+      Vector<T>& product = reinterpret_cast<Vector<T>*>(products.at + k * products.stride)[j];
+      product = kAdds ? product + sum[k][j] : sum[k][j];
+    }
+}
+
+// The same for any width in whole vectors.
+template <class T, bool kAdds>
+inline void multiply_block(Matrix<T> products, Matrix<const T> a, Matrix<const T> b, int64_t width,
+                           int64_t terms) {
+  constexpr int kSize = sizeof(Vector<T>) / sizeof(T), kWide = kAcross * kSize;
+  const int64_t even = width / kWide * kWide;
+  for (int64_t t = 0; t < even; t += kWide)
+    multiply_vectors<T, kAdds, kAcross>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
+  for (int64_t t = even; t < width; t += kSize)
+    multiply_vectors<T, kAdds, 1>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
+}
+
+// Products whose terms are summed in blocks, and then the blocks: the error grows more slowly with their number.
+inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
+  multiply_block<accumulate_t, false>(products, a, b, width, std::min(kTerms, terms));
+  for (int64_t r = kTerms; r < terms; r += kTerms)
+    multiply_block<accumulate_t, true>(products, {a.at + r * a.stride, a.stride},
+                                       {b.at + r * b.stride, b.stride}, width, std::min(kTerms, terms - r));
 }
 
 // ------------------------------------------------------------------------------------------ vectors of tiles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -62,8 +63,18 @@ class Arguments(NamedTuple):
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 
 
+def _by_winograd(a: Arguments) -> bool:
+    """Does Winograd's convolution run, and a row of windows from pixels to selected values in cache?"""
+    return len(a.weight) % 32 == 0 and a.pool[0] % 2 == 0 and library.winograd_applies(a.x, a.weight)
+
+
+def _by_gram(a: Arguments) -> bool:
+    """Does backward go without v (kernels/gram.h)? Where few pixels are selected, and few channels come in, that is faster."""
+    return _by_winograd(a) and len(a.weight) >= 2 * a.weight.shape[1] and math.prod(a.pool) >= 4
+
+
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; the v that each window selects; for backward its index there, v's statistics by channel and group, and v."""
+    """y; the v that each window selects; for backward its index there, v's statistics by channel and group, and v where it is needed."""
     (N, *_), (C, *_), on_cpu = a.x.shape, a.weight.shape, library.device_type(a.x) == "cpu"
     (H, W), dtype = library.output_size(a.x, a.weight), a.scale.dtype
     y = N, C, H // a.pool[0], W // a.pool[1]
@@ -75,7 +86,7 @@ def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
         (0 if in_place else y, a.x.dtype),
         (y if saving else 0, operators.index_type(a.pool[0] * a.pool[1])[1]),
         operators.statistics(a, 2 * (C + a.groups), saving),
-        ((N, H, W, C) if on_cpu else (N, C, H, W), a.x.dtype),
+        (0 if _by_gram(a) else (N, H, W, C) if on_cpu else (N, C, H, W), a.x.dtype),
     ]
 
 
@@ -95,7 +106,8 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
         PARAMETERS,
         _outputs(a, saving)[:-1],
         {"POOL_H": a.pool[0], "POOL_W": a.pool[1], "INDEX_T": ctype},
-        winograd=len(weight) % 32 == 0 and a.pool[0] % 2 == 0 and library.winograd_applies(x, weight),
+        winograd=_by_winograd(a),
+        gram=_by_gram(a),
         by_pixel=by_pixel,  # is v (N, H', W', C), or (N, C, H', W')? Each where the library is fastest
         v_format=v_format,
         # The library convolves in v's layout, too, but for an input that its weight dwarfs.
@@ -110,7 +122,7 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
     others = [extreme if extreme.numel() else y, *others]
     if plan.winograd:
         (N, Cin, *of_x), (C, groups, *size) = a.x.shape, plan.sizes
-        v = a.x.new_empty((N, *size, C) if saving else 0)
+        v = a.x.new_empty((N, *size, C) if saving and not plan.gram else 0)
         inputs = v, a.x.contiguous(), a.weight.contiguous(), *parameters
         plan.kernels.convolve_forward(y, *others, *inputs, *a[8:], N, Cin, C, groups, *of_x)
     else:
@@ -123,13 +135,21 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
 
 
 def _backward(dy: Tensor, a: Arguments, extreme, index, statistics, v, *, plan, needs) -> tuple:
-    N, dv, gradients = v.shape[0], torch.empty_like(v), plan.gradients(a)
-    scratch = torch.empty(N * (6 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, extreme, index, statistics, *plan.parameters(a)
-    plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[8:10], a.scale.numel(), N, *plan.sizes)
-    dv = dv.permute(0, 3, 1, 2) if plan.by_pixel else dv
-    dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs)
-    return dx, dw, *plan.as_parameters(a, gradients)
+    (N, Cin, *of_x), (C, groups, *size), gradients, dw = a.x.shape, plan.sizes, plan.gradients(a), None
+    scratch = statistics.new_empty(N * (6 * C + 2 * groups))
+    saved, rest = (extreme, index, statistics, *plan.parameters(a)), (*a[8:10], a.scale.numel(), N)
+    if plan.gram:
+        dv = a.x.new_empty((N, *size, C) if needs[0] else 0)
+        dw = a.weight.new_empty(a.weight.shape if needs[1] else 0)
+        inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), *saved
+        plan.kernels.convolve_backward(dv, dw, *gradients, scratch, *inputs, *rest, Cin, C, groups, *of_x)
+        needs = [needs[0], False]
+    else:
+        dv = torch.empty_like(v)
+        plan.kernels.backward(dv, *gradients, scratch, dy.contiguous(), v, *saved, *rest, *plan.sizes)
+    dv = dv.permute(0, 3, 1, 2) if plan.by_pixel and dv.numel() else dv
+    dx, dense_dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs)
+    return dx, dense_dw if dw is None else dw, *plan.as_parameters(a, gradients)
 
 
 epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)
@@ -138,25 +158,72 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
+def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; the v that each window selects and the statistics, one after the other, which forward needs, too; for backward its index there,
+    if there is room for it."""
+    y, *_ = _outputs(a, saving)
+    kept = math.prod(y[0]) + 2 * a.x.shape[0] * (len(a.weight) + a.groups)
+    saving = saving and tiling.strips_save(a.x, a.weight, tuple(a.pool))
+    return [y, ((kept,), torch.float32), (y[0] if saving else 0, torch.uint8)]
+
+
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C, pool = a.x.shape, len(a.weight), tuple(a.pool)
-    tiles = tiling.plan_strips(a.x, a.weight, pool)
-    y, *_ = _outputs(a, False)
-    # What the windows select, statistics of each strip, and of all
-    scratch = math.prod(y[0]) + N * C * tiles.tiles * tiles.strips * 3 + 2 * N * (C + a.groups)
-    outputs, defines = [y, (scratch, torch.float32)], tiling.strip_defines(tiles, a.weight, pool)
+    tiles, saving = (
+        tiling.plan_strips(a.x, a.weight, pool),
+        saving and tiling.strips_save(a.x, a.weight, pool),
+    )
+    scratch = (N, C, tiles.tiles * tiles.strips, 3), torch.float32  # statistics of each strip
+    outputs = [*_fused_outputs(a, saving), scratch]
+    defines = tiling.strip_defines(tiles, a.weight, pool, saving)
     sizes = N, a.groups, *size, *tiles.launch
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
+    if saving:
+        plan.tiles = tiles = tiling.plan_strips_backward(a.x, a.weight, pool, a.groups)
+        defines = tiling.strips_backward_defines(tiles, a.weight, pool)
+        # Built when backward runs, which may never be.
+        source, x, dtype = f"{NAME}_backward_fused", a.x.new_empty(0), a.scale.dtype
+        plan.load_backward = functools.cache(lambda: operators.load(source, x, dtype, **defines))
+    return plan
 
 
-def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, scratch = plan.outputs(a)
+def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    y, kept, index, scratch = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
-    plan.kernels.forward(y, scratch, *inputs, *a[8:], *plan.sizes)
-    return y.contiguous(memory_format=plan.y_format)
+    plan.kernels.forward(y, kept, index, scratch, *inputs, *a[8:], *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
+    return (y, kept, index) if saving else (y,)
 
 
-fused = operators.declare_fused(epilogue, _fused, _plan_fused)
+def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tuple:
+    if index.numel() == 0:
+        return _epilogue_backward(dy, a, needs)
+    kernels, tiles, gradients, dx = plan.load_backward(), plan.tiles, plan.gradients(a), None
+    dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format)
+    scratch = kept.new_empty(tiles.merged, dtype=torch.float64), kept.new_empty(tiles.partial)
+    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, index, *plan.parameters(a)
+    sizes = plan.sizes[:4]
+    kernels.backward(dw, *gradients, *scratch, *inputs, *a[8:10], a.scale.numel(), *sizes, *tiles[:4])
+    if needs[0] and tiles.input_columns:
+        dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
+        kernels.backward_input(dx, *scratch, *inputs, *a[8:10], *sizes, *tiles.input_launch)
+        dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
+    elif needs[0]:
+        dx, *_ = _epilogue_backward(dy, a, [True, *[False] * (len(needs) - 1)])
+    return dx, dw, *plan.as_parameters(a, gradients)
+
+
+def _epilogue_backward(dy: Tensor, a: Arguments, needs: list[bool]) -> list[Tensor | None]:
+    """Where kernels find no room in shared memory: all that the other variant does, once more."""
+    # Forward chose the dtypes; a region of autocast around backward may not.
+    with torch.autocast(dy.device.type, enabled=False):
+        _, *saved = epilogue.save(*a)
+        return epilogue.backward(dy, a, saved, needs)
+
+
+fused = operators.declare(
+    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model

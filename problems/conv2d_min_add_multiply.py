@@ -60,11 +60,12 @@ class Arguments(NamedTuple):
 
 
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; v, for backward."""
+    """y; for backward v, or by Winograd what min withholds of a gradient, in halves."""
     (N, *_), (C, *_), size = a.x.shape, a.weight.shape, library.output_size(a.x, a.weight)
     v = (N, *size, C) if library.device_type(a.x) == "cuda" else (N, C, *size)
+    dtype = torch.uint8 if library.winograd_applies(a.x, a.weight) else a.x.dtype
     y_format = library.result_format(a.x, a.weight, True)
-    return [((N, C, *size), a.bias.dtype, y_format), (v if saving else 0, a.x.dtype)]
+    return [((N, C, *size), a.bias.dtype, y_format), (v if saving else 0, dtype)]
 
 
 def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
@@ -110,7 +111,7 @@ def _convolved(x: Tensor, weight: Tensor, plan: operators.Plan) -> Tensor:
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
     parameters, (y, v) = (*plan.parameters(a), *a.constants()), plan.outputs(a)
     if plan.winograd:
-        _by_winograd(y, v, a, parameters, plan)
+        _forward_by_winograd(y, v, a, parameters, plan)
     else:
         for x, out in library.pieces(plan.samples, a.x, y):
             v = _convolved(x, a.weight, plan)
@@ -119,20 +120,25 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
     return (y, v) if saving else (y,)
 
 
-def _by_winograd(y: Tensor, v: Tensor, a: Arguments, parameters: tuple, plan: operators.Plan) -> None:
-    """Writes y, and v where it has elements. The library repeats a sample whose convolution is not finite everywhere: direct sums
-    say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
+def _forward_by_winograd(
+    y: Tensor, withheld: Tensor, a: Arguments, parameters: tuple, plan: operators.Plan
+) -> None:
+    """Writes y, and withheld where it has elements. The library repeats a sample whose convolution is not finite everywhere: direct
+    sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
     N, Cin, *of_x = a.x.shape
     finite, operands = a.x.new_ones(N, dtype=torch.int32), (a.x.contiguous(), a.weight.contiguous())
-    plan.kernels.convolve_forward(y, v, finite, *operands, *parameters, N, Cin, len(a.weight), *of_x)
+    plan.kernels.convolve_forward(y, withheld, finite, *operands, *parameters, N, Cin, len(a.weight), *of_x)
     for n in (finite == 0).nonzero().flatten().tolist():
         direct = library.convolve(a.x[n : n + 1], a.weight)
         plan.kernels.forward(y[n : n + 1], direct, *parameters, 1, *plan.sizes)
-        if v.numel():
-            v[n] = direct[0]
+        if withheld.numel():
+            u, bound = direct[0] + parameters[0].view(-1, 1, 1), parameters[2]
+            withheld[n] = (u >= bound).to(torch.uint8) + (u > bound)
 
 
 def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, needs) -> tuple:
+    if v.dtype == torch.uint8:
+        return _backward_by_winograd(dy.contiguous(), a, v, plan, needs)
     N, (C, S), dv, gradients = v.shape[0], plan.sizes, torch.empty_like(v), plan.gradients(a)
     chunks = min(S, 8) if plan.on_gpu else 1
     sums = torch.empty((2, N * chunks, C), dtype=torch.float64, device=v.device)
@@ -143,6 +149,25 @@ def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, need
         operands = [_to_channels_last(t, plan.kernels, plan.round_to_tf32) for t in (a.x, a.weight)]
     dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs, operands)
     return dx, dw, *plan.as_parameters(a, gradients)
+
+
+def _backward_by_winograd(dy: Tensor, a: Arguments, withheld: Tensor, plan: operators.Plan, needs) -> tuple:
+    """The gradient of weight without dv, which only that of x needs. The library repeats one that is not finite everywhere, as in forward."""
+    (N, Cin, *of_x), x, gradients = a.x.shape, a.x.contiguous(), plan.gradients(a)
+    sizes = a.bias.numel(), N, Cin, len(a.weight), *of_x, torch.get_num_threads()
+
+    def run(dw: Tensor, dv: Tensor) -> None:
+        plan.kernels.convolve_backward(dw, dv, *gradients, dy, withheld, x, a.scale, *sizes)
+
+    none, dv = x.new_empty(0), x.new_empty(withheld.shape if needs[0] else 0)
+    dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format) if needs[1] else none
+    run(dw, dv)
+    repeat = needs[1] and not dw.isfinite().all()
+    if repeat and not needs[0]:
+        dv = x.new_empty(withheld.shape)
+        run(none, dv)
+    dx, direct = library.convolve_backward(dv, a.x, a.weight, plan.layout, [needs[0], repeat])
+    return dx, direct if repeat else dw, *plan.as_parameters(a, gradients)
 
 
 epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)

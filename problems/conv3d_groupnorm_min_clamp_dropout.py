@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
+import volumes
 from problems import Problem
 from twin import Twin
 
@@ -111,26 +112,43 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
+def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; for backward how each channel of a sample was normalised, and active: is any element of a sample tied or not finite?"""
+    N, C = a.x.shape[0], len(a.weight)
+    return [_outputs(a, False)[0], ((N, C, 4), torch.float32), ((N,) if saving else 0, torch.int32)]
+
+
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C = a.x.shape, len(a.weight)
     tiles = tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=True)
     defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
-    scratch = N * (
-        C * (2 * tiles.slots + 4) + 1
-    )  # statistics of each block, affines, and which blocks are done
-    outputs = [_outputs(a, False)[0], (scratch, torch.float32)]
+    scratch = N * (2 * C * tiles.slots + 1)  # statistics of each block, and which blocks are done
+    outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
     sizes = 0, a.groups, N, *size, *tiles.launch
     return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
 
 
-def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, scratch = plan.outputs(a)
+def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    y, affines, active, scratch = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), a.seed
-    plan.kernels.forward(y, scratch, *inputs, *a.bounds(), a.p, a.eps, *plan.sizes)
-    return y.contiguous(memory_format=plan.y_format)
+    plan.kernels.forward(y, affines, active, scratch, *inputs, *a.bounds(), a.p, a.eps, *plan.sizes)
+    y = y.contiguous(memory_format=plan.y_format)
+    return (y, affines, active) if saving else (y,)
 
 
-fused = operators.declare_fused(epilogue, _fused, _plan_fused)
+def _fused_backward(dy: Tensor, a: Arguments, affines, active, *, plan, needs) -> tuple:
+    back, C = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0]), len(a.weight)
+    scratch = back.scratch(a, of_sample=7 * C, of_job=3 * 16)  # coefficients and gradients; sums
+    (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
+    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), affines, active
+    constants = plan.parameters(a)[1], a.seed, *a.bounds(), a.p, a.groups
+    back.kernels.backward(dx, dw, *gradients, scratch, *inputs, *constants, *back.sizes)
+    return *back.as_eager(a, dx, dw), *plan.as_parameters(a, gradients), None
+
+
+fused = operators.declare(
+    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model

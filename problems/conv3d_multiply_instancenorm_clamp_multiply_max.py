@@ -11,11 +11,13 @@ from torch import Tensor, nn
 import library
 import operators
 import tiling
+import volumes
 from problems import Problem
 from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
+SUMMED = 2048  # positions that a block sums up in backward
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
 
@@ -103,24 +105,49 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 
 
+def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; for backward the index and v - mean of the channels that won, like y, and v's mean and variance by channel."""
+    y, (_, index_dtype), *_ = _outputs(a, False)
+    won, moments = (y[0], (2, a.x.shape[0], len(a.weight))) if saving else (0, 0)
+    return [y, (won, index_dtype), (won, torch.float32), (moments, torch.float32)]
+
+
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), tiles = a.x.shape, tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=False)
     defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
     scratch = 2 * N * tiles.slots * len(a.weight) + held  # statistics of each block first
-    outputs = [_outputs(a, False)[0], (scratch, torch.float32)]
-    sizes = held, N, *size, *tiles.launch
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
+    outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
+    index, sizes = {"INDEX_T": operators.index_type(len(a.weight))[0]}, (held, N, *size, *tiles.launch)
+    return operators.Plan(
+        f"{NAME}_fused", a, PARAMETERS, outputs, {**defines, **index}, sizes=sizes, index=index
+    )
 
 
-def _fused(a: Arguments, *, plan: operators.Plan) -> Tensor:
-    y, scratch = plan.outputs(a)
+def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    y, *saved, scratch = plan.outputs(a)
     inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
-    plan.kernels.forward(y, scratch, *inputs, *a[4:], *plan.sizes)
-    return y
+    plan.kernels.forward(y, *saved, scratch, *inputs, *a[4:], *plan.sizes)
+    return (y, *saved) if saving else (y,)
 
 
-fused = operators.declare_fused(epilogue, _fused, _plan_fused)
+def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, needs) -> tuple:
+    back = volumes.backward_plan(
+        plan, f"{NAME}_backward_fused", a, needs[0], SUMMED_POSITIONS=SUMMED, **plan.index
+    )
+    S, C = math.prod(index.shape[1:]), len(a.weight)
+    # coefficients and gradients; dz of the channels that won; sums by part
+    scratch = back.scratch(a, of_sample=6 * C + S + 3 * C * tiling.ceil_div(S, SUMMED), of_job=0)
+    (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
+    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
+    constants = *plan.parameters(a), *a[4:], a.multiplier.numel()
+    back.kernels.backward(dx, dw, *gradients, scratch, *inputs, *constants, *back.sizes)
+    return *back.as_eager(a, dx, dw), *plan.as_parameters(a, gradients)
+
+
+fused = operators.declare(
+    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- the model

@@ -99,7 +99,7 @@ def calls(device: str, name: str, variant: str) -> Iterator[Call]:
     yield Call(arguments, shape, lay_out=channels_last)
     yield Call(arguments, shape, autocast=True)
     if device == "cpu" and name in ONLY_CPU:
-        yield from both_rows(*ONLY_CPU[name][:2], torch.float32, "ours")
+        yield from both_rows(*ONLY_CPU[name][:2], torch.float32, "all")
     if variant == "fused" and name in ONLY_FUSED:
         for dtype in DTYPES:
             yield from both_rows(*ONLY_FUSED[name][:2], dtype, "none")

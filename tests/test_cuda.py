@@ -329,7 +329,8 @@ def test_profiler_shows_launchers_and_kernels(name, variant):
         torch.cuda.synchronize()
     keys = {event.key for event in profile.key_averages()}
     operator = getattr(new, variant).name
-    for launcher in (f"{operator}_[0-9a-f]+::forward", f"{name}_[0-9a-f]+::backward", f"{operator}Backward"):
+    backward = rf"{name}\w*_[0-9a-f]+::\w*(backward|gradient)\w*"
+    for launcher in (f"{operator}_[0-9a-f]+::forward", backward, f"{operator}Backward"):
         assert any(re.fullmatch(launcher, key) for key in keys), keys
     texts = [path.read_text() for path in inline_loader.KERNELS.glob("*.cu*")]
     kernels = {kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)}

@@ -112,6 +112,7 @@ INSTANCE_NORM = (
 )
 DROPOUT = "conv3d_groupnorm_min_clamp_dropout_fused", "convolve_kernel", dropout.STATIC_SHARED
 POOL = "conv2d_groupnorm_scale_maxpool_clamp_fused", "convolve_kernel", 1 << 10
+POOL_BACKWARD = "conv2d_groupnorm_scale_maxpool_clamp_backward_fused"
 SLACK = 640  # of those bytes: some arrays depend on the kernel size
 
 
@@ -165,21 +166,53 @@ def test_volumes_take_what_is_planned(kernel, value, shape, spilled, tmp_path, m
 
 @needs_nvcc
 @pytest.mark.parametrize(
-    "shape, pool, width, spilled",
+    "shape, pool, width, saving, spilled",
     [  # shape: channels out and in, kernel size
-        ((64, 8, 3, 3), (4, 4), 128, 64),
-        ((48, 5, 2, 3), (2, 3), 300, 64),
-        ((128, 16, 8, 1), (2, 7), 40, 1024),
+        ((64, 8, 3, 3), (4, 4), 128, False, 64),
+        ((64, 8, 3, 3), (4, 4), 128, True, 64),
+        ((48, 5, 2, 3), (2, 3), 300, False, 64),
+        ((48, 5, 2, 3), (2, 3), 300, True, 512),
+        ((128, 16, 8, 1), (2, 7), 40, False, 1024),  # there is no room for what backward needs
     ],
     ids=str,
 )
-def test_strips_take_what_is_planned(shape, pool, width, spilled, tmp_path, monkeypatch):
+def test_strips_take_what_is_planned(shape, pool, width, saving, spilled, tmp_path, monkeypatch):
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
     assert tiling.strips_obstacle(x, weight, x.dtype, pool) is None
-    defines = tiling.strip_defines(tiling.plan_strips(x, weight, pool), weight, pool)
+    assert tiling.strips_save(x, weight, pool) == (shape != (128, 16, 8, 1))
+    defines = tiling.strip_defines(tiling.plan_strips(x, weight, pool), weight, pool, saving)
     found = built(POOL, "float", defines, tmp_path)
     assert all(entry.spilled <= spilled for entry in found), found
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "shape, pool, width",
+    [  # shape: channels out and in, kernel size
+        ((64, 8, 3, 3), (4, 4), 128),
+        ((48, 5, 2, 3), (2, 3), 300),
+        ((128, 16, 4, 3), (3, 5), 60),
+        ((16, 1, 25, 1), (8, 8), 60),
+    ],
+    ids=str,
+)
+def test_backward_takes_what_is_planned(shape, pool, width, tmp_path, monkeypatch):
+    """Its kernels' shared memory, and registers but for some bytes outside their innermost loops, at two blocks a multiprocessor."""
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
+    plan = tiling.plan_strips_backward(x, weight, pool, 4)
+    defines = [f"{k}={v}" for k, v in tiling.strips_backward_defines(plan, weight, pool).items()]
+    own, default = (
+        H200.shared - tiling.input_gradient_shared(weight, pool, plan.input_columns),
+        shape[0] == 64,
+    )
+    for architecture in FUSED_ARCHITECTURES:
+        done = nvcc(KERNELS / f"{POOL_BACKWARD}.cu", architecture, defines, tmp_path / architecture)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = entries(done.stderr)
+        assert found["input_gradient_kernel"].shared <= own and plan.input_columns
+        assert all(entry.spilled <= 16 for entry in found.values()) or not default, found
 
 
 @needs_nvcc

@@ -217,6 +217,102 @@ def test_rule_by_winograd_at_random_sizes(N, Cin, C, H, W):
     numerics.assert_rule(*numerics.sized(POOL, size))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_gradients_by_winograd_are_bitwise_equal(threads):
+    """With as many threads, whatever else is asked for; samples are more than one part's."""
+    model, x = numerics.sized(MIN_ADD, known(MIN_ADD).winograd)
+    new, before = numerics.twin_of(model), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        first = results(new, x)
+        for _ in range(20):
+            numerics.assert_equal(results(new, x), first)
+        alone = torch.autograd.grad(new(x).sum(), new.conv.weight)
+        numerics.assert_equal({"conv.weight": alone[0]}, first)
+    finally:
+        torch.set_num_threads(before)
+
+
+# Pool's backward without the convolution's output. Bounds of 9 let nearly all gradients pass.
+WITHOUT_OUTPUT = [
+    numerics.Size((8, 64, 3, 16, (64, 1, 1), 4, -9.0, 9.0), (1, 8, 38, 66), "one sample"),
+    numerics.Size((24, 64, 3, 8, (1,), (4, 1), -9.0, 9.0), (2, 24, 21, 19), "one scale for all"),
+    numerics.Size((8, 32, 3, 4, (32, 1, 1), (16, 9), -9.0, 9.0), (3, 8, 24, 21), "two windows, a low strip"),
+    numerics.Size(
+        (9, 32, 3, 1, (32, 1, 1), (2, 2), -9.0, 9.0), (1, 9, 153, 700), "several blocks in a share"
+    ),
+    numerics.Size((16, 32, 3, 4, (32, 1, 1), (2, 2), 0.5, -0.5), (2, 16, 18, 18), "bounds swapped"),
+]
+without_output = pytest.mark.parametrize("size", WITHOUT_OUTPUT, ids=lambda size: size.reason)
+
+
+def saved_by(twin, x):
+    """What the epilogue keeps for backward."""
+    operands = [twin.get_parameter(key).detach() for key in twin.operands]
+    return twin.epilogue.save(x, *operands, *twin._constants())[1:]
+
+
+@without_output
+def test_rule_without_the_convolutions_output(size):
+    model, x = numerics.sized(POOL, size)
+    extreme, index, _, v = saved_by(numerics.twin_of(model), x)
+    assert extreme.shape == index.shape == model(x).shape and not v.numel()
+    numerics.assert_rule(model, x)
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ((24, 32, 3, 4, (32, 1, 1), (2, 3), -0.5, 1.0), "too many channels in"),
+        ((9, 32, 3, 4, (32, 1, 1), (2, 1), -0.5, 1.0), "half of the pixels are selected"),
+    ],
+)
+def test_rule_by_winograd_with_the_convolutions_output(arguments, reason):
+    model, x = numerics.sized(POOL, numerics.Size(arguments, (2, arguments[0], 19, 40)))
+    assert library.winograd_applies(x, model.conv.weight)
+    assert saved_by(numerics.twin_of(model), x)[-1].shape == (2, 17, 38, 32), reason
+    numerics.assert_rule(model, x)
+
+
+@pytest.mark.parametrize("slope", known(POOL).slopes)
+def test_rule_without_the_convolutions_output_with_odd_slopes(slope):
+    model, x = numerics.sized(POOL, WITHOUT_OUTPUT[0])
+    with torch.no_grad():
+        model.get_parameter(slope)[0::3], model.get_parameter(slope)[1::3] = 0, -1.5
+    numerics.assert_rule(model, x)
+
+
+def test_rule_without_the_convolutions_output_where_samples_and_channels_differ():
+    """Means and magnitudes; squares of the pixels overflow, those of the convolution's output don't."""
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    x *= torch.tensor([3e20, 1, 1e-3]).view(-1, 1, 1, 1)
+    x[1] += 1e3 * torch.arange(9.0).view(-1, 1, 1)
+    with torch.no_grad():
+        model.conv.weight *= 1e-6
+        x[:, 0], model.conv.weight[:, 0] = x[:, 0] * 1e10, model.conv.weight[:, 0] * 1e-10
+    numerics.assert_rule_by_sample(model, x)
+
+
+def test_pool_without_the_convolutions_output_gives_each_gradient_by_itself():
+    """The same bits, whatever else is asked for, and with however many threads."""
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    twin, g = numerics.twin_of(model), torch.randn_like(model(x))
+    every = results(twin, x, g)
+    leaves = {"x": x.clone().requires_grad_(), **dict(twin.named_parameters())}
+    threads = torch.get_num_threads()
+    try:
+        for count, asked in ((1, [*leaves]), (3, [*leaves]), *((2, [key]) for key in leaves)):
+            torch.set_num_threads(count)
+            for key, leaf in leaves.items():
+                leaf.requires_grad_(key in asked)
+            gradients = torch.autograd.grad(twin(leaves["x"]), [leaves[key] for key in asked], g)
+            for key, gradient in zip(asked, gradients):
+                assert torch.equal(gradient, every[key]), f"{key} with {count} threads"
+    finally:
+        torch.set_num_threads(threads)
+        model.requires_grad_()
+
+
 def test_rule_by_winograd_a_few_planes_at_a_time():
     """As many terms as it may have: the transformed planes of a piece don't fit in cache together."""
     size = numerics.Size((32, 8, (2, 3, 3), (8, 1, 1, 1), -1.0, 1.0), (1, 32, 8, 18, 18))

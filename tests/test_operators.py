@@ -17,6 +17,7 @@ import operators
 from numerics import (
     DROPOUT,
     INSTANCE_NORM,
+    MIN_ADD,
     NAMES,
     Recorder,
     every_device,
@@ -28,11 +29,15 @@ from numerics import (
 
 
 @every_device
-@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "by Winograd"])
 @every_name
 def test_opcheck(name, layout, device):
     """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; of all three operators."""
     model, x = numerics.small(name, device=device)
+    if layout == "by Winograd":
+        if device != "cpu" or not known(name).winograd:
+            pytest.skip("Winograd's convolution runs on a CPU")
+        model, x = numerics.sized(name, known(name).winograd)
     if layout == "channels last":
         x = x.to(memory_format=library.channels_last(x))
     twin, recorder = numerics.twin_of(model), Recorder()
@@ -78,6 +83,49 @@ def test_winograd_at_random_sizes(data):
     error, eager_error = ((y - exact).norm() for y in (v, torch.conv3d(x, weight)))
     assert error <= 2 * eager_error + 1e-7 * exact.norm()
     assert (memory[math.prod(shape) :] == math.pi).all()
+
+
+@given(st.data())
+def test_winograd_gradients_at_random_sizes(data):
+    """Those of the filters, of the convolution and of the biases, by themselves, sums in any number of parts; what lies behind a result
+    stays as it was."""
+
+    def size(low, high):
+        return data.draw(st.integers(low, high))
+
+    N, Cin, C, H, W, parts = size(1, 3), size(1, 40), 8 * size(1, 6), size(3, 40), size(3, 150), size(1, 5)
+    scale, biases, with_dw, with_dv = 1.5, data.draw(st.sampled_from([1, C])), *data.draw(_SOME)
+    shape = N, C, H - 2, W - 2
+    x, weight = numerics.random_input((N, Cin, H, W)), numerics.random_input((C, Cin, 3, 3), seed=2)
+    dy = numerics.random_input(shape, seed=3)
+    withheld = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
+    dw, dv, d_conv_bias, d_bias = (
+        x.new_full((math.prod(of) * asked + 64,), math.pi)
+        for of, asked in (((weight.shape), with_dw), (shape, with_dv), ((C,), True), ((biases,), True))
+    )
+    kernels = operators.load(MIN_ADD, x, x.dtype)
+    written = [t[: len(t) - 64] for t in (dw, dv, d_conv_bias, d_bias)]
+    kernels.convolve_backward(*written, dy, withheld, x, scale, biases, N, Cin, C, H, W, parts)
+    assert all((t[-64:] == math.pi).all() for t in (dw, dv, d_conv_bias, d_bias))
+    passed = dy * scale * torch.tensor([1, 0.5, 0])[withheld.long()]
+    assert not with_dv or torch.equal(written[1].view(shape), passed)
+
+    def by_library(dv, x, weight):
+        return library.convolve_backward(dv, x, weight, torch.contiguous_format, [False, True])[1]
+
+    sums = passed.double().sum((0, 2, 3)), (dy.double() * scale).sum((0, 2, 3))
+    pairs = [(written[2], sums[0], passed), (written[3], sums[1] if biases > 1 else sums[1].sum(), dy)]
+    for ours, exact, terms in pairs:
+        assert (ours - exact).abs().max() <= 1e-6 * terms.norm()
+    if with_dw:
+        exact = by_library(*[t.double() for t in (passed, x, weight)])
+        error, eager_error = (
+            (t - exact).norm() for t in (dw[:-64].view_as(weight), by_library(passed, x, weight))
+        )
+        assert error <= 2 * eager_error + 4.8e-7 * exact.norm()
+
+
+_SOME = st.sampled_from([(True, True), (True, False), (False, True), (False, False)])
 
 
 def _detached(argument):

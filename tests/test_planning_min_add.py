@@ -93,7 +93,9 @@ def test_wgmma_is_built_as_planned(weight, value_bytes, out_bytes, spilled, reas
 @pytest.mark.parametrize("weight, value_bytes, split, reason", BY_MMA, ids=lambda value: str(value)[:20])
 def test_mma_is_built_as_planned(weight, value_bytes, split, reason, tmp_path):
     plan = tiling.gemm_by_mma(weight, split)
-    assert_as_planned(plan, (weight, value_bytes, value_bytes, tmp_path), plan.block_channels * plan.tile_rows)
+    assert_as_planned(
+        plan, (weight, value_bytes, value_bytes, tmp_path), plan.block_channels * plan.tile_rows
+    )
 
 
 @pytest.mark.parametrize("by_wgmma, changed", [

@@ -274,8 +274,33 @@ def test_special_values_by_winograd(name, value):
     spoilt[1, 0].view(-1, x.shape[-1])[1, 1:3] = value
     assert_not_finite_as_eager(model, spoilt)
     new = numerics.twin_of(model)
+    parameters = dict(new.named_parameters())
+    alone = torch.autograd.grad(
+        new(spoilt).sum(), list(parameters.values())
+    )  # not x's, which has the library convolve
+    numerics.assert_equal(dict(zip(parameters, alone)), results(new, spoilt))
     with torch.no_grad():
         assert torch.equal(new(spoilt)[::2], new(x)[::2])
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("passes", [True, False])
+def test_special_gradient_by_winograd(value, passes):
+    """Where min lets a gradient pass, and where it withholds it; with and without the gradient of x, which has the library convolve."""
+    model, x = numerics.sized(MIN_ADD, known(MIN_ADD).winograd)
+    with torch.no_grad():
+        u = model.conv(x)
+    places = ((u < model.constant_value) == passes).nonzero()
+    g = torch.full_like(u, 0.5)
+    g[tuple(places[len(places) // 2])] = value
+    new = numerics.twin_of(model)
+    theirs, ours = results(model, x, g), results(new, x, g)
+    parameters = {key: p for key, p in new.named_parameters()}
+    alone = torch.autograd.grad(new(x), list(parameters.values()), g)
+    for key, gradient in [*ours.items(), *zip(parameters, alone)]:
+        kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (gradient, theirs[key])]
+        assert torch.equal(*kinds), key
+    assert passes or theirs["conv.weight"].isfinite().all()
 
 
 # What convolves on a CPU, constructor arguments, input shape: groups of 4096 and 1536 elements fill whole vectors,
@@ -325,6 +350,35 @@ def test_one_special_parameter(name, parameter, value, variant, device):
     with torch.no_grad():
         model.get_parameter(parameter).view(-1)[1] = value
     assert_not_finite_as_eager(model, x, variant)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, 0.0])
+@pytest.mark.parametrize("parameter", [key for key, _ in numerics.small(POOL)[0].named_parameters()])
+def test_one_special_parameter_without_the_convolutions_output(parameter, value):
+    """Pool's backward forms the filters' gradient from products of pixels, not from each pixel's gradient."""
+    if parameter.endswith("norm.weight") and value == INF:
+        pytest.skip("eager subtracts infinities, which makes NaN of what is infinite")
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    with torch.no_grad():
+        model.get_parameter(parameter).view(-1)[1] = value
+    assert_not_finite_as_eager(model, x)
+
+
+@pytest.mark.parametrize("value", [1e19, 1e30, 1e-30])
+def test_one_large_pixel_without_the_convolutions_output(value):
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    x[1].view(-1)[17] = value
+    assert_not_finite_as_eager(model, x)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_one_special_gradient_without_the_convolutions_output(value):
+    model, x = numerics.sized(POOL, known(POOL).winograd)
+    g = torch.randn_like(model(x))
+    g[1, 2] = value
+    theirs, ours = results(model, x, g), results(numerics.twin_of(model), x, g)
+    for key, gradient in theirs.items():
+        assert torch.equal(ours[key].isfinite(), gradient.isfinite()), key
 
 
 def assert_not_finite_as_eager(model, x, variant="epilogue", reference=None):

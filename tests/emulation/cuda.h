@@ -247,6 +247,7 @@ template <class T, class Merge> T reduce(T value, Merge merge) {
 
 // -------------------------------------------------------------------------------------- CUDA C++'s own words
 
+using std::isfinite;
 using std::isinf;
 using std::isnan;
 using std::max;
@@ -282,6 +283,12 @@ template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }
 template <class T> void __stcs(T* at, T value) { *at = value; }
 template <class T> T __ldcg(const T* at) { return *at; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  unsigned result = 0;
+  for (int i = 0; i < 4; i++) result |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
 template <class To, class From> To emulated_bits(From from) {
   To to;
   memcpy(&to, &from, sizeof to);

@@ -115,6 +115,7 @@ inline void advance(Phases& phases) {
 inline void initialize(uint64_t* barrier, int arrivals) {
   phases_of(barrier) = {unsigned(arrivals), unsigned(arrivals), 0, 0};
 }
+inline void invalidate(uint64_t* barrier) { memset(barrier, 0xff, sizeof *barrier); }
 inline void arrive(uint64_t* barrier) {
   Phases& phases = phases_of(barrier);
   if (phases.missing-- == 0) emulation::failure = "an arrival too many";

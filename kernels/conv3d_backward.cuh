@@ -1,0 +1,43 @@
+// Launches what a small 3-D convolution's backward pass consists of (conv3d_weight_gradient.cuh,
+// conv3d_input_gradient.cuh), once the problem knows its coefficients.
+#pragma once
+#include "conv3d_input_gradient.cuh"
+#include "launch.cuh"
+
+// How `dv_slots` jobs' worth of scratch for dv are used.
+struct BackwardPlan {
+  int64_t N, jobs_of_sample, jobs, dv_slots;
+  unsigned blocks;  // that may run at the same time, and share out the jobs
+  int64_t dv_values;  // float4
+  BackwardPlan(const Convolution& c, int64_t N, int64_t dv_slots)
+      : N(N), jobs_of_sample(int64_t(c.slots()) * kJobsPerTile), jobs(N * jobs_of_sample), dv_slots(dv_slots),
+        blocks(unsigned(min(jobs, int64_t(device_attribute(cudaDevAttrMultiProcessorCount))))),
+        dv_values(dv_slots * DvLayout(c).of_job(c)) {}
+};
+
+// dx and d_weight, where they are not null. d_level as in merge_kernel.
+template <class Problem>
+void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* most, float* partial,
+                          const float* d_level, const Problem& problem, const BackwardPlan& plan,
+                          int64_t input_rows, int64_t input_columns, const Convolution& c,
+                          cudaStream_t stream) {
+  if (!dx && !d_weight) return;
+  const InputTiling tiling(c, input_rows, input_columns);
+  const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
+  allow_shared(gradient_kernel<Problem>), allow_shared(input_gradient_kernel<Problem>);
+  for (int64_t first = 0; first < plan.N; first += samples) {
+    const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
+    const int64_t first_job = first * plan.jobs_of_sample;
+    gradient_kernel<Problem><<<unsigned(min(jobs, plan.dv_slots)), kBlock, c.shared, stream>>>(
+        dv, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
+        unsigned(first_job + jobs), c);
+    if (!dx) continue;
+    const unsigned blocks = unsigned(count * c.D * tiling.row_blocks * tiling.column_blocks);
+    input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
+                                                                                     first, tiling, c);
+  }
+  if (!d_weight) return;
+  const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);
+  merge_kernel<Problem><<<blocks, kMergeColumns * kMergeRows, 0, stream>>>(d_weight, partial, d_level, problem,
+                                                                           plan.N, c);
+}

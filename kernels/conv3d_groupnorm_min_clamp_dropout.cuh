@@ -1,0 +1,27 @@
+// What forward and backward of the dropout problem with the convolution inside share: how an element of the
+// convolution of x - shift becomes the normalised value z, which z pass a gradient, and the mask.
+#pragma once
+#include "conv3d_tile.cuh"
+#include "philox.h"
+
+// z = (sum + offset)·slope + bias of a channel of a sample; slope = weight·rstd.
+struct alignas(16) Affine {
+  float offset, slope, bias, rstd;
+  __device__ __forceinline__ float operator()(float sum) const { return fmaf(sum + offset, slope, bias); }
+};
+
+struct DropoutMask {
+  const int64_t* seed;  // null: nothing is dropped
+  uint32_t threshold;   // kept: lane >= threshold, which is dropout_keeps in integers
+  float scale;
+};
+
+inline DropoutMask dropout_mask(const int64_t* seed, double p) {
+  const double kept_from = ceil(double(float(p)) * 0x1p24) * 256;  // p = 1 drops everything: its scale is 0
+  const uint32_t threshold = kept_from >= 0x1p32 ? 0xffffffffu : uint32_t(kept_from);
+  return {seed, threshold, float(float(p) < 1 ? 1 / (1 - p) : 0)};
+}
+
+// The only z with a gradient behind min and clamp, half of the result's: low. NaN, which no z equals, where
+// the bounds are swapped.
+inline float tied_value(double low, double high) { return float(low) <= float(high) ? float(low) : NAN; }

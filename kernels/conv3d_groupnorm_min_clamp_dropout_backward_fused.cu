@@ -1,0 +1,235 @@
+// The gradients of y = dropout(clamp(min(group_norm(conv(x)), low), low, high), p), with the convolution
+// inside: computed again from x, never written to memory as a whole.
+//
+// A gradient passes at exact ties of z with `low` only (and NaN wherever statistics are not finite). Forward
+// has left a flag per sample; where it is 0 all kernels leave at once, without reading dy. Launches:
+//   sums_kernel          of dz, dz·(v + offset) and v + offset by tile and channel, the convolution once
+//   coefficients_kernel  what dv needs of them, and the parameters' gradients by sample
+//   gradient_kernel, merge_kernel, input_gradient_kernel   conv3d_backward.cuh, the convolution once more
+//
+// At the default size (128, 3, 16, 64, 64) with all elements tied: dy is 441 MB, read twice; 3.5 G products
+// of a weight and an element each for v (twice), the weight's gradient and dx.
+#include "conv3d_backward.cuh"
+#include "conv3d_groupnorm_min_clamp_dropout.cuh"
+#include "reduce.cuh"
+
+// Two neighbouring draws of the mask: what elements `element` and the next are multiplied by.
+__device__ __forceinline__ float2 dropout_factors(const DropoutMask& mask, uint64_t seed, int64_t element) {
+  if (!mask.seed) return make_float2(1, 1);
+  const uint32_t lane = uint32_t(element) % 4;
+  const Philox4 draw = philox(seed, element / 4);
+  const uint32_t first = lane < 2 ? draw.lane[lane % 2] : draw.lane[2 + lane % 2];
+  uint32_t second = lane == 0 ? draw.lane[1] : lane == 1 ? draw.lane[2] : draw.lane[3];
+  if (lane == 3) second = philox(seed, element / 4 + 1).lane[0];
+  return make_float2(first >= mask.threshold ? mask.scale : 0, second >= mask.threshold ? mask.scale : 0);
+}
+
+struct DropoutProblem {
+  const NormGradient* coefficients;
+  const Affine* affines;
+  const int32_t* flags;  // (N)
+  const output_t* dy;
+  DropoutMask mask;
+  float tied;
+
+  __device__ bool active(int64_t n) const { return flags[n] != 0; }
+
+  struct Selected {
+    const DropoutProblem& problem;
+    const Affine affine[2];  // of this lane's channels
+    const uint64_t seed;
+    const int64_t channel, first;  // elements: of a channel, and before the tile's in this lane's first one
+    const int plane_size, positions;
+
+    // What the sums were in y's place before the tail, where it compared them.
+    __device__ __forceinline__ float stored(float v) const { return float(output_t(v)); }
+    __device__ __forceinline__ void operator()(float (&dz)[kFragments][4], const float (&v)[kFragments][4],
+                                               int plane, int q) const {
+      const int position = q + int(threadIdx.x % 4) * 2;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int64_t at = first + 8 * r * channel + int64_t(plane) * plane_size + position;
+#pragma unroll
+        for (int j = 0; j < kFragments; j++) {
+          const int left = positions - position - 8 * j;
+          bool tie[2];
+#pragma unroll
+          for (int u = 0; u < 2; u++) {
+            tie[u] = affine[r](stored(v[j][2 * r + u])) == problem.tied && u < left;
+            dz[j][2 * r + u] = 0;
+          }
+          if (!tie[0] && !tie[1]) continue;
+          const float2 factor = dropout_factors(problem.mask, seed, at + 8 * j);
+          if (tie[0]) dz[j][2 * r] = float(problem.dy[at + 8 * j]) * factor.x * 0.5f;
+          if (tie[1]) dz[j][2 * r + 1] = float(problem.dy[at + 8 * j + 1]) * factor.y * 0.5f;
+        }
+      }
+    }
+  };
+  __device__ Selected selected(const Convolution& c, const Tile& tile, int first_channel) const {
+    const int64_t plane = int64_t(c.OH) * c.OW, own = tile.n * kOut + first_channel + threadIdx.x % 32 / 4;
+    return {*this, {affines[own], affines[own + 8]}, mask.seed ? uint64_t(*mask.seed) : 0, c.OD * plane,
+            own * c.OD * plane + tile.first_row * c.OW, int(plane), tile.positions};
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------- sums
+
+// Of a tile and channel, or more of them.
+struct Sums {
+  float dz, product, centred;  // of dz, dz·(v + offset), v + offset
+};
+
+struct SumsStorage {
+  Sums sums[kBlockWarps][16];
+  MainloopStorage mainloop;
+};
+static_assert(kPlanned<SumsStorage>);
+
+struct SumsEpilogue {
+  const DropoutProblem::Selected& selected;
+  SumsStorage& storage;
+  float unit[2];
+  Sums sums[2];
+  __device__ SumsEpilogue(const DropoutProblem::Selected& selected, SumsStorage& storage)
+      : selected(selected), storage(storage) {}
+  __device__ void start(float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      unit[r] = 1 / scale * (1 / storage.mainloop.weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
+      sums[r] = {0, 0, 0};
+    }
+  }
+  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
+#pragma unroll
+    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+  }
+  __device__ __forceinline__ void meanwhile(int) {}
+  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[j][i] *= unit[i / 2];
+    float dz[kFragments][4];
+    selected(dz, v, plane, q);
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        Sums& own = sums[i / 2];
+        const float centred = selected.stored(v[j][i]) + selected.affine[i / 2].offset;
+        if (q + 8 * j + int(threadIdx.x % 4) * 2 + i % 2 < positions)
+          own.dz += dz[j][i], own.product = fmaf(dz[j][i], centred, own.product), own.centred += centred;
+      }
+  }
+  __device__ __forceinline__ void finish() const {
+    const int lane = threadIdx.x % 32;
+    const auto channel_sum = [](float v) {
+      v += __shfl_xor_sync(~0u, v, 1);
+      return v + __shfl_xor_sync(~0u, v, 2);
+    };
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Sums all{channel_sum(sums[r].dz), channel_sum(sums[r].product), channel_sum(sums[r].centred)};
+      if (lane % 4 == 0) storage.sums[threadIdx.x / 32][lane / 4 + r * 8] = all;
+    }
+  }
+};
+
+// sums (jobs, 16). The blocks share out the jobs.
+__global__ void __launch_bounds__(kBlock, 1)
+sums_kernel(Sums* sums, DropoutProblem problem, int64_t jobs, const Convolution c) {
+  extern __shared__ uint4 shared[];
+  __shared__ SumsStorage storage;
+#pragma unroll 1
+  for (int64_t job = blockIdx.x; job < jobs; job += gridDim.x) {
+    const Tile tile(c, unsigned(job / kJobsPerTile));
+    const int first_channel = int(job % kJobsPerTile) * 16;
+    if (!problem.active(tile.n)) continue;
+    Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
+    const DropoutProblem::Selected selected = problem.selected(c, tile, first_channel);
+    SumsEpilogue epilogue(selected, storage);
+    mainloop.run(epilogue, tile.planes * mainloop.turns());
+    if (threadIdx.x < 16) {
+      double dz = 0, product = 0, centred = 0;
+      for (int warp = 0; warp < kBlockWarps; warp++) {
+        const Sums& own = storage.sums[warp][threadIdx.x];
+        dz += own.dz, product += own.product, centred += own.centred;
+      }
+      sums[job * 16 + threadIdx.x] = {float(dz), float(product), float(centred)};
+    }
+    mainloop.retire();
+  }
+}
+
+// coefficients (N, kOut) and the parameters' gradients by sample, gradients (3, N, kOut): of conv_bias, weight,
+// bias. A thread per (sample, group).
+__global__ void coefficients_kernel(NormGradient* coefficients, float* gradients, const Sums* sums,
+                                    DropoutProblem problem, const float* weight, int64_t N, int groups,
+                                    const Convolution c) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / groups, all = N * kOut;
+  if (i >= N * groups) return;
+  const int per_group = kOut / groups, first = int(i % groups) * per_group;
+  const auto channel_sums = [&](int channel, double& dz, double& product, double& centred) {
+    dz = product = centred = 0;
+    for (int slot = 0; slot < c.slots(); slot++) {
+      const int64_t job = (n * c.slots() + slot) * kJobsPerTile + channel / 16;
+      const Sums own = sums[job * 16 + channel % 16];
+      dz += own.dz, product += own.product, centred += own.centred;
+    }
+  };
+  const bool active = problem.active(n);
+  double gradient = 0, total = 0, dz, product, centred;
+  for (int channel = first; active && channel < first + per_group; channel++) {
+    channel_sums(channel, dz, product, centred);
+    gradient += weight[channel] * dz, total += weight[channel] * product;
+  }
+  const double size = double(c.OD) * c.OH * c.OW, count = per_group * size;
+  for (int channel = first; channel < first + per_group; channel++) {
+    const int64_t own = n * kOut + channel;
+    const Affine affine = problem.affines[own];
+    const double rstd = affine.rstd, constant = -rstd * gradient / count;
+    const double linear = -rstd * rstd * rstd * total / count;
+    coefficients[own] = {affine.offset, affine.slope, float(constant), float(linear)};
+    if (active) channel_sums(channel, dz, product, centred);
+    gradients[own] = active ? float(weight[channel] * rstd * dz + size * constant + linear * centred) : 0.f;
+    gradients[all + own] = active ? float(rstd * product) : 0.f;
+    gradients[2 * all + own] = active ? float(dz) : 0.f;
+  }
+}
+
+// dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; of the other
+// parameters (CHANNELS_OUT). affines and active as forward left them. scratch, one after the other: dv, a slot
+// for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients by sample (3, N, CHANNELS_OUT);
+// sums (jobs, 16, 3), where a sample has slots · CHANNELS_OUT / 16 jobs; `partial` (jobs, elements of 16
+// channels' weights); `most` (jobs, 16). rows to shared are the plan (convolution()), input_rows and
+// input_columns that of dx (InputTiling).
+EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_norm_weight,
+                     float* d_norm_bias, float* scratch, const output_t* dy, const value_t* x,
+                     const value_t* weight, const float* affines, const int32_t* active,
+                     const float* norm_weight, const int64_t* seed, double low, double high, double p,
+                     int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                     int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_rows,
+                     int64_t input_columns, cudaStream_t stream) {
+  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+  const BackwardPlan plan(c, N, dv_slots);
+  auto* const dv = reinterpret_cast<float4*>(scratch);
+  auto* const coefficients = reinterpret_cast<NormGradient*>(dv + plan.dv_values);
+  float* const gradients = reinterpret_cast<float*>(coefficients + N * kOut);
+  auto* const sums = reinterpret_cast<Sums*>(gradients + 3 * N * kOut);
+  float* const partial = reinterpret_cast<float*>(sums + plan.jobs * 16);
+  float* const most = partial + plan.jobs * kFilters;
+  const DropoutProblem problem{coefficients, reinterpret_cast<const Affine*>(affines), active, dy,
+                               dropout_mask(seed, p), tied_value(low, high)};
+  allow_shared(sums_kernel);
+  if (N > 0) {
+    sums_kernel<<<plan.blocks, kBlock, c.shared, stream>>>(sums, problem, plan.jobs, c);
+    coefficients_kernel<<<blocks_for(N * groups, 64), 64, 0, stream>>>(
+        coefficients, gradients, sums, problem, norm_weight, N, int(groups), c);
+  }
+  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_rows, input_columns, c,
+                       stream);
+  float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias};
+  for (int i = 0; i < 3; i++)
+    sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(totals[i], gradients + i * N * kOut, N, kOut);
+}

@@ -1,0 +1,176 @@
+// The gradients of y = max over c of m[c]·clamp(instance_norm(conv(x)·m[c]), low, high), with the convolution
+// inside: computed again from x, never written to memory as a whole.
+//
+// With mean and variance of v, the convolution of x - shift, per (sample, channel): z = (v - mean)·a with a =
+// m·rstd, rstd = 1 / sqrt(m²·variance + eps). Of each position one channel gets a gradient, that of the
+// maximum, which forward has left. Launches:
+//   sums_kernel          of that gradient by part of a sample and channel
+//   coefficients_kernel  what dv needs of them, and the multiplier's gradient by sample
+//   gradient_kernel, merge_kernel, input_gradient_kernel   conv3d_backward.cuh
+// Instance normalisation removes the convolution's bias, and what shifting x adds.
+//
+// At the default size (128, 3, 16, 32, 32): 25 MB of x, 15 of dy, index and centred; 2.1 G products of a
+// weight and an element each for v, the weight's gradient and dx.
+#include "conv3d_backward.cuh"
+#include "normalisation.h"
+#include "reduce.cuh"
+
+struct InstanceNormProblem {
+  const NormGradient* coefficients;
+  const index_t* index;  // like y
+  const float* winner;   // like y: dz of the channel that won
+
+  __device__ bool active(int64_t) const { return true; }
+
+  struct Selected {
+    const InstanceNormProblem& problem;
+    const int64_t before;  // positions before the tile's first row in the sample's first plane
+    const int plane_size, positions, first_channel;
+    __device__ __forceinline__ void operator()(float (&dz)[kFragments][4], const float (&)[kFragments][4],
+                                               int plane, int q) const {
+      const int64_t of_plane = before + int64_t(plane) * plane_size;
+      const int channel = first_channel + int(threadIdx.x % 32) / 4;
+      const int first = q + int(threadIdx.x % 4) * 2;
+#pragma unroll
+      for (int j = 0; j < kFragments; j++)
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+          const int position = first + 8 * j + u;
+          const bool inside = position < positions;
+          const int won = inside ? int(problem.index[of_plane + position]) : -1;
+          const float value = inside ? problem.winner[of_plane + position] : 0.f;
+#pragma unroll
+          for (int r = 0; r < 2; r++) dz[j][2 * r + u] = won == channel + 8 * r ? value : 0.f;
+        }
+    }
+  };
+  __device__ Selected selected(const Convolution& c, const Tile& tile, int first_channel) const {
+    const int plane = c.OH * c.OW;
+    return {*this, tile.n * c.OD * int64_t(plane) + tile.first_row * c.OW, plane, tile.positions,
+            first_channel};
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------- sums
+
+constexpr int kSumsBlock = 512, kPart = 2048;  // threads, and positions of a block
+#ifndef SUMMED_POSITIONS
+#define SUMMED_POSITIONS kPart
+#endif
+static_assert(SUMMED_POSITIONS == kPart, "what was planned with");
+
+// Over the positions that a channel won.
+struct Sums {
+  float dz, product, bounded;  // of dz, dz·(v - mean) and dy·clamp(z)
+};
+struct SumsStorage {
+  Sums own[kPart];
+  uint16_t won[kPart];
+  float slope[kOut], factor[kOut];
+};
+
+// winner, like y: dz of the channel that won; and sums (N, parts, kOut). Grid: N · parts. A warp adds up a
+// channel at a time.
+__global__ void __launch_bounds__(kSumsBlock)
+sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index, const float* centred,
+            const float* moments, const float* conv_bias, const float* multiplier, float low, float high,
+            float eps, int64_t N, int64_t S, unsigned parts) {
+  __shared__ SumsStorage storage;
+  const int tid = threadIdx.x;
+  const int64_t n = blockIdx.x / parts, first = int64_t(blockIdx.x % parts) * kPart;
+  const int count = int(min(S - first, int64_t(kPart)));
+  for (int c = tid; c < kOut; c += kSumsBlock) {
+    const ScaledChannel channel =
+        scaled_channel(moments, moments + N * kOut, conv_bias, multiplier, eps, n, c, kOut, S);
+    storage.slope[c] = channel.a, storage.factor[c] = channel.m;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int s = tid; s < kPart; s += kSumsBlock) {
+    if (s >= count) continue;
+    const int64_t at = n * S + first + s;
+    const int c = int(index[at]);
+    const float gradient = float(dy[at]), own = centred[at], z = own * storage.slope[c];
+    const float dz = clamp_passes(z, low, high) ? gradient * storage.factor[c] : 0.f;
+    winner[at] = dz, storage.won[s] = uint16_t(c);
+    storage.own[s] = {dz, dz * own, gradient * clamp(z, low, high)};
+  }
+  __syncthreads();
+  for (int c = tid / 32; c < kOut; c += kSumsBlock / 32) {
+    Sums all{0, 0, 0};
+#pragma unroll 4
+    for (int s = tid % 32; s < count; s += 32) {
+      if (storage.won[s] != c) continue;
+      const Sums own = storage.own[s];
+      all.dz += own.dz, all.product += own.product, all.bounded += own.bounded;
+    }
+    for (int mask = 16; mask; mask /= 2) {
+      all.dz += __shfl_xor_sync(~0u, all.dz, mask), all.product += __shfl_xor_sync(~0u, all.product, mask);
+      all.bounded += __shfl_xor_sync(~0u, all.bounded, mask);
+    }
+    if (tid % 32 == 0) sums[int64_t(blockIdx.x) * kOut + c] = all;
+  }
+}
+
+// coefficients (N, kOut), and by sample the gradients (N, kOut) of the multiplier and zeros, those of
+// conv_bias; NaN stays NaN. The multiplier's comes from its second use, and, through the normalised v·m, from
+// its first, of which only the share of eps remains: normalising removes any other effect of a factor. A
+// thread per (sample, channel).
+__global__ void coefficients_kernel(NormGradient* coefficients, float* gradients, float* zeros, const Sums* sums,
+                                    const float* moments, const float* conv_bias, const float* multiplier,
+                                    float eps, int64_t N, int64_t S, unsigned parts) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / kOut, c = i % kOut;
+  if (i >= N * kOut) return;
+  const ScaledChannel channel =
+      scaled_channel(moments, moments + N * kOut, conv_bias, multiplier, eps, n, c, kOut, S);
+  double dz = 0, product = 0, bounded = 0;
+  for (unsigned part = 0; part < parts; part++) {
+    const Sums own = sums[(n * parts + part) * kOut + c];
+    dz += own.dz, product += own.product, bounded += own.bounded;
+  }
+  const double a = channel.a, rstd = channel.rstd;
+  // NaN in a channel counts even where another one wins.
+  const double nothing = channel.mean - channel.mean;
+  coefficients[i] = {-channel.mean, channel.a, float(-a * dz / S), float(-a * a * a * product / S)};
+  gradients[i] = float(bounded + nothing + product * eps * rstd * rstd * rstd);
+  zeros[i] = 0 * gradients[i];
+}
+
+// dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias
+// (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. index, centred and moments as
+// forward left them. scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
+// CHANNELS_OUT, 4); gradients and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels' weights);
+// `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 3). rows to shared are the plan (convolution()), input_rows and input_columns
+// that of dx (InputTiling).
+EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
+                     const output_t* dy, const value_t* x, const value_t* weight, const index_t* index,
+                     const float* centred, const float* moments, const float* conv_bias,
+                     const float* multiplier, double low, double high, double eps, int64_t multipliers,
+                     int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch,
+                     int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_rows, int64_t input_columns,
+                     cudaStream_t stream) {
+  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+  const BackwardPlan plan(c, N, dv_slots);
+  const int64_t S = int64_t(c.OD) * c.OH * c.OW;
+  auto* const dv = reinterpret_cast<float4*>(scratch);
+  auto* const coefficients = reinterpret_cast<NormGradient*>(dv + plan.dv_values);
+  float* const gradients = reinterpret_cast<float*>(coefficients + N * kOut);
+  float* const zeros = gradients + N * kOut;
+  float* const partial = zeros + N * kOut;
+  float* const most = partial + plan.jobs * kFilters;
+  float* const winner = most + plan.jobs * 16;
+  auto* const sums = reinterpret_cast<Sums*>(winner + N * S);
+  const unsigned parts = blocks_for(S, kPart);
+  if (N > 0) {
+    sums_kernel<<<unsigned(N * parts), kSumsBlock, 0, stream>>>(sums, winner, dy, index, centred, moments,
+                                                                conv_bias, multiplier, low, high, eps, N, S,
+                                                                parts);
+    coefficients_kernel<<<blocks_for(N * kOut, 64), 64, 0, stream>>>(
+        coefficients, gradients, zeros, sums, moments, conv_bias, multiplier, eps, N, S, parts);
+  }
+  const InstanceNormProblem problem{coefficients, index, winner};
+  convolution_backward(dx, d_weight, dv, most, partial, nullptr, problem, plan, input_rows, input_columns, c,
+                       stream);
+  sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(d_conv_bias, zeros, N, kOut);
+  sum_rows_kernel<<<unsigned(multipliers), kThreads, 0, stream>>>(d_multiplier, gradients, N, kOut);
+}

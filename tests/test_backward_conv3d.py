@@ -1,0 +1,90 @@
+"""The backward passes with a 3-D convolution inside, without a GPU (tests/test_emulated.py), against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import numerics
+import problems.conv3d_groupnorm_min_clamp_dropout as dropout
+import tiling
+from numerics import DROPOUT, INSTANCE_NORM
+from test_emulated import folder, gpu, pytestmark, remembers_nothing, small  # noqa: F401
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+every_name = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+TAILS = {INSTANCE_NORM: lambda C: ((C, 1, 1, 1), -1.0, 1.0), DROPOUT: lambda C: (4, 0.25, 1.0, 0.2)}
+
+
+def drawn(name, channels, C, kernel, shape, dtype=torch.float32):
+    """A model and an input. Of the dropout problem some elements tie: they are whole numbers, and the channels of a group come in pairs of
+    opposite sign, so that its mean is exactly 0; where the convolution is 0, z is exactly norm.bias = min_value."""
+    model = numerics.build(name, (channels, C, kernel, *TAILS[name](C)), dtype=dtype).train()
+    if name == INSTANCE_NORM:
+        return model, numerics.random_input(shape, dtype=dtype)
+    with torch.no_grad():
+        model.conv.weight.copy_(torch.randint(-1, 2, model.conv.weight.shape)), model.conv.bias.zero_()
+        model.conv.weight[1::2] = -model.conv.weight[::2]
+        model.norm.bias.fill_(model.min_value)
+    return model, torch.randint(-2, 3, shape).to(dtype)
+
+
+@every_name
+@every_dtype
+@pytest.mark.parametrize("architecture, width", [(800, 10), (800, 11), (900, 12)])
+def test_gradients(name, dtype, architecture, width, gpu):
+    """Rows of dv that fill the last fragment, and that don't; more planes than the ring holds at a time; planes by the copy engine."""
+    model, x = drawn(name, 3, 16, 3, (3, 3, 10, 7, width), dtype)
+    gpu(architecture=architecture)
+    numerics.assert_rule(model, x, "fused")
+
+
+@every_name
+def test_random_sizes_devices_and_pieces(name, gpu, monkeypatch):
+    """Blocks with one job or many, samples in one piece or several, channels out in several sixteens, dx in whole rows or not."""
+
+    @settings(max_examples=10)  # each size may have to be compiled for
+    @given(st.data())
+    def run(data):
+        size, one_of = (
+            lambda low, high: data.draw(st.integers(low, high)),
+            lambda *values: data.draw(st.sampled_from(values)),
+        )
+        channels, C, kernel = size(1, 4), 16 * size(1, 2), one_of((3, 3, 3), (1, 2, 4), (5, 1, 2), (1, 4, 6))
+        shape = size(1, 4), channels, *(extent - 1 + size(4, 12) for extent in kernel)
+        model, x = drawn(name, channels, C, kernel, shape, one_of(torch.float32, torch.bfloat16))
+        monkeypatch.setattr(tiling, "_DV_BYTES", 1 << size(14, 20))
+        monkeypatch.setattr(tiling, "_SAMPLES_BYTES", 1 << size(17, 22))
+        monkeypatch.setattr(tiling, "_INPUT_WARPS", 8)
+        gpu(architecture=one_of(800, 900), multiprocessors=size(1, 12))
+        numerics.assert_rule(model, x, "fused")
+
+    run()
+
+
+def test_dropout_where_one_channel_ties_off_its_mean(gpu):
+    """A bound that is one of the normalised values as the kernel rounds them: the sum of dz·(v - mean) counts."""
+    model, x = drawn(DROPOUT, 3, 16, 3, (2, 3, 6, 9, 11))
+    conv, norm, seed = model.conv, model.norm, torch.empty(0, dtype=torch.int64)
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(16) + 0.5), norm.bias.copy_(torch.randn(16))
+    gpu()
+    operands = x, conv.weight, conv.bias, norm.weight, norm.bias, seed, norm.num_groups
+    with torch.no_grad():
+        affine = dropout.fused.save(*operands, -9.0, 9.0, 0.0, norm.eps)[1][1, 3].double()
+        v = conv(x)
+        low = ((3 + affine[0]).float().double() * affine[1] + affine[2]).float().item()
+    dy = torch.randn(v.shape)
+    leaves = [t.requires_grad_() for t in (x, conv.weight, conv.bias, norm.weight, norm.bias)]
+    ours = torch.autograd.grad(dropout.fused(*operands, low, 99.0, 0.0, norm.eps), leaves, dy)
+    ties = torch.zeros_like(v)
+    ties[1, 3] = v[1, 3] == 3
+    assert ties.sum() > 5
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    z = torch.group_norm(torch.conv3d(*exact[:3]), norm.num_groups, *exact[3:], norm.eps)
+    expected = torch.autograd.grad(z, exact, dy.double() * ties / 2)
+    for found, right in zip(ours, expected):
+        torch.testing.assert_close(found.double(), right, rtol=0, atol=2e-6 * right.abs().max().item())

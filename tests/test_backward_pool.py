@@ -1,0 +1,203 @@
+"""The pool's fused backward, emulated: every gradient by the rule, beside eager's, at sizes, values and dtypes of all kinds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import checks
+import numerics
+import tiling
+from numerics import POOL
+from test_emulated import folder, gpu, pytestmark, remembers_nothing  # noqa: F401
+
+SMALL = (5, 16, 3, 4, (16, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 9, 13)
+
+
+def assert_gradients(model, x, module=None):
+    """By the rule, with x's gradient and without."""
+    module = module or numerics.twin_of(model, "fused")
+    for phase in ("train", "train_dx"):
+        errors = checks.judged_on_draws(
+            lambda number, cancelling, phase=phase: checks.errors_of(
+                "", module, model, x, phase, cancelling=cancelling
+            )[0]
+        )
+        assert all(error.share <= 1 for error in errors), [e for e in errors if not e.share <= 1]
+
+
+@pytest.mark.parametrize(
+    "arguments, shape",
+    [
+        SMALL,
+        ((8, 64, 3, 16, (64, 1, 1), 4, 0.0, 1.0), (2, 8, 15, 18)),
+        ((8, 80, 3, 80, (80, 1, 1), 4, 0.0, 1.0), (1, 8, 11, 14)),  # a group per channel, two blocks
+        ((3, 16, 1, 1, (1,), (8, 8), -0.5, 1.0), (2, 3, 17, 34)),  # windows of four products, one scale
+        ((9, 16, (3, 4), 2, (16, 1, 1), (3, 5), 0.5, -0.5), (1, 9, 9, 12)),  # two planes, bounds swapped
+        ((2, 32, (1, 4), 8, (32, 1, 1), (2, 2), -0.5, 1.0), (2, 2, 5, 140)),  # rows longer than a tile
+        ((3, 16, (2, 1), 2, (16, 1, 1), (2, 3), -0.5, 1.0), (1, 3, 3, 3)),  # one window
+        ((8, 16, (5, 3), 4, (16, 1, 1), (3, 2), -0.5, 1.0), (2, 8, 11, 9)),
+        ((1, 16, 5, 4, (16, 1, 1), (7, 2), -1e9, 1e9), (2, 1, 12, 8)),  # nothing is cut off
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("multiprocessors", [1, 9])
+def test_sizes(arguments, shape, multiprocessors, gpu):  # noqa: F811
+    model, x = numerics.build(POOL, arguments), numerics.random_input(shape)
+    gpu(multiprocessors=multiprocessors)
+    assert_gradients(model, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dtypes(dtype, gpu):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0], dtype=dtype), numerics.random_input(SMALL[1], dtype=dtype)
+    gpu()
+    assert_gradients(model, x)
+
+
+def negative(model, x):
+    model.group_norm.weight[::2] *= -1
+
+
+def flat(model, x):
+    """No slope, so that all of a window's values tie, and the first is selected."""
+    model.group_norm.weight[::3], model.scale[1] = 0, 0
+
+
+def tied(model, x):
+    """In whole windows, and across columns and rows of others."""
+    x[1] = x[1].round()
+    model.conv.weight.copy_(model.conv.weight.sign())
+    x[2, :, :6] = 2
+
+
+def large_mean(model, x):
+    x += 1e3
+
+
+def large(model, x):
+    x *= 1e15
+
+
+def small(model, x):
+    x *= 1e-15
+
+
+def samples_apart(model, x):
+    x *= torch.tensor([1e6, 1, 1e-6]).view(-1, 1, 1, 1)
+
+
+def rows_apart(model, x):
+    x[:, :, 1] *= 1e4
+
+
+def channels_apart(model, x):
+    x[:, 0] *= 1e4
+
+
+def weights_apart(model, x):
+    model.conv.weight[::2] *= 1e-6
+
+
+def zeros(model, x):
+    x[0] = 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        negative,
+        flat,
+        tied,
+        large_mean,
+        large,
+        small,
+        samples_apart,
+        rows_apart,
+        channels_apart,
+        weights_apart,
+        zeros,
+    ],
+)
+def test_values(change, gpu):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    with torch.no_grad():
+        change(model, x)
+    gpu()
+    assert_gradients(model, x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("of_dy", [True, False], ids=["in dy", "in x"])
+def test_one_special_value(value, of_dy, gpu):  # noqa: F811
+    """It makes NaN of what it makes NaN of in eager."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    dy = torch.randn_like(model(x).detach())
+    (dy if of_dy else x)[1].view(-1)[17] = value
+    eager = numerics.results(model, x, dy)
+    gpu()
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    for name, theirs in eager.items():
+        assert torch.equal(ours[name].isfinite(), theirs.isfinite()), name
+
+
+def test_repeats_are_bitwise_equal(gpu):  # noqa: F811
+    """Whichever warp comes first: the emulation's order is another one each time."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    dy = torch.randn_like(model(x).detach())
+    gpu()
+    first, *others = [numerics.results(numerics.twin_of(model, "fused"), x, dy) for _ in range(4)]
+    assert all(torch.equal(each[name], first[name]) for each in others for name in first)
+
+
+def test_frozen_parameters(gpu):  # noqa: F811
+    """Whatever else is asked for, a gradient is the same."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    gpu()
+    everything = numerics.results(numerics.twin_of(model, "fused"), x)
+    for name in ("conv.weight", "group_norm.bias", "x"):
+        new = numerics.twin_of(model, "fused").requires_grad_(False)
+        leaf = x.detach().clone() if name == "x" else dict(new.named_parameters())[name]
+        leaf.requires_grad_()
+        new(leaf if name == "x" else x).sum().backward()
+        assert torch.equal(leaf.grad, everything[name])
+
+
+def test_strided_dy(gpu):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    dy = torch.randn_like(model(x).detach())
+    gpu()
+    for strided in (dy.transpose(2, 3).contiguous().transpose(2, 3), dy[:1, :, :1].expand_as(dy)):
+        new = numerics.twin_of(model, "fused")
+        found = [numerics.results(new, x, each) for each in (strided, strided.contiguous())]
+        assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in found)))
+
+
+@pytest.mark.parametrize("field, change", [("strips", 2), ("gram_rows", 0.5), ("input_launch", (1, 0, 1, 1))])
+def test_a_plan_that_covers_too_little_is_not_launched(field, change, gpu, monkeypatch):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    plan = tiling.plan_strips_backward
+
+    def changed(*arguments):
+        right = plan(*arguments)
+        value = getattr(right, field)
+        return right._replace(**{field: change if isinstance(value, tuple) else int(value * change)})
+
+    monkeypatch.setattr(tiling, "plan_strips_backward", changed)
+    gpu()
+    with pytest.raises(AssertionError, match="a launch that is not possible"):
+        numerics.results(numerics.twin_of(model, "fused"), x)
+
+
+def test_library_where_filters_leave_no_room(gpu, monkeypatch):  # noqa: F811
+    """x's gradient is the library's then; and a kernel whose shared memory is not what was planned does not compile."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    gpu()
+    monkeypatch.setattr(tiling, "input_gradient_shared", lambda weight, pool, columns: 1 << 20)
+    with pytest.raises(AssertionError, match="what was planned with"):
+        numerics.results(numerics.twin_of(model, "fused"), x)
+    monkeypatch.undo()
+    plan = tiling.plan_strips_backward
+    monkeypatch.setattr(tiling, "plan_strips_backward", lambda *a: plan(*a)._replace(input_columns=0))
+    gpu()
+    assert_gradients(model, x)
