@@ -131,7 +131,7 @@ template <class T> using Vector __attribute__((vector_size(kVectorBytes), may_al
 // products (kTogether, width) = a (terms, kTogether) · b (terms, width), summed over the terms, or with kAdds
 // added to what is there. Products are whole vectors, aligned; b need not be.
 template <class T = accumulate_t, bool kAdds = false>
-inline void multiply(Matrix<T> products, Matrix<const T> a, Matrix<const T> b, int64_t width, int64_t terms) {
+void multiply(Matrix<T> products, Matrix<const T> a, Matrix<const T> b, int64_t width, int64_t terms) {
   constexpr int kSize = sizeof(Vector<T>) / sizeof(T);
   for (int64_t t = 0; t < width; t += kAcross * kSize) {
     const auto product = [&](int k, int j) -> Vector<T>& {

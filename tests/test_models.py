@@ -222,7 +222,9 @@ WITHOUT_OUTPUT = [
     numerics.Size((8, 64, 3, 16, (64, 1, 1), 4, -9.0, 9.0), (1, 8, 38, 66), "one sample"),
     numerics.Size((24, 64, 3, 8, (1,), (4, 1), -9.0, 9.0), (2, 24, 21, 19), "one scale for all"),
     numerics.Size((8, 32, 3, 4, (32, 1, 1), (16, 9), -9.0, 9.0), (3, 8, 24, 21), "two windows, a low strip"),
-    numerics.Size((9, 32, 3, 1, (32, 1, 1), (2, 2), -9.0, 9.0), (1, 9, 153, 700), "several blocks in a share"),
+    numerics.Size(
+        (9, 32, 3, 1, (32, 1, 1), (2, 2), -9.0, 9.0), (1, 9, 153, 700), "several blocks in a share"
+    ),
     numerics.Size((16, 32, 3, 4, (32, 1, 1), (2, 2), 0.5, -0.5), (2, 16, 18, 18), "bounds swapped"),
 ]
 without_output = pytest.mark.parametrize("size", WITHOUT_OUTPUT, ids=lambda size: size.reason)
