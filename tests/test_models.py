@@ -303,6 +303,16 @@ def test_rule_without_the_convolutions_output_where_samples_and_channels_differ(
     numerics.assert_rule_by_sample(model, x)
 
 
+def test_pool_without_the_convolutions_output_loses_no_digits_to_a_mean():
+    """Where a group is one channel, its mean counts for nothing, and eager's gradient of the filters drowns in rounding errors."""
+    size = numerics.Size((9, 32, 3, 32, (32, 1, 1), (2, 3), -9.0, 9.0), (2, 9, 40, 50))
+    model, x = numerics.sized(POOL, size)
+    g, x = torch.randn_like(model(x)), x + 1e4
+    exact = results(copy.deepcopy(model).double(), x.double(), g.double())["conv.weight"]
+    ours, theirs = (results(run, x, g)["conv.weight"] for run in (numerics.twin_of(model), model))
+    assert (ours - exact).norm() < (theirs - exact).norm() / 10
+
+
 def test_pool_without_the_convolutions_output_gives_each_gradient_by_itself():
     """The same bits, whatever else is asked for, and with however many threads."""
     model, x = numerics.sized(POOL, known(POOL).winograd)
