@@ -172,7 +172,7 @@ def report(kernels, *, architecture: str | None = None, threads: int = 256, dyna
     if unit.device != "cuda":
         raise ValueError(f"expected CUDA kernels, got {unit.name}, which is for the CPU")
     flags = [flag for flag in unit.cuda_cflags if "-gencode" not in flag]
-    texts = {unit.origin: unit.text_of(unit.origin), **dict(unit.headers.values())}
+    texts = {unit.origin: unit.text_of(unit.origin), **{each.path: each.text for each in unit.headers}}
     compiler, architecture = toolchain.nvcc(), architecture or toolchain.cuda_architectures()[0]
     limits_of(architecture)
     return examine(unit.files(), texts, flags, architecture, compiler, threads, dynamic)
