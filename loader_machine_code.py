@@ -166,7 +166,9 @@ def report(kernels, *, architecture: str | None = None, threads: int = 256, dyna
     Raises TypeError for other objects, ValueError for kernels of the CPU and for an architecture whose limits aren't known, BuildError
     if they can't be compiled.
     """
-    unit = getattr(kernels, "unit", None)
+    unit = getattr(
+        kernels, "_Operators__unit", None
+    )  # inline_loader.Operators leaves all plain names to launchers
     if unit is None:
         raise TypeError(f"expected what load or %%cuda gave, got a {type(kernels).__name__}")
     if unit.device != "cuda":
