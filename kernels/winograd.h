@@ -159,7 +159,7 @@ inline void multiply_block(Matrix<accumulate_t> products, Factor a, Factor b, in
     multiply_vectors<kAdd, 1>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
 }
 
-// Products whose terms are summed in blocks, and then the blocks: the error grows more slowly with their number.
+// Products whose terms are summed in blocks, and then the blocks: the error hardly grows with their number.
 inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
   multiply_block<false>(products, a, b, width, std::min(kTerms, terms));
   for (int64_t r = kTerms; r < terms; r += kTerms)

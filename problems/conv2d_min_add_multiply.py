@@ -119,7 +119,9 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
     return (y, v) if saving else (y,)
 
 
-def _forward_by_winograd(y: Tensor, withheld: Tensor, a: Arguments, parameters: tuple, plan: operators.Plan) -> None:
+def _forward_by_winograd(
+    y: Tensor, withheld: Tensor, a: Arguments, parameters: tuple, plan: operators.Plan
+) -> None:
     """Writes y, and withheld where it has elements. The library repeats a sample whose convolution is not finite everywhere: direct
     sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
     N, Cin, *of_x = a.x.shape

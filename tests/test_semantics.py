@@ -269,7 +269,12 @@ every_min_add = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
     "name, size, value",
-    [(name, known(name).winograd, value) for name in NAMES if known(name).winograd for value in (NAN, INF, -INF)]
+    [
+        (name, known(name).winograd, value)
+        for name in NAMES
+        if known(name).winograd
+        for value in (NAN, INF, -INF)
+    ]
     + [(MIN_ADD, known(MIN_ADD).winograd, 3e38), (MIN_ADD, numerics.WINOGRAD_DX, NAN)],
 )
 def test_special_values_by_winograd(name, size, value):
