@@ -109,8 +109,7 @@ def convolve(x: Tensor, weight: Tensor, layout: torch.memory_format = torch.cont
 
 def winograd_applies(x: Tensor, weight: Tensor) -> bool:
     """Is kernels/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to
-    make transforming cheap. Its error grows with the terms of a sum: up to 64 of them 1.2 times the library's on average, 1.7
-    at most (benchmarks/NOTES.md).
+    make transforming cheap. Up to 128 terms of a sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
     """
     if device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3):
         return False

@@ -85,7 +85,7 @@ EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_
 // Some of dv on the way through, and its sums.
 struct Passing {
   static constexpr int64_t kMost = winograd::kPixels;  // values at a time
-  value_t* dv;  // written where it is there, two rows and columns from the edges of (N, C, height + 4, width + 4)
+  value_t* dv;  // where it is there: two rows and columns from the edges of (N, C, height + 4, width + 4)
   const output_t* dy;
   const uint8_t* withheld;
   accumulate_t factor;
@@ -107,7 +107,8 @@ struct Passing {
         const accumulate_t rest = halves[j] == 1 ? whole[j] / 2 : whole[j];
         values[j] = halves[j] == 2 ? accumulate_t(0) : rest;
       }
-      passed += *reinterpret_cast<const Lanes*>(values + i), all += *reinterpret_cast<const Lanes*>(whole + i);
+      passed += *reinterpret_cast<const Lanes*>(values + i);
+      all += *reinterpret_cast<const Lanes*>(whole + i);
     }
     for (int j = 0; j < kLanes; j++) inner[j] += passed[j];
     for (int j = 0; j < kLanes; j++) outer[j] += all[j];

@@ -164,7 +164,7 @@ inline void multiply_block(Matrix<T> products, Matrix<const T> a, Matrix<const T
     multiply_vectors<T, kAdds, 1>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
 }
 
-// Products whose terms are summed in blocks, and then the blocks: the error grows more slowly with their number.
+// Products whose terms are summed in blocks, and then the blocks: the error hardly grows with their number.
 inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
   multiply_block<accumulate_t, false>(products, a, b, width, std::min(kTerms, terms));
   for (int64_t r = kTerms; r < terms; r += kTerms)

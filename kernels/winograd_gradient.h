@@ -1,4 +1,4 @@
-// The gradient of 3×3 filters on the CPU, for the convolution of winograd.h in 2-D: the same tiles, transposed.
+// The gradient of 3×3 filters on the CPU, for winograd.h's convolution in 2-D: the same tiles, transposed.
 // From a tile d of 4×4 pixels and the gradients g of its 2×2 outputs comes
 //   Gᵀ ((Bᵀ d B) ∘ (A g Aᵀ)) G,
 // where ∘, summed over all tiles of all samples, is 16 products of matrices: 2.25 times fewer multiplications
@@ -91,7 +91,9 @@ inline void transform_pixels(const Tiles& tiles, const value_t* x, const Sizes& 
     for (int64_t w = 0; w < real; w++) values[w] = accumulate_t(row[w]);
     return real;
   });
-  const auto column = [&](int64_t w) { return times_b(pixels[0][w], pixels[1][w], pixels[2][w], pixels[3][w]); };
+  const auto column = [&](int64_t w) {
+    return times_b(pixels[0][w], pixels[1][w], pixels[2][w], pixels[3][w]);
+  };
   Quadruple first = column(0), second = column(1);
   for (int64_t j = 0; j < run.count; j++) {
     const Quadruple third = column(2 * j + 2), fourth = column(2 * j + 3);
@@ -151,8 +153,8 @@ inline void merge_parts(value_t* dweight, const accumulate_t* sums, const Sizes&
 }
 
 // dweight (K, C, 3, 3) from x. gradient(values, part, k, at, count) writes those of consecutive results of
-// channel k, the first at index `at`, in whole vectors: once for every result, from several threads, but for a
-// part from one. kTogether divides K.
+// channel k, all of one row, the first at index `at`, in whole vectors: once for every result, from several
+// threads, but for a part from one. kTogether divides K.
 template <class Gradient>
 void filter_gradient(value_t* dweight, const value_t* x, const Sizes& sizes, int64_t parts,
                      const Gradient& gradient) {

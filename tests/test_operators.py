@@ -89,12 +89,10 @@ def test_winograd_at_random_sizes(data):
 def test_winograd_gradients_at_random_sizes(data):
     """Those of the filters, of the convolution and of the biases, by themselves, sums in any number of parts; what lies behind a result
     stays as it was."""
-
-    def size(low, high):
-        return data.draw(st.integers(low, high))
-
-    N, Cin, C, H, W, parts = size(1, 3), size(1, 40), 8 * size(1, 6), size(3, 40), size(3, 150), size(1, 5)
-    scale, biases, with_dw, with_dv = 1.5, data.draw(st.sampled_from([1, C])), *data.draw(_SOME)
+    ranges = (1, 3), (1, 40), (1, 6), (3, 40), (3, 150), (1, 5)
+    N, Cin, eighths, H, W, parts = [data.draw(st.integers(*each)) for each in ranges]
+    scale, C, (with_dw, with_dv) = 1.5, 8 * eighths, data.draw(_SOME)
+    biases = data.draw(st.sampled_from([1, C]))
     shape, padded = (N, C, H - 2, W - 2), (N, C, H + 2, W + 2)
     x, weight = numerics.random_input((N, Cin, H, W)), numerics.random_input((C, Cin, 3, 3), seed=2)
     dy = numerics.random_input(shape, seed=3)

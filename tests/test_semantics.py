@@ -291,6 +291,20 @@ def test_special_values_by_winograd(name, size, value):
         assert torch.equal(new(spoilt)[::2], new(x)[::2])
 
 
+def test_min_add_ties_by_winograd():
+    """Below, at and above the bound, all exactly: half of the gradient passes at a tie."""
+    model = numerics.build(MIN_ADD, (16, 40, 3, 0.5, (40, 1, 1), 2.0))
+    with torch.no_grad():
+        model.conv.weight.zero_()[:, 0, 1, 1] = 1
+        model.conv.bias.zero_()
+    sign = numerics.random_input(numerics.WINOGRAD_DX.shape).sign()
+    x = 0.5 + 0.5 * sign * (numerics.random_input(sign.shape, seed=5) > 0)
+    assert set(x.unique().tolist()) >= {0.0, 0.5, 1.0}
+    theirs, ours = results(model, x), results(numerics.twin_of(model), x)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
 @pytest.mark.parametrize("passes", [True, False])
 @every_min_add
