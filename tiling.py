@@ -5,6 +5,7 @@ launcher's arguments and its build's `defines`, and asserts at compile time, in 
 
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory.
 - strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
+  Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
 - gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x.
 
 An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so

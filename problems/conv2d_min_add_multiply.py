@@ -203,8 +203,8 @@ def _plan_gradients(a: Arguments) -> dict:
     load = functools.partial(operators.load, x=x.new_empty(0), out_dtype=a.bias.dtype)
     defines = {**tiling.spatial_defines(weight), "SPLIT": int(split)}
     return dict(
-        by_weight=functools.cache(functools.partial(load, f"{NAME}_weight_gradient", **defines)),
-        by_input=functools.cache(functools.partial(load, f"{NAME}_input_gradient", **of_input)),
+        by_weight=functools.cache(functools.partial(load, f"{NAME}_weight_gradient_fused", **defines)),
+        by_input=functools.cache(functools.partial(load, f"{NAME}_input_gradient_fused", **of_input)),
         of_sums=of_sums,
         of_weight=of_weight,
         slot=slot,
