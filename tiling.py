@@ -4,6 +4,7 @@ One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A 
 launcher's arguments and its build's `defines`, and asserts at compile time, in the words of these, all that it relies on.
 
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory.
+  Backward: likewise, for its gradient and the weight's; and tiles of rows and columns, for the gradient of x.
 - strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
   Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
 - gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x.

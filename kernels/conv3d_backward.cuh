@@ -41,6 +41,6 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
   }
   if (!d_weight) return;
   const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);
-  merge_kernel<Problem><<<blocks, kMergeColumns * kMergeRows, 0, stream>>>(d_weight, partial, d_level, problem,
-                                                                           plan.N, c);
+  merge_kernel<Problem><<<blocks, kMergeColumns * kMergeRows, 0, stream>>>(d_weight, partial, d_level,
+                                                                           problem, plan.N, c);
 }

@@ -73,7 +73,7 @@ struct DropoutProblem {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------- sums
+// ------------------------------------------------------------------------------------------------------ sums
 
 // Of a tile and channel, or more of them.
 struct Sums {
@@ -162,8 +162,8 @@ sums_kernel(Sums* sums, DropoutProblem problem, int64_t jobs, const Convolution 
   }
 }
 
-// coefficients (N, kOut) and the parameters' gradients by sample, gradients (3, N, kOut): of conv_bias, weight,
-// bias. A thread per (sample, group).
+// coefficients (N, kOut) and the parameters' gradients by sample, gradients (3, N, kOut): of conv_bias,
+// weight, bias. A thread per (sample, group).
 __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients, const Sums* sums,
                                     DropoutProblem problem, const float* weight, int64_t N, int groups,
                                     const Convolution c) {
@@ -199,11 +199,11 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 }
 
 // dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; of the other
-// parameters (CHANNELS_OUT). affines and active as forward left them. scratch, one after the other: dv, a slot
-// for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients by sample (3, N, CHANNELS_OUT);
-// sums (jobs, 16, 3), where a sample has slots · CHANNELS_OUT / 16 jobs; `partial` (jobs, elements of 16
-// channels' weights); `most` (jobs, 16). rows to shared are the plan (convolution()), input_rows and
-// input_columns that of dx (InputTiling).
+// parameters (CHANNELS_OUT). affines and active as forward left them. scratch, one after the other: dv, a
+// slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients by sample (3, N,
+// CHANNELS_OUT); sums (jobs, 16, 3), where a sample has slots · CHANNELS_OUT / 16 jobs; `partial` (jobs,
+// elements of 16 channels' weights); `most` (jobs, 16). rows to shared are the plan (convolution()),
+// input_rows and input_columns that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_norm_weight,
                      float* d_norm_bias, float* scratch, const output_t* dy, const value_t* x,
                      const value_t* weight, const float* affines, const int32_t* active,
@@ -227,8 +227,8 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
     coefficients_kernel<<<blocks_for(N * groups, 64), 64, 0, stream>>>(
         coefficients, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
-  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_rows, input_columns, c,
-                       stream);
+  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_rows, input_columns,
+                       c, stream);
   float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias};
   for (int i = 0; i < 3; i++)
     sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(totals[i], gradients + i * N * kOut, N, kOut);

@@ -222,7 +222,8 @@ __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, ui
 
 // Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a
 // channel has a multiple of four. Grid: N · kOut · chunks. The last samples come first: the cache still holds
-// some of them. kFlags: `active` (N) becomes 1 where an element passes a gradient or statistics are not finite.
+// some of them. kFlags: `active` (N) becomes 1 where an element passes a gradient or statistics are not
+// finite.
 template <bool kVectors, bool kFlags>
 __global__ void __launch_bounds__(kThreads)
 finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, int64_t size, unsigned channels,
@@ -275,13 +276,14 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
 // y (N, CHANNELS_OUT, D', H', W'). affines (N, CHANNELS_OUT, 4), for backward, as is active (N): does any
 // element of a sample pass a gradient, or are statistics not finite? Without elements where no gradient is
 // wanted. scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots`
-// tiles; tiles_done (N). seed (1), or without elements for no dropout; offset is the number of elements before
-// y in the whole; rows to shared are the plan (convolution()).
+// tiles; tiles_done (N). seed (1), or without elements for no dropout; offset is the number of elements
+// before y in the whole; rows to shared are the plan (convolution()).
 EXPORT void forward(output_t* y, float* affines, int32_t* active, float* scratch, const value_t* x,
                     const value_t* weight, const float* conv_bias, const float* norm_weight,
-                    const float* norm_bias, const int64_t* seed, double low, double high, double p, double eps,
-                    int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows,
-                    int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
+                    const float* norm_bias, const int64_t* seed, double low, double high, double p,
+                    double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
+                    int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared,
+                    cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;

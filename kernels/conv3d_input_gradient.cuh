@@ -1,10 +1,10 @@
 // dx of a small 3-D convolution, from dv as conv3d_weight_gradient.cuh leaves it in scratch:
 //   dx[i, p] = sum over channels c and taps of weight[c, i, tap]·dv[c, p - tap]
 //
-// A block computes tiles of dx, each some rows and columns of a plane. Of each plane of dv that reaches it, it brings what
-// it needs to shared memory; a product's depth is 16 channels out, its columns are positions of dv, its rows
-// the input channels times the taps along a row: D[(i, column's tap), position] is summed over the other taps,
-// and at the end over the taps along the row, each shifted by its own.
+// A block computes tiles of dx, each some rows and columns of a plane. Of each plane of dv that reaches it,
+// it brings what it needs to shared memory; a product's depth is 16 channels out, its columns are positions
+// of dv, its rows the input channels times the taps along a row: D[(i, column's tap), position] is summed
+// over the other taps, and at the end over the taps along the row, each shifted by its own.
 //
 // Accuracy: dv and the weights are two float16 each, scaled by powers of two, dv by channel of the sample,
 // which the weights make up for, and those by input channel. Sums are flushed after each plane.
@@ -13,16 +13,16 @@
 
 constexpr int kInputBlock = 256, kInputWarps = kInputBlock / 32;
 constexpr int kInputBlocks = 2;  // that a multiprocessor has registers for
-constexpr int kInputRows = kIn * kWidth, kInputTiles = (kInputRows + 15) / 16;  // of a product, and of 16 of them
-constexpr int kInputTurns = kInputTiles == 1 ? 2 : 1;                            // that a warp computes
-constexpr int kInputPositions = kInputWarps * kInputTurns * kTurn;                // of a block, at most
+constexpr int kInputRows = kIn * kWidth, kInputTiles = (kInputRows + 15) / 16;  // of a product; 16 at a time
+constexpr int kInputTurns = kInputTiles == 1 ? 2 : 1;               // that a warp computes
+constexpr int kInputPositions = kInputWarps * kInputTurns * kTurn;  // of a block, at most
 #ifndef INPUT_POSITIONS
 #define INPUT_POSITIONS kInputPositions
 #endif
 static_assert(INPUT_POSITIONS == kInputPositions, "what was planned with");
 
-// How blocks share out dx: `rows` and `columns` each. A row of dv has `pitch` positions in shared memory, from
-// the first that reaches the block's columns on.
+// How blocks share out dx: `rows` and `columns` each. A row of dv has `pitch` positions in shared memory,
+// from the first that reaches the block's columns on.
 struct InputTiling {
   int rows, columns, row_blocks, column_blocks, pitch;
   InputTiling(const Convolution& c, int64_t rows, int64_t columns)
@@ -41,7 +41,7 @@ struct InputTiling {
 };
 
 struct InputStorage {
-  float dv_share[kOut], dv_scale[kOut];  // the smallest of all scales over a channel's, and that; 0 where dv is
+  float dv_share[kOut], dv_scale[kOut];  // the smallest scale over a channel's, and that; 0 where dv is
   float largest[kInputWarps][kIn];
   float weight_scale[kIn];
 };
@@ -75,7 +75,8 @@ __device__ inline float find_input_scales(InputStorage& storage, const float* mo
   input_block_most(all, storage.largest);
   const float smallest = power_of_two(fitting_exponent(all[0]));
   for (int channel = threadIdx.x; channel < kOut; channel += kInputBlock)
-    storage.dv_share[channel] = storage.dv_scale[channel] > 0 ? smallest * (1 / storage.dv_scale[channel]) : 0;
+    storage.dv_share[channel] =
+        storage.dv_scale[channel] > 0 ? smallest * (1 / storage.dv_scale[channel]) : 0;
   __syncthreads();
   for (int k = threadIdx.x; k < kOut * kIn * kTaps; k += kInputBlock) {
     const float own = float(c.weight[k]) * storage.dv_share[k / (kIn * kTaps)];
@@ -116,9 +117,9 @@ __device__ inline void put_weights(uint4* fragments, const InputStorage& storage
   }
 }
 
-// Of a plane of dv and 16 channels, what a block needs, into `words` [position][16]: of channels k, k + 8 (k <
-// 8) word k % 4 · 4 + k / 4 has their highs and word k % 4 · 4 + 2 + k / 4 their lows, so that a lane finds its
-// fragments B side by side. `dv`: of the sample's first job.
+// Of a plane of dv and 16 channels, what a block needs, into `words` [position][16]: of channels k, k + 8 (k
+// < 8) word k % 4 · 4 + k / 4 has their highs and word k % 4 · 4 + 2 + k / 4 their lows, so that a lane finds
+// its fragments B side by side. `dv`: of the sample's first job.
 __device__ inline void put_dv(uint32_t* words, const float4* dv, const InputStorage& storage,
                               const Convolution& c, const InputTiling& tiling, int first_channel, int plane,
                               int first_row, int first_column) {
@@ -162,7 +163,8 @@ struct InputTile {
 
 // A tile's sums, by row of a product, into shared memory, where dv's words were.
 __device__ inline void put_input_sums(float* sums, InputStorage& storage, const float4* dv, uint4* shared,
-                                      const Convolution& c, const InputTiling& tiling, const InputTile& tile) {
+                                      const Convolution& c, const InputTiling& tiling,
+                                      const InputTile& tile) {
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
   uint4* const fragments = shared + (tiling.fragments_at() + 15) / 16;
   float total[kInputTurns][kInputTiles][kFragments][4] = {};
@@ -223,9 +225,9 @@ __device__ inline void put_input_sums(float* sums, InputStorage& storage, const 
   __syncthreads();
 }
 
-// The `tiles` of dx (samples · D · row_blocks · column_blocks, from sample `first_sample` on, whose dv is dv's
-// first) are shared out among the blocks, neighbours to each, since they share dv. A sample that is not active
-// has a dx of zero.
+// The `tiles` of dx (samples · D · row_blocks · column_blocks, from sample `first_sample` on, whose dv is
+// dv's first) are shared out among the blocks, neighbours to each, since they share dv. A sample that is not
+// active has a dx of zero.
 template <class Problem>
 __global__ void __launch_bounds__(kInputBlock, kInputBlocks)
 input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem problem, int64_t first_sample,

@@ -51,7 +51,7 @@ struct InstanceNormProblem {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------- sums
+// ------------------------------------------------------------------------------------------------------ sums
 
 constexpr int kSumsBlock = 512, kPart = 2048;  // threads, and positions of a block
 #ifndef SUMMED_POSITIONS
@@ -116,9 +116,10 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
 // conv_bias; NaN stays NaN. The multiplier's comes from its second use, and, through the normalised v·m, from
 // its first, of which only the share of eps remains: normalising removes any other effect of a factor. A
 // thread per (sample, channel).
-__global__ void coefficients_kernel(NormGradient* coefficients, float* gradients, float* zeros, const Sums* sums,
-                                    const float* moments, const float* conv_bias, const float* multiplier,
-                                    float eps, int64_t N, int64_t S, unsigned parts) {
+__global__ void coefficients_kernel(NormGradient* coefficients, float* gradients, float* zeros,
+                                    const Sums* sums, const float* moments, const float* conv_bias,
+                                    const float* multiplier, float eps, int64_t N, int64_t S,
+                                    unsigned parts) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / kOut, c = i % kOut;
   if (i >= N * kOut) return;
   const ScaledChannel channel =
@@ -139,9 +140,9 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 // dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias
 // (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. index, centred and moments as
 // forward left them. scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
-// CHANNELS_OUT, 4); gradients and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels' weights);
-// `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 3). rows to shared are the plan (convolution()), input_rows and input_columns
-// that of dx (InputTiling).
+// CHANNELS_OUT, 4); gradients and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels'
+// weights); `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 3). rows to shared are the plan
+// (convolution()), input_rows and input_columns that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
                      const output_t* dy, const value_t* x, const value_t* weight, const index_t* index,
                      const float* centred, const float* moments, const float* conv_bias,

@@ -184,7 +184,8 @@ template <bool kSaving> struct MaximumEpilogue {
   __device__ __forceinline__ static float exchanged(float mine, float other, int mask) {
     return max_nan(mine, __shfl_xor_sync(~0u, other, mask));
   }
-  __device__ __forceinline__ static Candidate exchanged(const Candidate& mine, const Candidate& other, int mask) {
+  __device__ __forceinline__ static Candidate exchanged(const Candidate& mine, const Candidate& other,
+                                                        int mask) {
     return mine.maximum({__shfl_xor_sync(~0u, other.value, mask), __shfl_xor_sync(~0u, other.centred, mask),
                          __shfl_xor_sync(~0u, other.channel, mask)});
   }
@@ -313,10 +314,11 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
   }
 }
 
-// y (N, D', H', W'). For backward, or without elements where no gradient is wanted: index (N, D', H', W'), which
-// channel won, and centred, its v - mean; moments (2, N, CHANNELS_OUT) of v, the convolution of x - shift: mean
-// and sum of squared deviations. scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots`
-// tiles; then `held` values, any number, where sums are held. rows to shared are the plan (convolution()).
+// y (N, D', H', W'). For backward, or without elements where no gradient is wanted: index (N, D', H', W'),
+// which channel won, and centred, its v - mean; moments (2, N, CHANNELS_OUT) of v, the convolution of x -
+// shift: mean and sum of squared deviations. scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample
+// has `slots` tiles; then `held` values, any number, where sums are held. rows to shared are the plan
+// (convolution()).
 EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments, float* scratch,
                     const value_t* x, const value_t* weight, const float* conv_bias, const float* multiplier,
                     double low, double high, double eps, int64_t held, int64_t N, int64_t D, int64_t H,
@@ -346,8 +348,9 @@ EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments,
   const auto launch = [&](int phases) {
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
     float* const sums = scratch + blocks * kOut * 2;
-    cudaLaunchKernelEx(&config, kernel, y, index, centred, moments, statistics, sums, N, conv_bias, multiplier,
-                       float(low), float(high), float(eps), phases, scratch_turns, shared_turns, c);
+    cudaLaunchKernelEx(&config, kernel, y, index, centred, moments, statistics, sums, N, conv_bias,
+                       multiplier, float(low), float(high), float(eps), phases, scratch_turns, shared_turns,
+                       c);
   };
   if (one_launch) launch(kStatistics | kApply);
   else launch(kStatistics), launch(kApply);

@@ -28,11 +28,14 @@ struct alignas(16) NormGradient {
 constexpr int kFilters = 16 * kIn * kTaps;  // elements of 16 output channels' weights
 constexpr int kJobsPerTile = kOut / 16;
 
-// dv of a job: [plane][turn][fragment][lane], four values each, as the mainloop's; zero past the tile's positions.
+// dv of a job: [plane][turn][fragment][lane], four values each, as the mainloop's; zero past the tile's
+// positions.
 struct DvLayout {
   int turns;  // from plane to plane
   HOST_DEVICE explicit DvLayout(const Convolution& c) : turns(c.turns()) {}
-  HOST_DEVICE int64_t turn(int plane, int turn) const { return (int64_t(plane) * turns + turn) * kFragments * 32; }
+  HOST_DEVICE int64_t turn(int plane, int turn) const {
+    return (int64_t(plane) * turns + turn) * kFragments * 32;
+  }
   HOST_DEVICE int64_t of_job(const Convolution& c) const { return turn(c.depth, 0); }  // float4
 };
 
@@ -43,7 +46,7 @@ struct BackwardStorage {
 };
 static_assert(kPlanned<BackwardStorage>);
 
-// --------------------------------------------------------------------------------------------------------- dv
+// -------------------------------------------------------------------------------------------------------- dv
 
 // An epilogue (conv3d_mainloop.cuh) that forms dv, and its largest magnitude.
 template <class Selected> struct GradientEpilogue {
@@ -107,7 +110,7 @@ template <class Selected> struct GradientEpilogue {
   }
 };
 
-// ------------------------------------------------------------------------------------------------ dv · patches
+// ---------------------------------------------------------------------------------------------- dv · patches
 
 // A turn's 32 positions are two steps of a product's depth, its columns 8 taps of an input channel: fragments
 // A are dv as it lies in scratch, fragments B words of the ring's pixels, halves of two neighbours put
@@ -253,7 +256,7 @@ __device__ inline void weight_gradient(float* partial, const float4* dv, Operand
   }
 }
 
-// ---------------------------------------------------------------------------------------------------- kernels
+// --------------------------------------------------------------------------------------------------- kernels
 
 // Jobs first … end - 1, shared out among the blocks: of each, dv in the block's slot, `most` (jobs, 16), the
 // largest |dv| by channel, and `partial` (jobs, kFilters), where they are wanted.
@@ -286,8 +289,8 @@ gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsign
 
 constexpr int kMergeColumns = 32, kMergeRows = 16;
 
-// d_weight (kOut, kIn, kDepth, kHeight, kWidth) from `partial`. What x is shifted by counts for as much as the
-// gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements /
+// d_weight (kOut, kIn, kDepth, kHeight, kWidth) from `partial`. What x is shifted by counts for as much as
+// the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements /
 // kMergeColumns, a thread per element and share of the samples.
 template <class Problem>
 __global__ void __launch_bounds__(kMergeColumns * kMergeRows)

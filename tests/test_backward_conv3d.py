@@ -98,3 +98,49 @@ def test_dropout_where_one_channel_ties_off_its_mean(gpu):
     expected = torch.autograd.grad(z, exact, dy.double() * ties / 2)
     for found, right in zip(ours, expected):
         torch.testing.assert_close(found.double(), right, rtol=0, atol=2e-6 * right.abs().max().item())
+
+
+@every_name
+def test_gradients_do_not_depend_on_which_are_asked_for(name, gpu):
+    """Bitwise, from run to run, too; and an empty batch has gradients of zero."""
+    model, x = drawn(name, 3, 16, 3, (3, 3, 6, 9, 12))
+    gpu()
+    module = numerics.twin_of(model, "fused")
+
+    def gradients(*wanted):
+        leaves = {"x": x.clone(), **dict(module.named_parameters())}
+        asked_for = [t.requires_grad_(not wanted or key in wanted) for key, t in leaves.items()]
+        torch.manual_seed(5)
+        y = module(leaves["x"])
+        asked_for = [t for t in asked_for if t.requires_grad]
+        return torch.autograd.grad(y, asked_for, torch.ones(()).expand(y.shape))
+
+    keys = ["x", *[key for key, _ in module.named_parameters()]]
+    everything = gradients()
+    for wanted in (keys, keys[1:], ["x"], ["conv.weight"], keys[-1:]):
+        for key, found in zip([key for key in keys if key in wanted], gradients(*wanted), strict=True):
+            assert torch.equal(found, everything[keys.index(key)]), (wanted, key)
+    empty = x[:0].clone().requires_grad_()
+    y = module.eval().requires_grad_()._compute(empty, "fused")
+    for found in torch.autograd.grad(y, [empty, *module.parameters()], y):
+        assert not found.any()
+
+
+@every_name
+@pytest.mark.parametrize(
+    "change", ["large mean", "1e6", "1e-6", "channels apart", "samples apart", "late and large"]
+)
+def test_gradients_at_any_magnitude(name, change, gpu):
+    model, x = drawn(name, 3, 16, 3, (3, 3, 6, 9, 12))
+    if change == "large mean":
+        x += 128
+    elif change == "channels apart":
+        x[:, 0] *= 2**14
+    elif change == "samples apart":
+        x *= torch.tensor([2.0**20, 1, 2.0**-20]).view(-1, 1, 1, 1, 1)
+    elif change == "late and large":
+        x[:, :, 4:] *= 2**20
+    else:
+        x *= float(change)
+    gpu()
+    assert_gradients(model, x)
