@@ -116,9 +116,9 @@ static_assert(kStages == 3 && kSharedBytes == SHARED_BYTES, "Python planned anot
 struct Tile {
   int64_t n, row, column;
   __device__ __forceinline__ explicit Tile(const Arguments& args) {
-    const int64_t strips = args.strips(), rows = (args.height() + kTileRows - 1) / kTileRows;
-    column = blockIdx.x % strips * kTileWidth;
-    row = blockIdx.x / strips % rows * kTileRows, n = blockIdx.x / strips / rows;
+    const int64_t strips = args.strips(), strip = blockIdx.x % strips;
+    row = blockIdx.x / strips % args.bands() * kTileRows, n = blockIdx.x / strips / args.bands(),
+    column = strip * kTileWidth;
   }
 };
 
@@ -127,10 +127,11 @@ __device__ __forceinline__ void fetch_input(
     uint4* input, const uint4* packed_x, const Arguments& args, const Tile& tile, int group) {
   const int64_t S = args.H * args.W;
   for (int i = threadIdx.x; i < kInput; i += kThreads) {
-    const int pixel = i % kPitch, plane = i / (kPitch * kRows);
-    const int64_t row = tile.row + i / kPitch % kRows - kPadRows, column = tile.column + pixel - kPadColumns;
-    const bool real = column < args.W && (!TRANSPOSED || (column >= 0 && row >= 0)) &&
-                      (!TRANSPOSED && kTileRows == 1 || row < args.H);
+    const int pixel = i % kPitch, tile_row = i / kPitch % kRows, plane = i / (kPitch * kRows);
+    const int64_t row = tile.row + tile_row - kPadRows, column = tile.column + pixel - kPadColumns;
+    bool real = column < args.W;
+    if constexpr (TRANSPOSED) { real = real && column >= 0 && row >= 0; }
+    if constexpr (TRANSPOSED || kTileRows > 1) { real = real && row < args.H; }
     const int64_t first = ((tile.n * kGroups + group) * (kGroup / 8 * kParts) + plane) * S;
     const int64_t source = first + row * args.W + column;
     copy_async_or_zero(input + i, packed_x + (real ? source : 0), real);
@@ -235,8 +236,8 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
   // load_matrices: lanes 0-7 give pixels 0-7 of a step's first plane, 8-15 those of its second, 16-31 pixels
   // 8-15 likewise.
   const uint32_t input_address = shared_address(input) + 16 * (lane / 8 % 2 * kParts * kRows * kPitch +
-                                                               warp_row * kPitch + warp_n * 64 +
-                                                               lane / 16 * 8 + lane % 8);
+                                                               warp_n * 64 + lane / 16 * 8 + lane % 8) +
+                                 16 * warp_row * kPitch;
 
   fetch_input(input, packed_x, args, tile, 0);
   fetch_weights(weights, args.packed_weight, 0);
@@ -286,8 +287,7 @@ int64_t packed_input_bytes(int64_t N, int64_t S) { return int64_t(kPlanes) * 8 *
 
 void convolve_packed(const Arguments& args, const uint4* packed_x, cudaStream_t stream) {
   cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  const int64_t rows = (args.height() + kTileRows - 1) / kTileRows;
-  const dim3 grid(args.N * rows * args.strips(), kChannelBlocks);
+  const dim3 grid(args.N * args.bands() * args.strips(), kChannelBlocks);
   convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, packed_x);
 }
 

@@ -78,6 +78,8 @@ struct Arguments {
 
   HOST_DEVICE int64_t height() const { return H + 2 * kPadRows - KERNEL_H + 1; }
   HOST_DEVICE int64_t width() const { return W + 2 * kPadColumns - KERNEL_W + 1; }
+  // Tiles on top of each other.
+  HOST_DEVICE int64_t bands() const { return (height() + TILE_ROWS - 1) / TILE_ROWS; }
   // Tiles side by side.
   HOST_DEVICE int64_t strips() const { return (width() + kTileWidth - 1) / kTileWidth; }
 };

@@ -183,8 +183,9 @@ void filter_gradient(value_t* dweight, const value_t* x, const Sizes& sizes, int
                                   });
           for (int64_t e = 0; e < 16; e++)
             for (int64_t k = 0; k < outputs; k += kTogether)
-              multiply_block<true>({sum + (e * K + k0 + k) * width, width}, {gradients.element(e) + k, kOutputs},
-                                   {inputs.element(e), width}, width, tiles);
+              multiply_block<accumulate_t, true>({sum + (e * K + k0 + k) * width, width},
+                                                 {gradients.element(e) + k, kOutputs},
+                                                 {inputs.element(e), width}, width, tiles);
         }
       }
     }

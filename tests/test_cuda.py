@@ -329,7 +329,7 @@ def test_profiler_shows_launchers_and_kernels(name, variant):
         torch.cuda.synchronize()
     keys = {event.key for event in profile.key_averages()}
     operator = getattr(new, variant).name
-    backward = rf"{name}\w*_[0-9a-f]+::\w*backward"
+    backward = rf"{name}\w*_[0-9a-f]+::\w*(backward|gradient)\w*"
     for launcher in (f"{operator}_[0-9a-f]+::forward", backward, f"{operator}Backward"):
         assert any(re.fullmatch(launcher, key) for key in keys), keys
     texts = [path.read_text() for path in inline_loader.KERNELS.glob("*.cu*")]
