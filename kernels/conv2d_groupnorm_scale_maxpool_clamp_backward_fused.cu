@@ -384,13 +384,10 @@ __device__ __forceinline__ Channel channel_of(const Saved& saved, GroupShape sha
           saved.scale[c], saved.norm_weight[c] * saved.scale[c] == 0};
 }
 
-// What forward kept of a window; of a flat channel anew. `sample` is x's.
-struct Selected {
-  float extreme;
-  int place;
-};
-__device__ __forceinline__ Selected first_of_window(const Saved& saved, const value_t* sample, int c,
-                                                    int window_row, int window_column, Geometry geometry) {
+// The v that a window of a flat channel selects. Its place does not matter, for there slope·dz is zero; dz or
+// dy·z may not be. `sample` is x's.
+__device__ __forceinline__ float first_of_window(const Saved& saved, const value_t* sample, int c,
+                                                 int window_row, int window_column, Geometry geometry) {
   const value_t* from = sample + int64_t(window_row) * POOL_H * geometry.W + window_column * POOL_W;
   const value_t* filter = saved.weight + c * (CHANNELS_IN * kTaps);
   float sum = 0;
@@ -398,7 +395,7 @@ __device__ __forceinline__ Selected first_of_window(const Saved& saved, const va
     for (int tap = 0; tap < kTaps; tap++)
       sum += float(filter[i * kTaps + tap]) *
              float(from[(int64_t(i) * geometry.H + tap / KERNEL_W) * geometry.W + tap % KERNEL_W]);
-  return {sum, 0};
+  return sum;
 }
 
 // slope·dz at the selected position; adds dz, dz·(v - mean) and dy·z to `sums`.
@@ -558,13 +555,11 @@ sparse_kernel(float* sparse, float* sums, const value_t* x, const float* shift, 
       for (int flat = 0; flat < kWarpChannels * kRounds; flat++) {  // rarely any
         const int own = warp * kWarpChannels + flat % kWarpChannels, window = flat / kWarpChannels * 32 + lane;
         if (first_channel + own >= CHANNELS_OUT || !channels[own].flat || window >= windows) continue;
-        const Selected first =
+        const float first =
             first_of_window(saved, sample, first_channel + own, row, column + window, geometry);
 #pragma unroll
         for (int i = 0; i < kWarpChannels * kRounds; i++)
-          if (i == flat)
-            extreme[i / kWarpChannels][i % kWarpChannels] = first.extreme,
-                                      place[i / kWarpChannels][i % kWarpChannels] = first.place;
+          if (i == flat) extreme[i / kWarpChannels][i % kWarpChannels] = first;
       }
       float of_channels[32] = {};
 #pragma unroll
@@ -899,17 +894,15 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Merged 
 #pragma unroll 8
         for (int c = warp; c < CHANNELS_OUT; c += kInputThreads / 32) {
           float gradient = 0, unused[3] = {};
-          Selected selected{0, 0};
+          int place = 0;
           if (window < windows) {
             const int64_t at = (int64_t(n) * CHANNELS_OUT + c) * pooled_size +
                                int64_t(window_row) * geometry.pooled_width() + first_window + window;
-            selected = {saved.extreme[at], saved.index[at]};
-            if (channels[c].flat)
-              selected = first_of_window(saved, sample, c, window_row, first_window + window, geometry);
-            gradient = selected_gradient(saved, channels[c], float(saved.dy[at]), selected.extreme, unused);
+            place = saved.index[at];
+            gradient = selected_gradient(saved, channels[c], float(saved.dy[at]), saved.extreme[at], unused);
           }
           gradients[window * kGradientPitch + c] = gradient;
-          places[window * kGradientPitch + c] = uint8_t(selected.place);
+          places[window * kGradientPitch + c] = uint8_t(place);
         }
       }
       __syncthreads();  // all gradients are there
@@ -918,7 +911,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Merged 
       const uint32_t address = shared_address(shared), of_filters = shared_address(filters);
       for_constants<kChannelBlocks>([&](auto constant) {
         constexpr int first = decltype(constant)::value * kBlockChannels;
-        constexpr int kOut = (CHANNELS_OUT - first < kBlockChannels ? CHANNELS_OUT - first : kBlockChannels) / 8;
+        constexpr int kLeft = CHANNELS_OUT - first, kOut = (kLeft < kBlockChannels ? kLeft : kBlockChannels) / 8;
         // v: positions by channels.
         float d[2][kOut][4];
 #pragma unroll
@@ -1033,7 +1026,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Merged 
                                (c / 8 * kTaps + kh * KERNEL_W + kw) * 8 + c % 8];
           *sum = kh == 0 ? 0.f : total;
           if (kh == 0 && row >= row_begin && c < CHANNELS_IN)
-            dx[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * geometry.W + column] = value_t(total);
+            dx[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * geometry.W + column] =
+                value_t(total);
         }
       }
     __syncthreads();  // terms have been read
@@ -1058,9 +1052,9 @@ template <class Kernel> void allow(Kernel kernel, int bytes) {
 }  // namespace
 
 // The gradients of weight and, summed over the samples, of the parameters; d_scale has `scales` elements,
-// CHANNELS_OUT or 1. kept and index are forward's. `merged` and `partial` have room for what Merged and Partial say. Rows of v are cut into
-// gram_strips strips of gram_rows, and rows of windows into `strips` of `rows`, the last of what is left; a plan
-// that does not cover them makes no blocks, and the launch fails.
+// CHANNELS_OUT or 1. kept and index are forward's. `merged` and `partial` have room for what Merged and Partial
+// say. Rows of v are cut into gram_strips strips of gram_rows, and rows of windows into `strips` of `rows`, the
+// last of what is left; a plan that does not cover them makes no blocks, and the launch fails.
 EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias,
                      float* d_scale, double* merged, float* partial, const output_t* dy, const value_t* x,
                      const value_t* weight, const float* kept, const uint8_t* index, const float* conv_bias,
@@ -1106,8 +1100,9 @@ EXPORT void backward_input(value_t* dx, const double* merged, const float* parti
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const Saved saved = saved_by_forward(weight, dy, kept, index, conv_bias, norm_weight, norm_bias, scale, low,
                                        high, geometry, shape);
-  const bool in_columns = stride ? (tiles - 1) * stride < W && W <= tiles * stride && stride + KERNEL_W - 1 <= kInputColumns
-                                 : W <= kInputColumns && tiles == 1;
+  const bool one_tile = tiles == 1 && W <= kInputColumns;
+  const bool cut = (tiles - 1) * stride < W && W <= tiles * stride && stride + KERNEL_W - 1 <= kInputColumns;
+  const bool in_columns = stride ? cut : one_tile;
   const unsigned blocks = geometry.cover(int(H)) && in_columns ? unsigned(strips * tiles * N) : 0;
   allow(input_gradient_kernel, InputLayout::kBytes);
   input_gradient_kernel<<<blocks, kInputThreads, InputLayout::kBytes, stream>>>(

@@ -127,6 +127,16 @@ def test_values(change, gpu):  # noqa: F811
     assert_gradients(model, x)
 
 
+def test_ties_in_even_windows(gpu):  # noqa: F811
+    """Of which forward keeps one of two neighbours."""
+    model = numerics.build(POOL, (5, 16, 3, 4, (16, 1, 1), (2, 4), -0.5, 1.0))
+    x = numerics.random_input(SMALL[1])
+    with torch.no_grad():
+        tied(model, x)
+    gpu()
+    assert_gradients(model, x)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("of_dy", [True, False], ids=["in dy", "in x"])
 def test_one_special_value(value, of_dy, gpu):  # noqa: F811
