@@ -7,6 +7,7 @@
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make host       what a call costs the host, beside eager's
 # make notebooks  run the notebooks from top to bottom
+# make wheel      the loader alone, as a wheel in build/wheel/
 # make refresh    bring the sources that the notebooks carry up to date
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
@@ -33,7 +34,7 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks refresh clean
+.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks wheel refresh clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
@@ -78,6 +79,10 @@ host: $(READY)
 
 notebooks: $(READY)
 	$(RUN) -m jupyter nbconvert --execute --to notebook --output-dir build/notebooks notebooks/*.ipynb
+
+wheel: $(READY)
+	rm -rf build/lib build/wheel  # or what was there before gets into the wheel
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
 
 refresh: $(READY)
 	$(RUN) export.py --refresh

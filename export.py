@@ -32,7 +32,7 @@ MODULES = (  # what the cells of a notebook import
     *[FOLDER / name for name in ("models.py", "loader_operators.py", "compare.py")],
     NOTEBOOKS / "walkthrough.py",
 )
-HOST_SIDE = KERNELS / "host.h"  # what inline_loader.py includes itself
+HOST_SIDE = [KERNELS / "host.h", KERNELS / "scalar.h"]  # what inline_loader.py includes itself
 
 
 # ------------------------------------------------------------------------------------------------------ what it holds
@@ -48,7 +48,7 @@ def sources(names: list[str]) -> dict[str, str]:
     files, roots = zip(*map(_module, problems)) if problems else ((), ())
     roots = FOLDER, NOTEBOOKS, *roots
     modules = _closure([*MODULES, *files], lambda path: _imported(path, roots))
-    kernels = _closure([HOST_SIDE, *[path for problem in problems for path in _kernels(problem)]], _included)
+    kernels = _closure([*HOST_SIDE, *[path for problem in problems for path in _kernels(problem)]], _included)
     return {_name(path, roots): path.read_bytes().decode() for path in [*modules, *kernels]}
 
 
@@ -159,9 +159,10 @@ def unpack(files):
     import sys
     from pathlib import Path
 
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(os.environ.get("INLINE_LOADER_CACHE") or Path(cache) / "inline_kernels")
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = Path(os.environ.get("INLINE_LOADER_CACHE") or f"{cache}/inline_kernels").expanduser()
+    for missing in [each for each in (cache, *cache.parents) if not each.exists()][::-1]:
+        missing.mkdir(mode=0o700, exist_ok=True)
     folder = cache / ("sources_" + hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16])
     for name, text in files.items():
         path, mine = folder / name, folder / f"{name}.{os.getpid()}"

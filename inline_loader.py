@@ -21,138 +21,41 @@ a lock that dies with its holder: one process builds, every other one waits and 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import functools
 import hashlib
 import json
+import keyword
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import loader_cache as cache
+import loader_source
 import loader_toolchain as toolchain
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
-from loader_report import BuildError, Status, at_line, first_error
+from loader_report import BuildError, Status, first_error
+from loader_source import Header, Launcher, gather, host_source, macros, parse_launchers, read, trampolines
 from loader_toolchain import STABLE_ABI
 
-KERNELS = Path(__file__).resolve().parent / "kernels"
-
-
-# ---------------------------------------------------------------------------------------------- launchers and host side
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a launcher: its C type without `const`, its name, and whether it is a pointer / written to."""
-
-    ctype: str
-    name: str
-    pointer: bool
-    const: bool
-
-    @property
-    def schema(self) -> str:
-        if self.pointer:
-            return f"Tensor {self.name}" if self.const else f"Tensor({self.name}!) {self.name}"
-        return f"{ {'int64_t': 'int', 'double': 'float', 'bool': 'bool'}[self.ctype] } {self.name}"
-
-    def read(self, index: int) -> str:
-        if self.pointer:
-            return f'call.pointer<{"const " if self.const else ""}{self.ctype}>({index}, "{self.name}")'
-        return f"call.{ {'int64_t': 'integer', 'double': 'real', 'bool': 'boolean'}[self.ctype] }({index})"
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """A function marked EXPORT. `stream` says whether its last parameter is the CUDA stream."""
-
-    name: str
-    declaration: str
-    parameters: tuple[Parameter, ...]
-    stream: bool
-
-
-def parse_launchers(source: str, origin: str = "source") -> list[Launcher]:
-    """The launchers that `source` exports, in order.
-
-    Raises BuildError where there is none, or where one has a parameter that an operator can't have.
-    """
-    # Comments become blanks of the same shape, so that positions stay those of the source.
-    code = re.sub(
-        r"//[^\n]*|/\*.*?\*/", lambda comment: re.sub(r"[^\n]", " ", comment[0]), source, flags=re.S
-    )
-    launchers = []
-    for match in re.finditer(r"^[ \t]*EXPORT\s+void\s+(\w+)\s*\(([^)]*)\)", code, flags=re.M):
-        try:
-            launchers.append(_parse_launcher(match))
-        except ValueError as error:
-            line = code.count("\n", 0, match.start(1)) + 1
-            column = match.start(1) - code.rfind("\n", 0, match.start(1))
-            raise BuildError(at_line(origin, source, line, column, str(error))) from None
-    if not launchers:
-        raise BuildError(
-            f"{origin}: expected at least one launcher, `EXPORT void name(float* y, const float* x, int64_t n)`"
-        )
-    return launchers
-
-
-def _parse_launcher(match: re.Match) -> Launcher:
-    name, texts = match[1], [" ".join(text.split()) for text in match[2].split(",")]
-    stream = texts[-1].startswith("cudaStream_t ")
-    parameters = tuple(_parse_parameter(text) for text in (texts[:-1] if stream else texts))
-    if not any(parameter.pointer for parameter in parameters):
-        raise ValueError(
-            f"{name}: expected at least one tensor (pointer) parameter, got ({match[2].strip()})"
-        )
-    return Launcher(name, " ".join(match[0].split()), parameters, stream)
-
-
-def _parse_parameter(text: str) -> Parameter:
-    match = re.fullmatch(r"(const )?(\w+) ?(\*)? ?(?:__restrict__ )?(\w+)", text)
-    if not match or not (match[3] or match[2] in ("int64_t", "double", "bool")):
-        raise ValueError(
-            "expected parameters like `float* y`, `const float* x`, `int64_t n`, `double a`, `bool b` "
-            f"and a last `cudaStream_t stream`, got `{text}`"
-        )
-    return Parameter(match[2], match[4], bool(match[3]), bool(match[1]))
-
-
-def host_source(launchers: Iterable[Launcher], namespace: str, device: str) -> str:
-    """The C++ that registers `launchers` as operators `namespace::name` for `device` ("cpu" or "cuda")."""
-    parts = []
-    for launcher in launchers:
-        names = [parameter.name for parameter in launcher.parameters]
-        reads = [f"  auto {p.name} = {p.read(i)};" for i, p in enumerate(launcher.parameters)]
-        arguments = ", ".join(names + ["call.stream()"] * launcher.stream)
-        body = [*reads, f"  ::{launcher.name}({arguments});"]  # a parameter may bear the same name
-        if device == "cuda":
-            body.insert(len(reads), "  host::DeviceGuard guard(call.device());")
-            body.append("  call.check_launch();")
-        parts += [
-            f"{launcher.declaration};",
-            f"static void {launcher.name}_call(host::Call& call) {{",
-            *body,
-            "}",
-        ]
-        parts += [f"OPERATOR({launcher.name}, {len(names)})", ""]
-    parts.append(f"LIBRARY({namespace}, library) {{")
-    for launcher in launchers:
-        schema = ", ".join(parameter.schema for parameter in launcher.parameters)
-        parts.append(f'  library.def("{launcher.name}({schema}) -> ()");')
-    parts += ["}", f"LIBRARY_IMPLEMENTATION({namespace}, {device.upper()}, library) {{"]
-    parts += [f"  IMPLEMENT(library, {launcher.name});" for launcher in launchers] + ["}"]
-    return "\n".join(parts) + "\n"
+HERE = Path(__file__).resolve().parent
+INSTALLED = HERE / "inline_loader_headers"  # by pip: host.h and scalar.h alone
+KERNELS = INSTALLED if INSTALLED.is_dir() else HERE / "kernels"
 
 
 # ------------------------------------------------------------------------------------------------------- what to build
@@ -160,15 +63,18 @@ def host_source(launchers: Iterable[Launcher], namespace: str, device: str) -> s
 
 @dataclass(frozen=True)
 class Unit:
-    """One library to build. `parts` are digests of all that its code depends on, `key` is the digest of those."""
+    """One library to build. `parts` are digests of all that its code depends on, `key` is the digest of those.
+
+    In `source` and in `headers` the names of headers are those of the build folder.
+    """
 
     name: str
     device: str
     origin: str
     source: str
     first_line: int
-    headers: Mapping[str, tuple[str, str]]  # name in an #include: the file's path, its text
-    defines: Mapping[str, object]
+    headers: tuple[Header, ...]
+    defines: Mapping[str, str]
     cflags: tuple[str, ...]
     cuda_cflags: tuple[str, ...]
     launchers: tuple[Launcher, ...]
@@ -184,27 +90,44 @@ class Unit:
 
     def files(self) -> dict[str, str]:
         """The files to compile, by their name in the build folder: what load_inline gets includes them."""
-        files = {name: _line(1, path) + text for name, (path, text) in self.headers.items()}
-        defines = "".join(f"#define {name} {value}\n" for name, value in self.defines.items())
-        kernels = _line(self.first_line, self.origin) + self.source + "\n"
-        host = _line(1, HOST_SIDE) + host_source(self.launchers, self.namespace, self.device)
+        lines = {self.origin: self.first_line}
+        parts = {
+            origin: f"{_line(lines.get(origin, 1), origin)}{text}\n" for origin, text in self._texts.items()
+        }
+        files = {header.copy: parts[header.path] for header in self.headers}
+        macros, kernels, host = parts[self._macros], parts[self.origin], parts[HOST_SIDE]
+        # What is not the user's comes before the macros; scalar.h reads some of them.
+        first, export = f"#define STABLE_ABI {int(STABLE_ABI)}\n{INCLUDE_HOST}", "#define EXPORT static\n"
         if self.device == "cuda":
-            files["kernels.cu"] = f'{defines}#include <stdint.h>\n#define EXPORT extern "C"\n{kernels}'
-            files["host.cpp"] = f'{defines}#include "host.h"\n{host}'
+            kernels = ["#include <stdint.h>\n", export, macros, kernels, trampolines(self.launchers)]
+            files["kernels.cu"] = "".join(kernels)
+            files["host.cpp"] = "".join(["#define WITH_CUDA\n", first, macros, INCLUDE_SCALAR, host])
         else:
-            files["host.cpp"] = f'{defines}#include "host.h"\n{kernels}{host}'
+            files["host.cpp"] = "".join([first, export, macros, INCLUDE_SCALAR, kernels, host])
         return files
+
+    @property
+    def _macros(self) -> str:
+        return f"macros of {self.name}"
+
+    @property
+    def _texts(self) -> dict[str, str]:
+        """The texts that are compiled, by the names that compilers give them."""
+        return {
+            **{header.path: header.text for header in self.headers},
+            self.origin: self.source,
+            self._macros: "".join(f"#define {name} {value}\n" for name, value in self.defines.items()),
+            HOST_SIDE: host_source(self.launchers, self.namespace, self.device, self.defines),
+        }
 
     def text_of(self, origin: str) -> str | None:
         """The text whose lines a compiler's message about `origin` counts."""
-        if origin == self.origin:
-            return "\n" * (self.first_line - 1) + self.source
-        if origin == HOST_SIDE:
-            return host_source(self.launchers, self.namespace, self.device)
-        return dict(self.headers.values()).get(origin)
+        text = self._texts.get(origin)
+        return "\n" * (self.first_line - 1) + text if origin == self.origin else text
 
 
 HOST_SIDE = "generated host side"
+INCLUDE_HOST, INCLUDE_SCALAR = '#include "headers/0/host.h"\n', '#include "headers/0/scalar.h"\n'
 
 
 def _line(number: int, origin: object) -> str:
@@ -220,7 +143,7 @@ def _unit(
     name: str,
     source: str | None,
     device: str,
-    defines: Mapping[str, object],
+    defines: Mapping[str, str],
     *,
     folder: Path | None = None,
     first_line: int = 1,
@@ -234,15 +157,18 @@ def _unit(
         path = folder / (f"{name}.cu" if device == "cuda" else f"{name}.cpp")
         if not path.is_file():
             raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
-        origin, source = str(path), path.read_text(encoding="utf-8")
+        origin, source = str(path), read(path)
     launchers = tuple(parse_launchers(source, origin))
-    headers = _headers('#include "host.h"\n' + source, dict.fromkeys((folder, KERNELS)))
+    headers: dict[Path, Header] = {}
+    gather(
+        '#include "host.h"\n#include "scalar.h"\n', KERNELS, [], headers
+    )  # their copies are the first of their names
+    source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
     parts: dict[str, object] = {
         "source": [source, first_line],
-        "headers": {header: text for header, (_, text) in headers.items()},
+        "headers": {header.copy: header.text for header in headers.values()},
         "defines": dict(defines),
     }
-    defines = {**defines, "STABLE_ABI": int(STABLE_ABI)}
     if device == "cuda":
         compilers = [toolchain.version_of(toolchain.host_compiler()), toolchain.version_of(toolchain.nvcc())]
         parts["GPU architecture"] = architectures = toolchain.cuda_architectures()
@@ -253,7 +179,6 @@ def _unit(
             "-Xcompiler=-fvisibility=hidden",
             "--threads=2",
         ]  # the host's and the device's half side by side
-        defines["WITH_CUDA"] = ""
     else:
         compilers = [toolchain.version_of(toolchain.host_compiler())]
         parts["processor"] = toolchain.processor()
@@ -269,7 +194,10 @@ def _unit(
         torch._C._GLIBCXX_USE_CXX11_ABI,
     ]
     parts["compiler"] = compilers
-    parts["loader"] = [sys.implementation.cache_tag, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
+    parts["loader"] = [
+        sys.implementation.cache_tag,
+        *[read(Path(file)) for file in (__file__, loader_source.__file__)],
+    ]
     digests = {part: _digest(value) for part, value in parts.items()}
     return Unit(
         name,
@@ -277,7 +205,7 @@ def _unit(
         origin,
         source,
         first_line,
-        headers,
+        tuple(headers.values()),
         defines,
         tuple(cflags),
         tuple(flags),
@@ -298,20 +226,6 @@ COMPILER_VARIABLES = (
     "NVCC_APPEND_FLAGS",
     "NVCC_CCBIN",
 )
-
-
-def _headers(source: str, folders: Iterable[Path]) -> dict[str, tuple[str, str]]:
-    """The headers that `source` includes, directly or not, each from the first of `folders` that has it: where it is, and its text.
-    Only these are there when it is compiled."""
-    found: dict[str, tuple[str, str]] = {}
-    pending = [source]
-    while pending:
-        for name in re.findall(r'^[ \t]*#[ \t]*include[ \t]*["<]([\w./-]+)[">]', pending.pop(), flags=re.M):
-            header = next((folder / name for folder in folders if (folder / name).is_file()), None)
-            if name not in found and ".." not in name and header is not None:
-                found[name] = str(header), header.read_text(encoding="utf-8")
-                pending.append(found[name][1])
-    return found
 
 
 # ------------------------------------------------------------------------------------------------------------ building
@@ -368,7 +282,16 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> None:
 
     cpp_extension._TORCH_PATH = _plain(cpp_extension._TORCH_PATH)
     cpp_extension.TORCH_LIB_PATH = _plain(cpp_extension.TORCH_LIB_PATH)
+    cpp_extension.get_cxx_compiler = lambda: _program(toolchain.host_compiler())
     directory = _plain(str(sources))
+    if unit.device == "cuda":
+        home = Path(toolchain.nvcc()).parent.parent
+        cpp_extension.CUDA_HOME = _plain(str(home))
+        runtime = next(home.glob("lib/libcudart.so.*"), None)
+        if runtime and not any(
+            home.glob("lib*/libcudart.so")
+        ):  # pip installs it without the name that linkers look for
+            (sources / "libcudart.so").symlink_to(runtime)
     try:
         cpp_extension.load_inline(
             name=sources.parent.name,  # never used before: load_inline numbers the builds of one name
@@ -376,6 +299,7 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> None:
             cuda_sources=['#include "kernels.cu"'] if unit.device == "cuda" else None,
             extra_cflags=list(unit.cflags),
             extra_cuda_cflags=list(unit.cuda_cflags),
+            extra_ldflags=[f"-L{directory}"],
             extra_include_paths=[directory],
             build_directory=directory,
             is_python_module=False,
@@ -398,24 +322,49 @@ def _compile_error(unit: Unit, log: str, log_path: Path) -> BuildError:
         raise KeyboardInterrupt
     with contextlib.suppress(OSError):
         log_path.write_text(log, encoding="utf-8", errors="replace")
-    full = re.search("No space left on device|Disk quota exceeded", log)
-    first = cache.folder_problem(log_path.parent, log) if full else first_error(log, unit.text_of)
+    first = first_error(log, unit.text_of)
+    if full := re.search("^.*(No space left on device|Disk quota exceeded).*$", log, flags=re.M):
+        first, temporary = cache.folder_problem(log_path.parent, log), os.environ.get("TMPDIR", "/tmp")
+        if (
+            os.path.isdir(temporary)
+            and shutil.disk_usage(temporary).free < shutil.disk_usage(log_path.parent).free
+        ):
+            first = f"{temporary}: the folder for temporary files is full: free some space, or set TMPDIR to another\n{full[0]}"
     return BuildError(
         f"{first}\nwhile compiling {unit.name} ({unit.device}); the whole log: {log_path}", log, str(log_path)
     )
 
 
+PLAIN = re.compile(r"[\w./+@=,-]+", flags=re.A)
+
+
 @functools.lru_cache(None)
 def _plain(path: str) -> str:
     """A name for `path` that a ninja file can hold ($, :, blanks and é can't stand there): itself, or a link to it."""
-    plain = re.compile(r"[\w./+@=,-]+", flags=re.A)
-    if plain.fullmatch(path):
+    if PLAIN.fullmatch(path):
         return path
-    base = tempfile.gettempdir()
-    alias = tempfile.mkdtemp(prefix="inline_loader-", dir=base if plain.fullmatch(base) else "/tmp")
-    atexit.register(shutil.rmtree, alias, ignore_errors=True)
+    alias = _temporary()
     os.symlink(path, f"{alias}/link")
     return f"{alias}/link"
+
+
+@functools.lru_cache(None)
+def _program(command: str) -> str:
+    """One program that runs `command`, which may be of several words."""
+    if os.path.exists(command) or len(shlex.split(command)) == 1:
+        return command
+    script = Path(_temporary(), "c++")
+    script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    script.chmod(0o700)
+    return str(script)
+
+
+def _temporary() -> str:
+    """A new folder for this process, with a plain name."""
+    base = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="inline_loader-", dir=base if PLAIN.fullmatch(base) else "/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
@@ -437,26 +386,72 @@ def forget() -> None:
 class Operators:
     """The operators of one loaded library, as attributes: `kernels.forward(y, v, ...)`. A single one can be called directly.
 
-    They write to their arguments and return nothing, which is all that torch.compile needs to know of them.
+    They write to their arguments and return nothing, which is all that torch.compile needs to know of them. They have no
+    gradient: an argument that requires one is refused where PyTorch would record it.
     """
 
     def __init__(self, unit: Unit):
-        self.unit = unit
-        for launcher in unit.launchers:
-            setattr(self, launcher.name, getattr(getattr(torch.ops, unit.namespace), launcher.name).default)
-        self._single = getattr(self, unit.launchers[0].name) if len(unit.launchers) == 1 else None
+        self.__unit = unit  # no launcher has such a name
+        operators = getattr(torch.ops, unit.namespace)
+        calls = [_call(each, getattr(operators, each.operator).default) for each in unit.launchers]
+        for launcher, call in zip(unit.launchers, calls):
+            setattr(self, launcher.name, call)
+        self.__single = calls[0] if len(calls) == 1 else None
 
-    def __call__(self, *arguments):
-        if self._single is None:
-            names = ", ".join(f"{self.unit.name}.{launcher.name}" for launcher in self.unit.launchers)
-            raise TypeError(f"{self.unit.name} has several operators, call one of {names}")
-        return self._single(*arguments)
+    def __call__(self, *arguments, **keywords):
+        if self.__single is None:
+            names = ", ".join(f"{self.__unit.name}.{launcher.name}" for launcher in self.__unit.launchers)
+            raise TypeError(f"{self.__unit.name} has several operators, call one of {names}")
+        return self.__single(*arguments, **keywords)
 
     def __repr__(self) -> str:
-        calls = [
-            f"{each.name}({', '.join(p.schema for p in each.parameters)})" for each in self.unit.launchers
-        ]
-        return f"<{self.unit.name} for {self.unit.device}: {', '.join(calls)}>"
+        calls = ", ".join(launcher.schema for launcher in self.__unit.launchers)
+        return f"<{self.__unit.name} for {self.__unit.device}: {calls}>"
+
+
+# Written out for its parameters, because it is called often: a loop over them would cost more than all else here.
+CALL = """
+def {name}({all}, /):
+    if _is_compiling():
+        return _operator({all})
+    try:
+        if _is_grad_enabled() and ({requires_grad}):
+            raise RuntimeError(_NO_GRADIENT)
+        _operator({all})
+    except Exception:
+        _check_tensors({tensors})
+        raise
+    _increment_version(({written}))
+"""
+
+
+def _call(launcher: Launcher, operator: Callable) -> Callable:
+    """`operator` as autograd has to know it: what it writes to gets a new version, what requires a gradient is refused."""
+    tensors = [p.registered for p in launcher.parameters if p.pointer]
+
+    def check_tensors(*arguments) -> None:
+        for name, argument in zip(tensors, arguments):
+            if not isinstance(argument, Tensor):
+                raise TypeError(f"{launcher.name}: {name}: expected a tensor, got {argument!r}") from None
+
+    code = CALL.format(
+        name=launcher.operator,
+        all=", ".join(p.registered for p in launcher.parameters),
+        tensors=", ".join(tensors),
+        requires_grad=" or ".join(f"{name}.requires_grad" for name in tensors),
+        written="".join(f"{p.registered}, " for p in launcher.parameters if p.pointer and not p.const),
+    )
+    names = {
+        "_is_compiling": torch.compiler.is_compiling,
+        "_is_grad_enabled": torch.is_grad_enabled,
+        "_operator": operator,
+        "_check_tensors": check_tensors,
+        "_increment_version": torch._C._increment_version,
+        "_NO_GRADIENT": f"{launcher.name}: an argument requires a gradient, and a launcher has none: give it one with "
+        "loader_operators.declare(..., backward=...), or call it under torch.no_grad()",
+    }
+    exec(code, names)
+    return names[launcher.operator]
 
 
 def load(
@@ -500,6 +495,7 @@ def _load(
     defines: Mapping[str, object],
     place: str = "",
 ) -> Operators:
+    defines = macros(defines)
     slot = (name, source, folder, device, tuple(sorted(defines.items())))
     operators = _loaded.get(slot)
     if operators is None:
@@ -510,7 +506,7 @@ def _load(
 def _load_unit(unit: Unit, place: str = "") -> Operators:
     with _loading.setdefault(unit.namespace, threading.Lock()):
         # Registering a namespace a second time would abort the process.
-        if not hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].name):
+        if not hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].operator):
             if (
                 unit.device == "cuda"
                 and torch.cuda.is_available()
@@ -557,12 +553,14 @@ def load_ipython_extension(shell) -> None:
     """
 
     def compile_cell(device: str, line: str, cell: str) -> None:
-        name, *macros = line.split() or [""]
-        defines = dict(macro.partition("=")[::2] for macro in macros)
-        operators = _load_unit(
-            _unit(name, cell, device, defines, first_line=2)
-        )  # the magic is the cell's first line
+        name, *words = line.split() or [""]
+        defines = macros(dict(word.partition("=")[::2] for word in words))
         known = shell.user_ns.get(name)
+        if hasattr(builtins, name) or keyword.iskeyword(name) or isinstance(known, types.ModuleType):
+            what = "an imported module" if isinstance(known, types.ModuleType) else "Python's own"
+            raise ValueError(f"expected a name for the cell that is free, but {name} is {what}")
+        unit = _unit(name, cell, device, defines, first_line=2)  # the magic is the cell's first line
+        operators = _load_unit(unit)
         if isinstance(known, Operators):
             known.__dict__ = operators.__dict__
         else:
@@ -592,7 +590,11 @@ def main(arguments: list[str]) -> int:
     if arguments == ["doctor"]:
         return 0 if doctor() else 1
     if arguments == ["clear"]:
-        print(f"removed {clear_cache() >> 10} kB from {cache.cache_folder()}")
+        try:
+            print(f"removed {clear_cache() >> 10} kB from {cache.cache_folder()}")
+        except (BuildError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 1
         return 0
     print("usage: python inline_loader.py doctor | clear", file=sys.stderr)
     return 2

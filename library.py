@@ -115,7 +115,7 @@ def winograd_applies(x: Tensor, weight: Tensor) -> bool:
     if device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3):
         return False
     terms = math.prod(weight.shape[1:-2])
-    large = 8 <= terms <= 64 and weight.shape[0] % 8 == 0 and min(output_size(x, weight)[-2:]) >= 16
+    large = 8 <= terms <= 128 and weight.shape[0] % 8 == 0 and min(output_size(x, weight)[-2:]) >= 16
     return large and not is_channels_last(x, weight)
 
 

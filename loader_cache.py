@@ -1,5 +1,7 @@
 """The folder that holds the builds: private, locked, checked before anything in it is loaded, and limited in size.
 
+What else is in the folder is never touched or counted. Ours bears the name of a build, and the build's lock is beside it.
+
 <cache>/<name>_<key>/kernels.so     a build; build.json beside it says of what, and its checksum
 <cache>/<name>_<key>.building-*/    a build that is being made; left behind only by a killed builder, until the next build
 <cache>/<name>_<key>.lock           held by the process that builds; the operating system frees it when that process dies
@@ -10,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -20,7 +23,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import filelock
@@ -31,6 +34,17 @@ from loader_report import BuildError
 LIMIT = 1 << 30  # bytes; the least recently used builds go first
 LOCK_TIMEOUT = 1800.0  # seconds
 BUILDING = ".building-"
+_OURS = re.compile(
+    rf"([A-Za-z]\w*_[0-9a-f]{{16}})({re.escape(BUILDING)}\w+|\.owner|\.failure|\.log|\.\d+|)", re.A
+)
+_RECORD = {
+    "name": str,
+    "device": str,
+    "parts": dict,
+    "seconds": (int, float),
+    "built": (int, float),
+    "sha256": str,
+}
 
 
 def cache_folder() -> Path:
@@ -38,26 +52,54 @@ def cache_folder() -> Path:
 
     Raises PermissionError where somebody else could write to it, BuildError where it can't be made.
     """
-    chosen = os.environ.get("INLINE_LOADER_CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = (Path(chosen) if chosen else base / "inline_kernels").absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        folder = (
+            Path(os.environ.get("INLINE_LOADER_CACHE") or f"{base}/inline_kernels").expanduser().absolute()
+        )
+    except RuntimeError as error:  # neither HOME nor an entry in passwd
+        raise BuildError(f"{error} Set INLINE_LOADER_CACHE to a folder of your own") from None
     with naming(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-    elsewhere = "or set INLINE_LOADER_CACHE to another folder"
-    if stat.S_ISLNK(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        for missing in [each for each in (folder, *folder.parents) if not each.exists()][::-1]:
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                missing.mkdir(
+                    mode=0o700
+                )  # as is what is missing above: whoever may replace that, may replace this
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    _refuse_unsafe(folder)
+    return folder
+
+
+def _refuse_unsafe(folder: Path) -> None:
+    status, inside = folder.lstat(), folder / "inline_kernels"
+    faults = {
+        "it is a link": stat.S_ISLNK(status.st_mode),
+        f"it belongs to user {status.st_uid}": status.st_uid != os.getuid(),
+        f"its mode is {stat.S_IMODE(status.st_mode):o}": status.st_mode & 0o077,
+    }
+    if fault := next((fault for fault, there in faults.items() if there), None):
+        fix = "set INLINE_LOADER_CACHE to another folder"
+        if fault.startswith("its mode"):
+            fix = f"{_chmod('700', folder, status)}set INLINE_LOADER_CACHE to a folder in it, {inside}"
         raise PermissionError(
-            f"{folder}: expected a folder of your own, no link, that nobody else can enter, because code is loaded from it; "
-            f"fix it with: chmod 700 {shlex.quote(str(folder))}, {elsewhere}"
+            f"{folder}: expected a folder of your own, no link, that nobody else can enter, because code is loaded from it, "
+            f"but {fault}; {fix}"
         )
     for parent in folder.resolve().parents:
-        mode = parent.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        status = parent.stat()
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
             raise PermissionError(
                 f"{parent}: everybody may replace what it holds, the cache {folder} among it; "
-                f"fix it with: chmod o-w {shlex.quote(str(parent))}, {elsewhere}"
+                f"{_chmod('o-w', parent, status)}set INLINE_LOADER_CACHE to a folder elsewhere"
             )
-    return folder
+
+
+def _chmod(mode: str, folder: Path, status: os.stat_result) -> str:
+    """The advice to close `folder`, unless that is another user's, or one of all users', like /, /home and /tmp."""
+    of_all = len(folder.parts) < 3 or folder.name in ("tmp", "shm") or status.st_mode & stat.S_ISVTX
+    mine = status.st_uid == os.getuid() and not of_all
+    return f"fix it with: chmod {mode} {shlex.quote(str(folder))}, or " if mine else ""
 
 
 @contextlib.contextmanager
@@ -65,7 +107,7 @@ def naming(folder: Path) -> Iterator[None]:
     """Turns the system's errors about `folder` into a BuildError that names it and the way out."""
     try:
         yield
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
         raise BuildError(folder_problem(folder, str(error)) or f"{folder}: {error}") from error
 
 
@@ -75,6 +117,9 @@ def folder_problem(folder: Path, text: str) -> str | None:
         "No space left on device|Disk quota exceeded": "the disk is full: free some space (python inline_loader.py clear)",
         "Read-only file system|Permission denied": "can't be written to and does not hold this build yet: make it writable",
         "failed to map segment|Operation not permitted": "no code may run from here (is it mounted noexec?): remount it",
+        "No locks available|Function not implemented|Operation not supported|support flock": "its file system has no locks: "
+        "mount it with locks",
+        "Not a directory|File exists": "a file stands where a folder belongs: remove it",
     }
     for pattern, sentence in problems.items():
         if found := re.search(rf"^.*({pattern}).*$", text, flags=re.MULTILINE):
@@ -87,6 +132,8 @@ def folder_problem(folder: Path, text: str) -> str | None:
 
 def new_build(folder: Path) -> Path:
     """An empty folder to make the build `folder` in."""
+    if folder.is_symlink() or folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     return Path(tempfile.mkdtemp(prefix=folder.name + BUILDING, dir=folder.parent))
 
 
@@ -113,17 +160,24 @@ def verified(folder: Path) -> Path | None:
 
 
 def _record(folder: Path) -> dict:
+    return _whole(folder / "build.json", _RECORD)
+
+
+def _whole(path: Path, kinds: Mapping[str, type | tuple[type, ...]]) -> dict:
+    """The JSON object in the file `path` if it has all `kinds`, else {}."""
     try:
-        return json.loads((folder / "build.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    whole = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
+    return found if whole else {}
 
 
 def why_missing(folder: Path, name: str, device: str, parts: Mapping[str, str]) -> tuple[str, float | None]:
     """Why the build `folder` is not (whole) in the cache, and the seconds that its last build took (None: never built)."""
     if folder.exists():
         return "the cached library is damaged", _record(folder).get("seconds")
-    records = [_record(path.parent) for path in folder.parent.glob(f"{name}_*/build.json")]
+    records = [_record(folder.parent / build) for build in _ours(folder.parent) if build[:-17] == name]
     records = [record for record in records if record.get("device") == device]
     if not records:
         return "first build", None
@@ -147,7 +201,9 @@ def lock(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             held.acquire(timeout=0.2, poll_interval=0.02)
             break
         except filelock.Timeout:
-            holder = owner.read_text() if owner.exists() else "another process"
+            holder = "another process"
+            with contextlib.suppress(OSError, ValueError):
+                holder = owner.read_text()
             say(f"waiting for {holder}, which builds it")
             if time.monotonic() > deadline:
                 raise BuildError(
@@ -174,11 +230,16 @@ def place_to_build(cache: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _free_place(cache: Path) -> filelock.BaseFileLock | None:
-    for index in range(toolchain.builds_at_once()):
-        place = filelock.FileLock(cache / f"build-{index}.lock")
-        with contextlib.suppress(filelock.Timeout):
-            place.acquire(timeout=0)
-            return place
+    places = (_at_once(cache / f"build-{index}.lock") for index in range(toolchain.builds_at_once()))
+    return next((place for place in places if place), None)
+
+
+def _at_once(path: Path) -> filelock.BaseFileLock | None:
+    """The lock `path`, taken, unless somebody holds it."""
+    lock = filelock.FileLock(path)
+    with contextlib.suppress(filelock.Timeout):
+        lock.acquire(timeout=0)
+        return lock
     return None
 
 
@@ -196,8 +257,9 @@ class Failure:
 
     def raise_if_new(self) -> None:
         """Raises the BuildError that another process met since this object was made."""
-        if self._stamp() != self.known:
-            raise BuildError(**json.loads(self.path.read_text(encoding="utf-8")))
+        told = _whole(self.path, {"message": str, "log": str, "log_path": str})
+        if told and self._stamp() != self.known:
+            raise BuildError(**told)
 
     def pass_on(self, error: BuildError) -> None:
         text = {"message": str(error), "log": error.log, "log_path": error.log_path}
@@ -210,62 +272,86 @@ class Failure:
 # ------------------------------------------------------------------------------------------------------------ cleaning up
 
 
+def _ours(cache: Path) -> dict[str, list[Path]]:
+    """All in the cache folder that the loader made, by the name of the build: that, what it is made in, its log and notes."""
+    found: dict[str, list[Path]] = {}
+    with contextlib.suppress(OSError):
+        names = set(os.listdir(cache))
+        for match in filter(None, map(_OURS.fullmatch, names)):
+            if f"{match[1]}.lock" in names:
+                found.setdefault(match[1], []).append(cache / match[0])
+    return found
+
+
+def _remove(folder: Path, paths: Iterable[Path]) -> None:
+    """Removes `paths`, which are of the build `folder`, unless a process is making that right now."""
+    with contextlib.suppress(OSError):
+        if lock := _at_once(Path(f"{folder}.lock")):
+            try:
+                for path in paths:
+                    _discard(path)
+            finally:
+                lock.release()
+
+
+def _discard(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        (
+            path / "build.json" if path.is_dir() else path
+        ).unlink()  # without its record nobody takes the rest for whole
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def sweep(cache: Path, held: Path | None = None) -> None:
     """Removes what killed builders left: folders whose build is not being made, or is ours to make (`held`)."""
-    for work in cache.glob(f"*{BUILDING}*"):
-        folder = cache / work.name.split(BUILDING)[0]
-        with contextlib.suppress(filelock.Timeout, OSError):
-            with (
-                contextlib.nullcontext() if folder == held else filelock.FileLock(f"{folder}.lock", timeout=0)
-            ):
-                shutil.rmtree(work, ignore_errors=True)
+    for build, paths in _ours(cache).items():
+        left = [path for path in paths if BUILDING in path.name]
+        if cache / build == held:
+            for path in left:
+                _discard(path)
+        elif left:
+            _remove(cache / build, left)
 
 
 def trim(cache: Path, keep: Path) -> None:
     """Brings the cache under LIMIT: the least recently used builds go, `keep` stays."""
-    builds = sorted((_used(record), record.parent) for record in cache.glob("*/build.json"))
     total = size(cache)
-    for _, folder in builds:
+    for folder in sorted([cache / build for build in _ours(cache)], key=_used):
         if total > LIMIT and folder != keep:
-            total -= size(folder)
-            _discard(folder)
+            total -= _bytes(folder)
+            _remove(folder, [folder])
 
 
 def clear(cache: Path) -> int:
     """Removes every build that no process is making right now. Returns the bytes freed."""
     before = size(cache)
-    sweep(cache)
-    for record in cache.glob("*/build.json"):
-        _discard(record.parent)
-    for path in [*cache.glob("*.log"), *cache.glob("*.failure"), *cache.glob("*.owner")]:
-        path.unlink(missing_ok=True)
+    for build, paths in _ours(cache).items():
+        _remove(cache / build, paths)
     return before - size(cache)
 
 
-def _discard(folder: Path) -> None:
-    """Removes a build. Without its record nobody takes the rest for whole while it goes."""
-    (folder / "build.json").unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _used(record: Path) -> float:
+def _used(folder: Path) -> float:
     with contextlib.suppress(OSError):
-        return record.stat().st_mtime
+        return (folder / "build.json").stat().st_mtime
     return 0.0
 
 
-def size(folder: Path) -> int:
-    """Bytes in the files under `folder`."""
+def size(cache: Path) -> int:
+    """Bytes in all that the loader made in the cache folder."""
+    return sum(_bytes(path) for paths in _ours(cache).values() for path in paths)
+
+
+def _bytes(path: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += 0 if path.is_dir() else path.lstat().st_size
+    for file in [path, *[Path(folder, name) for folder, _, names in os.walk(path) for name in names]]:
+        with contextlib.suppress(OSError):  # it may go meanwhile
+            total += 0 if file.is_dir() else file.lstat().st_size
     return total
 
 
 def check() -> str:
     """What the cache folder holds, for doctor()."""
     cache = cache_folder()
-    unfinished = sum(1 for _ in cache.glob(f"*{BUILDING}*"))
+    unfinished = sum(BUILDING in path.name for paths in _ours(cache).values() for path in paths)
     left = f"; {unfinished} unfinished builds, which the next build removes" if unfinished else ""
     return f"{cache}, {size(cache) >> 20} of at most {LIMIT >> 20} MB{left}"

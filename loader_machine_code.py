@@ -166,13 +166,15 @@ def report(kernels, *, architecture: str | None = None, threads: int = 256, dyna
     Raises TypeError for other objects, ValueError for kernels of the CPU and for an architecture whose limits aren't known, BuildError
     if they can't be compiled.
     """
-    unit = getattr(kernels, "unit", None)
+    unit = getattr(
+        kernels, "_Operators__unit", None
+    )  # inline_loader.Operators leaves all plain names to launchers
     if unit is None:
         raise TypeError(f"expected what load or %%cuda gave, got a {type(kernels).__name__}")
     if unit.device != "cuda":
         raise ValueError(f"expected CUDA kernels, got {unit.name}, which is for the CPU")
     flags = [flag for flag in unit.cuda_cflags if "-gencode" not in flag]
-    texts = {unit.origin: unit.text_of(unit.origin), **dict(unit.headers.values())}
+    texts = {unit.origin: unit.text_of(unit.origin), **{each.path: each.text for each in unit.headers}}
     compiler, architecture = toolchain.nvcc(), architecture or toolchain.cuda_architectures()[0]
     limits_of(architecture)
     return examine(unit.files(), texts, flags, architecture, compiler, threads, dynamic)

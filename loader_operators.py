@@ -112,7 +112,10 @@ class Operator:
             )
         self._spread = (lambda arguments: (together._make(arguments),)) if together else tuple
         self.saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
-        self._call = _caller(forward, bool(plan), self.saves)
+        call = _caller(forward, bool(plan), self.saves)
+        self._call = (
+            call if backward else torch.no_grad()(call)
+        )  # launchers refuse what would lose its gradient
         self._shapes, self._backward, self._gradients = shapes, backward, gradients
         self._differentiable = _differentiable(self).apply if backward else None
         self.registered = self._register()

@@ -5,6 +5,7 @@ On a terminal and in a notebook progress is one line that is rewritten; in a log
 
 from __future__ import annotations
 
+import contextlib
 import html
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 class BuildError(RuntimeError):
@@ -71,13 +73,19 @@ def first_error(log: str, text_of: Callable[[str], str | None]) -> str:
         place = next((note for note in NOTE.finditer(log) if text_of(note["file"]) is not None), None)
         if place:
             message, groups = f"{message} (in {error['file']}:{error['line']})", place.groupdict()
-    text, line = text_of(groups["file"]) or "", int(groups["line"])
+    text, line = text_of(groups["file"]), int(groups["line"])
+    if text is None:  # a library's: its line may hold a macro that does not fit
+        with contextlib.suppress(OSError):
+            text = Path(groups["file"]).read_text(encoding="utf-8", errors="replace")
+    text = text or ""
     column = int(groups["column"]) if groups.get("column") else None
     if groups.get("caret") is not None and 0 < line <= len(text.splitlines()):
         # nvcc prints the line, shifted, with a caret: find that column in the line itself.
         shown, own = groups["code"], text.splitlines()[line - 1]
         shift = len(own.expandtabs()) - len(own.expandtabs().lstrip()) - (len(shown) - len(shown.lstrip()))
-        column = len(groups["caret"]) + shift + 1
+        column = (
+            len(groups["caret"]) + shift + 1 if shown.split() == own.split() else None
+        )  # it expands macros
     more = f"\nand {len(errors) - 1} more" if len(errors) > 1 else ""
     return at_line(groups["file"], text, line, column, message) + more
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import platform
 import re
@@ -27,12 +28,13 @@ TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:
 STABLE_ABI = TORCH >= (2, 10)
 MINIMUM_CAPABILITY = (7, 5)
 MINIMUM_GCC = 11 if TORCH >= (2, 12) else 9  # C++20 from torch 2.12 on, C++17 before
+USUAL_CUDA_HOME = "/usr/local/cuda"
 MEMORY_PER_BUILD = (1 if STABLE_ABI else 3) << 30  # the host side and nvcc side by side
 
 
 def host_compiler() -> str:
-    """The C++ compiler that load_inline uses. Raises BuildError where it is missing or too old."""
-    compiler = os.environ.get("CXX", "c++")
+    """The C++ compiler, a program or a command (CXX="ccache g++"). Raises BuildError where it is missing or too old."""
+    compiler = os.environ.get("CXX") or "c++"
     version = re.search(r"(\d+)\.\d+\.\d+", version_of(compiler))
     if version and "clang" not in version_of(compiler) and int(version[1]) < MINIMUM_GCC:
         raise BuildError(
@@ -43,44 +45,58 @@ def host_compiler() -> str:
 
 
 def nvcc() -> str:
-    """CUDA's compiler. Raises BuildError where it is missing or of another CUDA than torch's."""
+    """CUDA's compiler, <CUDA's folder>/bin/nvcc. Raises BuildError where it is missing or of another CUDA than torch's."""
     if not torch.version.cuda:
         raise BuildError(
             f'torch {torch.__version__} is built without CUDA: use device="cpu", or install a torch with CUDA'
         )
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    found = shutil.which("nvcc")
-    home = home or (
-        os.path.dirname(os.path.dirname(found)) if found else "/usr/local/cuda"
-    )  # as torch looks for it
-    compiler = os.path.join(home, "bin", "nvcc")
-    release = re.search(r"release (\d+)\.(\d+)", version_of(compiler))
-    if release and release[1] != torch.version.cuda.split(".")[0]:
-        raise BuildError(
-            f"{compiler} is of CUDA {release[1]}.{release[2]} but torch {torch.__version__} of CUDA {torch.version.cuda}: "
-            f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to it, or a torch for CUDA {release[1]}"
-        )
-    return compiler
+    major = torch.version.cuda.split(".")[0]
+    compilers = [os.path.join(home, "bin", "nvcc") for home in _cuda_homes(major)]
+    releases = {}
+    for compiler in [each for each in compilers if os.path.exists(each)] or compilers[:1]:
+        releases[compiler] = re.search(r"release (\d+)\.(\d+)", version_of(compiler))
+        if not releases[compiler] or releases[compiler][1] == major:
+            return compiler
+    compiler, release = next(iter(releases.items()))
+    raise BuildError(
+        f"{compiler} is of CUDA {release[1]}.{release[2]} but torch {torch.__version__} of CUDA {torch.version.cuda}: "
+        f"{_install_nvcc()}, or a torch for CUDA {release[1]}"
+    )
+
+
+def _cuda_homes(major: str) -> list[str]:
+    """Where the CUDA toolkit may be: where torch looks for it, and where pip installs it."""
+    if chosen := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return [chosen]
+    on_path = shutil.which("nvcc")
+    packages = importlib.util.find_spec("nvidia")  # a namespace of many folders
+    installed = packages.submodule_search_locations if packages else []
+    homes = [os.path.join(folder, f"cu{major}") for folder in installed or []]
+    return [*([os.path.dirname(os.path.dirname(on_path))] if on_path else []), USUAL_CUDA_HOME, *homes]
+
+
+def _install_nvcc() -> str:
+    cuda = torch.version.cuda
+    toolkit = f"install the CUDA toolkit {cuda} and set CUDA_HOME to its folder"
+    if int(cuda.split(".")[0]) < 13:  # before, pip's packages had no nvcc
+        return toolkit
+    packages = shlex.join([f"nvidia-cuda-{what}=={cuda}.*" for what in ("nvcc", "cccl")])
+    return f"{toolkit}, or unset that and run: {sys.executable} -m pip install {packages}"
 
 
 @functools.lru_cache(None)
 def version_of(compiler: str) -> str:
     try:
-        command = (
-            [*shlex.split(compiler), "--version"] if not os.path.exists(compiler) else [compiler, "--version"]
+        command = [compiler] if os.path.exists(compiler) else shlex.split(compiler)
+        result = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, errors="replace", check=True
         )
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        what, fix = (
-            "C++ compiler",
-            "install one with apt-get install g++ (or dnf install gcc-c++), or set CXX to it",
-        )
+        return result.stdout
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        what, fix = "C++", "install one with apt-get install g++ (or dnf install gcc-c++), or set CXX to it"
         if os.path.basename(compiler) == "nvcc":
-            what, fix = (
-                "CUDA compiler",
-                f"install the CUDA toolkit {torch.version.cuda} and set CUDA_HOME to its folder",
-            )
-        raise BuildError(f"no {what}: {compiler} does not run ({error}); {fix}") from None
+            what, fix = "CUDA", _install_nvcc()
+        raise BuildError(f"no {what} compiler: {compiler} does not run ({error}); {fix}") from None
 
 
 def find_ninja() -> str:
@@ -176,7 +192,14 @@ def _check_torch() -> str:
 
 def _check_compiler() -> str:
     compiler, standard = host_compiler(), "c++20" if TORCH >= (2, 12) else "c++17"
-    command = [*shlex.split(compiler), f"-std={standard}", "-fsyntax-only", "-x", "c++", "-"]
+    command = [
+        *([compiler] if os.path.exists(compiler) else shlex.split(compiler)),
+        f"-std={standard}",
+        "-fsyntax-only",
+        "-x",
+        "c++",
+        "-",
+    ]
     result = subprocess.run(command, check=False, input="#include <vector>\n", text=True, capture_output=True)
     if result.returncode:
         fix = f"install g++ {MINIMUM_GCC} or later and set CXX to it"
@@ -198,10 +221,9 @@ def _check_gpu() -> str:
 
 
 def _check_torch_locks() -> str:
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    stale = shlex.join(
-        str(lock) for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > 3600
-    )
+    root = os.path.expanduser(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions")
+    locks = [os.path.join(folder, "lock") for folder, _, names in os.walk(root) if "lock" in names]
+    stale = shlex.join(lock for lock in locks if time.time() - os.stat(lock).st_mtime > 3600)
     return (
         f"torch's own load_inline, not this loader, may wait for ever for one of: rm {stale}"
         if stale

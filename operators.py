@@ -82,11 +82,8 @@ class Plan(SimpleNamespace):
         (_, dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
         self._sums, self._last = accumulate_dtype(a.x.dtype), 2 + len(parameters)
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
-        self._ready, self.kernels, self.y_dtype = (
-            all(ready),
-            load(name, a.x, dtype, folder, **defines or {}),
-            dtype,
-        )
+        self._ready, self.kernels = all(ready), load(name, a.x, dtype, folder, **defines or {})
+        self.y_dtype = dtype
         self.y_format = (*y_format, torch.contiguous_format)[0]
         self._outputs = [
             (shape, dtype) if shape else a.x.new_empty(0, dtype=dtype) for shape, dtype, *_ in outputs

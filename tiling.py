@@ -5,6 +5,7 @@ launcher's arguments and its build's `defines`, and asserts at compile time, in 
 
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory.
 - strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
+  Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
 - gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x.
 
 An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
@@ -107,6 +108,9 @@ def _volume_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shar
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
     yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
+    of_column = _input_shared(1, ceil_div(kernel[2], 8) * 8, channels, *kernel[1:])
+    room = device_properties(x.device.index).shared - static_shared
+    yield of_column > room, "the filter does not fit in shared memory"
     positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
     yield positions < 64, "the fused kernels' statistics are exact enough from 64 positions on"
     too_large = size[1] * size[2] >= 2**24 or size[0] >= 2**15 or not volume_fits(x, weight, static_shared)
@@ -255,10 +259,12 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
     of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
     of_sample = tiles.slots * C // 16
-    pieces = ceil_div(N * of_sample * of_job * 4, _SAMPLES_BYTES)
-    dv_slots = (
-        min(N * of_sample, multiprocessors) if not dx else max(1, ceil_div(N, max(1, pieces))) * of_sample
-    )
+    dv_slots = min(N * of_sample, multiprocessors)
+    if dx:
+        most = _SAMPLES_BYTES // (4 * of_job)
+        if N * of_sample > most:  # whole rounds of the multiprocessors
+            most = most // multiprocessors * multiprocessors or most
+        dv_slots = of_sample * min(N, max(1, most // of_sample))
     rows, columns = _input_tiling(W, channels, tuple(weight.shape[3:]), room)
     return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
 
@@ -270,16 +276,21 @@ def input_positions(channels: int, kw: int) -> int:
 
 def _input_tiling(W: int, channels: int, kernel: tuple[int, int], room: int) -> tuple[int, int]:
     """Rows and columns of dx: whole rows where they fit, and as many as they can be."""
-    (kh, kw), positions = kernel, input_positions(channels, kernel[1])
-    fragments = kh * ceil_div(channels * kw, 16) * 1024
+    kh, kw = kernel
     for blocks in range(1, W + 1):
         columns = ceil_div(W, blocks)
         pitch = ceil_div(min(columns + kw - 1, W - kw + 1), 8) * 8
-        rows = positions // pitch
-        words = ((rows + kh - 1) * pitch + _TURN) * 64
-        if rows and max(words, 4 * channels * kw * rows * pitch) + 16 + fragments <= room:
-            return rows, columns
+        for rows in range(input_positions(channels, kw) // pitch, 0, -1):
+            if _input_shared(rows, pitch, channels, kh, kw) <= room:
+                return rows, columns
     raise AssertionError("no room for a column of dx")
+
+
+def _input_shared(rows: int, pitch: int, channels: int, kh: int, kw: int) -> int:
+    """Bytes of dynamic shared memory of a block of dx."""
+    words = ((rows + kh - 1) * pitch + _TURN) * 64
+    sums = 4 * channels * kw * rows * pitch
+    return ceil_div(max(words, sums), 16) * 16 + kh * ceil_div(channels * kw, 16) * 1024
 
 
 # ----------------------------------------------------------------------------------------------------- strips

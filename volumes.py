@@ -33,14 +33,19 @@ class BackwardPlan(SimpleNamespace):
         return dx.contiguous(memory_format=layout) if dx.numel() else dx, dw
 
 
-def backward_plan(plan: operators.Plan, name: str, a: tuple, dx: bool, **defines) -> BackwardPlan:
-    """The plan by the kernels `name`; dx: is the gradient of x wanted? Kept in forward's plan."""
+def defines_of(tiles: tiling.VolumeBackward, x: Tensor, weight: Tensor) -> dict[str, int]:
+    """What a build takes from the plan."""
+    positions = tiling.input_positions(x.shape[1], weight.shape[-1])
+    of_tiles = tiling.volume_defines(tiles.tiles, weight, x.element_size(), STATIC_SHARED)
+    return {**of_tiles, "INPUT_POSITIONS": positions}
+
+
+def backward_plan(plan: operators.Plan, name: str, a: tuple, dx: bool, defines: dict) -> BackwardPlan:
+    """The plan by the kernels `name`, which take `defines`, too; dx: is the gradient of x wanted? Kept in forward's plan."""
     kept = vars(plan).setdefault("backward", {})
     if dx not in kept:
         tiles = tiling.plan_volume_backward(a.x, a.weight, STATIC_SHARED, dx=dx)
-        defines |= tiling.volume_defines(tiles.tiles, a.weight, a.x.element_size(), STATIC_SHARED)
-        defines["INPUT_POSITIONS"] = tiling.input_positions(a.x.shape[1], a.weight.shape[-1])
-        kernels = operators.load(name, a.x, plan.y_dtype, **defines)
+        kernels = operators.load(name, a.x, plan.y_dtype, **defines, **defines_of(tiles, *a[:2]))
         (N, _, *size), sizes = a.x.shape, tiles.launch
         kept[dx] = BackwardPlan(kernels=kernels, tiles=tiles, sizes=(N, *size, *sizes))
     return kept[dx]

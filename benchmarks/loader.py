@@ -77,7 +77,8 @@ def usual(name: str, device: str) -> dict:
         signature = f"void {launcher.name}_usual({', '.join(parameters)})"
         declarations.append(f"{signature};")
         functions.append(f"{signature} {{ {launcher.name}({', '.join(arguments)}); }}")
-    source = "\n".join(['#include "host.h"' if device == "cpu" else "", unit.source, *functions])
+    host = '#include "host.h"\n#include "scalar.h"' if device == "cpu" else ""
+    source = "\n".join([host, Path(unit.origin).read_text(encoding="utf-8"), *functions])
     names = [f"{launcher.name}_usual" for launcher in unit.launchers]
     common = {
         "name": f"usual_{name}",

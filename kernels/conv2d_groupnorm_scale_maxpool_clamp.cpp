@@ -179,15 +179,17 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
   });
 }
 
+// The rows of a v that is there.
+static auto rows_in(const value_t* v, int64_t C, int64_t H, int64_t W) {
+  return [=] { return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; }; };
+}
+
 EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t* statistics, const value_t* v,
                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
                     const accumulate_t* scale, double low, double high, double eps, int64_t N, int64_t C,
                     int64_t G, int64_t H, int64_t W) {
-  const auto rows_of = [=] {
-    return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; };
-  };
-  pool_and_normalise(y, extreme, index, statistics, rows_of, conv_bias, weight, bias, scale, low, high, eps,
-                     N, C, G, H, W);
+  pool_and_normalise(y, extreme, index, statistics, rows_in(v, C, H, W), conv_bias, weight, bias, scale, low,
+                     high, eps, N, C, G, H, W);
 }
 
 // v convolved a few rows at a time, for `pool_and_normalise` and others; kept where v has elements.
@@ -217,10 +219,10 @@ EXPORT void convolve_forward(output_t* y, value_t* extreme, index_t* index, accu
                      weight, bias, scale, low, high, eps, N, C, G, sizes.height(), sizes.width());
 }
 
-// ---------------------------------------------------------------------------------------------------- backward
+// ------------------------------------------------------------------------------------------------- backward
 
-// dv = constant + linear·(v + offset) in each channel, and dy·scale·slope more where a window selects v and its
-// result passes the clamp.
+// dv = constant + linear·(v + offset) in each channel, and dy·scale·slope more where a window selects v and
+// its result passes the clamp.
 struct Dense {
   accumulate_t constant, linear, offset;
   accumulate_t operator()(accumulate_t v) const { return constant + linear * (v + offset); }
@@ -287,11 +289,13 @@ struct Backward {
           gradient += passed * factor, product += passed * factor * normalised.centred(value);
           scale_gradient += passed * z;
         }
-        sums[plane] = gradient, sums[planes + plane] = product, gradients[3 * planes + plane] = scale_gradient;
+        sums[plane] = gradient, sums[planes + plane] = product;
+        gradients[3 * planes + plane] = scale_gradient;
       }
     });
     const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N(), C(), shape.G);
-    group_gradients(sums + 2 * planes, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight, shape);
+    group_gradients(sums + 2 * planes, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight,
+                    shape);
     accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
     for (int i = 0; i < 4; i++) sum_rows(totals[i], i < 3 ? C() : scales, gradients + i * planes, N(), C());
   }
@@ -360,8 +364,7 @@ struct Backward {
             double* const gradient = partial.data() + (share * C() + c) * patch;
             for (int64_t strip = row; strip < row + count; strip++) {
               const int64_t found = selected(pixels.data(), gradients.data(), n, c, strip, sizes.W);
-              gram::add_patches(gradient, rows[strip * POOL_H], pixels.data(), gradients.data(), found,
-                                of_sample, sizes);
+              rows.add_patches(gradient, strip * POOL_H, pixels.data(), gradients.data(), found);
             }
             linear[c] = dense(n, c).linear;
           }
@@ -385,7 +388,7 @@ struct Backward {
           const double constant = channel.constant + channel.linear * level;
           for (int64_t i = 0; i < patch; i++) {
             const gram::Channel& of_plane = of_sample[i % filled];
-            total[i] += constant * of_plane.sums[i / filled] / of_plane.unit +
+            total[i] += constant * of_plane.sums[i / filled] * of_plane.inverse +
                         double(d_conv_bias()[n * C() + c]) * of_plane.shift;
           }
         }
@@ -408,11 +411,11 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
   const Backward backward{dy,   extreme, index, statistics, conv_bias, weight, bias, scale, accumulate_t(low),
                           accumulate_t(high), GroupShape(N, C, G, H * W), H, W, scratch};
   backward.of_parameters(d_conv_bias, d_weight, d_bias, d_scale, scales);
-  backward.of_v(dv, [=] { return [=](int64_t n, int64_t first, int64_t) { return v + (n * H + first) * W * C; }; });
+  backward.of_v(dv, rows_in(v, C, H, W));
 }
 
-// The same from x and filters as `convolve_forward` takes them, and the gradient of the filters; v is convolved
-// anew for its gradient. dv and dw may have no elements.
+// The same from x and filters as `convolve_forward` takes them, and the gradient of the filters; v is
+// convolved anew for its gradient. dv and dw may have no elements.
 EXPORT void convolve_backward(value_t* dv, value_t* dw, accumulate_t* d_conv_bias, accumulate_t* d_weight,
                               accumulate_t* d_bias, accumulate_t* d_scale, accumulate_t* scratch,
                               const output_t* dy, const value_t* x, const value_t* filters,

@@ -76,23 +76,27 @@ EXPORT void convolve_forward(output_t* y, uint8_t* withheld, int32_t* finite, co
   });
 }
 
+// The convolution v (N, C, D', H', W') from x (N, Cin, D, H, W) and weight (C, Cin, depth, 3, 3).
+EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_t N, int64_t Cin, int64_t C,
+                     int64_t D, int64_t H, int64_t W, int64_t depth) {
+  winograd::convolve(v, x, weight, {N, Cin, C, D, H, W, depth});
+}
+
 // Some of dv on the way through, and its sums.
 struct Passing {
   static constexpr int64_t kMost = winograd::kPixels;  // values at a time
-  value_t* dv;                                         // written where it is there
+  value_t* dv;  // written where it is there, two rows and columns from the edges of (N, C, height + 4, width + 4)
   const output_t* dy;
   const uint8_t* withheld;
   accumulate_t factor;
-  int64_t ahead;  // so far behind `at` lies what is soon asked for: rows far apart are not fetched by themselves
+  int64_t height, width;
 
-  // values = those from index `at` on, in whole vectors; inner and outer (kLanes) grow by the sums of dv and of
-  // dy·scale.
+  // values = those from index `at` on, in whole vectors, all of one row; inner and outer (kLanes) grow by the
+  // sums of dv and of dy·scale.
   void operator()(accumulate_t* values, double* inner, double* outer, int64_t at, int64_t count) const {
     alignas(sizeof(Lanes)) accumulate_t whole[kMost];
     uint8_t halves[kMost];
-    constexpr int64_t kLine = sizeof(winograd::Line);
-    for (int64_t i = 0; i < count; i += kLine / sizeof(output_t)) __builtin_prefetch(dy + at + ahead + i);
-    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(withheld + at + ahead + i);
+    fetch(at + 4 * height * width, count);
     for (int64_t i = 0; i < count; i++) whole[i] = accumulate_t(dy[at + i]) * factor;
     for (int64_t i = 0; i < count; i++) halves[i] = withheld[at + i];
     for (int64_t i = count; i % kLanes; i++) whole[i] = 0, halves[i] = 0;
@@ -107,12 +111,26 @@ struct Passing {
     }
     for (int j = 0; j < kLanes; j++) inner[j] += passed[j];
     for (int j = 0; j < kLanes; j++) outer[j] += all[j];
-    for (int64_t i = 0; dv && i < count; i++) dv[at + i] = value_t(values[i]);
+    if (dv) write(values, at, count);
+  }
+
+  // The same pixels of a later channel: rows that lie far apart are not fetched ahead by themselves.
+  void fetch(int64_t at, int64_t count) const {
+    constexpr int64_t kLine = sizeof(winograd::Line);
+    for (int64_t i = 0; i < count; i += kLine / sizeof(output_t)) __builtin_prefetch(dy + at + i);
+    for (int64_t i = 0; i < count; i += kLine) __builtin_prefetch(withheld + at + i);
+  }
+
+  void write(const accumulate_t* values, int64_t at, int64_t count) const {
+    const int64_t row = at / width, plane = row / height;
+    value_t* const out = dv + ((plane * (height + 4) + row % height + 2) * (width + 4) + at % width + 2);
+    for (int64_t i = 0; i < count; i++) out[i] = value_t(values[i]);
   }
 };
 
-// Its gradients: of weight where that has elements, of v likewise, and of the parameters as in `backward`.
-// Sums are made in `parts`, one thread each.
+// Its gradients: of weight where that has elements, of v likewise, and of the parameters as in `backward`. dv
+// (N, C, H' + 4, W' + 4), zero at its edges, makes the gradient of x a convolution. Sums are made in `parts`,
+// one thread each.
 EXPORT void convolve_backward(value_t* dweight, value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bias,
                               const output_t* dy, const uint8_t* withheld, const value_t* x, double scale,
                               int64_t biases, int64_t N, int64_t Cin, int64_t C, int64_t H, int64_t W,
@@ -121,8 +139,8 @@ EXPORT void convolve_backward(value_t* dweight, value_t* dv, accumulate_t* d_con
   std::vector<double> sums(2 * parts * C), lanes(sums.size() * kLanes);
   double* const first = lanes.data();
   const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
-  const int64_t S = sizes.height() * sizes.width();
-  const Passing passing{dv, dy, withheld, accumulate_t(scale), 4 * S};
+  const int64_t height = sizes.height(), width = sizes.width();
+  const Passing passing{dv, dy, withheld, accumulate_t(scale), height, width};
   const auto pass = [=](accumulate_t* values, int64_t part, int64_t c, int64_t at, int64_t count) {
     double* const inner = first + (part * C + c) * kLanes;
     passing(values, inner, inner + parts * C * kLanes, at, count);
@@ -131,12 +149,12 @@ EXPORT void convolve_backward(value_t* dweight, value_t* dv, accumulate_t* d_con
     winograd::filter_gradient(dweight, x, sizes, parts, pass);
   } else {
     host::parallel_for(parts, 1, [=](int64_t begin, int64_t end) {
+      alignas(sizeof(Lanes)) accumulate_t values[Passing::kMost];
+      const int64_t rows = N * C * height;
       for (int64_t part = begin; part < end; part++)
-        for (int64_t plane = part * N * C / parts; plane < (part + 1) * N * C / parts; plane++)
-          for (int64_t i = 0; i < S; i += Passing::kMost) {
-            alignas(sizeof(Lanes)) accumulate_t values[Passing::kMost];
-            pass(values, part, plane % C, plane * S + i, std::min(Passing::kMost, S - i));
-          }
+        for (int64_t row = part * rows / parts; row < (part + 1) * rows / parts; row++)
+          for (int64_t w = 0; w < width; w += Passing::kMost)
+            pass(values, part, row / height % C, row * width + w, std::min(Passing::kMost, width - w));
     });
   }
   for (size_t i = 0; i < lanes.size(); i++) sums[i / kLanes] += lanes[i];

@@ -6,14 +6,16 @@
 
 // How `dv_slots` jobs' worth of scratch for dv are used.
 struct BackwardPlan {
-  int64_t N, jobs_of_sample, jobs, dv_slots;
-  unsigned blocks;  // that may run at the same time, and share out the jobs
-  int64_t dv_values;  // float4
+  int64_t N, jobs_of_sample, jobs, dv_slots, dv_values;  // float4
+  int multiprocessors;
   BackwardPlan(const Convolution& c, int64_t N, int64_t dv_slots)
       : N(N), jobs_of_sample(int64_t(c.slots()) * kJobsPerTile), jobs(N * jobs_of_sample), dv_slots(dv_slots),
-        blocks(unsigned(min(jobs, int64_t(device_attribute(cudaDevAttrMultiProcessorCount))))),
-        dv_values(dv_slots * DvLayout(c).of_job(c)) {}
+        dv_values(dv_slots * DvLayout(c).of_job(c)),
+        multiprocessors(device_attribute(cudaDevAttrMultiProcessorCount)) {}
+  // That fill the GPU, and share out all jobs.
+  unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
+
 
 // dx and d_weight, where they are not null. d_level as in merge_kernel.
 template <class Problem>
@@ -32,9 +34,10 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
         dv, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
         unsigned(first_job + jobs), c);
     if (!dx) continue;
-    const unsigned blocks = unsigned(count * c.D * tiling.row_blocks * tiling.column_blocks);
-    input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
-                                                                                     first, tiling, c);
+    const unsigned tiles = unsigned(count * c.D * tiling.row_blocks * tiling.column_blocks);
+    const unsigned blocks = min(tiles, kInputBlocks * unsigned(plan.multiprocessors));
+    input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(
+        dx, dv, most, problem, first, tiles, tiling, c);
   }
   if (!d_weight) return;
   const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);

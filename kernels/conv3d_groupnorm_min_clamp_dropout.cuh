@@ -4,10 +4,12 @@
 #include "conv3d_tile.cuh"
 #include "philox.h"
 
-// z = (sum + offset)·slope + bias of a channel of a sample; slope = weight·rstd.
+// z = sum·slope + bias of a channel of a sample: slope = weight·rstd, and bias has the mean in it, as in eager:
+// rounded like this, z is hardly ever exactly what it is compared with unless the numbers say so. v - mean =
+// sum + offset.
 struct alignas(16) Affine {
   float offset, slope, bias, rstd;
-  __device__ __forceinline__ float operator()(float sum) const { return fmaf(sum + offset, slope, bias); }
+  __device__ __forceinline__ float operator()(float sum) const { return fmaf(sum, slope, bias); }
 };
 
 struct DropoutMask {

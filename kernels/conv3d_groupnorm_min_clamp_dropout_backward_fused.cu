@@ -223,7 +223,7 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
                                dropout_mask(seed, p), tied_value(low, high)};
   allow_shared(sums_kernel);
   if (N > 0) {
-    sums_kernel<<<plan.blocks, kBlock, c.shared, stream>>>(sums, problem, plan.jobs, c);
+    sums_kernel<<<plan.blocks(), kBlock, c.shared, stream>>>(sums, problem, plan.jobs, c);
     coefficients_kernel<<<blocks_for(N * groups, 64), 64, 0, stream>>>(
         coefficients, gradients, sums, problem, norm_weight, N, int(groups), c);
   }

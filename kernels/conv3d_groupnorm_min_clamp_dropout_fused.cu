@@ -161,8 +161,9 @@ __device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut],
     for (int i = 0; i < per_group; i++)
       all = all.merge(channels[channel / per_group * per_group + i].moments);
     const float deviation = sqrtf(float(all.variance()) + norm.eps);
-    affines[n * kOut + channel] = {float(channels[channel].constant - all.mean),
-                                   norm.weight[channel] / deviation, norm.bias[channel], 1 / deviation};
+    const double offset = channels[channel].constant - all.mean;
+    const float slope = norm.weight[channel] / deviation, bias = float(offset * slope + norm.bias[channel]);
+    affines[n * kOut + channel] = {float(offset), slope, bias, 1 / deviation};
   }
 }
 
@@ -233,7 +234,7 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
   const int64_t whole = tail.before + channel * size;  // elements before this channel
   const int64_t first = whole / 4, count = (whole + size - 1) / 4 - first + 1;  // draws
   const int step = chunks * kThreads;
-  bool any = !isfinite(affine.offset * affine.slope);
+  bool any = !isfinite(affine.bias);
   y += channel * size;
 #pragma unroll 1
   for (int64_t i = int64_t(chunk) * kThreads + threadIdx.x; i < count; i += kAtOnce * step) {

@@ -1,7 +1,7 @@
 // dx of a small 3-D convolution, from dv as conv3d_weight_gradient.cuh leaves it in scratch:
 //   dx[i, p] = sum over channels c and taps of weight[c, i, tap]·dv[c, p - tap]
 //
-// A block computes some rows and columns of a plane of dx. Of each plane of dv that reaches it, it brings what
+// A block computes tiles of dx, each some rows and columns of a plane. Of each plane of dv that reaches it, it brings what
 // it needs to shared memory; a product's depth is 16 channels out, its columns are positions of dv, its rows
 // the input channels times the taps along a row: D[(i, column's tap), position] is summed over the other taps,
 // and at the end over the taps along the row, each shifted by its own.
@@ -12,6 +12,7 @@
 #include "conv3d_weight_gradient.cuh"
 
 constexpr int kInputBlock = 256, kInputWarps = kInputBlock / 32;
+constexpr int kInputBlocks = 2;  // that a multiprocessor has registers for
 constexpr int kInputRows = kIn * kWidth, kInputTiles = (kInputRows + 15) / 16;  // of a product, and of 16 of them
 constexpr int kInputTurns = kInputTiles == 1 ? 2 : 1;                            // that a warp computes
 constexpr int kInputPositions = kInputWarps * kInputTurns * kTurn;                // of a block, at most
@@ -146,53 +147,46 @@ __device__ inline void put_dv(uint32_t* words, const float4* dv, const InputStor
   }
 }
 
-// Grid: samples · D · row_blocks · column_blocks, from sample `first_sample` on, whose dv is dv's first. A
-// sample that is not active has a dx of zero.
-template <class Problem>
-__global__ void __launch_bounds__(kInputBlock, 2)
-input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem problem, int64_t first_sample,
-                      InputTiling tiling, const Convolution c) {
-  extern __shared__ uint4 shared[];
-  __shared__ InputStorage storage;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  unsigned block = blockIdx.x;
-  const int first_column_out = int(block % tiling.column_blocks) * tiling.columns;
-  block /= tiling.column_blocks;
-  const int first_row_out = int(block % tiling.row_blocks) * tiling.rows;
-  block /= tiling.row_blocks;
-  const int plane_out = int(block % c.D);
-  const int64_t n = first_sample + block / c.D;
-  const int first_column = max(first_column_out - kWidth + 1, 0);  // of dv
-  const int columns = min(tiling.pitch, c.OW - first_column);
-  const bool active = problem.active(n);
-  uint32_t* const words = reinterpret_cast<uint32_t*>(shared);
+// Where a tile of dx lies, and where dv begins that reaches it.
+struct InputTile {
+  int64_t sample;  // of the launch's
+  int plane, first_row, rows, first_column, columns, dv_column;
+  __device__ InputTile(const Convolution& c, const InputTiling& tiling, unsigned tile) {
+    first_column = int(tile % tiling.column_blocks) * tiling.columns, tile /= tiling.column_blocks;
+    first_row = int(tile % tiling.row_blocks) * tiling.rows, tile /= tiling.row_blocks;
+    plane = int(tile % c.D), sample = tile / c.D;
+    rows = min(tiling.rows, c.H - first_row), columns = min(tiling.columns, c.W - first_column);
+    dv_column = max(first_column - kWidth + 1, 0);
+  }
+};
+
+// A tile's sums, by row of a product, into shared memory, where dv's words were.
+__device__ inline void put_input_sums(float* sums, InputStorage& storage, const float4* dv, uint4* shared,
+                                      const Convolution& c, const InputTiling& tiling, const InputTile& tile) {
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
   uint4* const fragments = shared + (tiling.fragments_at() + 15) / 16;
   float total[kInputTurns][kInputTiles][kFragments][4] = {};
-  float smallest = 1;
-  if (active) {
-    smallest = find_input_scales(storage, most, c, n);
-    dv += int64_t(block / c.D) * c.slots() * kJobsPerTile * DvLayout(c).of_job(c);
-  }
 #pragma unroll 1
-  for (int first_channel = 0; active && first_channel < kOut; first_channel += 16)
+  for (int first_channel = 0; first_channel < kOut; first_channel += 16)
 #pragma unroll 1
     for (int tap_plane = 0; tap_plane < kDepth; tap_plane++) {
-      const int plane = plane_out - tap_plane;
+      const int plane = tile.plane - tap_plane;
       if (plane < 0 || plane >= c.OD) continue;
       __syncthreads();  // the scales are there; what was there before has been used
       put_weights(fragments, storage, c, first_channel, tap_plane);
-      put_dv(words, dv, storage, c, tiling, first_channel, plane, first_row_out - kHeight + 1, first_column);
+      put_dv(reinterpret_cast<uint32_t*>(shared), dv, storage, c, tiling, first_channel, plane,
+             tile.first_row - kHeight + 1, tile.dv_column);
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < kInputTurns; k++) {
         const int first = (warp + k * kInputWarps) * kTurn;
         if (first >= tiling.positions()) continue;
 #pragma unroll
-        for (int tile = 0; tile < kInputTiles; tile++) {
+        for (int rows = 0; rows < kInputTiles; rows++) {
           float high[kFragments][4] = {}, low[kFragments][4] = {};
 #pragma unroll 1
           for (int tap_row = 0; tap_row < kHeight; tap_row++) {
-            const uint4* const own = fragments + (tap_row * kInputTiles + tile) * 64 + lane;
+            const uint4* const own = fragments + (tap_row * kInputTiles + rows) * 64 + lane;
             const uint4 both[2] = {own[0], own[32]};
             const uint32_t highs[4] = {both[0].x, both[0].y, both[0].z, both[0].w};
             const uint32_t lows[4] = {both[1].x, both[1].y, both[1].z, both[1].w};
@@ -208,41 +202,67 @@ input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem 
 #pragma unroll
           for (int j = 0; j < kFragments; j++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) total[k][tile][j][i] += low[j][i] + high[j][i];
+            for (int i = 0; i < 4; i++) total[k][rows][j][i] += low[j][i] + high[j][i];
         }
       }
     }
-  // Sums by row of the products, where dv's words were.
-  float* const sums = reinterpret_cast<float*>(shared);
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kInputTurns; k++)
 #pragma unroll
-    for (int tile = 0; tile < kInputTiles; tile++)
+    for (int rows = 0; rows < kInputTiles; rows++)
 #pragma unroll
       for (int j = 0; j < kFragments; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const int row = tile * 16 + g + i / 2 * 8;
+          const int row = rows * 16 + g + i / 2 * 8;
           const int at = (warp + k * kInputWarps) * kTurn + 8 * j + 2 * t + i % 2;
-          if (row < kInputRows && at < tiling.positions()) sums[row * tiling.positions() + at] = total[k][tile][j][i];
+          if (row < kInputRows && at < tiling.positions())
+            sums[row * tiling.positions() + at] = total[k][rows][j][i];
         }
   __syncthreads();
-  const int rows_out = min(tiling.rows, c.H - first_row_out);
-  const int columns_out = min(tiling.columns, c.W - first_column_out);
+}
+
+// The `tiles` of dx (samples · D · row_blocks · column_blocks, from sample `first_sample` on, whose dv is dv's
+// first) are shared out among the blocks, neighbours to each, since they share dv. A sample that is not active
+// has a dx of zero.
+template <class Problem>
+__global__ void __launch_bounds__(kInputBlock, kInputBlocks)
+input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem problem, int64_t first_sample,
+                      unsigned tiles, InputTiling tiling, const Convolution c) {
+  extern __shared__ uint4 shared[];
+  __shared__ InputStorage storage;
+  float* const sums = reinterpret_cast<float*>(shared);
+  const unsigned share = (tiles + gridDim.x - 1) / gridDim.x;
+  int64_t scaled = -1;  // the sample whose scales are known
+  float smallest = 1;   // of them
 #pragma unroll 1
-  for (int k = warp; k < kIn * rows_out; k += kInputWarps) {
-    const int i = k / rows_out, row = k % rows_out;
-    const float first_unit = 1 / smallest, second_unit = active ? 1 / storage.weight_scale[i] : 1.f;
-    value_t* const to = dx + (n * kIn + i) * c.channel + (int64_t(plane_out) * c.H + first_row_out + row) * c.W;
-    for (int column = lane; column < columns_out; column += 32) {
-      float sum = 0;
+  for (unsigned own = blockIdx.x * share; own < min((blockIdx.x + 1) * share, tiles); own++) {
+    const InputTile tile(c, tiling, own);
+    const int64_t n = first_sample + tile.sample;
+    const bool active = problem.active(n);
+    if (active) {
+      if (n != scaled) smallest = find_input_scales(storage, most, c, n), scaled = n;
+      const int64_t first_job = tile.sample * c.slots() * kJobsPerTile;
+      put_input_sums(sums, storage, dv + first_job * DvLayout(c).of_job(c), shared, c, tiling, tile);
+    }
+    const int dv_columns = min(tiling.pitch, c.OW - tile.dv_column);
+#pragma unroll 1
+    for (int k = threadIdx.x / 32; k < kIn * tile.rows; k += kInputWarps) {
+      const int i = k / tile.rows, row = k % tile.rows;
+      const float first_unit = 1 / smallest, second_unit = active ? 1 / storage.weight_scale[i] : 0.f;
+      value_t* const to = dx + (n * kIn + i) * c.channel +
+                          (int64_t(tile.plane) * c.H + tile.first_row + row) * c.W + tile.first_column;
+      for (int column = threadIdx.x % 32; column < tile.columns; column += 32) {
+        const float* const from = sums + i * kWidth * tiling.positions() + row * tiling.pitch;
+        float sum = 0;
 #pragma unroll
-      for (int tap = 0; tap < kWidth; tap++) {
-        const int at = first_column_out + column - tap - first_column;
-        if (at >= 0 && at < columns) sum += sums[(i * kWidth + tap) * tiling.positions() + row * tiling.pitch + at];
+        for (int tap = 0; tap < kWidth; tap++) {
+          const int at = tile.first_column + column - tap - tile.dv_column;
+          if (active && at >= 0 && at < dv_columns) sum += from[tap * tiling.positions() + at];
+        }
+        to[column] = value_t(sum * first_unit * second_unit);
       }
-      to[first_column_out + column] = value_t(sum * first_unit * second_unit);
     }
   }
 }

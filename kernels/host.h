@@ -1,14 +1,20 @@
 // The host side of every operator: what the code that inline_loader.py generates is made of.
 //
-// A `Call` reads one operator call's arguments, checked: device, dtype and contiguity. It exists twice,
-// behind the same names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and later; compiles in about a
-// second) and on ATen (older releases). `parallel_for` threads the CPU kernels with PyTorch's own thread
-// pool.
+// A `Call` reads one operator call's arguments as the launcher's parameters say, checked: device, dtype and contiguity.
+// It exists twice, behind the same names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and later; compiles in about
+// a second) and on ATen (older releases). `parallel_for` threads the CPU kernels with PyTorch's own thread pool.
+//
+// A macro of the user's source must not reach what is included here: this header comes before it, and scalar.h, which reads
+// such macros, after.
 #pragma once
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
-#include "scalar.h"
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 #ifdef WITH_CUDA
 #define USE_CUDA  // the stable headers then declare aoti_torch_get_current_cuda_stream
 #include <cuda_runtime_api.h>
@@ -62,8 +68,8 @@ template <class T> struct Dtype;
   };
 HOST_DTYPE(float, Float, "float32")
 HOST_DTYPE(double, Double, "float64")
-HOST_DTYPE(half_t, Half, "float16")
-HOST_DTYPE(bfloat16_t, BFloat16, "bfloat16")
+HOST_DTYPE(c10::Half, Half, "float16")
+HOST_DTYPE(c10::BFloat16, BFloat16, "bfloat16")
 HOST_DTYPE(uint8_t, Byte, "uint8")
 HOST_DTYPE(int32_t, Int, "int32")
 HOST_DTYPE(int64_t, Long, "int64")
@@ -75,6 +81,18 @@ class Call {
  public:
   Call(const char* operator_name, Stack stack, int count)
       : operator_name_(operator_name), stack_(stack), count_(count) {}
+
+  // Argument `index` for a parameter of type T.
+  template <class T> T read(int index, const char* name) {
+    if constexpr (std::is_same_v<T, int64_t> || std::is_same_v<T, double> || std::is_same_v<T, bool>)
+      return argument<T>(stack_, index, count_);
+#ifdef WITH_CUDA
+    else if constexpr (std::is_same_v<T, cudaStream_t>)
+      return stream();  // the last parameter: the device is known
+#endif
+    else
+      return pointer<std::remove_pointer_t<T>>(index, name);
+  }
 
   // The data of tensor argument `index`; null for a tensor without elements.
   template <class T> T* pointer(int index, const char* name) {
@@ -104,10 +122,6 @@ class Call {
                ? nullptr
                : static_cast<T*>(const_cast<void*>(static_cast<const void*>(tensor.data_ptr())));
   }
-
-  int64_t integer(int index) { return argument<int64_t>(stack_, index, count_); }
-  double real(int index) { return argument<double>(stack_, index, count_); }
-  bool boolean(int index) { return argument<bool>(stack_, index, count_); }
 
 #ifdef WITH_CUDA
   int device() const { return device_; }
@@ -156,6 +170,42 @@ class Call {
   std::vector<Tensor> tensors_;  // kept alive until the launch
 };
 
+// Calls `launcher` with the arguments on the stack. names: the operator's, then those of its parameters.
+template <class... T, size_t... I>
+void launch(void (*launcher)(T...), const char* const* names, Stack stack, std::index_sequence<I...>) {
+#ifdef WITH_CUDA
+  constexpr int count = sizeof...(T) - (std::is_same_v<T, cudaStream_t> || ...);
+#else
+  constexpr int count = sizeof...(T);
+#endif
+  Call call(names[0], stack, count);
+  std::tuple<T...> arguments{call.read<T>(I, I < count ? names[I + 1] : "")...};  // in order
+#ifdef WITH_CUDA
+  DeviceGuard guard(call.device());
+#endif
+  std::apply(launcher, arguments);
+#ifdef WITH_CUDA
+  call.check_launch();
+#endif
+#if !STABLE_ABI
+  torch::jit::drop(*stack, count);
+#endif
+}
+
+template <class... T>
+void launch(void (*launcher)(T...), const char* const* names, Stack stack) {
+  launch(launcher, names, stack, std::index_sequence_for<T...>());
+}
+
+// A launcher as an operator takes it.
+#if STABLE_ABI
+template <auto launcher, const char* const* names>
+void boxed(StableIValue* stack, uint64_t, uint64_t) { launch(launcher, names, stack); }
+#else
+template <auto launcher, const char* const* names>
+void boxed(const c10::OperatorHandle&, c10::DispatchKeySet, Stack stack) { launch(launcher, names, stack); }
+#endif
+
 // body(begin, end) over [0, count) in parallel pieces of at least `grain`.
 template <class Body> void parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (count <= 0) return;
@@ -168,28 +218,14 @@ template <class Body> void parallel_for(int64_t count, int64_t grain, const Body
 
 }  // namespace host
 
-// Registration, the same words on either ABI. OPERATOR boxes `void name_call(host::Call&)`, `count`
-// arguments.
+// Registration, the same words on either ABI.
 #if STABLE_ABI
-#define OPERATOR(name, count)                                            \
-  static void name##_boxed(StableIValue* stack, uint64_t, uint64_t) {    \
-    host::Call call(#name, stack, count);                                \
-    name##_call(call);                                                   \
-  }
 #define LIBRARY STABLE_TORCH_LIBRARY
 #define LIBRARY_IMPLEMENTATION STABLE_TORCH_LIBRARY_IMPL
-#define IMPLEMENT(library, name) library.impl(#name, &name##_boxed)
+#define IMPLEMENT(library, name, launcher, names) library.impl(name, &host::boxed<host::launcher, host::names>)
 #else
-#define OPERATOR(name, count)                                                                          \
-  static void name##_boxed(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) { \
-    {                                                                                                   \
-      host::Call call(#name, stack, count);                                                             \
-      name##_call(call);                                                                                \
-    }                                                                                                   \
-    torch::jit::drop(*stack, count);                                                                    \
-  }
 #define LIBRARY TORCH_LIBRARY
 #define LIBRARY_IMPLEMENTATION TORCH_LIBRARY_IMPL
-#define IMPLEMENT(library, name) \
-  library.impl(#name, torch::CppFunction::makeFromBoxedFunction<&name##_boxed>())
+#define IMPLEMENT(library, name, launcher, names) \
+  library.impl(name, torch::CppFunction::makeFromBoxedFunction<&host::boxed<host::launcher, host::names>>())
 #endif

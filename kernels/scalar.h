@@ -2,11 +2,15 @@
 //
 // A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and
 // OUTPUT_T what the problem returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that
-// backward needs. Parameters, statistics and sums use accumulate_t.
+// backward needs. Parameters, statistics and sums use accumulate_t. Other macros of a build may stand before this
+// header, so there are few names in it.
 #pragma once
 #include <stdint.h>
+#include <type_traits>
 
+#ifndef EXPORT  // inline_loader.py has its own
 #define EXPORT extern "C"  // marks a launcher that inline_loader.py turns into an operator
+#endif
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -32,14 +36,7 @@ using bfloat16_t = c10::BFloat16;
 #define INDEX_T int32_t
 #endif
 
-template <class T> struct AccumulateFor {
-  using type = float;
-};
-template <> struct AccumulateFor<double> {
-  using type = double;
-};
-
 using value_t = VALUE_T;
 using output_t = OUTPUT_T;
 using index_t = INDEX_T;
-using accumulate_t = AccumulateFor<value_t>::type;
+using accumulate_t = std::conditional_t<std::is_same_v<value_t, double>, double, float>;

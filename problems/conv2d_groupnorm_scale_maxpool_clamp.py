@@ -169,10 +169,8 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C, pool = a.x.shape, len(a.weight), tuple(a.pool)
-    tiles, saving = (
-        tiling.plan_strips(a.x, a.weight, pool),
-        saving and tiling.strips_save(a.x, a.weight, pool),
-    )
+    tiles = tiling.plan_strips(a.x, a.weight, pool)
+    saving = saving and tiling.strips_save(a.x, a.weight, pool)
     scratch = (N, C, tiles.tiles * tiles.strips, 3), torch.float32  # statistics of each strip
     outputs = [*_fused_outputs(a, saving), scratch]
     defines = tiling.strip_defines(tiles, a.weight, pool, saving)

@@ -152,22 +152,27 @@ def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, need
 
 
 def _backward_by_winograd(dy: Tensor, a: Arguments, withheld: Tensor, plan: operators.Plan, needs) -> tuple:
-    """The gradient of weight without dv, which only that of x needs. The library repeats one that is not finite everywhere, as in forward."""
-    (N, Cin, *of_x), x, gradients = a.x.shape, a.x.contiguous(), plan.gradients(a)
-    sizes = a.bias.numel(), N, Cin, len(a.weight), *of_x, torch.get_num_threads()
+    """The gradient of weight without dv, which only that of x needs: a convolution of dv, zeros around it, with the filters turned round.
+    The library repeats those that are not finite everywhere, as in forward, and does what Winograd's way is not for."""
+    (N, Cin, *of_x), (_, C, *of_y), gradients = a.x.shape, withheld.shape, plan.gradients(a)
+    x, none = a.x.contiguous(), a.x.new_empty(0)
+    sizes = a.bias.numel(), N, Cin, C, *of_x, torch.get_num_threads()
 
-    def run(dw: Tensor, dv: Tensor) -> None:
+    def run(dw: Tensor, with_dv: bool) -> Tensor:
+        dv = x.new_zeros(N, C, *[size + 4 for size in of_y]) if with_dv else none
         plan.kernels.convolve_backward(dw, dv, *gradients, dy, withheld, x, a.scale, *sizes)
+        return dv
 
-    none, dv = x.new_empty(0), x.new_empty(withheld.shape if needs[0] else 0)
-    dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format) if needs[1] else none
-    run(dw, dv)
-    repeat = needs[1] and not dw.isfinite().all()
-    if repeat and not needs[0]:
-        dv = x.new_empty(withheld.shape)
-        run(none, dv)
-    dx, direct = library.convolve_backward(dv, a.x, a.weight, plan.layout, [needs[0], repeat])
-    return dx, direct if repeat else dw, *plan.as_parameters(a, gradients)
+    dx, dw = None, torch.empty_like(a.weight, memory_format=torch.contiguous_format) if needs[1] else none
+    dv = run(dw, needs[0])
+    if needs[0] and library.winograd_applies(dv, turned := a.weight.flip(2, 3).transpose(0, 1).contiguous()):
+        dx = library.convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), plan.kernels).squeeze(2)
+    repeat = [need and (t is None or not t.sum().isfinite()) for need, t in zip(needs, (dx, dw))]
+    if any(repeat):
+        dv = (dv if needs[0] else run(none, True))[:, :, 2:-2, 2:-2]
+        direct = library.convolve_backward(dv, a.x, a.weight, plan.layout, repeat)
+        dx, dw = (theirs if again else ours for again, ours, theirs in zip(repeat, (dx, dw), direct))
+    return dx, dw, *plan.as_parameters(a, gradients)
 
 
 epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)

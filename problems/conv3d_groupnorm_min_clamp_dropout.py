@@ -137,7 +137,7 @@ def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor,
 
 
 def _fused_backward(dy: Tensor, a: Arguments, affines, active, *, plan, needs) -> tuple:
-    back, C = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0]), len(a.weight)
+    back, C = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], {}), len(a.weight)
     scratch = back.scratch(a, of_sample=7 * C, of_job=3 * 16)  # coefficients and gradients; sums
     (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
     inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), affines, active

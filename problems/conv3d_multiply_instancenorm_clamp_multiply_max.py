@@ -118,10 +118,9 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
     scratch = 2 * N * tiles.slots * len(a.weight) + held  # statistics of each block first
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    index, sizes = {"INDEX_T": operators.index_type(len(a.weight))[0]}, (held, N, *size, *tiles.launch)
-    return operators.Plan(
-        f"{NAME}_fused", a, PARAMETERS, outputs, {**defines, **index}, sizes=sizes, index=index
-    )
+    defines["INDEX_T"] = operators.index_type(len(a.weight))[0]
+    sizes = held, N, *size, *tiles.launch
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
 
 
 def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
@@ -132,10 +131,9 @@ def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor,
 
 
 def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, needs) -> tuple:
-    back = volumes.backward_plan(
-        plan, f"{NAME}_backward_fused", a, needs[0], SUMMED_POSITIONS=SUMMED, **plan.index
-    )
     S, C = math.prod(index.shape[1:]), len(a.weight)
+    defines = {"INDEX_T": operators.index_type(C)[0], "SUMMED_POSITIONS": SUMMED}
+    back = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], defines)
     # coefficients and gradients; dz of the channels that won; sums by part
     scratch = back.scratch(a, of_sample=6 * C + S + 3 * C * tiling.ceil_div(S, SUMMED), of_job=0)
     (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
@@ -171,7 +169,7 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstance
         return self._not_by_channel("multiplier")
 
     def _fused_obstacle(self, x, dtype):
-        return tiling.volume_obstacle(x, self.conv.weight, dtype, STATIC_SHARED)
+        return tiling.volume_obstacle(x, self.conv.weight, dtype, max(STATIC_SHARED, volumes.STATIC_SHARED))
 
 
 PROBLEM = Problem(

@@ -3,12 +3,18 @@ hypothesis's), and none of what torch.compile kept on disk: it knows an operator
 """
 
 import os
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch.utils.cpp_extension import CUDA_HOME
+
+import inline_loader
+import loader_toolchain
+from loading import ROOT, wait_until
 
 _compiled = tempfile.TemporaryDirectory(prefix="torchinductor-", ignore_cleanup_errors=True)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
@@ -36,3 +42,60 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+# ----------------------------------------------------------------------------------------------------------- the loader
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A cache folder for the test alone."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("INLINE_LOADER_CACHE", str(folder))
+    inline_loader._loaded.clear()
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A compiler that notes its calls in `calls` and waits while the file `hold` exists."""
+
+    class Compiler:
+        calls, hold = tmp_path / "calls", tmp_path / "hold"
+
+        def count(self, what: str = "begin") -> int:
+            return self.calls.read_text().split().count(what) if self.calls.exists() else 0
+
+        def wait_for_call(self) -> None:
+            wait_until(lambda: self.count() > 0)
+
+    script = tmp_path / "g++-that-waits"
+    script.write_text(f"""#!/bin/sh
+case " $* " in *" -c "*) ;; *) exec c++ "$@";; esac
+echo begin >> {Compiler.calls}
+while [ -e {Compiler.hold} ]; do sleep 0.05; done
+c++ "$@"; status=$?
+echo end >> {Compiler.calls}
+exit $status
+""")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return Compiler()
+
+
+@pytest.fixture
+def kernels_folder(tmp_path, monkeypatch) -> Path:
+    """In the place of kernels/."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for name in ("host.h", "scalar.h"):
+        shutil.copy(ROOT / "kernels" / name, folder)
+    monkeypatch.setattr(inline_loader, "KERNELS", folder)
+    return folder
+
+
+@pytest.fixture
+def fresh_versions():
+    loader_toolchain.version_of.cache_clear()
+    yield
+    loader_toolchain.version_of.cache_clear()

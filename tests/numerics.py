@@ -224,6 +224,10 @@ KNOWN = {
 HELD = Size((3, 16, (2, 3, 3), (16, 1, 1, 1), -1.0, 1.0), (132, 3, 5, 7, 9), "in shared memory")
 HELD_IN_SCRATCH = Size((3, 16, 3, (16, 1, 1, 1), -1.0, 1.0), (140, 3, 16, 32, 32), "in scratch, too")
 
+# Where Winograd's convolution gives the gradient of x, too, on a CPU: of few channels, and of as many as it may have.
+WINOGRAD_DX = Size((16, 40, 3, 0.1, (40, 1, 1), 2.0), (3, 16, 19, 22), "of few channels")
+WINOGRAD_MANY = Size((8, 128, 3, 0.1, (128, 1, 1), 2.0), (2, 8, 18, 21), "of many channels")
+
 # Where the fused kernel runs by wgmma, on Hopper: float32 where TF32 is allowed, and halves.
 WGMMA = Size((64, 128, 3, 0.1, (128, 1, 1), 2.0), (3, 64, 11, 260), "whole and part of a tile")
 

@@ -80,7 +80,8 @@ class Call(NamedTuple):
 TWO_TILES = numerics.size_of(numerics.POOL, "fused")._replace(shape=(2, 5, 7, 140))
 
 # What only one device has: on a CPU in float32; fused in all DTYPES, and without gradients, because of so much the library's take minutes.
-ONLY_CPU = {name: known.winograd for name, known in numerics.KNOWN.items() if known.winograd}
+ONLY_CPU = {name: [known.winograd] for name, known in numerics.KNOWN.items() if known.winograd}
+ONLY_CPU[numerics.MIN_ADD] += [numerics.WINOGRAD_DX]
 ONLY_FUSED = {
     numerics.INSTANCE_NORM: numerics.HELD,
     numerics.MIN_ADD: numerics.WGMMA,
@@ -98,8 +99,8 @@ def calls(device: str, name: str, variant: str) -> Iterator[Call]:
     yield Call(arguments, shape, torch.bfloat16)
     yield Call(arguments, shape, lay_out=channels_last)
     yield Call(arguments, shape, autocast=True)
-    if device == "cpu" and name in ONLY_CPU:
-        yield from both_rows(*ONLY_CPU[name][:2], torch.float32, "all")
+    for arguments, shape, _ in ONLY_CPU.get(name, []) if device == "cpu" else []:
+        yield from both_rows(arguments, shape, torch.float32, "all")
     if variant == "fused" and name in ONLY_FUSED:
         for dtype in DTYPES:
             yield from both_rows(*ONLY_FUSED[name][:2], dtype, "none")

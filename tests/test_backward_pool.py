@@ -201,3 +201,25 @@ def test_library_where_filters_leave_no_room(gpu, monkeypatch):  # noqa: F811
     monkeypatch.setattr(tiling, "plan_strips_backward", lambda *a: plan(*a)._replace(input_columns=0))
     gpu()
     assert_gradients(model, x)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled(dynamic, gpu):  # noqa: F811
+    """With the fused operators in its graph, whose shapes are what they announce."""
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    dy = torch.randn_like(model(x).detach())
+    gpu()
+    new = numerics.twin_of(model, "fused")
+    compiled = torch.compile(new, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    eager, traced = numerics.results(new, x, dy), numerics.results(compiled, x, dy)
+    assert all(torch.equal(traced[name], eager[name]) for name in eager)
+
+
+def test_opcheck(gpu):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    gpu()
+    with numerics.Recorder() as recorder, torch.no_grad():
+        numerics.twin_of(model, "fused")(x)
+    ((forward, arguments),) = recorder.calls.items()
+    given = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in arguments]
+    torch.library.opcheck(forward, tuple(given))

@@ -6,17 +6,15 @@ calls and waits while a file exists, so that no test depends on how long anythin
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import os
 import pickle
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
 from pathlib import Path
 
@@ -28,119 +26,21 @@ import loader_cache
 import loader_report
 import loader_toolchain
 from inline_loader import BuildError
+from loading import (
+    PATIENCE,
+    ROOT,
+    finish,
+    loading,
+    numbers,
+    only_build,
+    run,
+    scale,
+    start,
+    wait_for_line,
+    wait_until,
+)
 
-ROOT = Path(inline_loader.__file__).resolve().parent
-PATIENCE = 120  # seconds after which something hangs
-
-SCALE = """// build {}
-EXPORT void scale(float* y, const float* x, double a, int64_t n) {{
-  host::parallel_for(n, 1024, [=](int64_t begin, int64_t end) {{
-    for (int64_t i = begin; i < end; i++) y[i] = x[i] * float(a){};
-  }});
-}}
-"""
-_number = itertools.count()
-
-
-def scale(extra: str = "", number: int | None = None) -> str:
-    """y = x * a, then `extra`. No two texts are equal, so that none is loaded already."""
-    return SCALE.format(next(_number) if number is None else number, extra)
-
-
-def run(kernels, a: float = 2.0) -> list[float]:
-    x = torch.tensor([1.0, -3.0])
-    y = torch.empty_like(x)
-    (kernels.scale if hasattr(kernels, "scale") else kernels)(y, x, a, 2)
-    return y.tolist()
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("INLINE_LOADER_CACHE", str(folder))
-    inline_loader._loaded.clear()
-    return folder
-
-
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    """A compiler that notes its calls in `calls` and waits while the file `hold` exists."""
-
-    class Compiler:
-        calls, hold = tmp_path / "calls", tmp_path / "hold"
-
-        def count(self, what: str = "begin") -> int:
-            return self.calls.read_text().split().count(what) if self.calls.exists() else 0
-
-        def wait_for_call(self) -> None:
-            wait_until(lambda: self.count() > 0)
-
-    script = tmp_path / "g++-that-waits"
-    script.write_text(f"""#!/bin/sh
-case " $* " in *" -c "*) ;; *) exec c++ "$@";; esac
-echo begin >> {Compiler.calls}
-while [ -e {Compiler.hold} ]; do sleep 0.05; done
-c++ "$@"; status=$?
-echo end >> {Compiler.calls}
-exit $status
-""")
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-    return Compiler()
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.02)
-
-
-def start(source: str, before: str = "", **environment: str) -> subprocess.Popen:
-    """A fresh process that loads `source` and prints the result of a call, or the BuildError."""
-    program = f"""
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without it
-sys.path.insert(0, {str(ROOT)!r})
-{before}
-import torch, inline_loader
-try:
-    kernels = inline_loader.load("scale", source={ascii(source)})
-except inline_loader.BuildError as error:
-    sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
-    sys.exit(3)
-x = torch.tensor([1.0, -3.0])
-y = torch.empty_like(x)
-kernels(y, x, 2.0, 2)
-print(y.tolist())
-"""
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env={**os.environ, **environment},
-        cwd="/",
-    )
-
-
-def finish(process: subprocess.Popen) -> tuple[str, str]:
-    out, err = process.communicate(timeout=PATIENCE)
-    return out.strip(), err
-
-
-def wait_for_line(process: subprocess.Popen, text: str) -> str:
-    """The line of `process`'s progress that holds `text`."""
-    for line in process.stderr:
-        if text in line:
-            return line
-    pytest.fail(f"the process ended without {text!r}")
-
-
-def only_build(cache: Path) -> Path:
-    (record,) = cache.glob("*/build.json")
-    return record.parent
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # ---------------------------------------------------------------------------------------------- launchers and host side
@@ -255,16 +155,6 @@ def test_loaded_once_stays_loaded(cache):
         -6.0,
     ]  # the namespace lives on: no second registration
     assert not list(cache.glob("*/build.json"))
-
-
-@pytest.fixture
-def kernels_folder(tmp_path, monkeypatch) -> Path:
-    folder = tmp_path / "kernels"
-    folder.mkdir()
-    for name in ("host.h", "scalar.h"):
-        shutil.copy(ROOT / "kernels" / name, folder)
-    monkeypatch.setattr(inline_loader, "KERNELS", folder)
-    return folder
 
 
 def test_everything_that_matters_is_in_the_key(kernels_folder, monkeypatch, tmp_path):
@@ -451,344 +341,6 @@ def test_jobs_follow_memory_processors_and_max_jobs(monkeypatch):
     assert loader_toolchain.free_memory() > 0
 
 
-# --------------------------------------------------------------------------------------------------- the cache's content
-
-
-@pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "no record"])
-def test_damaged_library_is_rebuilt(cache, damage, compiler):
-    source, other = scale(), scale(" + 1")
-    assert finish(start(source))[0] == "[2.0, -6.0]"
-    library = only_build(cache) / "kernels.so"
-    if damage == "truncated":
-        os.truncate(library, library.stat().st_size // 2)
-    elif damage == "empty":
-        os.truncate(library, 0)
-    elif damage == "foreign":
-        inline_loader.load("other", source=other)
-        library.write_bytes(next(cache.glob("other_*/kernels.so")).read_bytes())
-    else:
-        (library.parent / "build.json").unlink()
-    before = compiler.count()
-    out, err = finish(start(source))
-    assert out == "[2.0, -6.0]" and "the cached library is damaged" in err
-    assert compiler.count() == before + 1
-    assert "scale (cpu): cached" in finish(start(source))[1] and compiler.count() == before + 1
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o755])
-def test_shared_cache_folder_is_refused(cache, mode):
-    cache.mkdir()
-    cache.chmod(mode)
-    with pytest.raises(PermissionError, match=f"nobody else can enter.*chmod 700 {cache}"):
-        inline_loader.load("scale", source=scale())
-
-
-def test_linked_cache_folder_is_refused(cache, tmp_path):
-    (tmp_path / "real").mkdir(mode=0o700)
-    cache.symlink_to(tmp_path / "real")
-    with pytest.raises(PermissionError, match="no link"):
-        inline_loader.load("scale", source=scale())
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_foreign_cache_folder_is_refused(cache):
-    cache.mkdir(mode=0o700)
-    os.chown(cache, 12345, 12345)
-    with pytest.raises(PermissionError, match="folder of your own"):
-        inline_loader.load("scale", source=scale())
-
-
-def test_cache_in_a_replaceable_place_is_refused(tmp_path, monkeypatch):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    monkeypatch.setenv("INLINE_LOADER_CACHE", str(shared / "cache"))
-    with pytest.raises(PermissionError, match=f"chmod o-w {shared}"):
-        inline_loader.load("scale", source=scale())
-
-
-def test_new_cache_folder_is_private(cache):
-    loader_cache.cache_folder()
-    assert cache.stat().st_mode & 0o777 == 0o700
-
-
-def test_least_recently_used_build_goes_first(cache, monkeypatch):
-    folders = {}
-    for name in ("a", "b", "c"):
-        if name == "c":
-            os.utime(folders["a"] / "build.json", (3, 3))
-            os.utime(folders["b"] / "build.json", (2, 2))
-            monkeypatch.setattr(loader_cache, "LIMIT", loader_cache.size(cache) + 1000)
-        inline_loader.load(name, source=scale().replace("scale", name))
-        folders[name] = next(cache.glob(f"{name}_*/build.json")).parent
-    assert [name for name, folder in folders.items() if folder.exists()] == ["a", "c"]
-
-
-def test_a_cached_load_counts_as_use(cache):
-    source = scale()
-    finish(start(source))
-    record = only_build(cache) / "build.json"
-    os.utime(record, (1, 1))
-    finish(start(source))
-    assert record.stat().st_mtime > 1
-
-
-def test_clear_cache_spares_what_is_being_built(cache, compiler):
-    finish(start(scale()))
-    killed = cache / ("gone_0" + loader_cache.BUILDING + "x")
-    killed.mkdir()
-    compiler.hold.touch()
-    builder = start(scale())
-    wait_until(lambda: compiler.count() == 2)
-    assert inline_loader.clear_cache() > 0
-    assert not list(cache.glob("*/build.json")) and not killed.exists()
-    compiler.hold.unlink()
-    assert finish(builder)[0] == "[2.0, -6.0]" and only_build(cache)
-
-
-# ------------------------------------------------------------------------------------------------------ disks and paths
-
-
-def mounted(
-    options: str, folder: Path, command: list[str], then: str = "true"
-) -> subprocess.CompletedProcess:
-    """Runs `command` in a mount namespace where `folder` is a tmpfs with `options`; `then` is run before it, mounted."""
-    if not shutil.which("unshare"):
-        pytest.skip("needs unshare")
-    folder.mkdir(exist_ok=True)
-    script = f"mount -t tmpfs -o mode=0700,{options} none {shlex.quote(str(folder))} && {then} && exec {shlex.join(command)}"
-    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run(
-        [*unshare, f"mount -t tmpfs none {shlex.quote(str(folder))}"], capture_output=True
-    ).returncode:
-        pytest.skip("this machine does not allow a mount namespace")
-    return subprocess.run(
-        [*unshare, script], capture_output=True, text=True, timeout=PATIENCE, env=os.environ
-    )
-
-
-def loading(source: str) -> list[str]:
-    process = start(source)
-    process.kill()
-    process.communicate()
-    return process.args
-
-
-def test_full_disk_names_the_folder(cache):
-    result = mounted("size=48k", cache, loading(scale()))
-    assert f"{cache}: the disk is full" in result.stdout and "INLINE_LOADER_CACHE" in result.stdout, result
-
-
-def test_noexec_cache_names_the_folder(cache):
-    result = mounted("noexec", cache, loading(scale()))
-    assert f"{cache}: no code may run from here" in result.stdout, result
-
-
-def test_read_only_cache_loads_when_warm_and_says_so_when_cold(cache, tmp_path):
-    warm, cold = scale(), scale()
-    assert finish(start(warm))[0] == "[2.0, -6.0]"
-    shutil.copytree(cache, tmp_path / "copy")
-    fill = f"cp -r {tmp_path}/copy/. {cache} && chmod 700 {cache} && mount -o remount,ro {cache}"
-    assert mounted("size=10m", cache, loading(warm), fill).stdout.strip() == "[2.0, -6.0]"
-    result = mounted("size=10m", cache, loading(cold), fill)
-    assert f"{cache}: can't be written to" in result.stdout, result
-
-
-ODD = """odd $HOME ${x} 'q' "Q" é: #&;(1)%"""
-
-
-@pytest.fixture(scope="module")
-def odd_project(tmp_path_factory) -> Path:
-    """The project and torch itself in a folder with every character that has broken a build somewhere."""
-    folder = tmp_path_factory.mktemp("odd") / ODD
-    folder.mkdir()
-    for path in ROOT.glob("*loader*.py"):
-        shutil.copy(path, folder)
-    shutil.copytree(ROOT / "kernels", folder / "kernels")
-    (folder / "site").mkdir()
-    (folder / "site" / "torch").symlink_to(Path(torch.__file__).parent)
-    (folder / "tmp").mkdir()
-    (folder / "cache").mkdir(mode=0o700)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "locale",
-    [
-        {"LC_ALL": "C.UTF-8"},
-        {"LC_ALL": "POSIX"},
-        {
-            "LC_ALL": "POSIX",
-            "PYTHONUTF8": "0",
-            "PYTHONCOERCECLOCALE": "0",
-        },  # torch can't be imported from an é here
-    ],
-    ids=["utf8", "posix", "ascii"],
-)
-def test_odd_paths_work(odd_project, locale):
-    source = scale().replace("// build", "// bâtiment")
-    environment = {
-        "INLINE_LOADER_CACHE": str(odd_project / "cache"),
-        "TMPDIR": str(odd_project / "tmp"),
-        **locale,
-    }
-    paths = [odd_project] if "PYTHONUTF8" in locale else [odd_project, odd_project / "site"]
-    # The program's text is ASCII: under these locales Python takes no other.
-    before = "\n".join(f"import os; sys.path.insert(0, os.fsdecode({os.fsencode(path)!r}))" for path in paths)
-    out, err = finish(start(source, before=before, **environment))
-    assert out == "[2.0, -6.0]", err
-    out, err = finish(start(source, before=before, **environment))
-    assert out == "[2.0, -6.0]" and "cached" in err, err
-    out, err = finish(start(source.replace("x[i]", "q[i]"), before=before, **environment))
-    assert out.startswith("<scale>:4:"), (out, err)
-
-
-# ------------------------------------------------------------------------------------------------------- missing tools
-
-
-@pytest.fixture
-def fresh_versions():
-    loader_toolchain.version_of.cache_clear()
-    yield
-    loader_toolchain.version_of.cache_clear()
-
-
-def program(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho '{text}'\n")
-    path.chmod(0o755)
-    return path
-
-
-@pytest.fixture
-def cuda_torch(monkeypatch, fresh_versions):
-    """A torch that believes in CUDA 13.0 and sees no GPU."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-
-
-CUDA_SOURCE = """EXPORT void scale(float* y, const float* x, double a, int64_t n, cudaStream_t stream) {}"""
-
-
-def test_no_host_compiler(monkeypatch, fresh_versions):
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    with pytest.raises(BuildError, match=r"^no C\+\+ compiler: /nowhere/g\+\+ .*apt-get install g\+\+"):
-        inline_loader.load("scale", source=scale())
-
-
-def test_old_host_compiler(monkeypatch, fresh_versions, tmp_path):
-    old = program(tmp_path / "g++", "g++ (GCC) 4.8.5 20150623")
-    monkeypatch.setenv("CXX", str(old))
-    with pytest.raises(
-        BuildError, match=rf"{re.escape(str(old))} is version 4.8.5, too old .*install g\+\+ \d+"
-    ):
-        inline_loader.load("scale", source=scale())
-
-
-def test_no_ninja(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tools(tmp_path)))
-    monkeypatch.setattr(loader_toolchain.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(BuildError, match=r"^ninja is missing: .*pip install ninja"):
-        inline_loader.load("scale", source=scale())
-
-
-def tools(tmp_path: Path) -> Path:
-    """A folder with what a compiler needs and no ninja."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for tool in ("c++", "g++", "as", "ld", "sh", "rm"):
-        if found := shutil.which(tool):
-            (folder / tool).symlink_to(found)
-    return folder
-
-
-def test_ninja_is_found_beside_python(tmp_path):
-    """As in a notebook server that was started by its absolute path: the environment's bin folder is not on PATH."""
-    if not shutil.which("ninja", path=os.path.dirname(sys.executable)):
-        pytest.skip("this environment has no ninja of its own")
-    out, err = finish(start(scale(), PATH=str(tools(tmp_path))))
-    assert out == "[2.0, -6.0]", err
-
-
-def test_no_nvcc(cuda_torch, monkeypatch):
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(
-        BuildError, match=r"^no CUDA compiler: /nowhere/bin/nvcc .*install the CUDA toolkit 13.0"
-    ):
-        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
-
-
-def test_wrong_cuda(cuda_torch, monkeypatch, tmp_path):
-    program(tmp_path / "bin" / "nvcc", "Cuda compilation tools, release 11.8, V11.8.89")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(BuildError, match=r"nvcc is of CUDA 11.8 but torch .* of CUDA 13.0: install"):
-        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
-
-
-@pytest.fixture
-def nvcc13(cuda_torch, monkeypatch, tmp_path):
-    program(tmp_path / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-
-
-def test_old_driver(nvcc13, monkeypatch):
-    def init():
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
-        )
-
-    monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(
-        BuildError, match=r"driver is too old: it serves CUDA 11.4, torch .* needs 13.0; update"
-    ):
-        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
-
-
-def test_no_gpu_and_no_architecture(nvcc13):
-    with pytest.raises(BuildError, match="no GPU is visible: set TORCH_CUDA_ARCH_LIST"):
-        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
-
-
-def test_old_gpu(nvcc13, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (6, 1))
-    with pytest.raises(BuildError, match=r"compute capability 7.5 or later \(7.5, 8.0.*got 6.1"):
-        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
-
-
-def test_architectures(nvcc13, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "6.1;7.5 8.6+PTX 9.0a 12.0")
-    assert loader_toolchain.cuda_architectures() == ["75", "86", "90a", "120a"]
-
-
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-def test_torch_without_cuda():
-    with pytest.raises(BuildError, match="is built without CUDA: use device="):
-        inline_loader.load("scale", source=CUDA_SOURCE, device="cuda")
-
-
-def test_doctor(monkeypatch, capsys, cache, fresh_versions):
-    assert inline_loader.main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert f"ok    cache folder: {cache}" in out and "FAIL" not in out and "at once" in out
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    cache.chmod(0o777)
-    assert inline_loader.main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "FAIL  C++ compiler: no C++ compiler" in out and f"chmod 700 {cache}" in out
-
-
-def test_command_line(cache):
-    finish(start(scale()))
-    command = [sys.executable, str(ROOT / "inline_loader.py")]
-    result = subprocess.run([*command, "clear"], capture_output=True, text=True, check=True)
-    assert re.match(r"removed \d+ kB", result.stdout) and not list(cache.glob("*/build.json"))
-    assert subprocess.run([*command, "nonsense"], capture_output=True).returncode == 2
-
-
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -826,7 +378,9 @@ def test_undefined_symbol_is_named():
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 def test_error_of_nvcc(monkeypatch, tmp_path):
-    source = "\n".join(["__global__ void k(float* y) {", "\t y[0] = nonsense;", "}", CUDA_SOURCE])
+    source = "\n".join(
+        ["__global__ void k(float* y) {", "\t y[0] = nonsense;", "}", "EXPORT void f(float* y) {}"]
+    )
     unit = inline_loader.Unit("k", "cuda", "<k>", source, 2, {}, {}, (), (), ())
     (tmp_path / "kernels.cu").write_text(unit.files()["kernels.cu"])
     log = subprocess.run(
@@ -835,6 +389,20 @@ def test_error_of_nvcc(monkeypatch, tmp_path):
     text = loader_report.first_error(log, unit.text_of).splitlines()
     assert text[0].startswith("<k>:3:") and "nonsense" in text[0]
     assert text[1][text[2].index("^") :].startswith("nonsense"), text
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+def test_error_of_nvcc_in_a_librarys_header_shows_the_line(monkeypatch, tmp_path):
+    """There it is a macro of the build that does not fit, and is to be seen."""
+    (tmp_path / "library.h").write_text("template <int COUNT> struct Vector {};\n")
+    source = "#include <library.h>\n__global__ void k(float* y) {}\nEXPORT void f(float* y) {}\n"
+    unit = inline_loader._unit("k", source, "cpu", {"COUNT": "4"})
+    files = dataclasses.replace(unit, device="cuda").files()
+    (tmp_path / "kernels.cu").write_text(files["kernels.cu"])
+    command = ["nvcc", "-isystem", str(tmp_path), "-c", "kernels.cu", "-o", "k.o"]
+    log = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
+    text = loader_report.first_error(log, unit.text_of).splitlines()
+    assert text[0].startswith(f"{tmp_path}/library.h:1: error: ") and "template <int COUNT>" in text[1], text
 
 
 def test_html_of_an_error():
@@ -932,7 +500,7 @@ EXPORT void scale(float* y, const float* x, double a, int64_t n, cudaStream_t st
 
 
 def cuda_scale(extra: str = "", threads: int = 256) -> str:
-    return CUDA_SCALE.format(next(_number), extra, threads)
+    return CUDA_SCALE.format(next(numbers), extra, threads)
 
 
 @needs_gpu

@@ -21,6 +21,7 @@ import torch
 import problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 import tiling
+import volumes
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))
@@ -162,6 +163,26 @@ def test_volumes_take_what_is_planned(kernel, value, shape, spilled, tmp_path, m
     defines = tiling.volume_defines(plan, weight, x.element_size(), static_shared)
     found = built(kernel, value, defines, tmp_path)
     assert all(entry.spilled <= spilled for entry in found), found
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", [instance_norm.NAME, dropout.NAME], ids=["instance norm", "dropout"])
+@pytest.mark.parametrize(
+    "value, shape, spilled",  # shape as above; a thread spills some bytes outside its loops
+    [("float", (16, 3, 3, 3, 3), 64), ("half_t", (16, 3, 3, 3, 3), 64), ("float", (960, 2, 3, 4, 5), 512)],
+    ids=str,
+)
+def test_backward_of_volumes_takes_what_is_planned(name, value, shape, spilled, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+    weight, dtype = torch.empty(shape), {"float": torch.float32}.get(value, torch.half)
+    x = torch.empty((), dtype=dtype).expand(2, shape[1], *(extent + 12 for extent in shape[2:]))
+    plan = tiling.plan_volume_backward(x, weight, volumes.STATIC_SHARED, dx=True)
+    defines = volumes.defines_of(plan, x, weight)
+    own = [f"VALUE_T={value}", "INDEX_T=int32_t", *(f"{key}={number}" for key, number in defines.items())]
+    for architecture in FUSED_ARCHITECTURES:
+        done = nvcc(KERNELS / f"{name}_backward_fused.cu", architecture, own, tmp_path / architecture)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert all(entry.spilled <= spilled for entry in entries(done.stderr).values()), done.stderr
 
 
 @needs_nvcc

@@ -262,22 +262,30 @@ def test_one_special_value(name, value, variant, device):
     assert_not_finite_as_eager(model, x, variant, reference="cpu" if overflows else device)
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [(name, value) for name in NAMES if known(name).winograd for value in (NAN, INF, -INF)]
-    + [(MIN_ADD, 3e38)],
+every_min_add = pytest.mark.parametrize(
+    "size", [known(MIN_ADD).winograd, numerics.WINOGRAD_DX], ids=["x's by the library", "x's by Winograd"]
 )
-def test_special_values_by_winograd(name, value):
+
+
+@pytest.mark.parametrize(
+    "name, size, value",
+    [
+        (name, known(name).winograd, value)
+        for name in NAMES
+        if known(name).winograd
+        for value in (NAN, INF, -INF)
+    ]
+    + [(MIN_ADD, known(MIN_ADD).winograd, 3e38), (MIN_ADD, numerics.WINOGRAD_DX, NAN)],
+)
+def test_special_values_by_winograd(name, size, value):
     """Infinities, and 3e38 beside 3e38, meet otherwise in its sums than in direct ones. The other samples don't notice."""
-    model, x = numerics.sized(name, known(name).winograd)
+    model, x = numerics.sized(name, size)
     spoilt = x.clone()
     spoilt[1, 0].view(-1, x.shape[-1])[1, 1:3] = value
     assert_not_finite_as_eager(model, spoilt)
     new = numerics.twin_of(model)
     parameters = dict(new.named_parameters())
-    alone = torch.autograd.grad(
-        new(spoilt).sum(), list(parameters.values())
-    )  # not x's, which has the library convolve
+    alone = torch.autograd.grad(new(spoilt).sum(), list(parameters.values()))  # not x's
     numerics.assert_equal(dict(zip(parameters, alone)), results(new, spoilt))
     with torch.no_grad():
         assert torch.equal(new(spoilt)[::2], new(x)[::2])
@@ -285,9 +293,10 @@ def test_special_values_by_winograd(name, value):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38])
 @pytest.mark.parametrize("passes", [True, False])
-def test_special_gradient_by_winograd(value, passes):
-    """Where min lets a gradient pass, and where it withholds it; with and without the gradient of x, which has the library convolve."""
-    model, x = numerics.sized(MIN_ADD, known(MIN_ADD).winograd)
+@every_min_add
+def test_special_gradient_by_winograd(size, value, passes):
+    """Where min lets a gradient pass, and where it withholds it; with the gradient of x and without."""
+    model, x = numerics.sized(MIN_ADD, size)
     with torch.no_grad():
         u = model.conv(x)
     places = ((u < model.constant_value) == passes).nonzero()

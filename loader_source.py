@@ -1,0 +1,270 @@
+"""What the loader reads in a kernel's source, and what it adds: its launchers, headers and macros, the host side around them.
+
+What compilers don't take for code is none here either: comments, strings, `#if 0`. `code_of` blanks it, so that positions in the
+code are those in the source.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import numbers
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loader_report import BuildError, at_line
+
+NUMBERS = {"int64_t": "int", "double": "float", "bool": "bool"}  # C type to the operator's
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a launcher: its C type without `const`, its name, and whether it is a pointer / written to."""
+
+    ctype: str
+    name: str
+    pointer: bool
+    const: bool
+
+    @property
+    def declared(self) -> str:
+        return f"{'const ' if self.const else ''}{self.ctype}{'*' if self.pointer else ''}"
+
+    @property
+    def registered(self) -> str:
+        return _registered(self.name)
+
+    @property
+    def schema(self) -> str:
+        name = self.registered
+        if self.pointer:
+            return f"Tensor {name}" if self.const else f"Tensor({name}!) {name}"
+        return f"{NUMBERS[self.ctype]} {name}"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A function marked EXPORT. `stream` says whether its last parameter is the CUDA stream."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    stream: bool
+
+    @property
+    def types(self) -> str:
+        return ", ".join([p.declared for p in self.parameters] + ["cudaStream_t"] * self.stream)
+
+    @property
+    def operator(self) -> str:
+        return _registered(self.name)
+
+    @property
+    def schema(self) -> str:
+        return f"{self.operator}({', '.join(p.schema for p in self.parameters)})"
+
+
+def _registered(name: str) -> str:
+    """What Python knows a launcher or a parameter by: its name, but where that can't be one there, or would start with "_"."""
+    return f"cpp_{name}" if keyword.iskeyword(name) or name == "name" or name.startswith("_") else name
+
+
+# ------------------------------------------------------------------------------------------------------------- the code
+
+_NO_CODE = re.compile(
+    r"""
+    //(?:[^\\\n]|\\.)*
+    | /\*.*?(?:\*/|\Z)
+    | (?<!\w)(?:u8|[uUL])?R"(?P<mark>[^()\\\s]*)\(.*?\)(?P=mark)"
+    | "(?:[^"\\\n]|\\.)*"
+    | (?<!\w)(?:u8|[uUL])?'(?:[^'\\\n]|\\.)*'  # after a digit it is no quote: 1'000
+    """,
+    re.S | re.X,
+)
+_CONDITION = re.compile(r"\s*#\s*(if|el|endif)\w*\s*(.*?)\s*$")
+_KNOWN = {"0": False, "false": False, "1": True, "true": True}
+_DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\\\n]|\\.)*", re.M | re.S)
+
+
+def _blank(match: re.Match) -> str:
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def code_of(source: str) -> str:
+    """`source` with blanks in the place of comments, strings, and branches that no compiler takes (#if 0)."""
+    lines = []
+    branches: list[
+        tuple[bool, bool]
+    ] = []  # of each #if around a line: may this one be taken? was one before?
+    for line in _NO_CODE.sub(_blank, source).split("\n"):
+        if condition := _CONDITION.match(line):
+            known = _KNOWN.get(condition[2])
+            _, before = branches.pop() if branches and condition[1] != "if" else (True, False)
+            if condition[1] != "endif":
+                branches.append((not before and known is not False, before or known is True))
+        lines.append(line if all(live for live, _ in branches) else " " * len(line))
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ launchers
+
+_LAUNCHER = re.compile(r"EXPORT\s+void\s+([A-Za-z_]\w*)\s*\(([^()]*)\)")
+_TYPE = re.compile(r"(const )?([\w:]+)( const)?( \*)?( const)?")
+
+
+def parse_launchers(source: str, origin: str = "source") -> list[Launcher]:
+    """The launchers that `source` exports, in order.
+
+    Raises BuildError where there is none, or where what is marked EXPORT can't be one.
+    """
+    code = _DIRECTIVE.sub(_blank, code_of(source))
+    launchers: dict[str, Launcher] = {}
+    for mark in re.finditer(r"\bEXPORT\b", code):
+        found = _LAUNCHER.match(code, mark.start())
+        try:
+            if not found:
+                text = re.match(r"[^{};]{,200}", code[mark.start() :])[0]
+                raise ValueError(f"expected `EXPORT void name(parameters)`, got `{' '.join(text.split())}`")
+            launcher = _parse_launcher(*found.groups())
+            if launchers.setdefault(launcher.name, launcher) != launcher:
+                raise ValueError(f"{launcher.name} is exported a second time, with other parameters")
+        except ValueError as error:
+            start = found.start(1) if found else mark.start()
+            line, column = code.count("\n", 0, start) + 1, start - code.rfind("\n", 0, start)
+            raise BuildError(at_line(origin, source, line, column, str(error))) from None
+    if not launchers:
+        raise BuildError(
+            f"{origin}: expected at least one launcher, `EXPORT void name(float* y, const float* x, int64_t n)`"
+        )
+    return list(launchers.values())
+
+
+def _parse_launcher(name: str, text: str) -> Launcher:
+    texts = [" ".join(part.split()) for part in text.split(",")]
+    stream = bool(re.fullmatch(r"(const )?cudaStream_t( const)? \w+", texts[-1]))
+    parameters = tuple(_parse_parameter(part) for part in (texts[:-1] if stream else texts))
+    if not any(parameter.pointer for parameter in parameters):
+        raise ValueError(f"{name}: expected at least one tensor (pointer) parameter, got ({text.strip()})")
+    return Launcher(name, parameters, stream)
+
+
+def _parse_parameter(text: str) -> Parameter:
+    *kind, name = re.findall(r"[\w:]+|\S", text) or [""]
+    kind = [word for word in kind if word not in ("__restrict__", "__restrict")]
+    match = _TYPE.fullmatch(" ".join(kind))
+    if not match or not name.isidentifier() or not (match[4] or match[2] in NUMBERS):
+        raise ValueError(
+            "expected parameters like `float* y`, `const float* x`, `int64_t n`, `double a`, `bool b` "
+            f"and a last `cudaStream_t stream`, got `{text}`"
+        )
+    return Parameter(match[2], name, bool(match[4]), bool(match[4] and (match[1] or match[3])))
+
+
+# -------------------------------------------------------------------------------------------------------------- headers
+
+_INCLUDE = re.compile(r"(?:^[ \t]*#[ \t]*include|\b__has_include[ \t]*\()", re.M)
+_HEADER = re.compile(r'[ \t]*("([^"\n]+)"|<([^>\n]+)>)')
+
+
+@dataclass(frozen=True)
+class Header:
+    """A header that is compiled: where it was found, its text, and its name in the build folder."""
+
+    path: str
+    text: str
+    copy: str
+
+
+def read(path: Path) -> str:
+    """A source's text; what is no UTF-8 comes back as it was when the text is written with `surrogateescape`."""
+    return path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+
+
+def gather(source: str, place: Path, folders: Iterable[Path], found: dict[Path, Header]) -> str:
+    """`source`, as of the folder `place`, with copies in the place of the headers that it includes, directly or not.
+
+    A header is looked for as compilers do, in `place` and then in `folders`; `found` gets them. The text names the
+    copies, so that nothing but what is in `found` can be compiled, and no header hides another of its name.
+    """
+    text, end = [], 0
+    for directive in _INCLUDE.finditer(code_of(source)):
+        name = _HEADER.match(source, directive.end())
+        places = [place, *folders] if name and name[2] else folders
+        path = name and next((p for p in (Path(f, name[2] or name[3]) for f in places) if p.is_file()), None)
+        if path is None:  # the compiler's own, or an error of its
+            continue
+        if (key := path.resolve()) not in found:
+            copy = f"headers/{sum(other.name == key.name for other in found)}/{key.name}"
+            found[key] = Header(str(path), "", copy)  # it may include itself
+            found[key] = Header(str(path), gather(read(path), path.parent, folders, found), copy)
+        text += [source[end : name.start(1)], f'"{found[key].copy}"']
+        end = name.end()
+    return "".join([*text, source[end:]])
+
+
+# --------------------------------------------------------------------------------------------------------------- macros
+
+
+def macros(defines: Mapping[str, object]) -> dict[str, str]:
+    """The text of each macro. Raises TypeError for a value that is no text, number or bool, ValueError for what no macro can be."""
+    return {name: _macro(name, value) for name, value in defines.items()}
+
+
+def _macro(name: str, value: object) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*(\([\w, .]*\))?", name, flags=re.A):
+        raise ValueError(f"expected a macro's name in defines, got {name!r}")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return repr(float(value))
+    if isinstance(value, str) and not re.search(r"[\n\r]|\\$", value):
+        return value
+    wrong = ValueError if isinstance(value, (str, numbers.Real)) else TypeError
+    raise wrong(f"expected a line of text, a finite number or a bool for the macro {name}, got {value!r}")
+
+
+# ------------------------------------------------------------------------------------------------------------ host side
+
+
+def trampolines(launchers: Iterable[Launcher]) -> str:
+    """The C++ that gives the CUDA launchers to the host side: names that nothing else has, whatever theirs are."""
+    lines = []
+    for index, launcher in enumerate(launchers):
+        names = [f"a{i}" for i, _ in enumerate(launcher.types.split(", "))]
+        declared = [f"{kind} {name}" for kind, name in zip(launcher.types.split(", "), names)]
+        lines.append(
+            f'extern "C" void launch_{index}({", ".join(declared)}) {{ ::{launcher.name}({", ".join(names)}); }}\n'
+        )
+    return "".join(lines)
+
+
+def host_source(
+    launchers: Iterable[Launcher], namespace: str, device: str, defines: Iterable[str] = ()
+) -> str:
+    """The C++ that registers `launchers` as operators `namespace::name` for `device` ("cpu" or "cuda").
+
+    Their types are written with the macros `defines`, which end there.
+    """
+    launchers = list(launchers)
+    parts = []
+    if device == "cuda":
+        parts += [f'extern "C" void launch_{i}({each.types});' for i, each in enumerate(launchers)]
+    parts.append("namespace host {")
+    for index, launcher in enumerate(launchers):
+        function = f"launch_{index}" if device == "cuda" else launcher.name
+        names = ", ".join(f'"{name}"' for name in [launcher.name, *[p.name for p in launcher.parameters]])
+        parts += [
+            f"constexpr auto launcher_{index} = static_cast<void (*)({launcher.types})>(&::{function});",
+            f"constexpr const char* names_{index}[] = {{{names}}};",
+        ]
+    parts += ["}", *[f"#undef {name.partition('(')[0]}" for name in defines]]
+    parts.append(f"LIBRARY({namespace}, library) {{")
+    for launcher in launchers:
+        parts.append(f'  library.def("{launcher.schema} -> ()");')
+    parts += ["}", f"LIBRARY_IMPLEMENTATION({namespace}, {device.upper()}, library) {{"]
+    for index, launcher in enumerate(launchers):
+        parts.append(f'  IMPLEMENT(library, "{launcher.operator}", launcher_{index}, names_{index});')
+    return "\n".join([*parts, "}", ""])

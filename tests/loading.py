@@ -1,0 +1,120 @@
+"""What the tests of the loader share: a kernel that is new each time, processes that load it, file systems with faults."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import inline_loader
+
+ROOT = Path(inline_loader.__file__).resolve().parent
+PATIENCE = 120  # seconds after which something hangs
+
+SCALE = """// build {}
+EXPORT void scale(float* y, const float* x, double a, int64_t n) {{
+  host::parallel_for(n, 1024, [=](int64_t begin, int64_t end) {{
+    for (int64_t i = begin; i < end; i++) y[i] = x[i] * float(a){};
+  }});
+}}
+"""
+numbers = itertools.count()
+
+
+def scale(extra: str = "", number: int | None = None) -> str:
+    """y = x * a, then `extra`. No two texts are equal, so that none is loaded already."""
+    return SCALE.format(next(numbers) if number is None else number, extra)
+
+
+def run(kernels, a: float = 2.0) -> list[float]:
+    x = torch.tensor([1.0, -3.0])
+    y = torch.empty_like(x)
+    (kernels.scale if hasattr(kernels, "scale") else kernels)(y, x, a, 2)
+    return y.tolist()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def start(source: str, before: str = "", **environment: str) -> subprocess.Popen:
+    """A fresh process that loads `source` and prints the result of a call, or the BuildError."""
+    program = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without it
+sys.path.insert(0, {str(ROOT)!r})
+{before}
+import torch, inline_loader
+try:
+    kernels = inline_loader.load("scale", source={ascii(source)})
+except inline_loader.BuildError as error:
+    sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
+    sys.exit(3)
+x = torch.tensor([1.0, -3.0])
+y = torch.empty_like(x)
+kernels(y, x, 2.0, 2)
+print(y.tolist())
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **environment},
+        cwd="/",
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    return out.strip(), err
+
+
+def wait_for_line(process: subprocess.Popen, text: str) -> str:
+    """The line of `process`'s progress that holds `text`."""
+    for line in process.stderr:
+        if text in line:
+            return line
+    pytest.fail(f"the process ended without {text!r}")
+
+
+def only_build(cache: Path) -> Path:
+    (record,) = cache.glob("*/build.json")
+    return record.parent
+
+
+def mounted(
+    options: str, folder: Path, command: list[str], then: str = "true"
+) -> subprocess.CompletedProcess:
+    """Runs `command` in a mount namespace where `folder` is a tmpfs with `options`; `then` is run before it, mounted."""
+    if not shutil.which("unshare"):
+        pytest.skip("needs unshare")
+    folder.mkdir(exist_ok=True)
+    script = f"mount -t tmpfs -o mode=0700,{options} none {shlex.quote(str(folder))} && {then} && exec {shlex.join(command)}"
+    unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run(
+        [*unshare, f"mount -t tmpfs none {shlex.quote(str(folder))}"], capture_output=True
+    ).returncode:
+        pytest.skip("this machine does not allow a mount namespace")
+    return subprocess.run(
+        [*unshare, script], capture_output=True, text=True, timeout=PATIENCE, env=os.environ
+    )
+
+
+def loading(source: str) -> list[str]:
+    process = start(source)
+    process.kill()
+    process.communicate()
+    return process.args

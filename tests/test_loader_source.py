@@ -1,0 +1,351 @@
+"""What the loader reads in a source and does with it: launchers of any name, headers, macros; and what autograd sees of a call."""
+
+from __future__ import annotations
+
+import os
+import types
+
+import pytest
+import torch
+
+import inline_loader
+import loader_source
+from inline_loader import BuildError
+from loader_operators import declare
+from loading import run, scale
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+BODY = "{ for (int64_t i = 0; i < n; i++) y[i] = x[i] * 2; }\n"
+DOUBLE = "EXPORT void twice(float* y, const float* x, int64_t n) " + BODY
+
+
+def doubled(call) -> bool:
+    y = torch.zeros(2)
+    call(y, torch.tensor([1.0, 3.0]), 2)
+    return y.tolist() == [2.0, 6.0]
+
+
+# ------------------------------------------------------------------------------------------------------------ launchers
+
+# Names of Python, of PyTorch, of the C library, and of what stands around a launcher in the code.
+NAMES = [
+    "name",
+    "unit",
+    "load",
+    "call",
+    "stream",
+    "launch",
+    "launcher_0",
+    "library",
+    "operators",
+    "is",
+    "lambda",
+    "print",
+]
+NAMES += ["exp", "read", "index", "Call", "_single", "_operator", "Tensor", "schema", "self", "y0"]
+PARAMETERS = [
+    ("call", "stream"),
+    ("in", "out"),
+    ("None", "self"),
+    ("_operator", "_is_compiling"),
+    ("name", "stack"),
+]
+
+
+def test_launchers_and_parameters_of_any_name():
+    names = [(f"p{i}", y, x) for i, (y, x) in enumerate(PARAMETERS)] + [(name, "y", "x") for name in NAMES]
+    launchers = [
+        f"EXPORT void {name}(float* {y}, const float* {x}, int64_t n) "
+        + BODY.replace("y[", f"{y}[").replace("x[", f"{x}[")
+        for name, y, x in names
+    ]
+    kernels = inline_loader.load(
+        "names", source="#include <math.h>\n#include <unistd.h>\n" + "".join(launchers)
+    )
+    for name, _, x in names:
+        assert doubled(getattr(kernels, name)), name
+        with pytest.raises(RuntimeError, match=f"{name}: {x}: expected a float32 tensor, got float64"):
+            getattr(kernels, name)(torch.zeros(2), torch.zeros(2).double(), 2)
+    assert "cpp_in" in repr(kernels) and "<names for cpu: " in repr(kernels)
+
+
+NO_LAUNCHERS = r"""
+const char* text = "EXPORT void in_a_string(float* y)";
+const char* raw = R"raw(
+EXPORT void in_a_raw_string(float* y)
+#if 0
+" )raw";
+#if 0  // never
+EXPORT void in_dead_code(float* y) {}
+#if X
+EXPORT void deeper(float* y) {}
+#else
+#endif
+#elif 1
+const int number = 1'000'000; const char quote = '"';
+#else
+EXPORT void after_the_branch_that_is_taken(float* y) {}
+#endif
+/* EXPORT void in_a_comment(float* y) {}
+*/ // EXPORT void behind_slashes(float* y) {} \
+EXPORT void in_a_comment_that_goes_on(float* y) {}
+#define MACRO \
+  EXPORT void in_a_macro(float* y) {}
+"""
+
+
+def test_what_is_no_code_has_no_launchers():
+    (launcher,) = loader_source.parse_launchers(NO_LAUNCHERS + DOUBLE)
+    assert launcher.name == "twice"
+    assert doubled(inline_loader.load("twice", source=NO_LAUNCHERS + DOUBLE))
+    code = loader_source.code_of(NO_LAUNCHERS + DOUBLE)
+    assert [len(line) for line in code.split("\n")] == [
+        len(line) for line in (NO_LAUNCHERS + DOUBLE).split("\n")
+    ]
+
+
+def test_types_as_C_writes_them():
+    source = """EXPORT void twice(float * __restrict y, float const* __restrict__ x, const int64_t n);
+EXPORT
+void twice(float *__restrict y, const float*x, int64_t n) // as declared above
+"""
+    (launcher,) = loader_source.parse_launchers(source)
+    assert launcher.schema == "twice(Tensor(y!) y, Tensor x, int n)"
+    assert doubled(
+        inline_loader.load("twice", source=source.replace("const float*x", "float const*const x") + BODY)
+    )
+    (launcher,) = loader_source.parse_launchers("EXPORT void f(half_t* stream, const cudaStream_t name)")
+    assert launcher.stream and [p.name for p in launcher.parameters] == ["stream"]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (
+            "EXPORT float f() { return 1; }",
+            r"2:1: error: expected `EXPORT void name.*got `EXPORT float f\(\)`",
+        ),
+        ("EXPORT int n;", r"2:1: error: expected `EXPORT void name.*got `EXPORT int n`"),
+        ("static EXPORT void f(float*)", r"2:20: error: expected parameters like .* got `float\*`"),
+        ("EXPORT void f(float& y)", r"2:13: error: expected parameters like .* got `float& y`"),
+        ("EXPORT void f(float* y, int64_t)", r"2:13: error: expected parameters like .* got `int64_t`"),
+        (
+            "EXPORT void twice(double* y)",
+            r"2:13: error: twice is exported a second time, with other parameters",
+        ),
+    ],
+)
+def test_what_can_be_no_launcher_is_refused_beside_a_good_one(line, message):
+    with pytest.raises(BuildError, match="^<f>:" + message):
+        inline_loader.load("f", source=f"{DOUBLE.strip()}\n{line}\n")
+
+
+def test_wrong_arguments_are_told():
+    twice = inline_loader.load("twice", source=DOUBLE)
+    x = torch.ones(2)
+    for arguments, message in [
+        ((None, x, 2), "twice: y: expected a tensor, got None"),
+        ((None, None, 2), "twice: y: expected a tensor, got None"),
+        ((x, [1.0], 2), r"twice: x: expected a tensor, got \[1.0\]"),
+        ((x, x), r"twice\(\) missing 1 required positional argument: 'n'"),
+        ((x, x, 2, 2), r"twice\(\) takes 3 positional arguments but 4 were given"),
+    ]:
+        for grad_mode in (torch.enable_grad, torch.no_grad):
+            with grad_mode(), pytest.raises(TypeError, match=message):
+                twice(*arguments)
+    for call in (twice, twice.twice):
+        with pytest.raises(
+            TypeError, match=r"twice\(\) got some positional-only arguments passed as keyword arguments: 'n'"
+        ):
+            call(x, x, n=2)
+
+
+# -------------------------------------------------------------------------------------------------------------- headers
+
+
+def test_a_header_by_its_absolute_path_is_compiled_hashed_and_not_touched(tmp_path):
+    (tmp_path / "my headers").mkdir()
+    header, inner = [tmp_path / "my headers" / name for name in ("own.h", "inner.h")]
+    header.write_text('#pragma once\n#include "inner.h"\n#include "../other/inner.h"\n')
+    inner.write_text("#define FACTOR 2\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "inner.h").write_text("#define OFFSET 0\n")  # of the same name
+    before = header.stat(), header.read_bytes()
+    source = f'#include "{header}"\n' + scale(" * FACTOR + OFFSET")
+    assert run(inline_loader.load("scale", source=source)) == [4.0, -12.0]
+    assert (header.stat().st_mtime_ns, header.read_bytes()) == (before[0].st_mtime_ns, before[1])
+    assert sorted(os.listdir(header.parent)) == ["inner.h", "own.h"]
+    (tmp_path / "other" / "inner.h").write_text("#define OFFSET 1\n")
+    inline_loader.forget()
+    assert run(inline_loader.load("scale", source=source)) == [5.0, -11.0]
+    header.write_text("\n#error not now\n")
+    inline_loader.forget()
+    with pytest.raises(BuildError, match=f"^{header}:2:2: error: #error not now"):
+        inline_loader.load("scale", source=source)
+
+
+def test_names_of_headers_in_text_stay(kernels_folder):
+    (kernels_folder / "extra.h").write_text("#define EXTRA + 1\n")
+    source = 'const char* text = R"(\n#include "extra.h"\n)";\n#if __has_include("extra.h")\n#include <extra.h>\n#endif\n'
+    unit = inline_loader._unit("scale", source + scale(" EXTRA"), "cpu", {})
+    assert unit.source.count('"extra.h"') == 1 and unit.source.count("headers/0/extra.h") == 2
+    assert run(inline_loader.load("scale", source=source + scale(" EXTRA"))) == [3.0, -5.0]
+
+
+def test_a_byte_order_mark_and_other_encodings(kernels_folder):
+    (kernels_folder / "extra.h").write_bytes("\ufeff#define EXTRA + 1 // é\n".encode())
+    (kernels_folder / "k.cpp").write_bytes(
+        ('\ufeff#include "extra.h"\n' + scale(" EXTRA")).encode() + b"// \xe9 in Latin-1\n"
+    )
+    assert run(inline_loader.load("k")) == [3.0, -5.0]
+    assert doubled(inline_loader.load("twice", source="\ufeff" + DOUBLE))
+
+
+# --------------------------------------------------------------------------------------------------------------- macros
+
+
+def test_equal_numbers_of_other_types_are_builds_of_their_own():
+    source = scale(" + sizeof(F)")
+    found = [
+        run(inline_loader.load("scale", source=source, defines={"F": F}))[0] for F in (1, 1.0, True, "1", 1)
+    ]
+    assert found == [2.0 + size for size in (4, 8, 1, 4, 4)]
+    assert loader_source.macros({"A": True, "B": 1e-7, "C": -0.0, "D": "x y"}) == {
+        "A": "true",
+        "B": "1e-07",
+        "C": "-0.0",
+        "D": "x y",
+    }
+
+
+@pytest.mark.parametrize(
+    "defines, error, message",
+    [
+        ({"F": [1]}, TypeError, r"a line of text, a finite number or a bool for the macro F, got \[1\]"),
+        ({"F": None}, TypeError, "for the macro F, got None"),
+        ({"F": float("nan")}, ValueError, "a finite number .* for the macro F, got nan"),
+        ({"F": "1\n#undef EXPORT"}, ValueError, "a line of text"),
+        ({"F G": 1}, ValueError, "expected a macro's name in defines, got 'F G'"),
+        ({1: 1}, ValueError, "expected a macro's name in defines, got 1"),
+    ],
+)
+def test_what_is_no_macro(defines, error, message):
+    with pytest.raises(error, match=message):
+        inline_loader.load("scale", source=scale(), defines=defines)
+
+
+# Words of torch's headers, of C++'s, of host.h and of the generated code.
+TAKEN = [
+    "T",
+    "N",
+    "A",
+    "B",
+    "type",
+    "value",
+    "size",
+    "index",
+    "name",
+    "stack",
+    "call",
+    "count",
+    "launcher",
+    "names",
+    "library",
+]
+
+
+@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+def test_macros_reach_the_users_source_alone(monkeypatch, stable):
+    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    defines = dict.fromkeys(TAKEN, 4) | {"T": "float", "F(a)": "a + N"}
+    source = "EXPORT void plus(T* y, T const* x, int64_t n) { for (int64_t i = 0; i < n; i++) y[i] = F(x[i]) + index; }\n"
+    y = torch.zeros(1)
+    inline_loader.load("plus", source=source, defines=defines)(y, y, 1)
+    assert y.item() == 8
+
+
+def test_an_error_in_a_macro_names_it():
+    with pytest.raises(
+        BuildError,
+        match=r"^macros of scale:2:15: error: .*nonsense.*\n *2 \| #define EXTRA nonsense\n *\| +\^",
+    ):
+        inline_loader.load("scale", source=scale(" + EXTRA"), defines={"A": 1, "EXTRA": "nonsense"})
+
+
+# ------------------------------------------------------------------------------------------------------------- autograd
+
+
+def test_what_a_launcher_writes_to_gets_a_new_version():
+    twice = inline_loader.load("twice", source=DOUBLE)
+    x, w = torch.ones(2), torch.ones(2, requires_grad=True)
+    y = torch.zeros(2)
+    loss = (w * y).sum()  # saves y
+    versions = x._version, y._version
+    twice(y, x, 2)
+    assert x._version == versions[0] and y._version > versions[1]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        twice(torch.zeros(2), x, 2)
+
+
+def test_an_argument_that_requires_a_gradient_is_refused_where_it_would_be_lost():
+    twice = inline_loader.load("twice", source=DOUBLE)
+    x = torch.ones(2, requires_grad=True)
+    for arguments in [(torch.zeros(2), x, 2), (x.clone(), torch.ones(2), 2)]:
+        with pytest.raises(
+            RuntimeError, match=r"^twice: .* requires a gradient.*loader_operators.declare\(.*torch.no_grad"
+        ):
+            twice(*arguments)
+    with torch.no_grad():
+        assert doubled(twice)
+        twice(torch.zeros(2), x, 2)
+    twice(torch.zeros(2), x.detach(), 2)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        twice(y, x, x.numel())
+        return y
+
+    def backward(dy, x, *, needs):
+        return [2 * dy]
+
+    operator = declare("test_twice", forward, shapes=torch.empty_like, backward=backward)
+    operator(x).sum().backward()
+    assert x.grad.tolist() == [2.0, 2.0]
+
+
+# ----------------------------------------------------------------------------------------------------------- cell magics
+
+
+class Shell:
+    """As much of IPython's shell as the magics need."""
+
+    def __init__(self, **names):
+        self.user_ns, self.magics = names, {}
+        self.events = types.SimpleNamespace(register=lambda *_: None)
+
+    def register_magic_function(self, function, kind, name):
+        self.magics[name] = function
+
+    def push(self, names):
+        self.user_ns.update(names)
+
+
+@pytest.mark.parametrize(
+    "name, what", [("print", "Python's own"), ("numpy", "an imported module"), ("lambda", "Python's own")]
+)
+def test_a_cell_hides_no_builtin_and_no_module(name, what):
+    shell = Shell(numpy=os)
+    inline_loader.load_ipython_extension(shell)
+    with pytest.raises(ValueError, match=f"{name} is {what}"):
+        shell.magics["cpp"](name, DOUBLE)
+    assert shell.user_ns == {"numpy": os}
+
+
+def test_a_cell_makes_its_name():
+    shell = Shell(twice=3)
+    inline_loader.load_ipython_extension(shell)
+    shell.magics["cpp"]("twice A=1", DOUBLE)
+    assert doubled(shell.user_ns["twice"])

@@ -1,0 +1,94 @@
+"""The loader on its own: the wheel, installed into an environment without this repository, works in any notebook."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from loading import ROOT, SCALE
+
+PROGRAM = """
+from IPython.core.interactiveshell import InteractiveShell
+import sys, torch
+shell = InteractiveShell.instance()
+
+def run(cell):
+    shell.run_cell(cell).raise_error()
+
+run("%load_ext inline_loader")
+run(CELL)
+run("import torch; x = torch.tensor([1.0, -3.0]); y = torch.empty(2); scale(y, x, 2.0, 2); print(y.tolist())")
+
+import inline_loader, loader_operators
+def forward(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty_like(x)
+    shell.user_ns["scale"](y, x, 2.0, x.numel())
+    return y
+double = loader_operators.declare("double", forward, shapes=torch.empty_like, backward=lambda dy, x, *, needs: [2 * dy])
+x = torch.ones(2, requires_grad=True)
+double(x).sum().backward()
+print(x.grad.tolist())
+print(inline_loader.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "LICENSE"]:
+        shutil.copy(path, source)
+    shutil.copytree(ROOT / "kernels", source / "kernels")
+    command = [
+        "wheel",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+    ]
+    subprocess.run([sys.executable, "-m", "pip", *command, str(source)], check=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_the_wheel_holds_the_loader_alone(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    modules = {path.name for path in ROOT.glob("loader_*.py")} | {"inline_loader.py"}
+    assert names == modules | {"inline_loader_headers/host.h", "inline_loader_headers/scalar.h"}
+
+
+def test_installed_alone_it_works_in_a_notebook(wheel, tmp_path):
+    """In an environment with this one's packages, but with nothing of the repository."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel)], check=True
+    )
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+    environment |= {
+        "HOME": str(tmp_path),
+        "INLINE_LOADER_CACHE": str(tmp_path / "cache"),
+        "IPYTHONDIR": str(tmp_path),
+    }
+    program = f"CELL = {'%%cpp scale A=1' + chr(10) + SCALE.format(0, '')!r}\n{PROGRAM}"
+    options = {"capture_output": True, "text": True, "env": environment, "cwd": tmp_path}
+    result = subprocess.run([python, "-c", program], **options)
+    assert result.stdout.splitlines() == ["[2.0, -6.0]", "[2.0, 2.0]", str(site / "inline_loader.py")], (
+        result.stderr
+    )
+    result = subprocess.run([python, "-m", "inline_loader", "doctor"], **options)
+    assert result.returncode == 0 and "FAIL" not in result.stdout, result
