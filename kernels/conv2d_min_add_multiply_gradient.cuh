@@ -93,16 +93,4 @@ template <int kChannels> struct GradientStrip {
   }
 };
 
-// The largest of `largest` (N), to all threads of the block.
-__device__ __forceinline__ uint32_t largest_of(const uint32_t* largest, int64_t N) {
-  __shared__ uint32_t of_all;
-  if (threadIdx.x == 0) of_all = 0;
-  __syncthreads();  // cleared before anyone raises it
-  for (int64_t n = threadIdx.x; n < N; n += blockDim.x) atomicMax(&of_all, largest[n]);
-  __syncthreads();  // complete before anyone reads it
-  const uint32_t result = of_all;
-  __syncthreads();  // it may be cleared again
-  return result;
-}
-
 }  // namespace

@@ -12,8 +12,8 @@
 // SPLIT), K = pixels. A block keeps M × N sums in registers and walks down strips of rows, its share of all; warps have 8
 // channels in each. Per row of a strip it stages g and the one row of x that is new, converted to operands, in
 // shared memory; a ring holds the rows that the other taps need. What comes next is on its way, in registers,
-// during the products. Operands are those of forward (_operands.cuh) under one power of two for all of g and one
-// for all of x: what is small beside the largest counts for little in sums over all.
+// during the products. Operands are those of forward (_operands.cuh), under powers of two for each sample of g and x
+// whose product is the same for all samples, since sums are over all (SampleScales).
 //
 // Where a row ends, zeros in g would not do, since 0·inf is NaN: x is zero there, too, for each tap's own end.
 //
@@ -113,6 +113,30 @@ struct BlockPlace {
         kernel_column(block / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
 };
 
+// The least exponent of a sample's products, where g and x are each scaled as far up as operands go; to all threads
+// of the block. Samples of zeros don't count.
+__device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
+  __shared__ int negative;
+  if (!kScaled) return 0;
+  if (threadIdx.x == 0) negative = -254;
+  __syncthreads();  // set before anyone raises it
+  for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
+    if (largest_x[n] && largest_g[n])
+      atomicMax(&negative, -(top_exponent(largest_x[n]) + top_exponent(largest_g[n])));
+  __syncthreads();  // complete before anyone reads it
+  return -negative;
+}
+
+// The scales of a sample, 2^common in all. The smaller its products, the further down go both: it is lost where it
+// is nothing beside others.
+struct SampleScales {
+  float input = 1.f, gradient = 1.f;
+  __device__ __forceinline__ void set(uint32_t largest_x, uint32_t largest_g, int common) {
+    const int x = top_exponent(largest_x), g = top_exponent(largest_g), slack = max(x + g - common, 0);
+    gradient = power_of_two(max(g - slack / 2, -126)), input = power_of_two(max(x - (slack - slack / 2), -126));
+  }
+};
+
 #if __CUDA_ARCH__ >= 800
 
 // A walk down strips, rows begin … end - 1 of all, counted along columns of strips. A step brings a row of x, and
@@ -123,8 +147,11 @@ struct Walk {
   const value_t* const all_x;
   const Strips& strips;
   const BlockPlace& place;
+  const uint32_t *const largest_x, *const largest_g;
+  const int common;
   const int64_t H, W, end;
   int64_t tile;
+  SampleScales scales;
   int pixels, row, first, stop;  // of this column of strips: across, and the rows first … stop - 1
   // Of the warp's plane, where the step's rows begin.
   const output_t* dy;
@@ -139,6 +166,7 @@ struct Walk {
     first = int(tile - column_of_strips * strips.height);
     stop = int(min(int64_t(strips.height), first + end - tile));
     row = first - (kTapRows - 1), pixels = strips.width - column;
+    if constexpr (kScaled) { scales.set(largest_x[n], largest_g[n], common); }
     const int plane = place.channel_out / 8 + warp;
     dy = all_dy + GradientStrip<CHANNELS_OUT>::index({n, row, column}, strips, plane);
     gates = all_gates +
@@ -165,13 +193,14 @@ struct Staged {
   value_t input[kLanePixels][8] = {};
   value_t edge[ceil_div((kTapColumns - 1) * 8, 32)] = {};  // right of the strip: lane + 32 k is pixel·8 + channel
   int pixels = -1;                                         // of g; -1 where there is no such step
+  SampleScales scales;
 
   // The walk's step, and moves on.
   __device__ __forceinline__ void load(Walk& walk) {
     pixels = -1;
     if (!walk.goes_on()) return;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    pixels = 0;
+    pixels = 0, scales = walk.scales;
     if (!walk.ahead()) {
       const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
       gradient.load(walk.dy, walk.gates, walk.place.channel_out / 8 + warp, plane_size, walk.pixels);
@@ -188,14 +217,13 @@ struct Staged {
     walk.advance();
   }
 
-  // To shared memory, as operands under these scales.
-  __device__ __forceinline__ void store(uint4* input_slot, uint4* gradient_stage, float scale,
-                                        float input_scale, float gradient_scale) const {
+  // To shared memory, as operands.
+  __device__ __forceinline__ void store(uint4* input_slot, uint4* gradient_stage, float scale) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float values[kLanePixels][8];
     if (pixels > 0) {
       gradient.for_each(scale, [&](int i, int c, float, float inner) {
-        values[i][c] = kScaled ? scaled(inner, gradient_scale) : inner;
+        values[i][c] = kScaled ? scaled(inner, scales.gradient) : inner;
       });
 #pragma unroll
       for (int i = 0; i < kLanePixels; i++)
@@ -207,7 +235,7 @@ struct Staged {
 #pragma unroll
       for (int c = 0; c < 8; c++) {
         const float value = float(input[i][c]);
-        values[i][c] = kScaled ? scaled(value, input_scale) : value;
+        values[i][c] = kScaled ? scaled(value, scales.input) : value;
       }
       pack_pixel(to + lane + i * 32, kWarps * kInputPitch, values[i]);
     }
@@ -215,7 +243,7 @@ struct Staged {
     for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) {
       if (i >= (kTapColumns - 1) * 8) continue;
       const float value = float(edge[k]);
-      const Parts parts = split(kScaled ? scaled(value, input_scale) : value);
+      const Parts parts = split(kScaled ? scaled(value, scales.input) : value);
 #pragma unroll
       for (int part = 0; part < kParts; part++)
         reinterpret_cast<operand_t*>(to + part * kWarps * kInputPitch + kStrip + i / 8)[i % 8] =
@@ -303,12 +331,12 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
 #if __CUDA_ARCH__ >= 800
   extern __shared__ uint4 shared[];
   uint4* const gradients = shared + kSlots * kSlot;
-  const float input_scale = power_of_two(kScaled ? top_exponent(largest_of(largest_x, N)) : 0);
-  const float gradient_scale = power_of_two(kScaled ? top_exponent(largest_of(largest_g, N)) : 0);
+  const int common = common_exponent(largest_x, largest_g, N);
   const Strips strips(H - KERNEL_H + 1, W - KERNEL_W + 1);
   const int64_t count = strips.count(N);
   const BlockPlace place(blockIdx.y);
-  Walk walk{dy, gates, x, strips, place, H, W, count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
+  Walk walk{dy, gates, x, strips, place, largest_x, largest_g, common, H, W,
+            count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
   if (walk.goes_on()) walk.start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first plane, and so on. g: 8-15 those of the
@@ -322,8 +350,7 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
   const auto load = [&] { staged.load(walk); };
   const auto store = [&](int step) {
     if (staged.pixels >= 0)
-      staged.store(shared + step % kSlots * kSlot, gradients + step % kStages * kStage, scale, input_scale,
-                   gradient_scale);
+      staged.store(shared + step % kSlots * kSlot, gradients + step % kStages * kStage, scale);
   };
   load();
   store(0);
@@ -360,10 +387,7 @@ merge_slots_kernel(value_t* dweight, const float* slots, const uint32_t* largest
   const int out = place.channel_out + i / 4 % kOutTiles * 16 + i / 2 % 2 * 8 + lane / 4;
   const int in = place.channel_in + warp * 8 + lane % 4 * 2 + i % 2;
   const int row = place.kernel_row + tap / kTapColumns, column = place.kernel_column + tap % kTapColumns;
-  int exponent = 0;
-  if constexpr (kScaled) {
-    exponent = -top_exponent(largest_of(largest_x, N)) - top_exponent(largest_of(largest_g, N));
-  }
+  const int exponent = -common_exponent(largest_x, largest_g, N);
   double sum = 0;
   for (int64_t share = 0; share < shares; share++)
     sum += slots[((share * kBlocks + blockIdx.y) * kThreadSums + i) * kThreads + threadIdx.x];

@@ -265,3 +265,12 @@ def test_auto_trains_with_little_saved(gpu):
     y.backward(dy)
     expected = numerics.results(numerics.twin_of(model, "fused"), x, dy)
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+
+
+def test_opcheck(gpu):
+    """With its gradient, as torch.compile traces it."""
+    model, x = small(MIN_ADD)
+    gpu()
+    operands = x, model.conv.weight, model.conv.bias, model.bias
+    leaves = [t.detach().requires_grad_() for t in operands]
+    torch.library.opcheck(min_add.fused.registered, (*leaves, 0.1, 2.0))
