@@ -31,8 +31,8 @@ __device__ __forceinline__ Epilogue make_epilogue(const Arguments& args, int cha
 template <int kTiles> struct Gates { uint32_t low[kTiles / 8] = {}, high[kTiles / 8] = {}; };
 
 // A warp's sums of 16 channels × 8·kTiles pixels to results, in PyTorch's order of operations, and to gates
-// where SAVES. They lie as products leave them: lane 4 g + t has pixels 8 j + 2 t and the next, of channel g in
-// [j][0] and [j][1], whose constants are `low`, of channel g + 8 in [j][2] and [j][3], whose constants are
+// where SAVES. They lie as products leave them: lane 4 g + t has pixels 8 j + 2 t and the next, of channel g
+// in [j][0] and [j][1], whose constants are `low`, of channel g + 8 in [j][2] and [j][3], whose constants are
 // `high`. A transposed convolution has no epilogue but the scales.
 template <int kTiles>
 __device__ __forceinline__ Gates<kTiles> apply_epilogue(
@@ -58,7 +58,8 @@ __device__ __forceinline__ Gates<kTiles> apply_epilogue(
   return gates;
 }
 
-// The warp's gates to `words`, those of its first channel and strip; so many of its channels and pixels exist.
+// The warp's gates to `words`, those of its first channel and strip; so many of its channels and pixels
+// exist.
 template <int kTiles>
 __device__ __forceinline__ void store_gates(
     uint32_t* words, const Gates<kTiles>& gates, int channels, int64_t pixels) {

@@ -33,12 +33,13 @@
 #include "conv2d_min_add_multiply_mainloop_mma.cuh"
 #endif
 
-// Where SAVES, saved becomes what backward needs: the bits of each sample's largest finite magnitude (N, rounded
-// up to a multiple of 32), and the gates; see _operands.cuh.
+// Where SAVES, saved becomes what backward needs: the bits of each sample's largest finite magnitude (N,
+// rounded up to a multiple of 32), and the gates; see _operands.cuh.
 //
-// workspace, in bytes: exponents 4·P, largest 4·N unless it is saved, packed weights 2·kParts·P·K, each rounded
-// up to 256; and by mma.sync packed x 2·kParts·N·C·H·W. C = CHANNELS_IN rounded up to GROUP, P = CHANNELS_OUT to
-// BLOCK_CHANNELS, K = C·kTaps. The launch fails if that is not workspace_bytes, which Python planned.
+// workspace, in bytes: exponents 4·P, largest 4·N unless it is saved, packed weights 2·kParts·P·K, each
+// rounded up to 256; and by mma.sync packed x 2·kParts·N·C·H·W. C = CHANNELS_IN rounded up to GROUP, P =
+// CHANNELS_OUT to BLOCK_CHANNELS, K = C·kTaps. The launch fails if that is not workspace_bytes, which Python
+// planned.
 EXPORT void forward(output_t* y, int32_t* saved, uint8_t* workspace, const value_t* x, const value_t* weight,
                     const accumulate_t* conv_bias, const accumulate_t* bias, double constant, double scale,
                     int64_t workspace_bytes, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
@@ -55,7 +56,7 @@ EXPORT void forward(output_t* y, int32_t* saved, uint8_t* workspace, const value
   pack_weight_kernel<<<agreed ? kPaddedOut : 0, 128, 0, stream>>>(
       reinterpret_cast<operand_t*>(packed_weight), exponents, largest, weight, N);
   if (!agreed) return;
-  const Arguments args{y,       saved_gates(largest, N), x,    packed_weight,   exponents,    largest, conv_bias,
-                       bias,    float(constant),         float(scale), N, H, W};
+  const Arguments args{y,       saved_gates(largest, N), x, packed_weight, exponents, largest, conv_bias, bias,
+                       float(constant), float(scale), N, H, W};
   convolve(args, reinterpret_cast<uint4*>(next), stream);
 }

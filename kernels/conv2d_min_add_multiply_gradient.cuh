@@ -1,5 +1,5 @@
-// What the backward kernels of conv2d_min_add_multiply share: the gradient g of the convolution's output, made of
-// dy and the gates that forward saved, and never written as a whole.
+// What the backward kernels of conv2d_min_add_multiply share: the gradient g of the convolution's output,
+// made of dy and the gates that forward saved, and never written as a whole.
 //
 // A warp takes 8 channels × kStrip pixels of a row at a time: lane l has pixels l and l + 32.
 #pragma once
@@ -28,8 +28,8 @@ struct Strips {
   }
 };
 
-// A warp's 8 channels of a strip, from channel plane·8 of kChannels on, where the strip's first pixel lies at `from`.
-// What has no channel or is none of `pixels` stays as it is.
+// A warp's 8 channels of a strip, from channel plane·8 of kChannels on, where the strip's first pixel lies at
+// `from`. What has no channel or is none of `pixels` stays as it is.
 template <int kChannels, class T>
 __device__ __forceinline__ void load_strip(
     T (&values)[kLanePixels][8], const T* from, int plane, int64_t plane_size, int pixels) {
@@ -77,7 +77,8 @@ template <int kChannels> struct GradientStrip {
     if (__any_sync(0xffffffffu, word >> 16)) for_each<true>(scale, use);
     else for_each<false>(scale, use);
   }
-  template <bool kTies, class Use> __device__ __forceinline__ void for_each(float scale, const Use& use) const {
+  template <bool kTies, class Use>
+  __device__ __forceinline__ void for_each(float scale, const Use& use) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int c = 0; c < 8; c++) {

@@ -1,18 +1,21 @@
-// The gradient of conv2d_min_add_multiply's input: dx = conv_transpose2d(g, weight), where g is made of dy and the
-// gates that forward saved.
+// The gradient of conv2d_min_add_multiply's input: dx = conv_transpose2d(g, weight), where g is made of dy
+// and the gates that forward saved.
 //
-// The transposed convolution is forward's by mma.sync, of flipped filters over a g that zeros surround: so in this
-// build CHANNELS_IN are those of g, CHANNELS_OUT those of x. dy and g (N, CHANNELS_IN, H', W'), weight (CHANNELS_IN,
-// CHANNELS_OUT, KERNEL_H, KERNEL_W), dx (N, CHANNELS_OUT, H, W), all contiguous.
+// The transposed convolution is forward's by mma.sync, of flipped filters over a g that zeros surround: so in
+// this build CHANNELS_IN are those of g, CHANNELS_OUT those of x. dy and g (N, CHANNELS_IN, H', W'), weight
+// (CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W), dx (N, CHANNELS_OUT, H, W), all contiguous.
 //
-// g is packed as that mainloop's operand, under the power of two that fits each sample, a piece of so many samples
-// at a time: all of it would take 520 MB at the default size. A piece that fits in the L2 cache is hardly written
-// to memory. Bytes: 1040 MB of dy and 66 MB of gates, and 537 MB of dx written. Bound: memory 0.26 ms to pack,
-// 300 GFLOP 0.46 ms by mma.sync, one after the other.
+// g is packed as that mainloop's operand, under the power of two that fits each sample, a piece of so many
+// samples at a time: all of it would take 520 MB at the default size. A piece that fits in the L2 cache is
+// hardly written to memory. Bytes: 1040 MB of dy and 66 MB of gates, and 537 MB of dx written. Bound: memory
+// 0.26 ms to pack, 300 GFLOP 0.46 ms by mma.sync, one after the other.
 #include <algorithm>
 #include <utility>
 
 #define TRANSPOSED 1
+#ifndef WGMMA
+#define WGMMA 0
+#endif
 #include "conv2d_min_add_multiply_gradient.cuh"
 #include "conv2d_min_add_multiply_mainloop_mma.cuh"
 
@@ -20,8 +23,8 @@ namespace {
 
 constexpr int kPackWarps = kPackThreads / 32;  // a plane of 8 channels each
 
-// g to packed (samples, kPlanes, kParts, S, 8). dy, gates and largest from the first of the samples on. Grid: strips
-// of a sample, planes, samples.
+// g to packed (samples, kPlanes, kParts, S, 8). dy, gates and largest from the first of the samples on. Grid:
+// strips of a sample, planes, samples.
 __global__ void __launch_bounds__(kPackThreads)
 pack_gradient_kernel(uint4* packed, const output_t* dy, const uint32_t* gates, const uint32_t* largest,
                      float scale, int64_t height, int64_t width) {
@@ -48,8 +51,8 @@ pack_gradient_kernel(uint4* packed, const output_t* dy, const uint32_t* gates, c
 }  // namespace
 
 // workspace, in bytes: exponents 4·P, packed weights 2·kParts·P·K, each rounded up to 256, and packed g
-// 2·kParts·piece·C·H'·W', with C, P and K as in conv2d_min_add_multiply_fused.cu. The launch fails if that is not
-// workspace_bytes, which Python planned. 1 ≤ piece < 2^16.
+// 2·kParts·piece·C·H'·W', with C, P and K as in conv2d_min_add_multiply_fused.cu. The launch fails if that is
+// not workspace_bytes, which Python planned. 1 ≤ piece < 2^16.
 EXPORT void input_gradient(value_t* dx, uint8_t* workspace, const output_t* dy, const value_t* weight,
                            const int32_t* saved, const int32_t* largest_g, double scale, int64_t piece,
                            int64_t workspace_bytes, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
@@ -73,8 +76,9 @@ EXPORT void input_gradient(value_t* dx, uint8_t* workspace, const output_t* dy, 
     pack_gradient_kernel<<<grid, kPackThreads, 0, stream>>>(
         packed, dy + first * CHANNELS_IN * height * width,
         gates + gate_index(first, 0, 0, 0, height, width, CHANNELS_IN), largest, float(scale), height, width);
-    const Arguments args{dx + first * CHANNELS_OUT * H * W, nullptr, nullptr, packed_weight, exponents, largest,
-                         nullptr, nullptr, 0.f, 0.f, samples, height, width};
+    value_t* const out = dx + first * CHANNELS_OUT * H * W;
+    const Arguments args{out,     nullptr, nullptr, packed_weight, exponents, largest, nullptr,
+                         nullptr, 0.f,     0.f,     samples,       height,    width};
     convolve_packed(args, packed, stream);
   }
 }

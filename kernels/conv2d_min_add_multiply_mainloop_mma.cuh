@@ -3,9 +3,9 @@
 //
 //   pack_input_kernel    x (N, CHANNELS_IN, H, W) to operands (N, kPlanes, kParts, H, W, 8)
 //   repack_input_kernel  the samples which the first scale does not fit once more; mostly there are none
-//   convolve_kernel      a block computes kBlockChannels channels of a tile, kTileRows rows of kTileWidth pixels. In
-//                        shared memory are the pixels that it needs under all taps, of a group of input channels, and
-//                        a pipeline of weights, tap by tap
+//   convolve_kernel      a block computes kBlockChannels channels of a tile, kTileRows rows of kTileWidth pixels.
+//                        In shared memory are the pixels that it needs under all taps, of a group of input
+//                        channels, and a pipeline of weights, tap by tap
 //
 // Bytes at the default size (128, 64, 128, 128), 3×3, 128 channels out: 537 MB read and 268 MB written to
 // pack; 268 MB read and 1040 MB written to convolve. Bound: memory 0.49 ms at 4.28 TB/s, products 0.56 ms,
@@ -98,7 +98,7 @@ constexpr int kStages = STAGES;  // of weights: one in use, two on their way
 constexpr int kTileRows = TILE_ROWS;
 constexpr int kRows = KERNEL_H + kTileRows - 1;               // of input
 constexpr int kInput = kGroup / 8 * kParts * kRows * kPitch;  // of a tile and group, in units of 16 bytes
-constexpr int kMWarps = kBlockChannels / 64;                  // a warp computes 64 channels × 64 pixels of a row
+constexpr int kMWarps = kBlockChannels / 64;  // a warp computes 64 channels × 64 pixels of a row
 constexpr int kThreads = kMWarps * kTileRows * 64;
 constexpr int kIterations = kGroups * kTaps;
 

@@ -359,7 +359,8 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
     __syncwarp();  // the epilogues are there
     output_t* to =
         args.y + ((int64_t(place.n) * CHANNELS_OUT + channel) * OH + place.row) * OW + place.column;
-    uint32_t* words = args.gates + gate_index(place.n, channel, place.row, place.column, OH, OW, CHANNELS_OUT);
+    uint32_t* words =
+        args.gates + gate_index(place.n, channel, place.row, place.column, OH, OW, CHANNELS_OUT);
 #pragma unroll
     for (int i = 0; i < KERNEL_H - 1; i++) await_row();
 #pragma unroll 1

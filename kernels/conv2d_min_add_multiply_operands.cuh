@@ -1,5 +1,5 @@
-// What both mainloops of conv2d_min_add_multiply_fused.cu and the backward kernels share: a build's sizes, the
-// kernels' arguments, the conversion of values to operands, and the packing of weights.
+// What both mainloops of conv2d_min_add_multiply_fused.cu and the backward kernels share: a build's sizes,
+// the kernels' arguments, the conversion of values to operands, and the packing of weights.
 //
 // Operands are float16, or bfloat16 where x is. float32 is scaled by powers of two, since float16's range is
 // small: channel c of weight by 2^exponents[c], which brings its largest magnitude into [2^14, 2^15); a
@@ -86,10 +86,10 @@ struct Arguments {
 
 // ----------------------------------------------------------------------------------------------------- gates
 
-// What forward saves for the gradient: two bits for each of the convolution's values, in words
-// (N, H', strips of kStrip pixels, channels, 4). Of pixel 8 j + 2 t + i of a strip, bit 2 j + i of word t is set
-// where the value exceeds the constant: no gradient passes; bit 16 + 2 j + i where it equals the constant: half
-// of it does. The lanes of a product have them side by side.
+// What forward saves for the gradient: two bits for each of the convolution's values, in words (N, H', strips
+// of kStrip pixels, channels, 4). Of pixel 8 j + 2 t + i of a strip, bit 2 j + i of word t is set where the
+// value exceeds the constant: no gradient passes; bit 16 + 2 j + i where it equals the constant: half of it
+// does. The lanes of a product have them side by side.
 constexpr int kStrip = 64;
 
 // They lie behind `largest` (N) in what forward saves, from a sector's start on.
@@ -121,8 +121,8 @@ __device__ __forceinline__ int top_exponent(uint32_t magnitude) {
   return magnitude == 0 ? 0 : min(kTop - ilogbf(__uint_as_float(magnitude)), 127);
 }
 
-// The exponent for a sample, from the bits of its largest finite magnitude. A gradient's is known before it is
-// converted.
+// The exponent for a sample, from the bits of its largest finite magnitude. A gradient's is known before it
+// is converted.
 __device__ __forceinline__ int sample_exponent(uint32_t largest) {
   const int fitting = top_exponent(largest), slack = fitting - kFirstExponent;
   if (TRANSPOSED) return fitting;

@@ -1,24 +1,27 @@
 // The gradients of conv2d_min_add_multiply's parameters, from dy and what forward saved: neither the
 // convolution's output nor its gradient g is ever written.
 //
-//   gradient_sums    d_bias = sum of dy·scale, d_conv_bias = sum of g, over samples and pixels; and the largest
+//   gradient_sums    d_bias = sum of dy·scale, d_conv_bias = sum of g, over samples and pixels; and the
+//                    largest
 //                    finite magnitude of g in each sample
 //   weight_gradient  dweight[co][ci][kh][kw] = sum over samples and pixels of g[co][p]·x[ci][p + (kh, kw)]
 //
-// x (N, CHANNELS_IN, H, W), dy (N, CHANNELS_OUT, H', W'), dweight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W),
-// all contiguous; saved as conv2d_min_add_multiply_fused.cu leaves it.
+// x (N, CHANNELS_IN, H, W), dy (N, CHANNELS_OUT, H', W'), dweight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H,
+// KERNEL_W), all contiguous; saved as conv2d_min_add_multiply_fused.cu leaves it.
 //
-// The weights' gradient is a product on tensor cores, M = 64 channels out, N = 64 channels in × up to 9 taps (3 where
-// SPLIT), K = pixels. A block keeps M × N sums in registers and walks down strips of rows, its share of all; warps have 8
-// channels in each. Per row of a strip it stages g and the one row of x that is new, converted to operands, in
-// shared memory; a ring holds the rows that the other taps need. What comes next is on its way, in registers,
-// during the products. Operands are those of forward (_operands.cuh), under powers of two for each sample of g and x
-// whose product is the same for all samples, since sums are over all (SampleScales).
+// The weights' gradient is a product on tensor cores, M = 64 channels out, N = 64 channels in × up to 9 taps
+// (3 where SPLIT), K = pixels. A block keeps M × N sums in registers and walks down strips of rows, its share
+// of all; warps have 8 channels in each. Per row of a strip it stages g and the one row of x that is new,
+// converted to operands, in shared memory; a ring holds the rows that the other taps need. What comes next is
+// on its way, in registers, during the products. Operands are those of forward (_operands.cuh), under powers
+// of two for each sample of g and x whose product is the same for all samples, since sums are over all
+// (SampleScales).
 //
-// Where a row ends, zeros in g would not do, since 0·inf is NaN: x is zero there, too, for each tap's own end.
+// Where a row ends, zeros in g would not do, since 0·inf is NaN: x is zero there, too, for each tap's own
+// end.
 //
-// Bytes at the default size: 1040 MB of dy and 66 MB of gates for each launch, 537 MB of x. Bound: memory 0.26 ms
-// for the sums; 300 GFLOP 0.46 ms by mma.sync for the weights' gradient, memory 0.38 ms.
+// Bytes at the default size: 1040 MB of dy and 66 MB of gates for each launch, 537 MB of x. Bound: memory
+// 0.26 ms for the sums; 300 GFLOP 0.46 ms by mma.sync for the weights' gradient, memory 0.38 ms.
 #include "conv2d_min_add_multiply_gradient.cuh"
 #include "reduce.cuh"
 
@@ -27,11 +30,11 @@ namespace {
 constexpr int kBlock = kWarps * 8;  // channels of either kind in a block
 constexpr int kBlocksOut = ceil_div(CHANNELS_OUT, kBlock), kBlocksIn = ceil_div(CHANNELS_IN, kBlock);
 
-// ------------------------------------------------------------------------------------------------------- sums
+// ----------------------------------------------------------------------------------------------------- sums
 
-// Sums over a share of all strips, in sums (2, shares, CHANNELS_OUT): of g, then of dy·scale. A lane's few values
-// of a strip are summed as they are, strips in double: what cancels leaves no rounding errors of large sums.
-// Raises largest[n]. Grid: shares, blocks of channels out.
+// Sums over a share of all strips, in sums (2, shares, CHANNELS_OUT): of g, then of dy·scale. A lane's few
+// values of a strip are summed as they are, strips in double: what cancels leaves no rounding errors of large
+// sums. Raises largest[n]. Grid: shares, blocks of channels out.
 __global__ void __launch_bounds__(kThreads)
 gradient_sums_kernel(double* sums, uint32_t* largest, const output_t* dy, const uint32_t* gates, float scale,
                      int64_t N, int64_t height, int64_t width) {
@@ -81,7 +84,7 @@ gradient_sums_kernel(double* sums, uint32_t* largest, const output_t* dy, const 
 #endif
 }
 
-// --------------------------------------------------------------------------------------------------- products
+// ------------------------------------------------------------------------------------------------- products
 
 // A block's taps: kTapRows rows of the filter, kTapColumns pixels of each.
 constexpr int kMostTaps = SPLIT ? 3 : 9;  // for so many sums there are registers
@@ -113,9 +116,10 @@ struct BlockPlace {
         kernel_column(block / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
 };
 
-// The least exponent of a sample's products, where g and x are each scaled as far up as operands go; to all threads
-// of the block. Samples of zeros don't count.
-__device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
+// The least exponent of a sample's products, where g and x are each scaled as far up as operands go; to all
+// threads of the block. Samples of zeros don't count.
+__device__ __forceinline__ int common_exponent(
+    const uint32_t* largest_x, const uint32_t* largest_g, int64_t N) {
   __shared__ int negative;
   if (!kScaled) return 0;
   if (threadIdx.x == 0) negative = -254;
@@ -127,20 +131,21 @@ __device__ __forceinline__ int common_exponent(const uint32_t* largest_x, const 
   return -negative;
 }
 
-// The scales of a sample, 2^common in all. The smaller its products, the further down go both: it is lost where it
-// is nothing beside others.
+// The scales of a sample, 2^common in all. The smaller its products, the further down go both: it is lost
+// where it is nothing beside others.
 struct SampleScales {
   float input = 1.f, gradient = 1.f;
   __device__ __forceinline__ void set(uint32_t largest_x, uint32_t largest_g, int common) {
     const int x = top_exponent(largest_x), g = top_exponent(largest_g), slack = max(x + g - common, 0);
-    gradient = power_of_two(max(g - slack / 2, -126)), input = power_of_two(max(x - (slack - slack / 2), -126));
+    gradient = power_of_two(max(g - slack / 2, -126));
+    input = power_of_two(max(x - (slack - slack / 2), -126));
   }
 };
 
 #if __CUDA_ARCH__ >= 800
 
-// A walk down strips, rows begin … end - 1 of all, counted along columns of strips. A step brings a row of x, and
-// g unless it is `ahead`: the first rows of a column of strips are other taps'.
+// A walk down strips, rows begin … end - 1 of all, counted along columns of strips. A step brings a row of x,
+// and g unless it is `ahead`: the first rows of a column of strips are other taps'.
 struct Walk {
   const output_t* const all_dy;
   const uint32_t* const all_gates;
@@ -171,8 +176,8 @@ struct Walk {
     dy = all_dy + GradientStrip<CHANNELS_OUT>::index({n, row, column}, strips, plane);
     gates = all_gates +
             gate_index(n, plane * 8, row, column, strips.height, strips.width, CHANNELS_OUT);
-    x = all_x + ((n * CHANNELS_IN + place.channel_in + warp * 8) * H + first + place.kernel_row) * W + column +
-        place.kernel_column;
+    x = all_x + ((n * CHANNELS_IN + place.channel_in + warp * 8) * H + first + place.kernel_row) * W;
+    x += column + place.kernel_column;
   }
   __device__ __forceinline__ void advance() {
     if (++row == stop) {
@@ -186,12 +191,13 @@ struct Walk {
   }
 };
 
-// A step's values in registers, a plane of 8 channels of either kind in a warp: what they are, and where they go. Past
-// the end of a row of x they may be anything: such pixels are masked (mask_taps).
+// A step's values in registers, a plane of 8 channels of either kind in a warp: what they are, and where they
+// go. Past the end of a row of x they may be anything: such pixels are masked (mask_taps).
 struct Staged {
   GradientStrip<CHANNELS_OUT> gradient;
   value_t input[kLanePixels][8] = {};
-  value_t edge[ceil_div((kTapColumns - 1) * 8, 32)] = {};  // right of the strip: lane + 32 k is pixel·8 + channel
+  // Right of the strip: lane + 32 k is pixel·8 + channel.
+  value_t edge[ceil_div((kTapColumns - 1) * 8, 32)] = {};
   int pixels = -1;                                         // of g; -1 where there is no such step
   SampleScales scales;
 
@@ -211,7 +217,8 @@ struct Staged {
     load_strip<CHANNELS_IN>(input, walk.x, plane, walk.H * walk.W, real);
 #pragma unroll
     for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) {
-      const bool exists = i < (kTapColumns - 1) * 8 && plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real;
+      const bool exists =
+          i < (kTapColumns - 1) * 8 && plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real;
       if (exists) edge[k] = walk.x[i % 8 * walk.H * walk.W + kStrip + i / 8];
     }
     walk.advance();
@@ -257,8 +264,9 @@ __device__ __forceinline__ uint32_t first_halves(int count) {
   return count >= 2 ? 0xffffffffu : count == 1 ? 0xffffu : 0u;
 }
 
-// sums += the product of 16 channels out, the warp's 8 channels in, one tap and 16 pixels. Tensor cores cut off as
-// they add. So split operands' small products come first, and their sum is added to the others in float32.
+// sums += the product of 16 channels out, the warp's 8 channels in, one tap and 16 pixels. Tensor cores cut
+// off as they add. So split operands' small products come first, and their sum is added to the others in
+// float32.
 __device__ __forceinline__ void multiply_tile(
     float (&sums)[4], const uint32_t (&gradient)[kParts][4], const uint32_t (&input)[kParts][2]) {
   if constexpr (SPLIT) {
@@ -273,9 +281,10 @@ __device__ __forceinline__ void multiply_tile(
   }
 }
 
-// A step's fragments of B, of 16 pixels and all taps. rows[r], for the block's tap row r, is the address that the lane
-// gives to load_matrices_transposed.
-__device__ __forceinline__ void load_taps(uint32_t (&taps)[kBlockTaps][kParts][2], const uint32_t (&rows)[kTapRows]) {
+// A step's fragments of B, of 16 pixels and all taps. rows[r], for the block's tap row r, is the address that
+// the lane gives to load_matrices_transposed.
+__device__ __forceinline__ void load_taps(
+    uint32_t (&taps)[kBlockTaps][kParts][2], const uint32_t (&rows)[kTapRows]) {
 #pragma unroll
   for (int i = 0; i < kBlockTaps * kParts; i++) {
     // Two neighbouring taps at a time; the last of an odd number alone.
@@ -297,10 +306,12 @@ __device__ __forceinline__ void mask_taps(uint32_t (&taps)[kBlockTaps][kParts][2
   const int left = pixels - threadIdx.x % 4 * 2;
   const uint32_t real[2] = {first_halves(left), first_halves(left - 8)};
 #pragma unroll
-  for (int i = 0; i < kBlockTaps * kParts * 2; i++) taps[i / 2 / kParts][i / 2 % kParts][i % 2] &= real[i % 2];
+  for (int i = 0; i < kBlockTaps * kParts * 2; i++)
+    taps[i / 2 / kParts][i / 2 % kParts][i % 2] &= real[i % 2];
 }
 
-// sums += the products of a strip's first `pixels`, at least one. `gradient` and rows[r] are addresses as in load_taps.
+// sums += the products of a strip's first `pixels`, at least one. `gradient` and rows[r] are addresses as in
+// load_taps.
 __device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][kOutTiles][4], uint32_t gradient,
                                          uint32_t (&rows)[kTapRows], int pixels) {
 #pragma unroll 1
@@ -326,8 +337,8 @@ __device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][kOutTiles][4]
 // A block's sums to slots [share][block][sum of a thread][thread]. Grid: shares, kBlocks.
 __global__ void __launch_bounds__(kThreads, 1)
 weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const uint32_t* gates,
-                       const uint32_t* largest_x, const uint32_t* largest_g, float scale, int64_t N, int64_t H,
-                       int64_t W) {
+                       const uint32_t* largest_x, const uint32_t* largest_g, float scale, int64_t N,
+                       int64_t H, int64_t W) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ uint4 shared[];
   uint4* const gradients = shared + kSlots * kSlot;
@@ -339,8 +350,8 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
             count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
   if (walk.goes_on()) walk.start();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first plane, and so on. g: 8-15 those of the
-  // second plane, 16-31 pixels 8-15 likewise. x: 8-15 pixels 8-15, 16-31 those of the next tap.
+  // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first plane, and so on. g: 8-15
+  // those of the second plane, 16-31 pixels 8-15 likewise. x: 8-15 pixels 8-15, 16-31 those of the next tap.
   const uint32_t gradient_address =
       shared_address(gradients) + 16 * (lane / 8 % 2 * kStrip + lane / 16 * 8 + lane % 8);
   const uint32_t input_address = shared_address(shared) + 16 * (warp * kInputPitch + lane % 16 + lane / 16);
@@ -415,8 +426,8 @@ EXPORT void gradient_sums(accumulate_t* d_conv_bias, accumulate_t* d_bias, int32
 
 // slots (shares, slot_elements) is scratch; the launch fails if that is not what a share takes.
 EXPORT void weight_gradient(value_t* dweight, float* slots, const output_t* dy, const value_t* x,
-                            const int32_t* saved, const int32_t* largest_g, double scale, int64_t slot_elements,
-                            int64_t shares, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
+                            const int32_t* saved, const int32_t* largest_g, double scale,
+                            int64_t slot_elements, int64_t shares, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
   const uint32_t* largest_x = reinterpret_cast<const uint32_t*>(saved);
   const uint32_t* largest = reinterpret_cast<const uint32_t*>(largest_g);
   const bool agreed = slot_elements == int64_t(kBlocks) * kThreadSums * kThreads;
