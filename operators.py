@@ -144,20 +144,3 @@ def declare(
 
     functions = dict(shapes=shapes, backward=backward, gradients=gradients, plan=plan)
     return loader_operators.declare(name, forward, **functions)
-
-
-def declare_fused(epilogue: Operator, forward: Callable, plan: Callable) -> Operator:
-    """The operator <name>_fused: forward(a), which computes what `epilogue` does. It saves nothing: backward runs `epilogue`, which does."""
-
-    def backward(dy: Tensor, a: tuple, *, needs: list[bool], plan: object) -> list[Tensor | None]:
-        # Forward chose the dtypes; a region of autocast around backward may not.
-        with torch.autocast(dy.device.type, enabled=False):
-            _, *saved = epilogue.save(*a)
-            return epilogue.backward(dy, a, saved, needs)
-
-    def shapes(a: tuple) -> Tensor:
-        return epilogue.shapes(*a, saving=False)[0]
-
-    name, gradients = f"{epilogue.name}_fused", lambda a: epilogue.gradients(*a)
-    functions = dict(shapes=shapes, backward=backward, gradients=gradients, plan=plan)
-    return loader_operators.declare(name, forward, **functions)

@@ -342,6 +342,19 @@ def strips_save(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> bool:
     return _strips_fit(x, weight, pool, True)
 
 
+def strips_training_obstacle(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> str | None:
+    """Why the kernels can't compute all gradients that are asked for, where there is no obstacle to forward; or None."""
+    fits = strips_save(x, weight, pool) and (_input_columns(x, weight, pool) or not x.requires_grad)
+    return None if fits else "backward's windows or filters do not fit in shared memory"
+
+
+def _input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
+    """Of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room."""
+    room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
+    columns = _COLUMNS, _COLUMNS // 2
+    return next((each for each in columns if input_gradient_shared(weight, pool, each) <= room), 0)
+
+
 def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling:
     """The plan for sizes without an obstacle."""
     (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
@@ -440,13 +453,7 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
     strips, rows = share((H - kh + 1) // pool[0], N * ceil_div(C, _CHANNELS))
     merged = N * (8 * units + 5 * C + groups) + _GRAM_SEGMENTS * groups * gram
     partial = ceil_div(N * channels, 4) * 4 + N * gram_strips * gram + N * strips * C * (8 * units + 3)
-    room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
-    fitting = (
-        columns
-        for columns in (_COLUMNS, _COLUMNS // 2)
-        if input_gradient_shared(weight, pool, columns) <= room
-    )
-    columns = next(fitting, 0)
+    columns = _input_columns(x, weight, pool)
     stride = 0 if W <= columns else columns - kw + 1
     tiles = ceil_div(W, stride) if stride else 1
     _, input_rows = share(ceil_div(H, pool[0]), N * tiles)

@@ -262,6 +262,9 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Twin, Conv2dGroupNormScaleMaxPoolClamp
     def _fused_obstacle(self, x, dtype):
         return tiling.strips_obstacle(x, self.conv.weight, dtype, _pair(self.maxpool.kernel_size))
 
+    def _training_obstacle(self, x):
+        return tiling.strips_training_obstacle(x, self.conv.weight, _pair(self.maxpool.kernel_size))
+
     @staticmethod
     def _autocast_tail(parameter, dtype):
         return torch.float32
