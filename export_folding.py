@@ -505,6 +505,10 @@ def _is_steady(node: ast.expr) -> bool:
     """Is it the same value wherever it stands?"""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return node.value.id == "torch"
+    if isinstance(node, ast.Tuple):
+        return all(map(_is_steady, node.elts))
+    if isinstance(node, ast.UnaryOp):
+        return _is_steady(node.operand)
     return isinstance(node, ast.Constant) and not isinstance(node.value, (list, dict)) and node.value is not ...
 
 
