@@ -33,12 +33,13 @@ import models
 import operators
 import tiling
 import twin
+import volumes
 from problems import Problem
 
 VARIANTS = "epilogue", "fused"
 LINES = 250  # beside the kernels
 _HERE = export_plumbing.__name__
-_MODULES = export_plumbing, export_kernels, inline_loader, library, loader_operators, operators, tiling, twin
+_MODULES = export_plumbing, export_kernels, inline_loader, library, loader_operators, operators, tiling, twin, volumes
 
 
 def cell(name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32) -> str:
@@ -100,6 +101,7 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
         places["fused_obstacle"] = (twin.__name__, "Twin._fused_obstacle")  # there is none
     places["Arguments"] = (module.__name__, "Arguments")
     bound = {(_HERE, key): place for key, place in places.items()} | {("operators", "Plan"): (_HERE, "Plan")}
+    bound[("operators", "load")] = (_HERE, "load")
     bound |= {("library", "pieces"): (_HERE, "whole")} if device == "cuda" else {}
     methods = {name: place for name in dir(cls) if (place := _method(cls, name))}
     methods["_not_by_channel"] = (_HERE, "not_by_channel")
@@ -108,6 +110,7 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
         [module, *_MODULES], bound, {(_HERE, key): value for key, value in known.items()}, methods, replaced
     )
     text.names[_HERE, "BUILDS"] = "_BUILDS"
+    text.names[module.__name__, "epilogue"] = export_folding.MISSING  # the operator
     text.name_of((_HERE, "run"))
     for name, value in {"device_type": device, "is_channels_last": False}.items():  # results are contiguous
         if function := text.definitions.get(f"_{name}"):
@@ -143,6 +146,7 @@ def _whole(problem: Problem) -> dict[str, object]:
 def _facts(problem: Problem, device: str, dtype: torch.dtype) -> dict[str, str]:
     """What expressions of the sources are, here: `weight` is the convolution's wherever it is a tensor, `x` its input."""
     filters, facts = _filters(problem), {"torch.compiler.is_compiling()": "False", "plan.y_format": "torch.contiguous_format"}
+    facts["plan.y_dtype"] = str(dtype)
     for owner in ("", "a.", "self."):
         weight, x = f"{owner}weight", f"{owner}x"
         sizes = ", ".join(map(str, problem.input_shape[1:]))

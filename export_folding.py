@@ -21,6 +21,8 @@ from export_python import copied, without_docstring
 
 _COMPUTED = {"all", "any", "bool", "dict", "divmod", "enumerate", "float", "int", "len", "list", "max", "min", "range", "round", "str"}
 _COMPUTED |= {"sum", "tuple", "zip", "abs", "sorted", "set", "property", "isinstance", "type"}
+MISSING = "_MISSING"  # the name of what is not in the program: a branch that asks for it raises
+NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
 _SCALARS = (int, float, str, bool)
 _LOOSE = (*_SCALARS, type(None), torch.dtype, torch.memory_format)
 _TORCH = SimpleNamespace(Tensor=torch.Tensor, **{k: v for k, v in vars(torch).items() if isinstance(v, _LOOSE[-2:])})
@@ -284,6 +286,8 @@ class _Folder(ast.NodeTransformer):
         if isinstance(node.test, ast.Constant):
             return self._visited(node.body if node.test.value else node.orelse)
         node.body, node.orelse = self._visited(node.body), self._visited(node.orelse)
+        if any(isinstance(each, ast.Name) and each.id == MISSING for part in node.body for each in ast.walk(part)):
+            node.body = ast.parse(f"raise RuntimeError({NOT_HERE!r})").body
         return node if node.body or node.orelse else []
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt | list:

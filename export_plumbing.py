@@ -111,7 +111,7 @@ class Plan(SimpleNamespace):
 
     def __init__(self, name, a, parameters, outputs, defines=None, folder=None, **own):
         self._last, self._outputs = 2 + len(parameters), [(shape, dtype) for shape, dtype, *_ in outputs]
-        super().__init__(kernels=load(name, a.x, defines or {}), **own)
+        super().__init__(kernels=load(name, a.x, DTYPE, **defines or {}), **own)
 
     def outputs(self, a):
         return [a.x.new_empty(shape, dtype=dtype) for shape, dtype in self._outputs]
@@ -131,7 +131,7 @@ def whole(count: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...]]
     return (tensors,)
 
 
-def load(name: str, x: torch.Tensor, defines: dict) -> SimpleNamespace:
+def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> SimpleNamespace:
     """The launchers of a build with these macros, made if need be: its name says all that is compiled."""
     from torch.utils.cpp_extension import load_inline
 
