@@ -99,6 +99,8 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
     places |= {each: _method(cls, f"_{each}") for each in ("tail_raises", "tail_obstacle", "fused_obstacle")}
     if variant != "fused":
         places["fused_obstacle"] = (twin.__name__, "Twin._fused_obstacle")  # there is none
+    elif _fits_everywhere(problem, dtype):
+        places["fused_obstacle"] = (_HERE, "too_old")
     places["Arguments"] = (module.__name__, "Arguments")
     bound = {(_HERE, key): place for key, place in places.items()} | {("operators", "Plan"): (_HERE, "Plan")}
     bound[("operators", "load")] = (_HERE, "load")
@@ -116,6 +118,18 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
         if function := text.definitions.get(f"_{name}"):
             function.body = [ast.Return(ast.Constant(value))]
     return text
+
+
+def _fits_everywhere(problem: Problem, dtype: torch.dtype) -> bool:
+    """Do the fused kernels run on the smallest GPU of capability 8.0? What has room there has room on the others."""
+    smallest, known = tiling.Device((8, 0), 99 << 10, 1, 1 << 20), tiling.device_properties
+    tiling.device_properties = lambda index: smallest
+    try:
+        with torch.random.fork_rng():
+            model = problem.ModelNew(*problem.get_init_inputs())
+        return model._fused_obstacle(torch.empty(problem.input_shape, dtype=dtype, device="meta"), dtype) is None
+    finally:
+        tiling.device_properties = known
 
 
 def _method(cls: type, name: str) -> tuple[str, str] | None:
@@ -194,7 +208,8 @@ from torch import nn
 
 
 def _model(problem: Problem) -> str:
-    return re.sub(rf"\b{problem.Model.__name__}\b", "Model", inspect.getsource(problem.Model))
+    source = re.sub(rf"\b{problem.Model.__name__}\b", "Model", inspect.getsource(problem.Model))
+    return re.sub(r'"""(.*?)\n.*?"""', r'"""\1"""', source, count=1, flags=re.S)
 
 
 def _forward(problem: Problem, text: export_python.Text) -> ast.FunctionDef:

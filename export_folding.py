@@ -52,8 +52,10 @@ class Program:
                     self.definitions[name] = copied(_Folder(self).visit(node))
             self._fold_plans()
             self._fold_parameters()
+            self._fold_results()
             self._inline()
             self._splice()
+            self._unfold()
             self._collect()
         return self.definitions
 
@@ -123,15 +125,39 @@ class Program:
             bound = [_bound(node, call) for call in calls]
             for argument in [*node.args.args, *node.args.kwonlyargs]:
                 values = [each.get(argument.arg) if each is not None else None for each in bound]
+                if _with_parts(node, argument, values, calls):
+                    break
                 if all(value is not None and _is_steady(value) for value in values) and len({ast.unparse(v) for v in values}) == 1:
                     _without_parameter(node, argument, values[0], calls)
                     break
+
+    def _fold_results(self) -> None:
+        """Of a list of results of which all calls take the same one, that one."""
+        for name, node in self.definitions.items():
+            if not isinstance(node, ast.FunctionDef) or not isinstance(node.body[-1], ast.Return) or node.decorator_list:
+                continue
+            value, returns = node.body[-1].value, [each for each in ast.walk(node) if isinstance(each, ast.Return)]
+            uses = [each for each in self._walk() if isinstance(each, ast.Name) and each.id == name]
+            taken = [
+                each for each in self._walk()
+                if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Call) and each.value.func in uses
+            ]
+            numbers = {_number(each.slice) for each in taken}
+            if isinstance(value, (ast.List, ast.Tuple)) and len(returns) == len(numbers) == 1 and len(taken) == len(uses):
+                number = numbers.pop()
+                if number is not None and not any(isinstance(each, ast.Starred) for each in value.elts):
+                    node.body[-1].value = value.elts[number]
+                    for each in taken:
+                        for key, owner in self.definitions.items():
+                            self.definitions[key] = _Replace(each, each.value).visit(owner)
+                    return
 
     def _inline(self) -> None:
         """Puts functions that are one expression, called in one place, into that place."""
         while found := next(self._inlined(), None):
             name, call, expression = found
-            del self.definitions[name]
+            if sum(isinstance(each, ast.Name) and each.id == name for each in self._walk()) == 1:
+                del self.definitions[name]
             for key, node in self.definitions.items():
                 self.definitions[key] = ast.fix_missing_locations(_Replace(call, expression).visit(node))
 
@@ -140,8 +166,15 @@ class Program:
         for name, node in self.definitions.items():
             uses = [each for each in nodes if isinstance(each, ast.Name) and each.id == name]
             calls = [each for each in nodes if isinstance(each, ast.Call) and each.func in uses]
-            if name not in self.roots and len(uses) == len(calls) == 1 and (expression := _applied(node, calls[0])):
+            once = len(uses) == 1 or self._is_short(node)
+            if name not in self.roots and calls and len(uses) == len(calls) and once and (expression := _applied(node, calls[0])):
                 yield name, calls[0], expression
+
+    def _is_short(self, node: ast.stmt) -> bool:
+        """Is it a function of one tuple, mostly numbers?"""
+        body = without_docstring(node.body) if isinstance(node, ast.FunctionDef) else []
+        value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
+        return isinstance(value, ast.Tuple) and sum(map(_is_steady, value.elts)) > len(value.elts) / 2
 
     def _splice(self) -> None:
         """Puts generators that one other alone yields from into its place; their names must be apart."""
@@ -157,6 +190,19 @@ class Program:
                     stored = {n.id for n in ast.walk(inner) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
                     if same and not stored & {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}:
                         each.body[index : index + 1] = without_docstring(inner.body)
+                        return
+
+    def _unfold(self) -> None:
+        """Puts the lines of a function that one line calls, `name = function(…)`, before it."""
+        for name, node in self.definitions.items():
+            for owner in [each for each in ast.walk(node) if isinstance(each, (ast.FunctionDef, ast.If, ast.With))]:
+                for index, line in enumerate(owner.body):
+                    call = line.value if isinstance(line, (ast.Assign, ast.Return)) else None
+                    function = self.definitions.get(ast.unparse(call.func)) if isinstance(call, ast.Call) else None
+                    uses = [n for n in self._walk() if isinstance(n, ast.Name) and function is not None and n.id == function.name]
+                    if len(uses) == 1 and function.name != name and name not in self.roots and (lines := _unfolded(function, call, node)) is not None:
+                        line.value = lines.pop().value
+                        owner.body[index:index] = lines
                         return
 
     def _collect(self) -> None:
@@ -185,6 +231,8 @@ class _Folder(ast.NodeTransformer):
 
     def __init__(self, program: Program):
         self.program, self.values, self.once, self.local = program, {}, set(), set()
+        self.listed: set[str] = set()  # names that are read as *name only
+        self.given: set[str] = set()  # parameters that nothing else is put into
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
@@ -200,6 +248,10 @@ class _Folder(ast.NodeTransformer):
         stored = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
         parameters = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
         self.values = {name: value for name, value in values.items() if name not in stored and name not in parameters}
+        used = [n for n in ast.walk(node) if isinstance(n, ast.Starred) and isinstance(n.value, ast.Name)]
+        loads = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        self.listed = {n.value.id for n in used if loads.count(n.value.id) == sum(m.value.id == n.value.id for m in used)}
+        self.given = parameters - set(stored)
         self.once = {name for name in stored if stored.count(name) == 1} - parameters
         self.local = local | {*stored, *parameters}
         documented, body = node.body[: len(node.body) - len(without_docstring(node.body))], without_docstring(node.body)
@@ -209,7 +261,14 @@ class _Folder(ast.NodeTransformer):
         while _without_unread(node) or _with_used_at_once(node):
             continue
         self.values, self.once, self.local = values, once, local
+        self.listed = set()
         return node
+
+    def _is_given(self, node: ast.expr) -> bool:
+        """Is it a parameter, or the length of one or of its x?"""
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "len":
+            node = node.args[0].value if isinstance(node.args[0], ast.Attribute) else node.args[0]
+        return isinstance(node, ast.Name) and node.id in self.given
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if not isinstance(node.ctx, ast.Load):
@@ -230,6 +289,16 @@ class _Folder(ast.NodeTransformer):
             if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Constant) and not part.format_spec:
                 node.values[i] = ast.Constant(str(part.value.value))
         return node
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        """With the items of those dicts in their places that are written out."""
+        self.generic_visit(node)
+        keys, values = [], []
+        for key, value in zip(node.keys, node.values):
+            known = value.value if key is None and isinstance(value, ast.Constant) else None
+            written = {ast.Constant(k): ast.Constant(v) for k, v in known.items()} if isinstance(known, dict) else {key: value}
+            keys, values = [*keys, *written.keys()], [*values, *written.values()]
+        return ast.Dict(keys, values)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         """An element, or some, of what is written out."""
@@ -266,14 +335,14 @@ class _Folder(ast.NodeTransformer):
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         self.generic_visit(node)
-        decisive = isinstance(node.op, ast.Or)
-        truths = [bool(each.value) if isinstance(each, ast.Constant) else None for each in node.values]
-        if not decisive or all(type(each.value) in (bool, type(None)) for each in node.values if isinstance(each, ast.Constant)):
-            if decisive in truths:
-                return ast.Constant(decisive)
-            values = [each for each, truth in zip(node.values, truths) if truth is None]
-            return ast.BoolOp(node.op, values) if len(values) > 1 else values[0] if values else ast.Constant(not decisive)
-        return node
+        decisive, last = isinstance(node.op, ast.Or), node.values[-1]
+        known = {each: each.value for each in node.values if isinstance(each, ast.Constant) and each.value in (True, False, None)}
+        if any(bool(value) == decisive for value in known.values()):
+            return ast.Constant(decisive)
+        values = [each for each in node.values if each not in known]
+        if values and isinstance(values[0], ast.Constant) and len(values) > 1:  # a text, or a number
+            return last if bool(values[0].value) != decisive and len(values) == 2 else node
+        return ast.BoolOp(node.op, values) if len(values) > 1 else values[0] if values else ast.Constant(not decisive)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         self.generic_visit(node)
@@ -295,7 +364,7 @@ class _Folder(ast.NodeTransformer):
         self.generic_visit(node)
         value = node.value.value if isinstance(node.value, ast.Yield) else None
         never = isinstance(value, ast.Tuple) and isinstance(value.elts[0], ast.Constant) and not value.elts[0].value
-        if never or isinstance(value, ast.Constant) and isinstance(value.value, tuple) and not value.value[0]:
+        if never or isinstance(value, ast.Constant) and not (value.value and value.value[0]):
             return []
         return node
 
@@ -324,11 +393,16 @@ class _Folder(ast.NodeTransformer):
         node.targets = [self.visit(target)]
         pairs, kept = [*_pairs(target, node.value)], []
         for name, value in pairs:
-            if isinstance(name, ast.Name) and name.id in self.once and _is_steady(value):
+            fixed = _is_steady(value) or self._is_given(value) or isinstance(value, (ast.List, ast.Constant)) and not _free(value) and _is_name_of(name, self.listed)
+            if isinstance(name, ast.Name) and name.id in self.once and fixed:
                 self.values[name.id] = value
             elif ast.unparse(name) != ast.unparse(value):
                 kept.append((name, value))
         return node if len(kept) == len(pairs) else [_assigned(kept)] if kept else []
+
+
+def _is_name_of(node: ast.expr, names: set[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -415,16 +489,19 @@ def _straight(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _bound(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr] | None:
-    """The arguments of a call by name, with the defaults of those that are not given; None where that can't be said."""
-    given = function.args
-    names = [each.arg for each in given.args]
-    fixed = call.args[: len(names)] if given.vararg else call.args
-    if any(isinstance(each, ast.Starred) for each in fixed) or any(each.arg is None for each in call.keywords):
+    """The arguments of a call by name, with the defaults of those that are not given; without those that `*` may give; None where
+    nothing can be said."""
+    given, names = function.args, [each.arg for each in function.args.args]
+    starred = [i for i, each in enumerate(call.args) if isinstance(each, ast.Starred)]
+    known = starred[0] if starred else len(names)
+    if any(each.arg is None for each in call.keywords):
         return None
-    values = dict(zip(names[len(names) - len(given.defaults) :], given.defaults))
+    values = dict(zip(names[len(names) - len(given.defaults) :], given.defaults)) if not starred else {}
     values |= {each.arg: value for each, value in zip(given.kwonlyargs, given.kw_defaults) if value is not None}
-    values |= dict(zip(names, call.args)) | {each.arg: each.value for each in call.keywords}
-    return values | ({given.vararg.arg: ast.Tuple(call.args[len(names) :], ast.Load())} if given.vararg else {})
+    values |= dict(zip(names[:known], call.args)) | {each.arg: each.value for each in call.keywords}
+    if given.vararg and known >= len(names):
+        values[given.vararg.arg] = ast.Tuple(call.args[len(names) :], ast.Load())
+    return values
 
 
 def _without_parameter(function: ast.FunctionDef, argument: ast.arg, value: ast.expr, calls: list[ast.Call]) -> None:
@@ -448,12 +525,65 @@ def _without_parameter(function: ast.FunctionDef, argument: ast.arg, value: ast.
     ast.fix_missing_locations(function)
 
 
+def _unfolded(function: ast.stmt, call: ast.Call, caller: ast.stmt) -> list[ast.stmt] | None:
+    """The lines of a call, the last a return."""
+    if not isinstance(function, ast.FunctionDef) or function.decorator_list or function.args.vararg or function.args.kwarg:
+        return None
+    body, values = copy.deepcopy(without_docstring(function.body)), _bound(function, call)
+    nodes = [each for line in body for each in ast.walk(line)]
+    names = [each.arg for each in [*function.args.args, *function.args.kwonlyargs]]
+    odd = [each for each in nodes if isinstance(each, (ast.Return, ast.Yield, ast.YieldFrom, ast.FunctionDef, ast.Lambda))]
+    if odd != [body[-1]] or values is None or any(name not in values for name in names):
+        return None
+    theirs = {each.id for each in ast.walk(caller) if isinstance(each, ast.Name)}
+    theirs |= {each.arg for each in ast.walk(caller) if isinstance(each, ast.arg)}
+    stored = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    put = {name: value for name, value in values.items() if _is_plain(value) and name not in stored}
+    first = [ast.Assign([ast.Name(name, ast.Store())], values[name]) for name in names if name not in put]
+    mine = {name: f"{name}_" for name in (stored | {*names} - put.keys()) & theirs}
+
+    class Put(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            if node.id in put:
+                return copy.deepcopy(put[node.id])
+            return ast.Name(mine.get(node.id, node.id), node.ctx)
+
+    for line in first:
+        line.targets[0].id = mine.get(line.targets[0].id, line.targets[0].id)
+    return [ast.fix_missing_locations(each) for each in [*first, *[Put().visit(line) for line in body]]]
+
+
+def _with_parts(function: ast.FunctionDef, argument: ast.arg, values: list, calls: list[ast.Call]) -> bool:
+    """Makes of a parameter that is a tuple with one element that is not the same everywhere that element."""
+    given = function.args.args
+    if argument not in given or not all(isinstance(each, ast.Tuple) for each in values):
+        return False
+    index, first = given.index(argument), values[0].elts
+    if any(len(each.elts) != len(first) for each in values) or any(len(call.args) <= index for call in calls):
+        return False
+    parts = [[each.elts[i] for each in values] for i in range(len(first))]
+    open_ = [i for i, part in enumerate(parts) if not _is_steady(part[0]) or len({ast.unparse(each) for each in part}) > 1]
+    if len(open_) != 1 or any(isinstance(each, ast.Starred) for value in values for each in value.elts):
+        return False
+    for call, value in zip(calls, values):
+        call.args[index] = value.elts[open_[0]]
+    name = f"{argument.arg}_{open_[0]}"
+    whole = [ast.Name(name, ast.Load()) if i in open_ else copy.deepcopy(each) for i, each in enumerate(first)]
+    start = len(function.body) - len(without_docstring(function.body))
+    function.body.insert(start, ast.Assign([ast.Name(argument.arg, ast.Store())], ast.Tuple(whole, ast.Load())))
+    given[index] = ast.arg(name)
+    ast.fix_missing_locations(function)
+    return True
+
+
 def _applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:
     """The expression that a call of `function` is, if that can be said."""
     if not isinstance(function, ast.FunctionDef) or function.decorator_list or function.args.kwarg:
         return None
     body, values = without_docstring(function.body), _bound(function, call)
     if len(body) != 1 or not isinstance(body[0], ast.Return) or body[0].value is None or values is None:
+        return None
+    if any(each.arg not in values for each in ast.walk(function.args) if isinstance(each, ast.arg)):
         return None
     expression = copied(ast.Expr(body[0].value)).value
     nodes = [*ast.walk(expression)]

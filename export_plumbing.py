@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import torch
 
 from export_kernels import NAMESPACE
-from loader_operators import described
-from tiling import first_of
+from loader_operators import _precision
 
 DEVICE: str  # "cpu" or "cuda"
 DTYPE: torch.dtype  # of x, the parameters and the result
@@ -45,12 +44,11 @@ plans = {}  # by all that a plan depends on
 def run(model, tensors, constants):
     """Model's result by the kernels. Raises RuntimeError where they can't compute it, with the reason."""
     saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-    key = saving, model.training, torch.is_autocast_enabled(DEVICE), constants, *described(*tensors)
+    seen = [(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors]  # as loader_operators.described
+    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, _precision(tensors[0])
     if (plan := plans.get(key)) is None:
-        if reason := first_of(obstacles(model, tensors[0], constants)):
+        if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
             raise RuntimeError(f"ModelNew can't run: {reason}")
-        if len(plans) > 255:
-            plans.clear()
         plan = plans[key] = make_plan(Arguments(*tensors, *constants), saving=saving)
     if saving:
         return Function.apply(plan, *tensors, *constants)
@@ -58,27 +56,29 @@ def run(model, tensors, constants):
     return y[0] if SAVES else y
 
 
-def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[tuple[bool, str]]:
-    """Pairs (is it there?, what it is) of what may stand in the kernels' way."""
-    conv, own = model.conv, [(p.device, p.dtype) for p in model.parameters()]
-    yield batch.device.type != DEVICE, f"its kernels are for {DEVICE}, x is on {batch.device}: move model and x there"
-    given = {(batch.device, batch.dtype), *own}
-    yield given != {(batch.device, DTYPE)}, f"its kernels are for {DTYPE} on one device, x and the parameters are {given}"
-    yield torch.is_autocast_enabled(DEVICE), f"its kernels compute in {DTYPE}, and autocast is on"
-    given = *conv.weight.shape, *batch.shape[1:], *[each for each in constants if type(each) is not float]
-    yield given != GIVEN, f"its kernels are for the model's own sizes, {GIVEN}, not {given}"
-    yield not len(batch), "there is no input"
+def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
+    """What stands in the kernels' way, or something false for what does not; what comes after an obstacle is not looked at."""
+    conv, given = model.conv, {(t.device, t.dtype) for t in [batch, *model.parameters()]}
+    yield batch.device.type != DEVICE and f"x is on {batch.device}, its kernels are for {DEVICE}"
+    yield given != {(batch.device, DTYPE)} and f"its kernels take {DTYPE}, not {given}"
+    yield torch.is_autocast_enabled(DEVICE) and f"autocast is on, its kernels compute in {DTYPE}"
+    sizes = *conv.weight.shape, *batch.shape[1:], *[each for each in constants if type(each) is not float]
+    yield (sizes != GIVEN or not len(batch)) and f"its kernels are for get_inputs' sizes, not {sizes}"
     plain = {*conv.stride, *conv.dilation, conv.groups} == {1} and {*conv.padding} == {0}
-    yield not plain, "the convolution has a stride, padding, dilation or groups"
-    yield tail_raises(model, batch, SIZE), "x does not fit what follows the convolution"
-    reason = tail_obstacle(model) or fused_obstacle(model, batch, DTYPE)
-    yield reason, reason
+    yield not plain and "the convolution has a stride, padding, dilation or groups"
+    yield tail_raises(model, batch, SIZE) and "x does not fit what follows the convolution"
+    yield tail_obstacle(model) or fused_obstacle(model, batch, DTYPE)
+
+
+def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
+    """The one obstacle for fused kernels that a block of any GPU from 8.0 on, of 99 kB of shared memory or more, has room for."""
+    return torch.cuda.get_device_capability(batch.device) < (8, 0) and "it needs a GPU of capability 8.0 or later"
 
 
 def not_by_channel(model, name: str) -> str | None:
     """What is wrong with the shape of a parameter."""
-    shape = FILTERS[0], *[1] * (len(FILTERS) - 2)
-    return f"{name} has another shape than {shape}" if getattr(model, name).shape != shape else None
+    by_channel = getattr(model, name).shape == (FILTERS[0], *[1] * (len(FILTERS) - 2))
+    return None if by_channel else f"{name} has not one value per channel"
 
 
 class Function(torch.autograd.Function):
@@ -96,14 +96,14 @@ class Function(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         a, saved, plan = Arguments(*ctx.saved_tensors[:TENSORS], *ctx.constants), ctx.saved_tensors[TENSORS:], ctx.plan
-        needs = list(ctx.needs_input_grad[1 : TENSORS + 1])
+        needs = ctx.needs_input_grad[1 : TENSORS + 1]
         with torch.autocast(DEVICE, enabled=False):
             if RECOMPUTES:
                 plan = plan_again(a, saving=True)
                 _, *saved = forward_again(a, plan=plan, saving=True)
             found = backward(dy, a, *saved, plan=plan, needs=needs)
-        gradients = [gradient if need else None for gradient, need in zip(found, needs)]
-        return None, *gradients, *[None] * len(ctx.constants)
+        found = [gradient if need else None for gradient, need in zip(found, needs)]
+        return None, *found, *[None] * len(ctx.constants)
 
 
 class Plan(SimpleNamespace):
@@ -137,8 +137,8 @@ def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> Simpl
 
     if DEVICE == "cuda":
         major, minor = torch.cuda.get_device_capability(x.device)
-        number, flags = f"{major}{minor}" + "a" * (major >= 9), ["-O1", "-fvisibility=hidden"]
-        cuda_flags = [f"-gencode=arch=compute_{number},code=sm_{number}", "-Xcompiler=-fvisibility=hidden"]
+        flags, arch = ["-O1", "-fvisibility=hidden"], f"{major}{minor}" + "a" * (major >= 9)
+        cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
     else:
         native = "-mcpu=native" if os.uname().machine in ("aarch64", "arm64") else "-march=native"
         flags, cuda_flags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native], None
@@ -147,9 +147,9 @@ def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> Simpl
     text = "".join([*macros, *[f'#line {line} "{file}"\n{text}' for line, text in BUILDS[name]]])
     compiled = text, flags, cuda_flags, torch.__version__, torch.backends.cpu.get_cpu_capability()
     build = f"{name}_{hashlib.sha256(repr(compiled).encode()).hexdigest()[:16]}"
-    text, launchers = text.replace(NAMESPACE, build), re.findall(r"^EXPORT void (\w+)", text, flags=re.M)
+    text, names = text.replace(NAMESPACE, build), re.findall(r"^EXPORT void (\w+)", text, flags=re.M)
     found, cuda = getattr(torch.ops, build), [text] if DEVICE == "cuda" else None
-    if not hasattr(found, launchers[0]):
-        options = {"extra_cflags": flags, "extra_cuda_cflags": cuda_flags, "is_python_module": False}
-        load_inline(build, [text], cuda, no_implicit_headers=True, **options)
-    return SimpleNamespace(**{name: getattr(found, name).default for name in launchers})
+    if not hasattr(found, names[0]):
+        flags = {"extra_cflags": flags, "extra_cuda_cflags": cuda_flags}
+        load_inline(build, [text], cuda, **flags, is_python_module=False, no_implicit_headers=True)
+    return SimpleNamespace(**{name: getattr(found, name).default for name in names})
