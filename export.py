@@ -55,7 +55,7 @@ def cell(name: str, *, device: str = "cuda", variant: str | None = None, dtype: 
     plumbing = program.fold()
     kernels = _kernels(problem, device, variant, plumbing)
     plumbing = {name: export_python.as_namedtuple(node) for name, node in plumbing.items()}
-    top = [_head(problem, device, variant, text.imports, plumbing), _model(problem), _model_new(forward), _inputs(problem)]
+    top = [_head(problem, device, variant, dtype, text.imports, plumbing), _model(problem), _model_new(forward), _inputs(problem)]
     for docstrings, apart in ((True, "\n\n"), (False, "\n\n"), (False, "\n")):  # as there is room
         rest = _plumbing(plumbing, docstrings, apart)
         besides = [re.sub(r'r"""\n.*?"""', "", part, flags=re.S) for part in kernels]
@@ -188,7 +188,7 @@ def _names(node: ast.AST) -> set[str]:
 # ----------------------------------------------------------------------------------------------------------- the file's parts
 
 
-def _head(problem: Problem, device: str, variant: str, imports: dict[str, str], plumbing: dict[str, ast.stmt]) -> str:
+def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, imports: dict[str, str], plumbing: dict[str, ast.stmt]) -> str:
     formula = inspect.getdoc(sys.modules[problem.ModelNew.__module__]).splitlines()[0]
     how = {"fused": "the convolution inside its kernels", "epilogue": "PyTorch's convolution, and kernels for the rest"}[variant]
     imports["_namedtuple"] = "from collections import namedtuple as _namedtuple"
@@ -198,8 +198,9 @@ def _head(problem: Problem, device: str, variant: str, imports: dict[str, str], 
     lines = [*sorted(line for line in lines if line.startswith("from ")), f"import {modules}"]
     return f'''"""{formula}
 
-Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward: {how}.
-To change what it computes, search for THE FORMULA, edit the line, and run this again.
+Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward:
+{how}. To change what it computes, search for THE FORMULA, edit the line
+below it, and run this again. Written by export.py; for {dtype}, and the sizes of get_inputs.
 """
 
 import torch
@@ -256,8 +257,8 @@ def _kernels(problem: Problem, device: str, variant: str, plumbing: dict[str, as
     names = {stem: "_KERNELS" + stem.removeprefix(problem.name).upper() if stem else "_HEADERS" for stem in texts}
     strings = [f"{names[stem]} = _sys._getframe().f_lineno, {_literal(text)}" for stem, text in texts.items()]
     shared = [names[""]] if "" in texts else []
-    builds = [f"    '{stem}': [{', '.join([*shared, names[stem]])}]," for stem in stems]
-    return ["\n".join([*strings, "_BUILDS = {  # name: the texts, each with its first line here", *builds, "}"])]
+    builds = [f"'{stem}': [{', '.join([*shared, names[stem]])}]" for stem in stems]
+    return ["\n".join([*strings, f"_BUILDS = {{{(',' + chr(10) + '    ').join(builds)}}}  # the texts, with their first lines"])]
 
 
 def _literal(text: str) -> str:

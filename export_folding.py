@@ -296,8 +296,10 @@ class _Folder(ast.NodeTransformer):
         keys, values = [], []
         for key, value in zip(node.keys, node.values):
             known = value.value if key is None and isinstance(value, ast.Constant) else None
-            written = {ast.Constant(k): ast.Constant(v) for k, v in known.items()} if isinstance(known, dict) else {key: value}
-            keys, values = [*keys, *written.keys()], [*values, *written.values()]
+            inner = zip(value.keys, value.values) if key is None and isinstance(value, ast.Dict) else [(key, value)]
+            inner = [(ast.Constant(k), ast.Constant(v)) for k, v in known.items()] if isinstance(known, dict) else inner
+            for each, own in inner:
+                keys, values = [*keys, each], [*values, own]
         return ast.Dict(keys, values)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
@@ -326,7 +328,7 @@ class _Folder(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and (function := self.program.definitions.get(node.func.id)):
             body = without_docstring(function.body) if isinstance(function, ast.FunctionDef) else []
             value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
-            if value is not None and (_is_steady(value) or isinstance(value, ast.List) and not _free(value)):
+            if value is not None and (_is_steady(value) or isinstance(value, (ast.List, ast.Dict)) and not _free(value)):
                 return copy.deepcopy(value)
         default = ast.unparse(node.keywords) if len(node.keywords) == 1 else ""
         if isinstance(node.func, ast.Attribute) and node.func.attr == "contiguous" and default.endswith("=torch.contiguous_format"):
@@ -471,7 +473,7 @@ def _with_used_at_once(function: ast.FunctionDef) -> bool:
                 if not once or isinstance(first.value, (ast.IfExp, ast.BoolOp)):
                     continue
                 merged = _Replace(uses[0], first.value).visit(copy.deepcopy(then, {id(uses[0]): uses[0]}))
-                if len(ast.unparse(ast.fix_missing_locations(merged))) < 96:
+                if len(ast.unparse(ast.fix_missing_locations(merged))) < 102:
                     body[index : index + 2] = [merged]
                     return True
     return False

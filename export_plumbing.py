@@ -75,10 +75,9 @@ def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
     return torch.cuda.get_device_capability(batch.device) < (8, 0) and "it needs a GPU of capability 8.0 or later"
 
 
-def not_by_channel(model, name: str) -> str | None:
+def not_by_channel(model, name: str) -> str | bool:
     """What is wrong with the shape of a parameter."""
-    by_channel = getattr(model, name).shape == (FILTERS[0], *[1] * (len(FILTERS) - 2))
-    return None if by_channel else f"{name} has not one value per channel"
+    return getattr(model, name).shape != (FILTERS[0], *[1] * (len(FILTERS) - 2)) and f"{name} is not one value per channel"
 
 
 class Function(torch.autograd.Function):
@@ -102,8 +101,7 @@ class Function(torch.autograd.Function):
                 plan = plan_again(a, saving=True)
                 _, *saved = forward_again(a, plan=plan, saving=True)
             found = backward(dy, a, *saved, plan=plan, needs=needs)
-        found = [gradient if need else None for gradient, need in zip(found, needs)]
-        return None, *found, *[None] * len(ctx.constants)
+        return None, *[g if need else None for g, need in zip(found, needs)], *[None] * len(ctx.constants)
 
 
 class Plan(SimpleNamespace):
