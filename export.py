@@ -39,10 +39,22 @@ from problems import Problem
 VARIANTS = "epilogue", "fused"
 LINES = 250  # beside the kernels
 _HERE = export_plumbing.__name__
-_MODULES = export_plumbing, export_kernels, inline_loader, library, loader_operators, operators, tiling, twin, volumes
+_MODULES = (
+    export_plumbing,
+    export_kernels,
+    inline_loader,
+    library,
+    loader_operators,
+    operators,
+    tiling,
+    twin,
+    volumes,
+)
 
 
-def cell(name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32) -> str:
+def cell(
+    name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32
+) -> str:
     """The text of the file. Raises KeyError for an unknown name, ValueError where there is no such variant on such a device."""
     if name not in models.PROBLEMS:
         raise KeyError(f"expected one of {', '.join(models.PROBLEMS)}, got {name}")
@@ -51,17 +63,29 @@ def cell(name: str, *, device: str = "cuda", variant: str | None = None, dtype: 
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
     text = _text(problem, device, variant, dtype)
     forward = _forward(problem, text)
-    program = export_folding.Program(text.definitions, _facts(problem, device, dtype), _names(forward), ("_constants",))
+    program = export_folding.Program(
+        text.definitions, _facts(problem, device, dtype), _names(forward), ("_constants",)
+    )
     plumbing = program.fold()
     kernels = _kernels(problem, device, variant, plumbing)
     plumbing = {name: export_python.as_namedtuple(node) for name, node in plumbing.items()}
-    top = [_head(problem, device, variant, dtype, text.imports, plumbing), _model(problem), _model_new(forward), _inputs(problem)]
-    for docstrings, apart in ((True, "\n\n"), (False, "\n\n"), (False, "\n")):  # as there is room
-        rest = _plumbing(plumbing, docstrings, apart)
-        besides = [re.sub(r'r"""\n.*?"""', "", part, flags=re.S) for part in kernels]
-        if "\n\n\n".join([*top, *besides, rest]).count("\n") < LINES:
+    top = [
+        _head(problem, device, variant, dtype, text.imports, plumbing),
+        _model(problem),
+        _model_new(forward),
+        _inputs(problem),
+    ]
+    for docstrings, apart, gap in (
+        (True, 2, 3),
+        (False, 2, 3),
+        (False, 1, 3),
+        (False, 1, 2),
+    ):  # as there is room
+        parts = [*top, *kernels, _plumbing(plumbing, docstrings, "\n" * apart)]
+        found = re.sub(r"\n{3}", "\n" * gap, "\n\n\n".join(part.strip("\n") for part in parts)) + "\n"
+        if re.sub(r'r"""\n.*?"""', "", found, flags=re.S).count("\n") <= LINES:
             break
-    return "\n\n\n".join(part.strip("\n") for part in [*top, *kernels, rest]) + "\n"
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------- the problem's part
@@ -127,7 +151,9 @@ def _fits_everywhere(problem: Problem, dtype: torch.dtype) -> bool:
     try:
         with torch.random.fork_rng():
             model = problem.ModelNew(*problem.get_init_inputs())
-        return model._fused_obstacle(torch.empty(problem.input_shape, dtype=dtype, device="meta"), dtype) is None
+        return (
+            model._fused_obstacle(torch.empty(problem.input_shape, dtype=dtype, device="meta"), dtype) is None
+        )
     finally:
         tiling.device_properties = known
 
@@ -153,18 +179,29 @@ def _whole(problem: Problem) -> dict[str, object]:
     """The numbers that are not real ones, by their names in a model: groups, a window."""
     with torch.random.fork_rng():
         model, converts = problem.Model(*problem.get_init_inputs()), problem.ModelNew.constants
-    numbers = {name: convert(operator.attrgetter(name)(model)) for name, convert in converts.items() if convert is not float}
+    numbers = {
+        name: convert(operator.attrgetter(name)(model))
+        for name, convert in converts.items()
+        if convert is not float
+    }
     return {name: number for name, number in numbers.items() if type(number) is not float}
 
 
 def _facts(problem: Problem, device: str, dtype: torch.dtype) -> dict[str, str]:
     """What expressions of the sources are, here: `weight` is the convolution's wherever it is a tensor, `x` its input."""
-    filters, facts = _filters(problem), {"torch.compiler.is_compiling()": "False", "plan.y_format": "torch.contiguous_format"}
+    filters, facts = (
+        _filters(problem),
+        {"torch.compiler.is_compiling()": "False", "plan.y_format": "torch.contiguous_format"},
+    )
     facts["plan.y_dtype"] = str(dtype)
     for owner in ("", "a.", "self."):
         weight, x = f"{owner}weight", f"{owner}x"
         sizes = ", ".join(map(str, problem.input_shape[1:]))
-        facts |= {f"{weight}.shape": repr(filters), f"len({weight})": repr(filters[0]), f"{x}.shape": f"(len({x}), {sizes})"}
+        facts |= {
+            f"{weight}.shape": repr(filters),
+            f"len({weight})": repr(filters[0]),
+            f"{x}.shape": f"(len({x}), {sizes})",
+        }
         facts |= {f"{each}.dim()": repr(len(filters)) for each in (weight, x)}
         facts |= {f"{x}.is_cuda": repr(device == "cuda"), f"{x}.element_size()": repr(dtype.itemsize)}
         facts |= {f"{owner}{name}.dtype": str(dtype) for name in _operands(problem)}
@@ -172,7 +209,10 @@ def _facts(problem: Problem, device: str, dtype: torch.dtype) -> dict[str, str]:
     for field, (name, number) in zip(fields, {**problem.ModelNew.constants, **_whole(problem)}.items()):
         if name in _whole(problem):
             path = name.split(".")
-            facts |= {text: repr(number) for text in (f"a.{field}", f"model.{name}", ".".join(path[-2:]), f"norm.{path[-1]}")}
+            facts |= {
+                text: repr(number)
+                for text in (f"a.{field}", f"model.{name}", ".".join(path[-2:]), f"norm.{path[-1]}")
+            }
     return facts
 
 
@@ -182,15 +222,27 @@ def _operands(problem: Problem) -> list[str]:
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    return {
+        each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- the file's parts
 
 
-def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, imports: dict[str, str], plumbing: dict[str, ast.stmt]) -> str:
+def _head(
+    problem: Problem,
+    device: str,
+    variant: str,
+    dtype: torch.dtype,
+    imports: dict[str, str],
+    plumbing: dict[str, ast.stmt],
+) -> str:
     formula = inspect.getdoc(sys.modules[problem.ModelNew.__module__]).splitlines()[0]
-    how = {"fused": "the convolution inside its kernels", "epilogue": "PyTorch's convolution, and kernels for the rest"}[variant]
+    how = {
+        "fused": "the convolution inside its kernels",
+        "epilogue": "PyTorch's convolution, and kernels for the rest",
+    }[variant]
     imports["_namedtuple"] = "from collections import namedtuple as _namedtuple"
     used = {name for node in plumbing.values() for name in _names(node)}
     lines = {line for name, line in imports.items() if name in used} | {"import sys as _sys"}
@@ -199,8 +251,8 @@ def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, impor
     return f'''"""{formula}
 
 Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward:
-{how}. To change what it computes, search for THE FORMULA, edit the line
-below it, and run this again. Written by export.py; for {dtype}, and the sizes of get_inputs.
+{how}; for {dtype} and the sizes of get_inputs.
+To change what it computes, search for THE FORMULA, edit the line below it, and run this again.
 """
 
 import torch
@@ -235,7 +287,7 @@ def _model_new(forward: ast.FunctionDef) -> str:
 
 def _inputs(problem: Problem) -> str:
     batch, *rest = problem.input_shape
-    return f'''def get_inputs(batch_size={batch}, device="cpu"):
+    return f"""def get_inputs(batch_size={batch}, device="cpu"):
     return [torch.rand(batch_size, {", ".join(map(str, rest))}).to(device)]
 
 
@@ -244,21 +296,38 @@ def get_init_inputs():
 
 
 def get_model(device="cpu"):
-    return ModelNew(*get_init_inputs()).to(device)'''
+    return ModelNew(*get_init_inputs()).to(device)"""
 
 
 def _kernels(problem: Problem, device: str, variant: str, plumbing: dict[str, ast.stmt]) -> list[str]:
     """The strings of kernels, each with its first line, and of which each build consists."""
-    suffix, first = ".cu" if device == "cuda" else ".cpp", problem.name + ("_fused" if variant == "fused" else "")
-    strings = {node.value for each in plumbing.values() for node in ast.walk(each) if isinstance(node, ast.Constant)}
+    suffix, first = (
+        ".cu" if device == "cuda" else ".cpp",
+        problem.name + ("_fused" if variant == "fused" else ""),
+    )
+    strings = {
+        node.value for each in plumbing.values() for node in ast.walk(each) if isinstance(node, ast.Constant)
+    }
     used = {name for name in strings if isinstance(name, str) and name.startswith(problem.name)}
-    stems = [first, *sorted(name for name in used - {first} if (problem.kernels / f"{name}{suffix}").is_file())]
+    stems = [
+        first,
+        *sorted(name for name in used - {first} if (problem.kernels / f"{name}{suffix}").is_file()),
+    ]
     texts = export_kernels.kernels(stems, device, problem.kernels)
-    names = {stem: "_KERNELS" + stem.removeprefix(problem.name).upper() if stem else "_HEADERS" for stem in texts}
+    names = {
+        stem: "_KERNELS" + stem.removeprefix(problem.name).upper() if stem else "_HEADERS" for stem in texts
+    }
     strings = [f"{names[stem]} = _sys._getframe().f_lineno, {_literal(text)}" for stem, text in texts.items()]
     shared = [names[""]] if "" in texts else []
     builds = [f"'{stem}': [{', '.join([*shared, names[stem]])}]" for stem in stems]
-    return ["\n".join([*strings, f"_BUILDS = {{{(',' + chr(10) + '    ').join(builds)}}}  # the texts, with their first lines"])]
+    return [
+        "\n".join(
+            [
+                *strings,
+                f"_BUILDS = {{{(',' + chr(10) + '    ').join(builds)}}}  # the texts, with their first lines",
+            ]
+        )
+    ]
 
 
 def _literal(text: str) -> str:
@@ -272,17 +341,25 @@ def _plumbing(definitions: dict[str, ast.stmt], docstrings: bool, apart: str) ->
     """The definitions, constants first."""
     constants = [node for node in definitions.values() if isinstance(node, ast.Assign)]
     others = [node for node in definitions.values() if not isinstance(node, ast.Assign)]
-    constants, others = [[export_python.source_of(node, docstrings) for node in nodes] for nodes in (constants, others)]
-    return apart.join(["\n".join(["# Plumbing: plans for what is given, autograd, the build.", *constants]), *others])
+    constants, others = [
+        [export_python.source_of(node, docstrings) for node in nodes] for nodes in (constants, others)
+    ]
+    return apart.join(
+        ["\n".join(["# Plumbing: plans for what is given, autograd, the build.", *constants]), *others]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write a problem as one file, or bring the notebooks' sources up to date.")
+    parser = argparse.ArgumentParser(
+        description="Write a problem as one file, or bring the notebooks' sources up to date."
+    )
     parser.add_argument("name", nargs="?", metavar="NAME", help=f"out of {', '.join(models.PROBLEMS)}")
     parser.add_argument("--variant", choices=VARIANTS, help="default: fused on a GPU, epilogue on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the standard output")
-    parser.add_argument("--refresh", action="store_true", help="bring notebooks/*.ipynb up to date and strip their outputs")
+    parser.add_argument(
+        "--refresh", action="store_true", help="bring notebooks/*.ipynb up to date and strip their outputs"
+    )
     arguments = parser.parse_args()
     if not arguments.name and not arguments.refresh:
         parser.error("expected a NAME or --refresh")

@@ -23,14 +23,19 @@ def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, 
     """
     sources = [folder / (f"{stem}.cu" if device == "cuda" else f"{stem}.cpp") for stem in stems]
     closures = [_closure(source, folder) for source in sources]
-    shared = [path for path in closures[0] if all(path in closure for closure in closures)] if stems[1:] else []
+    shared = (
+        [path for path in closures[0] if all(path in closure for closure in closures)] if stems[1:] else []
+    )
     seen: set[Path] = set()
     scalar, host = [_inlined(KERNELS / name, folder, seen) for name in ("scalar.h", "host.h")]
     headers = [_inlined(path, folder, seen) for path in shared if path not in seen]
     texts = {"": _compiled_by(device, [scalar], headers, [host])}
     for stem, source in zip(stems, sources):
         launchers = parse_launchers(source.read_text(encoding="utf-8"), source.name)
-        generated = [_title("generated: the launchers as operators"), host_source(launchers, NAMESPACE, device)]
+        generated = [
+            _title("generated: the launchers as operators"),
+            host_source(launchers, NAMESPACE, device),
+        ]
         texts[stem] = _compiled_by(device, [], [_inlined(source, folder, set(seen))], generated)
     if len(stems) == 1:
         texts = {stems[0]: "\n".join(texts.values())}
@@ -41,7 +46,10 @@ def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, 
 
 def _prologue(device: str) -> str:
     """The macros of a build for `device` that inline_loader.py sets."""
-    lines = ["#include <torch/version.h>", "#define STABLE_ABI (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR >= 210)"]
+    lines = [
+        "#include <torch/version.h>",
+        "#define STABLE_ABI (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR >= 210)",
+    ]
     if device == "cuda":
         lines = ["#ifndef __CUDACC__", *lines, "#define WITH_CUDA", "#endif"]
         lines += [f"#undef __CUDA_NO_{what}__  // load_inline's" for what in RESTORED]
@@ -64,7 +72,10 @@ def _marked(texts: dict[str, str], stem: str) -> dict[str, str]:
         raise ValueError(f"expected a line `// The formula of {stem}.` above the formula in its kernels")
     last = [*mark.finditer(texts[name])][-1]  # the kernels' own comes after what headers have
     texts[name] = texts[name][: last.start()] + FORMULA + texts[name][last.end() :]
-    texts = {name: re.sub(r"^[ \t]*// The formula of \w+\.\n", "", text, flags=re.M) for name, text in texts.items()}
+    texts = {
+        name: re.sub(r"^[ \t]*// The formula of \w+\.\n", "", text, flags=re.M)
+        for name, text in texts.items()
+    }
     return {name: re.sub(r"\bpass\b", "sweep", text) for name, text in texts.items()}
 
 

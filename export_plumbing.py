@@ -44,7 +44,9 @@ plans = {}  # by all that a plan depends on
 def run(model, tensors, constants):
     """Model's result by the kernels. Raises RuntimeError where they can't compute it, with the reason."""
     saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-    seen = [(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors]  # as loader_operators.described
+    seen = [
+        (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
+    ]  # as loader_operators.described
     key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, _precision(tensors[0])
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
@@ -72,12 +74,18 @@ def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
 
 def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
     """The one obstacle for fused kernels that a block of any GPU from 8.0 on, of 99 kB of shared memory or more, has room for."""
-    return torch.cuda.get_device_capability(batch.device) < (8, 0) and "it needs a GPU of capability 8.0 or later"
+    return (
+        torch.cuda.get_device_capability(batch.device) < (8, 0)
+        and "it needs a GPU of capability 8.0 or later"
+    )
 
 
 def not_by_channel(model, name: str) -> str | bool:
     """What is wrong with the shape of a parameter."""
-    return getattr(model, name).shape != (FILTERS[0], *[1] * (len(FILTERS) - 2)) and f"{name} is not one value per channel"
+    return (
+        getattr(model, name).shape != (FILTERS[0], *[1] * (len(FILTERS) - 2))
+        and f"{name} is not one value per channel"
+    )
 
 
 class Function(torch.autograd.Function):
@@ -94,7 +102,11 @@ class Function(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        a, saved, plan = Arguments(*ctx.saved_tensors[:TENSORS], *ctx.constants), ctx.saved_tensors[TENSORS:], ctx.plan
+        a, saved, plan = (
+            Arguments(*ctx.saved_tensors[:TENSORS], *ctx.constants),
+            ctx.saved_tensors[TENSORS:],
+            ctx.plan,
+        )
         needs = ctx.needs_input_grad[1 : TENSORS + 1]
         with torch.autocast(DEVICE, enabled=False):
             if RECOMPUTES:
@@ -139,7 +151,10 @@ def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> Simpl
         cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
     else:
         native = "-mcpu=native" if os.uname().machine in ("aarch64", "arm64") else "-march=native"
-        flags, cuda_flags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native], None
+        flags, cuda_flags = (
+            ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native],
+            None,
+        )
     file = os.path.basename(globals().get("__file__") or "cell")
     macros = [f"#define {key} {value}\n" for key, value in {"VALUE_T": CTYPE, **defines}.items()]
     text = "".join([*macros, *[f'#line {line} "{file}"\n{text}' for line, text in BUILDS[name]]])

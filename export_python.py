@@ -30,13 +30,18 @@ class Module:
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-                self.definitions |= {node.name: node, **{f"{node.name}.{each.name}": each for each in methods}}
+                self.definitions |= {
+                    node.name: node,
+                    **{f"{node.name}.{each.name}": each for each in methods},
+                }
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self.definitions[node.targets[0].id] = node
             elif isinstance(node, ast.Import):
                 self.imports |= {alias.asname or alias.name: (alias.name, None) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                self.imports |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+                self.imports |= {
+                    alias.asname or alias.name: (node.module, alias.name) for alias in node.names
+                }
 
 
 class Text:
@@ -98,7 +103,9 @@ class Text:
         if module == "torch":
             return "torch" if name is None else "nn" if name == "nn" else f"torch.{name}"
         private = "_" + (name or module)
-        self.imports[private] = f"from {module} import {name} as {private}" if name else f"import {module} as {private}"
+        self.imports[private] = (
+            f"from {module} import {name} as {private}" if name else f"import {module} as {private}"
+        )
         return private
 
 
@@ -111,7 +118,9 @@ class _Rewriter(ast.NodeTransformer):
 
     def __init__(self, text: Text, module: str, definition: ast.stmt):
         self.text, self.module, nodes = text, module, [*ast.walk(definition)]
-        self.is_method = isinstance(definition, ast.FunctionDef)  # if it has a `self`: one that becomes a function
+        self.is_method = isinstance(
+            definition, ast.FunctionDef
+        )  # if it has a `self`: one that becomes a function
         methods = getattr(definition, "body", []) if isinstance(definition, ast.ClassDef) else [definition]
         imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
         self.local = {
@@ -126,9 +135,15 @@ class _Rewriter(ast.NodeTransformer):
         """The place of ours that an expression names."""
         if isinstance(node, ast.Name) and node.id not in self.local:
             return self.text.place(self.module, node.id)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in self.local:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id not in self.local
+        ):
             source, name = self.text.modules[self.module].imports.get(node.value.id, (None, ""))
-            return self.text.place(source, node.attr) if source in self.text.modules and name is None else None
+            return (
+                self.text.place(source, node.attr) if source in self.text.modules and name is None else None
+            )
         return None
 
     def of_place(self, place: Place) -> ast.expr:
@@ -161,7 +176,11 @@ class _Rewriter(ast.NodeTransformer):
         if (text := self.text.replaced.get(ast.unparse(node))) is not None:
             return self.visit(ast.parse(text, mode="eval").body)
         function = node.func
-        if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "self" and function.attr in self.text.methods:
+        if (
+            isinstance(function, ast.Attribute)
+            and ast.unparse(function.value) == "self"
+            and function.attr in self.text.methods
+        ):
             name = self.text.name_of(self.text.methods[function.attr])
             node = ast.Call(_Final(name, ast.Load()), [function.value, *node.args], node.keywords)
         return self.generic_visit(node)
@@ -187,7 +206,11 @@ def copied(node: ast.AST) -> ast.AST:
 
 def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     first = body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str
+    is_text = (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and type(first.value.value) is str
+    )
     return body[1:] if is_text else body
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import export
+import export_sources as export
 
 TransformerManager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
 
