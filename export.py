@@ -1,13 +1,12 @@
-"""One problem, or several or none, as one self-contained notebook cell.
+"""One problem for one device as one file, as KernelBench writes them: to be pasted into a notebook, run, or given to KernelBench's evaluation.
 
-    python export.py conv2d_min_add_multiply > cell.py     # paste it into any notebook, or run it
-    python export.py --refresh                             # bring the first code cell of every notebook up to date
+    python export.py conv2d_min_add_multiply > cell.py                         # the fused kernels, for a GPU
+    python export.py conv2d_min_add_multiply --device cpu -o cell.py           # those of the CPU
+    python export.py --refresh                                                 # the sources that the notebooks carry (export_sources.py)
 
-The cell holds every file that the problem needs, verbatim: its module, and what notebooks use, `MODULES`, with all
-modules of ours that they import, and the problem's kernels (<name>.* and <name>_*.* in its folder of kernels) with all headers
-that they include. Run, it writes them into a folder of the user's cache that is named by their content, and imports them from
-there. Run again, it finds them there. A problem of one's own (`models.register`) is exported like ours: its module and its
-kernels keep their places relative to each other.
+The file is written from the repository's sources: the reference Model as it is, the kernels with all their headers (export_kernels.py),
+the functions of the problem's module and of export_plumbing.py with all of ours that they need (export_python.py), for this device
+and the model's own filters (export_folding.py): those alone it takes, with any batch and size that the kernels take.
 """
 
 from __future__ import annotations
@@ -15,211 +14,367 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
+import operator
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+import export_folding
+import export_kernels
+import export_plumbing
+import export_python
+import export_sources
+import inline_loader
+import library
+import loader_operators
 import models
-from inline_loader import KERNELS
+import operators
+import tiling
+import twin
+import volumes
 from problems import Problem
 
-FOLDER = Path(__file__).resolve().parent
-NOTEBOOKS = FOLDER / "notebooks"
-CELL_ID = "sources"  # of the cell in each notebook that this file writes
-MODULES = (  # what the cells of a notebook import
-    *[FOLDER / name for name in ("models.py", "loader_operators.py", "compare.py")],
-    NOTEBOOKS / "walkthrough.py",
+VARIANTS = "epilogue", "fused"
+LINES = 250  # beside the kernels
+_HERE = export_plumbing.__name__
+_MODULES = (
+    export_plumbing,
+    export_kernels,
+    inline_loader,
+    library,
+    loader_operators,
+    operators,
+    tiling,
+    twin,
+    volumes,
 )
-HOST_SIDE = [KERNELS / "host.h", KERNELS / "scalar.h"]  # what inline_loader.py includes itself
 
 
-# ------------------------------------------------------------------------------------------------------ what it holds
+def cell(
+    name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32
+) -> str:
+    """The text of the file. Raises KeyError for an unknown name, ValueError where there is no such variant on such a device."""
+    if name not in models.PROBLEMS:
+        raise KeyError(f"expected one of {', '.join(models.PROBLEMS)}, got {name}")
+    problem, variant = models.PROBLEMS[name], variant or ("fused" if device == "cuda" else "epilogue")
+    if variant not in VARIANTS or variant not in problem.variants_on(device):
+        raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
+    text = _text(problem, device, variant, dtype)
+    forward = _forward(problem, text)
+    program = export_folding.Program(
+        text.definitions, _facts(problem, device, dtype), _names(forward), ("_constants",)
+    )
+    plumbing = program.fold()
+    kernels = _kernels(problem, device, variant, plumbing)
+    plumbing = {name: export_python.as_namedtuple(node) for name, node in plumbing.items()}
+    top = [
+        _head(problem, device, variant, dtype, text.imports, plumbing),
+        _model(problem),
+        _model_new(forward),
+        _inputs(problem),
+    ]
+    for docstrings, apart, gap in (
+        (True, 2, 3),
+        (False, 2, 3),
+        (False, 1, 3),
+        (False, 1, 2),
+    ):  # as there is room
+        parts = [*top, *kernels, _plumbing(plumbing, docstrings, "\n" * apart)]
+        found = re.sub(r"\n{3}", "\n" * gap, "\n\n\n".join(part.strip("\n") for part in parts)) + "\n"
+        if re.sub(r'r"""\n.*?"""', "", found, flags=re.S).count("\n") <= LINES:
+            break
+    return found
 
 
-def sources(names: list[str]) -> dict[str, str]:
-    """The files that the problems `names` need: name in the exported folder to text. Raises KeyError for an unknown name, ValueError for
-    a problem that isn't in a module of its own, above or beside its kernels."""
-    unknown = [name for name in names if name not in models.PROBLEMS]
-    if unknown:
-        raise KeyError(f"expected names out of {', '.join(models.PROBLEMS)}, got {', '.join(unknown)}")
-    problems = [models.PROBLEMS[name] for name in names]
-    files, roots = zip(*map(_module, problems)) if problems else ((), ())
-    roots = FOLDER, NOTEBOOKS, *roots
-    modules = _closure([*MODULES, *files], lambda path: _imported(path, roots))
-    kernels = _closure([*HOST_SIDE, *[path for problem in problems for path in _kernels(problem)]], _included)
-    return {_name(path, roots): path.read_bytes().decode() for path in [*modules, *kernels]}
+# ------------------------------------------------------------------------------------------------------- the problem's part
 
 
-def _module(problem: Problem) -> tuple[Path, Path]:
-    """The file of the problem's module, and the folder from which it is imported."""
-    name = problem.ModelNew.__module__
-    path = Path(getattr(sys.modules[name], "__file__", None) or "").resolve()
-    if name == "__main__" or not path.is_file():
-        raise ValueError(f"expected {problem.name} in a module of its own, got one in {name}")
-    return path, path.parents[name.count(".")]
+def _declared(module, variant: str) -> dict[str, object]:
+    """What the module declares as the operator of a variant, in plumbing's words: which of its functions does what."""
+    tree = ast.parse(inspect.getsource(module)).body
+    calls = [node for node in tree if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    call = {ast.unparse(node.targets[0]): node.value for node in calls}[variant]
+    functions = [each.id for each in call.args[1:] if isinstance(each, ast.Name)]
+    given = {each.arg: each.value.id for each in call.keywords if isinstance(each.value, ast.Name)}
+    if ast.unparse(call.func) == "operators.declare_fused":  # backward runs the epilogue variant, which saves
+        again = _declared(module, "epilogue")
+        own = {"forward": functions[0], "make_plan": functions[1], "backward": again["backward"]}
+        own |= {"plan_again": again["make_plan"], "forward_again": again["forward"]}
+    else:
+        own = {"forward": functions[0], "make_plan": given["plan"], "backward": given["backward"]}
+    saves = "saving" in inspect.signature(getattr(module, own["forward"])).parameters
+    return {**own, "SAVES": saves, "RECOMPUTES": "forward_again" in own}
 
 
-def _kernels(problem: Problem) -> list[Path]:
-    """The sources of the problem's kernels."""
-    found = [path for pattern in (".c*", "_*.c*") for path in problem.kernels.glob(problem.name + pattern)]
-    return sorted(path.resolve() for path in found)
+def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> export_python.Text:
+    """All that may be needed, from plumbing's `run` on."""
+    cls, module = problem.ModelNew, sys.modules[problem.ModelNew.__module__]
+    declared, filters = _declared(module, variant), _filters(problem)
+    size = [extent - taps + 1 for extent, taps in zip(problem.input_shape[2:], filters[2:])]
+    tensors = [name for name, kind in module.Arguments.__annotations__.items() if "Tensor" in str(kind)]
+    known = {key: value for key, value in declared.items() if isinstance(value, bool)}
+    known |= {key: None for key in ("plan_again", "forward_again") if key not in declared}
+    known |= {"DTYPE": dtype, "CTYPE": operators._CTYPES[dtype], "SUMS": operators.accumulate_dtype(dtype)}
+    known |= {"DEVICE": device, "TENSORS": len(tensors), "FILTERS": filters}
+    known |= {"GIVEN": (*filters, *problem.input_shape[1:], *_whole(problem).values()), "SIZE": size}
+    places = {key: (module.__name__, value) for key, value in declared.items() if isinstance(value, str)}
+    places |= {each: _method(cls, f"_{each}") for each in ("tail_raises", "tail_obstacle", "fused_obstacle")}
+    if variant != "fused":
+        places["fused_obstacle"] = (twin.__name__, "Twin._fused_obstacle")  # there is none
+    elif _fits_everywhere(problem, dtype):
+        places["fused_obstacle"] = (_HERE, "too_old")
+    places["Arguments"] = (module.__name__, "Arguments")
+    bound = {(_HERE, key): place for key, place in places.items()} | {("operators", "Plan"): (_HERE, "Plan")}
+    bound[("operators", "load")] = (_HERE, "load")
+    bound |= {("library", "pieces"): (_HERE, "whole")} if device == "cuda" else {}
+    methods = {name: place for name in dir(cls) if (place := _method(cls, name))}
+    methods["_not_by_channel"] = (_HERE, "not_by_channel")
+    replaced = {"super()._constants()": _constants(problem)}
+    text = export_python.Text(
+        [module, *_MODULES], bound, {(_HERE, key): value for key, value in known.items()}, methods, replaced
+    )
+    text.names[_HERE, "BUILDS"] = "_BUILDS"
+    text.names[module.__name__, "epilogue"] = export_folding.MISSING  # the operator
+    text.name_of((_HERE, "run"))
+    for name, value in {"device_type": device, "is_channels_last": False}.items():  # results are contiguous
+        if function := text.definitions.get(f"_{name}"):
+            function.body = [ast.Return(ast.Constant(value))]
+    return text
 
 
-def _name(path: Path, roots: tuple[Path, ...]) -> str:
-    """The name of a file in the exported folder: relative to the innermost of `roots` that has it."""
-    inside = [root for root in roots if root in path.parents]
-    if not inside:
-        raise ValueError(
-            f"expected the kernels below the folder that their problem is imported from, got {path}"
+def _fits_everywhere(problem: Problem, dtype: torch.dtype) -> bool:
+    """Do the fused kernels run on the smallest GPU of capability 8.0? What has room there has room on the others."""
+    smallest, known = tiling.Device((8, 0), 99 << 10, 1, 1 << 20), tiling.device_properties
+    tiling.device_properties = lambda index: smallest
+    try:
+        with torch.random.fork_rng():
+            model = problem.ModelNew(*problem.get_init_inputs())
+        return (
+            model._fused_obstacle(torch.empty(problem.input_shape, dtype=dtype, device="meta"), dtype) is None
         )
-    return path.relative_to(max(inside, key=lambda root: len(root.parts))).as_posix()
+    finally:
+        tiling.device_properties = known
 
 
-def _closure(paths: list[Path], needs: Callable[[Path], list[Path]]) -> list[Path]:
-    """`paths` and all that they need, directly or not."""
-    found: dict[Path, None] = {}
-    pending = paths[::-1]
-    while pending:
-        if (path := pending.pop()) not in found:
-            found[path] = None
-            pending += needs(path)[::-1]
-    return list(found)
+def _method(cls: type, name: str) -> tuple[str, str] | None:
+    """Where a method of a problem's ModelNew is defined, if it is one of ours."""
+    owner = next((each for each in cls.__mro__ if name in vars(each)), object)
+    ours = issubclass(owner, twin.Twin) and inspect.isfunction(vars(owner)[name])
+    return (owner.__module__, f"{owner.__name__}.{name}") if ours else None
 
 
-def _imported(path: Path, roots: tuple[Path, ...]) -> list[Path]:
-    """The modules below `roots` that a Python file imports, and the packages that they are in."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *[f"{node.module}.{alias.name}" for alias in node.names]}
-    names |= {name.rpartition(".")[0] for name in names if "." in name}
-    places = [root / name.replace(".", "/") for name in sorted(names) for root in roots]
-    found = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
-    return [file for file in found if file.is_file()]
+def _constants(problem: Problem) -> str:
+    """The numbers that the operators take, from a model `self`."""
+    return f"({', '.join(f'{convert.__name__}(self.{name})' for name, convert in problem.ModelNew.constants.items())},)"
 
 
-def _included(path: Path) -> list[Path]:
-    """The files that a kernel or a header includes, of its own folder or of ours."""
-    names = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_bytes().decode(), flags=re.M)
-    candidates = [
-        [folder / name for folder in (path.parent, KERNELS) if (folder / name).is_file()] for name in names
+def _filters(problem: Problem) -> tuple[int, ...]:
+    with torch.random.fork_rng():
+        return tuple(problem.Model(*problem.get_init_inputs()).conv.weight.shape)
+
+
+def _whole(problem: Problem) -> dict[str, object]:
+    """The numbers that are not real ones, by their names in a model: groups, a window."""
+    with torch.random.fork_rng():
+        model, converts = problem.Model(*problem.get_init_inputs()), problem.ModelNew.constants
+    numbers = {
+        name: convert(operator.attrgetter(name)(model))
+        for name, convert in converts.items()
+        if convert is not float
+    }
+    return {name: number for name, number in numbers.items() if type(number) is not float}
+
+
+def _facts(problem: Problem, device: str, dtype: torch.dtype) -> dict[str, str]:
+    """What expressions of the sources are, here: `weight` is the convolution's wherever it is a tensor, `x` its input."""
+    filters, facts = (
+        _filters(problem),
+        {"torch.compiler.is_compiling()": "False", "plan.y_format": "torch.contiguous_format"},
+    )
+    facts["plan.y_dtype"] = str(dtype)
+    for owner in ("", "a.", "self."):
+        weight, x = f"{owner}weight", f"{owner}x"
+        sizes = ", ".join(map(str, problem.input_shape[1:]))
+        facts |= {
+            f"{weight}.shape": repr(filters),
+            f"len({weight})": repr(filters[0]),
+            f"{x}.shape": f"(len({x}), {sizes})",
+        }
+        facts |= {f"{each}.dim()": repr(len(filters)) for each in (weight, x)}
+        facts |= {f"{x}.is_cuda": repr(device == "cuda"), f"{x}.element_size()": repr(dtype.itemsize)}
+        facts |= {f"{owner}{name}.dtype": str(dtype) for name in _operands(problem)}
+    fields = sys.modules[problem.ModelNew.__module__].Arguments._fields[-len(problem.ModelNew.constants) :]
+    for field, (name, number) in zip(fields, {**problem.ModelNew.constants, **_whole(problem)}.items()):
+        if name in _whole(problem):
+            path = name.split(".")
+            facts |= {
+                text: repr(number)
+                for text in (f"a.{field}", f"model.{name}", ".".join(path[-2:]), f"norm.{path[-1]}")
+            }
+    return facts
+
+
+def _operands(problem: Problem) -> list[str]:
+    """The floating-point tensors among the operators' arguments, x first."""
+    return sys.modules[problem.ModelNew.__module__].Arguments._fields[: 1 + len(problem.ModelNew.operands)]
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {
+        each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- the file's parts
+
+
+def _head(
+    problem: Problem,
+    device: str,
+    variant: str,
+    dtype: torch.dtype,
+    imports: dict[str, str],
+    plumbing: dict[str, ast.stmt],
+) -> str:
+    formula = inspect.getdoc(sys.modules[problem.ModelNew.__module__]).splitlines()[0]
+    how = {
+        "fused": "the convolution inside its kernels",
+        "epilogue": "PyTorch's convolution, and kernels for the rest",
+    }[variant]
+    imports["_namedtuple"] = "from collections import namedtuple as _namedtuple"
+    used = {name for node in plumbing.values() for name in _names(node)}
+    lines = {line for name, line in imports.items() if name in used} | {"import sys as _sys"}
+    modules = ", ".join(sorted(line.removeprefix("import ") for line in lines if line.startswith("import ")))
+    lines = [*sorted(line for line in lines if line.startswith("from ")), f"import {modules}"]
+    return f'''"""{formula}
+
+Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward:
+{how}; for {dtype} and the sizes of get_inputs.
+To change what it computes, search for THE FORMULA, edit the line below it, and run this again.
+"""
+
+import torch
+from torch import nn
+{chr(10).join(lines)}'''
+
+
+def _model(problem: Problem) -> str:
+    source = re.sub(rf"\b{problem.Model.__name__}\b", "Model", inspect.getsource(problem.Model))
+    return re.sub(r'"""(.*?)\n.*?"""', r'"""\1"""', source, count=1, flags=re.S)
+
+
+def _forward(problem: Problem, text: export_python.Text) -> ast.FunctionDef:
+    """ModelNew's forward."""
+    cls, operands = problem.ModelNew, [f"self.{name}" for name in problem.ModelNew.operands]
+    own = {name: _method(cls, name)[0] != twin.__name__ for name in ("_constants", "_drawn")}
+    drawn = ["*self._drawn(x, constants)"] if own["_drawn"] else []
+    constants = "self._constants()" if own["_constants"] else _constants(problem)
+    given = ", ".join(["x", *operands, *drawn])
+    source = f"def forward(self, x):\n    constants = {constants}\n    return run(self, ({given}), constants)"
+    module = cls.__module__
+    text.bound[module, "run"] = (_HERE, "run")
+    return text.rewritten(ast.parse(source).body[0], module)
+
+
+def _model_new(forward: ast.FunctionDef) -> str:
+    source = re.sub(r"\bmodel\b", "self", ast.unparse(forward))
+    body = "\n".join(export_python.wrapped(f"    {line}") for line in source.splitlines())
+    doc = "Model by the kernels below. Where they can't run, a call raises RuntimeError and says why."
+    return f'class ModelNew(Model):\n    """{doc}"""\n\n{body}'
+
+
+def _inputs(problem: Problem) -> str:
+    batch, *rest = problem.input_shape
+    return f"""def get_inputs(batch_size={batch}, device="cpu"):
+    return [torch.rand(batch_size, {", ".join(map(str, rest))}).to(device)]
+
+
+def get_init_inputs():
+    return {problem.get_init_inputs()!r}
+
+
+def get_model(device="cpu"):
+    return ModelNew(*get_init_inputs()).to(device)"""
+
+
+def _kernels(problem: Problem, device: str, variant: str, plumbing: dict[str, ast.stmt]) -> list[str]:
+    """The strings of kernels, each with its first line, and of which each build consists."""
+    suffix, first = (
+        ".cu" if device == "cuda" else ".cpp",
+        problem.name + ("_fused" if variant == "fused" else ""),
+    )
+    strings = {
+        node.value for each in plumbing.values() for node in ast.walk(each) if isinstance(node, ast.Constant)
+    }
+    used = {name for name in strings if isinstance(name, str) and name.startswith(problem.name)}
+    stems = [
+        first,
+        *sorted(name for name in used - {first} if (problem.kernels / f"{name}{suffix}").is_file()),
     ]
-    return [found[0] for found in candidates if found]
-
-
-# ----------------------------------------------------------------------------------------------------------- the cell
-
-
-def cell(names: list[str]) -> str:
-    """The Python text of the cell for the problems `names`."""
-    parts = [
-        f"# @title The sources{' of ' * bool(names)}{', '.join(names)}: run this cell, there is no need to read it",
-        *[f"# {line}" for line in requirements()],
-        "FILES = {}",
+    texts = export_kernels.kernels(stems, device, problem.kernels)
+    names = {
+        stem: "_KERNELS" + stem.removeprefix(problem.name).upper() if stem else "_HEADERS" for stem in texts
+    }
+    strings = [f"{names[stem]} = _sys._getframe().f_lineno, {_literal(text)}" for stem, text in texts.items()]
+    shared = [names[""]] if "" in texts else []
+    builds = [f"'{stem}': [{', '.join([*shared, names[stem]])}]" for stem in stems]
+    return [
+        "\n".join(
+            [
+                *strings,
+                f"_BUILDS = {{{(',' + chr(10) + '    ').join(builds)}}}  # the texts, with their first lines",
+            ]
+        )
     ]
-    parts += [f"FILES[{json.dumps(name)}] = {literal(text)}" for name, text in sources(names).items()]
-    parts += [
-        f"\n{inspect.getsource(unpack)}",
-        "SOURCES = unpack(FILES)",
-        "import compare, inline_loader, models, walkthrough",
+
+
+def _literal(text: str) -> str:
+    literal = f'r"""\n{text}"""'
+    if ast.literal_eval(literal) != f"\n{text}":
+        raise ValueError("the kernels hold what a raw string can't")
+    return literal
+
+
+def _plumbing(definitions: dict[str, ast.stmt], docstrings: bool, apart: str) -> str:
+    """The definitions, constants first."""
+    constants = [node for node in definitions.values() if isinstance(node, ast.Assign)]
+    others = [node for node in definitions.values() if not isinstance(node, ast.Assign)]
+    constants, others = [
+        [export_python.source_of(node, docstrings) for node in nodes] for nodes in (constants, others)
     ]
-    for module in [models.PROBLEMS[name].ModelNew.__module__ for name in names]:
-        if not module.startswith("problems."):  # those models.py finds
-            parts += [f"import {module}", f"models.register({module}.PROBLEM)"]
-    return "\n".join(parts)
-
-
-def requirements() -> list[str]:
-    """What the cell needs, as lines: the first section of requirements.txt."""
-    section = (FOLDER / "requirements.txt").read_text(encoding="utf-8").split("\n\n")[0]
-    packages = " ".join(f'"{line}"' for line in section.splitlines() if not line.startswith("#"))
-    return [f"Needs: pip install {packages}", "and a C++ compiler; for a GPU also nvcc."]
-
-
-def literal(text: str) -> str:
-    """`text` as a Python expression, with its lines as they are wherever Python allows that."""
-    for quotes in ("'''", '"""'):
-        raw = f"r{quotes}{text}{quotes}"
-        try:
-            if "\r" not in text and ast.literal_eval(raw) == text:
-                return raw
-        except (SyntaxError, ValueError):
-            pass
-    return repr(text)
-
-
-def unpack(files):
-    """Writes `files` (name to text) into a folder named by their content and makes Python import from there."""
-    import hashlib
-    import os
-    import sys
-    from pathlib import Path
-
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    cache = Path(os.environ.get("INLINE_LOADER_CACHE") or f"{cache}/inline_kernels").expanduser()
-    for missing in [each for each in (cache, *cache.parents) if not each.exists()][::-1]:
-        missing.mkdir(mode=0o700, exist_ok=True)
-    folder = cache / ("sources_" + hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:16])
-    for name, text in files.items():
-        path, mine = folder / name, folder / f"{name}.{os.getpid()}"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not path.is_file() or path.read_bytes() != text.encode():
-            mine.write_bytes(text.encode())
-            os.replace(mine, path)  # in one step: another notebook may be reading
-    ours = {name.removesuffix(".py").split("/")[0] for name in files if name.endswith(".py")}
-    for name, module in list(sys.modules.items()):
-        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-        if name.split(".")[0] in ours and folder not in Path(place).parents:
-            del sys.modules[name]  # of another export, or the user's own
-    sys.path[:] = [str(folder)] + [entry for entry in sys.path if entry != str(folder)]
-    return folder
-
-
-# -------------------------------------------------------------------------------------------------------- the notebooks
-
-
-def problems_of(cells: list[dict]) -> list[str]:
-    """The problems that a notebook's cells name, but for the cell of sources."""
-    text = "".join("".join(part["source"]) for part in cells if part.get("id") != CELL_ID)
-    return [name for name in models.PROBLEMS if name in text]
-
-
-def refreshed(notebook: Path) -> str:
-    """The text of `notebook` with its cell of sources up to date, without outputs."""
-    content = json.loads(notebook.read_text(encoding="utf-8"))
-    for part in content["cells"]:
-        if part["cell_type"] == "code":
-            part.update(outputs=[], execution_count=None)
-        if part.get("id") == CELL_ID:
-            part["source"] = cell(problems_of(content["cells"])).splitlines(keepends=True)
-            # Folded in Jupyter and VS Code, and in Colab.
-            part["metadata"] = {"jupyter": {"source_hidden": True}, "cellView": "form", "tags": ["sources"]}
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return apart.join(
+        ["\n".join(["# Plumbing: plans for what is given, autograd, the build.", *constants]), *others]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write problems as one self-contained notebook cell.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"out of {', '.join(models.PROBLEMS)}")
+    parser = argparse.ArgumentParser(
+        description="Write a problem as one file, or bring the notebooks' sources up to date."
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help=f"out of {', '.join(models.PROBLEMS)}")
+    parser.add_argument("--variant", choices=VARIANTS, help="default: fused on a GPU, epilogue on a CPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: the standard output")
     parser.add_argument(
         "--refresh", action="store_true", help="bring notebooks/*.ipynb up to date and strip their outputs"
     )
     arguments = parser.parse_args()
-    if not arguments.names and not arguments.refresh:
+    if not arguments.name and not arguments.refresh:
         parser.error("expected a NAME or --refresh")
-    for notebook in sorted(NOTEBOOKS.glob("*.ipynb")) if arguments.refresh else []:
-        text = refreshed(notebook)
-        if text != notebook.read_text(encoding="utf-8"):
-            notebook.write_text(text, encoding="utf-8")
-            print(f"refreshed {notebook.relative_to(FOLDER)}")
-    if arguments.names:
+    if arguments.refresh:
+        export_sources.refresh()
+    if arguments.name:
         try:
-            print(cell(arguments.names))
-        except KeyError as error:
+            text = cell(arguments.name, device=arguments.device, variant=arguments.variant)
+        except (KeyError, ValueError) as error:
             sys.exit(f"export.py: {error.args[0]}")
+        if arguments.output:
+            Path(arguments.output).write_text(text, encoding="utf-8")
+        else:
+            sys.stdout.reconfigure(encoding="utf-8")
+            print(text, end="")
 
 
 if __name__ == "__main__":

@@ -174,6 +174,7 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
           normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / C, plane % C);
       const accumulate_t factor = scale[plane % C];
       for (int64_t i = plane * pooled; i < (plane + 1) * pooled; i++)
+        // The formula of conv2d_groupnorm_scale_maxpool_clamp.
         y[i] = output_t(clamp(normalise(accumulate_t(extreme[i])) * factor, lower, upper));
     }
   });

@@ -72,9 +72,11 @@ apply_kernel(output_t* y, const value_t* extreme, const accumulate_t* group_mean
   const int plane = blockIdx.x, c = plane % shape.C;
   const Normaliser normalise =
       normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
-  for (int64_t i = threadIdx.x; i < pooled; i += kThreads)
-    y[plane * pooled + i] =
-        output_t(clamp(normalise(accumulate_t(extreme[plane * pooled + i])) * scale[c], low, high));
+  for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
+    const accumulate_t z = normalise(accumulate_t(extreme[plane * pooled + i]));
+    // The formula of conv2d_groupnorm_scale_maxpool_clamp.
+    y[plane * pooled + i] = output_t(clamp(z * scale[c], low, high));
+  }
 }
 
 // sums (2, N, C) of dz and dz·(u - mean), and scale_gradient (N, C); a block per (sample, channel).

@@ -587,6 +587,7 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
   }
   __syncthreads();  // affine is complete
   const auto apply = [&](const float4& a, float v) {
+    // The formula of conv2d_groupnorm_scale_maxpool_clamp.
     return output_t(clamp(((v + a.x) * a.y + a.z) * a.w, low, high));
   };
   if (aligned) {

@@ -6,6 +6,13 @@
 #include "cpu.h"
 #include "winograd_gradient.h"
 
+// What becomes of a convolved value.
+static accumulate_t result_of(accumulate_t v, accumulate_t conv_bias, accumulate_t constant,
+                              accumulate_t bias, accumulate_t scale) {
+  // The formula of conv2d_min_add_multiply.
+  return (minimum(v + conv_bias, constant) + bias) * scale;
+}
+
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,
                     double constant, double scale, int64_t N, int64_t C, int64_t S) {
   const accumulate_t bound = constant, factor = scale;
@@ -13,7 +20,7 @@ EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias
     for (int64_t plane = begin; plane < end; plane++) {
       const accumulate_t inner = conv_bias[plane % C], outer = bias[plane % C];
       for (int64_t i = plane * S; i < (plane + 1) * S; i++)
-        y[i] = output_t((minimum(accumulate_t(v[i]) + inner, bound) + outer) * factor);
+        y[i] = output_t(result_of(accumulate_t(v[i]), inner, bound, outer, factor));
     }
   });
 }
@@ -69,7 +76,7 @@ EXPORT void convolve_forward(output_t* y, uint8_t* withheld, int32_t* finite, co
     int odd = 0;
     for (int64_t i = 0; i < count; i++) {
       odd |= !(std::abs(values[i]) <= std::numeric_limits<accumulate_t>::max());
-      y[at + i] = output_t((minimum(values[i] + inner, bound) + outer) * factor);
+      y[at + i] = output_t(result_of(values[i], inner, bound, outer, factor));
     }
     if (withheld) withhold(withheld + at, values, count, inner, bound);
     if (odd) __atomic_store_n(finite + at / sample, 0, __ATOMIC_RELAXED);

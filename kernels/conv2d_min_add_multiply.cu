@@ -108,6 +108,7 @@ min_add_multiply_kernel(output_t* y, const value_t* v, const accumulate_t* conv_
       y + begin, v + begin, S, C, int64_t(at.row) * kForwardPositions, int64_t(at.column) * kForwardChannels,
       aligned, [=](value_t value, int64_t, int64_t c, int) {
         const accumulate_t convolved = accumulate_t(value) + conv_bias[c];
+        // The formula of conv2d_min_add_multiply.
         return output_t((minimum(convolved, constant) + bias[c]) * scale);
       });
 }

@@ -53,6 +53,7 @@ __device__ __forceinline__ Gates<kTiles> apply_epilogue(
       if (value > constant) word |= 1u << bit;
       if (value == constant) word |= 0x10000u << bit;
     }
+    // The formula of conv2d_min_add_multiply.
     if constexpr (!TRANSPOSED) value = (min_nan(value, constant) + epilogue.bias) * scale;
   }
   return gates;

@@ -197,6 +197,7 @@ struct Tail {
   int64_t before;  // elements before y in the whole
   float tied;      // z that pass a gradient
   __device__ __forceinline__ float operator()(float z, uint32_t random) const {
+    // The formula of conv3d_groupnorm_min_clamp_dropout.
     const float value = min_nan(max_nan(min_nan(z, low), low), high);
     return mask.seed ? value * (random >= mask.threshold ? mask.scale : 0.f) : value;
   }

@@ -30,8 +30,9 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
         const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
         const value_t* in = v + (n * C + c) * S + s0;
         for (int64_t i = 0; i < count; i++) {
-          const accumulate_t value =
-              clamp((accumulate_t(in[i]) - channel.mean) * channel.a, lower, upper) * channel.m;
+          const accumulate_t z = (accumulate_t(in[i]) - channel.mean) * channel.a;
+          // The formula of conv3d_multiply_instancenorm_clamp_multiply_max.
+          const accumulate_t value = clamp(z, lower, upper) * channel.m;
           const bool replaces = c == 0 || replaces_maximum(value, best[i]);
           best[i] = replaces ? value : best[i];
           which[i] = replaces ? int32_t(c) : which[i];

@@ -51,6 +51,7 @@ apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, con
 #pragma unroll
       for (int j = 0; j < kPerThread; j++) {
         const accumulate_t value = accumulate_t(values[j]);
+        // The formula of conv3d_multiply_instancenorm_clamp_multiply_max.
         const accumulate_t candidate = clamp((value - channel.mean) * channel.a, low, high) * channel.m;
         if (c0 + k == 0 || replaces_maximum(candidate, winners[j].best))
           winners[j] = {candidate, value, index_t(c0 + k)};

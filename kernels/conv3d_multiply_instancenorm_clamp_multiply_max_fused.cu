@@ -250,6 +250,7 @@ __device__ inline Coefficients coefficients_of(const TileStatistics* statistics,
   const float at_low = scaled_bound(low > high ? high : low, scaled.m);
   const float at_high = scaled_bound(high, scaled.m);
   const bool turned = scaled.m < 0;
+  // The formula of conv3d_multiply_instancenorm_clamp_multiply_max.
   return {-scaled.mean, scaled.a * scaled.m, turned ? at_high : at_low, turned ? at_low : at_high};
 }
 

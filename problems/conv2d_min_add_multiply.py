@@ -88,13 +88,13 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     )
 
 
-def _to_channels_last(x: Tensor, kernels: inline_loader.Operators, round_to_tf32: bool = False) -> Tensor:
-    """x (N, C, H, W) with channels-last strides, by our own transposition: the library's takes twice as long."""
-    if x.is_contiguous(memory_format=torch.channels_last):
-        return x
-    N, C, H, W = x.shape
-    out = x.new_empty(N, H, W, C)
-    kernels.transpose(out, x.contiguous(), N, C, H * W, round_to_tf32)
+def _to_channels_last(t: Tensor, kernels: inline_loader.Operators, round_to_tf32: bool = False) -> Tensor:
+    """t (N, C, H, W) with channels-last strides, by our own transposition: the library's takes twice as long."""
+    if t.is_contiguous(memory_format=torch.channels_last):
+        return t
+    N, C, H, W = t.shape
+    out = t.new_empty(N, H, W, C)
+    kernels.transpose(out, t.contiguous(), N, C, H * W, round_to_tf32)
     return out.permute(0, 3, 1, 2)
 
 

@@ -20,11 +20,11 @@ from torch import nn
 import charts
 import checks
 import compare
-import export
+import export_sources as export
 import inline_loader
 import models
 from fifth.conv2d_relu_hardswish import FOLDER, NAME, PROBLEM
-from test_export import run as run_alone
+from test_export_sources import run as run_alone
 
 HERE = Path(__file__).resolve().parent
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")

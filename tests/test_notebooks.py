@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-import export
+import export_sources as export
 
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 

@@ -1,0 +1,168 @@
+"""What an exported cell holds beside its problem's own functions: building the kernels, choosing a plan, autograd, reasons why not.
+
+export.py copies these functions as text, their names made private, with what they reach. What is declared here without a value stands for
+the problem's own: its plan, forward and backward, the checks of its ModelNew, and what is known when the cell is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import torch
+
+from export_kernels import NAMESPACE
+from loader_operators import _precision
+
+DEVICE: str  # "cpu" or "cuda"
+DTYPE: torch.dtype  # of x, the parameters and the result
+CTYPE: str  # that in C
+SUMS: torch.dtype  # in which the kernels sum, and take parameters by channel
+FILTERS: tuple[int, ...]  # the shape of the convolution's weight
+GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers among the constants
+SIZE: list[int]  # the convolution's
+TENSORS: int  # how many of the operator's arguments are tensors
+SAVES: bool  # does forward save for backward?
+RECOMPUTES: bool  # does backward run another forward, which does?
+BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
+Arguments: type
+make_plan: Callable
+forward: Callable
+backward: Callable
+plan_again: Callable
+forward_again: Callable
+tail_raises: Callable
+tail_obstacle: Callable
+fused_obstacle: Callable
+
+plans = {}  # by all that a plan depends on
+
+
+def run(model, tensors, constants):
+    """Model's result by the kernels. Raises RuntimeError where they can't compute it, with the reason."""
+    saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+    seen = [
+        (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
+    ]  # as loader_operators.described
+    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, _precision(tensors[0])
+    if (plan := plans.get(key)) is None:
+        if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
+            raise RuntimeError(f"ModelNew can't run: {reason}")
+        plan = plans[key] = make_plan(Arguments(*tensors, *constants), saving=saving)
+    if saving:
+        return Function.apply(plan, *tensors, *constants)
+    y = forward(Arguments(*tensors, *constants), plan=plan, **({"saving": False} if SAVES else {}))
+    return y[0] if SAVES else y
+
+
+def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
+    """What stands in the kernels' way, or something false for what does not; what comes after an obstacle is not looked at."""
+    conv, given = model.conv, {(t.device, t.dtype) for t in [batch, *model.parameters()]}
+    yield batch.device.type != DEVICE and f"x is on {batch.device}, its kernels are for {DEVICE}"
+    yield given != {(batch.device, DTYPE)} and f"its kernels take {DTYPE}, not {given}"
+    yield torch.is_autocast_enabled(DEVICE) and f"autocast is on, its kernels compute in {DTYPE}"
+    sizes = *conv.weight.shape, *batch.shape[1:], *[each for each in constants if type(each) is not float]
+    yield (sizes != GIVEN or not len(batch)) and f"its kernels are for get_inputs' sizes, not {sizes}"
+    plain = {*conv.stride, *conv.dilation, conv.groups} == {1} and {*conv.padding} == {0}
+    yield not plain and "the convolution has a stride, padding, dilation or groups"
+    yield tail_raises(model, batch, SIZE) and "x does not fit what follows the convolution"
+    yield tail_obstacle(model) or fused_obstacle(model, batch, DTYPE)
+
+
+def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
+    """The one obstacle for fused kernels that a block of any GPU from 8.0 on, of 99 kB of shared memory or more, has room for."""
+    return (
+        torch.cuda.get_device_capability(batch.device) < (8, 0)
+        and "it needs a GPU of capability 8.0 or later"
+    )
+
+
+def not_by_channel(model, name: str) -> str | bool:
+    """What is wrong with the shape of a parameter."""
+    return (
+        getattr(model, name).shape != (FILTERS[0], *[1] * (len(FILTERS) - 2))
+        and f"{name} is not one value per channel"
+    )
+
+
+class Function(torch.autograd.Function):
+    """The result, and its gradients."""
+
+    @staticmethod
+    def forward(ctx, plan, *arguments):
+        result = forward(Arguments(*arguments), plan=plan, **({"saving": True} if SAVES else {}))
+        y, *saved = result if SAVES else (result,)
+        ctx.save_for_backward(*arguments[:TENSORS], *saved)
+        ctx.plan, ctx.constants = plan, arguments[TENSORS:]
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        a, saved, plan = (
+            Arguments(*ctx.saved_tensors[:TENSORS], *ctx.constants),
+            ctx.saved_tensors[TENSORS:],
+            ctx.plan,
+        )
+        needs = ctx.needs_input_grad[1 : TENSORS + 1]
+        with torch.autocast(DEVICE, enabled=False):
+            if RECOMPUTES:
+                plan = plan_again(a, saving=True)
+                _, *saved = forward_again(a, plan=plan, saving=True)
+            found = backward(dy, a, *saved, plan=plan, needs=needs)
+        return None, *[g if need else None for g, need in zip(found, needs)], *[None] * len(ctx.constants)
+
+
+class Plan(SimpleNamespace):
+    """What need not be decided anew for such arguments, as operators.Plan; parameters by channel have an element for each, results are contiguous."""
+
+    def __init__(self, name, a, parameters, outputs, defines=None, folder=None, **own):
+        self._last, self._outputs = 2 + len(parameters), [(shape, dtype) for shape, dtype, *_ in outputs]
+        super().__init__(kernels=load(name, a.x, DTYPE, **defines or {}), **own)
+
+    def outputs(self, a):
+        return [a.x.new_empty(shape, dtype=dtype) for shape, dtype in self._outputs]
+
+    def parameters(self, a):
+        return tuple([p.to(SUMS).contiguous() for p in a[2 : self._last]])
+
+    def gradients(self, a):
+        return [torch.empty(p.shape, dtype=SUMS, device=p.device) for p in a[2 : self._last]]
+
+    def as_parameters(self, a, gradients):
+        return [gradient.to(DTYPE) for gradient in gradients]
+
+
+def whole(count: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...]]:
+    """All at a time, as library.pieces has it on a GPU."""
+    return (tensors,)
+
+
+def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> SimpleNamespace:
+    """The launchers of a build with these macros, made if need be: its name says all that is compiled."""
+    from torch.utils.cpp_extension import load_inline
+
+    if DEVICE == "cuda":
+        major, minor = torch.cuda.get_device_capability(x.device)
+        flags, arch = ["-O1", "-fvisibility=hidden"], f"{major}{minor}" + "a" * (major >= 9)
+        cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
+    else:
+        native = "-mcpu=native" if os.uname().machine in ("aarch64", "arm64") else "-march=native"
+        flags, cuda_flags = (
+            ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native],
+            None,
+        )
+    file = os.path.basename(globals().get("__file__") or "cell")
+    macros = [f"#define {key} {value}\n" for key, value in {"VALUE_T": CTYPE, **defines}.items()]
+    text = "".join([*macros, *[f'#line {line} "{file}"\n{text}' for line, text in BUILDS[name]]])
+    compiled = text, flags, cuda_flags, torch.__version__, torch.backends.cpu.get_cpu_capability()
+    build = f"{name}_{hashlib.sha256(repr(compiled).encode()).hexdigest()[:16]}"
+    text, names = text.replace(NAMESPACE, build), re.findall(r"^EXPORT void (\w+)", text, flags=re.M)
+    found, cuda = getattr(torch.ops, build), [text] if DEVICE == "cuda" else None
+    if not hasattr(found, names[0]):
+        flags = {"extra_cflags": flags, "extra_cuda_cflags": cuda_flags}
+        load_inline(build, [text], cuda, **flags, is_python_module=False, no_implicit_headers=True)
+    return SimpleNamespace(**{name: getattr(found, name).default for name in names})
