@@ -118,11 +118,12 @@ def winograd_applies(x: Tensor, weight: Tensor) -> bool:
     return large and not is_channels_last(x, weight)
 
 
-def convolve_by_winograd(x: Tensor, weight: Tensor, kernels) -> Tensor:
+def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:
     """The convolution by the launcher `convolve` of a problem's CPU kernels."""
-    v = x.new_empty(len(x), len(weight), *output_size(x, weight))
-    sizes = *x.shape[:2], len(weight), *x.shape[2:], weight.shape[2]
-    kernels.convolve(v, x.contiguous(), weight.contiguous(), *sizes)
+    size = [extent - taps + 1 for extent, taps in zip(image.shape[2:], filters.shape[2:])]
+    v = image.new_empty(len(image), len(filters), *size)
+    sizes = *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
+    kernels.convolve(v, image.contiguous(), filters.contiguous(), *sizes)
     return v
 
 

@@ -165,8 +165,10 @@ def _backward_by_winograd(dy: Tensor, a: Arguments, withheld: Tensor, plan: oper
 
     dx, dw = None, torch.empty_like(a.weight, memory_format=torch.contiguous_format) if needs[1] else none
     dv = run(dw, needs[0])
-    if needs[0] and library.winograd_applies(dv, turned := a.weight.flip(2, 3).transpose(0, 1).contiguous()):
-        dx = library.convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), plan.kernels).squeeze(2)
+    if needs[0]:
+        turned = a.weight.flip(2, 3).transpose(0, 1).contiguous()
+        if library.winograd_applies(dv, turned):
+            dx = library.convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), plan.kernels).squeeze(2)
     repeat = [need and (t is None or not t.sum().isfinite()) for need, t in zip(needs, (dx, dw))]
     if any(repeat):
         dv = (dv if needs[0] else run(none, True))[:, :, 2:-2, 2:-2]

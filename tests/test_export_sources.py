@@ -84,7 +84,7 @@ def test_unknown_name():
         export.cell(["nonsense"])
     command = [sys.executable, "export.py", "nonsense"]
     done = subprocess.run(command, cwd=export.FOLDER, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("export.py: expected names out of")
+    assert done.returncode == 1 and done.stderr.startswith("export.py: expected one of")
 
 
 USE = """
