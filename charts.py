@@ -203,14 +203,25 @@ def overview(rows: list[dict], phases: Iterable[str], title: str):
         figure.suptitle(f"Speed-up over eager PyTorch, as called · {title}", fontsize=10, fontweight="bold")
         for axis, phase, panels in zip(axes.flat, phases, by_phase):
             axis.set_title({"forward_grad": "a call, gradients on"}.get(phase, phase), loc="left", fontsize=9)
-            _duels(axis, [standing(group) for group in panels])
+            others = [_elsewhere(rows, group[0]) for group in panels]
+            _duels(axis, [standing(group) for group in panels], others)
             names = [textwrap.fill(title_of(group[0]), 24) for group in panels]
             axis.set_yticks(range(len(names)), names if axis is axes.flat[0] else [""] * len(names))
         pyplot.close(figure)  # else a notebook shows it twice
     return figure
 
 
-def _duels(axis, standings: list[Standing]) -> None:
+def _elsewhere(rows: list[dict], row: dict) -> str:
+    """Ours over eager for the same problem and phase with other inputs, in words; empty where there are none."""
+    texts = []
+    for (problem, phase, inputs), group in groups(rows).items():
+        eager, _, _, ours = standing(group)
+        if (problem, phase) == (row["problem"], row["phase"]) and inputs != "default" and ours:
+            texts.append(f" ({inputs}: {ms_of(eager) / ms_of(ours):.2g}×)")
+    return "".join(texts)
+
+
+def _duels(axis, standings: list[Standing], others: list[str]) -> None:
     axis.set_xscale("log")
     furthest = 1.0
     for y, (eager, exact, fastest, ours) in enumerate(standings):
@@ -225,6 +236,7 @@ def _duels(axis, standings: list[Standing]) -> None:
             text = f"{speedup:.2g}× · {row['variant']} {ms_of(row):.3g} ms" + f" · {inexact(row)}" * bool(
                 hatch
             )
+            text += others[y] * (row is ours)
             weight = "bold" if row is ours else "normal"
             axis.annotate(text, (max(speedup, 1), at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, weight=weight)  # fmt: skip
             furthest = max(furthest, speedup)

@@ -187,7 +187,7 @@ def front_table(item: dict) -> str:
                 _factor(exact, ours),
             )
             lines.append(f"| {charts.title_of(rows[0])} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{_origin(item)}.", ""])
+    return "\n".join([*lines, "", f"{_origin(item)}{_note(item)}.", ""])
 
 
 def page(records: list[dict]) -> str:
@@ -206,7 +206,8 @@ convolution, Winograd's, where that is faster); `fused`, on a GPU, has the convo
 fastest of eager, torch.compile (`compile`; `max-autotune`; `compile-cl`, all channels last; `compile-fp32`, TF32 forbidden) and cuDNN's own
 fused graph (`cudnn`, where nvidia-cudnn-frontend is installed) that is as exact as eager; the *fastest peer* may be less exact, and then says
 by how much. What of ours fails its check gets no time. How it is measured stands at the top of compare.py, what counts as right at the
-top of checks.py, as honest at that of honesty.py. The records in results/ have all phases and variants.
+top of checks.py, as honest at that of honesty.py. Number 83's training says little about kernels by default: nothing ties there, so that all
+gradients are zero and backward leaves at a flag that forward computes; the row with all ties has everything to compute. The records in results/ have all phases and variants.
 """
 
 
@@ -220,9 +221,13 @@ def _origin(item: dict) -> str:
     return f"{machine_of(item)}{driver}, torch {item['torch']}, {dtype}, {commit}, {date}"
 
 
+def _note(item: dict) -> str:
+    return f" ({item['note']})" if item.get("note") else ""
+
+
 def _markdown(item: dict) -> str:
     lines = [
-        f"{_origin(item)}:",
+        f"{_origin(item)}{_note(item)}:",
         "",
         "| problem, input | phase | ours | × eager | × best exact peer | × fastest peer | eager | best exact peer | fastest peer |",
         "|---|---|---|---|---|---|---|---|---|",
