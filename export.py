@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import itertools
 import operator
 import re
 import sys
@@ -63,6 +64,7 @@ def cell(
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
     text = _text(problem, device, variant, dtype)
     forward = _forward(problem, text)
+    _check_names(text.definitions)
     program = export_folding.Program(
         text.definitions, _facts(problem, device, dtype), _names(forward), ("_constants",)
     )
@@ -98,14 +100,9 @@ def _declared(module, variant: str) -> dict[str, object]:
     call = {ast.unparse(node.targets[0]): node.value for node in calls}[variant]
     functions = [each.id for each in call.args[1:] if isinstance(each, ast.Name)]
     given = {each.arg: each.value.id for each in call.keywords if isinstance(each.value, ast.Name)}
-    if ast.unparse(call.func) == "operators.declare_fused":  # backward runs the epilogue variant, which saves
-        again = _declared(module, "epilogue")
-        own = {"forward": functions[0], "make_plan": functions[1], "backward": again["backward"]}
-        own |= {"plan_again": again["make_plan"], "forward_again": again["forward"]}
-    else:
-        own = {"forward": functions[0], "make_plan": given["plan"], "backward": given["backward"]}
+    own = {"forward": functions[0], "make_plan": given["plan"], "backward": given["backward"]}
     saves = "saving" in inspect.signature(getattr(module, own["forward"])).parameters
-    return {**own, "SAVES": saves, "RECOMPUTES": "forward_again" in own}
+    return {**own, "SAVES": saves}
 
 
 def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> export_python.Text:
@@ -115,7 +112,6 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
     size = [extent - taps + 1 for extent, taps in zip(problem.input_shape[2:], filters[2:])]
     tensors = [name for name, kind in module.Arguments.__annotations__.items() if "Tensor" in str(kind)]
     known = {key: value for key, value in declared.items() if isinstance(value, bool)}
-    known |= {key: None for key in ("plan_again", "forward_again") if key not in declared}
     known |= {"DTYPE": dtype, "CTYPE": operators._CTYPES[dtype], "SUMS": operators.accumulate_dtype(dtype)}
     known |= {"DEVICE": device, "TENSORS": len(tensors), "FILTERS": filters}
     known |= {"GIVEN": (*filters, *problem.input_shape[1:], *_whole(problem).values()), "SIZE": size}
@@ -214,6 +210,22 @@ def _facts(problem: Problem, device: str, dtype: torch.dtype) -> dict[str, str]:
                 for text in (f"a.{field}", f"model.{name}", ".".join(path[-2:]), f"norm.{path[-1]}")
             }
     return facts
+
+
+def _check_names(definitions: dict[str, ast.stmt]) -> None:
+    """Raises ValueError where a function that calls its parameters x or weight is given something else, of which the facts are wrong."""
+    functions = {name: node for name, node in definitions.items() if isinstance(node, ast.FunctionDef)}
+    calls = [(name, each) for name, node in definitions.items() for each in ast.walk(node)]
+    for caller, call in calls:
+        called = functions.get(ast.unparse(call.func)) if isinstance(call, ast.Call) else None
+        given = itertools.takewhile(
+            lambda each: not isinstance(each, ast.Starred), call.args if called else ()
+        )
+        for parameter, text in zip(called.args.args if called else (), map(ast.unparse, given)):
+            alike = {"x": r"(\w+\.)*(x|batch|tensors)", "weight": r"(\w+\.)*weight"}.get(parameter.arg, ".*")
+            if not re.fullmatch(rf"{alike}(\.contiguous\(.*\)|\[.*\]|\.new_empty\(0\))?", text):
+                expected = f"expected the model's {parameter.arg}, or another name there"
+                raise ValueError(f"{caller} gives {text} to {called.name} as its {parameter.arg}: {expected}")
 
 
 def _operands(problem: Problem) -> list[str]:

@@ -26,14 +26,11 @@ GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers am
 SIZE: list[int]  # the convolution's
 TENSORS: int  # how many of the operator's arguments are tensors
 SAVES: bool  # does forward save for backward?
-RECOMPUTES: bool  # does backward run another forward, which does?
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
 Arguments: type
 make_plan: Callable
 forward: Callable
 backward: Callable
-plan_again: Callable
-forward_again: Callable
 tail_raises: Callable
 tail_obstacle: Callable
 fused_obstacle: Callable
@@ -109,9 +106,6 @@ class Function(torch.autograd.Function):
         )
         needs = ctx.needs_input_grad[1 : TENSORS + 1]
         with torch.autocast(DEVICE, enabled=False):
-            if RECOMPUTES:
-                plan = plan_again(a, saving=True)
-                _, *saved = forward_again(a, plan=plan, saving=True)
             found = backward(dy, a, *saved, plan=plan, needs=needs)
         return None, *[g if need else None for g, need in zip(found, needs)], *[None] * len(ctx.constants)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 CPU_PIECE_BYTES = 8 << 20
 
 
-def device_type(x: Tensor) -> str:
-    """Whose kernels take x: "cpu" or "cuda"; or another type, which has none."""
-    return x.device.type
+def device_type(tensor: Tensor) -> str:
+    """Whose kernels take it: "cpu" or "cuda"; or another type, which has none."""
+    return tensor.device.type
 
 
 def output_size(x: Tensor, weight: Tensor) -> list[int]:
@@ -108,14 +108,19 @@ def convolve(x: Tensor, weight: Tensor, layout: torch.memory_format = torch.cont
 
 
 def winograd_applies(x: Tensor, weight: Tensor) -> bool:
-    """Is kernels/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to
-    make transforming cheap. Up to 128 terms of a sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
+    """Is kernels/winograd.h faster than the library's convolution of x, and as exact?"""
+    return winograd_suits(x, weight)
+
+
+def winograd_suits(image: Tensor, filters: Tensor) -> bool:
+    """The same of any convolution. On a CPU, with 3×3 filters, and channels enough to make transforming cheap. Up to 128 terms of a
+    sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
     """
-    if device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3):
+    if device_type(image) != "cpu" or image.dtype != torch.float32 or filters.shape[-2:] != (3, 3):
         return False
-    terms = math.prod(weight.shape[1:-2])
-    large = 8 <= terms <= 128 and weight.shape[0] % 8 == 0 and min(output_size(x, weight)[-2:]) >= 16
-    return large and not is_channels_last(x, weight)
+    terms = math.prod(filters.shape[1:-2])
+    large = 8 <= terms <= 128 and filters.shape[0] % 8 == 0 and min(image.shape[-2:]) >= 18
+    return large and not is_channels_last(image, filters)
 
 
 def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:

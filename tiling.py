@@ -48,10 +48,10 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def spatial_defines(weight: Tensor) -> dict[str, int]:
+def spatial_defines(filters: Sequence[int]) -> dict[str, int]:
     """What tells a build of any kernels the convolution's channels and kernel size."""
-    names = ("CHANNELS_OUT", "CHANNELS_IN", *("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - len(weight.shape) :])
-    return dict(zip(names, weight.shape))
+    names = ("CHANNELS_OUT", "CHANNELS_IN", *("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - len(filters) :])
+    return dict(zip(names, filters))
 
 
 def first_of(obstacles: Iterable[tuple[object, str]]) -> str | None:
@@ -150,7 +150,7 @@ def _volume_device(x: Tensor, static_shared: int) -> tuple[int, int]:
 def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_shared: int) -> dict[str, int]:
     """What a build takes from the plan, and what the plan assumes of the kernel."""
     return {
-        **spatial_defines(weight),
+        **spatial_defines(weight.shape),
         "STAGE_PIXELS": plan.stage,
         "PIXEL_WORDS": _pixel_words(weight.shape[1], itemsize),
         "RING_PLANES": weight.shape[2] + _PLANES_AHEAD,
@@ -367,7 +367,7 @@ def strip_defines(
 ) -> dict[str, int]:
     """What a build takes from the plan, and what the plan assumes of the kernel. saving: for backward, the selected places."""
     return {
-        **spatial_defines(weight),
+        **spatial_defines(weight.shape),
         "POOL_H": pool[0],
         "POOL_W": pool[1],
         "TILE_COLUMNS": _COLUMNS,
@@ -466,7 +466,7 @@ def strips_backward_defines(plan: StripsBackward, weight: Tensor, pool: tuple[in
     columns = plan.input_columns or _COLUMNS // 2
     shared = input_gradient_shared(weight, pool, columns)
     own = {"POOL_H": pool[0], "POOL_W": pool[1], "INPUT_COLUMNS": columns, "INPUT_SHARED": shared}
-    return {**spatial_defines(weight), **own}
+    return {**spatial_defines(weight.shape), **own}
 
 
 # ------------------------------------------------------------------------------------------------------------------- gemm
@@ -513,28 +513,29 @@ def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool,
     return gemm_by_mma(weight.shape, split, shared)
 
 
-def gemm_defines(plan: GemmTiling, weight: Tensor) -> dict[str, int]:
+def gemm_defines(plan: GemmTiling, filters: Sequence[int]) -> dict[str, int]:
     """What a build takes from the plan, and what the plan assumes of the kernel."""
-    return {**spatial_defines(weight), **{name.upper(): int(value) for name, value in plan._asdict().items()}}
+    own = {name.upper(): int(value) for name, value in plan._asdict().items()}
+    return {**spatial_defines(filters), **own}
 
 
-def gemm_workspace(plan: GemmTiling, x: Sequence[int], weight: Sequence[int], saving: bool) -> int:
+def gemm_workspace(plan: GemmTiling, image: Sequence[int], filters: Sequence[int], saving: bool) -> int:
     """Bytes: exponents, largest magnitudes unless they are saved, packed weights; and packed x, unless wgmma reads x itself."""
-    (N, channels, H, W), (outputs, _, kh, kw), operand_bytes = x, weight, 4 if plan.split else 2
+    (N, channels, H, W), (outputs, _, kh, kw), operand_bytes = image, filters, 4 if plan.split else 2
     channels, outputs = _round_up(channels, plan.group), _round_up(outputs, plan.block_channels)
     sizes = 4 * outputs, 0 if saving else 4 * N, outputs * channels * kh * kw * operand_bytes
     packed_x = 0 if plan.wgmma else N * channels * H * W * operand_bytes
     return sum(_round_up(size, 256) for size in sizes) + packed_x
 
 
-def gemm_saved(x: Sequence[int], weight: Sequence[int]) -> int:
+def gemm_saved(image: Sequence[int], filters: Sequence[int]) -> int:
     """Numbers of 32 bits that forward saves: largest magnitudes, and the gates of each strip and channel."""
-    return _round_up(x[0], 32) + _strips(x, weight) * weight[0] * 4
+    return _round_up(image[0], 32) + _strips(image, filters) * filters[0] * 4
 
 
-def _strips(x: Sequence[int], weight: Sequence[int]) -> int:
+def _strips(image: Sequence[int], filters: Sequence[int]) -> int:
     """Of 64 pixels of an output row."""
-    (N, _, H, W), (_, _, kh, kw) = x, weight
+    (N, _, H, W), (_, _, kh, kw) = image, filters
     return N * (H - kh + 1) * ceil_div(W - kw + 1, 64)
 
 
@@ -570,12 +571,12 @@ def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[st
     sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
     piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
     workspace = gemm_workspace(tiles, (piece, outputs, height, width), transposed.shape, True)
-    return gemm_defines(tiles, transposed), piece, workspace
+    return gemm_defines(tiles, transposed.shape), piece, workspace
 
 
-def gemm_by_mma(weight: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:
+def gemm_by_mma(filters: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:
     """room: bytes of shared memory. Where they are too few, a tile has fewer rows, or there are fewer input channels at a time."""
-    (outputs, channels, kh, kw), operand_bytes, stages = weight, 4 if split else 2, 3
+    (outputs, channels, kh, kw), operand_bytes, stages = filters, 4 if split else 2, 3
     group, block = min(_round_up(channels, 16), 128 // operand_bytes), 128 if outputs > 64 else 64
     rows = 128 // block  # four warps
 
@@ -589,8 +590,8 @@ def gemm_by_mma(weight: Sequence[int], split: bool, room: float = math.inf) -> G
     return GemmTiling(False, split, group, block, stages, max(operands(), results), rows)
 
 
-def gemm_by_wgmma(weight: tuple[int, ...], value_bytes: int, out_bytes: int) -> GemmTiling:
-    (outputs, channels, kh, kw), stages = weight, weight[2] + 1
+def gemm_by_wgmma(filters: tuple[int, ...], value_bytes: int, out_bytes: int) -> GemmTiling:
+    (outputs, channels, kh, kw), stages = filters, filters[2] + 1
     group, block, pitch = _round_up(channels, 16), 128 if outputs > 64 else 64, _COLUMNS + kw - 1
     # Rows of operands, each with two barriers; two consumers' other weights, 64 channels each; 8 warps' results,
     # a gap and constants, 16 channels each; two rows of x as they are.

@@ -167,7 +167,7 @@ def _backward_by_winograd(dy: Tensor, a: Arguments, withheld: Tensor, plan: oper
     dv = run(dw, needs[0])
     if needs[0]:
         turned = a.weight.flip(2, 3).transpose(0, 1).contiguous()
-        if library.winograd_applies(dv, turned):
+        if library.winograd_suits(dv, turned):
             dx = library.convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), plan.kernels).squeeze(2)
     repeat = [need and (t is None or not t.sum().isfinite()) for need, t in zip(needs, (dx, dw))]
     if any(repeat):
@@ -195,7 +195,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
     workspace = tiling.gemm_workspace(tiles, x.shape, weight.shape, saving)
-    defines = {**tiling.gemm_defines(tiles, weight), "SAVES": int(saving)}
+    defines = {**tiling.gemm_defines(tiles, weight.shape), "SAVES": int(saving)}
     outputs, (N, _, H, W) = [*_fused_outputs(a, saving), (workspace, torch.uint8)], x.shape
     own = _plan_gradients(a) if saving else {}
     return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=(N, H, W), **own)
@@ -208,7 +208,7 @@ def _plan_gradients(a: Arguments) -> dict:
     of_sums, of_weight, slot = tiling.plan_weight_gradient(x, weight, split)
     of_input, piece, workspace = tiling.plan_input_gradient(x, weight, split)
     load = functools.partial(operators.load, x=x.new_empty(0), out_dtype=a.bias.dtype)
-    defines = {**tiling.spatial_defines(weight), "SPLIT": int(split)}
+    defines = {**tiling.spatial_defines(weight.shape), "SPLIT": int(split)}
     return dict(
         by_weight=functools.cache(functools.partial(load, f"{NAME}_weight_gradient_fused", **defines)),
         by_input=functools.cache(functools.partial(load, f"{NAME}_input_gradient_fused", **of_input)),

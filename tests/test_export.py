@@ -376,3 +376,13 @@ def test_epilogue_on_a_gpu_and_other_dtypes(name):
     halves = export.cell(name, device="cuda", dtype=torch.float16)
     assert "torch.float16" in besides(halves) and "half_t" in besides(halves)
     assert len(besides(text).splitlines()) <= export.LINES
+
+
+def test_facts_of_a_name_hold_for_every_call():
+    """Folding takes `weight` for the convolution's in every function, so no function may call something else that."""
+    source = "def inner(weight): return weight.shape\ndef outer(a):\n    return inner({})"
+    for given in "a.weight", "a.weight.contiguous()", "a.weight[:1]":
+        export._check_names({node.name: node for node in ast.parse(source.format(given)).body})
+    for given in "a.weight.transpose(0, 1)", "a.weight.shape", "turned":
+        with pytest.raises(ValueError, match="as its weight: expected the model's weight"):
+            export._check_names({node.name: node for node in ast.parse(source.format(given)).body})

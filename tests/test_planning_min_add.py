@@ -42,7 +42,7 @@ BY_MMA = [
 def compiled(plan: tiling.GemmTiling, weight, value_bytes: int, out_bytes: int, folder: Path, **changed):
     """The compiler's status and report for a build."""
     types = {"VALUE_T": TYPES[value_bytes], "OUTPUT_T": TYPES[out_bytes]}
-    defines = {**types, **tiling.gemm_defines(plan, torch.empty(weight, device="meta")), **changed}
+    defines = {**types, **tiling.gemm_defines(plan, weight), **changed}
     command = [NVCC, "-cubin", "-Xptxas=-v", f"-arch=sm_{'90a' if plan.wgmma else '80'}", "-std=c++17"]
     command += [
         "--expt-relaxed-constexpr",
@@ -105,7 +105,7 @@ def test_backward_hardly_spills(value_bytes, split, architecture, tmp_path, monk
     device = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
     monkeypatch.setattr(tiling, "device_properties", lambda index: device)
     x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
-    of_weight = {**tiling.spatial_defines(weight), "SPLIT": int(split)}
+    of_weight = {**tiling.spatial_defines(weight.shape), "SPLIT": int(split)}
     of_input, piece, _ = tiling.plan_input_gradient(x, weight, split)
     assert piece == (8 if split else 16)
     for source, defines in (("weight_gradient", of_weight), ("input_gradient", of_input)):
