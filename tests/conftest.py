@@ -7,6 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+# Before torch starts its threads, which would keep a core from the other test process while they wait.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
