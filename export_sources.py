@@ -30,7 +30,9 @@ MODULES = (  # what the cells of a notebook import
     *[FOLDER / name for name in ("models.py", "loader_operators.py", "compare.py")],
     NOTEBOOKS / "walkthrough.py",
 )
-HOST_SIDE = [KERNELS / "host.h", KERNELS / "scalar.h"]  # what inline_loader.py includes itself
+HOST_SIDE = [
+    KERNELS / name for name in ("host.h", "pytorch.h", "scalar.h")
+]  # what inline_loader.py includes itself
 
 
 # ------------------------------------------------------------------------------------------------------ what it holds

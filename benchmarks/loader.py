@@ -43,6 +43,11 @@ EXPORT void scale(float* y, const float* x, double a, int64_t n) {
   });
 }
 """
+# For parallel_for alone.
+HOST = """#include "pytorch.h"
+#include "scalar.h"
+static const bool ready = (inline_loader::host = &inline_loader::pytorch);
+"""
 PROGRAM = {
     "ours": """
 import sys, time, torch
@@ -77,7 +82,7 @@ def usual(name: str, device: str) -> dict:
         signature = f"void {launcher.name}_usual({', '.join(parameters)})"
         declarations.append(f"{signature};")
         functions.append(f"{signature} {{ {launcher.name}({', '.join(arguments)}); }}")
-    host = '#include "host.h"\n#include "scalar.h"' if device == "cpu" else ""
+    host = HOST if device == "cpu" else ""
     source = "\n".join([host, Path(unit.origin).read_text(encoding="utf-8"), *functions])
     names = [f"{launcher.name}_usual" for launcher in unit.launchers]
     common = {
@@ -85,9 +90,7 @@ def usual(name: str, device: str) -> dict:
         "functions": names,
         "extra_include_paths": [str(inline_loader.KERNELS)],
     }
-    if (
-        device == "cpu"
-    ):  # host.h for parallel_for alone: on ATen, as whoever includes torch/extension.h has it
+    if device == "cpu":  # on ATen, as whoever includes torch/extension.h has it
         return {**common, "cpp_sources": [source], "extra_cflags": [*unit.cflags, "-DSTABLE_ABI=0"]}
     return {
         **common,

@@ -64,7 +64,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_loader_alone(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.name for path in ROOT.glob("loader_*.py")} | {"inline_loader.py"}
-    assert names == modules | {"inline_loader_headers/host.h", "inline_loader_headers/scalar.h"}
+    assert names == modules | {f"inline_loader_headers/{name}.h" for name in ("host", "pytorch", "scalar")}
 
 
 def test_installed_alone_it_works_in_a_notebook(wheel, tmp_path):
