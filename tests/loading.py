@@ -92,7 +92,7 @@ def wait_for_line(process: subprocess.Popen, text: str) -> str:
 
 def builds(cache: Path) -> list[Path]:
     """But PyTorch's side of all."""
-    folders = [record.parent for record in cache.glob("*/build.json")]
+    folders = [library.parent for library in cache.glob("*/kernels.so")]
     return [folder for folder in folders if not folder.name.startswith("host_side_")]
 
 
