@@ -1,5 +1,5 @@
 # make demo       compile, check, time and plot all four problems on what this machine has
-# make test       the tests
+# make test       the tests, two at a time; TEST_PROCESSES=8 runs more
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
 # make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
 #                 Ends with both verdicts and the newest record's factors; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
@@ -19,6 +19,7 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV ?= .venv
+TEST_PROCESSES ?= 2
 
 ifeq ($(VENV),)
 RUN := $(PYTHON)
@@ -40,7 +41,7 @@ demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
 
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadgroup
 
 lint: $(READY)
 	$(RUN) -m ruff check .
