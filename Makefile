@@ -7,7 +7,7 @@
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make host       what a call costs the host, beside eager's
 # make notebooks  run the notebooks from top to bottom
-# make wheel      the loader alone, as a wheel in build/wheel/
+# make wheel      the loader, and what compares a pair of models, as a wheel in build/wheel/
 # make refresh    bring the sources that the notebooks carry up to date
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
