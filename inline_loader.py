@@ -176,7 +176,7 @@ def _unit(
         '#include "host.h"\n#include "scalar.h"\n', KERNELS, [], headers
     )  # their copies are the first of their names
     source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
-    parts = {"source": [source, first_line], "defines": dict(defines)}
+    parts = {"source": [source, first_line], "defines": dict(defines), **_common_parts(device, headers)}
     if device == "cuda":
         cflags = ["-O1", "-fvisibility=hidden"]
         parts["GPU architecture"] = architectures = toolchain.cuda_architectures()
@@ -189,7 +189,7 @@ def _unit(
         native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
         cflags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native]
         flags = []
-    parts |= _common_parts(device, headers, [cflags, flags])
+    parts["flags"] = [device, cflags, flags, STABLE_ABI]
     digests = {part: _digest(value) for part, value in parts.items()}
     return Unit(
         name,
@@ -219,7 +219,7 @@ const inline_loader::Host {HOST} = inline_loader::pytorch;
 """
     source = gather(text, KERNELS, [KERNELS], headers)
     cflags = ("-O1", "-fvisibility=hidden")
-    parts = {"source": source, **_common_parts(device, headers, [cflags])}
+    parts = {"source": source, "flags": [device, cflags], **_common_parts(device, headers)}
     digests = {part: _digest(value) for part, value in parts.items()}
     return Unit(
         "host_side", device, "pytorch.h", source, 1, tuple(headers.values()), {}, cflags, (), (), digests
@@ -229,12 +229,11 @@ const inline_loader::Host {HOST} = inline_loader::pytorch;
 HOST = "inline_loader_pytorch"
 
 
-def _common_parts(device: str, headers: Mapping[Path, Header], flags: list) -> dict[str, object]:
+def _common_parts(device: str, headers: Mapping[Path, Header]) -> dict[str, object]:
     """What any build for `device` depends on beyond its own source."""
     compilers = [toolchain.host_compiler(), *([toolchain.nvcc()] if device == "cuda" else [])]
     return {
         "headers": {header.copy: header.text for header in headers.values()},
-        "flags": [device, *flags, STABLE_ABI],
         "environment": {variable: os.environ.get(variable) for variable in COMPILER_VARIABLES},
         "torch": [
             torch.__version__,
