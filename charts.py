@@ -292,3 +292,121 @@ def _panel(axis, rows: list[dict]) -> None:
     axis.minorticks_off()
     axis.set_yticks(range(len(rows)), [row["variant"] for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
+
+
+# ------------------------------------------------------------------------------------------------- the lessons' pictures
+
+
+def _figure(columns: int, height: float, title: str, width: float = 7.6):
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(width, height), squeeze=False, layout="constrained", facecolor="#ffffff"
+    )
+    figure.suptitle(title, fontsize=10, fontweight="bold")
+    pyplot.close(figure)  # else a notebook shows it twice
+    return figure, list(axes.flat)
+
+
+def _factor_axis(axis, low: float, high: float) -> None:
+    """A logarithmic axis of factors, with room for a bar's label on the right."""
+    axis.set_xscale("log")
+    axis.set_xlim(min(0.8, low * 0.8), max(high, 1.5) ** 1.7 * 2.2)
+    ticks = [
+        tick
+        for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+        if low * 0.8 <= tick <= high * 1.3
+    ]
+    axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+    axis.minorticks_off()
+    axis.axvline(1, color="#222222", linewidth=1)
+
+
+def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
+    """Ladders side by side as a matplotlib figure, each (title, rungs, peers): a bar per rung with its speed-up over eager, a diamond where
+    it was predicted, hatched where it misses the rule; a dashed line per peer's speed-up.
+
+    A rung: name, ms, eager_ms, predicted_ms (or None), ok, error (as a multiple of eager's).
+    """
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        tallest = max(len(rungs) for _, rungs, _ in ladders)
+        figure, axes = _figure(len(ladders), 1.1 + 0.36 * tallest, "Speed-up over eager PyTorch, rung by rung", 7.6 + 3 * (len(ladders) - 1))  # fmt: skip
+        for axis, (title, rungs, peers) in zip(axes, ladders):
+            axis.set_title(title, loc="left", fontsize=9)
+            shown = [1.0, *peers.values()]
+            for y, rung in enumerate(rungs):
+                speedup = rung["eager_ms"] / rung["ms"]
+                guess = rung["eager_ms"] / rung["predicted_ms"] if rung["predicted_ms"] else None
+                hatch = None if rung["ok"] else "////"
+                axis.barh(y, speedup - 1, left=1, height=0.7, color=OURS if rung["ok"] else COLOURS["epilogue"], hatch=hatch, edgecolor="#222222", linewidth=0.5)  # fmt: skip
+                text = f"{speedup:.2f}× · {rung['ms']:.3g} ms"
+                if guess:
+                    axis.plot(guess, y, marker="D", color="#ffffff", markeredgecolor="#222222", markersize=5)
+                    text += f" · predicted {rung['predicted_ms']:.3g}"
+                text += (
+                    ""
+                    if rung["ok"]
+                    else f" · error {rung['error']:,.3g} × eager’s"
+                    if rung["error"]
+                    else " · not finite"
+                )
+                axis.annotate(text, (max(speedup, guess or 1, 1), y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+                shown += [speedup, guess or 1.0]
+            for name, speedup in peers.items():
+                axis.axvline(speedup, color=COLOURS["compile-cl"], linestyle="--", linewidth=1.2)
+                axis.annotate(f" {name} {speedup:.2f}×", (speedup, len(rungs) - 0.45), fontsize=7.5, color=COLOURS["compile-cl"], va="center")  # fmt: skip
+            _factor_axis(axis, min(shown), max(shown))
+            axis.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
+            axis.set_ylim(len(rungs) - 0.3, -0.6)
+        axes[0].set_xlabel(
+            "eager = 1 · diamond: predicted"
+            + " · dashed: the best peer" * any(peers for *_, peers in ladders),
+            fontsize=8,
+        )
+    return figure
+
+
+def _per_second(per_ms: float, unit: str) -> str:
+    return f"{per_ms / 1e9:.3g} T{unit}/s" if per_ms >= 1e9 else f"{per_ms / 1e6:.3g} G{unit}/s"
+
+
+def roofline(points: list[dict], roofs: dict[str, float], title: str):
+    """Operations per second against operations per byte as a matplotlib figure, on logarithmic axes, under the machine's roofs.
+
+    A point: name, ms, bytes, operations; roofs: bytes per millisecond as "memory", operations per millisecond by their kinds.
+    """
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 4.2, f"Roofline, measured · {title}")
+        memory, peaks = roofs["memory"], {name: peak for name, peak in roofs.items() if name != "memory"}
+        intensity = [point["operations"] / point["bytes"] for point in points]
+        low, high = min([*intensity, min(peaks.values()) / memory]) / 3, max([*intensity, max(peaks.values()) / memory]) * 4  # fmt: skip
+        for peak in peaks.values():
+            axis.plot(
+                [low, peak / memory, high],
+                [low * memory / 1e9, peak / 1e9, peak / 1e9],
+                color="#222222",
+                linewidth=1,
+            )
+        for name, peak in peaks.items():
+            axis.annotate(f"{name}: {_per_second(peak, 'FLOP')}", (high, peak / 1e9), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+        axis.annotate(f"memory: {_per_second(memory, 'B')}", (low, low * memory / 1e9), xytext=(6, 2), textcoords="offset points", fontsize=8)  # fmt: skip
+        for number, (x, point) in enumerate(zip(intensity, points)):
+            y = point["operations"] / point["ms"] / 1e9
+            axis.plot(
+                x,
+                y,
+                marker="os^Dv*P"[number % 7],
+                color=OURS,
+                markeredgecolor="#222222",
+                markersize=8,
+                linestyle="",
+            )
+            axis.annotate(f"{point['name']}, {point['ms']:.3g} ms", (x, y), xytext=(8, -3), textcoords="offset points", fontsize=8)  # fmt: skip
+        axis.set(
+            xscale="log", yscale="log", xlim=(low, high), xlabel="operations per byte moved", ylabel="TFLOP/s"
+        )
+    return figure
