@@ -303,7 +303,8 @@ def _figure(columns: int, height: float, title: str, width: float = 7.6):
     figure, axes = pyplot.subplots(
         1, columns, figsize=(width, height), squeeze=False, layout="constrained", facecolor="#ffffff"
     )
-    figure.suptitle(title, fontsize=10, fontweight="bold")
+    lines = title if len(title) < 90 else title.replace(" · ", "\n", 1)
+    figure.suptitle(lines, fontsize=10, fontweight="bold")
     pyplot.close(figure)  # else a notebook shows it twice
     return figure, list(axes.flat)
 
@@ -314,7 +315,7 @@ def _factor_axis(axis, low: float, high: float) -> None:
     axis.set_xlim(min(0.8, low * 0.8), max(high, 1.5) ** 1.7 * 2.2)
     ticks = [
         tick
-        for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+        for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000, 10000)
         if low * 0.8 <= tick <= high * 1.3
     ]
     axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
@@ -409,4 +410,121 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
         axis.set(
             xscale="log", yscale="log", xlim=(low, high), xlabel="operations per byte moved", ylabel="TFLOP/s"
         )
+    return figure
+
+
+def passes(variants: dict[str, dict[str, tuple[float, float]]]):
+    """Bytes over memory as a matplotlib figure: a bar per variant, in it a piece per line of code, what is read plain and what is written
+    hatched. variants: name to {line: (bytes read, bytes written)}."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 1.2 + 0.55 * len(variants), "Passes over memory")
+        longest = max(sum(map(sum, lines.values())) for lines in variants.values()) / 1e6
+        for y, lines in enumerate(variants.values()):
+            left = 0.0
+            for number, (line, sizes) in enumerate(lines.items()):
+                colour = (COLOURS["compile"], "#e3e3e3")[number % 2]
+                for size, hatch in zip(sizes, (None, "....")):
+                    axis.barh(
+                        y,
+                        size / 1e6,
+                        left=left,
+                        height=0.62,
+                        color=colour,
+                        hatch=hatch,
+                        edgecolor="#222222",
+                        linewidth=0.6,
+                    )
+                    left += size / 1e6
+                middle = left - sum(sizes) / 2e6
+                if sum(sizes) / 1e6 > 0.011 * longest * len(line):  # there is room for its name
+                    box = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+                    axis.text(middle, y, line, ha="center", va="center", fontsize=7.5, bbox=box)
+            axis.annotate(f"{left:,.4g} MB", (left, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, weight="bold")  # fmt: skip
+        axis.set_xlim(0, longest * 1.15)
+        axis.set_yticks(range(len(variants)), list(variants))
+        axis.set_ylim(len(variants) - 0.5, -0.5)
+        axis.set_xlabel("MB; plain: read, dotted: written", fontsize=8)
+    return figure
+
+
+def errors(rows: list[dict], title: str):
+    """Errors against float64 as a matplotlib figure: of each row the multiple of eager's, on a logarithmic axis; 2 is the limit."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(
+            1, 1.2 + 0.24 * len(rows), f"Error against float64, as a multiple of eager’s · {title}"
+        )
+        values = [row["error_vs_eager"] for row in rows]
+        for y, (row, value) in enumerate(zip(rows, values)):
+            colour = COLOURS.get(row["variant"], OTHER_PEERS)
+            axis.barh(
+                y,
+                value - 1,
+                left=1,
+                height=0.7,
+                color=colour,
+                hatch="////" * (value > 2),
+                edgecolor="#222222",
+                linewidth=0.5,
+            )
+            axis.annotate(f"{value:,.2f}×" if value < 10 else f"{value:,.0f}×", (max(value, 2), y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+        _factor_axis(axis, min(values), max(values))
+        axis.set_xlim(min(0.4, *values) * 0.8, max(3, *values) * 3)
+        axis.axvline(2, color="#a00000", linestyle="--", linewidth=1.2)
+        axis.set_yticks(range(len(rows)), [f"{row['number']} {row['variant']}" for row in rows])
+        axis.set_ylim(len(rows) - 0.4, -0.6)
+        axis.set_xlabel("eager = 1 · dashed: the limit", fontsize=8)
+    return figure
+
+
+def builds(rows: list[dict], title: str):
+    """Seconds of a first build as a matplotlib figure: a row is what benchmarks/loader.py records."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 1.2 + 0.5 * len(rows), f"The first build · {title}")
+        ways = ("usual_s", "load_inline", COLOURS["max-autotune"]), ("ours_s", "ours", OURS), ("warm_s", "ours, from the cache", COLOURS["epilogue"])  # fmt: skip
+        for y, row in enumerate(rows):
+            for place, (key, way, colour) in enumerate(ways):
+                at = y + 0.27 * (place - 1)
+                axis.barh(at, row[key], height=0.25, color=colour, edgecolor="#222222", linewidth=0.5)
+                axis.annotate(f"{way} {row[key]:.3g} s", (row[key], at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=7.5)  # fmt: skip
+        axis.set_xlim(0, 1.3 * max(row["usual_s"] for row in rows))
+        axis.set_yticks(range(len(rows)), [textwrap.fill(row["name"].replace("_", " "), 24) for row in rows])
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+    return figure
+
+
+def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, log: bool = True):
+    """Curves as a matplotlib figure, each of its own mark and line, named at its end: series name to {x: y}."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 3.6, title)
+        for number, (name, points) in enumerate(series.items()):
+            colour = (
+                OURS
+                if name.startswith("ours")
+                else COLOURS["compile-cl"]
+                if name.startswith("eager")
+                else OTHER_PEERS
+            )
+            style = "-" if number % 2 == 0 else "--"
+            marker = "os^D"[number % 4] if len(points) < 20 else None
+            axis.plot(list(points), list(points.values()), style, marker=marker, color=colour, markersize=4.5)
+            end = list(points.items())[-1]
+            axis.annotate(
+                name, end, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour
+            )
+        if log:
+            axis.set(xscale="log", yscale="log")
+            ticks = sorted({tick for points in series.values() for tick in points})
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
+        axis.set(xlabel=x, ylabel=y)
+        first, last = axis.get_xlim()
+        axis.set_xlim(first, last * (last / first) ** 0.2 if log else last + 0.2 * (last - first))
     return figure

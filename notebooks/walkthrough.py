@@ -49,6 +49,10 @@ def environment() -> str:
     return device
 
 
+def _machine(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else charts.cpu_name()
+
+
 def batch_size(problem, device: str) -> int:
     """On a CPU the problem's batch for small machines; on a GPU its own, halved until training fits into free memory."""
     if device == "cpu":
@@ -80,14 +84,17 @@ def roofs(device: str) -> dict[str, float]:
     matrices, under their kinds."""
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
-    halves, exact = (a.half(), b.half()), checks.without_tf32
-    calls = {"float32": lambda: a @ b}
+    with checks.without_tf32():
+        times = compare.time({"float32": lambda: a @ b}, device, seconds=0.5)
     if device == "cuda":
-        calls["float16, tensor cores"] = lambda: halves[0] @ halves[1]
-    with exact():
-        times = compare.time(calls, device, seconds=0.5)
-    memory = {"memory": rate(device, 1 << 29 if device == "cuda" else 1 << 27)}
-    return memory | {name: 2 * size**3 / timing.median for name, timing in times.items()}
+        before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+        halves = a.half(), b.half()
+        products = {"TF32": lambda: a @ b, "float16": lambda: halves[0] @ halves[1]}
+        found = compare.time(products, device, seconds=0.5)
+        times |= {f"{name}, tensor cores": timing for name, timing in found.items()}
+        torch.backends.cuda.matmul.allow_tf32 = before
+    memory = rate(device, 1 << 29 if device == "cuda" else 1 << 27)
+    return {"memory": memory} | {name: 2 * size**3 / timing.median for name, timing in times.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- what is shown
@@ -150,6 +157,11 @@ def total(passes: dict[str, tuple[float, float]]) -> tuple[float, float]:
     return tuple(map(sum, zip(*passes.values())))
 
 
+def passes(variants: dict[str, dict[str, tuple[float, float]]]) -> None:
+    """The passes of several variants, by their lines, as a picture."""
+    picture(charts.passes(variants))
+
+
 # ------------------------------------------------------------------------------------------------------------- records
 
 
@@ -169,6 +181,49 @@ def front(problem=None, phases: tuple[str, ...] = ("forward_grad", "train")) -> 
         return picture(charts.overview(rows, phases, title))
     of_problem = [row for row in rows if row["problem"] == problem.name and row["phase"] in phases]
     picture(charts.plot(of_problem, title))
+
+
+def errors(problem=None, phase: str = "train_dx") -> None:
+    """How far every recorded variant is from float64, as a multiple of what eager is, as a picture."""
+    item = record()
+    wanted = {"phase": phase, "inputs": "default"} | ({} if problem is None else {"problem": problem.name})
+    rows = [row for row in item["rows"] if wanted.items() <= row.items() and row["error_vs_eager"]]
+    rows = [row for row in rows if row["variant"] != "eager"]
+    picture(charts.errors(rows, f"{phase}, {item['machine']} (record {item['name']})"))
+
+
+def cold_build() -> None:
+    """The recorded seconds of a first build, by the usual way and by ours, as a picture."""
+    item = json.loads((report.RESULTS / "loader" / "h200.json").read_text(encoding="utf-8"))
+    picture(charts.builds(item["rows"], f"{item['device']}, {item['date'][:10]} (record loader/h200)"))
+
+
+def batches(problem, device: str, sizes: tuple[int, ...] | None = None) -> None:
+    """Times eager and ours at several batch sizes, as called and on the GPU alone, and draws them."""
+    sizes = sizes or ((1, 2, 4, 8, 16, 32, 64, 128) if device == "cuda" else (1, 2, 4))
+    tell, found = status(), {}
+    for size in sizes:
+        tell(f"timing a batch of {size} …")
+        model, inputs = compare.contest_of(problem, device=device, batch_size=size).drawn(0)
+        both = {"eager": model, "ours": problem.ModelNew.from_eager(model)}
+        calls = {
+            name: compare.Call.of(checks.as_contestant(each, model), inputs, "forward", None)
+            for name, each in both.items()
+        }
+        kinds = (
+            {"on the GPU": compare.time, "as called": compare.call_times}
+            if device == "cuda"
+            else {"": compare.time}
+        )
+        for kind, clock in kinds.items():
+            for name, timing in clock(calls, device, seconds=0.2).items():
+                found.setdefault(", ".join(filter(None, (name, kind))), {})[size] = timing.median
+    tell("")
+    picture(
+        charts.against(
+            found, "batch size", "ms", f"Time against batch size · {_machine(device)}, {problem.name}"
+        )
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
@@ -326,7 +381,7 @@ class Ladder:
 
     def draw(self) -> None:
         """All rungs so far: speed-up over eager, with its prediction; beside it the recorded rungs where there is no GPU."""
-        here = f"{self._machine}, {self.phase}, batch {len(self.x)}"
+        here = f"{_machine(self.device)}, {self.phase}, batch {len(self.x)}"
         ladders = [(here, [row for row in self.rows if row["ms"]], self._peers())]
         if self.recorded:
             names = [row["name"] for row in self.rows]
@@ -339,8 +394,4 @@ class Ladder:
         """Every rung whose bytes are known under this machine's roofs, as measured; or under the recorded ones."""
         work = self.problem.operations(self.model, self.x)
         points = [row | {"operations": work} for row in self.rows if row["ms"] and row["bytes"]]
-        picture(charts.roofline(points, roofs(self.device), self._machine))
-
-    @property
-    def _machine(self) -> str:
-        return torch.cuda.get_device_name() if self.device == "cuda" else charts.cpu_name()
+        picture(charts.roofline(points, roofs(self.device), _machine(self.device)))
