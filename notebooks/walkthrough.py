@@ -54,9 +54,9 @@ def _machine(device: str) -> str:
 
 
 def batch_size(problem, device: str) -> int:
-    """On a CPU the problem's batch for small machines; on a GPU its own, halved until training fits into free memory."""
+    """On a CPU the problem's batch for small machines, or LESSON_BATCH; on a GPU its own, halved until training fits into free memory."""
     if device == "cpu":
-        return problem.cpu_batch_size
+        return min(problem.cpu_batch_size, int(os.environ.get("LESSON_BATCH", problem.cpu_batch_size)))
     batch, weight = problem.input_shape[0], problem.get_model().conv.weight
     sample = (
         weight.shape[0] * 4 * torch.Size(problem.input_shape[2:]).numel()

@@ -1,0 +1,147 @@
+"""Runs the notebooks, all at once, and keeps their outputs.
+
+    python notebooks/execute.py [--into FOLDER] [NOTEBOOK ...]
+
+With a GPU the repository's notebooks themselves get the outputs, with a stamp in their metadata (GPU, driver, torch, commit), and
+benchmarks/results/ladders/ the ladders of kernels that they climbed, for readers without a GPU; --into takes all of it to the same
+places below another folder, build/ where there is no GPU. Sources and cell ids stay as they are.
+
+While a cell tagged `timed` runs, the other notebooks stand still: their processes are stopped, but for compilers that they started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT)]
+
+import torch  # noqa: E402
+
+from benchmarks import report  # noqa: E402
+
+NOTEBOOKS = ROOT / "notebooks"
+RUNGS = "application/vnd.rungs+json"  # of walkthrough.Ladder
+TIMED = "timed"  # the tag
+LARGEST = 500_000  # bytes, of a notebook with outputs
+STAMP = ("date", "gpu", "driver", "cpu", "torch", "cuda", "commit")
+
+
+class Client(NotebookClient):
+    """Runs a notebook; a timed cell by itself."""
+
+    running: list[Client] = []
+    turn = asyncio.Lock()
+
+    async def async_execute_cell(self, cell, *arguments, **options):
+        if self not in Client.running:
+            Client.running.append(self)
+        if TIMED not in cell.metadata.get("tags", ()):
+            return await super().async_execute_cell(cell, *arguments, **options)
+        async with Client.turn:
+            others = [client for client in Client.running if client is not self]
+            for client in others:
+                client.signal(signal.SIGSTOP)
+            try:
+                return await super().async_execute_cell(cell, *arguments, **options)
+            finally:
+                for client in others:
+                    client.signal(signal.SIGCONT)
+
+    def signal(self, number: int) -> None:
+        if self.km and self.km.has_kernel:
+            os.kill(self.km.provisioner.pid, number)
+
+
+async def execute(path: Path, notebook: nbformat.NotebookNode, gate: asyncio.Semaphore) -> str | None:
+    """Runs a notebook in place; returns what went wrong, if anything did."""
+    folder = {"metadata": {"path": str(NOTEBOOKS)}}
+    client = Client(
+        notebook,
+        timeout=600,
+        kernel_name="python3",
+        resources=folder,
+        record_timing=False,
+        store_widget_state=False,
+    )
+    async with gate:
+        start = time.perf_counter()
+        try:
+            await client.async_execute()
+        except CellExecutionError as error:
+            return f"{path.stem}: {error}"
+        finally:
+            if client in Client.running:
+                Client.running.remove(client)
+    print(f"{path.stem}: {time.perf_counter() - start:.0f} s", flush=True)
+    return None
+
+
+def tidied(notebook: nbformat.NotebookNode, metadata: dict, stamp: dict) -> dict[str, dict]:
+    """Takes out of a notebook that has run what changes from run to run, and the ladders, which it returns by their names."""
+    ladders = {}
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if RUNGS in data:
+                found = data.pop(RUNGS)
+                ladders[found.pop("name")] = stamp | found
+        cell.get("metadata", {}).pop("execution", None)
+        if "outputs" in cell:
+            cell.outputs = [each for each in cell.outputs if each.get("data") != {"text/plain": ""}]
+    notebook.metadata = metadata | {"stamp": stamp}
+    return ladders
+
+
+async def run(paths: list[Path], into: Path, jobs: int) -> int:
+    """The number of notebooks that failed."""
+    stamp = {key: value for key, value in report.record([]).items() if key in STAMP}
+    stamp["commit"] = stamp["commit"] or os.environ.get("COMMIT")
+    notebooks = {path: nbformat.read(path, as_version=4) for path in paths}
+    before = {path: dict(notebook.metadata) for path, notebook in notebooks.items()}
+    gate, failed = asyncio.Semaphore(jobs), 0
+    found = await asyncio.gather(*[execute(path, notebook, gate) for path, notebook in notebooks.items()])
+    for (path, notebook), wrong in zip(notebooks.items(), found):
+        ladders = tidied(notebook, before[path], stamp)
+        text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+        if not wrong and len(text.encode()) > LARGEST:
+            wrong = f"{path.stem}: {len(text.encode()):,} bytes with outputs, {LARGEST:,} are allowed"
+        if wrong:
+            print(wrong, file=sys.stderr)
+            failed += 1
+            path = path.with_suffix(".failed.ipynb")
+        _write(into / "notebooks" / path.name, text)
+        for name, ladder in ladders.items():
+            where = into / "benchmarks" / "results" / "ladders" / f"{name}.json"
+            _write(where, json.dumps(ladder, indent=1, ensure_ascii=False) + "\n")
+    return failed
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the notebooks and keep their outputs.")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all")
+    parser.add_argument("--into", type=Path, default=ROOT if torch.cuda.is_available() else ROOT / "build")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at once")
+    options = parser.parse_args()
+    paths = [path.resolve() for path in options.notebooks] or sorted(NOTEBOOKS.glob("*.ipynb"))
+    return asyncio.run(run(paths, options.into, options.jobs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
