@@ -387,7 +387,8 @@ class Ladder:
         if self.recorded:
             names = [row["name"] for row in self.rows]
             rows = [row for row in self.recorded["rows"] if row["name"] in names]
-            ladders.append((self.recorded["title"], rows, {}))
+            title = f"{self.recorded['title']}, {self.recorded['date'][:10]}"
+            ladders.append((title, rows, {}))
         data = {"name": f"{self.problem.name}-{self.phase}", "title": here, "rows": self.rows}
         picture(charts.ladder(ladders), **({RUNGS: data} if self.device == "cuda" else {}))
 
