@@ -50,7 +50,7 @@ import loader_cache as cache
 import loader_source
 import loader_toolchain as toolchain
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
-from loader_report import BuildError, Status, first_error
+from loader_report import BuildError, Status, first_error, in_notebook
 from loader_source import REGISTER, Header, Launcher, gather, macros, parse_launchers, read, registration
 from loader_toolchain import STABLE_ABI
 
@@ -572,7 +572,8 @@ def _library(unit: Unit, place: str = "") -> ctypes.CDLL:
     folder = cache.cache_folder() / unit.namespace
     if library := _load_cached(folder):
         if unit.launchers:
-            print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=sys.stderr)
+            out = sys.stdout if in_notebook() else sys.stderr  # which a notebook shows as an error
+            print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=out)
         return library
     with cache.naming(folder.parent):
         return _build_once(unit, folder, place)
