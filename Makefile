@@ -1,14 +1,14 @@
 # make demo       compile, check, time and plot all four problems on what this machine has
-# make test       the tests
+# make test       the tests, two at a time; TEST_PROCESSES=8 runs more
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
 # make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
 #                 Ends with both verdicts and the newest record's factors; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
 # make lint       ruff: its checks, and its format
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make host       what a call costs the host, beside eager's
-# make notebooks  run the notebooks from top to bottom
-# make wheel      the loader alone, as a wheel in build/wheel/
-# make refresh    bring the sources that the notebooks carry up to date
+# make notebooks  run the notebooks, all at once; with a GPU they keep their outputs, without one build/notebooks/ gets them
+# make notebooks-alone  copies of the notebooks that run without the repository, in build/notebooks-alone/
+# make wheel      the loader, and what compares a pair of models, as a wheel in build/wheel/
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
 # PYTHON=python3.12 chooses the Python that .venv is made of. PYTHON=python VENV= uses an environment of your own as it is.
@@ -19,6 +19,7 @@ SHELL := bash
 
 PYTHON ?= python3
 VENV ?= .venv
+TEST_PROCESSES ?= 2
 
 ifeq ($(VENV),)
 RUN := $(PYTHON)
@@ -34,13 +35,13 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks wheel refresh clean
+.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks notebooks-alone wheel clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
 
 test: $(READY)
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadgroup
 
 lint: $(READY)
 	$(RUN) -m ruff check .
@@ -78,14 +79,14 @@ host: $(READY)
 	$(RUN) benchmarks/host.py
 
 notebooks: $(READY)
-	$(RUN) -m jupyter nbconvert --execute --to notebook --output-dir build/notebooks notebooks/*.ipynb
+	$(RUN) notebooks/execute.py
+
+notebooks-alone: $(READY)
+	$(RUN) notebooks/alone.py build/notebooks-alone
 
 wheel: $(READY)
 	rm -rf build/lib build/wheel  # or what was there before gets into the wheel
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
-
-refresh: $(READY)
-	$(RUN) export.py --refresh
 
 clean:
 	rm -rf build $(VENV)

@@ -242,10 +242,17 @@ def _duels(axis, standings: list[Standing], others: list[str]) -> None:
             furthest = max(furthest, speedup)
     axis.axvline(1, color="#222222", linewidth=1)
     axis.set_xlim(0.9, furthest**1.9 * 1.6)
-    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick <= furthest * 1.3]
-    axis.set_xticks(ticks, [f"{tick}×" for tick in ticks])
-    axis.minorticks_off()
+    _factor_ticks(axis, 0.9, furthest * 1.3)
     axis.set_ylim(len(standings) - 0.5, -0.6)
+
+
+def _factor_ticks(axis, low: float, high: float) -> None:
+    """Marks factors from low to high: decades where there are many."""
+    steps = (1, 2, 5) if high / low < 150 else (1,)
+    ticks = [step * 10.0**power for power in range(-3, 6) for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axis.set_xticks(ticks, [f"{tick:,g}×" for tick in ticks])
+    axis.minorticks_off()
 
 
 def _panel(axis, rows: list[dict]) -> None:
@@ -287,8 +294,234 @@ def _panel(axis, rows: list[dict]) -> None:
     axis.axvline(1, color="#222222", linewidth=1)
     low, high = min(speedups), max(speedups)
     axis.set_xlim(min(0.9, low * 0.85), high * (high / min(low, 1.0)) ** 0.9 * 1.9)
-    ticks = [tick for tick in (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50) if min(0.9, low) <= tick <= high * 1.3]
-    axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
-    axis.minorticks_off()
+    _factor_ticks(axis, min(0.9, low), high * 1.3)
     axis.set_yticks(range(len(rows)), [row["variant"] for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
+
+
+# ------------------------------------------------------------------------------------------------- the lessons' pictures
+
+
+def _figure(columns: int, height: float, title: str, width: float = 7.6):
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(width, height), squeeze=False, layout="constrained", facecolor="#ffffff"
+    )
+    lines = title if len(title) < 90 else title.replace(" · ", "\n", 1)
+    figure.suptitle(lines, fontsize=10, fontweight="bold")
+    pyplot.close(figure)  # else a notebook shows it twice
+    return figure, list(axes.flat)
+
+
+def _factor_axis(axis, low: float, high: float) -> None:
+    """A logarithmic axis of factors, with room for a bar's label on the right."""
+    axis.set_xscale("log")
+    axis.set_xlim(min(0.8, low * 0.8), max(high, 1.5) ** 1.7 * 2.2)
+    _factor_ticks(axis, low * 0.8, high * 1.3)
+    axis.axvline(1, color="#222222", linewidth=1)
+
+
+def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
+    """Ladders side by side as a matplotlib figure, each (title, rungs, peers): a bar per rung with its speed-up over eager, a diamond where
+    it was predicted, hatched where it misses the rule; a dashed line per peer's speed-up.
+
+    A rung: name, ms, eager_ms, predicted_ms (or None), ok; error, as a multiple of eager's, if it is a number.
+    """
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        tallest = max(len(rungs) for _, rungs, _ in ladders)
+        figure, axes = _figure(len(ladders), 1.1 + 0.36 * tallest, "Speed-up over eager PyTorch, rung by rung", 7.6 + 3 * (len(ladders) - 1))  # fmt: skip
+        for axis, (title, rungs, peers) in zip(axes, ladders):
+            axis.set_title(title, loc="left", fontsize=9)
+            shown = [1.0, *peers.values()]
+            for y, rung in enumerate(rungs):
+                speedup = rung["eager_ms"] / rung["ms"]
+                guess = rung["eager_ms"] / rung["predicted_ms"] if rung["predicted_ms"] else None
+                hatch = None if rung["ok"] else "////"
+                axis.barh(y, speedup - 1, left=1, height=0.7, color=COLOURS.get(rung["name"].split()[0], OURS), hatch=hatch, edgecolor="#222222", linewidth=0.5)  # fmt: skip
+                text = f"{speedup:.2f}× · {rung['ms']:.3g} ms"
+                if guess:
+                    axis.plot(guess, y, marker="D", color="#ffffff", markeredgecolor="#222222", markersize=5)
+                    text += f" · predicted {rung['predicted_ms']:.3g}"
+                if not rung["ok"]:
+                    error = rung.get("error")
+                    text += f" · error {error:,.3g} × eager’s" if error else " · wrong"
+                axis.annotate(text, (max(speedup, guess or 1, 1), y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+                shown += [speedup, guess or 1.0]
+            for name, speedup in peers.items():
+                axis.axvline(speedup, color=COLOURS["compile-cl"], linestyle="--", linewidth=1.2)
+                axis.annotate(f" {name} {speedup:.2f}×", (speedup, len(rungs) - 0.45), fontsize=7.5, color=COLOURS["compile-cl"], va="center")  # fmt: skip
+            _factor_axis(axis, min(shown), max(shown))
+            axis.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
+            axis.set_ylim(len(rungs) - 0.3, -0.6)
+        axes[0].set_xlabel(
+            "eager = 1 · diamond: predicted"
+            + " · dashed: the best peer" * any(peers for *_, peers in ladders),
+            fontsize=8,
+        )
+    return figure
+
+
+def _per_second(per_ms: float, unit: str) -> str:
+    return f"{per_ms / 1e9:.3g} T{unit}/s" if per_ms >= 1e9 else f"{per_ms / 1e6:.3g} G{unit}/s"
+
+
+def roofline(points: list[dict], roofs: dict[str, float], title: str):
+    """Operations per second against operations per byte as a matplotlib figure, on logarithmic axes, under the machine's roofs.
+
+    A point: name, ms, bytes, operations; roofs: bytes per millisecond as "memory", operations per millisecond by their kinds.
+    """
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 4.2, f"Roofline, measured · {title}")
+        memory, peaks = roofs["memory"], {name: peak for name, peak in roofs.items() if name != "memory"}
+        intensity = [point["operations"] / point["bytes"] for point in points]
+        low, high = min([*intensity, min(peaks.values()) / memory]) / 3, max([*intensity, max(peaks.values()) / memory]) * 4  # fmt: skip
+        for peak in peaks.values():
+            axis.plot(
+                [low, peak / memory, high],
+                [low * memory / 1e9, peak / 1e9, peak / 1e9],
+                color="#222222",
+                linewidth=1,
+            )
+        for name, peak in peaks.items():
+            axis.annotate(f"{name}: {_per_second(peak, 'FLOP')}", (high, peak / 1e9), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
+        axis.annotate(f"memory: {_per_second(memory, 'B')}", (low, low * memory / 1e9), xytext=(6, 2), textcoords="offset points", fontsize=8)  # fmt: skip
+        for number, (x, point) in enumerate(zip(intensity, points)):
+            y = point["operations"] / point["ms"] / 1e9
+            axis.plot(
+                x,
+                y,
+                marker="os^Dv*P"[number % 7],
+                color=OURS,
+                markeredgecolor="#222222",
+                markersize=8,
+                linestyle="",
+            )
+            axis.annotate(f"{point['name']}, {point['ms']:.3g} ms", (x, y), xytext=(8, -3), textcoords="offset points", fontsize=8)  # fmt: skip
+        axis.set(
+            xscale="log", yscale="log", xlim=(low, high), xlabel="operations per byte moved", ylabel="TFLOP/s"
+        )
+    return figure
+
+
+def passes(variants: dict[str, dict[str, tuple[float, float]]]):
+    """Bytes over memory as a matplotlib figure: a bar per variant, in it a piece per line of code, what is read plain and what is written
+    hatched. variants: name to {line: (bytes read, bytes written)}."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 1.2 + 0.55 * len(variants), "Passes over memory")
+        longest = max(sum(map(sum, lines.values())) for lines in variants.values()) / 1e6
+        for y, lines in enumerate(variants.values()):
+            left = 0.0
+            for number, (line, sizes) in enumerate(lines.items()):
+                colour = (COLOURS["compile"], "#e3e3e3")[number % 2]
+                for size, hatch in zip(sizes, (None, "....")):
+                    axis.barh(
+                        y,
+                        size / 1e6,
+                        left=left,
+                        height=0.62,
+                        color=colour,
+                        hatch=hatch,
+                        edgecolor="#222222",
+                        linewidth=0.6,
+                    )
+                    left += size / 1e6
+                middle = left - sum(sizes) / 2e6
+                if sum(sizes) / 1e6 > 0.011 * longest * len(line):  # there is room for its name
+                    box = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+                    axis.text(middle, y, line, ha="center", va="center", fontsize=7.5, bbox=box)
+            axis.annotate(f"{left:,.4g} MB", (left, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, weight="bold")  # fmt: skip
+        axis.set_xlim(0, longest * 1.15)
+        axis.set_yticks(range(len(variants)), list(variants))
+        axis.set_ylim(len(variants) - 0.5, -0.5)
+        axis.set_xlabel("MB; plain: read, dotted: written", fontsize=8)
+    return figure
+
+
+def errors(rows: list[dict], title: str):
+    """Errors against float64 as a matplotlib figure: of each row the multiple of eager's, on a logarithmic axis; 2 is the limit."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(
+            1, 1.2 + 0.24 * len(rows), f"Error against float64, as a multiple of eager’s · {title}"
+        )
+        values = [row["error_vs_eager"] for row in rows]
+        for y, (row, value) in enumerate(zip(rows, values)):
+            colour = COLOURS.get(row["variant"], OTHER_PEERS)
+            axis.barh(
+                y,
+                value - 1,
+                left=1,
+                height=0.7,
+                color=colour,
+                hatch="////" * (value > 2),
+                edgecolor="#222222",
+                linewidth=0.5,
+            )
+            axis.annotate(f"{value:,.2f}×" if value < 10 else f"{value:,.0f}×", (max(value, 2), y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+        _factor_axis(axis, min(values), max(values))
+        axis.set_xlim(min(0.4, *values) * 0.8, max(3, *values) * 3)
+        axis.axvline(2, color="#a00000", linestyle="--", linewidth=1.2)
+        axis.set_yticks(range(len(rows)), [f"{row['number']} {row['variant']}" for row in rows])
+        axis.set_ylim(len(rows) - 0.4, -0.6)
+        axis.set_xlabel("eager = 1 · dashed: the limit", fontsize=8)
+    return figure
+
+
+def builds(rows: list[dict], title: str):
+    """Seconds of a first build as a matplotlib figure: a row is what benchmarks/loader.py records."""
+    from matplotlib import pyplot
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 1.2 + 0.5 * len(rows), f"The first build · {title}")
+        ways = ("usual_s", "load_inline", COLOURS["max-autotune"]), ("ours_s", "ours", OURS), ("warm_s", "ours, from the cache", COLOURS["epilogue"])  # fmt: skip
+        for y, row in enumerate(rows):
+            for place, (key, way, colour) in enumerate(ways):
+                at = y + 0.27 * (place - 1)
+                axis.barh(at, row[key], height=0.25, color=colour, edgecolor="#222222", linewidth=0.5)
+                axis.annotate(f"{way} {row[key]:.3g} s", (row[key], at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=7.5)  # fmt: skip
+        axis.set_xlim(0, 1.3 * max(row["usual_s"] for row in rows))
+        axis.set_yticks(range(len(rows)), [textwrap.fill(row["name"].replace("_", " "), 24) for row in rows])
+        axis.set_ylim(len(rows) - 0.5, -0.5)
+    return figure
+
+
+def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, log: bool = True):
+    """Curves as a matplotlib figure, each of its own mark and line, named at its end: series name to {x: y}."""
+    from matplotlib import pyplot, ticker
+
+    with pyplot.rc_context(STYLE):
+        figure, [axis] = _figure(1, 3.6, title)
+        for number, (name, points) in enumerate(series.items()):
+            colour = (
+                OURS
+                if name.startswith("ours")
+                else COLOURS["compile-cl"]
+                if name.startswith("eager")
+                else OTHER_PEERS
+            )
+            style = "-" if number % 2 == 0 else "--"
+            marker = "os^D"[number % 4] if len(points) < 20 else None
+            axis.plot(list(points), list(points.values()), style, marker=marker, color=colour, markersize=4.5)
+            end = list(points.items())[-1]
+            axis.annotate(
+                name, end, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour
+            )
+        if log:
+            axis.set(xscale="log", yscale="log")
+            ticks = sorted({tick for points in series.values() for tick in points})
+            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+        axis.set(xlabel=x, ylabel=y)
+        first, last = axis.get_xlim()
+        axis.set_xlim(first, last * (last / first) ** 0.2 if log else last + 0.2 * (last - first))
+    return figure

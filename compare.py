@@ -50,10 +50,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import checks
-from charts import cpu_name, plot, table
-from checks import PHASES, Contestant, Error, has_backward
-from honesty import dishonesty
+if __package__:  # inline_compare, as pip installs it: there is no model in it
+    from . import checks
+    from .charts import cpu_name, plot, table
+    from .checks import PHASES, Contestant, Error, has_backward
+    from .honesty import dishonesty
+else:
+    import checks
+    from charts import cpu_name, plot, table
+    from checks import PHASES, Contestant, Error, has_backward
+    from honesty import dishonesty
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -10,9 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from inline_loader import KERNELS, RESTORED
-from loader_source import host_source, parse_launchers, trampolines
+from loader_source import REGISTER, parse_launchers, registration
 
 NAMESPACE = "_NAMESPACE_"  # on the host side, in the place of the build's name
+REGISTERED = f"""extern "C" void {REGISTER}(const inline_loader::Host*);
+static const bool registered = ({REGISTER}(&inline_loader::pytorch), true);
+"""
 FORMULA = "// THE FORMULA: edit the next line, run the cell again. (The gradient has lines of its own.)"
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
 
@@ -30,15 +33,17 @@ def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, 
     seen: set[Path] = set()
     scalar, host = [_inlined(KERNELS / name, folder, seen) for name in ("scalar.h", "host.h")]
     headers = [_inlined(path, folder, seen) for path in shared if path not in seen]
-    texts = {"": _compiled_by(device, [scalar], headers, [host])}
+    texts = {
+        "": _compiled_by(device, [scalar, host], headers, [_inlined(KERNELS / "pytorch.h", folder, seen)])
+    }
     for stem, source in zip(stems, sources):
         launchers = parse_launchers(source.read_text(encoding="utf-8"), source.name)
         generated = [
             _title("generated: the launchers as operators"),
-            host_source(launchers, NAMESPACE, device),
+            registration(launchers, NAMESPACE, device),
         ]
-        text = [_inlined(source, folder, set(seen)), *[trampolines(launchers)] * (device == "cuda")]
-        texts[stem] = _compiled_by(device, [], text, generated)
+        text = [_inlined(source, folder, set(seen)), *generated]
+        texts[stem] = _compiled_by(device, [], text, [REGISTERED])
     if len(stems) == 1:
         texts = {stems[0]: "\n".join(texts.values())}
     first = next(iter(texts))

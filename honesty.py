@@ -22,7 +22,11 @@ import torch
 from torch import Tensor, nn
 
 import inline_loader
-from checks import call, dtype_of, has_backward, inputs_of, leaves_of, named, reference_of
+
+if __package__:  # as pip installs it
+    from .checks import call, dtype_of, has_backward, inputs_of, leaves_of, named, reference_of
+else:
+    from checks import call, dtype_of, has_backward, inputs_of, leaves_of, named, reference_of
 
 REPEATS = 100
 SLEEPS = 10**8, 10**9  # cycles of a GPU: each far longer than the host takes to launch everything

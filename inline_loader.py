@@ -4,8 +4,8 @@
     kernels.forward(y, v, conv_bias, bias, 0.5, 2.0, ...)
 
 A source marks its launchers: `EXPORT void name(float* out, const float* x, double a, int64_t n)`. For each one the loader
-writes the host side (kernels/host.h): an operator that checks its tensors, sets the device, takes PyTorch's current stream,
-calls the launcher and checks the launch. Pointers become tensors (those without const are written to), int64_t becomes
+adds an operator (kernels/host.h) that checks its tensors, sets the device, takes PyTorch's current stream, calls the launcher and
+checks the launch. What that takes of PyTorch (kernels/pytorch.h) is compiled once on a machine, beside the first build. Pointers become tensors (those without const are written to), int64_t becomes
 int, double becomes float; a last `cudaStream_t stream` is filled in.
 
 kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels/<name>.cpp the CPU launchers; `source=`
@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -49,12 +50,12 @@ import loader_cache as cache
 import loader_source
 import loader_toolchain as toolchain
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
-from loader_report import BuildError, Status, first_error
-from loader_source import Header, Launcher, gather, host_source, macros, parse_launchers, read, trampolines
+from loader_report import BuildError, Status, first_error, in_notebook
+from loader_source import REGISTER, Header, Launcher, gather, macros, parse_launchers, read, registration
 from loader_toolchain import STABLE_ABI
 
 HERE = Path(__file__).resolve().parent
-INSTALLED = HERE / "inline_loader_headers"  # by pip: host.h and scalar.h alone
+INSTALLED = HERE / "inline_loader_headers"  # by pip: host.h, pytorch.h and scalar.h alone
 KERNELS = INSTALLED if INSTALLED.is_dir() else HERE / "kernels"
 
 
@@ -63,7 +64,8 @@ KERNELS = INSTALLED if INSTALLED.is_dir() else HERE / "kernels"
 
 @dataclass(frozen=True)
 class Unit:
-    """One library to build. `parts` are digests of all that its code depends on, `key` is the digest of those.
+    """One library to build. `parts` are digests of all that its code depends on, `key` is the digest of those. Without launchers it is
+    PyTorch's side of the others.
 
     In `source` and in `headers` the names of headers are those of the build folder.
     """
@@ -95,16 +97,25 @@ class Unit:
             origin: f"{_line(lines.get(origin, 1), origin)}{text}\n" for origin, text in self._texts.items()
         }
         files = {header.copy: parts[header.path] for header in self.headers}
-        macros, kernels, host = parts[self._macros], parts[self.origin], parts[HOST_SIDE]
+        if not self.launchers:
+            return {**files, self.compiled: self.source}
         # What is not the user's comes before the macros; scalar.h reads some of them.
-        first, export = f"#define STABLE_ABI {int(STABLE_ABI)}\n{INCLUDE_HOST}", "#define EXPORT static\n"
-        if self.device == "cuda":
-            kernels = ["#include <stdint.h>\n", export, macros, kernels, trampolines(self.launchers)]
-            files["kernels.cu"] = "".join(kernels)
-            files["host.cpp"] = "".join(["#define WITH_CUDA\n", first, macros, INCLUDE_SCALAR, host])
-        else:
-            files["host.cpp"] = "".join([first, export, macros, INCLUDE_SCALAR, kernels, host])
-        return files
+        text = [INCLUDE_HOST, "#define EXPORT static\n", parts[self._macros]]
+        if self.device == "cpu":
+            text += [*["#define WITHOUT_HALVES\n"] * (not self._has_halves), INCLUDE_SCALAR]
+        return {**files, self.compiled: "".join([*text, parts[self.origin], parts[GENERATED]])}
+
+    @property
+    def compiled(self) -> str:
+        """The one of `files` that includes the others."""
+        return "kernels.cu" if self.device == "cuda" and self.launchers else "kernels.cpp"
+
+    @property
+    def _has_halves(self) -> bool:
+        """Is a type of 16 bits named anywhere? On a CPU their headers take half a second to compile."""
+        headers = [header.text for header in self.headers if header.copy not in INCLUDE_SCALAR]
+        texts = [self.source, *self.defines.values(), *headers]
+        return any(re.search("half_t|bfloat16_t|c10", text) for text in texts)
 
     @property
     def _macros(self) -> str:
@@ -117,7 +128,9 @@ class Unit:
             **{header.path: header.text for header in self.headers},
             self.origin: self.source,
             self._macros: "".join(f"#define {name} {value}\n" for name, value in self.defines.items()),
-            HOST_SIDE: host_source(self.launchers, self.namespace, self.device, self.defines),
+            GENERATED: registration(
+                self.launchers, self.namespace, self.device, self.defines, self._has_halves
+            ),
         }
 
     def text_of(self, origin: str) -> str | None:
@@ -126,7 +139,7 @@ class Unit:
         return "\n" * (self.first_line - 1) + text if origin == self.origin else text
 
 
-HOST_SIDE = "generated host side"
+GENERATED = "generated registration"
 INCLUDE_HOST, INCLUDE_SCALAR = '#include "headers/0/host.h"\n', '#include "headers/0/scalar.h"\n'
 
 
@@ -148,8 +161,7 @@ def _unit(
     folder: Path | None = None,
     first_line: int = 1,
 ) -> Unit:
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'expected device "cpu" or "cuda", got {device!r}')
+    _check_device(device)
     if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.A):
         raise ValueError(f"expected a name of ASCII letters, digits and underscores, got {name!r}")
     origin, folder = f"<{name}>", Path(folder or KERNELS)
@@ -164,40 +176,20 @@ def _unit(
         '#include "host.h"\n#include "scalar.h"\n', KERNELS, [], headers
     )  # their copies are the first of their names
     source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
-    parts: dict[str, object] = {
-        "source": [source, first_line],
-        "headers": {header.copy: header.text for header in headers.values()},
-        "defines": dict(defines),
-    }
+    parts = {"source": [source, first_line], "defines": dict(defines), **_common_parts(device, headers)}
     if device == "cuda":
-        compilers = [toolchain.version_of(toolchain.host_compiler()), toolchain.version_of(toolchain.nvcc())]
-        parts["GPU architecture"] = architectures = toolchain.cuda_architectures()
         cflags = ["-O1", "-fvisibility=hidden"]
+        parts["GPU architecture"] = architectures = toolchain.cuda_architectures()
         flags = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in architectures]
         flags += [f"-U__CUDA_NO_{what}__" for what in RESTORED]
-        flags += [
-            "-Xcompiler=-fvisibility=hidden",
-            "--threads=2",
-        ]  # the host's and the device's half side by side
+        # --threads: the host's and the device's half side by side
+        flags += ["-Xcompiler=-fvisibility=hidden", "--threads=2"]
     else:
-        compilers = [toolchain.version_of(toolchain.host_compiler())]
         parts["processor"] = toolchain.processor()
         native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
         cflags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native]
         flags = []
     parts["flags"] = [device, cflags, flags, STABLE_ABI]
-    parts["environment"] = {variable: os.environ.get(variable) for variable in COMPILER_VARIABLES}
-    parts["torch"] = [
-        torch.__version__,
-        torch.version.git_version,
-        torch.version.cuda,
-        torch._C._GLIBCXX_USE_CXX11_ABI,
-    ]
-    parts["compiler"] = compilers
-    parts["loader"] = [
-        sys.implementation.cache_tag,
-        *[read(Path(file)) for file in (__file__, loader_source.__file__)],
-    ]
     digests = {part: _digest(value) for part, value in parts.items()}
     return Unit(
         name,
@@ -212,6 +204,54 @@ def _unit(
         launchers,
         digests,
     )
+
+
+def _host_unit(device: str) -> Unit:
+    """PyTorch's side of the launchers for `device`, kernels/pytorch.h."""
+    headers: dict[Path, Header] = {}
+    text = f"""#define STABLE_ABI {int(STABLE_ABI)}
+{"#define WITH_CUDA" * (device == "cuda")}
+#include "pytorch.h"
+extern "C" {{
+__attribute__((visibility("default"))) extern const inline_loader::Host {HOST};
+const inline_loader::Host {HOST} = inline_loader::pytorch;
+}}
+"""
+    source = gather(text, KERNELS, [KERNELS], headers)
+    cflags = ("-O1", "-fvisibility=hidden")
+    parts = {"source": source, "flags": [device, cflags], **_common_parts(device, headers)}
+    digests = {part: _digest(value) for part, value in parts.items()}
+    return Unit(
+        "host_side", device, "pytorch.h", source, 1, tuple(headers.values()), {}, cflags, (), (), digests
+    )
+
+
+HOST = "inline_loader_pytorch"
+
+
+def _common_parts(device: str, headers: Mapping[Path, Header]) -> dict[str, object]:
+    """What any build for `device` depends on beyond its own source."""
+    compilers = [toolchain.host_compiler(), *([toolchain.nvcc()] if device == "cuda" else [])]
+    return {
+        "headers": {header.copy: header.text for header in headers.values()},
+        "environment": {variable: os.environ.get(variable) for variable in COMPILER_VARIABLES},
+        "torch": [
+            torch.__version__,
+            torch.version.git_version,
+            torch.version.cuda,
+            torch._C._GLIBCXX_USE_CXX11_ABI,
+        ],
+        "compiler": [toolchain.version_of(compiler) for compiler in compilers],
+        "loader": [
+            sys.implementation.cache_tag,
+            *[read(Path(file)) for file in (__file__, loader_source.__file__)],
+        ],
+    }
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'expected device "cpu" or "cuda", got {device!r}')
 
 
 # Operators of the halves that load_inline switches off.
@@ -231,28 +271,29 @@ COMPILER_VARIABLES = (
 # ------------------------------------------------------------------------------------------------------------ building
 
 
-def _build_once(unit: Unit, folder: Path, place: str) -> None:
+def _build_once(unit: Unit, folder: Path, place: str) -> ctypes.CDLL:
     """Builds and loads `unit` unless another process does so first; what fails there fails here with the same text."""
     reason, estimate = cache.why_missing(folder, unit.name, unit.device, unit.parts)
     with Status(f"{unit.name} ({unit.device}){place}, {reason}", estimate) as status:
         failure = cache.Failure(folder)
         with cache.lock(folder, status.say):
-            if _load_cached(folder):
+            if library := _load_cached(folder):
                 status.say("built by another process")
-                return
+                return library
             failure.raise_if_new()
             cache.sweep(folder.parent, held=folder)
             with cache.place_to_build(folder.parent, status.say):
                 status.say("compiling")
                 try:
-                    _build(unit, folder)
+                    library = _build(unit, folder)
                 except BuildError as error:
                     failure.pass_on(error)
                     raise
     cache.trim(folder.parent, keep=folder)
+    return library
 
 
-def _build(unit: Unit, folder: Path) -> None:
+def _build(unit: Unit, folder: Path) -> ctypes.CDLL:
     """Builds and loads `unit` in a temporary folder, then makes that `folder`."""
     toolchain.find_ninja()
     start = time.monotonic()
@@ -262,7 +303,7 @@ def _build(unit: Unit, folder: Path) -> None:
         for name, text in unit.files().items():
             (sources / name).parent.mkdir(parents=True, exist_ok=True)
             (sources / name).write_text(text, encoding="utf-8", errors="surrogateescape")
-        _compile(unit, sources, folder)
+        library = _compile(unit, sources, folder)
         (sources / f"{work.name}.so").rename(work / "kernels.so")
         shutil.rmtree(sources)
         record = {
@@ -272,18 +313,19 @@ def _build(unit: Unit, folder: Path) -> None:
             "seconds": time.monotonic() - start,
         }
         cache.publish(work, folder, record)
+        return library
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _compile(unit: Unit, sources: Path, folder: Path) -> None:
+def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
     """Compiles `sources` and loads the library. Raises BuildError, with the log beside `folder`."""
     from torch.utils import cpp_extension  # imports setuptools, which what is cached can do without
 
     cpp_extension._TORCH_PATH = _plain(cpp_extension._TORCH_PATH)
     cpp_extension.TORCH_LIB_PATH = _plain(cpp_extension.TORCH_LIB_PATH)
     cpp_extension.get_cxx_compiler = lambda: _program(toolchain.host_compiler())
-    directory = _plain(str(sources))
+    directory, include = _plain(str(sources)), f'#include "{unit.compiled}"'
     if unit.device == "cuda":
         home = Path(toolchain.nvcc()).parent.parent
         cpp_extension.CUDA_HOME = _plain(str(home))
@@ -295,16 +337,18 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> None:
     try:
         cpp_extension.load_inline(
             name=sources.parent.name,  # never used before: load_inline numbers the builds of one name
-            cpp_sources=['#include "host.cpp"'],
-            cuda_sources=['#include "kernels.cu"'] if unit.device == "cuda" else None,
+            cpp_sources=[include if unit.compiled.endswith(".cpp") else ""],
+            cuda_sources=[include] if unit.compiled.endswith(".cu") else None,
             extra_cflags=list(unit.cflags),
             extra_cuda_cflags=list(unit.cuda_cflags),
             extra_ldflags=[f"-L{directory}"],
             extra_include_paths=[directory],
             build_directory=directory,
+            with_cuda=unit.device == "cuda",
             is_python_module=False,
             no_implicit_headers=True,
         )
+        return ctypes.CDLL(str(sources / f"{sources.parent.name}.so"))
     except OSError as error:  # from the dynamic linker
         text = str(error.__cause__ or error)
         problem = (
@@ -516,24 +560,44 @@ def _load_unit(unit: Unit, place: str = "") -> Operators:
                     f"{unit.name} (cuda) is not loaded yet, and no kernel can be loaded while a CUDA graph is captured: "
                     "call what you capture once before, forward and backward"
                 )
-            folder = cache.cache_folder() / unit.namespace
-            if _load_cached(folder):
-                print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=sys.stderr)
-            else:
-                with cache.naming(folder.parent):
-                    _build_once(unit, folder, place)
+            with ThreadPoolExecutor(1) as pool:
+                host = pool.submit(_host_side, unit.device)
+                register = getattr(_library(unit, place), REGISTER)
+                register(ctypes.c_void_p(host.result()))
     return Operators(unit)
 
 
-def _load_cached(folder: Path) -> bool:
-    """Loads the build `folder` if it is whole."""
+def _library(unit: Unit, place: str = "") -> ctypes.CDLL:
+    """The library of `unit`, from the cache or built. PyTorch does not know of its launchers yet."""
+    folder = cache.cache_folder() / unit.namespace
+    if library := _load_cached(folder):
+        if unit.launchers:
+            out = sys.stdout if in_notebook() else sys.stderr  # which a notebook shows as an error
+            print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=out)
+        return library
+    with cache.naming(folder.parent):
+        return _build_once(unit, folder, place)
+
+
+def _load_cached(folder: Path) -> ctypes.CDLL | None:
+    """The library of the build `folder` if it is whole."""
     library = cache.verified(folder)
     try:
-        if library:
-            torch.ops.load_library(str(library))
+        return ctypes.CDLL(str(library)) if library else None
     except OSError:  # made for another machine, or on a noexec mount: the build says which
-        return False
-    return library is not None
+        return None
+
+
+_host_sides: dict[str, ctypes.CDLL] = {}
+
+
+def _host_side(device: str) -> int:
+    """The address of PyTorch's side of the launchers for `device`. It is compiled if need be, once for all builds."""
+    unit = _host_unit(device)
+    with _loading.setdefault(unit.namespace, threading.Lock()):
+        if unit.key not in _host_sides:
+            _host_sides[unit.key] = _library(unit)
+    return ctypes.addressof(ctypes.c_char.in_dll(_host_sides[unit.key], HOST))
 
 
 def clear_cache() -> int:

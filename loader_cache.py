@@ -3,6 +3,7 @@
 What else is in the folder is never touched or counted. Ours bears the name of a build, and the build's lock is beside it.
 
 <cache>/<name>_<key>/kernels.so     a build; build.json beside it says of what, and its checksum
+<cache>/host_side_<key>/            one as well: PyTorch's side of all builds
 <cache>/<name>_<key>.building-*/    a build that is being made; left behind only by a killed builder, until the next build
 <cache>/<name>_<key>.lock           held by the process that builds; the operating system frees it when that process dies
 <cache>/<name>_<key>.owner          that process, for those who wait

@@ -226,45 +226,50 @@ def _macro(name: str, value: object) -> str:
     raise wrong(f"expected a line of text, a finite number or a bool for the macro {name}, got {value!r}")
 
 
-# ------------------------------------------------------------------------------------------------------------ host side
+# --------------------------------------------------------------------------------------------------------- registration
 
 
-def trampolines(launchers: Iterable[Launcher]) -> str:
-    """The C++ that gives the CUDA launchers to the host side: names that nothing else has, whatever theirs are."""
-    lines = []
-    for index, launcher in enumerate(launchers):
-        names = [f"a{i}" for i, _ in enumerate(launcher.types.split(", "))]
-        declared = [f"{kind} {name}" for kind, name in zip(launcher.types.split(", "), names)]
-        lines.append(
-            f'extern "C" void launch_{index}({", ".join(declared)}) {{ ::{launcher.name}({", ".join(names)}); }}\n'
-        )
-    return "".join(lines)
-
-
-def host_source(
-    launchers: Iterable[Launcher], namespace: str, device: str, defines: Iterable[str] = ()
+def registration(
+    launchers: Iterable[Launcher],
+    namespace: str,
+    device: str,
+    defines: Iterable[str] = (),
+    halves: bool = True,
 ) -> str:
-    """The C++ that registers `launchers` as operators `namespace::name` for `device` ("cpu" or "cuda").
+    """The C++ behind the kernels that gives `launchers` to PyTorch as operators `namespace::name` for `device` ("cpu" or "cuda"),
+    as soon as it is called with PyTorch's side.
 
-    Their types are written with the macros `defines`, which end there.
+    Their types are written with the macros `defines`, which end there. halves: has scalar.h its types of 16 bits?
     """
     launchers = list(launchers)
     parts = []
-    if device == "cuda":
-        parts += [f'extern "C" void launch_{i}({each.types});' for i, each in enumerate(launchers)]
-    parts.append("namespace host {")
+    if device == "cpu" and halves:
+        elements = [f"INLINE_LOADER_ELEMENT(::{each}, {number})" for each, number in HALVES.items()]
+        parts = ["namespace inline_loader {", *elements, "}"]
     for index, launcher in enumerate(launchers):
-        function = f"launch_{index}" if device == "cuda" else launcher.name
-        names = ", ".join(f'"{name}"' for name in [launcher.name, *[p.name for p in launcher.parameters]])
+        words = [f"{launcher.schema} -> ()", launcher.operator, launcher.name]
+        names = ", ".join(f'"{word}"' for word in [*words, *[p.name for p in launcher.parameters]])
         parts += [
-            f"constexpr auto launcher_{index} = static_cast<void (*)({launcher.types})>(&::{function});",
-            f"constexpr const char* names_{index}[] = {{{names}}};",
+            f"constexpr auto inline_loader_{index} = static_cast<void (*)({launcher.types})>(&::{launcher.name});",
+            f"constexpr const char* inline_loader_names_{index}[] = {{{names}}};",
         ]
-    parts += ["}", *[f"#undef {name.partition('(')[0]}" for name in defines]]
-    parts.append(f"LIBRARY({namespace}, library) {{")
-    for launcher in launchers:
-        parts.append(f'  library.def("{launcher.schema} -> ()");')
-    parts += ["}", f"LIBRARY_IMPLEMENTATION({namespace}, {device.upper()}, library) {{"]
-    for index, launcher in enumerate(launchers):
-        parts.append(f'  IMPLEMENT(library, "{launcher.operator}", launcher_{index}, names_{index});')
-    return "\n".join([*parts, "}", ""])
+    numbers = range(len(launchers))
+    entries = [
+        f"&inline_loader::Entry<inline_loader_{i}, inline_loader_names_{i}>::launcher" for i in numbers
+    ]
+    return "\n".join(
+        [
+            *parts,
+            *[f"#undef {name.partition('(')[0]}" for name in defines],
+            f"constexpr const inline_loader::Launcher* inline_loader_entries[] = {{{', '.join(entries)}}};",
+            f'extern "C" __attribute__((visibility("default"))) void {REGISTER}(const inline_loader::Host* given) {{',
+            "  inline_loader::host = given;",
+            f'  given->add("{namespace}", "{device.upper()}", inline_loader_entries, {len(launchers)});',
+            "}",
+            "",
+        ]
+    )
+
+
+REGISTER = "inline_loader_register"
+HALVES = {"half_t": 5, "bfloat16_t": 15}  # of scalar.h, on a CPU

@@ -29,7 +29,8 @@ STABLE_ABI = TORCH >= (2, 10)
 MINIMUM_CAPABILITY = (7, 5)
 MINIMUM_GCC = 11 if TORCH >= (2, 12) else 9  # C++20 from torch 2.12 on, C++17 before
 USUAL_CUDA_HOME = "/usr/local/cuda"
-MEMORY_PER_BUILD = (1 if STABLE_ABI else 3) << 30  # the host side and nvcc side by side
+# What nvcc takes; PyTorch's side of all builds, where it is on ATen.
+MEMORY_PER_BUILD = (1 if STABLE_ABI else 3) << 30
 
 
 def host_compiler() -> str:

@@ -2,10 +2,11 @@
 
     python benchmarks/loader.py [NAME ...] [--device cpu|cuda] [--repeats 3] [--json FILE]
 
-cold      empty cache, empty build folder, compilers and headers in the page cache. `usual` is what most people write:
+cold      empty build folder, compilers and headers in the page cache. `usual` is what most people write:
           `#include <torch/extension.h>` in both files, a C++ function of tensors per launcher, `functions=[...]`.
-          The two alternate, so that both meet the same machine.
+          `first` has an empty cache; `later` finds there what all builds share. They alternate, so that all meet the same machine.
 warm      a fresh process that finds the build in the cache: `load` alone, beside `import torch` alone.
+edit      a cell of 30 lines, %%cpp or %%cuda, in a process that has run it: from an edit to the result of a call.
 in use    a later `load` in the same process, and one call of an operator through it, beside `x + 1`.
 """
 
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -43,6 +45,76 @@ EXPORT void scale(float* y, const float* x, double a, int64_t n) {
   });
 }
 """
+CELL = {
+    "cpu": """
+// Softmax of each row: y[i] = exp(x[i] - max) / sum, times a factor that is edited.
+#include <algorithm>
+#include <cmath>
+
+constexpr float kFactor = {};
+
+static float largest(const float* x, int64_t columns) {{
+  float value = x[0];
+  for (int64_t i = 1; i < columns; i++) value = std::max(value, x[i]);
+  return value;
+}}
+
+static float exponentials(float* y, const float* x, float shift, int64_t columns) {{
+  float sum = 0;
+  for (int64_t i = 0; i < columns; i++) {{
+    y[i] = std::exp(x[i] - shift);
+    sum += y[i];
+  }}
+  return sum;
+}}
+
+EXPORT void softmax(float* y, const float* x, int64_t rows, int64_t columns) {{
+  host::parallel_for(rows, 1, [=](int64_t begin, int64_t end) {{
+    for (int64_t row = begin; row < end; row++) {{
+      const float* from = x + row * columns;
+      float* to = y + row * columns;
+      const float sum = exponentials(to, from, largest(from, columns), columns);
+      for (int64_t i = 0; i < columns; i++) to[i] *= kFactor / sum;
+    }}
+  }});
+}}
+""",
+    "cuda": """
+// Softmax of each row, one block a row: y[i] = exp(x[i] - max) / sum, times a factor that is edited.
+constexpr int kThreads = 256;
+constexpr float kFactor = {};
+
+template <class Merge> __device__ float merged(float value, Merge merge) {{
+  __shared__ float of_warps[kThreads / 32];
+  for (int offset = 16; offset > 0; offset /= 2) value = merge(value, __shfl_xor_sync(~0u, value, offset));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = of_warps[0];
+  for (int i = 1; i < kThreads / 32; i++) value = merge(value, of_warps[i]);
+  return value;
+}}
+
+__global__ void softmax_kernel(float* y, const float* x, int64_t columns) {{
+  x += blockIdx.x * columns, y += blockIdx.x * columns;
+  float largest = x[0], sum = 0;
+  for (int64_t i = threadIdx.x; i < columns; i += kThreads) largest = fmaxf(largest, x[i]);
+  largest = merged(largest, [](float a, float b) {{ return fmaxf(a, b); }});
+  for (int64_t i = threadIdx.x; i < columns; i += kThreads) sum += expf(x[i] - largest);
+  sum = merged(sum, [](float a, float b) {{ return a + b; }});
+  for (int64_t i = threadIdx.x; i < columns; i += kThreads) y[i] = expf(x[i] - largest) * kFactor / sum;
+}}
+
+EXPORT void softmax(float* y, const float* x, int64_t rows, int64_t columns, cudaStream_t stream) {{
+  softmax_kernel<<<rows, kThreads, 0, stream>>>(y, x, columns);
+}}
+""",
+}
+# For parallel_for alone.
+HOST = """#include "pytorch.h"
+#include "scalar.h"
+static const bool ready = (inline_loader::host = &inline_loader::pytorch);
+"""
 PROGRAM = {
     "ours": """
 import sys, time, torch
@@ -51,6 +123,13 @@ start = time.perf_counter()
 import inline_loader
 inline_loader.load({name!r}, device={device!r})
 print("seconds", time.perf_counter() - start)
+""",
+    "shared": """
+import sys
+sys.path.insert(0, {root!r})
+import inline_loader
+inline_loader._host_side({device!r})
+print("seconds 0")
 """,
     "usual": """
 import sys, time, torch
@@ -77,7 +156,7 @@ def usual(name: str, device: str) -> dict:
         signature = f"void {launcher.name}_usual({', '.join(parameters)})"
         declarations.append(f"{signature};")
         functions.append(f"{signature} {{ {launcher.name}({', '.join(arguments)}); }}")
-    host = '#include "host.h"\n#include "scalar.h"' if device == "cpu" else ""
+    host = HOST if device == "cpu" else ""
     source = "\n".join([host, Path(unit.origin).read_text(encoding="utf-8"), *functions])
     names = [f"{launcher.name}_usual" for launcher in unit.launchers]
     common = {
@@ -85,9 +164,7 @@ def usual(name: str, device: str) -> dict:
         "functions": names,
         "extra_include_paths": [str(inline_loader.KERNELS)],
     }
-    if (
-        device == "cpu"
-    ):  # host.h for parallel_for alone: on ATen, as whoever includes torch/extension.h has it
+    if device == "cpu":  # on ATen, as whoever includes torch/extension.h has it
         return {**common, "cpp_sources": [source], "extra_cflags": [*unit.cflags, "-DSTABLE_ABI=0"]}
     return {
         **common,
@@ -107,11 +184,15 @@ def in_fresh_process(program: str, **environment: str) -> float:
     return float(result.stdout.split("seconds")[-1])
 
 
-def cold(name: str, device: str, way: str) -> float:
-    """Seconds that a build takes from an empty folder."""
+def cold(name: str, device: str, *ways: str) -> float:
+    """Seconds that the last of `ways` takes from an empty folder, after the others."""
     with tempfile.TemporaryDirectory() as folder:
-        program = PROGRAM[way].format(root=str(ROOT), name=name, device=device, folder=folder)
-        return in_fresh_process(program, INLINE_LOADER_CACHE=os.path.join(folder, "cache"))
+        programs = [
+            PROGRAM[way].format(root=str(ROOT), name=name, device=device, folder=folder) for way in ways
+        ]
+        return [
+            in_fresh_process(each, INLINE_LOADER_CACHE=os.path.join(folder, "cache")) for each in programs
+        ][-1]
 
 
 def warm(name: str, device: str, repeats: int) -> dict[str, float]:
@@ -149,6 +230,28 @@ def in_use() -> dict[str, float]:
         }
 
 
+def edit_to_run(device: str, repeats: int) -> list[float]:
+    """Seconds from each edit of a cell to what it computes."""
+
+    magics, shell = {}, types.SimpleNamespace(user_ns={})
+    shell.register_magic_function = lambda function, kind, name: magics.update({name: function})
+    shell.events = types.SimpleNamespace(register=lambda *_: None)
+    shell.push = shell.user_ns.update
+    inline_loader.load_ipython_extension(shell)
+    x = torch.randn(64, 1000, device=device)
+    y, seconds = torch.empty_like(x), []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["INLINE_LOADER_CACHE"] = os.path.join(folder, "cache")
+        for factor in range(repeats + 1):
+            start = time.perf_counter()
+            magics["cpp" if device == "cpu" else "cuda"]("softmax", CELL[device].format(f"{factor}.0f"))
+            shell.user_ns["softmax"](y, x, *x.shape)
+            total = y.sum().item()
+            seconds.append(time.perf_counter() - start)
+            assert abs(total - factor * len(x)) < 1e-2, total
+    return seconds[1:]
+
+
 def commit() -> str:
     result = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
@@ -177,29 +280,30 @@ def main() -> None:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "rows": [],
         **in_use(),
+        "all_edit_s": edit_to_run(arguments.device, 2 * arguments.repeats),
     }
-    print(f"{'':50} {'usual':>8} {'ours':>8} {'ratio':>7} {'warm':>8}   (import torch)")
+    report["edit_s"] = statistics.median(report["all_edit_s"])
+    print(
+        f"{'':50} {'usual':>8} {'first':>8} {'ratio':>7} {'later':>8} {'ratio':>7} {'warm':>8}   (import torch)"
+    )
     for name in arguments.names:
-        seconds: dict[str, list[float]] = {"usual": [], "ours": []}
+        ways = {"usual": ["usual"], "first": ["ours"], "later": ["shared", "ours"]}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(arguments.repeats):
-            for way, times in seconds.items():
-                times.append(cold(name, arguments.device, way))
-        usual_s, ours_s = (statistics.median(times) for times in seconds.values())
-        row = {
-            "name": name,
-            "device": arguments.device,
-            "usual_s": usual_s,
-            "ours_s": ours_s,
-            "ratio": usual_s / ours_s,
-        }
-        row.update(
-            all_usual_s=seconds["usual"],
-            all_ours_s=seconds["ours"],
-            **warm(name, arguments.device, arguments.repeats),
-        )
+            for way, programs in ways.items():
+                seconds[way].append(cold(name, arguments.device, *programs))
+        row = {"name": name, "device": arguments.device}
+        for way, times in seconds.items():
+            row |= {f"{way}_s": statistics.median(times), f"all_{way}_s": times}
+        row |= {f"{way}_ratio": row["usual_s"] / row[f"{way}_s"] for way in ("first", "later")}
+        row.update(warm(name, arguments.device, arguments.repeats))
         report["rows"].append(row)
-        times = f"{usual_s:7.1f}s {ours_s:7.2f}s {row['ratio']:6.1f}x {row['warm_s']:7.3f}s   ({row['import_torch_s']:.2f}s)"
-        print(f"{name:50} {times}", flush=True)
+        print(
+            "{name:50} {usual_s:7.1f}s {first_s:7.2f}s {first_ratio:6.1f}x {later_s:7.2f}s {later_ratio:6.1f}x {warm_s:7.3f}s   "
+            "({import_torch_s:.2f}s)".format(**row),
+            flush=True,
+        )
+    print("edit to run: {edit_s:.2f} s".format(**report))
     print(
         "in use: load {load_us:.2f} us, a call {call_us:.1f} us, x + 1 {x_plus_1_us:.1f} us".format(**report)
     )

@@ -43,12 +43,11 @@ def record(rows: list[dict]) -> dict:
     """The rows of one run together with what they were measured on."""
     gpu = torch.cuda.is_available()
     commit = compare.output_of("git", "rev-parse", "HEAD") or None
-    drivers = compare.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
         "gpu": torch.cuda.get_device_name() if gpu else None,
-        "driver": drivers.split("\n")[0] or None,
+        "driver": driver(),
         "cpu": charts.cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -65,6 +64,12 @@ def record(rows: list[dict]) -> dict:
 def write(path: Path, rows: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def driver() -> str | None:
+    """The GPU driver's version."""
+    drivers = compare.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return drivers.split("\n")[0] or None
 
 
 def allows_tf32() -> bool:

@@ -19,10 +19,12 @@ using half_t = __half;
 using bfloat16_t = __nv_bfloat16;
 #define HOST_DEVICE __host__ __device__ __forceinline__
 #else
+#ifndef WITHOUT_HALVES  // defined for sources that name none, because these headers take half a second to compile
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 using half_t = c10::Half;
 using bfloat16_t = c10::BFloat16;
+#endif
 #define HOST_DEVICE inline
 #endif
 

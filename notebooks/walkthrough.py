@@ -1,13 +1,21 @@
-"""What the walkthroughs share: the machine in a line, a batch that fits it, a kernel on show, and counting bytes.
+"""What the lessons share: the machine in a line, the picture of a record, checks that show progress, and the ladder of kernels.
 
-A *pass* is a pair (bytes read, bytes written). A walkthrough lists the passes of each line of code, predicts times from
-them and from two rates that it measures on the machine at hand, and puts the prediction beside the measurement.
+A *pass* is a pair (bytes read, bytes written). A *rung* is a way to compute a problem: checked against float64 beside eager, timed in
+turn with eager, set beside its prediction, and drawn. Where there is no GPU, the rungs recorded on one stand beside.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import html
 import inspect
+import io
+import json
+import math
+import os
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pygments
@@ -15,26 +23,41 @@ import torch
 from IPython.display import HTML, Markdown, display
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
+from torch import nn
 
+import charts
+import checks
 import compare
 import inline_loader
 import loader_toolchain as toolchain
+from benchmarks import report
+
+LADDERS = report.RESULTS / "ladders"  # what notebooks/execute.py finds in the lessons' outputs
+RUNGS = "application/vnd.rungs+json"  # the kind of output in which it finds them
+
+# ------------------------------------------------------------------------------------------------------- the machine
 
 
 def environment() -> str:
     """Prints what this notebook runs on, in a line; returns the device, "cuda" or "cpu"."""
     device, why = compare.pick_device()
+    commit = compare.output_of("git", "rev-parse", "HEAD") or os.environ.get("COMMIT", "")
     compilers = [toolchain.host_compiler()] + ([toolchain.nvcc()] if device == "cuda" else [])
     versions = [toolchain.version_of(compiler).strip().splitlines() for compiler in compilers]
     lines = [next((line for line in version if "release" in line), version[0]) for version in versions]
-    print(" · ".join([why, f"torch {torch.__version__}", *lines]))
+    stamp = [f"driver {report.driver()}"] * (device == "cuda") + [f"commit {commit[:10]}"] * bool(commit)
+    print(" · ".join([why, f"torch {torch.__version__}", *lines, *stamp]))
     return device
 
 
+def _machine(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else charts.cpu_name()
+
+
 def batch_size(problem, device: str) -> int:
-    """On a CPU the problem's batch for small machines; on a GPU its own, halved until training fits into free memory."""
+    """On a CPU the problem's batch for small machines, or LESSON_BATCH; on a GPU its own, halved until training fits into free memory."""
     if device == "cpu":
-        return problem.cpu_batch_size
+        return min(problem.cpu_batch_size, int(os.environ.get("LESSON_BATCH", problem.cpu_batch_size)))
     batch, weight = problem.input_shape[0], problem.get_model().conv.weight
     sample = (
         weight.shape[0] * 4 * torch.Size(problem.input_shape[2:]).numel()
@@ -49,13 +72,42 @@ def ours(problem, device: str) -> list[str]:
     return [name for name in compare.variants_of(problem, device) if name not in compare.PEERS]
 
 
+def rate(device: str, size: float) -> float:
+    """Bytes per millisecond of simple passes over `size` bytes, three in a row as eager PyTorch runs them."""
+    tensor = torch.rand(int(size) // 4, device=device)
+    passes = {"three additions": lambda: tensor.add(1).add(1).add(1)}
+    return 3 * 2 * size / compare.time(passes, device, seconds=1)["three additions"].median
+
+
+@functools.cache
+def roofs(device: str) -> dict[str, float]:
+    """What this machine does per millisecond, measured: bytes of passes over memory, under "memory"; operations of large products of
+    matrices, under their kinds."""
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    with checks.without_tf32():
+        times = compare.time({"float32": lambda: a @ b}, device, seconds=0.5)
+    if device == "cuda":
+        before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+        halves = a.half(), b.half()
+        products = {"TF32": lambda: a @ b, "float16": lambda: halves[0] @ halves[1]}
+        found = compare.time(products, device, seconds=0.5)
+        times |= {f"{name}, tensor cores": timing for name, timing in found.items()}
+        torch.backends.cuda.matmul.allow_tf32 = before
+    memory = rate(device, 1 << 29 if device == "cuda" else 1 << 27)
+    return {"memory": memory} | {name: 2 * size**3 / timing.median for name, timing in times.items()}
+
+
+# ------------------------------------------------------------------------------------------------------- what is shown
+
+
 def show(kernel: str, device: str, *, cpp: str, cuda: str) -> HTML:
     """The function of the kernel's source for `device` whose first line contains `cpp` or `cuda`, and the comment above it.
 
     Raises ValueError if there is none.
     """
     suffix, language, start = (".cu", "cuda", cuda) if device == "cuda" else (".cpp", "cpp", cpp)
-    path = inline_loader.KERNELS / f"{kernel}{suffix}"
+    path = inline_loader.KERNELS / (kernel if "." in kernel else f"{kernel}{suffix}")
     lines = path.read_text(encoding="utf-8").splitlines()
     first = next((i for i, line in enumerate(lines) if start in line), None)
     if first is None:
@@ -81,17 +133,17 @@ def _highlighted(code: str, language: str, title: str) -> HTML:
     return HTML(f"<p>{title}</p>" + pygments.highlight(code, get_lexer_by_name(language), formatter))
 
 
-def status():
-    """A function that shows a text in a line of its own, in place of the text before."""
+def status() -> Callable[[str], None]:
+    """A function that shows a text in a line of its own, in place of the text before; an empty one takes the line away."""
     handle = display({"text/plain": ""}, raw=True, display_id=True)
     return lambda text: handle.update({"text/plain": text}, raw=True)
 
 
-def verdict(phase: str, result: compare.Check) -> str:
-    """What a check found, in short: what failed, or what came nearest to its limit."""
-    lines = result.failures or [f"nearest to its limit is {result.worst}"]
-    head = f"{result.variant}, {phase}: {'passes' if result.ok else 'FAILS'} ({len(result.errors)} results compared)"
-    return "\n   ".join([head, *lines])
+def picture(figure, **more) -> None:
+    """Shows a matplotlib figure as a PNG of one size everywhere; more: other kinds of the same output."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=100)
+    display({"image/png": png.getvalue(), "text/plain": "picture"} | more, raw=True)
 
 
 def megabytes(passes: dict[str, tuple[float, float]]) -> Markdown:
@@ -106,35 +158,242 @@ def total(passes: dict[str, tuple[float, float]]) -> tuple[float, float]:
     return tuple(map(sum, zip(*passes.values())))
 
 
-def rate(device: str, size: float) -> float:
-    """Bytes per millisecond of simple passes over `size` bytes, three in a row as eager PyTorch runs them."""
-    tensor = torch.rand(int(size) // 4, device=device)
-    passes = {"three additions": lambda: tensor.add(1).add(1).add(1)}
-    return 3 * 2 * size / compare.time(passes, device, seconds=1)["three additions"].median
+def passes(variants: dict[str, dict[str, tuple[float, float]]]) -> None:
+    """The passes of several variants, by their lines, as a picture."""
+    picture(charts.passes(variants))
 
 
-def products(device: str) -> float:
-    """Operations per millisecond of the tensor cores: a large product of float16 matrices."""
-    size = 8192
-    a, b = (torch.randn(size, size, device=device).half() for _ in range(2))
-    return 2 * size**3 / compare.time({"product": lambda: a @ b}, device, seconds=1)["product"].median
+# ------------------------------------------------------------------------------------------------------------- records
 
 
-def beside(predicted: dict[str, float], rows: list[dict], floor: float) -> Markdown:
-    """Predicted and measured milliseconds and speed-ups of every variant, and the share of `floor`, in milliseconds."""
-    lines = [
-        "| variant | predicted ms | measured ms | predicted speed-up | measured speed-up | share of the floor |"
-    ]
-    lines.append("|:--|--:|--:|--:|--:|--:|")
-    for row in rows:
-        guess, measured = predicted.get(row["variant"]), row["median_ms"]
-        if measured is None:
-            lines.append(f"| {row['variant']} | | failed its check or did not run | | | |")
-            continue
-        guesses = ("", "") if guess is None else (f"{guess:.2f}", f"{predicted['eager'] / guess:.2f} ×")
-        speedup = row["speedup_vs_eager"]
-        speedup = "" if speedup is None else f"{speedup:.2f} ×"
-        lines.append(
-            f"| {row['variant']} | {guesses[0]} | {measured:.2f} | {guesses[1]} | {speedup} | {floor / measured:.1%} |"
+def record(name: str | None = None) -> dict:
+    """A record of benchmarks/results/ by its file's name, or the newest of a GPU; its `name` and `machine` (what ran, and when) beside."""
+    records = {path.stem: item for path, item in report.records_in()}
+    name = name or next(key for key in reversed(records) if records[key]["gpu"])
+    item = records[name]
+    return item | {"name": name, "machine": f"{item['gpu'] or item['cpu']}, {item['date'][:10]}"}
+
+
+def front(problem=None, phases: tuple[str, ...] = ("forward_grad", "train")) -> None:
+    """The recorded speed-ups as a picture: of every variant of `problem`, or of all problems beside their best peers."""
+    item = record()
+    rows, title = item["rows"], f"{item['machine']} (record {item['name']})"
+    if problem is None:
+        return picture(charts.overview(rows, phases, title))
+    of_problem = [row for row in rows if row["problem"] == problem.name and row["phase"] in phases]
+    picture(charts.plot(of_problem, title))
+
+
+def errors(problem=None, phase: str = "train_dx") -> None:
+    """How far every recorded variant is from float64, as a multiple of what eager is, as a picture."""
+    item = record()
+    wanted = {"phase": phase, "inputs": "default"} | ({} if problem is None else {"problem": problem.name})
+    rows = [row for row in item["rows"] if wanted.items() <= row.items() and row["error_vs_eager"]]
+    rows = [row for row in rows if row["variant"] != "eager"]
+    picture(charts.errors(rows, f"{phase}, {item['machine']} (record {item['name']})"))
+
+
+def cold_build() -> None:
+    """The recorded seconds of a first build, by the usual way and by ours, as a picture."""
+    item = json.loads((report.RESULTS / "loader" / "h200.json").read_text(encoding="utf-8"))
+    picture(charts.builds(item["rows"], f"{item['device']}, {item['date'][:10]} (record loader/h200)"))
+
+
+def batches(problem, device: str, sizes: tuple[int, ...] | None = None) -> None:
+    """Times eager and ours at several batch sizes, as called and on the GPU alone, and draws them."""
+    sizes = sizes or ((1, 2, 4, 8, 16, 32, 64, 128) if device == "cuda" else (1, 2, 4))
+    tell, found = status(), {}
+    for size in sizes:
+        tell(f"timing a batch of {size} …")
+        model, inputs = compare.contest_of(problem, device=device, batch_size=size).drawn(0)
+        both = {"eager": model, "ours": problem.ModelNew.from_eager(model)}
+        calls = {
+            name: compare.Call.of(checks.as_contestant(each, model), inputs, "forward", None)
+            for name, each in both.items()
+        }
+        kinds = (
+            {"on the GPU": compare.time, "as called": compare.call_times}
+            if device == "cuda"
+            else {"": compare.time}
         )
-    return Markdown("\n".join(lines))
+        for kind, clock in kinds.items():
+            for name, timing in clock(calls, device, seconds=0.2).items():
+                found.setdefault(", ".join(filter(None, (name, kind))), {})[size] = timing.median
+    tell("")
+    picture(
+        charts.against(
+            found, "batch size", "ms", f"Time against batch size · {_machine(device)}, {problem.name}"
+        )
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def right(problem, device: str, phases=("forward", "train_dx"), variants=None) -> list[compare.Check]:
+    """Checks variants of ours against float64 and for honesty (all of them by default), and shows progress, then one line, with the
+    details folded. On a CPU with images of half the extents. train_dx: with the gradients of all parameters and of x. Raises AssertionError
+    if one fails."""
+    tell, found, size = status(), [], batch_size(problem, device)
+    if device == "cpu":
+        batch, channels, *extents = problem.input_shape
+        problem = dataclasses.replace(
+            problem, input_shape=(batch, channels, *[extent // 2 for extent in extents])
+        )
+    for variant in variants or ours(problem, device):
+        for phase in phases:
+            tell(f"checking {variant}, {phase} …")
+            found.append(compare.check(problem, variant, device=device, batch_size=size, phase=phase, seed=0))
+    tell("")
+    failures = [f"{result.variant}: {text}" for result in found for text in result.failures]
+    assert not failures, "\n".join(failures)
+    errors = sorted((error for result in found for error in result.errors), key=lambda error: -error.share)
+    line = (
+        f"✓ {', '.join(dict.fromkeys(result.variant for result in found))}: {len(errors)} results and gradients compared with float64; "
+        f"the limit is 2 × eager’s error, the nearest to it is at {2 * errors[0].share:.2f} ×"
+    )
+    folded = "".join(
+        f"<li>{2 * error.share:.2f} × eager’s: {html.escape(str(error))}</li>" for error in errors
+    )
+    box = f'<details><summary style="color: #1a7f37; font-weight: bold">{line}</summary><ul>{folded}</ul></details>'
+    display({"text/plain": line, "text/html": box}, raw=True)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- rungs
+
+
+class Ladder:
+    """Ways to compute one problem, climbed: `rung` checks and times one, and draws all so far.
+
+    model and x are the reference, with random parameters, and the input: what a kernel of the reader's own may take its arguments from.
+    cases: situations beside random parameters in which rungs are checked; by default those of the problem. A rung that needs a GPU where
+    there is none is given as None: its recorded time stands for it.
+    """
+
+    def __init__(
+        self, problem, device: str, *, phase: str = "forward", batch: int | None = None, cases=None, seed=0
+    ):
+        self.problem, self.device, self.phase, self.seed = problem, device, phase, seed
+        self.contest = compare.contest_of(
+            problem, device=device, batch_size=batch or batch_size(problem, device)
+        )
+        self.cases = [
+            ("random parameters", lambda *given: None),
+            *(problem.cases if cases is None else cases),
+        ]
+        self.model, self.inputs = self.contest.drawn(seed)
+        self.x = self.inputs[0]
+        self.rows: list[dict] = []
+
+    def rung(
+        self,
+        name: str,
+        module: Callable | None,
+        predicted_ms: float | None = None,
+        *,
+        bytes: float | None = None,
+        exact: bool = True,
+    ) -> dict | None:
+        """Checks `module` against float64, times it in turn with eager, and draws it with all rungs so far; returns the row.
+
+        module: a module (it gets the reference's parameters, by name), a class with the problem's constructor, or a function of x. bytes:
+        what it reads and writes, for the roofline. Raises AssertionError where the error is more than twice eager's, but for exact=False,
+        which draws it hatched.
+        """
+        tell = status()
+        if module is None:
+            self.rows.append({"name": name, "predicted_ms": predicted_ms, "bytes": bytes, "ms": None})
+            tell(f"{name}: needs a GPU")
+            return self.draw()
+        if isinstance(module, type):
+            module = module(*self.problem.get_init_inputs()).to(self.device)
+        contestant = checks.as_contestant(compare.with_parameters_of(module, self.model), self.model) \
+            if isinstance(module, nn.Module) else checks.as_contestant(module, self.model)  # fmt: skip
+        errors = []
+        for case in self.cases:
+            tell(f"{name}: checking, {case[0]} …")
+            errors += checks.judged_on_draws(functools.partial(self._errors, contestant, case))
+        worst = max(errors, key=lambda error: error.share)
+        assert worst.share <= 1 or not exact, f"{name}: {2 * worst.share:.3g} × eager’s error\n{worst}"
+        tell(f"{name}: timing …")
+        row = {"name": name, "predicted_ms": predicted_ms, "bytes": bytes, **self._times(contestant)}
+        row |= {"error": 2 * worst.share if math.isfinite(worst.share) else None, "ok": worst.share <= 1}
+        row |= {"norm": worst.norm, "eager_norm": worst.eager_norm}
+        self.rows = [other for other in self.rows if other["name"] != name] + [row]
+        said = "" if predicted_ms is None else f", predicted {predicted_ms:.3g} ms"
+        tell(
+            f"{name}: {row['ms']:.3g} ms{said}; {row['eager_ms'] / row['ms']:.2f} × eager; {row['error'] or math.nan:.2f} × eager’s error "
+            f"(limit 2; {len(errors)} results)"
+        )
+        self.draw()
+        return row
+
+    def _errors(self, contestant, case, number: int, cancelling: bool) -> list[checks.Error]:
+        """Of one draw of parameters and input, in a case; the parameters are then as before."""
+        before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        torch.manual_seed(self.seed + number)
+        inputs = [t.clone() for t in self.inputs]
+        if number:
+            compare.randomize(self.model)
+        case[1](self.model, *inputs)
+        try:
+            found, complaints = checks.errors_of(
+                case[0], contestant, self.model, inputs, self.phase, cancelling=cancelling
+            )
+        finally:
+            with torch.no_grad():
+                for name, p in self.model.named_parameters():
+                    p.copy_(before[name])
+        assert not complaints, "\n".join(complaints)
+        return found
+
+    def _times(self, contestant) -> dict[str, float]:
+        g = None
+        if checks.has_backward(self.phase):
+            with torch.no_grad():
+                g = torch.randn_like(self.model(*self.inputs))
+        pair = {"eager": checks.as_contestant(self.model, self.model), "rung": contestant}
+        calls = {name: compare.Call.of(each, self.inputs, self.phase, g) for name, each in pair.items()}
+        times = compare.time(calls, self.device, seconds=1.5)
+        return {"ms": times["rung"].median, "eager_ms": times["eager"].median}
+
+    @functools.cached_property
+    def recorded(self) -> dict | None:
+        """The ladder of the same name that was climbed on a GPU, where this is none."""
+        path = LADDERS / f"{self.problem.name}-{self.phase}.json"
+        if self.device == "cuda" or not path.is_file():
+            return None
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def _peers(self) -> dict[str, float]:
+        """The best exact peer's speed-up over eager in the newest record of this GPU, by its name."""
+        item, batch = record(), len(self.x)
+        phase = "forward_grad" if self.phase == "forward" else self.phase  # what records have
+        rows = [
+            row for row in item["rows"] if (row["problem"], row["phase"]) == (self.problem.name, phase)
+            and row["shape"][0] == batch and row.get("inputs", "default") == "default" and row["ok"] and row["median_ms"]
+            and charts.is_peer(row)
+        ]  # fmt: skip
+        if self.device != "cuda" or item["gpu"] != torch.cuda.get_device_name() or not rows:
+            return {}
+        best = min(rows, key=lambda row: row["median_ms"])
+        return {f"{best['variant']} (record {item['name']})": best["speedup_vs_eager"]}
+
+    def draw(self) -> None:
+        """All rungs so far: speed-up over eager, with its prediction; beside it the recorded rungs where there is no GPU."""
+        here = f"{_machine(self.device)}, {self.phase}, batch {len(self.x)}"
+        ladders = [(here, [row for row in self.rows if row["ms"]], self._peers())]
+        if self.recorded:
+            names = [row["name"] for row in self.rows]
+            rows = [row for row in self.recorded["rows"] if row["name"] in names]
+            title = f"{self.recorded['title']}, {self.recorded['date'][:10]}"
+            ladders.append((title, rows, {}))
+        data = {"name": f"{self.problem.name}-{self.phase}", "title": here, "rows": self.rows}
+        picture(charts.ladder(ladders), **({RUNGS: data} if self.device == "cuda" else {}))
+
+    def roofline(self) -> None:
+        """Every rung whose bytes are known under this machine's roofs, as measured; or under the recorded ones."""
+        work = self.problem.operations(self.model, self.x)
+        points = [row | {"operations": work} for row in self.rows if row["ms"] and row["bytes"]]
+        picture(charts.roofline(points, roofs(self.device), _machine(self.device)))

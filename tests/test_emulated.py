@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,49 +98,74 @@ def _c_argument(parameter: inline_loader.Parameter, value):
     )
 
 
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-U_FORTIFY_SOURCE",
+    "-w",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-isystem",
+    str(HEADERS),
+]
+
+
+def once(made: Path, make) -> Path:
+    """`made`, by `make(where)` in the first of the test processes that asks for it."""
+    with filelock.FileLock(f"{made}.lock"):
+        if not made.exists():
+            make(unfinished := made.parent / f"unfinished-{made.name}")
+            unfinished.rename(made)
+    return made
+
+
+def compile_with(*arguments: str | Path) -> None:
+    done = subprocess.run([COMPILER, *FLAGS, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def translate(replaced: tuple, sources: Path) -> None:
+    """Writes all kernels' sources, translated."""
+    sources.mkdir()
+    for path in inline_loader.KERNELS.iterdir():
+        if path.suffix in (".h", ".cuh", ".cu"):
+            text = translated(path.read_text())
+            (sources / path.name).write_text(text.replace(*replaced) if replaced else text)
+    for header in ("tensor_core.cuh", "cooperative_groups.h"):
+        shutil.copy(EMULATION / header, sources)
+
+
+def precompile(architecture: int, headers: Path) -> None:
+    """Copies emulation/cuda.h, and compiles it: it takes as long as what includes it."""
+    headers.mkdir()
+    shutil.copy(EMULATION / "cuda.h", headers)
+    define = f"-D__CUDA_ARCH__={architecture}"
+    compile_with(define, "-x", "c++-header", headers / "cuda.h", "-o", headers / "cuda.h.gch")
+
+
 def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> Emulated:
-    key = hashlib.sha256(repr((name, architecture, sorted(defines.items()), replaced)).encode()).hexdigest()[
-        :16
-    ]
-    library, sources = folder / f"{key}.so", folder / key
-    if not library.exists():
-        sources.mkdir()
-        for path in inline_loader.KERNELS.iterdir():
-            if path.suffix in (".h", ".cuh", ".cu"):
-                text = translated(path.read_text())
-                (sources / path.name).write_text(text.replace(*replaced) if replaced else text)
-        for header in ("tensor_core.cuh", "cooperative_groups.h"):
-            shutil.copy(EMULATION / header, sources)
-        command = [
-            COMPILER,
-            "-std=c++17",
-            "-O1",
-            "-U_FORTIFY_SOURCE",
-            "-w",
-            "-shared",
-            "-fPIC",
-            "-fvisibility=hidden",
-        ]
-        command += [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
-        command += [
-            "-I",
-            str(sources),
-            "-isystem",
-            str(HEADERS),
-            "-include",
-            str(EMULATION / "cuda.h"),
-            "-x",
-            "c++",
-            str(sources / f"{name}.cu"),
-        ]
-        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    return Emulated(name, library)
+    def key(*parts) -> str:
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    def make(library: Path) -> None:
+        sources = once(folder / f"sources-{key(replaced)}", functools.partial(translate, replaced))
+        headers = once(folder / f"headers-{architecture}", functools.partial(precompile, architecture))
+        macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
+        source = ["-I", sources, "-include", headers / "cuda.h", "-x", "c++", sources / f"{name}.cu"]
+        compile_with(*macros, *source, "-shared", "-o", library)
+
+    return Emulated(
+        name, once(folder / f"{key(name, architecture, sorted(defines.items()), replaced)}.so", make)
+    )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulated")
+    """Where the builds are, of all files and test processes."""
+    own = tmp_path_factory.getbasetemp()
+    common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    (common / "emulated").mkdir(exist_ok=True)
+    return common / "emulated"
 
 
 @pytest.fixture

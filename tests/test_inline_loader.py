@@ -376,32 +376,33 @@ def test_undefined_symbol_is_named():
         inline_loader.load("scale", source="float missing(float);\n" + scale(" + missing(1)"))
 
 
+def first_error_of_nvcc(unit: inline_loader.Unit, folder: Path) -> list[str]:
+    """Of its CUDA build, where the folder's headers are a library's."""
+    unit = dataclasses.replace(unit, device="cuda")
+    for name, text in unit.files().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    command = ["nvcc", "-I.", "-isystem", str(folder), "-c", "kernels.cu", "-o", "k.o"]
+    log = subprocess.run(command, cwd=folder, capture_output=True, text=True).stderr
+    return loader_report.first_error(log, unit.text_of).splitlines()
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_error_of_nvcc(monkeypatch, tmp_path):
+def test_error_of_nvcc(tmp_path):
     source = "\n".join(
         ["__global__ void k(float* y) {", "\t y[0] = nonsense;", "}", "EXPORT void f(float* y) {}"]
     )
-    unit = inline_loader.Unit("k", "cuda", "<k>", source, 2, {}, {}, (), (), ())
-    (tmp_path / "kernels.cu").write_text(unit.files()["kernels.cu"])
-    log = subprocess.run(
-        ["nvcc", "-c", "kernels.cu", "-o", "k.o"], cwd=tmp_path, capture_output=True, text=True
-    ).stderr
-    text = loader_report.first_error(log, unit.text_of).splitlines()
+    text = first_error_of_nvcc(inline_loader._unit("k", source, "cpu", {}, first_line=2), tmp_path)
     assert text[0].startswith("<k>:3:") and "nonsense" in text[0]
     assert text[1][text[2].index("^") :].startswith("nonsense"), text
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-def test_error_of_nvcc_in_a_librarys_header_shows_the_line(monkeypatch, tmp_path):
+def test_error_of_nvcc_in_a_librarys_header_shows_the_line(tmp_path):
     """There it is a macro of the build that does not fit, and is to be seen."""
     (tmp_path / "library.h").write_text("template <int COUNT> struct Vector {};\n")
     source = "#include <library.h>\n__global__ void k(float* y) {}\nEXPORT void f(float* y) {}\n"
-    unit = inline_loader._unit("k", source, "cpu", {"COUNT": "4"})
-    files = dataclasses.replace(unit, device="cuda").files()
-    (tmp_path / "kernels.cu").write_text(files["kernels.cu"])
-    command = ["nvcc", "-isystem", str(tmp_path), "-c", "kernels.cu", "-o", "k.o"]
-    log = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stderr
-    text = loader_report.first_error(log, unit.text_of).splitlines()
+    text = first_error_of_nvcc(inline_loader._unit("k", source, "cpu", {"COUNT": "4"}), tmp_path)
     assert text[0].startswith(f"{tmp_path}/library.h:1: error: ") and "template <int COUNT>" in text[1], text
 
 

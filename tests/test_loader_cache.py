@@ -17,9 +17,11 @@ import torch
 
 import inline_loader
 import loader_cache
+import loader_toolchain
 from inline_loader import BuildError
 from loading import (
     ROOT,
+    builds,
     finish,
     loading,
     mounted,
@@ -242,10 +244,10 @@ def test_what_is_not_ours_is_neither_touched_nor_counted(cache, foreign, monkeyp
     assert loader_cache.size(cache) == size
     monkeypatch.setattr(loader_cache, "LIMIT", size + (1 << 20))
     inline_loader.load("other", source=scale().replace("scale", "other"))
-    assert len(list(cache.glob("*_*/kernels.so"))) == 2  # the limit is for ours
+    assert len(builds(cache)) == 2  # the limit is for ours
     monkeypatch.setattr(loader_cache, "LIMIT", 0)
     inline_loader.load("another", source=scale().replace("scale", "another"))
-    assert len(list(cache.glob("*_*/kernels.so"))) == 1
+    assert only_build(cache).name.startswith("another_")
     assert inline_loader.clear_cache() > 0
     assert all(path.stat().st_size == 10_000_000 for path in foreign)
     left = {path for path in cache.iterdir() if path.suffix != ".lock"}
@@ -338,6 +340,101 @@ def test_records_of_any_content(cache, content):
     failure.raise_if_new()
     if content == "[]":
         assert run(inline_loader.load("scale", source=source)) == [2.0, -6.0]
+
+
+# --------------------------------------------------------------------------------------------- PyTorch's side of all builds
+
+
+@pytest.fixture
+def shared_compiler(tmp_path, monkeypatch):
+    """A compiler that notes whether it compiles PyTorch's side or a kernel, and waits with that side while `hold` exists."""
+    calls, hold, script = tmp_path / "calls", tmp_path / "hold", tmp_path / "g++-of-two"
+    script.write_text(f"""#!/bin/sh
+case " $* " in
+*" -c "*host_side_*|*host_side_*" -c "*) echo shared >> {calls}; while [ -e {hold} ]; do sleep 0.05; done;;
+*" -c "*) echo kernel >> {calls};;
+esac
+exec c++ "$@"
+""")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    calls.touch()
+    return calls, hold
+
+
+def test_what_all_builds_share_is_compiled_once(shared_compiler):
+    calls, _ = shared_compiler
+    processes = [start(scale()) for _ in range(3)]
+    assert [finish(process)[0] for process in processes] == ["[2.0, -6.0]"] * 3
+    assert sorted(calls.read_text().split()) == ["kernel"] * 3 + ["shared"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "removed", "killed"])
+def test_what_all_builds_share_is_made_again_where_it_is_not_whole(cache, damage, shared_compiler):
+    calls, hold = shared_compiler
+    source = scale()
+    if damage == "killed":
+        hold.touch()
+        builder = start(source)
+        wait_until(lambda: "shared" in calls.read_text())
+        builder.kill()
+        finish(builder)
+        hold.unlink()
+        calls.write_text("")
+    else:
+        assert finish(start(source))[0] == "[2.0, -6.0]"
+        calls.write_text("")
+        (library,) = cache.glob("host_side_*/kernels.so")
+        if damage == "truncated":
+            os.truncate(library, library.stat().st_size // 2)
+        elif damage == "foreign":
+            library.write_bytes((only_build(cache) / "kernels.so").read_bytes())
+        else:
+            shutil.rmtree(library.parent)
+    out, err = finish(start(source))
+    assert out == "[2.0, -6.0]", err
+    assert ("host_side (cpu), the cached library is damaged" in err) == (damage in ("truncated", "foreign"))
+    assert calls.read_text().split().count("shared") == 1
+    assert len(list(cache.glob("host_side_*/kernels.so"))) == 1 and not list(cache.glob("*.building-*"))
+
+
+def test_what_all_builds_share_has_a_key_of_its_own(kernels_folder, monkeypatch, tmp_path):
+    def keys() -> tuple[str, str]:
+        return inline_loader._host_unit("cpu").key, inline_loader._unit("scale", source, "cpu", {}).key
+
+    source = scale()
+    before = keys()
+    assert keys() == before
+    for target, name, value in [
+        (torch, "__version__", "9.9.9"),
+        (torch.version, "git_version", "other"),
+        (inline_loader, "STABLE_ABI", not inline_loader.STABLE_ABI),
+        (loader_toolchain, "version_of", lambda compiler: "c++ 99.0.0"),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, value)
+            assert all(now != then for now, then in zip(keys(), before)), name
+    with monkeypatch.context() as patch:
+        patch.setenv("CPATH", str(tmp_path))
+        assert all(now != then for now, then in zip(keys(), before))
+    with open(kernels_folder / "pytorch.h", "a") as header:
+        header.write("// edited\n")
+    assert keys()[0] != before[0] and keys()[1] == before[1]
+    with open(kernels_folder / "host.h", "a") as header:
+        header.write("// edited\n")
+    assert keys()[1] != before[1]
+
+
+def test_what_all_builds_share_is_seen_when_edited_and_its_errors_have_a_line(kernels_folder):
+    header = kernels_folder / "pytorch.h"
+    header.write_text(header.read_text().replace("expected a contiguous", "wanted a contiguous"))
+    kernels = inline_loader.load("scale", source=scale())
+    with pytest.raises(RuntimeError, match="scale: y: wanted a contiguous tensor"):
+        kernels(torch.empty(2, 2).t(), torch.ones(2), 2.0, 2)
+    header.write_text("#pragma once\nint broken = ;\n")
+    inline_loader.forget()
+    with pytest.raises(BuildError, match=f"^{header}:2:14: error: .*\n *2 \\| int broken = ;\n"):
+        inline_loader.load("scale", source=scale())
 
 
 # ------------------------------------------------------------------------------------------------------ disks and paths

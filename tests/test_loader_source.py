@@ -161,6 +161,19 @@ def test_wrong_arguments_are_told():
             call(x, x, n=2)
 
 
+@pytest.mark.parametrize("types", ["", "half_t", "bfloat16_t", "c10::Half"])
+def test_types_of_16_bits(types):
+    """Their headers are there for who names them, in the source or in a macro."""
+    code = "EXPORT void twice(T* y, const T* x, int64_t n) { for (int64_t i = 0; i < n; i++) y[i] = x[i] + x[i]; }\n"
+    dtypes = {"": torch.float32, "bfloat16_t": torch.bfloat16}
+    x = torch.tensor([0.5, -3.0], dtype=dtypes.get(types, torch.float16))
+    T = types or "float"
+    for source, defines in (code, {"T": T}), (f"using T = {T};\n{code}", {}):
+        y = torch.empty_like(x)
+        inline_loader.load("twice", source=source, defines=defines)(y, x, 2)
+        assert y.tolist() == [1.0, -6.0]
+
+
 # -------------------------------------------------------------------------------------------------------------- headers
 
 

@@ -1,4 +1,4 @@
-"""The loader on its own: the wheel, installed into an environment without this repository, works in any notebook."""
+"""The wheel, installed into an environment without this repository: the loader works in any notebook, and a pair of models is compared."""
 
 from __future__ import annotations
 
@@ -39,6 +39,24 @@ print(inline_loader.__file__)
 """
 
 
+PAIR = """
+import importlib.util, torch
+from inline_compare.compare import compare_pair, table
+
+assert not any(importlib.util.find_spec(name) for name in ("compare", "checks", "honesty", "charts", "models", "problems"))
+class Twice(torch.nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.weight, self.factor = torch.nn.Parameter(torch.rand(8)), factor
+    def forward(self, x):
+        return x * self.weight * self.factor
+inputs = lambda: [torch.rand(4, 8)]
+for factor in (2.0, 2.01):
+    rows = compare_pair(Twice(2.0), Twice(factor), inputs, phases=["train_dx"], variants=["candidate"], name="twice")
+    print([row["ok"] for row in rows], "twice" in table(rows))
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
@@ -61,14 +79,17 @@ def wheel(tmp_path_factory) -> Path:
     return found
 
 
-def test_the_wheel_holds_the_loader_alone(wheel):
+def test_the_wheel_holds_no_model(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.name for path in ROOT.glob("loader_*.py")} | {"inline_loader.py"}
-    assert names == modules | {"inline_loader_headers/host.h", "inline_loader_headers/scalar.h"}
+    pair = {f"inline_compare/{name}.py" for name in ("charts", "checks", "compare", "honesty")}
+    assert names == modules | pair | {
+        f"inline_loader_headers/{name}.h" for name in ("host", "pytorch", "scalar")
+    }
 
 
-def test_installed_alone_it_works_in_a_notebook(wheel, tmp_path):
-    """In an environment with this one's packages, but with nothing of the repository."""
+def test_installed_alone_it_works(wheel, tmp_path):
+    """In a notebook and as a command, in an environment with this one's packages, but with nothing of the repository."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
@@ -90,5 +111,7 @@ def test_installed_alone_it_works_in_a_notebook(wheel, tmp_path):
     assert result.stdout.splitlines() == ["[2.0, -6.0]", "[2.0, 2.0]", str(site / "inline_loader.py")], (
         result.stderr
     )
+    result = subprocess.run([python, "-c", PAIR], **options)
+    assert result.stdout.splitlines() == ["[True] True", "[False] True"], result.stderr
     result = subprocess.run([python, "-m", "inline_loader", "doctor"], **options)
     assert result.returncode == 0 and "FAIL" not in result.stdout, result

@@ -63,25 +63,25 @@ template <int kCount> void load_matrices_transposed(uint32_t (&registers)[kCount
 
 // -------------------------------------------------------------------------------------------------- products
 
-template <class Operand> float half_of(uint32_t word, int i) {
-  const uint16_t bits = uint16_t(word >> 16 * i);
-  return float(emulated_bits<Operand>(bits));
+// `count` numbers from the halves of as many words as hold them.
+template <class Operand> void unpack(float* to, const uint32_t* words, int count) {
+  for (int i = 0; i < count; i++) to[i] = float(emulated_bits<Operand>(uint16_t(words[i / 2] >> i % 2 * 16)));
 }
 // d += A·B of depth `depth` = 8 or 16, from all lanes' fragments. Sums are rounded once a product.
 template <class Operand> void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth) {
-  static uint32_t fragments[emulation::kMostThreads / 32][32][6];
+  static float fragments[emulation::kMostThreads / 32][32][12];
   const int g = emulation::lane() / 4, t = emulation::lane() % 4;
   auto& of_warp = fragments[emulation::warp()];
-  std::copy(a, a + depth / 4, of_warp[emulation::lane()]);
-  std::copy(b, b + depth / 8, of_warp[emulation::lane()] + 4);
+  unpack<Operand>(of_warp[emulation::lane()], a, depth / 2);
+  unpack<Operand>(of_warp[emulation::lane()] + 8, b, depth / 4);
   __syncwarp();
   for (int i = 0; i < 4; i++) {
     const int row = g + i / 2 * 8, column = 2 * t + i % 2;
     double sum = d[i];
     for (int k = 0; k < depth; k++) {
-      const uint32_t of_a = of_warp[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2];
-      const uint32_t of_b = of_warp[column * 4 + k % 8 / 2][4 + k / 8];
-      sum += double(half_of<Operand>(of_a, k % 2)) * half_of<Operand>(of_b, k % 2);
+      const float of_a = of_warp[row % 8 * 4 + k % 8 / 2][row / 8 * 2 + k / 8 * 4 + k % 2];
+      const float of_b = of_warp[column * 4 + k % 8 / 2][8 + k / 8 * 2 + k % 2];
+      sum += double(of_a) * of_b;
     }
     d[i] = float(sum);
   }
