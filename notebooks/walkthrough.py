@@ -323,7 +323,7 @@ class Ladder:
         self.rows = [other for other in self.rows if other["name"] != name] + [row]
         said = "" if predicted_ms is None else f", predicted {predicted_ms:.3g} ms"
         tell(
-            f"{name}: {row['ms']:.3g} ms{said}; {row['eager_ms'] / row['ms']:.2f} × eager; {row['error'] or math.nan:.2f} × eager’s error "
+            f"{name}: {row['ms']:.3g} ms{said}; {row['eager_ms'] / row['ms']:.2f} × eager; {math.nan if row['error'] is None else row['error']:.2f} × eager’s error "
             f"(limit 2; {len(errors)} results)"
         )
         self.draw()
