@@ -134,7 +134,7 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
     """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
     stores of 16 bytes."""
-    return _plan_volume(*_volume_sizes(x, weight), vectors, math.inf, *_volume_device(x, static_shared))
+    return _plan_volume(*_volume_sizes(x, weight), vectors, *_volume_device(x, static_shared))
 
 
 def _volume_sizes(x: Tensor, weight: Tensor) -> tuple:
@@ -205,12 +205,10 @@ def _plan_volume(
     kernel: tuple[int, ...],
     itemsize: int,
     vectors: bool,
-    most_turns: float,
     room: int,
     multiprocessors: int,
 ) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. most_turns: of a block, where that leaves any
-    plan. room: bytes of dynamic shared memory."""
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. room: bytes of dynamic shared memory."""
     (N, channels, D, H, W), (kd, kh, kw) = x, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
@@ -224,23 +222,21 @@ def _plan_volume(
             depth = ceil_div(OD, chunks)
             slots = ceil_div(OH, rows) * ceil_div(OD, depth)
             work = ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
-            rank = max(depth * ceil_div(rows * OW, _TURN), most_turns), work
-            if best is None or rank < best[0]:
-                best = rank, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
+            if best is None or work < best[0]:
+                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
     return best[1]
 
 
-# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch
+# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch where x needs a gradient
 # (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
 
-_DV_BYTES = 40_000_000  # of all blocks that run at the same time: they stay in an H200's L2 cache
-_SAMPLES_BYTES = 100_000_000  # of dv of whole samples, where x needs a gradient
+_SAMPLES_BYTES = 160_000_000  # of dv of whole samples
 _INPUT_WARPS = 8
 
 
 class VolumeBackward(NamedTuple):
     tiles: VolumeTiling
-    dv_slots: int  # of scratch, each for dv of a tile and 16 channels …
+    dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient …
     dv: int  # … with so many float32 in all
     jobs: int  # tiles and 16 channels
     input_rows: int  # of dx, that a block computes …
@@ -256,11 +252,9 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     """The plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
     (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
     room, multiprocessors = _volume_device(x, static_shared)
-    most_turns = _DV_BYTES // multiprocessors // (4 * 16 * _TURN)
-    tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
+    tiles = _plan_volume(*_volume_sizes(x, weight), False, room, multiprocessors)
     of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
-    of_sample = tiles.slots * C // 16
-    dv_slots = min(N * of_sample, multiprocessors)
+    of_sample, dv_slots = tiles.slots * C // 16, 0
     if dx:
         most = _SAMPLES_BYTES // (4 * of_job)
         if N * of_sample > most:  # whole rounds of the multiprocessors

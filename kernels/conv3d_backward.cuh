@@ -4,7 +4,7 @@
 #include "conv3d_input_gradient.cuh"
 #include "launch.cuh"
 
-// How `dv_slots` jobs' worth of scratch for dv are used.
+// How `dv_slots` jobs' worth of scratch for dv are used: those of whole samples, where x needs a gradient.
 struct BackwardPlan {
   int64_t N, jobs_of_sample, jobs, dv_slots, dv_values;  // float4
   int multiprocessors;
@@ -30,8 +30,9 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
   for (int64_t first = 0; first < plan.N; first += samples) {
     const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
     const int64_t first_job = first * plan.jobs_of_sample;
-    gradient_kernel<Problem><<<unsigned(min(jobs, plan.dv_slots)), kBlock, c.shared, stream>>>(
-        dv, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
+    const unsigned gradient_blocks = dx ? unsigned(jobs) : plan.blocks();
+    gradient_kernel<Problem><<<gradient_blocks, kBlock, c.shared, stream>>>(
+        dx ? dv : nullptr, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
         unsigned(first_job + jobs), c);
     if (!dx) continue;
     const unsigned tiles = unsigned(count * c.D * tiling.row_blocks * tiling.column_blocks);

@@ -177,7 +177,7 @@ convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsign
   const Tile tile(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32;
   const int64_t plane = int64_t(c.OH) * c.OW;
-  Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
+  Mainloop<> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
   StoringEpilogue<kVectors> epilogue(storage.mainloop);
   epilogue.plane = int(plane), epilogue.channel = c.OD * plane;
   epilogue.y = y + (tile.n * kOut + first_channel) * epilogue.channel + tile.first_row * c.OW;

@@ -26,11 +26,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
-// One word from there, or two.
+// One word from there, two or four.
 template <int kCount> __device__ __forceinline__ void load_shared(uint32_t* to, uint32_t address) {
-  static_assert(kCount == 1 || kCount == 2);
+  static_assert(kCount == 1 || kCount == 2 || kCount == 4);
   if constexpr (kCount == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(address) : "memory");
-  else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
+  else if constexpr (kCount == 2)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
+  else
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)

@@ -135,7 +135,7 @@ def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, 
     defines = {"INDEX_T": operators.index_type(C)[0], "SUMMED_POSITIONS": SUMMED}
     back = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], defines)
     # coefficients and gradients; dz of the channels that won; sums by part
-    scratch = back.scratch(a, of_sample=6 * C + S + 3 * C * tiling.ceil_div(S, SUMMED), of_job=0)
+    scratch = back.scratch(a, of_sample=6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), of_job=0)
     (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
     inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
     constants = *plan.parameters(a), *a[4:], a.multiplier.numel()
