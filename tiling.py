@@ -188,10 +188,10 @@ def volume_layout(
 
     Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's pixel lies in a plane
     of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up, because it is compiled for; through the
-    ring pass the filters of 16 output channels, too, in float32.
+    ring pass the filters of 16 output channels, too, in float32, and their gradients, taps in eights.
     """
     words, pitch = _pixel_words(channels, itemsize), ring_pitch(W)
-    filters = ceil_div(16 * channels * kd * kh * kw, words)  # in pixels
+    filters = ceil_div(16 * channels * ceil_div(kd * kh * kw, 8) * 8, words)  # in pixels
     stage = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * pitch, filters), 256) * 256
     raw = (rows + kh - 1) * ceil_div(W, 8) * 8
     positions = ceil_div(rows * (W - kw + 1), _TURN) * _TURN
