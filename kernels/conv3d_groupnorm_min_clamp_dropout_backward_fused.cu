@@ -14,21 +14,33 @@
 #include "conv3d_groupnorm_min_clamp_dropout.cuh"
 #include "reduce.cuh"
 
-// Which of 32 elements from `first` on are kept, a bit each. The four lanes of a channel share the draws.
-__device__ __forceinline__ uint32_t kept_elements(const DropoutMask& mask, uint64_t seed, int64_t first) {
-  if (!mask.seed) return ~0u;
-  const int t = threadIdx.x % 4, shift = int(first % 4);
-  const auto draw = [&](int i) {  // four elements'
-    const Philox4 draws = philox(seed, uint64_t(first / 4 + i));
+// Which of 32 elements are kept, a bit each: from `first` on, and 4·apart further. A draw serves four of them;
+// the four lanes of a channel share theirs.
+__device__ __forceinline__ void kept_elements(uint32_t (&kept)[2], const DropoutMask& mask, uint64_t seed,
+                                              int64_t first, int64_t apart) {
+  kept[0] = kept[1] = ~0u;
+  if (!mask.seed) return;
+  const auto of_draw = [&](const Philox4& draw) {
     uint32_t bits = 0;
 #pragma unroll
-    for (int k = 0; k < 4; k++) bits |= uint32_t(draws.lane[k] >= mask.threshold) << k;
+    for (int k = 0; k < 4; k++) bits |= uint32_t(draw.lane[k] >= mask.threshold) << k;
     return bits;
   };
-  uint32_t bits = draw(t) << 4 * t | draw(t + 4) << (16 + 4 * t);
-  bits |= __shfl_xor_sync(~0u, bits, 1);
-  bits |= __shfl_xor_sync(~0u, bits, 2);
-  return shift ? bits >> shift | draw(8) << (32 - shift) : bits;
+  const int t = threadIdx.x % 4, shift = int(first % 4);
+  const uint64_t own = first / 4 + t;
+  Philox4 draws[4];
+  draw(draws, seed, {own, own + 4, own + apart, own + apart + 4});
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    kept[r] = of_draw(draws[2 * r]) << 4 * t | of_draw(draws[2 * r + 1]) << (16 + 4 * t);
+    kept[r] |= __shfl_xor_sync(~0u, kept[r], 1);
+    kept[r] |= __shfl_xor_sync(~0u, kept[r], 2);
+  }
+  if (shift == 0) return;
+  Philox4 last[2];
+  draw(last, seed, {uint64_t(first / 4 + 8), uint64_t(first / 4 + apart + 8)});
+#pragma unroll
+  for (int r = 0; r < 2; r++) kept[r] = kept[r] >> shift | of_draw(last[r]) << (32 - shift);
 }
 
 struct alignas(2 * sizeof(output_t)) Pair {
@@ -51,54 +63,61 @@ struct DropoutProblem {
     const uint64_t seed;
     const int64_t channel, first;  // elements: of a channel, and before the tile's in this lane's first one
     const int plane_size;
-    const bool pairs;  // do neighbouring positions, from an even one on, lie in one aligned word?
-    float dy[2][kFragments][2];
+    const bool pairs;  // do two neighbouring positions, from an even one on, lie at aligned places?
+    uint2 dy[2][kFragments];  // of a channel and fragment, a pair's
 
     // What the sums were in y's place before the tail, where it compared them.
     __device__ __forceinline__ float stored(float v) const { return float(output_t(v)); }
-    __device__ __forceinline__ int64_t element(int r, int plane, int q) const {
-      return first + 8 * r * channel + int64_t(plane) * plane_size + q;
+    // A position's, in the first of this lane's two channels.
+    __device__ __forceinline__ int64_t element(int plane, int q) const {
+      return first + int64_t(plane) * plane_size + q;
     }
     __device__ __forceinline__ void expect(int plane, int q, int positions) {
+      constexpr int kBytes = sizeof(output_t);
       const int position = q + int(threadIdx.x % 4) * 2;
+      const output_t* const from = problem.dy + element(plane, position);
+      const auto for_words = [&](auto load) {
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const output_t* const from = problem.dy + element(r, plane, position);
+        for (int r = 0; r < 2; r++)
 #pragma unroll
-        for (int j = 0; j < kFragments; j++) {
-          const int left = positions - position - 8 * j;
-          Pair own{};
-          if (pairs) {
-            if (left > 0) own = *reinterpret_cast<const Pair*>(from + 8 * j);
-          } else {
-            if (left > 0) own.at[0] = from[8 * j];
-            if (left > 1) own.at[1] = from[8 * j + 1];
-          }
-          dy[r][j][0] = float(own.at[0]), dy[r][j][1] = float(own.at[1]);
-        }
+          for (int j = 0; j < kFragments; j++)
+            dy[r][j] = load(positions - position - 8 * j, from + 8 * r * channel + 8 * j);
+      };
+      if (pairs) {
+        for_words([](int left, const output_t* at) { return load_if<2 * kBytes>(left > 0, at); });
+      } else {
+        for_words([](int left, const output_t* at) {
+          const uint2 first = load_if<kBytes>(left > 0, at), second = load_if<kBytes>(left > 1, at + 1);
+          return kBytes == 4 ? make_uint2(first.x, second.x) : make_uint2(first.x | second.x << 16, 0);
+        });
       }
+    }
+    __device__ __forceinline__ float gradient(int r, int j, int u) const {
+      Pair both;
+      memcpy(&both, &dy[r][j], sizeof both);
+      return float(both.at[u]);
     }
     // Elements past the tile's have a dy of zero.
     __device__ __forceinline__ void operator()(float (&dz)[kFragments][4], const float (&v)[kFragments][4],
                                                int plane, int q) const {
-      bool tie[kFragments][4], any = false;
-#pragma unroll
-      for (int j = 0; j < kFragments; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          any |= tie[j][i] = affine[i / 2](stored(v[j][i])) == problem.tied, dz[j][i] = 0;
-      if (!__any_sync(~0u, any)) return;
-      uint32_t kept[2];
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        kept[r] = kept_elements(problem.mask, seed, element(r, plane, q)) >> int(threadIdx.x % 4) * 2;
+      bool any = false;
 #pragma unroll
       for (int j = 0; j < kFragments; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          const float factor = kept[i / 2] >> (8 * j + i % 2) & 1 ? 0.5f * problem.mask.scale : 0.f;
-          if (tie[j][i]) dz[j][i] = dy[i / 2][j][i % 2] * factor;
+          const bool tie = affine[i / 2](stored(v[j][i])) == problem.tied;
+          dz[j][i] = tie ? gradient(i / 2, j, i % 2) : 0.f, any |= tie;
         }
+      if (!__any_sync(~0u, any)) return;
+      uint32_t kept[2];
+      kept_elements(kept, problem.mask, seed, element(plane, q), 2 * channel);
+      const float factor = 0.5f * problem.mask.scale;
+#pragma unroll
+      for (int r = 0; r < 2; r++) kept[r] >>= 2 * (threadIdx.x % 4);
+#pragma unroll
+      for (int j = 0; j < kFragments; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) dz[j][i] *= kept[i / 2] & 1u << (8 * j + i % 2) ? factor : 0.f;
     }
   };
   __device__ Selected selected(const Convolution& c, const Tile& tile, int first_channel) const {
@@ -160,9 +179,9 @@ struct SumsEpilogue {
       for (int i = 0; i < 4; i++) {
         Sums& own = sums[i / 2];
         const float centred = selected.stored(v[j][i]) + selected.affine[i / 2].offset;
-        if (q + 8 * j + int(threadIdx.x % 4) * 2 + i % 2 < positions)
-          own.dz += dz[j][i], own.product = fmaf(dz[j][i], centred, own.product), own.centred += centred;
+        own.dz += dz[j][i], own.product = fmaf(dz[j][i], centred, own.product);
         own.most = fmaxf(own.most, fabsf(dz[j][i]));
+        own.centred += q + 8 * j + int(threadIdx.x % 4) * 2 + i % 2 < positions ? centred : 0.f;
       }
   }
   __device__ __forceinline__ void finish() const {

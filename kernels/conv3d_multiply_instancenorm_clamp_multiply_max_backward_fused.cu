@@ -59,7 +59,8 @@ struct InstanceNormProblem {
 
 // ------------------------------------------------------------------------------------------------------ sums
 
-constexpr int kSumsBlock = 128, kPart = 2048;  // threads, and positions of a block
+constexpr int kSumsBlock = 128, kOwn = 25;  // threads, and positions of each
+constexpr int kPart = kSumsBlock * kOwn;
 #ifndef SUMMED_POSITIONS
 #define SUMMED_POSITIONS kPart
 #endif
@@ -95,16 +96,21 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
     }
     for (int c = 0; c < 16; c++) storage.own[c][tid] = {0, 0, 0, 0};
     __syncthreads();
-#pragma unroll 8
-    for (int s = tid; s < kPart; s += kSumsBlock) {
-      const int64_t at = n * S + first + min(s, count - 1);
-      const int c = int(index[at]) - first_channel;
-      const float gradient = float(dy[at]), own = centred[at];
+    int won[kOwn];
+    float gradient[kOwn], own[kOwn];  // on their way together
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+      const int64_t at = n * S + first + min(tid + i * kSumsBlock, count - 1);
+      won[i] = int(index[at]) - first_channel, gradient[i] = float(dy[at]), own[i] = centred[at];
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+      const int c = won[i], s = tid + i * kSumsBlock;
       if (s >= count || unsigned(c) >= 16) continue;
-      const float z = own * storage.slope[c];
-      const float dz = clamp_passes(z, low, high) ? gradient * storage.factor[c] : 0.f;
-      winner[at] = dz;
-      storage.own[c][tid].add({dz, dz * own, gradient * clamp(z, low, high), fabsf(dz)});
+      const float z = own[i] * storage.slope[c];
+      const float dz = clamp_passes(z, low, high) ? gradient[i] * storage.factor[c] : 0.f;
+      winner[n * S + first + s] = dz;
+      storage.own[c][tid].add({dz, dz * own[i], gradient[i] * clamp(z, low, high), fabsf(dz)});
     }
     __syncthreads();
     Sums all{0, 0, 0, 0};  // eight threads a channel

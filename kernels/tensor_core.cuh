@@ -205,6 +205,21 @@ __device__ __forceinline__ void store_if(bool valid, void* to, float4 v) {
                ::"r"(int(valid)), "l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
+// 2, 4 or 8 bytes from there likewise, and zero where `valid` is false.
+template <int kBytes> __device__ __forceinline__ uint2 load_if(bool valid, const void* from) {
+  uint2 v{0, 0};
+  if constexpr (kBytes == 8)
+    asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %2, 0; @valid ld.global.v2.u32 {%0, %1}, [%3]; }"
+                 : "+r"(v.x), "+r"(v.y) : "r"(int(valid)), "l"(from));
+  else if constexpr (kBytes == 4)
+    asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %1, 0; @valid ld.global.u32 %0, [%2]; }"
+                 : "+r"(v.x) : "r"(int(valid)), "l"(from));
+  else
+    asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %1, 0; @valid ld.global.u16 %0, [%2]; }"
+                 : "+r"(v.x) : "r"(int(valid)), "l"(from));
+  return v;
+}
+
 #endif  // sm_80
 
 // ----------------------------------------------------------------------------------------------------- wgmma

@@ -17,7 +17,7 @@ from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
-SUMMED = 2048  # positions that a block sums up in backward
+SUMMED = 3200  # positions that a block sums up in backward
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
 

@@ -158,6 +158,12 @@ inline void await_previous_kernel() {}
 
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : min(a, b); }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+template <int kBytes> uint2 load_if(bool valid, const void* from) {
+  uint2 v{0, 0};
+  if (valid && uintptr_t(from) % kBytes) emulation::failure = "a load that is not aligned";
+  if (valid) memcpy(&v, from, kBytes);
+  return v;
+}
 template <class T> void store_if(bool valid, void* to, T value) {
   if (uintptr_t(to) % sizeof(T) && valid) emulation::failure = "a store that is not aligned";
   if (valid) memcpy(to, &value, sizeof value);
