@@ -2,20 +2,22 @@
 // inside: computed again from x, never written to memory as a whole.
 //
 // A gradient passes at exact ties of z with `low` only (and NaN wherever statistics are not finite). Forward
-// has left a flag per sample; where it is 0 all kernels leave at once, without reading dy, as do those of dv
-// where all of a sample's coefficients are zero: where all slopes are, as in norms that start at zero. Launches:
+// has left a flag per sample; where it is 0 all kernels leave at once, without reading dy. Those of dv leave
+// where all of a sample's coefficients are zero, too: where all slopes are, as in a norm whose weight starts
+// at zero. Launches:
 //   sums_kernel          of dz, dz·(v + offset) and v + offset by tile and channel, the convolution once
 //   coefficients_kernel  what dv needs of them, and the parameters' gradients by sample
 //   gradient_kernel, merge_kernel, input_gradient_kernel   conv3d_backward.cuh, the convolution once more
 //
-// At the default size (128, 3, 16, 64, 64) with all elements tied: dy is 441 MB, read twice; 3.5 G products
-// of a weight and an element each for v (twice), the weight's gradient and dx.
+// At the default size (128, 3, 16, 64, 64) with all elements tied: dy is 441 MB, read once, and twice where
+// slopes are not zero; 3.5 G products of a weight and an element each for v (twice), the weight's gradient
+// and dx.
 #include "conv3d_backward.cuh"
 #include "conv3d_groupnorm_min_clamp_dropout.cuh"
 #include "reduce.cuh"
 
-// Which of 32 elements are kept, a bit each: from `first` on, and 4·apart further. A draw serves four of them;
-// the four lanes of a channel share theirs.
+// Which of 32 elements are kept, a bit each: from `first` on, and 4·apart further. A draw serves four of
+// them; the four lanes of a channel share theirs.
 __device__ __forceinline__ void kept_elements(uint32_t (&kept)[2], const DropoutMask& mask, uint64_t seed,
                                               int64_t first, int64_t apart) {
   kept[0] = kept[1] = ~0u;

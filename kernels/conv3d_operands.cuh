@@ -46,9 +46,9 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
         make_uint4(word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3));
 }
 
-// Words of weights, of 16 output channels two rows each, which are two registers of fragment A: the highs that
-// meet the words with a high, from kHighs on; the lows that do, from kLows on; the highs that meet words of
-// lows, from kRest on. Two neighbours, from an even one on, are a fragment.
+// Words of weights, of 16 output channels two rows each, which are two registers of fragment A: the highs
+// that meet the words with a high, from kHighs on; the lows that do, from kLows on; the highs that meet words
+// of lows, from kRest on. Two neighbours, from an even one on, are a fragment.
 enum { kHighs = 0, kLows = (kSteps * kHighWords + 1) / 2 * 2, kRest = 2 * kLows };
 constexpr int kWeightWords = kRest + (kSteps * kLowWords + 1) / 2 * 2;
 
@@ -67,8 +67,8 @@ struct RegisterWeights {
 
 // All warps have them in shared memory, where registers are needed for other things.
 struct SharedWeights {
-  static constexpr int kStepStride = kBlockWarps, kFragmentsA = kWeightWords / 2;
-  uint4* const of_lane;  // [kFragmentsA][lane], from this lane's first on
+  static constexpr int kStepStride = kBlockWarps;
+  uint4* const of_lane;  // [kWeightWords / 2][lane], from this lane's first on
   __device__ __forceinline__ explicit SharedWeights(uint4* fragments)
       : of_lane(fragments + threadIdx.x % 32) {}
   __device__ __forceinline__ static int first_step() { return thread_index_anew() / 32; }
