@@ -300,7 +300,7 @@ def _input_shared(
 ) -> int:
     """Bytes of dynamic shared memory of a block of dx: two stages of dv, the weights, scales, and where dv's fragments go."""
     OH, OW = H - kh + 1, W - kw + 1
-    pitch, stage_rows = ceil_div(columns + kw - 1, 8) * 8, min(rows + kh - 1, OH)
+    pitch, stage_rows = ceil_div(columns + kw - 1, 8) * 8, rows + kh - 1
     weights = kh * kw * ceil_div(channels * kd, 16) * 1024
     return 2 * stage_rows * pitch * 64 + weights + 8 * C + 20 * (stage_rows * min(pitch, OW) // 8 + 2 * stage_rows)
 

@@ -33,14 +33,15 @@ struct InputFragment {
 };
 constexpr uint16_t kNowhere = 0xffff;
 
-// How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. A row of dv
-// has `pitch` positions in shared memory, from the first on that reaches the block's columns.
+// How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. A plane of dv
+// has `stage_rows` rows of `pitch` positions in shared memory, all that reach the block's and, in dv's place,
+// zeros where there is none.
 struct InputTiling {
   int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
   InputTiling(const Convolution& c, int64_t rows, int64_t columns, int64_t samples, int multiprocessors)
       : rows(int(rows)), columns(int(columns)), row_blocks((c.H + this->rows - 1) / this->rows),
         column_blocks((c.W + this->columns - 1) / this->columns), strips((this->columns + 7) / 8),
-        pitch((strips * 8 + kWidth - 1 + 7) / 8 * 8), stage_rows(min(this->rows + kHeight - 1, c.OH)) {
+        pitch((strips * 8 + kWidth - 1 + 7) / 8 * 8), stage_rows(this->rows + kHeight - 1) {
     fragments = stage_rows * min(pitch, c.OW) / 8 + 2 * stage_rows;  // where each row ends in one, and begins
     int64_t least = INT64_MAX;
     for (int count = 1; count <= c.D; count *= 2) {  // of chunks: with the fewest planes in turn
@@ -70,7 +71,7 @@ struct InputStorage {
 struct InputTile {
   int64_t sample;  // of the launch's
   int first_plane, end_plane, first_row, end_row, first_column, end_column;
-  int dv_plane, dv_end_plane, dv_row, dv_end_row, dv_column;  // the column may lie in front of dv's first
+  int dv_plane, dv_end_plane, dv_row, dv_column;  // row and column may lie in front of dv's first
   __device__ InputTile(const Convolution& c, const InputTiling& tiling, unsigned tile) {
     first_column = int(tile % tiling.column_blocks) * tiling.columns, tile /= tiling.column_blocks;
     first_row = int(tile % tiling.row_blocks) * tiling.rows, tile /= tiling.row_blocks;
@@ -78,8 +79,7 @@ struct InputTile {
     end_plane = min(first_plane + tiling.planes, c.D), end_row = min(first_row + tiling.rows, c.H);
     end_column = min(first_column + tiling.columns, c.W);
     dv_plane = max(first_plane - kDepth + 1, 0), dv_end_plane = min(end_plane, c.OD);
-    dv_row = max(first_row - kHeight + 1, 0), dv_end_row = min(end_row, c.OH);
-    dv_column = first_column - kWidth + 1;
+    dv_row = first_row - kHeight + 1, dv_column = first_column - kWidth + 1;
   }
 };
 
@@ -91,7 +91,9 @@ struct InputBlock {
   InputStorage& storage;
   char* const shared;
 
-  __device__ uint4* weights() const { return reinterpret_cast<uint4*>(shared + 2 * tiling.stage()); }
+  __device__ uint32_t* weights() const {
+    return reinterpret_cast<uint32_t*>(shared + 2 * tiling.stage());
+  }
   __device__ float* dv_scale() const { return reinterpret_cast<float*>(shared + tiling.scales_at()); }
   __device__ float* dv_share() const { return dv_scale() + kOut; }  // the smallest over it; 0 where dv is
   __device__ InputFragment* fragments() const {
@@ -110,12 +112,13 @@ struct InputBlock {
   __device__ int find_fragments() const {
     const int64_t of_slab = DvLayout(c).of_job(c) * kJobsPerTile;
     const int first_column = max(tile.dv_column, 0), end_column = min(tile.dv_column + tiling.pitch, c.OW);
+    const int end_row = min(tile.end_row, c.OH);
     const bool whole = end_column - first_column == c.OW;
     int count = 0;
 #pragma unroll 1
-    for (int row = tile.dv_row; row < tile.dv_end_row;) {  // runs of neighbouring positions
+    for (int row = max(tile.dv_row, 0); row < end_row;) {  // runs of neighbouring positions
       const int slab = row / c.rows, before = slab * c.rows;
-      const int next = whole ? min(tile.dv_end_row, before + c.rows) : row + 1;
+      const int next = whole ? min(end_row, before + c.rows) : row + 1;
       const int first = (row - before) * c.OW + first_column, end = (next - 1 - before) * c.OW + end_column;
       const int start = first / 8 * 8, own = (end + 7) / 8 - first / 8;
 #pragma unroll 1
@@ -131,12 +134,12 @@ struct InputBlock {
     return count;
   }
 
-  // Zeros where a stage has columns that dv has not.
+  // Zeros where a stage has rows and columns that dv has not.
   __device__ void clear_margins() const {
 #pragma unroll 1
     for (int k = threadIdx.x; k < tiling.stage_rows * tiling.pitch; k += kInputBlock) {
-      const int column = k % tiling.pitch + tile.dv_column;
-      if (column >= 0 && column < c.OW) continue;
+      const int row = k / tiling.pitch + tile.dv_row, column = k % tiling.pitch + tile.dv_column;
+      if (row >= 0 && row < min(tile.end_row, c.OH) && column >= 0 && column < c.OW) continue;
 #pragma unroll
       for (int i = 0; i < 8; i++)
         *reinterpret_cast<uint4*>(shared + i / 4 * tiling.stage() + (place(k) ^ i % 4) * 16) = uint4{};
@@ -189,8 +192,8 @@ struct InputBlock {
     return smallest;
   }
 
-  // The weights of 16 channels out [column of the taps][row of them][row of a product][t], with words as a
-  // lane's fragments A have them: two highs, two lows. Depth 2k, 2k + 1 of a product are channels k, k + 8.
+  // The weights of 16 channels out [column of the taps][row of them][two highs, two lows][row of a product][t],
+  // words of a lane's fragments A. Depth 2k, 2k + 1 of a product are channels k, k + 8.
   __device__ void put_weights(int first_channel) const {
 #pragma unroll 1
     for (int k = threadIdx.x; k < kHeight * kWidth * kInputTiles * 64; k += kInputBlock) {
@@ -202,7 +205,10 @@ struct InputBlock {
         return own * dv_share()[first_channel + channel] * storage.weight_scale[i];
       };
       const Halves first = split(weight(t), weight(t + 8)), second = split(weight(t + 4), weight(t + 12));
-      weights()[k] = make_uint4(first.high, second.high, first.low, second.low);
+      uint32_t* const to = weights() + tap * kInputTiles * 256 + k % (kInputTiles * 64);
+      const uint32_t words[4] = {first.high, second.high, first.low, second.low};
+#pragma unroll
+      for (int i = 0; i < 4; i++) to[i * kInputTiles * 64] = words[i];
     }
   }
 };
@@ -260,67 +266,67 @@ struct InputStage {
 struct InputStrip {
   const InputBlock& block;
   const bool idle;
-  const int first_row, column;  // of dx; and of the tile
+  const int strip_row, column;  // of the tile
   float total[kInputTiles][kStrip][4] = {};
 
   __device__ explicit InputStrip(const InputBlock& block)
       : block(block), idle(int(threadIdx.x / 32) >= block.tiling.rows / kStrip * block.tiling.strips),
-        first_row(block.tile.first_row + int(threadIdx.x / 32) / block.tiling.strips * kStrip),
+        strip_row(int(threadIdx.x / 32) / block.tiling.strips * kStrip),
         column(int(threadIdx.x / 32) % block.tiling.strips * 8) {}
 
   // Row `row` of a product belongs to plane row / kIn of dx, modulo kDepth, and to channel row % kIn. Its
-  // weights, where a plane of dv is multiplied that is `turn`, modulo kDepth.
+  // weights', where a plane of dv is multiplied that is `turn`, modulo kDepth.
   __device__ __forceinline__ static int weight_row(int row, int turn) {
     const int tap = row / kIn - turn;
     return row < kInputRows ? row + (tap < 0 ? kDepth : 0) * kIn - turn * kIn : row;
   }
 
-  // Adds the products of a plane of dv, its 16 channels in `stage`, and of taps in a column, from
-  // `first_tap` on; `tap` is the column.
-  template <int kTile> __device__ __forceinline__ void add(const char* stage, int turn, int tap, int first_tap) {
-    const InputTile& tile = block.tile;
+  // Adds the products of a plane of dv, its 16 channels in `stage`, and of taps: of a column `tap`, of a group
+  // of rows.
+  template <int kTile>
+  __device__ __forceinline__ void add(const char* stage, int turn, int tap, int group) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const uint4* const weights =
-        block.weights() + (tap * kHeight + first_tap) * kInputTiles * 64 + t;
-    const int rows[2] = {weight_row(kTile * 16 + g, turn), weight_row(kTile * 16 + g + 8, turn)};
-    uint32_t highs[kRowTaps][4], lows[kRowTaps][4];
+    const int first_tap = min(group * kRowTaps, kHeight - kRowTaps);
+    const auto counted = [&](int u) {  // the last groups may overlap
+      return kHeight % kRowTaps == 0 || first_tap + u >= group * kRowTaps;
+    };
+    constexpr int kWord = kInputTiles * 64;  // from word to word of the weights
+    const uint32_t weights = shared_address(block.weights() + (tap * kHeight + first_tap) * 4 * kWord + t);
+    uint32_t words[2][kRowTaps][4];  // highs, lows
 #pragma unroll
-    for (int u = 0; u < kRowTaps; u++)
+    for (int r = 0; r < 2; r++) {
+      const uint32_t own = weights + weight_row(kTile * 16 + g + 8 * r, turn) * 16;
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        if (kRowTaps * kRowGroups != kHeight && first_tap + u >= kHeight) continue;
-        const uint4 own = weights[u * kInputTiles * 64 + rows[r] * 4];
-        highs[u][r] = own.x, highs[u][r + 2] = own.y, lows[u][r] = own.z, lows[u][r + 2] = own.w;
-      }
-    // Step s has dv's row first + s, which reaches rows s - kRowTaps + 1 … s of the strip.
+      for (int u = 0; u < kRowTaps; u++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) load_shared<1>(&words[i / 2][u][i % 2 * 2 + r], own + (u * 4 + i) * kWord * 4);
+    }
+    const auto &highs = words[0], &lows = words[1];
+    // Step s has the row of dv whose last tap of the group reaches row s of the strip.
     constexpr int kStepCount = kStrip + kRowTaps - 1;
-    const int first = first_row - first_tap - kRowTaps + 1, of_row = block.tiling.pitch * 64;
+    const int of_row = block.tiling.pitch * 64, row = strip_row + kHeight - kRowTaps - first_tap;
     const int position = column + lane % 8 + kWidth - 1 - tap;
-    const uint32_t at = shared_address(stage) + (first - tile.dv_row) * of_row +
-                        (InputBlock::place(position) ^ lane / 8) * 16;
-    const auto inside = [&](int s) { return first + s >= tile.dv_row && first + s < tile.dv_end_row; };
+    const uint32_t at =
+        shared_address(stage) + row * of_row + (InputBlock::place(position) ^ lane / 8) * 16;
     float high[kRowTaps][4], low[kRowTaps][4];
     uint32_t b[2][4];
-    if (inside(0)) load_matrices(b[0], at);
+    load_matrices(b[0], at);
 #pragma unroll
     for (int s = 0; s < kStepCount; s++) {
-      if (s + 1 < kStepCount && inside(s + 1)) load_matrices(b[(s + 1) % 2], at + (s + 1) * of_row);
+      if (s + 1 < kStepCount) load_matrices(b[(s + 1) % 2], at + (s + 1) * of_row);
+      const uint32_t(&own)[4] = b[s % 2];
 #pragma unroll
       for (int i = 0; i < 4; i++) high[s % kRowTaps][i] = low[s % kRowTaps][i] = 0;
-      if (inside(s)) {
-        const uint32_t(&own)[4] = b[s % 2];
 #pragma unroll
-        for (int product = 0; product < 3; product++)
+      for (int product = 0; product < 3; product++)
 #pragma unroll
-          for (int u = 0; u < kRowTaps; u++) {
-            const int row = s - kRowTaps + 1 + u;
-            if (row < 0 || row >= kStrip) continue;
-            if (kRowTaps * kRowGroups != kHeight && first_tap + u >= kHeight) continue;
-            if (product == 0) multiply_add<half_t>(low[row % kRowTaps], lows[u], own[0], own[1]);
-            if (product == 1) multiply_add<half_t>(high[row % kRowTaps], highs[u], own[0], own[1]);
-            if (product == 2) multiply_add<half_t>(low[row % kRowTaps], highs[u], own[2], own[3]);
-          }
-      }
+        for (int u = 0; u < kRowTaps; u++) {
+          const int to = s - kRowTaps + 1 + u;
+          if (to < 0 || to >= kStrip || !counted(u)) continue;
+          if (product == 0) multiply_add<half_t>(low[to % kRowTaps], lows[u], own[0], own[1]);
+          if (product == 1) multiply_add<half_t>(high[to % kRowTaps], highs[u], own[0], own[1]);
+          if (product == 2) multiply_add<half_t>(low[to % kRowTaps], highs[u], own[2], own[3]);
+        }
       const int complete = s - kRowTaps + 1;
       if (complete >= 0)
 #pragma unroll
@@ -334,7 +340,7 @@ struct InputStrip {
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; pass++) {
       next.load();
-      if (!idle) add<kTile>(stage, turn, pass / kRowGroups, pass % kRowGroups * kRowTaps);
+      if (!idle) add<kTile>(stage, turn, pass / kRowGroups, pass % kRowGroups);
       next.put();
     }
     if constexpr (kTile + 1 < kInputTiles) add<kTile + 1>(stage, turn, next);
@@ -343,6 +349,7 @@ struct InputStrip {
   // The sums of a plane of dx to where sample `dx` is, if it is one of the tile's; they are zero from then on.
   __device__ __forceinline__ void put(value_t* dx, int plane, float unit) {
     const Convolution& c = block.c;
+    const int first_row = block.tile.first_row + strip_row;
     const int g = threadIdx.x % 32 / 4, first_column = block.tile.first_column + column + threadIdx.x % 4 * 2;
     const int rows = plane < block.tile.first_plane || idle ? 0 : block.tile.end_row - first_row;
     const int columns = block.tile.end_column - first_column;
