@@ -234,7 +234,7 @@ def _plan_volume(
 # (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
 
 _DV_BYTES = 40_000_000  # of all blocks that run at the same time: they stay in an H200's L2 cache
-_SAMPLES_BYTES = 100_000_000  # of dv of whole samples, where x needs a gradient
+_SAMPLES_BYTES = 112_000_000  # of dv of whole samples, where x needs a gradient
 _INPUT_WARPS = 16
 
 
@@ -262,12 +262,19 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     of_sample = tiles.slots * C // 16
     dv_slots = min(N * of_sample, multiprocessors)
     if dx:
-        most = _SAMPLES_BYTES // (4 * of_job)
-        if N * of_sample > most:  # whole rounds of the multiprocessors
-            most = most // multiprocessors * multiprocessors or most
-        dv_slots = of_sample * min(N, max(1, most // of_sample))
+        dv_slots = of_sample * _samples_at_a_time(N, of_sample, 4 * of_job, multiprocessors)
     rows, columns = _input_tiling(*x.shape[3:], C, channels, tuple(weight.shape[2:]), room)
     return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
+
+
+def _samples_at_a_time(N: int, of_sample: int, of_job: int, multiprocessors: int) -> int:
+    """Whose dv is kept: all, or as many as there is room for and that leave the fewest multiprocessors idle. of_job: bytes."""
+    most = max(1, _SAMPLES_BYTES // (of_sample * of_job))
+
+    def busy(samples: int) -> float:
+        return samples * of_sample / (ceil_div(samples * of_sample, multiprocessors) * multiprocessors)
+
+    return N if N <= most else max(range(1, most + 1), key=lambda samples: (busy(samples), samples))
 
 
 def input_positions(channels: int, kd: int) -> int:
@@ -277,7 +284,12 @@ def input_positions(channels: int, kd: int) -> int:
 
 def _input_strip(channels: int, kd: int) -> int:
     """Rows of dx that a warp computes, of 8 columns."""
-    return max(1, 8 // ceil_div(channels * kd, 16))
+    return max(1, 8 // _input_tiles(channels, kd))
+
+
+def _input_tiles(channels: int, kd: int) -> int:
+    """Of 16 rows, two of them a pair of channels."""
+    return ceil_div(ceil_div(channels, 2) * kd, 8)
 
 
 @functools.lru_cache(None)
@@ -301,8 +313,8 @@ def _input_shared(
     """Bytes of dynamic shared memory of a block of dx: two stages of dv, the weights, scales, and where dv's fragments go."""
     OH, OW = H - kh + 1, W - kw + 1
     pitch, stage_rows = ceil_div(columns + kw - 1, 8) * 8, rows + kh - 1
-    weights = kh * kw * ceil_div(channels * kd, 16) * 1024
-    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 20 * (stage_rows * min(pitch, OW) // 8 + 2 * stage_rows)
+    weights = kh * kw * _input_tiles(channels, kd) * 1024
+    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 40 * (stage_rows * min(pitch, OW) // 8 + 2 * stage_rows)
 
 
 # ----------------------------------------------------------------------------------------------------- strips

@@ -14,7 +14,9 @@
 #include "conv3d_weight_gradient.cuh"
 
 constexpr int kInputBlock = 512, kInputWarps = kInputBlock / 32;
-constexpr int kInputRows = kIn * kDepth, kInputTiles = (kInputRows + 15) / 16;  // of a product; 16 at a time
+// Rows g and g + 8 of a product are a pair of channels in; of a plane, and of all.
+constexpr int kPlanePairs = (kIn + 1) / 2, kPairs = kDepth * kPlanePairs;
+constexpr int kInputTiles = (kPairs + 7) / 8;  // 16 rows each
 constexpr int kStrip = kInputTiles < 8 ? 8 / kInputTiles : 1;                   // rows of dx
 constexpr int kInputPositions = kInputWarps * kStrip * 8;                       // of a plane's tile, at most
 // Taps along a column, whose weights are in registers at a time.
@@ -26,12 +28,11 @@ constexpr int kLoads = 3;                     // fragments of dv on their way to
 #endif
 static_assert(INPUT_POSITIONS == kInputPositions, "what was planned with");
 
-// Eight positions of dv in scratch, and where they go: 16 bytes behind the stage's first.
-struct InputFragment {
+// Eight positions of dv in scratch, and where in a stage they go, in bytes; negative: nowhere.
+struct alignas(8) InputFragment {
+  int places[8];
   int from;  // float4
-  uint16_t places[8];
 };
-constexpr uint16_t kNowhere = 0xffff;
 
 // How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. A plane of dv
 // has `stage_rows` rows of `pitch` positions in shared memory, all that reach the block's and, in dv's place,
@@ -57,14 +58,9 @@ struct InputTiling {
   HOST_DEVICE int stage() const { return stage_rows * pitch * 64; }
   HOST_DEVICE int scales_at() const { return 2 * stage() + kHeight * kWidth * kInputTiles * 1024; }
   int shared() const {  // one that has no room fails to launch
-    const bool fits = rows / kStrip * strips <= kInputWarps && rows % kStrip == 0 && stage() < kNowhere * 16;
+    const bool fits = rows / kStrip * strips <= kInputWarps && rows % kStrip == 0;
     return fits ? scales_at() + kOut * 8 + fragments * int(sizeof(InputFragment)) : INT_MAX;
   }
-};
-
-struct InputStorage {
-  float largest[kInputWarps][kIn];
-  float weight_scale[kIn];
 };
 
 // Where a tile of dx lies, and dv that reaches it.
@@ -72,6 +68,7 @@ struct InputTile {
   int64_t sample;  // of the launch's
   int first_plane, end_plane, first_row, end_row, first_column, end_column;
   int dv_plane, dv_end_plane, dv_row, dv_column;  // row and column may lie in front of dv's first
+  InputTile() = default;
   __device__ InputTile(const Convolution& c, const InputTiling& tiling, unsigned tile) {
     first_column = int(tile % tiling.column_blocks) * tiling.columns, tile /= tiling.column_blocks;
     first_row = int(tile % tiling.row_blocks) * tiling.rows, tile /= tiling.row_blocks;
@@ -83,29 +80,33 @@ struct InputTile {
   }
 };
 
+struct InputStorage {
+  InputTile tile;
+  float largest[kInputWarps][kIn];
+  float weight_scale[kIn], weight_unit[kIn];  // and 1 over it
+};
+
 // What a thread knows of its block.
 struct InputBlock {
   const Convolution& c;
   const InputTiling& tiling;
-  const InputTile tile;
+  const InputTile& tile;
   InputStorage& storage;
   char* const shared;
 
-  __device__ uint32_t* weights() const {
-    return reinterpret_cast<uint32_t*>(shared + 2 * tiling.stage());
-  }
+  __device__ uint4* weights() const { return reinterpret_cast<uint4*>(shared + 2 * tiling.stage()); }
   __device__ float* dv_scale() const { return reinterpret_cast<float*>(shared + tiling.scales_at()); }
   __device__ float* dv_share() const { return dv_scale() + kOut; }  // the smallest over it; 0 where dv is
   __device__ InputFragment* fragments() const {
     return reinterpret_cast<InputFragment*>(dv_share() + kOut);
   }
 
-  // A position's first 16 bytes in a stage, in such units; the other three lie at place ^ 1, 2, 3. Four
-  // channels' highs each (k and k + 8, side by side), then their lows. Eight neighbours' are in different
-  // banks, and so are two of theirs for every second one.
-  __device__ __forceinline__ static int place(int position) {
-    const int line = position / 2;
-    return line * 8 + ((position % 2 * 4) ^ (line % 4 | line % 2 * 4));
+  // Where a position's first 16 bytes lie in a stage, in bytes; the other three at place ^ 16, 32, 48. The
+  // highs of four pairs of channels each (k and k + 8, side by side), then their lows. Eight neighbours' are
+  // in different banks, and so are two of theirs for every second one.
+  __device__ __forceinline__ static int place(unsigned position) {
+    const unsigned line = position / 2;
+    return line * 128 + ((position % 2 * 64) ^ (line % 4 * 16) ^ (line % 2 * 64));
   }
 
   // Tells where dv's fragments are; returns how many. A barrier follows.
@@ -126,7 +127,7 @@ struct InputBlock {
         const int q = start + k, q_row = q / c.OW, column = q - q_row * c.OW;
         InputFragment& fragment = fragments()[count + k / 8];
         const int position = (before + q_row - tile.dv_row) * tiling.pitch + column - tile.dv_column;
-        fragment.places[k % 8] = q >= first && q < end ? uint16_t(place(position)) : kNowhere;
+        fragment.places[k % 8] = q >= first && q < end ? place(position) : -1;
         if (k % 8 == 0) fragment.from = int(slab * of_slab) + q / 8 * 32;
       }
       count += own, row = next;
@@ -142,7 +143,7 @@ struct InputBlock {
       if (row >= 0 && row < min(tile.end_row, c.OH) && column >= 0 && column < c.OW) continue;
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        *reinterpret_cast<uint4*>(shared + i / 4 * tiling.stage() + (place(k) ^ i % 4) * 16) = uint4{};
+        *reinterpret_cast<uint4*>(shared + i / 4 * tiling.stage() + (place(k) ^ i % 4 * 16)) = uint4{};
     }
   }
 
@@ -188,27 +189,33 @@ struct InputBlock {
     if (threadIdx.x < kIn)
 #pragma unroll
       for (int i = 0; i < kIn; i++)
-        if (threadIdx.x == i) storage.weight_scale[i] = power_of_two(fitting_exponent(weights[i]));
+        if (threadIdx.x == i) {
+          const float scale = power_of_two(fitting_exponent(weights[i]));
+          storage.weight_scale[i] = scale, storage.weight_unit[i] = 1 / scale;
+        }
     return smallest;
   }
 
-  // The weights of 16 channels out [column of the taps][row of them][two highs, two lows][row of a product][t],
-  // words of a lane's fragments A. Depth 2k, 2k + 1 of a product are channels k, k + 8.
+  // The weights of 16 channels out as fragments A [column of the taps][row of them][highs, lows][pair][t].
+  // Depth 2k, 2k + 1 of a product are channels k, k + 8.
   __device__ void put_weights(int first_channel) const {
 #pragma unroll 1
-    for (int k = threadIdx.x; k < kHeight * kWidth * kInputTiles * 64; k += kInputBlock) {
-      const int t = k % 4, row = k / 4 % (kInputTiles * 16), tap = k / 64 / kInputTiles, i = row % kIn;
-      const int from = (row / kIn * kHeight + tap % kHeight) * kWidth + tap / kHeight;
-      const auto weight = [&](int channel) {
-        if (row >= kInputRows) return 0.f;
+    for (int k = threadIdx.x; k < kHeight * kWidth * kInputTiles * 32; k += kInputBlock) {
+      const int t = k % 4, pair = k / 4 % (kInputTiles * 8), tap = k / 32 / kInputTiles;
+      const int from = (pair / kPlanePairs * kHeight + tap % kHeight) * kWidth + tap / kHeight;
+      const auto weight = [&](int half, int channel) {
+        const int i = pair % kPlanePairs * 2 + half;
+        if (pair >= kPairs || i >= kIn) return 0.f;
         const float own = float(c.weight[((first_channel + channel) * kIn + i) * kTaps + from]);
         return own * dv_share()[first_channel + channel] * storage.weight_scale[i];
       };
-      const Halves first = split(weight(t), weight(t + 8)), second = split(weight(t + 4), weight(t + 12));
-      uint32_t* const to = weights() + tap * kInputTiles * 256 + k % (kInputTiles * 64);
-      const uint32_t words[4] = {first.high, second.high, first.low, second.low};
+      Halves own[4];
 #pragma unroll
-      for (int i = 0; i < 4; i++) to[i * kInputTiles * 64] = words[i];
+      for (int i = 0; i < 4; i++)
+        own[i] = split(weight(i % 2, t + i / 2 * 4), weight(i % 2, t + i / 2 * 4 + 8));
+      uint4* const to = weights() + tap * kInputTiles * 64 + k % (kInputTiles * 32);
+      to[0] = make_uint4(own[0].high, own[1].high, own[2].high, own[3].high);
+      to[kInputTiles * 32] = make_uint4(own[0].low, own[1].low, own[2].low, own[3].low);
     }
   }
 };
@@ -216,23 +223,20 @@ struct InputBlock {
 // Fragments of a plane of dv and 16 channels on their way to a stage: those of one warp at a time.
 struct InputStage {
   const InputBlock& block;
-  const float4* from;  // null where no plane is left
+  const float4* from;
   char* stage;
-  float scale[2];
-  int next, count;  // fragments
+  int first_channel, next, count;  // fragments
   float4 values[kLoads];
 
   __device__ InputStage(const InputBlock& block, int count) : block(block), count(count) {}
   // dv: of the sample.
-  __device__ __forceinline__ void begin(const float4* dv, int plane, int first_channel, char* to) {
+  __device__ __forceinline__ void begin(const float4* dv, int plane, int channel, char* to) {
     const Convolution& c = block.c;
     const DvLayout layout(c);
     const int chunk = plane / c.depth;
-    const int64_t job = int64_t(chunk) * c.slabs * kJobsPerTile + first_channel / 16;
+    const int64_t job = int64_t(chunk) * c.slabs * kJobsPerTile + channel / 16;
     from = dv + job * layout.of_job(c) + layout.turn(plane - chunk * c.depth, 0) + threadIdx.x % 32;
-    stage = to, next = threadIdx.x / 32;
-#pragma unroll
-    for (int r = 0; r < 2; r++) scale[r] = block.dv_scale()[first_channel + threadIdx.x % 32 / 4 + 8 * r];
+    stage = to, first_channel = channel, next = threadIdx.x / 32;
   }
   __device__ __forceinline__ void end() { next = count; }
   __device__ __forceinline__ bool more() const { return next < count; }
@@ -243,22 +247,27 @@ struct InputStage {
   }
   __device__ __forceinline__ void put() {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const float* const scale = block.dv_scale() + first_channel + g;
+    const float first_scale = scale[0], second_scale = scale[8];
 #pragma unroll
     for (int k = 0; k < kLoads; k++) {
-      if (next + k * kInputWarps >= count) continue;
-      const InputFragment& fragment = block.fragments()[next + k * kInputWarps];
-      const uint32_t places = reinterpret_cast<const uint32_t*>(fragment.places)[t];
+      if (next + k * kInputWarps >= count) break;
+      const int2 places =
+          reinterpret_cast<const int2*>(block.fragments()[next + k * kInputWarps].places)[t];
       const float4 v = values[k];
-#pragma unroll
-      for (int u = 0; u < 2; u++) {
-        const uint32_t place = u ? places >> 16 : places & 0xffff, at = (place ^ g / 4) * 16 + g % 4 * 4;
-        const Halves own = u ? split(v.y * scale[0], v.w * scale[1]) : split(v.x * scale[0], v.z * scale[1]);
-        if (place == kNowhere) continue;
-        *reinterpret_cast<uint32_t*>(stage + at) = own.high;
-        *reinterpret_cast<uint32_t*>(stage + (at ^ 32)) = own.low;
-      }
+      put(places.x, split(v.x * first_scale, v.z * second_scale));
+      put(places.y, split(v.y * first_scale, v.w * second_scale));
     }
     next += kLoads * kInputWarps;
+  }
+
+ private:
+  __device__ __forceinline__ void put(int place, Halves own) const {
+    const int at = place ^ threadIdx.x % 32 / 4 * 4;  // word g % 4 of part g / 4
+    if (place >= 0) {
+      *reinterpret_cast<uint32_t*>(stage + at) = own.high;
+      *reinterpret_cast<uint32_t*>(stage + (at ^ 32)) = own.low;
+    }
   }
 };
 
@@ -274,64 +283,57 @@ struct InputStrip {
         strip_row(int(threadIdx.x / 32) / block.tiling.strips * kStrip),
         column(int(threadIdx.x / 32) % block.tiling.strips * 8) {}
 
-  // Row `row` of a product belongs to plane row / kIn of dx, modulo kDepth, and to channel row % kIn. Its
-  // weights', where a plane of dv is multiplied that is `turn`, modulo kDepth.
-  __device__ __forceinline__ static int weight_row(int row, int turn) {
-    const int tap = row / kIn - turn;
-    return row < kInputRows ? row + (tap < 0 ? kDepth : 0) * kIn - turn * kIn : row;
+  // A pair of rows belongs to plane pair / kPlanePairs of dx, modulo kDepth. Where in the weights its own are,
+  // if a plane of dv is multiplied that is `turn`, modulo kDepth.
+  __device__ __forceinline__ static int weight_pair(int pair, int turn) {
+    const int own = pair - turn * kPlanePairs;
+    return pair >= kPairs ? pair : own < 0 ? own + kPairs : own;
   }
 
   // Adds the products of a plane of dv, its 16 channels in `stage`, and of taps: of a column `tap`, of a group
   // of rows.
   template <int kTile>
   __device__ __forceinline__ void add(const char* stage, int turn, int tap, int group) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int lane = threadIdx.x % 32;
     const int first_tap = min(group * kRowTaps, kHeight - kRowTaps);
     const auto counted = [&](int u) {  // the last groups may overlap
       return kHeight % kRowTaps == 0 || first_tap + u >= group * kRowTaps;
     };
-    constexpr int kWord = kInputTiles * 64;  // from word to word of the weights
-    const uint32_t weights = shared_address(block.weights() + (tap * kHeight + first_tap) * 4 * kWord + t);
-    uint32_t words[2][kRowTaps][4];  // highs, lows
+    const uint4* const weights = block.weights() + (tap * kHeight + first_tap) * kInputTiles * 64 +
+                                 weight_pair(kTile * 8 + lane / 4, turn) * 4 + lane % 4;
+    uint32_t highs[kRowTaps][4], lows[kRowTaps][4];
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const uint32_t own = weights + weight_row(kTile * 16 + g + 8 * r, turn) * 16;
+    for (int u = 0; u < kRowTaps; u++) {
+      const uint4 both[2] = {weights[u * kInputTiles * 64], weights[u * kInputTiles * 64 + kInputTiles * 32]};
+      highs[u][0] = both[0].x, highs[u][1] = both[0].y, highs[u][2] = both[0].z, highs[u][3] = both[0].w;
+      lows[u][0] = both[1].x, lows[u][1] = both[1].y, lows[u][2] = both[1].z, lows[u][3] = both[1].w;
+    }
+    const int of_row = block.tiling.pitch * 64, first = strip_row + kHeight - kRowTaps - first_tap;
+    const int position = column + lane % 8 + kWidth - 1 - tap;
+    const uint32_t at = shared_address(stage) + first * of_row + (InputBlock::place(position) ^ lane / 8 * 16);
+    constexpr int kRows = kRowTaps + 1;  // of dv in registers: those that reach a row of dx, and the next
+    uint32_t b[kRows][4];                // two words of highs, two of lows
+#pragma unroll
+    for (int row = 0; row < kRowTaps; row++) load_matrices(b[row], at + row * of_row);
+#pragma unroll
+    for (int k = 0; k < kStrip; k++) {
+      if (k + 1 < kStrip) load_matrices(b[(k + kRowTaps) % kRows], at + (k + kRowTaps) * of_row);
+      // Two sums, since a product waits for the one before it: of low by high, and of high by high, which
+      // begins with most of high by low.
+      float low[4] = {}, high[4] = {};
+      const auto of_tap = [&](int u) -> const uint32_t(&)[4] { return b[(k + kRowTaps - 1 - u) % kRows]; };
+#pragma unroll
+      for (int u = 0; u < kRowTaps; u++) {
+        if (!counted(u)) continue;
+        multiply_add<half_t>(low, lows[u], of_tap(u)[0], of_tap(u)[1]);
+        if (u > 0) multiply_add<half_t>(high, highs[u], of_tap(u)[2], of_tap(u)[3]);
+      }
+      if (counted(0)) multiply_add<half_t>(low, highs[0], of_tap(0)[2], of_tap(0)[3]);
 #pragma unroll
       for (int u = 0; u < kRowTaps; u++)
+        if (counted(u)) multiply_add<half_t>(high, highs[u], of_tap(u)[0], of_tap(u)[1]);
 #pragma unroll
-        for (int i = 0; i < 4; i++) load_shared<1>(&words[i / 2][u][i % 2 * 2 + r], own + (u * 4 + i) * kWord * 4);
-    }
-    const auto &highs = words[0], &lows = words[1];
-    // Step s has the row of dv whose last tap of the group reaches row s of the strip.
-    constexpr int kStepCount = kStrip + kRowTaps - 1;
-    const int of_row = block.tiling.pitch * 64, row = strip_row + kHeight - kRowTaps - first_tap;
-    const int position = column + lane % 8 + kWidth - 1 - tap;
-    const uint32_t at =
-        shared_address(stage) + row * of_row + (InputBlock::place(position) ^ lane / 8) * 16;
-    float high[kRowTaps][4], low[kRowTaps][4];
-    uint32_t b[2][4];
-    load_matrices(b[0], at);
-#pragma unroll
-    for (int s = 0; s < kStepCount; s++) {
-      if (s + 1 < kStepCount) load_matrices(b[(s + 1) % 2], at + (s + 1) * of_row);
-      const uint32_t(&own)[4] = b[s % 2];
-#pragma unroll
-      for (int i = 0; i < 4; i++) high[s % kRowTaps][i] = low[s % kRowTaps][i] = 0;
-#pragma unroll
-      for (int product = 0; product < 3; product++)
-#pragma unroll
-        for (int u = 0; u < kRowTaps; u++) {
-          const int to = s - kRowTaps + 1 + u;
-          if (to < 0 || to >= kStrip || !counted(u)) continue;
-          if (product == 0) multiply_add<half_t>(low[to % kRowTaps], lows[u], own[0], own[1]);
-          if (product == 1) multiply_add<half_t>(high[to % kRowTaps], highs[u], own[0], own[1]);
-          if (product == 2) multiply_add<half_t>(low[to % kRowTaps], highs[u], own[2], own[3]);
-        }
-      const int complete = s - kRowTaps + 1;
-      if (complete >= 0)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          total[kTile][complete][i] += low[complete % kRowTaps][i] + high[complete % kRowTaps][i];
+      for (int i = 0; i < 4; i++) total[kTile][k][i] += low[i] + high[i];
     }
   }
 
@@ -354,26 +356,34 @@ struct InputStrip {
     const int rows = plane < block.tile.first_plane || idle ? 0 : block.tile.end_row - first_row;
     const int columns = block.tile.end_column - first_column;
 #pragma unroll
-    for (int half = 0; half < 2 * kInputTiles; half++) {
-      const int row = half * 8 + g, i = row % kIn;
-      if (row >= kInputRows || row / kIn != plane % kDepth) continue;
-      const float channel_unit = 1 / block.storage.weight_scale[i];
-      value_t* const to =
-          dx + i * c.channel + (int64_t(plane) * c.H + first_row) * c.W + first_column;
+    for (int tile = 0; tile < kInputTiles; tile++) {
+      const int pair = tile * 8 + g;
+      if (pair / kPlanePairs != plane % kDepth) continue;
 #pragma unroll
-      for (int k = 0; k < kStrip; k++) {
-        float* const own = total[half / 2][k] + half % 2 * 2;
-        const float values[2] = {own[0] * unit * channel_unit, own[1] * unit * channel_unit};
-        own[0] = own[1] = 0;
-        if (k >= rows) continue;
-        if (c.W % 2 == 0 && columns >= 2) {
-          if constexpr (kSplit) *reinterpret_cast<float2*>(to + k * c.W) = make_float2(values[0], values[1]);
-          else *reinterpret_cast<uint32_t*>(to + k * c.W) = pack<value_t>(values[0], values[1]);
-        } else {
-          if (columns >= 1) to[k * c.W] = value_t(values[0]);
-          if (columns >= 2) to[k * c.W + 1] = value_t(values[1]);
+      for (int half = 0; half < 2; half++) {
+        const int i = pair % kPlanePairs * 2 + half;
+        if (i >= kIn) continue;
+        const float channel_unit = block.storage.weight_unit[i];
+        value_t* const to = dx + i * c.channel + (int64_t(plane) * c.H + first_row) * c.W + first_column;
+#pragma unroll
+        for (int k = 0; k < kStrip; k++) {
+          float* const own = total[tile][k] + half * 2;
+          const float values[2] = {own[0] * unit * channel_unit, own[1] * unit * channel_unit};
+          own[0] = own[1] = 0;
+          if (k < rows) put(to + k * c.W, values, columns);
         }
       }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void put(value_t* to, const float (&values)[2], int columns) const {
+    if (block.c.W % 2 == 0 && columns >= 2) {
+      if constexpr (kSplit) *reinterpret_cast<float2*>(to) = make_float2(values[0], values[1]);
+      else *reinterpret_cast<uint32_t*>(to) = pack<value_t>(values[0], values[1]);
+    } else {
+      if (columns >= 1) to[0] = value_t(values[0]);
+      if (columns >= 2) to[1] = value_t(values[1]);
     }
   }
 };
@@ -398,17 +408,21 @@ input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem 
                       const InputTiling tiling, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ InputStorage storage;
-  const InputBlock block{c, tiling, InputTile(c, tiling, blockIdx.x), storage, reinterpret_cast<char*>(shared)};
-  const InputTile& tile = block.tile;
+  if (threadIdx.x == 0) storage.tile = InputTile(c, tiling, blockIdx.x);
+  __syncthreads();
+  const InputTile& tile = storage.tile;
+  const InputBlock block{c, tiling, tile, storage, reinterpret_cast<char*>(shared)};
   const int64_t n = first_sample + tile.sample;
   dx += n * kIn * c.channel, dv += tile.sample * c.slots() * kJobsPerTile * DvLayout(c).of_job(c);
   if (!problem.active(n)) return put_zeros(dx, c, tile);
-  const int count = block.find_fragments();
+  InputStage next(block, block.find_fragments());
   block.clear_margins();
+  __syncthreads();
+  next.begin(dv, tile.dv_plane, 0, block.shared);
+  next.load();
   const float unit = 1 / block.find_scales(most, n);
   __syncthreads();
-  InputStage next(block, count);
-  next.begin(dv, tile.dv_plane, 0, block.shared);
+  next.put();
   while (next.more()) next.load(), next.put();
   if (kOut == 16) block.put_weights(0);
   InputStrip strip(block);
