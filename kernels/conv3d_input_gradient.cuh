@@ -34,9 +34,9 @@ struct alignas(8) InputFragment {
   int from;  // float4
 };
 
-// How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. A plane of dv
-// has `stage_rows` rows of `pitch` positions in shared memory, all that reach the block's and, in dv's place,
-// zeros where there is none.
+// How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. Of a plane of
+// dv, `stage_rows` rows of `pitch` positions are in shared memory, all that reach the block's; zeros where dv
+// has none.
 struct InputTiling {
   int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
   InputTiling(const Convolution& c, int64_t rows, int64_t columns, int64_t samples, int multiprocessors)
@@ -283,15 +283,15 @@ struct InputStrip {
         strip_row(int(threadIdx.x / 32) / block.tiling.strips * kStrip),
         column(int(threadIdx.x / 32) % block.tiling.strips * 8) {}
 
-  // A pair of rows belongs to plane pair / kPlanePairs of dx, modulo kDepth. Where in the weights its own are,
-  // if a plane of dv is multiplied that is `turn`, modulo kDepth.
+  // A pair of rows belongs to plane pair / kPlanePairs of dx, modulo kDepth. The weights' pair that meets it,
+  // where a plane of dv is multiplied that is `turn`, modulo kDepth.
   __device__ __forceinline__ static int weight_pair(int pair, int turn) {
     const int own = pair - turn * kPlanePairs;
     return pair >= kPairs ? pair : own < 0 ? own + kPairs : own;
   }
 
-  // Adds the products of a plane of dv, its 16 channels in `stage`, and of taps: of a column `tap`, of a group
-  // of rows.
+  // Adds the products of a plane of dv, 16 channels in `stage`, and of taps: of the column `tap`, and of a
+  // group of rows.
   template <int kTile>
   __device__ __forceinline__ void add(const char* stage, int turn, int tap, int group) {
     const int lane = threadIdx.x % 32;
@@ -310,7 +310,8 @@ struct InputStrip {
     }
     const int of_row = block.tiling.pitch * 64, first = strip_row + kHeight - kRowTaps - first_tap;
     const int position = column + lane % 8 + kWidth - 1 - tap;
-    const uint32_t at = shared_address(stage) + first * of_row + (InputBlock::place(position) ^ lane / 8 * 16);
+    const uint32_t place = InputBlock::place(position) ^ lane / 8 * 16;
+    const uint32_t at = shared_address(stage) + first * of_row + place;
     constexpr int kRows = kRowTaps + 1;  // of dv in registers: those that reach a row of dx, and the next
     uint32_t b[kRows][4];                // two words of highs, two of lows
 #pragma unroll
@@ -338,7 +339,8 @@ struct InputStrip {
   }
 
   // Adds a plane of dv, while the next comes.
-  template <int kTile = 0> __device__ __forceinline__ void add(const char* stage, int turn, InputStage& next) {
+  template <int kTile = 0>
+  __device__ __forceinline__ void add(const char* stage, int turn, InputStage& next) {
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; pass++) {
       next.load();
@@ -348,7 +350,7 @@ struct InputStrip {
     if constexpr (kTile + 1 < kInputTiles) add<kTile + 1>(stage, turn, next);
   }
 
-  // The sums of a plane of dx to where sample `dx` is, if it is one of the tile's; they are zero from then on.
+  // The sums of a plane to the sample's dx, if it is one of the tile's; they are zero from then on.
   __device__ __forceinline__ void put(value_t* dx, int plane, float unit) {
     const Convolution& c = block.c;
     const int first_row = block.tile.first_row + strip_row;
@@ -434,8 +436,9 @@ input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem 
       if (kOut > 16) block.put_weights(first_channel);
       __syncthreads();  // the stage is full, and the other one has been read
       const bool last = first_channel + 16 == kOut;
+      char* const other = block.shared + (own ^ 1) * tiling.stage();
       if (last && plane + 1 == tile.dv_end_plane) next.end();
-      else next.begin(dv, plane + last, last ? 0 : first_channel + 16, block.shared + (own ^ 1) * tiling.stage());
+      else next.begin(dv, plane + last, last ? 0 : first_channel + 16, other);
       strip.add(block.shared + own * tiling.stage(), plane % kDepth, next);
       while (next.more()) next.load(), next.put();
       if (kOut > 16) __syncthreads();  // the weights have been read
