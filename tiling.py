@@ -234,7 +234,7 @@ def _plan_volume(
 # (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
 
 _DV_BYTES = 40_000_000  # of all blocks that run at the same time: they stay in an H200's L2 cache
-_SAMPLES_BYTES = 112_000_000  # of dv of whole samples, where x needs a gradient
+_SAMPLES_BYTES = 114_000_000  # of dv of whole samples, where x needs a gradient
 _INPUT_WARPS = 16
 
 
@@ -257,24 +257,17 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
     room, multiprocessors = _volume_device(x, static_shared)
     most_turns = _DV_BYTES // multiprocessors // (4 * 16 * _TURN)
-    tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
+    shape, kernel, itemsize = _volume_sizes(x, weight)
+    results = C * math.prod(extent - taps + 1 for extent, taps in zip(shape[2:], kernel))  # of a sample
+    samples = min(N, max(1, _SAMPLES_BYTES // (4 * results))) if dx else N  # at a time
+    tiles = _plan_volume((samples, *shape[1:]), kernel, itemsize, False, most_turns, room, multiprocessors)
     of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
     of_sample = tiles.slots * C // 16
     dv_slots = min(N * of_sample, multiprocessors)
     if dx:
-        dv_slots = of_sample * _samples_at_a_time(N, of_sample, 4 * of_job, multiprocessors)
-    rows, columns = _input_tiling(*x.shape[3:], C, channels, tuple(weight.shape[2:]), room)
+        dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample)))
+    rows, columns = _input_tiling(*shape[3:], C, channels, kernel, room)
     return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
-
-
-def _samples_at_a_time(N: int, of_sample: int, of_job: int, multiprocessors: int) -> int:
-    """Whose dv is kept: all, or as many as there is room for and that leave the fewest multiprocessors idle. of_job: bytes."""
-    most = max(1, _SAMPLES_BYTES // (of_sample * of_job))
-
-    def busy(samples: int) -> float:
-        return samples * of_sample / (ceil_div(samples * of_sample, multiprocessors) * multiprocessors)
-
-    return N if N <= most else max(range(1, most + 1), key=lambda samples: (busy(samples), samples))
 
 
 def input_positions(channels: int, kd: int) -> int:
