@@ -259,7 +259,8 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     most_turns = _DV_BYTES // multiprocessors // (4 * 16 * _TURN)
     shape, kernel, itemsize = _volume_sizes(x, weight)
     results = C * math.prod(extent - taps + 1 for extent, taps in zip(shape[2:], kernel))  # of a sample
-    samples = min(N, max(1, _SAMPLES_BYTES // (4 * results))) if dx else N  # at a time
+    # As many as a launch has if x needs a gradient; the others' must not depend on that.
+    samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
     tiles = _plan_volume((samples, *shape[1:]), kernel, itemsize, False, most_turns, room, multiprocessors)
     of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
     of_sample = tiles.slots * C // 16
