@@ -109,7 +109,7 @@ def _volume_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shar
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
     yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
-    of_strip = _input_shared(_input_strip(channels, kernel[0]), 8, 2**15, 2**15, C, channels, *kernel)
+    of_strip = _input_shared(_input_strip(channels, kernel[0]), 8, 2**15, C, channels, *kernel)
     room = device_properties(x.device.index).shared - static_shared
     yield of_strip > room, "the filter does not fit in shared memory"
     positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
@@ -296,19 +296,18 @@ def _input_tiling(
         strips = ceil_div(ceil_div(W, blocks), 8)
         for high in range(min(_INPUT_WARPS // strips, ceil_div(H, strip)), 0, -1):
             rows = high * strip
-            if _input_shared(rows, 8 * strips, H, W, C, channels, *kernel) <= room:
+            if _input_shared(rows, 8 * strips, W, C, channels, *kernel) <= room:
                 return rows, 8 * strips
     raise AssertionError("no room for a strip of dx")
 
 
 def _input_shared(
-    rows: int, columns: int, H: int, W: int, C: int, channels: int, kd: int, kh: int, kw: int
+    rows: int, columns: int, W: int, C: int, channels: int, kd: int, kh: int, kw: int
 ) -> int:
     """Bytes of dynamic shared memory of a block of dx: two stages of dv, the weights, scales, and where dv's fragments go."""
-    OH, OW = H - kh + 1, W - kw + 1
     pitch, stage_rows = ceil_div(columns + kw - 1, 8) * 8, rows + kh - 1
     weights = kh * kw * _input_tiles(channels, kd) * 1024
-    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 40 * (stage_rows * min(pitch, OW) // 8 + 2 * stage_rows)
+    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 40 * (stage_rows * min(pitch, W - kw + 1) // 8 + 2 * stage_rows)
 
 
 # ----------------------------------------------------------------------------------------------------- strips
