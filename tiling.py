@@ -301,13 +301,12 @@ def _input_tiling(
     raise AssertionError("no room for a strip of dx")
 
 
-def _input_shared(
-    rows: int, columns: int, W: int, C: int, channels: int, kd: int, kh: int, kw: int
-) -> int:
+def _input_shared(rows: int, columns: int, W: int, C: int, channels: int, kd: int, kh: int, kw: int) -> int:
     """Bytes of dynamic shared memory of a block of dx: two stages of dv, the weights, scales, and where dv's fragments go."""
     pitch, stage_rows = ceil_div(columns + kw - 1, 8) * 8, rows + kh - 1
     weights = kh * kw * _input_tiles(channels, kd) * 1024
-    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 40 * (stage_rows * min(pitch, W - kw + 1) // 8 + 2 * stage_rows)
+    fragments = stage_rows * min(pitch, W - kw + 1) // 8 + 2 * stage_rows
+    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 40 * fragments
 
 
 # ----------------------------------------------------------------------------------------------------- strips
