@@ -24,7 +24,6 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
                           int64_t input_rows, int64_t input_columns, const Convolution& c,
                           cudaStream_t stream) {
   if (!dx && !d_weight) return;
-  const InputTiling tiling(c, input_rows, input_columns);
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
   allow_shared(gradient_kernel<Problem>), allow_shared(input_gradient_kernel<Problem>);
   for (int64_t first = 0; first < plan.N; first += samples) {
@@ -35,10 +34,9 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
         dx ? dv : nullptr, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
         unsigned(first_job + jobs), c);
     if (!dx) continue;
-    const unsigned tiles = unsigned(count * c.D * tiling.row_blocks * tiling.column_blocks);
-    const unsigned blocks = min(tiles, kInputBlocks * unsigned(plan.multiprocessors));
-    input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(
-        dx, dv, most, problem, first, tiles, tiling, c);
+    const InputTiling tiling(c, input_rows, input_columns, count, plan.multiprocessors);
+    input_gradient_kernel<Problem><<<unsigned(count) * tiling.tiles(), kInputBlock, tiling.shared(), stream>>>(
+        dx, dv, most, problem, first, tiling, c);
   }
   if (!d_weight) return;
   const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);
