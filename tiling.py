@@ -109,9 +109,9 @@ def _volume_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shar
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
     yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
-    of_column = _input_shared(1, ceil_div(kernel[2], 8) * 8, channels, *kernel[1:])
+    of_strip = _input_shared(_input_strip(channels, kernel[0]), 8, 2**15, C, channels, *kernel)
     room = device_properties(x.device.index).shared - static_shared
-    yield of_column > room, "the filter does not fit in shared memory"
+    yield of_strip > room, "the filter does not fit in shared memory"
     positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
     yield positions < 64, "the fused kernels' statistics are exact enough from 64 positions on"
     too_large = size[1] * size[2] >= 2**24 or size[0] >= 2**15 or not volume_fits(x, weight, static_shared)
@@ -134,7 +134,7 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
     """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
     stores of 16 bytes."""
-    return _plan_volume(*_volume_sizes(x, weight), vectors, math.inf, *_volume_device(x, static_shared))
+    return _plan_volume(*_volume_sizes(x, weight), vectors, *_volume_device(x, static_shared))
 
 
 def _volume_sizes(x: Tensor, weight: Tensor) -> tuple:
@@ -188,10 +188,10 @@ def volume_layout(
 
     Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's pixel lies in a plane
     of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up, because it is compiled for; through the
-    ring pass the filters of 16 output channels, too, in float32.
+    ring pass the filters of 16 output channels, too, in float32, and their gradients, taps in eights.
     """
     words, pitch = _pixel_words(channels, itemsize), ring_pitch(W)
-    filters = ceil_div(16 * channels * kd * kh * kw, words)  # in pixels
+    filters = ceil_div(16 * channels * ceil_div(kd * kh * kw, 8) * 8, words)  # in pixels
     stage = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * pitch, filters), 256) * 256
     raw = (rows + kh - 1) * ceil_div(W, 8) * 8
     positions = ceil_div(rows * (W - kw + 1), _TURN) * _TURN
@@ -205,12 +205,10 @@ def _plan_volume(
     kernel: tuple[int, ...],
     itemsize: int,
     vectors: bool,
-    most_turns: float,
     room: int,
     multiprocessors: int,
 ) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. most_turns: of a block, where that leaves any
-    plan. room: bytes of dynamic shared memory."""
+    """What keeps all multiprocessors busy with the fewest rows and planes read twice. room: bytes of dynamic shared memory."""
     (N, channels, D, H, W), (kd, kh, kw) = x, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
@@ -224,23 +222,21 @@ def _plan_volume(
             depth = ceil_div(OD, chunks)
             slots = ceil_div(OH, rows) * ceil_div(OD, depth)
             work = ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
-            rank = max(depth * ceil_div(rows * OW, _TURN), most_turns), work
-            if best is None or rank < best[0]:
-                best = rank, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
+            if best is None or work < best[0]:
+                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
     return best[1]
 
 
-# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch
+# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch where x needs a gradient
 # (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
 
-_DV_BYTES = 40_000_000  # of all blocks that run at the same time: they stay in an H200's L2 cache
-_SAMPLES_BYTES = 100_000_000  # of dv of whole samples, where x needs a gradient
-_INPUT_WARPS = 8
+_SAMPLES_BYTES = 114_000_000  # of dv of whole samples
+_INPUT_WARPS = 16
 
 
 class VolumeBackward(NamedTuple):
     tiles: VolumeTiling
-    dv_slots: int  # of scratch, each for dv of a tile and 16 channels …
+    dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient …
     dv: int  # … with so many float32 in all
     jobs: int  # tiles and 16 channels
     input_rows: int  # of dx, that a block computes …
@@ -256,42 +252,55 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     """The plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
     (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
     room, multiprocessors = _volume_device(x, static_shared)
-    most_turns = _DV_BYTES // multiprocessors // (4 * 16 * _TURN)
-    tiles = _plan_volume(*_volume_sizes(x, weight), False, most_turns, room, multiprocessors)
+    shape, kernel, itemsize = _volume_sizes(x, weight)
+    results = C * math.prod(extent - taps + 1 for extent, taps in zip(shape[2:], kernel))  # of a sample
+    # As many as a launch has if x needs a gradient; the others' must not depend on that.
+    samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
+    tiles = _plan_volume((samples, *shape[1:]), kernel, itemsize, False, room, multiprocessors)
     of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
-    of_sample = tiles.slots * C // 16
-    dv_slots = min(N * of_sample, multiprocessors)
+    of_sample, dv_slots = tiles.slots * C // 16, 0
     if dx:
-        most = _SAMPLES_BYTES // (4 * of_job)
-        if N * of_sample > most:  # whole rounds of the multiprocessors
-            most = most // multiprocessors * multiprocessors or most
-        dv_slots = of_sample * min(N, max(1, most // of_sample))
-    rows, columns = _input_tiling(W, channels, tuple(weight.shape[3:]), room)
+        dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample)))
+    rows, columns = _input_tiling(*shape[3:], C, channels, kernel, room)
     return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
 
 
-def input_positions(channels: int, kw: int) -> int:
-    """Positions of dv that a block of dx computes with."""
-    return _INPUT_WARPS * _TURN * (2 if channels * kw <= 16 else 1)
+def input_positions(channels: int, kd: int) -> int:
+    """Positions of a plane of dx that a block computes, at most."""
+    return _INPUT_WARPS * _input_strip(channels, kd) * 8
 
 
-def _input_tiling(W: int, channels: int, kernel: tuple[int, int], room: int) -> tuple[int, int]:
-    """Rows and columns of dx: whole rows where they fit, and as many as they can be."""
-    kh, kw = kernel
+def _input_strip(channels: int, kd: int) -> int:
+    """Rows of dx that a warp computes, of 8 columns."""
+    return max(1, 8 // _input_tiles(channels, kd))
+
+
+def _input_tiles(channels: int, kd: int) -> int:
+    """Of 16 rows, two of them a pair of channels."""
+    return ceil_div(ceil_div(channels, 2) * kd, 8)
+
+
+@functools.lru_cache(None)
+def _input_tiling(
+    H: int, W: int, C: int, channels: int, kernel: tuple[int, ...], room: int
+) -> tuple[int, int]:
+    """Rows and columns of dx: whole rows where they fit, and as many as they can be, a strip per warp."""
+    strip = _input_strip(channels, kernel[0])
     for blocks in range(1, W + 1):
-        columns = ceil_div(W, blocks)
-        pitch = ceil_div(min(columns + kw - 1, W - kw + 1), 8) * 8
-        for rows in range(input_positions(channels, kw) // pitch, 0, -1):
-            if _input_shared(rows, pitch, channels, kh, kw) <= room:
-                return rows, columns
-    raise AssertionError("no room for a column of dx")
+        strips = ceil_div(ceil_div(W, blocks), 8)
+        for high in range(min(_INPUT_WARPS // strips, ceil_div(H, strip)), 0, -1):
+            rows = high * strip
+            if _input_shared(rows, 8 * strips, W, C, channels, *kernel) <= room:
+                return rows, 8 * strips
+    raise AssertionError("no room for a strip of dx")
 
 
-def _input_shared(rows: int, pitch: int, channels: int, kh: int, kw: int) -> int:
-    """Bytes of dynamic shared memory of a block of dx."""
-    words = ((rows + kh - 1) * pitch + _TURN) * 64
-    sums = 4 * channels * kw * rows * pitch
-    return ceil_div(max(words, sums), 16) * 16 + kh * ceil_div(channels * kw, 16) * 1024
+def _input_shared(rows: int, columns: int, W: int, C: int, channels: int, kd: int, kh: int, kw: int) -> int:
+    """Bytes of dynamic shared memory of a block of dx: two stages of dv, the weights, scales, and where dv's fragments go."""
+    pitch, stage_rows = ceil_div(columns + kw - 1, 8) * 8, rows + kh - 1
+    weights = kh * kw * _input_tiles(channels, kd) * 1024
+    fragments = stage_rows * min(pitch, W - kw + 1) // 8 + 2 * stage_rows
+    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 40 * fragments
 
 
 # ----------------------------------------------------------------------------------------------------- strips

@@ -12,7 +12,7 @@ import library
 import operators
 import tiling
 
-STATIC_SHARED = 5632  # bytes of those kernels' own arrays
+STATIC_SHARED = 18 << 10  # bytes of those kernels' own arrays
 
 
 class BackwardPlan(SimpleNamespace):
@@ -35,7 +35,7 @@ class BackwardPlan(SimpleNamespace):
 
 def defines_of(tiles: tiling.VolumeBackward, x: Tensor, weight: Tensor) -> dict[str, int]:
     """What a build takes from the plan."""
-    positions = tiling.input_positions(x.shape[1], weight.shape[-1])
+    positions = tiling.input_positions(x.shape[1], weight.shape[2])
     of_tiles = tiling.volume_defines(tiles.tiles, weight, x.element_size(), STATIC_SHARED)
     return {**of_tiles, "INPUT_POSITIONS": positions}
 

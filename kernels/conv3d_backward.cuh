@@ -4,7 +4,7 @@
 #include "conv3d_input_gradient.cuh"
 #include "launch.cuh"
 
-// How `dv_slots` jobs' worth of scratch for dv are used.
+// How `dv_slots` jobs' worth of scratch for dv are used: those of whole samples, where x needs a gradient.
 struct BackwardPlan {
   int64_t N, jobs_of_sample, jobs, dv_slots, dv_values;  // float4
   int multiprocessors;
@@ -24,20 +24,19 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
                           int64_t input_rows, int64_t input_columns, const Convolution& c,
                           cudaStream_t stream) {
   if (!dx && !d_weight) return;
-  const InputTiling tiling(c, input_rows, input_columns);
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
   allow_shared(gradient_kernel<Problem>), allow_shared(input_gradient_kernel<Problem>);
   for (int64_t first = 0; first < plan.N; first += samples) {
     const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
     const int64_t first_job = first * plan.jobs_of_sample;
-    gradient_kernel<Problem><<<unsigned(min(jobs, plan.dv_slots)), kBlock, c.shared, stream>>>(
-        dv, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
+    const unsigned gradient_blocks = dx ? unsigned(jobs) : plan.blocks();
+    gradient_kernel<Problem><<<gradient_blocks, kBlock, c.shared, stream>>>(
+        dx ? dv : nullptr, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
         unsigned(first_job + jobs), c);
     if (!dx) continue;
-    const unsigned tiles = unsigned(count * c.D * tiling.row_blocks * tiling.column_blocks);
-    const unsigned blocks = min(tiles, kInputBlocks * unsigned(plan.multiprocessors));
-    input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(
-        dx, dv, most, problem, first, tiles, tiling, c);
+    const InputTiling tiling(c, input_rows, input_columns, count, plan.multiprocessors);
+    input_gradient_kernel<Problem><<<unsigned(count) * tiling.tiles(), kInputBlock, tiling.shared(), stream>>>(
+        dx, dv, most, problem, first, tiling, c);
   }
   if (!d_weight) return;
   const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);

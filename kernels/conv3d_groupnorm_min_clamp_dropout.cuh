@@ -27,3 +27,21 @@ inline DropoutMask dropout_mask(const int64_t* seed, double p) {
 // The only z with a gradient behind min and clamp, half of the result's: low. NaN, which no z equals, where
 // the bounds are swapped.
 inline float tied_value(double low, double high) { return float(low) <= float(high) ? float(low) : NAN; }
+
+// philox(seed, counters[i]), as in philox.h, for several i side by side, which share the keys.
+template <int kCount>
+__device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed,
+                                     const uint64_t (&counters)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i++) draws[i] = {{uint32_t(counters[i]), uint32_t(counters[i] >> 32), 0, 0}};
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+#pragma unroll
+  for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      uint32_t(&c)[4] = draws[i].lane;
+      const uint64_t p0 = uint64_t(0xD2511F53u) * c[0], p1 = uint64_t(0xCD9E8D57u) * c[2];
+      const uint32_t n0 = uint32_t(p1 >> 32) ^ c[1] ^ k0, n2 = uint32_t(p0 >> 32) ^ c[3] ^ k1;
+      c[0] = n0, c[1] = uint32_t(p1), c[2] = n2, c[3] = uint32_t(p0);
+    }
+}

@@ -177,7 +177,7 @@ convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsign
   const Tile tile(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32;
   const int64_t plane = int64_t(c.OH) * c.OW;
-  Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
+  Mainloop<> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
   StoringEpilogue<kVectors> epilogue(storage.mainloop);
   epilogue.plane = int(plane), epilogue.channel = c.OD * plane;
   epilogue.y = y + (tile.n * kOut + first_channel) * epilogue.channel + tile.first_row * c.OW;
@@ -203,24 +203,6 @@ struct Tail {
   }
 };
 
-// philox(seed, counter + i·step), as in philox.h, for several i side by side, which share the keys.
-template <int kCount>
-__device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed, uint64_t counter, int step) {
-#pragma unroll
-  for (int i = 0; i < kCount; i++, counter += step)
-    draws[i] = {{uint32_t(counter), uint32_t(counter >> 32), 0, 0}};
-  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-#pragma unroll
-  for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
-#pragma unroll
-    for (int i = 0; i < kCount; i++) {
-      uint32_t(&c)[4] = draws[i].lane;
-      const uint64_t p0 = uint64_t(0xD2511F53u) * c[0], p1 = uint64_t(0xCD9E8D57u) * c[2];
-      const uint32_t n0 = uint32_t(p1 >> 32) ^ c[1] ^ k0, n2 = uint32_t(p0 >> 32) ^ c[3] ^ k1;
-      c[0] = n0, c[1] = uint32_t(p1), c[2] = n2, c[3] = uint32_t(p0);
-    }
-}
-
 // Finishes y in place, four elements that share a draw at a time: as vectors where those are aligned and a
 // channel has a multiple of four. Grid: N · kOut · chunks. The last samples come first: the cache still holds
 // some of them. kFlags: `active` (N) becomes 1 where an element passes a gradient or statistics are not
@@ -245,7 +227,12 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
     for (int j = 0; j < kAtOnce; j++)
       if (kVectors && i + j * step < count) four[j] = load_vector(y + (i + j * step) * kVector);
     Philox4 draws[kAtOnce] = {};
-    if (tail.mask.seed) draw(draws, seed, first + i, step);
+    if (tail.mask.seed) {
+      uint64_t counters[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; j++) counters[j] = first + i + j * step;
+      draw(draws, seed, counters);
+    }
 #pragma unroll
     for (int j = 0; j < kAtOnce; j++) {
       const int64_t at = i + j * step;
@@ -271,7 +258,7 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
       }
     }
   }
-  if (kFlags && any) active[channel / kOut] = 1;
+  if (kFlags && __syncthreads_or(any) && threadIdx.x == 0) active[channel / kOut] = 1;
 }
 
 // y (N, CHANNELS_OUT, D', H', W'). affines (N, CHANNELS_OUT, 4), for backward, as is active (N): does any

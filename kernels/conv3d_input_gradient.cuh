@@ -1,270 +1,451 @@
 // dx of a small 3-D convolution, from dv as conv3d_weight_gradient.cuh leaves it in scratch:
 //   dx[i, p] = sum over channels c and taps of weight[c, i, tap]·dv[c, p - tap]
 //
-// A block computes tiles of dx, each some rows and columns of a plane. Of each plane of dv that reaches it,
-// it brings what it needs to shared memory; a product's depth is 16 channels out, its columns are positions
-// of dv, its rows the input channels times the taps along a row: D[(i, column's tap), position] is summed
-// over the other taps, and at the end over the taps along the row, each shifted by its own.
+// A block computes a tile of dx, some rows and columns of some planes, and walks down dv's planes: one is in
+// shared memory, the next on its way. A product's depth is 16 channels out, its columns are 8 neighbouring
+// positions of dx, its rows the input channels of the kDepth planes of dx that a plane of dv reaches. So sums
+// stay in registers, a warp's for a strip of kStrip rows, from a plane's first tap to its last. Planes take
+// turns at the rows: when a plane's sums are complete, its rows are the next one's, and it is the weights
+// whose rows move.
 //
 // Accuracy: dv and the weights are two float16 each, scaled by powers of two, dv by channel of the sample,
-// which the weights make up for, and those by input channel. Sums are flushed after each plane.
+// which the weights make up for, and those by input channel. Sums are flushed after kRowTaps products.
 #pragma once
 #include "conv3d_weight_gradient.cuh"
 
-constexpr int kInputBlock = 256, kInputWarps = kInputBlock / 32;
-constexpr int kInputBlocks = 2;  // that a multiprocessor has registers for
-constexpr int kInputRows = kIn * kWidth, kInputTiles = (kInputRows + 15) / 16;  // of a product; 16 at a time
-constexpr int kInputTurns = kInputTiles == 1 ? 2 : 1;               // that a warp computes
-constexpr int kInputPositions = kInputWarps * kInputTurns * kTurn;  // of a block, at most
+constexpr int kInputBlock = 512, kInputWarps = kInputBlock / 32;
+// Rows g and g + 8 of a product are a pair of channels in; of a plane, and of all.
+constexpr int kPlanePairs = (kIn + 1) / 2, kPairs = kDepth * kPlanePairs;
+constexpr int kInputTiles = (kPairs + 7) / 8;  // 16 rows each
+constexpr int kStrip = kInputTiles < 8 ? 8 / kInputTiles : 1;                   // rows of dx
+constexpr int kInputPositions = kInputWarps * kStrip * 8;                       // of a plane's tile, at most
+// Taps along a column, whose weights are in registers at a time.
+constexpr int kRowGroups = (kHeight + 2) / 3, kRowTaps = (kHeight + kRowGroups - 1) / kRowGroups;
+constexpr int kPasses = kWidth * kRowGroups;  // through a strip; a pass has a column of the taps
+constexpr int kLoads = 3;                     // fragments of dv on their way to a warp during a pass
 #ifndef INPUT_POSITIONS
 #define INPUT_POSITIONS kInputPositions
 #endif
 static_assert(INPUT_POSITIONS == kInputPositions, "what was planned with");
 
-// How blocks share out dx: `rows` and `columns` each. A row of dv has `pitch` positions in shared memory,
-// from the first that reaches the block's columns on.
+// Eight positions of dv in scratch, and where in a stage they go, in bytes; negative: nowhere.
+struct alignas(8) InputFragment {
+  int places[8];
+  int from;  // float4
+};
+
+// How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. Of a plane of
+// dv, `stage_rows` rows of `pitch` positions are in shared memory, all that reach the block's; zeros where dv
+// has none.
 struct InputTiling {
-  int rows, columns, row_blocks, column_blocks, pitch;
-  InputTiling(const Convolution& c, int64_t rows, int64_t columns)
+  int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
+  InputTiling(const Convolution& c, int64_t rows, int64_t columns, int64_t samples, int multiprocessors)
       : rows(int(rows)), columns(int(columns)), row_blocks((c.H + this->rows - 1) / this->rows),
-        column_blocks((c.W + this->columns - 1) / this->columns),
-        pitch((min(this->columns + kWidth - 1, c.OW) + 7) / 8 * 8) {}
-  HOST_DEVICE int positions() const { return rows * pitch; }
-  HOST_DEVICE int fragments_at() const {  // bytes: behind dv's words, and the sums that take their place
-    const int words = ((rows + kHeight - 1) * pitch + kTurn) * 64, sums = kInputRows * positions() * 4;
-    return max(words, sums);
+        column_blocks((c.W + this->columns - 1) / this->columns), strips((this->columns + 7) / 8),
+        pitch((strips * 8 + kWidth - 1 + 7) / 8 * 8), stage_rows(this->rows + kHeight - 1) {
+    fragments = stage_rows * min(pitch, c.OW) / 8 + 2 * stage_rows;  // where each row ends in one, and begins
+    int64_t least = INT64_MAX;
+    for (int count = 1; count <= c.D; count *= 2) {  // of chunks: with the fewest planes in turn
+      const int own = (c.D + count - 1) / count, all = (c.D + own - 1) / own;
+      const int64_t blocks = samples * row_blocks * column_blocks * all;
+      const int64_t work = (blocks + multiprocessors - 1) / multiprocessors * (own + kDepth);
+      if (work < least) least = work, planes = own, chunks = all;
+    }
   }
+  HOST_DEVICE unsigned tiles() const { return unsigned(row_blocks) * column_blocks * chunks; }  // of a sample
+  // Of shared memory, in bytes: two stages of dv, [row][position][16 channels]; the weights; by channel of dv
+  // its scale and share; fragments.
+  HOST_DEVICE int stage() const { return stage_rows * pitch * 64; }
+  HOST_DEVICE int scales_at() const { return 2 * stage() + kHeight * kWidth * kInputTiles * 1024; }
   int shared() const {  // one that has no room fails to launch
-    const int fragments = kHeight * kInputTiles * 2 * 32 * int(sizeof(uint4));
-    return positions() <= kInputPositions ? (fragments_at() + 15) / 16 * 16 + fragments : INT_MAX;
+    const bool fits = rows / kStrip * strips <= kInputWarps && rows % kStrip == 0;
+    return fits ? scales_at() + kOut * 8 + fragments * int(sizeof(InputFragment)) : INT_MAX;
+  }
+};
+
+// Where a tile of dx lies, and dv that reaches it.
+struct InputTile {
+  int64_t sample;  // of the launch's
+  int first_plane, end_plane, first_row, end_row, first_column, end_column;
+  int dv_plane, dv_end_plane, dv_row, dv_column;  // row and column may lie in front of dv's first
+  InputTile() = default;
+  __device__ InputTile(const Convolution& c, const InputTiling& tiling, unsigned tile) {
+    first_column = int(tile % tiling.column_blocks) * tiling.columns, tile /= tiling.column_blocks;
+    first_row = int(tile % tiling.row_blocks) * tiling.rows, tile /= tiling.row_blocks;
+    first_plane = int(tile % tiling.chunks) * tiling.planes, sample = tile / tiling.chunks;
+    end_plane = min(first_plane + tiling.planes, c.D), end_row = min(first_row + tiling.rows, c.H);
+    end_column = min(first_column + tiling.columns, c.W);
+    dv_plane = max(first_plane - kDepth + 1, 0), dv_end_plane = min(end_plane, c.OD);
+    dv_row = first_row - kHeight + 1, dv_column = first_column - kWidth + 1;
   }
 };
 
 struct InputStorage {
-  float dv_share[kOut], dv_scale[kOut];  // the smallest scale over a channel's, and that; 0 where dv is
+  InputTile tile;
   float largest[kInputWarps][kIn];
-  float weight_scale[kIn];
+  float weight_scale[kIn], weight_unit[kIn];  // and 1 over it
 };
 
-// The largest of all threads' values, which are not negative. Starts and ends with a barrier.
-template <int kCount>
-__device__ __forceinline__ void input_block_most(float (&most)[kCount], float (*largest)[kIn]) {
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kCount; k++) {
-    most[k] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most[k])));
-    if (threadIdx.x % 32 == 0) largest[threadIdx.x / 32][k] = most[k];
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kCount; k++)
-    for (int warp = 0; warp < kInputWarps; warp++) most[k] = fmaxf(most[k], largest[warp][k]);
-}
+// What a thread knows of its block.
+struct InputBlock {
+  const Convolution& c;
+  const InputTiling& tiling;
+  const InputTile& tile;
+  InputStorage& storage;
+  char* const shared;
 
-// The scales of sample n, from `most` (jobs, 16), the largest |dv|. Returns dv's smallest.
-__device__ inline float find_input_scales(InputStorage& storage, const float* most, const Convolution& c,
-                                          int64_t n) {
-  float all[1] = {0}, weights[kIn] = {};
-  for (int channel = threadIdx.x; channel < kOut; channel += kInputBlock) {
-    float own = 0;
-    for (int slot = 0; slot < c.slots(); slot++)
-      own = fmaxf(own, most[((n * c.slots() + slot) * kJobsPerTile + channel / 16) * 16 + channel % 16]);
-    storage.dv_scale[channel] = own > 0 ? power_of_two(fitting_exponent(own)) : 0;
-    all[0] = fmaxf(all[0], own);
+  __device__ uint4* weights() const { return reinterpret_cast<uint4*>(shared + 2 * tiling.stage()); }
+  __device__ float* dv_scale() const { return reinterpret_cast<float*>(shared + tiling.scales_at()); }
+  __device__ float* dv_share() const { return dv_scale() + kOut; }  // the smallest over it; 0 where dv is
+  __device__ InputFragment* fragments() const {
+    return reinterpret_cast<InputFragment*>(dv_share() + kOut);
   }
-  input_block_most(all, storage.largest);
-  const float smallest = power_of_two(fitting_exponent(all[0]));
-  for (int channel = threadIdx.x; channel < kOut; channel += kInputBlock)
-    storage.dv_share[channel] =
-        storage.dv_scale[channel] > 0 ? smallest * (1 / storage.dv_scale[channel]) : 0;
-  __syncthreads();
-  for (int k = threadIdx.x; k < kOut * kIn * kTaps; k += kInputBlock) {
-    const float own = float(c.weight[k]) * storage.dv_share[k / (kIn * kTaps)];
-#pragma unroll
-    for (int i = 0; i < kIn; i++)
-      if (k / kTaps % kIn == i) consider(weights[i], own);
-  }
-  input_block_most(weights, storage.largest);
-  if (threadIdx.x < kIn)
-#pragma unroll
-    for (int i = 0; i < kIn; i++)
-      if (threadIdx.x == i) storage.weight_scale[i] = power_of_two(fitting_exponent(weights[i]));
-  return smallest;
-}
 
-// The weights of a plane of taps and 16 channels out as fragments A [row of taps][tile][high, low][lane].
-// Depth 2k, 2k + 1 of a product are channels k, k + 8.
-__device__ inline void put_weights(uint4* fragments, const InputStorage& storage, const Convolution& c,
-                                   int first_channel, int tap_plane) {
+  // Where a position's first 16 bytes lie in a stage, in bytes; the other three at place ^ 16, 32, 48. The
+  // highs of four pairs of channels each (k and k + 8, side by side), then their lows. Eight neighbours' are
+  // in different banks, and so are two of theirs for every second one.
+  __device__ __forceinline__ static int place(unsigned position) {
+    const unsigned line = position / 2;
+    return line * 128 + ((position % 2 * 64) ^ (line % 4 * 16) ^ (line % 2 * 64));
+  }
+
+  // Tells where dv's fragments are; returns how many. A barrier follows.
+  __device__ int find_fragments() const {
+    const int64_t of_slab = DvLayout(c).of_job(c) * kJobsPerTile;
+    const int first_column = max(tile.dv_column, 0), end_column = min(tile.dv_column + tiling.pitch, c.OW);
+    const int end_row = min(tile.end_row, c.OH);
+    const bool whole = end_column - first_column == c.OW;
+    int count = 0;
 #pragma unroll 1
-  for (int k = threadIdx.x; k < kHeight * kInputTiles * 32; k += kInputBlock) {
-    const int lane = k % 32, tile = k / 32 % kInputTiles, tap_row = k / 32 / kInputTiles;
-    const auto weight = [&](int row, int channel) {
-      const int i = row / kWidth, tap = (tap_plane * kHeight + tap_row) * kWidth + row % kWidth;
-      if (row >= kInputRows) return 0.f;
-      const float own = float(c.weight[((first_channel + channel) * kIn + i) * kTaps + tap]);
-      return own * storage.dv_share[first_channel + channel] * storage.weight_scale[i];
+    for (int row = max(tile.dv_row, 0); row < end_row;) {  // runs of neighbouring positions
+      const int slab = row / c.rows, before = slab * c.rows;
+      const int next = whole ? min(end_row, before + c.rows) : row + 1;
+      const int first = (row - before) * c.OW + first_column, end = (next - 1 - before) * c.OW + end_column;
+      const int start = first / 8 * 8, own = (end + 7) / 8 - first / 8;
+#pragma unroll 1
+      for (int k = threadIdx.x; k < own * 8; k += kInputBlock) {
+        const int q = start + k, q_row = q / c.OW, column = q - q_row * c.OW;
+        InputFragment& fragment = fragments()[count + k / 8];
+        const int position = (before + q_row - tile.dv_row) * tiling.pitch + column - tile.dv_column;
+        fragment.places[k % 8] = q >= first && q < end ? place(position) : -1;
+        if (k % 8 == 0) fragment.from = int(slab * of_slab) + q / 8 * 32;
+      }
+      count += own, row = next;
+    }
+    return count;
+  }
+
+  // Zeros where a stage has rows and columns that dv has not.
+  __device__ void clear_margins() const {
+#pragma unroll 1
+    for (int k = threadIdx.x; k < tiling.stage_rows * tiling.pitch; k += kInputBlock) {
+      const int row = k / tiling.pitch + tile.dv_row, column = k % tiling.pitch + tile.dv_column;
+      if (row >= 0 && row < min(tile.end_row, c.OH) && column >= 0 && column < c.OW) continue;
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        *reinterpret_cast<uint4*>(shared + i / 4 * tiling.stage() + (place(k) ^ i % 4 * 16)) = uint4{};
+    }
+  }
+
+  // The largest of all threads' values, which are not negative. Starts and ends with a barrier.
+  template <int kCount> __device__ __forceinline__ void block_most(float (&most)[kCount]) const {
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kCount; k++) {
+      most[k] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most[k])));
+      if (threadIdx.x % 32 == 0) storage.largest[threadIdx.x / 32][k] = most[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kCount; k++) {
+      const float own = storage.largest[threadIdx.x % kInputWarps][k];
+      most[k] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(own)));
+    }
+  }
+
+  // Of sample n, from `most` (jobs, 16), the largest |dv|. Returns dv's smallest; a barrier follows.
+  __device__ float find_scales(const float* most, int64_t n) const {
+    float all[1] = {0}, weights[kIn] = {};
+    for (int channel = threadIdx.x; channel < kOut; channel += kInputBlock) {
+      float own = 0;
+#pragma unroll 8
+      for (int slot = 0; slot < c.slots(); slot++)
+        own = fmaxf(own, most[((n * c.slots() + slot) * kJobsPerTile + channel / 16) * 16 + channel % 16]);
+      dv_scale()[channel] = own > 0 ? power_of_two(fitting_exponent(own)) : 0;
+      all[0] = fmaxf(all[0], own);
+    }
+    block_most(all);
+    const float smallest = power_of_two(fitting_exponent(all[0]));
+    for (int channel = threadIdx.x; channel < kOut; channel += kInputBlock)
+      dv_share()[channel] = dv_scale()[channel] > 0 ? smallest * (1 / dv_scale()[channel]) : 0;
+    __syncthreads();
+    for (int k = threadIdx.x; k < kOut * kIn * kTaps; k += kInputBlock) {
+      const float own = float(c.weight[k]) * dv_share()[k / (kIn * kTaps)];
+#pragma unroll
+      for (int i = 0; i < kIn; i++)
+        if (k / kTaps % kIn == i) consider(weights[i], own);
+    }
+    block_most(weights);
+    if (threadIdx.x < kIn)
+#pragma unroll
+      for (int i = 0; i < kIn; i++)
+        if (threadIdx.x == i) {
+          const float scale = power_of_two(fitting_exponent(weights[i]));
+          storage.weight_scale[i] = scale, storage.weight_unit[i] = 1 / scale;
+        }
+    return smallest;
+  }
+
+  // The weights of 16 channels out as fragments A [column of the taps][row of them][highs, lows][pair][t].
+  // Depth 2k, 2k + 1 of a product are channels k, k + 8.
+  __device__ void put_weights(int first_channel) const {
+#pragma unroll 1
+    for (int k = threadIdx.x; k < kHeight * kWidth * kInputTiles * 32; k += kInputBlock) {
+      const int t = k % 4, pair = k / 4 % (kInputTiles * 8), tap = k / 32 / kInputTiles;
+      const int from = (pair / kPlanePairs * kHeight + tap % kHeight) * kWidth + tap / kHeight;
+      const auto weight = [&](int half, int channel) {
+        const int i = pair % kPlanePairs * 2 + half;
+        if (pair >= kPairs || i >= kIn) return 0.f;
+        const float own = float(c.weight[((first_channel + channel) * kIn + i) * kTaps + from]);
+        return own * dv_share()[first_channel + channel] * storage.weight_scale[i];
+      };
+      Halves own[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        own[i] = split(weight(i % 2, t + i / 2 * 4), weight(i % 2, t + i / 2 * 4 + 8));
+      uint4* const to = weights() + tap * kInputTiles * 64 + k % (kInputTiles * 32);
+      to[0] = make_uint4(own[0].high, own[1].high, own[2].high, own[3].high);
+      to[kInputTiles * 32] = make_uint4(own[0].low, own[1].low, own[2].low, own[3].low);
+    }
+  }
+};
+
+// Fragments of a plane of dv and 16 channels on their way to a stage: those of one warp at a time.
+struct InputStage {
+  const InputBlock& block;
+  const float4* from;
+  char* stage;
+  int first_channel, next, count;  // fragments
+  float4 values[kLoads];
+
+  __device__ InputStage(const InputBlock& block, int count) : block(block), count(count) {}
+  // dv: of the sample.
+  __device__ __forceinline__ void begin(const float4* dv, int plane, int channel, char* to) {
+    const Convolution& c = block.c;
+    const DvLayout layout(c);
+    const int chunk = plane / c.depth;
+    const int64_t job = int64_t(chunk) * c.slabs * kJobsPerTile + channel / 16;
+    from = dv + job * layout.of_job(c) + layout.turn(plane - chunk * c.depth, 0) + threadIdx.x % 32;
+    stage = to, first_channel = channel, next = threadIdx.x / 32;
+  }
+  __device__ __forceinline__ void end() { next = count; }
+  __device__ __forceinline__ bool more() const { return next < count; }
+  __device__ __forceinline__ void load() {
+#pragma unroll
+    for (int k = 0; k < kLoads; k++)
+      if (next + k * kInputWarps < count) values[k] = from[block.fragments()[next + k * kInputWarps].from];
+  }
+  __device__ __forceinline__ void put() {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const float* const scale = block.dv_scale() + first_channel + g;
+    const float first_scale = scale[0], second_scale = scale[8];
+#pragma unroll
+    for (int k = 0; k < kLoads; k++) {
+      if (next + k * kInputWarps >= count) break;
+      const int2 places =
+          reinterpret_cast<const int2*>(block.fragments()[next + k * kInputWarps].places)[t];
+      const float4 v = values[k];
+      put(places.x, split(v.x * first_scale, v.z * second_scale));
+      put(places.y, split(v.y * first_scale, v.w * second_scale));
+    }
+    next += kLoads * kInputWarps;
+  }
+
+ private:
+  __device__ __forceinline__ void put(int place, Halves own) const {
+    const int at = place ^ threadIdx.x % 32 / 4 * 4;  // word g % 4 of part g / 4
+    if (place >= 0) {
+      *reinterpret_cast<uint32_t*>(stage + at) = own.high;
+      *reinterpret_cast<uint32_t*>(stage + (at ^ 32)) = own.low;
+    }
+  }
+};
+
+// A warp's sums, of kStrip rows and 8 columns.
+struct InputStrip {
+  const InputBlock& block;
+  const bool idle;
+  const int strip_row, column;  // of the tile
+  float total[kInputTiles][kStrip][4] = {};
+
+  __device__ explicit InputStrip(const InputBlock& block)
+      : block(block), idle(int(threadIdx.x / 32) >= block.tiling.rows / kStrip * block.tiling.strips),
+        strip_row(int(threadIdx.x / 32) / block.tiling.strips * kStrip),
+        column(int(threadIdx.x / 32) % block.tiling.strips * 8) {}
+
+  // A pair of rows belongs to plane pair / kPlanePairs of dx, modulo kDepth. The weights' pair that meets it,
+  // where a plane of dv is multiplied that is `turn`, modulo kDepth.
+  __device__ __forceinline__ static int weight_pair(int pair, int turn) {
+    const int own = pair - turn * kPlanePairs;
+    return pair >= kPairs ? pair : own < 0 ? own + kPairs : own;
+  }
+
+  // Adds the products of a plane of dv, 16 channels in `stage`, and of taps: of the column `tap`, and of a
+  // group of rows.
+  template <int kTile>
+  __device__ __forceinline__ void add(const char* stage, int turn, int tap, int group) {
+    const int lane = threadIdx.x % 32;
+    const int first_tap = min(group * kRowTaps, kHeight - kRowTaps);
+    const auto counted = [&](int u) {  // the last groups may overlap
+      return kHeight % kRowTaps == 0 || first_tap + u >= group * kRowTaps;
     };
-    Halves own[4];
+    const uint4* const weights = block.weights() + (tap * kHeight + first_tap) * kInputTiles * 64 +
+                                 weight_pair(kTile * 8 + lane / 4, turn) * 4 + lane % 4;
+    uint32_t highs[kRowTaps][4], lows[kRowTaps][4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = tile * 16 + lane / 4 + i % 2 * 8, channel = lane % 4 + i / 2 * 4;
-      own[i] = split(weight(row, channel), weight(row, channel + 8));
+    for (int u = 0; u < kRowTaps; u++) {
+      const uint4 both[2] = {weights[u * kInputTiles * 64], weights[u * kInputTiles * 64 + kInputTiles * 32]};
+      highs[u][0] = both[0].x, highs[u][1] = both[0].y, highs[u][2] = both[0].z, highs[u][3] = both[0].w;
+      lows[u][0] = both[1].x, lows[u][1] = both[1].y, lows[u][2] = both[1].z, lows[u][3] = both[1].w;
     }
-    uint4* const to = fragments + (k / 32 * 2) * 32 + lane;
-    to[0] = make_uint4(own[0].high, own[1].high, own[2].high, own[3].high);
-    to[32] = make_uint4(own[0].low, own[1].low, own[2].low, own[3].low);
-  }
-}
-
-// Of a plane of dv and 16 channels, what a block needs, into `words` [position][16]: of channels k, k + 8 (k
-// < 8) word k % 4 · 4 + k / 4 has their highs and word k % 4 · 4 + 2 + k / 4 their lows, so that a lane finds
-// its fragments B side by side. `dv`: of the sample's first job.
-__device__ inline void put_dv(uint32_t* words, const float4* dv, const InputStorage& storage,
-                              const Convolution& c, const InputTiling& tiling, int first_channel, int plane,
-                              int first_row, int first_column) {
-  const DvLayout layout(c);
-  const int lane = threadIdx.x % 32, g = lane % 8, chunk = plane / c.depth;
-  const float scale[2] = {storage.dv_scale[first_channel + g], storage.dv_scale[first_channel + g + 8]};
-#pragma unroll 1
-  for (int i = threadIdx.x / 32; i < tiling.rows + kHeight - 1; i += kInputWarps) {
-    const int row = first_row + i, slab = row / c.rows, slot = chunk * c.slabs + slab;
-    const bool inside = row >= 0 && row < c.OH;
-    const int q_of_row = (row - slab * c.rows) * c.OW;
-    const int64_t job = slot * kJobsPerTile + first_channel / 16;
-    const float4* const from = dv + job * layout.of_job(c) + layout.turn(plane - chunk * c.depth, 0);
-#pragma unroll 4
-    for (int k = lane / 8; k < tiling.pitch; k += 4) {
-      Halves own{0, 0};
-      if (inside && first_column + k < c.OW) {
-        const int q = q_of_row + first_column + k;  // of the job's plane
-        const float* const at =
-            reinterpret_cast<const float*>(from + q / 8 * 32 + g * 4 + q % 8 / 2) + q % 2;
-        own = split(at[0] * scale[0], at[2] * scale[1]);
+    const int of_row = block.tiling.pitch * 64, first = strip_row + kHeight - kRowTaps - first_tap;
+    const int position = column + lane % 8 + kWidth - 1 - tap;
+    const uint32_t place = InputBlock::place(position) ^ lane / 8 * 16;
+    const uint32_t at = shared_address(stage) + first * of_row + place;
+    constexpr int kRows = kRowTaps + 1;  // of dv in registers: those that reach a row of dx, and the next
+    uint32_t b[kRows][4];                // two words of highs, two of lows
+#pragma unroll
+    for (int row = 0; row < kRowTaps; row++) load_matrices(b[row], at + row * of_row);
+#pragma unroll
+    for (int k = 0; k < kStrip; k++) {
+      if (k + 1 < kStrip) load_matrices(b[(k + kRowTaps) % kRows], at + (k + kRowTaps) * of_row);
+      // Two sums, since a product waits for the one before it: of low by high, and of high by high, which
+      // begins with most of high by low.
+      float low[4] = {}, high[4] = {};
+      const auto of_tap = [&](int u) -> const uint32_t(&)[4] { return b[(k + kRowTaps - 1 - u) % kRows]; };
+#pragma unroll
+      for (int u = 0; u < kRowTaps; u++) {
+        if (!counted(u)) continue;
+        multiply_add<half_t>(low, lows[u], of_tap(u)[0], of_tap(u)[1]);
+        if (u > 0) multiply_add<half_t>(high, highs[u], of_tap(u)[2], of_tap(u)[3]);
       }
-      uint32_t* const to = words + (i * tiling.pitch + k) * 16 + g % 4 * 4 + g / 4;
-      to[0] = own.high, to[2] = own.low;
+      if (counted(0)) multiply_add<half_t>(low, highs[0], of_tap(0)[2], of_tap(0)[3]);
+#pragma unroll
+      for (int u = 0; u < kRowTaps; u++)
+        if (counted(u)) multiply_add<half_t>(high, highs[u], of_tap(u)[0], of_tap(u)[1]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) total[kTile][k][i] += low[i] + high[i];
     }
   }
-}
 
-// Where a tile of dx lies, and where dv begins that reaches it.
-struct InputTile {
-  int64_t sample;  // of the launch's
-  int plane, first_row, rows, first_column, columns, dv_column;
-  __device__ InputTile(const Convolution& c, const InputTiling& tiling, unsigned tile) {
-    first_column = int(tile % tiling.column_blocks) * tiling.columns, tile /= tiling.column_blocks;
-    first_row = int(tile % tiling.row_blocks) * tiling.rows, tile /= tiling.row_blocks;
-    plane = int(tile % c.D), sample = tile / c.D;
-    rows = min(tiling.rows, c.H - first_row), columns = min(tiling.columns, c.W - first_column);
-    dv_column = max(first_column - kWidth + 1, 0);
+  // Adds a plane of dv, while the next comes.
+  template <int kTile = 0>
+  __device__ __forceinline__ void add(const char* stage, int turn, InputStage& next) {
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass++) {
+      next.load();
+      if (!idle) add<kTile>(stage, turn, pass / kRowGroups, pass % kRowGroups);
+      next.put();
+    }
+    if constexpr (kTile + 1 < kInputTiles) add<kTile + 1>(stage, turn, next);
+  }
+
+  // The sums of a plane to the sample's dx, if it is one of the tile's; they are zero from then on.
+  __device__ __forceinline__ void put(value_t* dx, int plane, float unit) {
+    const Convolution& c = block.c;
+    const int first_row = block.tile.first_row + strip_row;
+    const int g = threadIdx.x % 32 / 4, first_column = block.tile.first_column + column + threadIdx.x % 4 * 2;
+    const int rows = plane < block.tile.first_plane || idle ? 0 : block.tile.end_row - first_row;
+    const int columns = block.tile.end_column - first_column;
+#pragma unroll
+    for (int tile = 0; tile < kInputTiles; tile++) {
+      const int pair = tile * 8 + g;
+      if (pair / kPlanePairs != plane % kDepth) continue;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int i = pair % kPlanePairs * 2 + half;
+        if (i >= kIn) continue;
+        const float channel_unit = block.storage.weight_unit[i];
+        value_t* const to = dx + i * c.channel + (int64_t(plane) * c.H + first_row) * c.W + first_column;
+#pragma unroll
+        for (int k = 0; k < kStrip; k++) {
+          float* const own = total[tile][k] + half * 2;
+          const float values[2] = {own[0] * unit * channel_unit, own[1] * unit * channel_unit};
+          own[0] = own[1] = 0;
+          if (k < rows) put(to + k * c.W, values, columns);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void put(value_t* to, const float (&values)[2], int columns) const {
+    if (block.c.W % 2 == 0 && columns >= 2) {
+      if constexpr (kSplit) *reinterpret_cast<float2*>(to) = make_float2(values[0], values[1]);
+      else *reinterpret_cast<uint32_t*>(to) = pack<value_t>(values[0], values[1]);
+    } else {
+      if (columns >= 1) to[0] = value_t(values[0]);
+      if (columns >= 2) to[1] = value_t(values[1]);
+    }
   }
 };
 
-// A tile's sums, by row of a product, into shared memory, where dv's words were.
-__device__ inline void put_input_sums(float* sums, InputStorage& storage, const float4* dv, uint4* shared,
-                                      const Convolution& c, const InputTiling& tiling,
-                                      const InputTile& tile) {
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, g = lane / 4, t = lane % 4;
-  uint4* const fragments = shared + (tiling.fragments_at() + 15) / 16;
-  float total[kInputTurns][kInputTiles][kFragments][4] = {};
+// A tile of a sample that is not active; `dx` is the sample's.
+__device__ inline void put_zeros(value_t* dx, const Convolution& c, const InputTile& tile) {
+  const int rows = tile.end_row - tile.first_row, planes = tile.end_plane - tile.first_plane;
 #pragma unroll 1
-  for (int first_channel = 0; first_channel < kOut; first_channel += 16)
-#pragma unroll 1
-    for (int tap_plane = 0; tap_plane < kDepth; tap_plane++) {
-      const int plane = tile.plane - tap_plane;
-      if (plane < 0 || plane >= c.OD) continue;
-      __syncthreads();  // the scales are there; what was there before has been used
-      put_weights(fragments, storage, c, first_channel, tap_plane);
-      put_dv(reinterpret_cast<uint32_t*>(shared), dv, storage, c, tiling, first_channel, plane,
-             tile.first_row - kHeight + 1, tile.dv_column);
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < kInputTurns; k++) {
-        const int first = (warp + k * kInputWarps) * kTurn;
-        if (first >= tiling.positions()) continue;
-#pragma unroll
-        for (int rows = 0; rows < kInputTiles; rows++) {
-          float high[kFragments][4] = {}, low[kFragments][4] = {};
-#pragma unroll 1
-          for (int tap_row = 0; tap_row < kHeight; tap_row++) {
-            const uint4* const own = fragments + (tap_row * kInputTiles + rows) * 64 + lane;
-            const uint4 both[2] = {own[0], own[32]};
-            const uint32_t highs[4] = {both[0].x, both[0].y, both[0].z, both[0].w};
-            const uint32_t lows[4] = {both[1].x, both[1].y, both[1].z, both[1].w};
-            const int at = first + (kHeight - 1 - tap_row) * tiling.pitch + g;
-#pragma unroll
-            for (int j = 0; j < kFragments; j++) {
-              const uint4 b = shared[(at + 8 * j) * 4 + t];
-              multiply_add<half_t>(low[j], lows, b.x, b.y);
-              multiply_add<half_t>(high[j], highs, b.x, b.y);
-              multiply_add<half_t>(low[j], highs, b.z, b.w);
-            }
-          }
-#pragma unroll
-          for (int j = 0; j < kFragments; j++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) total[k][rows][j][i] += low[j][i] + high[j][i];
-        }
-      }
-    }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kInputTurns; k++)
-#pragma unroll
-    for (int rows = 0; rows < kInputTiles; rows++)
-#pragma unroll
-      for (int j = 0; j < kFragments; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int row = rows * 16 + g + i / 2 * 8;
-          const int at = (warp + k * kInputWarps) * kTurn + 8 * j + 2 * t + i % 2;
-          if (row < kInputRows && at < tiling.positions())
-            sums[row * tiling.positions() + at] = total[k][rows][j][i];
-        }
-  __syncthreads();
+  for (int k = threadIdx.x / 32; k < kIn * planes * rows; k += kInputWarps) {
+    const int plane = k / rows % planes + tile.first_plane, row = k % rows + tile.first_row;
+    value_t* const to = dx + k / rows / planes * c.channel + (int64_t(plane) * c.H + row) * c.W;
+    for (int column = tile.first_column + threadIdx.x % 32; column < tile.end_column; column += 32)
+      to[column] = value_t(0.f);
+  }
 }
 
-// The `tiles` of dx (samples · D · row_blocks · column_blocks, from sample `first_sample` on, whose dv is
-// dv's first) are shared out among the blocks, neighbours to each, since they share dv. A sample that is not
+// A tile of dx per block, of samples from `first_sample` on, whose dv is dv's first. A sample that is not
 // active has a dx of zero.
 template <class Problem>
-__global__ void __launch_bounds__(kInputBlock, kInputBlocks)
+__global__ void __launch_bounds__(kInputBlock, 1)
 input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem problem, int64_t first_sample,
-                      unsigned tiles, InputTiling tiling, const Convolution c) {
+                      const InputTiling tiling, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ InputStorage storage;
-  float* const sums = reinterpret_cast<float*>(shared);
-  const unsigned share = (tiles + gridDim.x - 1) / gridDim.x;
-  int64_t scaled = -1;  // the sample whose scales are known
-  float smallest = 1;   // of them
+  if (threadIdx.x == 0) storage.tile = InputTile(c, tiling, blockIdx.x);
+  __syncthreads();
+  const InputTile& tile = storage.tile;
+  const InputBlock block{c, tiling, tile, storage, reinterpret_cast<char*>(shared)};
+  const int64_t n = first_sample + tile.sample;
+  dx += n * kIn * c.channel, dv += tile.sample * c.slots() * kJobsPerTile * DvLayout(c).of_job(c);
+  if (!problem.active(n)) return put_zeros(dx, c, tile);
+  InputStage next(block, block.find_fragments());
+  block.clear_margins();
+  __syncthreads();
+  next.begin(dv, tile.dv_plane, 0, block.shared);
+  next.load();
+  const float unit = 1 / block.find_scales(most, n);
+  __syncthreads();
+  next.put();
+  while (next.more()) next.load(), next.put();
+  if (kOut == 16) block.put_weights(0);
+  InputStrip strip(block);
+  int own = 0;  // stage
 #pragma unroll 1
-  for (unsigned own = blockIdx.x * share; own < min((blockIdx.x + 1) * share, tiles); own++) {
-    const InputTile tile(c, tiling, own);
-    const int64_t n = first_sample + tile.sample;
-    const bool active = problem.active(n);
-    if (active) {
-      if (n != scaled) smallest = find_input_scales(storage, most, c, n), scaled = n;
-      const int64_t first_job = tile.sample * c.slots() * kJobsPerTile;
-      put_input_sums(sums, storage, dv + first_job * DvLayout(c).of_job(c), shared, c, tiling, tile);
-    }
-    const int dv_columns = min(tiling.pitch, c.OW - tile.dv_column);
+  for (int plane = tile.dv_plane; plane < tile.dv_end_plane; plane++) {
 #pragma unroll 1
-    for (int k = threadIdx.x / 32; k < kIn * tile.rows; k += kInputWarps) {
-      const int i = k / tile.rows, row = k % tile.rows;
-      const float first_unit = 1 / smallest, second_unit = active ? 1 / storage.weight_scale[i] : 0.f;
-      value_t* const to = dx + (n * kIn + i) * c.channel +
-                          (int64_t(tile.plane) * c.H + tile.first_row + row) * c.W + tile.first_column;
-      for (int column = threadIdx.x % 32; column < tile.columns; column += 32) {
-        const float* const from = sums + i * kWidth * tiling.positions() + row * tiling.pitch;
-        float sum = 0;
-#pragma unroll
-        for (int tap = 0; tap < kWidth; tap++) {
-          const int at = tile.first_column + column - tap - tile.dv_column;
-          if (active && at >= 0 && at < dv_columns) sum += from[tap * tiling.positions() + at];
-        }
-        to[column] = value_t(sum * first_unit * second_unit);
-      }
+    for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
+      if (kOut > 16) block.put_weights(first_channel);
+      __syncthreads();  // the stage is full, and the other one has been read
+      const bool last = first_channel + 16 == kOut;
+      char* const other = block.shared + (own ^ 1) * tiling.stage();
+      if (last && plane + 1 == tile.dv_end_plane) next.end();
+      else next.begin(dv, plane + last, last ? 0 : first_channel + 16, other);
+      strip.add(block.shared + own * tiling.stage(), plane % kDepth, next);
+      while (next.more()) next.load(), next.put();
+      if (kOut > 16) __syncthreads();  // the weights have been read
+      own ^= 1;
     }
+    strip.put(dx, plane, unit);
   }
+#pragma unroll 1
+  for (int plane = tile.dv_end_plane; plane < tile.end_plane; plane++) strip.put(dx, plane, unit);
 }

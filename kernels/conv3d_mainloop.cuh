@@ -4,6 +4,7 @@
 // An epilogue is a class with
 //   start(scale)                        behind a barrier, before a run, and again if the run starts again
 //   begin(sum)                          what a turn's sums start with
+//   expect(plane, q, positions)         before a turn's products: what take() will need sets off
 //   meanwhile(step)                     between a turn's products: work that need not wait for them
 //   take(values, plane, q, positions)   the sums of kTurn neighbouring positions of a plane, from q on
 //   finish()                            after the run, in front of a barrier
@@ -13,18 +14,18 @@
 #include "conv3d_operands.cuh"
 #include "conv3d_stage.cuh"
 
-struct Mainloop {
+template <class Weights = RegisterWeights> struct Mainloop {
   static constexpr int kAhead = kDepth + 1;  // the plane of x that is split while an output plane is computed
   const Block block;
   Stage stage;
-  Operands operands;
+  Operands<Weights> operands;
   // Of barriers' next phases, a bit each: of the stage's, then of `done` as arrived at.
   uint32_t parities = 0;
 
   // Weights from first_channel on are fetched, then and whenever operands.fetch_weights() is called.
   __device__ __forceinline__ Mainloop(const Convolution& c, const Tile& tile, MainloopStorage& storage,
-                                      uint32_t* ring, int first_channel)
-      : block(c, tile, storage, ring), stage(block), operands(block) {
+                                      uint32_t* ring, int first_channel, const Weights& weights = {})
+      : block(c, tile, storage, ring), stage(block), operands(block, weights) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; i++) initialize(done(i), kBlock);
       stage.initialize_barriers();
@@ -32,7 +33,7 @@ struct Mainloop {
       publish_barriers();
 #endif
     }
-    Operands::Samples samples;  // on their way while the tables are made
+    typename Operands<Weights>::Samples samples;  // on their way while the tables are made
     if constexpr (kSplit) operands.load(samples, tile.planes + kDepth - 1);
     operands.fetch_weights(first_channel);
     block.make_tables();
@@ -67,16 +68,6 @@ struct Mainloop {
 
  private:
   __device__ __forceinline__ uint64_t* done(int plane) const { return block.storage.done + plane % 2; }
-
-  // d += the products of words i - 1 and i: weights of two rows each, and a pixel's.
-  __device__ __forceinline__ static void multiply_pair(float (&d)[4], const uint32_t (*a)[2],
-                                                       const uint32_t* b) {
-    multiply_add<operand_t>(d, {a[-1][0], a[-1][1], a[0][0], a[0][1]}, b[-1], b[0]);
-  }
-  // And of word i alone.
-  __device__ __forceinline__ static void multiply_one(float (&d)[4], const uint32_t (&a)[2], uint32_t b) {
-    multiply_add<operand_t>(d, a[0], a[1], b);
-  }
 
   template <class Epilogue>
   __device__ __forceinline__ void run_once(Epilogue& epilogue, int count, int planes) {
@@ -116,6 +107,7 @@ struct Mainloop {
 #pragma unroll
         for (int j = 0; j < kFragments; j++) pixel[j] = ring + positions[q + 8 * j + g] * kPixel;
         float sum[kFragments][4];
+        epilogue.expect(block.tile.first_plane + plane, q, block.tile.positions);
         multiply_turn(sum, pixel, offset, low_ring, epilogue);
         epilogue.take(sum, block.tile.first_plane + plane, q, block.tile.positions);
       }
@@ -136,8 +128,7 @@ struct Mainloop {
                                                 const uint32_t (&pixel)[kFragments],
                                                 const uint32_t (&offset)[kSteps], uint32_t low_ring,
                                                 Epilogue& epilogue) const {
-    const auto &high_weights = operands.high_weights, &low_weights = operands.low_weights;
-    const auto& rest_weights = operands.rest_weights;
+    const Weights& weights = operands.weights;
     float low_sum[kFragments][4] = {};  // of products with a low: small ones add up by themselves
     uint32_t words[kFragments][kSteps * kHighWords], low_words[kFragments][kSteps * kLowWords + 1];
     epilogue.begin(sum);
@@ -152,24 +143,45 @@ struct Mainloop {
           load_shared<kLowWords>(&low_words[j][s * kLowWords], low_ring + at / kHighWords * kLowWords);
       }
 #pragma unroll
-      for (int i = s * kHighWords | 1; i < (s + 1) * kHighWords; i += 2)
-#pragma unroll
-        for (int j = 0; j < kFragments; j++) {
-          multiply_pair(sum[j], high_weights + i, words[j] + i);
-          if (kSplit) multiply_pair(low_sum[j], low_weights + i, words[j] + i);
+      for (int i = s * kHighWords | 1; i < (s + 1) * kHighWords; i += 2) {
+        uint32_t high[4], low[4];
+        weights.template get<2>(high, kHighs + i - 1);
+        if constexpr (kSplit) {
+          weights.template get<2>(low, kLows + i - 1);
         }
 #pragma unroll
-      for (int i = s * kLowWords | 1; i < (s + 1) * kLowWords; i += 2)
+        for (int j = 0; j < kFragments; j++) {
+          multiply_add<operand_t>(sum[j], high, words[j][i - 1], words[j][i]);
+          if (kSplit) multiply_add<operand_t>(low_sum[j], low, words[j][i - 1], words[j][i]);
+        }
+      }
 #pragma unroll
-        for (int j = 0; j < kFragments; j++) multiply_pair(low_sum[j], rest_weights + i, low_words[j] + i);
+      for (int i = s * kLowWords | 1; i < (s + 1) * kLowWords; i += 2) {
+        uint32_t rest[4];
+        weights.template get<2>(rest, kRest + i - 1);
+#pragma unroll
+        for (int j = 0; j < kFragments; j++)
+          multiply_add<operand_t>(low_sum[j], rest, low_words[j][i - 1], low_words[j][i]);
+      }
     }
     constexpr int kLast = kSteps * kHighWords - 1, kLastLow = kSteps * kLowWords - 1;  // without a neighbour?
+    constexpr bool kOne = kLast % 2 == 0, kOneLow = kLastLow >= 0 && kLastLow % 2 == 0;
+    uint32_t high[2], low[2], rest[2];
+    if constexpr (kOne) {
+      weights.template get<1>(high, kHighs + kLast);
+    }
+    if constexpr (kOne && kSplit) {
+      weights.template get<1>(low, kLows + kLast);
+    }
+    if constexpr (kOneLow) {
+      weights.template get<1>(rest, kRest + kLastLow);
+    }
 #pragma unroll
     for (int j = 0; j < kFragments; j++) {
-      if (kSplit && kLast % 2 == 0) multiply_one(low_sum[j], low_weights[kLast], words[j][kLast]);
-      if (kLast % 2 == 0) multiply_one(sum[j], high_weights[kLast], words[j][kLast]);
-      if constexpr (kLastLow >= 0 && kLastLow % 2 == 0) {
-        multiply_one(low_sum[j], rest_weights[kLastLow], low_words[j][kLastLow]);
+      if (kOne && kSplit) multiply_add<operand_t>(low_sum[j], low[0], low[1], words[j][kLast]);
+      if (kOne) multiply_add<operand_t>(sum[j], high[0], high[1], words[j][kLast]);
+      if constexpr (kOneLow) {
+        multiply_add<operand_t>(low_sum[j], rest[0], rest[1], low_words[j][kLastLow]);
       }
       if (kSplit) {
 #pragma unroll

@@ -25,90 +25,103 @@ struct InstanceNormProblem {
   struct Selected {
     const InstanceNormProblem& problem;
     const int64_t before;  // positions before the tile's first row in the sample's first plane
-    const int plane_size, positions, first_channel;
+    const int plane_size, first_channel;
+    int won;  // of a turn's positions, a lane's, which channel
+    float value;
+
+    __device__ __forceinline__ void expect(int plane, int q, int positions) {
+      const int position = q + int(threadIdx.x) % 32;
+      const int64_t at = before + int64_t(plane) * plane_size + position;
+      const bool inside = position < positions;
+      won = inside ? int(problem.index[at]) : -1;
+      value = inside ? problem.winner[at] : 0.f;
+    }
     __device__ __forceinline__ void operator()(float (&dz)[kFragments][4], const float (&)[kFragments][4],
-                                               int plane, int q) const {
-      const int64_t of_plane = before + int64_t(plane) * plane_size;
+                                               int, int) const {
       const int channel = first_channel + int(threadIdx.x % 32) / 4;
-      const int first = q + int(threadIdx.x % 4) * 2;
 #pragma unroll
       for (int j = 0; j < kFragments; j++)
 #pragma unroll
         for (int u = 0; u < 2; u++) {
-          const int position = first + 8 * j + u;
-          const bool inside = position < positions;
-          const int won = inside ? int(problem.index[of_plane + position]) : -1;
-          const float value = inside ? problem.winner[of_plane + position] : 0.f;
-#pragma unroll
-          for (int r = 0; r < 2; r++) dz[j][2 * r + u] = won == channel + 8 * r ? value : 0.f;
+          const int lane = 8 * j + 2 * (threadIdx.x % 4) + u;
+          const int own = __shfl_sync(~0u, won, lane) - channel;
+          const float own_value = __shfl_sync(~0u, value, lane);
+          dz[j][u] = own == 0 ? own_value : 0.f, dz[j][2 + u] = own == 8 ? own_value : 0.f;
         }
     }
   };
   __device__ Selected selected(const Convolution& c, const Tile& tile, int first_channel) const {
     const int plane = c.OH * c.OW;
-    return {*this, tile.n * c.OD * int64_t(plane) + tile.first_row * c.OW, plane, tile.positions,
-            first_channel};
+    return {*this, tile.n * c.OD * int64_t(plane) + tile.first_row * c.OW, plane, first_channel, -1,
+            0};
   }
 };
 
 // ------------------------------------------------------------------------------------------------------ sums
 
-constexpr int kSumsBlock = 512, kPart = 2048;  // threads, and positions of a block
+constexpr int kSumsBlock = 128, kOwn = 25;  // threads, and positions of each
+constexpr int kPart = kSumsBlock * kOwn;
 #ifndef SUMMED_POSITIONS
 #define SUMMED_POSITIONS kPart
 #endif
 static_assert(SUMMED_POSITIONS == kPart, "what was planned with");
 
-// Over the positions that a channel won.
+// Over the positions that a channel won: sums of dz, dz·(v - mean) and dy·clamp(z), and the largest |dz|.
 struct Sums {
-  float dz, product, bounded;  // of dz, dz·(v - mean) and dy·clamp(z)
+  float dz, product, bounded, most;
+  __device__ __forceinline__ void add(const Sums& other) {
+    dz += other.dz, product += other.product, bounded += other.bounded, most = fmaxf(most, other.most);
+  }
 };
 struct SumsStorage {
-  Sums own[kPart];
-  uint16_t won[kPart];
-  float slope[kOut], factor[kOut];
+  Sums own[16][kSumsBlock];  // a thread's, so that it needs no other's
+  float slope[16], factor[16];
 };
 
-// winner, like y: dz of the channel that won; and sums (N, parts, kOut). Grid: N · parts. A warp adds up a
-// channel at a time.
+// winner, like y: dz of the channel that won; and sums (N, parts, kOut). Grid: N · parts.
 __global__ void __launch_bounds__(kSumsBlock)
 sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index, const float* centred,
             const float* moments, const float* conv_bias, const float* multiplier, float low, float high,
             float eps, int64_t N, int64_t S, unsigned parts) {
   __shared__ SumsStorage storage;
-  const int tid = threadIdx.x;
+  const int tid = threadIdx.x, channel = tid / 8;
   const int64_t n = blockIdx.x / parts, first = int64_t(blockIdx.x % parts) * kPart;
   const int count = int(min(S - first, int64_t(kPart)));
-  for (int c = tid; c < kOut; c += kSumsBlock) {
-    const ScaledChannel channel =
-        scaled_channel(moments, moments + N * kOut, conv_bias, multiplier, eps, n, c, kOut, S);
-    storage.slope[c] = channel.a, storage.factor[c] = channel.m;
-  }
-  __syncthreads();
+#pragma unroll 1
+  for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
+    if (tid < 16) {
+      const ScaledChannel own = scaled_channel(moments, moments + N * kOut, conv_bias, multiplier, eps, n,
+                                               first_channel + tid, kOut, S);
+      storage.slope[tid] = own.a, storage.factor[tid] = own.m;
+    }
+    for (int c = 0; c < 16; c++) storage.own[c][tid] = {0, 0, 0, 0};
+    __syncthreads();
+    int won[kOwn];
+    float gradient[kOwn], own[kOwn];  // on their way together
 #pragma unroll
-  for (int s = tid; s < kPart; s += kSumsBlock) {
-    if (s >= count) continue;
-    const int64_t at = n * S + first + s;
-    const int c = int(index[at]);
-    const float gradient = float(dy[at]), own = centred[at], z = own * storage.slope[c];
-    const float dz = clamp_passes(z, low, high) ? gradient * storage.factor[c] : 0.f;
-    winner[at] = dz, storage.won[s] = uint16_t(c);
-    storage.own[s] = {dz, dz * own, gradient * clamp(z, low, high)};
-  }
-  __syncthreads();
-  for (int c = tid / 32; c < kOut; c += kSumsBlock / 32) {
-    Sums all{0, 0, 0};
+    for (int i = 0; i < kOwn; i++) {
+      const int64_t at = n * S + first + min(tid + i * kSumsBlock, count - 1);
+      won[i] = int(index[at]) - first_channel, gradient[i] = float(dy[at]), own[i] = centred[at];
+    }
+#pragma unroll
+    for (int i = 0; i < kOwn; i++) {
+      const int c = won[i], s = tid + i * kSumsBlock;
+      if (s >= count || unsigned(c) >= 16) continue;
+      const float z = own[i] * storage.slope[c];
+      const float dz = clamp_passes(z, low, high) ? gradient[i] * storage.factor[c] : 0.f;
+      winner[n * S + first + s] = dz;
+      storage.own[c][tid].add({dz, dz * own[i], gradient[i] * clamp(z, low, high), fabsf(dz)});
+    }
+    __syncthreads();
+    Sums all{0, 0, 0, 0};  // eight threads a channel
 #pragma unroll 4
-    for (int s = tid % 32; s < count; s += 32) {
-      if (storage.won[s] != c) continue;
-      const Sums own = storage.own[s];
-      all.dz += own.dz, all.product += own.product, all.bounded += own.bounded;
-    }
-    for (int mask = 16; mask; mask /= 2) {
-      all.dz += __shfl_xor_sync(~0u, all.dz, mask), all.product += __shfl_xor_sync(~0u, all.product, mask);
-      all.bounded += __shfl_xor_sync(~0u, all.bounded, mask);
-    }
-    if (tid % 32 == 0) sums[int64_t(blockIdx.x) * kOut + c] = all;
+    for (int i = tid % 8; i < kSumsBlock; i += 8) all.add(storage.own[channel][i]);
+#pragma unroll
+    for (int mask = 4; mask; mask /= 2)
+      all.add({__shfl_xor_sync(~0u, all.dz, mask), __shfl_xor_sync(~0u, all.product, mask),
+               __shfl_xor_sync(~0u, all.bounded, mask), __shfl_xor_sync(~0u, all.most, mask)});
+    if (tid % 8 == 0) sums[int64_t(blockIdx.x) * kOut + first_channel + channel] = all;
+    __syncthreads();
   }
 }
 
@@ -125,14 +138,16 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
   const ScaledChannel channel =
       scaled_channel(moments, moments + N * kOut, conv_bias, multiplier, eps, n, c, kOut, S);
   double dz = 0, product = 0, bounded = 0;
+  float most = 0;
   for (unsigned part = 0; part < parts; part++) {
     const Sums own = sums[(n * parts + part) * kOut + c];
-    dz += own.dz, product += own.product, bounded += own.bounded;
+    dz += own.dz, product += own.product, bounded += own.bounded, most = fmaxf(most, own.most);
   }
   const double a = channel.a, rstd = channel.rstd;
   // NaN in a channel counts even where another one wins.
   const double nothing = channel.mean - channel.mean;
-  coefficients[i] = {-channel.mean, channel.a, float(-a * dz / S), float(-a * a * a * product / S)};
+  coefficients[i] = norm_gradient(a, -a * dz / S, -a * a * a * product / S, -channel.mean, most,
+                                  sqrt(double(moments[N * kOut + i])));
   gradients[i] = float(bounded + nothing + product * eps * rstd * rstd * rstd);
   zeros[i] = 0 * gradients[i];
 }
@@ -141,7 +156,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 // (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. index, centred and moments as
 // forward left them. scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
 // CHANNELS_OUT, 4); gradients and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels'
-// weights); `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 3). rows to shared are the plan
+// weights); `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 4). rows to shared are the plan
 // (convolution()), input_rows and input_columns that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
                      const output_t* dy, const value_t* x, const value_t* weight, const index_t* index,

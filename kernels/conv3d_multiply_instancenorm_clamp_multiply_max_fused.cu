@@ -164,6 +164,7 @@ template <bool kSaving> struct MaximumEpilogue {
     for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = initial[0], c[j][2] = c[j][3] = initial[1];
   }
   __device__ __forceinline__ float value(int r, float v) const { return min_nan(v * factor[r], high[r]); }
+  __device__ __forceinline__ void expect(int, int, int) {}
   __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void finish() {}
   // The larger of this lane's two channels, at a position.
@@ -265,7 +266,7 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
   const Tile tile(c, blockIdx.x);
-  Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), 0);
+  Mainloop<> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), 0);
   // At the edges few for what has room.
   const int plane_turns = mainloop.turns(), turns = tile.planes * plane_turns;
   const int in_shared_turns = min(shared_turns, turns);

@@ -1,4 +1,4 @@
-// The operands of a 3-D convolution's products: x in the ring, the weights in registers.
+// The operands of a 3-D convolution's products: x in the ring, the weights in registers or beside it.
 //
 // Accuracy: of float32, x - shift and the weights, scaled by powers of two, are each split into two float16,
 // high + low; high·high + high·low + low·high, summed in float32, has float32's accuracy. x is scaled by
@@ -46,23 +46,55 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
         make_uint4(word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3));
 }
 
-struct Operands {
+// Words of weights, of 16 output channels two rows each, which are two registers of fragment A: the highs
+// that meet the words with a high, from kHighs on; the lows that do, from kLows on; the highs that meet words
+// of lows, from kRest on. Two neighbours, from an even one on, are a fragment.
+enum { kHighs = 0, kLows = (kSteps * kHighWords + 1) / 2 * 2, kRest = 2 * kLows };
+constexpr int kWeightWords = kRest + (kSteps * kLowWords + 1) / 2 * 2;
+
+// Each warp has them all, in registers.
+struct RegisterWeights {
+  uint32_t words[kWeightWords][2];
+  static constexpr int kStepStride = 1;  // a warp makes the words of these steps, from first_step() on
+  __device__ __forceinline__ static int first_step() { return 0; }
+  __device__ __forceinline__ void put(int word, int row, uint32_t value) { words[word][row] = value; }
+  // The two rows of a word, or of two neighbours, from an even one on.
+  template <int kCount> __device__ __forceinline__ void get(uint32_t (&to)[2 * kCount], int word) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kCount; i++) to[i] = words[word + i / 2][i % 2];
+  }
+};
+
+// All warps have them in shared memory, where registers are needed for other things.
+struct SharedWeights {
+  static constexpr int kStepStride = kBlockWarps;
+  uint4* const of_lane;  // [kWeightWords / 2][lane], from this lane's first on
+  __device__ __forceinline__ explicit SharedWeights(uint4* fragments)
+      : of_lane(fragments + threadIdx.x % 32) {}
+  __device__ __forceinline__ static int first_step() { return thread_index_anew() / 32; }
+  __device__ __forceinline__ void put(int word, int row, uint32_t value) const {
+    reinterpret_cast<uint32_t*>(of_lane + word / 2 * 32)[word % 2 * 2 + row] = value;
+  }
+  template <int kCount> __device__ __forceinline__ void get(uint32_t (&to)[2 * kCount], int word) const {
+    load_shared<2 * kCount>(to, shared_address(of_lane + word / 2 * 32));
+  }
+};
+
+template <class Weights> struct Operands {
   static constexpr int kFilter = kIn * kTaps;
   // What is scaled lies below 2^11: a guess that is 16 times too large still fits.
   static constexpr int kTop = 10;
 
   const Block block;
-  // Of 16 output channels, two rows of a fragment by step and word: the highs that meet the words with a
-  // high, the lows that do, and the highs that meet words of lows.
-  uint32_t high_weights[kSteps * kHighWords][2], low_weights[kSteps * kHighWords][2];
-  uint32_t rest_weights[kSteps * kLowWords + 1][2];
+  Weights weights;
   int first_channel;            // of the weights
   bool fetched;                 // are there weights in shared memory that are to be taken?
   float scale = 1;              // of x's largest channel, the smallest of all
   bool scales_known = !kSplit;  // or a guess, until a run has seen the whole tile; 16 bits need none
   __half2 magnitude;            // the largest that this thread has scaled in a run, of each of two
 
-  __device__ __forceinline__ explicit Operands(const Block& block) : block(block) {}
+  __device__ __forceinline__ Operands(const Block& block, const Weights& weights)
+      : block(block), weights(weights) {}
 
   // --------------------------------------------------------------------------------------------- scales of x
 
@@ -180,11 +212,11 @@ struct Operands {
       if (tid + j * kBlock < kCount) to[tid + j * kBlock] = own[j];
   }
 
-  // From there to registers, scaled, by weight_scale in shared memory; ends with a barrier.
+  // From there to their place, scaled, by weight_scale in shared memory; ends with a barrier.
   __device__ __forceinline__ void take_weights() {
     fetched = false;
     const int tid = thread_index_anew(), g = tid % 32 / 4, t = tid % 4;
-    const float* const weights = reinterpret_cast<float*>(block.ring);
+    const float* const fetched_weights = reinterpret_cast<float*>(block.ring);
     const Scaling* const scaling = block.storage.scaling;
     float* const weight_scale = block.storage.weight_scale;
     if (tid < 16 * 8) {  // eight threads per channel
@@ -193,20 +225,20 @@ struct Operands {
       for (int i = 0; i < kIn; i++)
 #pragma unroll 4
         for (int tap = tid % 8; kSplit && tap < kTaps; tap += 8)
-          consider(most, weights[tid / 8 * kFilter + i * kTaps + tap] * scaling[i].share);
+          consider(most, fetched_weights[tid / 8 * kFilter + i * kTaps + tap] * scaling[i].share);
       for (int m = 1; m < 8; m *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, m));
       if (tid % 8 == 0) weight_scale[tid / 8] = power_of_two(fitting_exponent(most, kTop));
     }
     __syncthreads();
 #pragma unroll
-    for (int s = 0; s < kSteps; s++)
+    for (int s = Weights::first_step(); s < kSteps; s += Weights::kStepStride)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
         const int tap = 4 * s + t, row = g + r * 8;
         float high[2 * kIn] = {}, low[2 * kIn] = {};  // what the highs of x meet, and then its lows
 #pragma unroll
         for (int i = 0; i < kIn; i++) {
-          float w = tap < kTaps ? weights[row * kFilter + i * kTaps + tap] : 0.f;
+          float w = tap < kTaps ? fetched_weights[row * kFilter + i * kTaps + tap] : 0.f;
           if (kSplit) w = w * scaling[i].share * weight_scale[row];
           high[i] = kSplit ? __half2float(__float2half_rn(w)) : w, low[i] = w - high[i];
           if (kSplit) high[kIn + i] = high[i];
@@ -215,10 +247,10 @@ struct Operands {
         for (int k = 0; k < kWords; k++) {
           const uint32_t highs = pack<operand_t>(high[2 * k], high[2 * k + 1]);
           if (k < kHighWords) {
-            high_weights[s * kHighWords + k][r] = highs;
-            low_weights[s * kHighWords + k][r] = pack<operand_t>(low[2 * k], low[2 * k + 1]);
+            weights.put(kHighs + s * kHighWords + k, r, highs);
+            weights.put(kLows + s * kHighWords + k, r, pack<operand_t>(low[2 * k], low[2 * k + 1]));
           } else {
-            rest_weights[s * kLowWords + k - kHighWords][r] = highs;
+            weights.put(kRest + s * kLowWords + k - kHighWords, r, highs);
           }
         }
       }

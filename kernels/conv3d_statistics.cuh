@@ -24,6 +24,7 @@ struct StatisticsEpilogue {
 #pragma unroll
     for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = -shift[0], c[j][2] = c[j][3] = -shift[1];
   }
+  __device__ __forceinline__ void expect(int, int, int) {}
   __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void add(int r, float v) { sum[r] += v, square[r] = fmaf(v, v, square[r]); }
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int, int q, int positions) {

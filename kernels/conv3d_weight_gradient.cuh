@@ -1,29 +1,42 @@
 // The backward pass of a small 3-D convolution (conv3d_tile.cuh) that a normalisation follows. The
 // convolution v of x - shift is computed again, tile by tile, and from it the gradient
-//   dv = slope·dz + constant + linear·(v + offset)
+//   dv = slope·dz + constant + linear·v
 // by channel of a sample, where dz, the gradient of the normalised value, is the problem's.
 //
-//   gradient_kernel        a job is a tile and 16 output channels: dv into scratch, then dv times the tile's
-//                          patches, the weight's gradient of the job
+//   gradient_kernel        a job is a tile and 16 output channels: dv times the tile's patches, the weight's
+//                          gradient of the job; and dv into scratch, where x needs a gradient
 //   merge_kernel           the weight's gradient, from that of all jobs, in a fixed order
 //   input_gradient_kernel  dx, from dv of whole samples (conv3d_input_gradient.cuh)
 //
 // A problem is a class, copied to kernels, with
 //   coefficients           NormGradient (N, kOut)
 //   active(n)              does any element of sample n get a gradient? If not, its dv is zero
-//   selected(tile, first_channel)   a functor: (dz, v, plane, q) gives dz of a turn's elements (mainloop's
-//                          layout), where v is in real units; elements past the tile's get any number
+//   selected(tile, first_channel)   a functor: after expect(plane, q, positions), with the mainloop's
+//                          arguments, (dz, v, plane, q) gives dz of a turn's elements (mainloop's layout),
+//                          where v is in real units; elements past the tile's get any number
 //
-// Where x needs no gradient, a block goes through several jobs, and its dv lies in the block's own slot of
-// scratch, small enough for the L2 cache; else each job of a launch has a slot.
+// A warp's sums v are fragments D of one product and, two side by side, as dv fragments A of the next: dv
+// stays in registers, the pixels in the ring serve both products, the weights lie in shared memory.
 //
-// Accuracy: as forward's (conv3d_operands.cuh), dv scaled by channel of a tile, sums flushed each turn.
+// Accuracy: as forward's (conv3d_operands.cuh), dv scaled by channel of a sample, sums flushed each turn. The
+// scale comes from a bound of |dv|, which may be 2^10 times too large: halves then still hold 20 bits of the
+// largest dv, and smaller ones to the same absolute precision.
 #pragma once
+#include <float.h>
+
 #include "conv3d_mainloop.cuh"
 
 struct alignas(16) NormGradient {
-  float offset, slope, constant, linear;
+  float slope, constant, linear;
+  float bound;  // of |dv|, if that is finite
 };
+// From what it consists of: the largest |dz| and |v - mean|, and v - mean = v + offset.
+__device__ inline NormGradient norm_gradient(double slope, double constant, double linear, double offset,
+                                             double most_dz, double most_centred) {
+  const double bound = fabs(slope) * most_dz + fabs(constant) + fabs(linear) * most_centred;
+  return {float(slope), float(constant + linear * offset), float(linear),
+          bound > FLT_MAX ? FLT_MAX : float(bound)};
+}
 
 constexpr int kFilters = 16 * kIn * kTaps;  // elements of 16 output channels' weights
 constexpr int kJobsPerTile = kOut / 16;
@@ -40,105 +53,47 @@ struct DvLayout {
 };
 
 struct BackwardStorage {
+  uint4 weights[kWeightWords / 2][32];
   float most[kBlockWarps][16];  // |dv|, by warp and channel
-  float dv_scale[16];
   MainloopStorage mainloop;
 };
 static_assert(kPlanned<BackwardStorage>);
 
-// -------------------------------------------------------------------------------------------------------- dv
-
-// An epilogue (conv3d_mainloop.cuh) that forms dv, and its largest magnitude.
-template <class Selected> struct GradientEpilogue {
-  const Selected& selected;
-  BackwardStorage& storage;
-  const NormGradient* coefficients;  // of the 16 channels
-  float4* dv;                        // of the job
-  const DvLayout layout;
-  const int first_plane;
-  float unit[2], slope[2], linear[2], constant[2], most[2];
-
-  __device__ GradientEpilogue(const Selected& selected, BackwardStorage& storage,
-                              const NormGradient* coefficients, float4* dv, const Convolution& c,
-                              const Tile& tile)
-      : selected(selected), storage(storage), coefficients(coefficients), dv(dv), layout(c),
-        first_plane(tile.first_plane) {}
-  __device__ void start(float scale) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int channel = threadIdx.x % 32 / 4 + 8 * r;
-      const NormGradient own = coefficients[channel];
-      unit[r] = 1 / scale * (1 / storage.mainloop.weight_scale[channel]);
-      slope[r] = own.slope, linear[r] = own.linear, constant[r] = fmaf(own.linear, own.offset, own.constant);
-      most[r] = 0;
-    }
-  }
-  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
-  }
-  __device__ __forceinline__ void meanwhile(int) {}
-  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
-    const int lane = threadIdx.x % 32;
-    float4* const to = dv + layout.turn(plane - first_plane, q / kTurn) + lane;
-#pragma unroll
-    for (int j = 0; j < kFragments; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[j][i] *= unit[i / 2];
-    float dz[kFragments][4];
-    selected(dz, v, plane, q);
-#pragma unroll
-    for (int j = 0; j < kFragments; j++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int r = i / 2;
-        const float value = fmaf(linear[r], v[j][i], fmaf(slope[r], dz[j][i], constant[r]));
-        v[j][i] = q + 8 * j + 2 * (lane % 4) + i % 2 < positions ? value : 0.f;
-        consider(most[r], v[j][i]);
-      }
-      to[j * 32] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
-    }
-  }
-  __device__ __forceinline__ void finish() const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      float all = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
-      all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
-      if (lane % 4 == 0) storage.most[threadIdx.x / 32][lane / 4 + 8 * r] = all;
-    }
-  }
-};
-
 // ---------------------------------------------------------------------------------------------- dv · patches
 
 // A turn's 32 positions are two steps of a product's depth, its columns 8 taps of an input channel: fragments
-// A are dv as it lies in scratch, fragments B words of the ring's pixels, halves of two neighbours put
-// together.
+// A are dv, fragments B words of the ring's pixels, halves of two neighbours put together.
 struct WeightProducts {
   static constexpr int kTiles = (kTaps + 7) / 8;
   static constexpr int kValues = kSplit ? 2 * kIn : kIn;  // halves of a pixel: highs, then lows
   const Block& block;
-  float sum[kTiles][kIn][4] = {};
+  float sum[kTiles][kIn][4];
   uint32_t offset[kTiles];  // bytes, of this lane's tap, from a position's pixel
+  int plane;                // that they are for
 
-  __device__ explicit WeightProducts(const Block& block) : block(block) {
+  __device__ __forceinline__ explicit WeightProducts(const Block& block) : block(block) {}
+  __device__ __forceinline__ void start() {
+    plane = block.tile.first_plane;
 #pragma unroll
-    for (int k = 0; k < kTiles; k++)
+    for (int k = 0; k < kTiles; k++) {
       offset[k] = block.storage.taps[min(8 * k + int(threadIdx.x) % 32 / 4, kTaps - 1)] * kHighWords * 4;
-  }
-  __device__ __forceinline__ void next_plane() {
-    const uint32_t plane = block.c.plane * kHighWords * 4, ring = kRing * plane;
 #pragma unroll
-    for (int k = 0; k < kTiles; k++) offset[k] = min(offset[k] + plane, offset[k] + plane - ring);
+      for (int i = 0; i < kIn; i++) sum[k][i][0] = sum[k][i][1] = sum[k][i][2] = sum[k][i][3] = 0;
+    }
+  }
+  __device__ __forceinline__ void go_to(int next) {
+    const uint32_t bytes = block.c.plane * kHighWords * 4, ring = kRing * bytes;
+    for (; plane < next; plane++)
+#pragma unroll
+      for (int k = 0; k < kTiles; k++) offset[k] = min(offset[k] + bytes, offset[k] + bytes - ring);
   }
   // Half `value` of two pixels, given their words.
   __device__ __forceinline__ static uint32_t pair(const uint32_t (&first)[kWords],
                                                   const uint32_t (&second)[kWords], int value) {
     return __byte_perm(first[value / 2], second[value / 2], value % 2 ? 0x7632 : 0x5410);
   }
-  // dv of this lane's fragments at a turn, from position q of its plane on.
-  __device__ __forceinline__ void add(const float4* dv, const float (&scale)[2], int q) {
+  // dv, scaled, of a turn, from position q of its plane on.
+  __device__ __forceinline__ void add(const float (&dv)[kFragments][4], int q) {
     const int t = thread_index_anew() % 4;
     const uint32_t ring = shared_address(block.ring);
     const uint32_t low_ring = shared_address(block.low_ring()) - ring / kHighWords * kLowWords;
@@ -146,13 +101,12 @@ struct WeightProducts {
     Halves a[kFragments][2];
     uint32_t pixel[kFragments][2];
 #pragma unroll
-    for (int j = 0; j < kFragments; j++) {
-      const float4 own = dv[j * 32];
-      a[j][0] = split<operand_t>(own.x * scale[0], own.y * scale[0]);
-      a[j][1] = split<operand_t>(own.z * scale[1], own.w * scale[1]);
+    for (int j = 0; j < kFragments; j++)
 #pragma unroll
-      for (int u = 0; u < 2; u++) pixel[j][u] = ring + positions[8 * j + u] * (kHighWords * 4);
-    }
+      for (int u = 0; u < 2; u++) {
+        a[j][u] = split<operand_t>(dv[j][2 * u], dv[j][2 * u + 1]);
+        pixel[j][u] = ring + positions[8 * j + u] * (kHighWords * 4);
+      }
 #pragma unroll
     for (int k = 0; k < kTiles; k++) {
       float turn[kIn][4] = {};
@@ -174,12 +128,13 @@ struct WeightProducts {
 #pragma unroll
           for (int half = 0; half < 2; half++) b[value][half] = pair(words[half][0], words[half][1], value);
 #pragma unroll
-        for (int i = 0; i < kIn; i++) {
-          multiply_add<operand_t>(turn[i], lows, b[i][0], b[i][1]);
-          if constexpr (kSplit) {
+        for (int i = 0; i < kIn; i++) multiply_add<operand_t>(turn[i], lows, b[i][0], b[i][1]);
+#pragma unroll
+        for (int i = 0; i < kIn; i++) multiply_add<operand_t>(turn[i], highs, b[i][0], b[i][1]);
+        if constexpr (kSplit) {
+#pragma unroll
+          for (int i = 0; i < kIn; i++)
             multiply_add<operand_t>(turn[i], highs, b[kIn + i][0], b[kIn + i][1]);
-          }
-          multiply_add<operand_t>(turn[i], highs, b[i][0], b[i][1]);
         }
       }
 #pragma unroll
@@ -188,101 +143,163 @@ struct WeightProducts {
         for (int e = 0; e < 4; e++) sum[k][i][e] += turn[i][e];
     }
   }
-  // All warps' sums, merged in their order, into `total`: (16, kIn, kTaps) in shared memory, which nobody
-  // uses. Ends with a barrier.
-  __device__ void merge(float* total) const {
-    const int tid = thread_index_anew(), g = tid % 32 / 4, t = tid % 4;
+  // All warps' sums, merged in their order, into `total` [tile][channel][lane] in shared memory, which nobody
+  // uses. Starts and ends with a barrier.
+  __device__ __forceinline__ void merge(float4* total) const {
+    const int tid = thread_index_anew();
 #pragma unroll 1
     for (int warp = 0; warp < kBlockWarps; warp++) {
+      __syncthreads();
       if (warp == tid / 32)
 #pragma unroll
         for (int k = 0; k < kTiles; k++)
 #pragma unroll
-          for (int i = 0; i < kIn; i++)
+          for (int i = 0; i < kIn; i++) {
+            float4& all = total[(k * kIn + i) * 32 + tid % 32];
+            const float* const own = sum[k][i];
+            const float4 before = warp ? all : make_float4(0, 0, 0, 0);
+            all = make_float4(before.x + own[0], before.y + own[1], before.z + own[2], before.w + own[3]);
+          }
+    }
+    __syncthreads();
+  }
+  // Where element k of (16, kIn, kTaps) lies in `total`, in floats.
+  __device__ __forceinline__ static int place(int k) {
+    const int tap = k % kTaps, i = k / kTaps % kIn, row = k / (kTaps * kIn);
+    const int lane = row % 8 * 4 + tap % 8 / 2, value = row / 8 * 2 + tap % 2;
+    return ((tap / 8 * kIn + i) * 32 + lane) * 4 + value;
+  }
+};
+static_assert(kWords * kStage >= WeightProducts::kTiles * kIn * 128, "the merged sums lie in the ring");
+
+// -------------------------------------------------------------------------------------------------------- dv
+
+__device__ __forceinline__ float dv_scale(const NormGradient& own) {
+  return power_of_two(fitting_exponent(own.bound));
+}
+
+// An epilogue (conv3d_mainloop.cuh) that forms dv; where they are wanted, stores it, with its largest
+// magnitude, and multiplies it with the patches.
+template <class Selected> struct GradientEpilogue {
+  Selected selected;
+  BackwardStorage& storage;
+  const NormGradient* coefficients;  // of the 16 channels
+  float4* dv;                        // of the job, or null
+  const bool weight_wanted;
+  const DvLayout layout;
+  const int first_plane;
+  WeightProducts products;
+  float unit[2], slope[2], linear[2], constant[2], most[2], scale[2];
+
+  __device__ __forceinline__ GradientEpilogue(const Selected& selected, BackwardStorage& storage,
+                                              const NormGradient* coefficients, float4* dv,
+                                              bool weight_wanted, const Block& block)
+      : selected(selected), storage(storage), coefficients(coefficients), dv(dv),
+        weight_wanted(weight_wanted), layout(block.c), first_plane(block.tile.first_plane), products(block) {}
+  __device__ __forceinline__ void start(float x_scale) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-              const int tap = 8 * k + 2 * t + e % 2;
-              float& own = total[((g + e / 2 * 8) * kIn + i) * kTaps + min(tap, kTaps - 1)];
-              if (tap < kTaps) own = warp ? own + sum[k][i][e] : sum[k][i][e];
-            }
-      __syncthreads();
+    for (int r = 0; r < 2; r++) {
+      const int channel = threadIdx.x % 32 / 4 + 8 * r;
+      const NormGradient own = coefficients[channel];
+      unit[r] = 1 / x_scale * (1 / storage.mainloop.weight_scale[channel]);
+      slope[r] = own.slope, linear[r] = own.linear, constant[r] = own.constant;
+      scale[r] = dv_scale(own), most[r] = 0;
+    }
+    products.start();
+  }
+  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
+#pragma unroll
+    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+  }
+  __device__ __forceinline__ void expect(int plane, int q, int positions) {
+    selected.expect(plane, q, positions);
+  }
+  __device__ __forceinline__ void meanwhile(int) {}
+  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[j][i] *= unit[i / 2];
+    float dz[kFragments][4];
+    selected(dz, v, plane, q);
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = i / 2;
+        const float value = fmaf(linear[r], v[j][i], fmaf(slope[r], dz[j][i], constant[r]));
+        v[j][i] = q + 8 * j + 2 * (lane % 4) + i % 2 < positions ? value : 0.f;
+      }
+    if (dv) {
+      float4* const to = dv + layout.turn(plane - first_plane, q / kTurn) + lane;
+#pragma unroll
+      for (int j = 0; j < kFragments; j++) {
+        to[j * 32] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) consider(most[i / 2], v[j][i]);
+      }
+    }
+    if (!weight_wanted) return;
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[j][i] *= scale[i / 2];
+    products.go_to(plane);
+    products.add(v, q);
+  }
+  __device__ __forceinline__ void finish() const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float all = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
+      all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
+      if (lane % 4 == 0) storage.most[threadIdx.x / 32][lane / 4 + 8 * r] = all;
+    }
+  }
+  // After the run: `most` (16) and `partial` (kFilters) of the job.
+  __device__ __forceinline__ void write_most(float* job_most) const {
+    if (threadIdx.x >= 16) return;
+    float all = 0;
+    for (int warp = 0; warp < kBlockWarps; warp++) all = fmaxf(all, storage.most[warp][threadIdx.x]);
+    job_most[threadIdx.x] = all;
+  }
+  __device__ __forceinline__ void write_partial(float* partial) const {
+    float* const total = reinterpret_cast<float*>(products.block.ring);
+    products.merge(reinterpret_cast<float4*>(total));
+#pragma unroll 1
+    for (int k = threadIdx.x; k < kFilters; k += kBlock) {
+      const float x_scale = kSplit ? storage.mainloop.scaling[k / kTaps % kIn].scale : 1.f;
+      const float own_scale = dv_scale(coefficients[k / (kIn * kTaps)]);
+      partial[k] = total[WeightProducts::place(k)] * (1 / own_scale) * (1 / x_scale);
     }
   }
 };
 
-// partial (kFilters): the weight's gradient of a job, whose dv all threads have written, as they have its
-// magnitudes. Starts and ends with a barrier.
-__device__ inline void weight_gradient(float* partial, const float4* dv, Operands& operands,
-                                       BackwardStorage& storage) {
-  constexpr int kBatch = kRing - kDepth + 1;  // output planes whose input the ring holds at a time
-  const Block& block = operands.block;
-  const Convolution& c = block.c;
-  const DvLayout layout(c);
-  const int tid = thread_index_anew();
-  __syncthreads();
-  if (tid < 16) {
-    float most = 0;
-    for (int warp = 0; warp < kBlockWarps; warp++) most = fmaxf(most, storage.most[warp][tid]);
-    storage.dv_scale[tid] = power_of_two(fitting_exponent(most));
-  }
-  __syncthreads();
-  const float scale[2] = {storage.dv_scale[tid % 32 / 4], storage.dv_scale[tid % 32 / 4 + 8]};
-  WeightProducts products(block);
-  int turn = tid / 32, plane_in = 0;
-#pragma unroll 1
-  for (int first = 0; first < block.tile.planes; first += kBatch) {
-    const int last = min(first + kBatch, block.tile.planes);
-    if (first) __syncthreads();  // the oldest planes have been read
-#pragma unroll 1
-    for (; plane_in < last + kDepth - 1; plane_in++)
-      operands.split_plane(plane_in, block.origin + plane_in * block.plane_stride, c.channel);
-    __syncthreads();
-#pragma unroll 1
-    for (int plane = first; plane < last; plane++) {
-#pragma unroll 1
-      for (; turn < block.turns; turn += kBlockWarps)
-        products.add(dv + layout.turn(plane, turn) + tid % 32, scale, turn * kTurn);
-      turn -= block.turns;
-      products.next_plane();
-    }
-  }
-  float* const total = reinterpret_cast<float*>(block.ring);
-  __syncthreads();
-  products.merge(total);
-#pragma unroll 1
-  for (int k = tid; k < kFilters; k += kBlock) {
-    const float x_scale = kSplit ? block.storage.scaling[k / kTaps % kIn].scale : 1.f;
-    partial[k] = total[k] * (1 / storage.dv_scale[k / (kIn * kTaps)]) * (1 / x_scale);
-  }
-}
-
 // --------------------------------------------------------------------------------------------------- kernels
 
-// Jobs first … end - 1, shared out among the blocks: of each, dv in the block's slot, `most` (jobs, 16), the
-// largest |dv| by channel, and `partial` (jobs, kFilters), where they are wanted.
+// Jobs first … end - 1, shared out among the blocks: of each, dv, from the first one's on, and `most` (jobs,
+// 16), the largest |dv| by channel, or both null; `partial` (jobs, kFilters), or null.
 template <class Problem>
 __global__ void __launch_bounds__(kBlock, 1)
 gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsigned first, unsigned end,
                 const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ BackwardStorage storage;
-  dv += blockIdx.x * DvLayout(c).of_job(c);
 #pragma unroll 1
   for (unsigned job = first + blockIdx.x; job < end; job += gridDim.x) {
     const Tile tile(c, job / kJobsPerTile);
     const int first_channel = int(job % kJobsPerTile) * 16;
     if (!problem.active(tile.n)) continue;
-    Mainloop mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
-    const auto selected = problem.selected(c, tile, first_channel);
-    GradientEpilogue epilogue(selected, storage, problem.coefficients + tile.n * kOut + first_channel, dv, c,
-                              tile);
+    Mainloop<SharedWeights> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared),
+                                     first_channel, SharedWeights(storage.weights[0]));
+    GradientEpilogue epilogue(problem.selected(c, tile, first_channel), storage,
+                              problem.coefficients + tile.n * kOut + first_channel,
+                              dv ? dv + (job - first) * DvLayout(c).of_job(c) : nullptr, partial != nullptr,
+                              mainloop.block);
     mainloop.run(epilogue, tile.planes * mainloop.turns());
-    if (most && threadIdx.x < 16) {
-      float all = 0;
-      for (int warp = 0; warp < kBlockWarps; warp++) all = fmaxf(all, storage.most[warp][threadIdx.x]);
-      most[int64_t(job) * 16 + threadIdx.x] = all;
-    }
-    if (partial) weight_gradient(partial + int64_t(job) * kFilters, dv, mainloop.operands, storage);
+    if (most) epilogue.write_most(most + int64_t(job) * 16);
+    if (partial) epilogue.write_partial(partial + int64_t(job) * kFilters);
     mainloop.retire();
   }
 }

@@ -26,11 +26,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
-// One word from there, or two.
+// One word from there, two or four.
 template <int kCount> __device__ __forceinline__ void load_shared(uint32_t* to, uint32_t address) {
-  static_assert(kCount == 1 || kCount == 2);
+  static_assert(kCount == 1 || kCount == 2 || kCount == 4);
   if constexpr (kCount == 1) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(address) : "memory");
-  else asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
+  else if constexpr (kCount == 2)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
+  else
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)
@@ -199,6 +203,21 @@ __device__ __forceinline__ void store_if(bool valid, void* to, float4 v) {
   asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %0, 0; "
                "@valid st.global.v4.f32 [%1], {%2, %3, %4, %5}; }"
                ::"r"(int(valid)), "l"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+// 2, 4 or 8 bytes from there likewise, and zero where `valid` is false.
+template <int kBytes> __device__ __forceinline__ uint2 load_if(bool valid, const void* from) {
+  uint2 v{0, 0};
+  if constexpr (kBytes == 8)
+    asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %2, 0; @valid ld.global.v2.u32 {%0, %1}, [%3]; }"
+                 : "+r"(v.x), "+r"(v.y) : "r"(int(valid)), "l"(from));
+  else if constexpr (kBytes == 4)
+    asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %1, 0; @valid ld.global.u32 %0, [%2]; }"
+                 : "+r"(v.x) : "r"(int(valid)), "l"(from));
+  else
+    asm volatile("{ .reg .pred valid; setp.ne.s32 valid, %1, 0; @valid ld.global.u16 %0, [%2]; }"
+                 : "+r"(v.x) : "r"(int(valid)), "l"(from));
+  return v;
 }
 
 #endif  // sm_80

@@ -138,7 +138,7 @@ def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor,
 
 def _fused_backward(dy: Tensor, a: Arguments, affines, active, *, plan, needs) -> tuple:
     back, C = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], {}), len(a.weight)
-    scratch = back.scratch(a, of_sample=7 * C, of_job=3 * 16)  # coefficients and gradients; sums
+    scratch = back.scratch(a, of_sample=7 * C + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
     (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
     inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), affines, active
     constants = plan.parameters(a)[1], a.seed, *a.bounds(), a.p, a.groups

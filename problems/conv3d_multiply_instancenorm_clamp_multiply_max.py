@@ -17,7 +17,7 @@ from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
-SUMMED = 2048  # positions that a block sums up in backward
+SUMMED = 3200  # positions that a block sums up in backward
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
 
@@ -135,7 +135,7 @@ def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, 
     defines = {"INDEX_T": operators.index_type(C)[0], "SUMMED_POSITIONS": SUMMED}
     back = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], defines)
     # coefficients and gradients; dz of the channels that won; sums by part
-    scratch = back.scratch(a, of_sample=6 * C + S + 3 * C * tiling.ceil_div(S, SUMMED), of_job=0)
+    scratch = back.scratch(a, of_sample=6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), of_job=0)
     (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
     inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
     constants = *plan.parameters(a), *a[4:], a.multiplier.numel()

@@ -16,8 +16,14 @@ inline char* shared_pointer(uint32_t address) {
   return reinterpret_cast<char*>(emulation::dynamic_shared) + int32_t(address);
 }
 
+inline bool is_shared(uint32_t address) {
+  const char* const at = shared_pointer(address);
+  for (const auto& [first, content] : emulation::block->static_shared)
+    if (at >= first && at < static_cast<char*>(first) + content.size()) return true;
+  return address < emulation::kSharedBytes;
+}
 template <int kCount> void load_shared(uint32_t* to, uint32_t address) {
-  const bool valid = address % (4 * kCount) == 0 && address < emulation::kSharedBytes;
+  const bool valid = uintptr_t(shared_pointer(address)) % (4 * kCount) == 0 && is_shared(address);
   if (!valid) emulation::failure = "a load that is not aligned, or not of shared memory";
   memcpy(to, shared_pointer(valid ? address : 0), 4 * kCount);
 }
@@ -152,6 +158,12 @@ inline void await_previous_kernel() {}
 
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : min(a, b); }
 inline float max_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+template <int kBytes> uint2 load_if(bool valid, const void* from) {
+  uint2 v{0, 0};
+  if (valid && uintptr_t(from) % kBytes) emulation::failure = "a load that is not aligned";
+  if (valid) memcpy(&v, from, kBytes);
+  return v;
+}
 template <class T> void store_if(bool valid, void* to, T value) {
   if (uintptr_t(to) % sizeof(T) && valid) emulation::failure = "a store that is not aligned";
   if (valid) memcpy(to, &value, sizeof value);
