@@ -34,9 +34,9 @@ struct alignas(8) InputFragment {
   int from;  // float4
 };
 
-// How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. Of a plane of
-// dv, `stage_rows` rows of `pitch` positions are in shared memory, all that reach the block's; zeros where dv
-// has none.
+// How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. Of a plane
+// of dv, `stage_rows` rows of `pitch` positions are in shared memory, all that reach the block's; zeros where
+// dv has none.
 struct InputTiling {
   int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
   InputTiling(const Convolution& c, int64_t rows, int64_t columns, int64_t samples, int multiprocessors)
@@ -94,6 +94,7 @@ struct InputBlock {
   InputStorage& storage;
   char* const shared;
 
+  __device__ __forceinline__ char* stage(int step) const { return shared + step % 2 * tiling.stage(); }
   __device__ uint4* weights() const { return reinterpret_cast<uint4*>(shared + 2 * tiling.stage()); }
   __device__ float* dv_scale() const { return reinterpret_cast<float*>(shared + tiling.scales_at()); }
   __device__ float* dv_share() const { return dv_scale() + kOut; }  // the smallest over it; 0 where dv is
@@ -245,6 +246,13 @@ struct InputStage {
     for (int k = 0; k < kLoads; k++)
       if (next + k * kInputWarps < count) values[k] = from[block.fragments()[next + k * kInputWarps].from];
   }
+  // To the stage with those that have come, and off with the next ones.
+  __device__ __forceinline__ void exchange() {
+    if (!more()) return;
+    put(), load();
+  }
+
+ private:
   __device__ __forceinline__ void put() {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const float* const scale = block.dv_scale() + first_channel + g;
@@ -260,8 +268,6 @@ struct InputStage {
     }
     next += kLoads * kInputWarps;
   }
-
- private:
   __device__ __forceinline__ void put(int place, Halves own) const {
     const int at = place ^ threadIdx.x % 32 / 4 * 4;  // word g % 4 of part g / 4
     if (place >= 0) {
@@ -338,14 +344,16 @@ struct InputStrip {
     }
   }
 
-  // Adds a plane of dv, while the next comes.
+  // Adds a plane of dv, while the next comes. Half of the warps of each scheduler split theirs before their
+  // products, half after them, so that the tensor cores are busy meanwhile.
   template <int kTile = 0>
   __device__ __forceinline__ void add(const char* stage, int turn, InputStage& next) {
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; pass++) {
-      next.load();
+      const bool early = threadIdx.x / 128 % 2 == 0;
+      if (early) next.exchange();
       if (!idle) add<kTile>(stage, turn, pass / kRowGroups, pass % kRowGroups);
-      next.put();
+      if (!early) next.exchange();
     }
     if constexpr (kTile + 1 < kInputTiles) add<kTile + 1>(stage, turn, next);
   }
@@ -367,25 +375,21 @@ struct InputStrip {
         if (i >= kIn) continue;
         const float channel_unit = block.storage.weight_unit[i];
         value_t* const to = dx + i * c.channel + (int64_t(plane) * c.H + first_row) * c.W + first_column;
+        const bool vectors = c.W % 2 == 0 && columns >= 2;
 #pragma unroll
         for (int k = 0; k < kStrip; k++) {
           float* const own = total[tile][k] + half * 2;
           const float values[2] = {own[0] * unit * channel_unit, own[1] * unit * channel_unit};
           own[0] = own[1] = 0;
-          if (k < rows) put(to + k * c.W, values, columns);
+          if (vectors && k < rows) {
+            void* const two = to + k * c.W;
+            if constexpr (kSplit) *static_cast<float2*>(two) = make_float2(values[0], values[1]);
+            else *static_cast<uint32_t*>(two) = pack<value_t>(values[0], values[1]);
+          }
+          if (!vectors && k < rows && columns >= 1) to[k * c.W] = value_t(values[0]);
+          if (!vectors && k < rows && columns >= 2) to[k * c.W + 1] = value_t(values[1]);
         }
       }
-    }
-  }
-
- private:
-  __device__ __forceinline__ void put(value_t* to, const float (&values)[2], int columns) const {
-    if (block.c.W % 2 == 0 && columns >= 2) {
-      if constexpr (kSplit) *reinterpret_cast<float2*>(to) = make_float2(values[0], values[1]);
-      else *reinterpret_cast<uint32_t*>(to) = pack<value_t>(values[0], values[1]);
-    } else {
-      if (columns >= 1) to[0] = value_t(values[0]);
-      if (columns >= 2) to[1] = value_t(values[1]);
     }
   }
 };
@@ -393,12 +397,16 @@ struct InputStrip {
 // A tile of a sample that is not active; `dx` is the sample's.
 __device__ inline void put_zeros(value_t* dx, const Convolution& c, const InputTile& tile) {
   const int rows = tile.end_row - tile.first_row, planes = tile.end_plane - tile.first_plane;
+  const bool whole = tile.first_column == 0 && tile.end_column == c.W;  // rows are neighbours
+  const int size = whole ? rows * c.W : tile.end_column - tile.first_column;
 #pragma unroll 1
-  for (int k = threadIdx.x / 32; k < kIn * planes * rows; k += kInputWarps) {
-    const int plane = k / rows % planes + tile.first_plane, row = k % rows + tile.first_row;
-    value_t* const to = dx + k / rows / planes * c.channel + (int64_t(plane) * c.H + row) * c.W;
-    for (int column = tile.first_column + threadIdx.x % 32; column < tile.end_column; column += 32)
-      to[column] = value_t(0.f);
+  for (int k = threadIdx.x / 32; k < kIn * planes; k += kInputWarps) {
+    value_t* to = dx + k / planes * c.channel + tile.first_column +
+                  (int64_t(k % planes + tile.first_plane) * c.H + tile.first_row) * c.W;
+#pragma unroll 1
+    for (int row = 0; row < (whole ? 1 : rows); row++, to += c.W)
+#pragma unroll 8
+      for (int i = threadIdx.x % 32; i < size; i += 32) to[i] = value_t(0.f);
   }
 }
 
@@ -420,31 +428,32 @@ input_gradient_kernel(value_t* dx, const float4* dv, const float* most, Problem 
   InputStage next(block, block.find_fragments());
   block.clear_margins();
   __syncthreads();
-  next.begin(dv, tile.dv_plane, 0, block.shared);
-  next.load();
+  constexpr int kGroups = kOut / 16;  // of channels out, a step each
+  const int steps = (tile.dv_end_plane - tile.dv_plane) * kGroups;
+  const auto set_off = [&](int step) {
+    if (step < steps)
+      next.begin(dv, tile.dv_plane + step / kGroups, step % kGroups * 16, block.stage(step));
+    else
+      next.end();
+    next.load();
+  };
+  set_off(0);
   const float unit = 1 / block.find_scales(most, n);
   __syncthreads();
-  next.put();
-  while (next.more()) next.load(), next.put();
-  if (kOut == 16) block.put_weights(0);
+  while (next.more()) next.exchange();
+  set_off(1);
+  if (kGroups == 1) block.put_weights(0);
   InputStrip strip(block);
-  int own = 0;  // stage
 #pragma unroll 1
-  for (int plane = tile.dv_plane; plane < tile.dv_end_plane; plane++) {
-#pragma unroll 1
-    for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
-      if (kOut > 16) block.put_weights(first_channel);
-      __syncthreads();  // the stage is full, and the other one has been read
-      const bool last = first_channel + 16 == kOut;
-      char* const other = block.shared + (own ^ 1) * tiling.stage();
-      if (last && plane + 1 == tile.dv_end_plane) next.end();
-      else next.begin(dv, plane + last, last ? 0 : first_channel + 16, other);
-      strip.add(block.shared + own * tiling.stage(), plane % kDepth, next);
-      while (next.more()) next.load(), next.put();
-      if (kOut > 16) __syncthreads();  // the weights have been read
-      own ^= 1;
-    }
-    strip.put(dx, plane, unit);
+  for (int step = 0; step < steps; step++) {
+    const int plane = tile.dv_plane + step / kGroups, group = step % kGroups;
+    if (kGroups > 1) block.put_weights(group * 16);
+    __syncthreads();  // the stage is full, and the other one has been read
+    strip.add(block.stage(step), plane % kDepth, next);
+    while (next.more()) next.exchange();
+    if (kGroups > 1) __syncthreads();  // the weights have been read
+    set_off(step + 2);
+    if (group == kGroups - 1) strip.put(dx, plane, unit);
   }
 #pragma unroll 1
   for (int plane = tile.dv_end_plane; plane < tile.end_plane; plane++) strip.put(dx, plane, unit);
