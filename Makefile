@@ -6,9 +6,9 @@
 # make lint       ruff: its checks, and its format
 # make bench      every phase of every problem and the loader, recorded in benchmarks/results/, and README's table from it
 # make host       what a call costs the host, beside eager's
-# make notebooks  run the notebooks from top to bottom
+# make notebooks  run the notebooks, all at once; with a GPU they keep their outputs, without one build/notebooks/ gets them
+# make notebooks-alone  copies of the notebooks that run without the repository, in build/notebooks-alone/
 # make wheel      the loader alone, as a wheel in build/wheel/
-# make refresh    bring the sources that the notebooks carry up to date
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
 # PYTHON=python3.12 chooses the Python that .venv is made of. PYTHON=python VENV= uses an environment of your own as it is.
@@ -34,7 +34,7 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks wheel refresh clean
+.PHONY: demo test lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks notebooks-alone wheel clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
@@ -78,14 +78,14 @@ host: $(READY)
 	$(RUN) benchmarks/host.py
 
 notebooks: $(READY)
-	$(RUN) -m jupyter nbconvert --execute --to notebook --output-dir build/notebooks notebooks/*.ipynb
+	$(RUN) notebooks/execute.py
+
+notebooks-alone: $(READY)
+	$(RUN) notebooks/alone.py build/notebooks-alone
 
 wheel: $(READY)
 	rm -rf build/lib build/wheel  # or what was there before gets into the wheel
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir build/wheel .
-
-refresh: $(READY)
-	$(RUN) export.py --refresh
 
 clean:
 	rm -rf build $(VENV)

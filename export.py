@@ -2,7 +2,6 @@
 
     python export.py conv2d_min_add_multiply > cell.py                         # the fused kernels, for a GPU
     python export.py conv2d_min_add_multiply --device cpu -o cell.py           # those of the CPU
-    python export.py --refresh                                                 # the sources that the notebooks carry (export_sources.py)
 
 The file is written from the repository's sources: the reference Model as it is, the kernels with all their headers (export_kernels.py),
 the functions of the problem's module and of export_plumbing.py with all of ours that they need (export_python.py), for this device
@@ -25,7 +24,6 @@ import export_folding
 import export_kernels
 import export_plumbing
 import export_python
-import export_sources
 import inline_loader
 import library
 import loader_operators
@@ -93,7 +91,7 @@ def cell(
 
 def _declared(module, variant: str) -> dict[str, object]:
     """What the module declares as the operator of a variant, in plumbing's words: which of its functions does what."""
-    tree = ast.parse(inspect.getsource(module)).body
+    tree = ast.walk(ast.parse(inspect.getsource(module)))
     calls = [node for node in tree if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     call = {ast.unparse(node.targets[0]): node.value for node in calls}[variant]
     functions = [each.id for each in call.args[1:] if isinstance(each, ast.Name)]
@@ -132,9 +130,11 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
     methods = {name: place for name in dir(cls) if (place := _method(cls, name))}
     methods["_not_by_channel"] = (_HERE, "not_by_channel")
     replaced = {"super()._constants()": _constants(problem)}
-    text = export_python.Text(
-        [module, *_MODULES], bound, {(_HERE, key): value for key, value in known.items()}, methods, replaced
-    )
+    folders = {(module.__name__, key): None for key, value in vars(module).items() if isinstance(value, Path)}
+    known = {
+        (_HERE, key): value for key, value in known.items()
+    } | folders  # the file has its kernels in itself
+    text = export_python.Text([module, *_MODULES], bound, known, methods, replaced)
     text.names[_HERE, "BUILDS"] = "_BUILDS"
     text.names[module.__name__, "epilogue"] = export_folding.MISSING  # the operator
     text.name_of((_HERE, "run"))
@@ -167,7 +167,8 @@ def _method(cls: type, name: str) -> tuple[str, str] | None:
 
 def _constants(problem: Problem) -> str:
     """The numbers that the operators take, from a model `self`."""
-    return f"({', '.join(f'{convert.__name__}(self.{name})' for name, convert in problem.ModelNew.constants.items())},)"
+    numbers = [f"{convert.__name__}(self.{name})," for name, convert in problem.ModelNew.constants.items()]
+    return f"({' '.join(numbers)})"
 
 
 def _filters(problem: Problem) -> tuple[int, ...]:
@@ -350,31 +351,21 @@ def _plumbing(definitions: dict[str, ast.stmt], docstrings: bool, apart: str) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Write a problem as one file, or bring the notebooks' sources up to date."
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"out of {', '.join(models.PROBLEMS)}")
+    parser = argparse.ArgumentParser(description="Write a problem as one file.")
+    parser.add_argument("name", metavar="NAME", help=f"out of {', '.join(models.PROBLEMS)}")
     parser.add_argument("--variant", choices=VARIANTS, help="default: fused on a GPU, epilogue on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: the standard output")
-    parser.add_argument(
-        "--refresh", action="store_true", help="bring notebooks/*.ipynb up to date and strip their outputs"
-    )
     arguments = parser.parse_args()
-    if not arguments.name and not arguments.refresh:
-        parser.error("expected a NAME or --refresh")
-    if arguments.refresh:
-        export_sources.refresh()
-    if arguments.name:
-        try:
-            text = cell(arguments.name, device=arguments.device, variant=arguments.variant)
-        except (KeyError, ValueError) as error:
-            sys.exit(f"export.py: {error.args[0]}")
-        if arguments.output:
-            Path(arguments.output).write_text(text, encoding="utf-8")
-        else:
-            sys.stdout.reconfigure(encoding="utf-8")
-            print(text, end="")
+    try:
+        text = cell(arguments.name, device=arguments.device, variant=arguments.variant)
+    except (KeyError, ValueError) as error:
+        sys.exit(f"export.py: {error.args[0]}")
+    if arguments.output:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.reconfigure(encoding="utf-8")
+        print(text, end="")
 
 
 if __name__ == "__main__":

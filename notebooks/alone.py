@@ -14,7 +14,6 @@ import io
 import json
 import sys
 import tarfile
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +43,8 @@ def requirements() -> str:
 
 def cell(archive: bytes) -> str:
     """The text of the first cell of a copy."""
-    text = "\n".join(textwrap.wrap(base64.b85encode(archive).decode(), 2000))
+    text = base64.b85encode(archive).decode()
+    text = "\n".join(text[i : i + 2000] for i in range(0, len(text), 2000))
     return f"""\
 # @title The sources of this notebook: run this cell, there is no need to read it
 # Colab: everything is there but what this installs: !pip install ninja "filelock>=3.4". A T4 (compute capability 7.5) runs the epilogue

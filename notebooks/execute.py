@@ -64,28 +64,34 @@ class Client(NotebookClient):
             os.kill(self.km.provisioner.pid, number)
 
 
-async def execute(path: Path, notebook: nbformat.NotebookNode, gate: asyncio.Semaphore) -> str | None:
-    """Runs a notebook in place; returns what went wrong, if anything did."""
-    folder = {"metadata": {"path": str(NOTEBOOKS)}}
+async def execute(path: Path, into: Path, stamp: dict, gate: asyncio.Semaphore) -> bool:
+    """Runs a notebook and writes it, as *.failed.ipynb if it fails; did it not?"""
+    notebook, wrong = nbformat.read(path, as_version=4), None
+    metadata = dict(notebook.metadata)
     client = Client(
-        notebook,
-        timeout=600,
-        kernel_name="python3",
-        resources=folder,
-        record_timing=False,
-        store_widget_state=False,
-    )
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOKS)}},
+        record_timing=False, store_widget_state=False,
+    )  # fmt: skip
     async with gate:
         start = time.perf_counter()
         try:
             await client.async_execute()
         except CellExecutionError as error:
-            return f"{path.stem}: {error}"
+            wrong = str(error)
         finally:
             if client in Client.running:
                 Client.running.remove(client)
-    print(f"{path.stem}: {time.perf_counter() - start:.0f} s", flush=True)
-    return None
+    ladders = tidied(notebook, metadata, stamp)
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    size = len(text.encode())
+    if size > LARGEST:
+        wrong = wrong or f"{size:,} bytes with outputs, {LARGEST:,} are allowed"
+    print(f"{path.stem}: {time.perf_counter() - start:.0f} s, {size:,} bytes", wrong or "", flush=True)
+    _write(into / "notebooks" / (f"{path.stem}.failed.ipynb" if wrong else path.name), text)
+    for name, ladder in ladders.items():
+        text = json.dumps(ladder, indent=1, ensure_ascii=False) + "\n"
+        _write(into / "benchmarks" / "results" / "ladders" / f"{name}.json", text)
+    return not wrong
 
 
 def tidied(notebook: nbformat.NotebookNode, metadata: dict, stamp: dict) -> dict[str, dict]:
@@ -104,28 +110,12 @@ def tidied(notebook: nbformat.NotebookNode, metadata: dict, stamp: dict) -> dict
     return ladders
 
 
-async def run(paths: list[Path], into: Path, jobs: int) -> int:
-    """The number of notebooks that failed."""
+async def run(paths: list[Path], into: Path, jobs: int) -> bool:
+    """Did all of the notebooks run?"""
     stamp = {key: value for key, value in report.record([]).items() if key in STAMP}
     stamp["commit"] = stamp["commit"] or os.environ.get("COMMIT")
-    notebooks = {path: nbformat.read(path, as_version=4) for path in paths}
-    before = {path: dict(notebook.metadata) for path, notebook in notebooks.items()}
-    gate, failed = asyncio.Semaphore(jobs), 0
-    found = await asyncio.gather(*[execute(path, notebook, gate) for path, notebook in notebooks.items()])
-    for (path, notebook), wrong in zip(notebooks.items(), found):
-        ladders = tidied(notebook, before[path], stamp)
-        text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
-        if not wrong and len(text.encode()) > LARGEST:
-            wrong = f"{path.stem}: {len(text.encode()):,} bytes with outputs, {LARGEST:,} are allowed"
-        if wrong:
-            print(wrong, file=sys.stderr)
-            failed += 1
-            path = path.with_suffix(".failed.ipynb")
-        _write(into / "notebooks" / path.name, text)
-        for name, ladder in ladders.items():
-            where = into / "benchmarks" / "results" / "ladders" / f"{name}.json"
-            _write(where, json.dumps(ladder, indent=1, ensure_ascii=False) + "\n")
-    return failed
+    gate = asyncio.Semaphore(jobs)
+    return all(await asyncio.gather(*[execute(path, into, stamp, gate) for path in paths]))
 
 
 def _write(path: Path, text: str) -> None:
@@ -140,7 +130,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at once")
     options = parser.parse_args()
     paths = [path.resolve() for path in options.notebooks] or sorted(NOTEBOOKS.glob("*.ipynb"))
-    return asyncio.run(run(paths, options.into, options.jobs))
+    return int(not asyncio.run(run(paths, options.into, options.jobs)))
 
 
 if __name__ == "__main__":

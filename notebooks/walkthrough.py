@@ -260,13 +260,6 @@ def right(problem, device: str, phases=("forward", "train_dx"), variants=None) -
     return found
 
 
-def verdict(phase: str, result: compare.Check) -> str:
-    """What a check found, in short: what failed, or what came nearest to its limit."""
-    lines = result.failures or [f"nearest to its limit is {result.worst}"]
-    head = f"{result.variant}, {phase}: {'passes' if result.ok else 'FAILS'} ({len(result.errors)} results compared)"
-    return "\n   ".join([head, *lines])
-
-
 # -------------------------------------------------------------------------------------------------------------- rungs
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 import export
 import inline_loader
 
+ROOT = Path(export.__file__).resolve().parent
 NAMES = list(export.models.PROBLEMS)
 DEVICES = "cpu", "cuda"
 CELLS = [(name, device) for device in DEVICES for name in NAMES]
@@ -355,9 +357,7 @@ def test_flags_are_the_loader_s(monkeypatch):
 def test_command(tmp_path):
     def call(*arguments):
         command = [sys.executable, "export.py", *arguments]
-        return subprocess.run(
-            command, cwd=export.export_sources.FOLDER, capture_output=True, text=True, encoding="utf-8"
-        )
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
 
     assert call(NAMES[0]).stdout == cell(NAMES[0], "cuda")
     done = call(NAMES[0], "--device", "cpu", "-o", str(tmp_path / "a.py"))

@@ -20,11 +20,10 @@ from torch import nn
 import charts
 import checks
 import compare
-import export_sources as export
+import export
 import inline_loader
 import models
 from fifth.conv2d_relu_hardswish import FOLDER, NAME, PROBLEM
-from test_export_sources import run as run_alone
 
 HERE = Path(__file__).resolve().parent
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
@@ -136,23 +135,21 @@ def test_comparison():
 
 
 def test_export(tmp_path):
-    cell = export.cell([NAME])
-    for other in set(models.PROBLEMS) - {NAME}:
-        assert f"{other}.cpp" not in cell
-    use = f"""
-model = models.get_model("{NAME}")
-[x] = models.get_inputs("{NAME}", batch_size=2)
-print(model.plan(x).variant, tuple(model(x).shape), list(models.PROBLEMS))
-assert model.__init__.__code__.co_filename.startswith(str(SOURCES))
+    """As one file, in an empty folder where nothing of ours can be imported."""
+    use = """
+model, reference = get_model(), Model(*get_init_inputs())
+reference.load_state_dict(model.state_dict())
+[x] = get_inputs(batch_size=2)
+model(x).sum().backward()
+print(tuple(x.shape), (model(x) - reference(x)).abs().max().item() < 1e-5)
 """
-    assert run_alone(tmp_path / "empty", cell, use) == f"epilogue (2, 64, 126, 126) ['{NAME}']\n"
-
-
-def test_export_needs_a_module_to_hold(registered):
-    inline = type("Inline", (registered.ModelNew,), {"__module__": "__main__"})
-    models.PROBLEMS[NAME] = dataclasses.replace(registered, ModelNew=inline)
-    with pytest.raises(ValueError, match=f"expected {NAME} in a module of its own, got one in __main__"):
-        export.cell([NAME])
+    (tmp_path / "cell.py").write_text(export.cell(NAME, device="cpu") + use, encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "cell.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "(2, 8, 128, 128) True\n", done.stderr
+    assert "relu_hardswish" in export.cell(NAME, device="cuda", variant="epilogue")
 
 
 # -------------------------------------------------------------------------------------------------------- what it takes

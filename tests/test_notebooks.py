@@ -1,91 +1,164 @@
-"""Every notebook runs from top to bottom on a CPU, its file alone in an empty folder, and shows what it promises."""
+"""Every notebook runs from top to bottom on a CPU and shows what it promises; what is committed keeps the rules; a copy runs alone."""
 
+import ast
+import json
 import re
-import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-import export_sources as export
+import models
 
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 
-NOTEBOOKS = sorted(export.NOTEBOOKS.glob("*.ipynb"))
-PROBLEMS = export.models.PROBLEMS.values()
-WALKTHROUGHS = [export.NOTEBOOKS / f"{problem.number}_{problem.name}.ipynb" for problem in PROBLEMS]
+FOLDER = Path(models.__file__).resolve().parent / "notebooks"
+sys.path.append(str(FOLDER))
+
+import alone  # noqa: E402
+import execute  # noqa: E402
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LESSONS = [FOLDER / f"{problem.number}_{problem.name}.ipynb" for problem in models.PROBLEMS.values()]
+LINES = 200  # of a cell
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+each_lesson = pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """run(path) gives the notebook's code cells after a run in an empty folder, without the repository on the path."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-
-    def run(path):
-        alone = tmp_path / "alone"
-        alone.mkdir()
-        shutil.copy(path, alone)
-        notebook = nbformat.read(alone / path.name, as_version=4)
-        nbclient.NotebookClient(
-            notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(alone)}}
-        ).execute()
-        assert [entry.name for entry in alone.iterdir()] == [path.name], (
-            "a notebook leaves no files beside it"
-        )
-        return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-    return run
+def cells_of(path: Path) -> list:
+    return nbformat.read(path, as_version=4).cells
 
 
-def shown(cells) -> str:
+def run(path: Path, folder: Path) -> list:
+    """The notebook's code cells after a run in `folder`."""
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(folder)}}
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text_of(cells) -> str:
     """All text that the cells printed or displayed."""
     outputs = [output for cell in cells for output in cell.outputs]
-    assert not [output for output in outputs if output.output_type == "error"]
-    texts = [output.get("text", "") for output in outputs]
-    texts += [
-        output.data.get(kind, "")
-        for output in outputs
-        if "data" in output
-        for kind in ("text/markdown", "text/html")
-    ]
-    return "\n".join(texts)
+    return "\n".join(
+        [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
+    )
 
 
-def tables(text: str) -> int:
-    """How many of compare.py's tables there are, by their heads."""
-    return len(re.findall(r"^  variant +ms +× eager", text, re.M))
-
-
-def plots(cells) -> int:
+def pictures(cells) -> int:
     return sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs_alone(path, run):
-    cells = run(path)
-    text = shown(cells)
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    """Few samples, and no repository but what a notebook finds."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("LESSON_BATCH", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+# ------------------------------------------------------------------------------------------------------------ they run
+
+
+PROMISES = {  # what must be in the text of a run, and how many pictures there are at least
+    "00_quickstart": (["epilogue: ", "✓ epilogue: ", "step 3: loss", "[3.0, 3.0, 4.0, 4.0, 5.0]"], 5),
+    "own_kernel": (["✓ (65, 33)", "SUCCESS", "[-1.0, 0.0, 6.0]", "nonsense"], 2),
+    "training": (["times as fast", "✓ epilogue: ", "bit for bit the same"], 3),
+    "the_constant_output": (["allclose: True", "5 of 5 draws", "samples with NaN: ", "✓ epilogue: "], 3),
+}
+
+
+@each_notebook
+def test_runs(path):
+    before = sorted(FOLDER.iterdir())
+    cells = run(path, FOLDER)
+    text, (promises, count) = text_of(cells), PROMISES.get(path.stem, (["✓ epilogue: ", " × eager; "], 4))
     assert "CPU: " in text, "the environment in a line"
-    if path.stem == "00_quickstart":
-        assert text.count(", train: passes") >= 4 and tables(text) == 4 and plots(cells) == 1
-    if path in WALKTHROUGHS:
-        problem = export.models.PROBLEMS[export.problems_of(nbformat.read(path, as_version=4).cells)[0]]
-        assert f"<p>kernels/{problem.name}.cpp</p>" in text, "the kernel's source"
-        assert "predicted speed-up: " in text and "| measured speed-up |" in text
-        assert "epilogue, forward: passes" in text and "epilogue, train_dx: passes" in text
-        assert tables(text) == 2 + len(problem.timed_cases), (
-            "forward, training, and training where it matters"
-        )
-        assert plots(cells) == 2, "forward and training"
+    assert [promise for promise in promises if promise not in text] == []
+    assert pictures(cells) >= count and pictures(cells[:3]) >= 1, "the first on the first screen"
+    assert [each for each in sorted(FOLDER.iterdir()) if each not in before and each.suffix] == []
 
 
-@pytest.mark.parametrize("path", WALKTHROUGHS, ids=lambda path: path.stem)
-def test_what_it_shows_of_a_kernel_exists_for_cpu_and_gpu(path):
-    cells = nbformat.read(path, as_version=4).cells
-    source, [name] = "\n".join(cell.source for cell in cells), export.problems_of(cells)
-    [call] = re.findall(r'walkthrough\.show\(problem\.name, device, cpp="(.+?)", cuda="(.+?)"\)', source)
-    fused = re.findall(r'walkthrough\.show\(f"{problem\.name}_fused", "cuda", cpp="", cuda="(.+?)"\)', source)
-    for suffix, start in [*zip((".cpp", ".cu"), call), *(("_fused.cu", start) for start in fused)]:
-        assert start in (export.FOLDER / "kernels" / f"{name}{suffix}").read_text(encoding="utf-8")
+def test_a_copy_runs_alone(tmp_path, monkeypatch):
+    """In an empty folder; its first cell holds the sources, and opens with what Colab needs."""
+    monkeypatch.setenv("INLINE_LOADER_CACHE", str(tmp_path / "cache"))
+    copy = tmp_path / "empty" / "own_kernel.ipynb"
+    copy.parent.mkdir()
+    copy.write_text(alone.copy(FOLDER / copy.name, alone.cell(alone.archive())), encoding="utf-8")
+    first = cells_of(copy)[0]
+    assert first.id == alone.CELL_ID and "Colab" in first.source.splitlines()[1] and "T4" in first.source
+    [packages] = re.findall(r"pip install ((?:\"[^\"]+\" ?)+)$", first.source, flags=re.M)
+    assert '"torch>=2.8"' in packages and "#" not in packages
+    cells = run(copy, copy.parent)
+    assert "[-1.0, 0.0, 6.0]" in text_of(cells) and list(copy.parent.iterdir()) == [copy]
 
 
-def test_there_is_a_walkthrough_for_every_problem():
-    assert set(WALKTHROUGHS) <= set(NOTEBOOKS)
+def test_copies_hold_what_they_need():
+    """Every module and kernel of the repository, and the same each time; nothing of the repository is searched for."""
+    archive = alone.archive()
+    assert archive == alone.archive()
+    files = {
+        str(each.relative_to(alone.ROOT)) for pattern in alone.PARTS for each in alone.ROOT.glob(pattern)
+    }
+    assert {"compare.py", "kernels/host.h", "problems/__init__.py", "notebooks/walkthrough.py"} <= files
+    for path in NOTEBOOKS:
+        assert "make notebooks-alone" not in alone.copy(path, "x")
+
+
+# ---------------------------------------------------------------------------------------------------- what is committed
+
+
+def test_there_is_a_lesson_for_every_problem():
+    assert set(LESSONS) <= set(NOTEBOOKS) and len(NOTEBOOKS) == 8
+
+
+@each_notebook
+def test_rules(path):
+    content, cells = json.loads(path.read_text(encoding="utf-8")), cells_of(path)
+    ids = [cell["id"] for cell in content["cells"]]
+    assert len(set(ids)) == len(ids) and ids[0] == "title"
+    assert path.stat().st_size <= execute.LARGEST
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    assert code[0].id == alone.CELL_ID and code[0].source == SOURCES, "imports from the repository, no copies"
+    assert [cell.id for cell in code if len(cell.source.splitlines()) > LINES] == []
+    assert not any(execute.RUNGS in output.get("data", {}) for cell in code for output in cell.outputs)
+
+
+SOURCES = nbformat.read(FOLDER / "00_quickstart.ipynb", as_version=4).cells[1].source
+
+
+@each_notebook
+def test_outputs_are_those_of_a_gpu(path):
+    notebook = nbformat.read(path, as_version=4)
+    stamp = notebook.metadata["stamp"]
+    assert stamp["gpu"] and stamp["driver"] and stamp["torch"] and stamp["commit"]
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert stamp["gpu"] in text_of([cell for cell in notebook.cells if cell.cell_type == "code"])
+    assert outputs and not [output for output in outputs if output.output_type == "error"]
+
+
+# ----------------------------------------------------------------------------------------------------- the first rung
+
+
+PASTED = """
+import torch
+torch.manual_seed(0)
+reference, model = Model(*get_init_inputs()).eval(), ModelNew(*get_init_inputs()).eval()
+model.load_state_dict(reference.state_dict())
+x = [t[:2] for t in get_inputs()]
+torch.testing.assert_close(model(*x), reference(*x), rtol=1e-4, atol=1e-4)
+print("as the reference")
+"""
+
+
+@each_lesson
+def test_first_rung_can_be_pasted(path, tmp_path):
+    """The cell `paste` by itself, in an empty folder: Model, a plain kernel, ModelNew, and KernelBench's two functions."""
+    [source] = [cell.source for cell in cells_of(path) if cell.id == "paste"]
+    kernels = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    kernels = [text for text in kernels if isinstance(text, str) and text.count("\n") > 10]
+    assert kernels and max(text.count("\n") for text in kernels) <= 120
+    (tmp_path / "cell.py").write_text(source + PASTED, encoding="utf-8")
+    done = subprocess.run([sys.executable, "cell.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("as the reference\n"), done.stderr

@@ -5,6 +5,7 @@
 // r·clamp((r + 3)/6, 0, 1), where r = max(v, 0); NaN stays NaN.
 template <class T> HOST_DEVICE T relu_hardswish(T v) {
   const T r = maximum(v, T(0));
+  // The formula of conv2d_relu_hardswish.
   return r * clamp((r + 3) / 6, T(0), T(1));
 }
 
