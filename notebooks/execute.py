@@ -6,7 +6,8 @@ With a GPU the repository's notebooks themselves get the outputs, with a stamp i
 benchmarks/results/ladders/ the ladders of kernels that they climbed, for readers without a GPU; --into takes all of it to the same
 places below another folder, build/ where there is no GPU. Sources and cell ids stay as they are.
 
-While a cell tagged `timed` runs, the other notebooks stand still: their processes are stopped, but for compilers that they started.
+While a cell tagged `timed` runs, the other notebooks stand still: their processes are stopped, but for compilers that they started. Not for
+longer than `PATIENCE` seconds, because one of them might hold a lock that the cell waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -34,6 +35,7 @@ from benchmarks import report  # noqa: E402
 NOTEBOOKS = ROOT / "notebooks"
 RUNGS = "application/vnd.rungs+json"  # of walkthrough.Ladder
 TIMED = "timed"  # the tag
+PATIENCE = 15
 LARGEST = 500_000  # bytes, of a notebook with outputs
 STAMP = ("date", "gpu", "driver", "cpu", "torch", "cuda", "commit")
 
@@ -43,29 +45,37 @@ class Client(NotebookClient):
 
     running: list[Client] = []
     turn = asyncio.Lock()
+    timed = 0.0  # seconds in such cells
+    at = ""  # the cell that runs
 
     async def async_execute_cell(self, cell, *arguments, **options):
+        self.at = cell.id
         if self not in Client.running:
             Client.running.append(self)
         if TIMED not in cell.metadata.get("tags", ()):
             return await super().async_execute_cell(cell, *arguments, **options)
         async with Client.turn:
+            start = time.perf_counter()
             others = [client for client in Client.running if client is not self]
-            for client in others:
-                client.signal(signal.SIGSTOP)
+            send(signal.SIGSTOP, others)
+            limit = asyncio.get_running_loop().call_later(PATIENCE, send, signal.SIGCONT, others)
             try:
                 return await super().async_execute_cell(cell, *arguments, **options)
             finally:
-                for client in others:
-                    client.signal(signal.SIGCONT)
-
-    def signal(self, number: int) -> None:
-        if self.km and self.km.has_kernel:
-            os.kill(self.km.provisioner.pid, number)
+                limit.cancel()
+                send(signal.SIGCONT, others)
+                self.timed += time.perf_counter() - start
 
 
-async def execute(path: Path, into: Path, stamp: dict, gate: asyncio.Semaphore) -> bool:
-    """Runs a notebook and writes it, as *.failed.ipynb if it fails; did it not?"""
+def send(number: int, clients: list[Client]) -> None:
+    """Sends a signal to the processes of notebooks."""
+    for client in clients:
+        if client.km and client.km.has_kernel:
+            os.kill(client.km.provisioner.pid, number)
+
+
+async def execute(path: Path, into: Path, stamp: dict, gate: asyncio.Semaphore, seconds: float) -> bool:
+    """Runs a notebook, for so many seconds at most, and writes it, as *.failed.ipynb if it fails; did it not?"""
     notebook, wrong = nbformat.read(path, as_version=4), None
     metadata = dict(notebook.metadata)
     client = Client(
@@ -74,11 +84,15 @@ async def execute(path: Path, into: Path, stamp: dict, gate: asyncio.Semaphore) 
     )  # fmt: skip
     async with gate:
         start = time.perf_counter()
+        limit = asyncio.get_running_loop().call_later(seconds, send, signal.SIGKILL, [client])
         try:
             await client.async_execute()
         except CellExecutionError as error:
             wrong = str(error)
+        except DeadKernelError:
+            wrong = f"died, or its time was over, in cell {client.at}"
         finally:
+            limit.cancel()
             if client in Client.running:
                 Client.running.remove(client)
     ladders = tidied(notebook, metadata, stamp)
@@ -86,7 +100,8 @@ async def execute(path: Path, into: Path, stamp: dict, gate: asyncio.Semaphore) 
     size = len(text.encode())
     if size > LARGEST:
         wrong = wrong or f"{size:,} bytes with outputs, {LARGEST:,} are allowed"
-    print(f"{path.stem}: {time.perf_counter() - start:.0f} s, {size:,} bytes", wrong or "", flush=True)
+    took = f"{time.perf_counter() - start:.0f} s, {client.timed:.0f} of them timed"
+    print(f"{path.stem}: {took}, {size:,} bytes", wrong or "", flush=True)
     _write(into / "notebooks" / (f"{path.stem}.failed.ipynb" if wrong else path.name), text)
     for name, ladder in ladders.items():
         text = json.dumps(ladder, indent=1, ensure_ascii=False) + "\n"
@@ -110,12 +125,12 @@ def tidied(notebook: nbformat.NotebookNode, metadata: dict, stamp: dict) -> dict
     return ladders
 
 
-async def run(paths: list[Path], into: Path, jobs: int) -> bool:
+async def run(paths: list[Path], into: Path, jobs: int, seconds: float) -> bool:
     """Did all of the notebooks run?"""
     stamp = {key: value for key, value in report.record([]).items() if key in STAMP}
     stamp["commit"] = stamp["commit"] or os.environ.get("COMMIT")
     gate = asyncio.Semaphore(jobs)
-    return all(await asyncio.gather(*[execute(path, into, stamp, gate) for path in paths]))
+    return all(await asyncio.gather(*[execute(path, into, stamp, gate, seconds) for path in paths]))
 
 
 def _write(path: Path, text: str) -> None:
@@ -128,9 +143,10 @@ def main() -> int:
     parser.add_argument("notebooks", nargs="*", type=Path, help="default: all")
     parser.add_argument("--into", type=Path, default=ROOT if torch.cuda.is_available() else ROOT / "build")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at once")
+    parser.add_argument("--seconds", type=float, default=1800, help="at most, for each")
     options = parser.parse_args()
     paths = [path.resolve() for path in options.notebooks] or sorted(NOTEBOOKS.glob("*.ipynb"))
-    return int(not asyncio.run(run(paths, options.into, options.jobs)))
+    return int(not asyncio.run(run(paths, options.into, options.jobs, options.seconds)))
 
 
 if __name__ == "__main__":

@@ -369,8 +369,9 @@ class Ladder:
     def _peers(self) -> dict[str, float]:
         """The best exact peer's speed-up over eager in the newest record of this GPU, by its name."""
         item, batch = record(), len(self.x)
+        phase = "forward_grad" if self.phase == "forward" else self.phase  # what records have
         rows = [
-            row for row in item["rows"] if (row["problem"], row["phase"]) == (self.problem.name, self.phase)
+            row for row in item["rows"] if (row["problem"], row["phase"]) == (self.problem.name, phase)
             and row["shape"][0] == batch and row.get("inputs", "default") == "default" and row["ok"] and row["median_ms"]
             and charts.is_peer(row)
         ]  # fmt: skip
@@ -386,7 +387,8 @@ class Ladder:
         if self.recorded:
             names = [row["name"] for row in self.rows]
             rows = [row for row in self.recorded["rows"] if row["name"] in names]
-            ladders.append((self.recorded["title"], rows, {}))
+            title = f"{self.recorded['title']}, {self.recorded['date'][:10]}"
+            ladders.append((title, rows, {}))
         data = {"name": f"{self.problem.name}-{self.phase}", "title": here, "rows": self.rows}
         picture(charts.ladder(ladders), **({RUNGS: data} if self.device == "cuda" else {}))
 

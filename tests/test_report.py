@@ -162,3 +162,56 @@ def test_readme_ten_lines():
         [sys.executable, "-c", code], cwd=report.ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.stdout == printed, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- the lessons' pictures
+
+
+def texts_of(figure) -> list[str]:
+    return [text.get_text() for axis in figure.axes for text in axis.texts]
+
+
+def hatches_of(figure) -> list[bool]:
+    return [bool(bar.get_hatch()) for axis in figure.axes for bar in axis.patches]
+
+
+def test_a_ladder_shows_prediction_and_error():
+    right = {"name": "a", "ms": 2.0, "eager_ms": 8.0, "predicted_ms": 1.0, "ok": True, "error": 0.5}
+    wrong = right | {"name": "b", "ms": 16.0, "predicted_ms": None, "ok": False, "error": 900.0}
+    figure = charts.ladder([("here", [right, wrong], {"compile": 3.0}), ("there", [right], {})])
+    assert texts_of(figure) == [
+        "4.00× · 2 ms · predicted 1",
+        "0.50× · 16 ms · error 900 × eager’s",
+        " compile 3.00×",
+        "4.00× · 2 ms · predicted 1",
+    ]
+    assert hatches_of(figure) == [False, True, False]
+
+
+def test_a_roofline_puts_work_over_bytes():
+    point = {"name": "a", "ms": 2.0, "bytes": 10.0, "operations": 40.0}
+    figure = charts.roofline([point], {"memory": 1e9, "float32": 2e9}, "here")
+    [axis] = figure.axes
+    assert [line.get_xydata().tolist() for line in axis.lines][1:] == [[[4.0, 20e-9]]]
+    assert "float32: 2 TFLOP/s" in texts_of(figure) and "memory: 1 TB/s" in texts_of(figure)
+
+
+def test_errors_are_hatched_past_the_limit():
+    rows = [
+        {"variant": name, "number": 1, "error_vs_eager": error} for name, error in (("a", 1.9), ("b", 513.0))
+    ]
+    figure = charts.errors(rows, "here")
+    assert hatches_of(figure) == [False, True] and texts_of(figure) == ["1.90×", "513×"]
+
+
+def test_the_lessons_other_pictures():
+    figure = charts.passes({"eager": {"a": (2e6, 1e6), "b": (1e6, 1e6)}, "ours": {"all": (2e6, 1e6)}})
+    assert [text for text in texts_of(figure) if "MB" in text] == ["5 MB", "3 MB"]
+    row = {"name": "a_b", "usual_s": 30.0, "ours_s": 3.0, "warm_s": 0.1}
+    assert texts_of(charts.builds([row], "here")) == [
+        "load_inline 30 s",
+        "ours 3 s",
+        "ours, from the cache 0.1 s",
+    ]
+    figure = charts.against({"eager": {1: 2.0, 2: 4.0}, "ours": {1: 1.0, 2: 1.0}}, "batch", "ms", "here")
+    assert texts_of(figure) == ["eager", "ours"]
