@@ -327,7 +327,7 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
     """Ladders side by side as a matplotlib figure, each (title, rungs, peers): a bar per rung with its speed-up over eager, a diamond where
     it was predicted, hatched where it misses the rule; a dashed line per peer's speed-up.
 
-    A rung: name, ms, eager_ms, predicted_ms (or None), ok, error (as a multiple of eager's).
+    A rung: name, ms, eager_ms, predicted_ms (or None), ok; error, as a multiple of eager's, if it is a number.
     """
     from matplotlib import pyplot
 
@@ -341,18 +341,14 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
                 speedup = rung["eager_ms"] / rung["ms"]
                 guess = rung["eager_ms"] / rung["predicted_ms"] if rung["predicted_ms"] else None
                 hatch = None if rung["ok"] else "////"
-                axis.barh(y, speedup - 1, left=1, height=0.7, color=OURS if rung["ok"] else COLOURS["epilogue"], hatch=hatch, edgecolor="#222222", linewidth=0.5)  # fmt: skip
+                axis.barh(y, speedup - 1, left=1, height=0.7, color=COLOURS.get(rung["name"].split()[0], OURS), hatch=hatch, edgecolor="#222222", linewidth=0.5)  # fmt: skip
                 text = f"{speedup:.2f}× · {rung['ms']:.3g} ms"
                 if guess:
                     axis.plot(guess, y, marker="D", color="#ffffff", markeredgecolor="#222222", markersize=5)
                     text += f" · predicted {rung['predicted_ms']:.3g}"
-                text += (
-                    ""
-                    if rung["ok"]
-                    else f" · error {rung['error']:,.3g} × eager’s"
-                    if rung["error"]
-                    else " · not finite"
-                )
+                if not rung["ok"]:
+                    error = rung.get("error")
+                    text += f" · error {error:,.3g} × eager’s" if error else " · wrong"
                 axis.annotate(text, (max(speedup, guess or 1, 1), y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8)  # fmt: skip
                 shown += [speedup, guess or 1.0]
             for name, speedup in peers.items():
@@ -500,7 +496,7 @@ def builds(rows: list[dict], title: str):
 
 def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, log: bool = True):
     """Curves as a matplotlib figure, each of its own mark and line, named at its end: series name to {x: y}."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     with pyplot.rc_context(STYLE):
         figure, [axis] = _figure(1, 3.6, title)
@@ -524,6 +520,8 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
             ticks = sorted({tick for points in series.values() for tick in points})
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axis.minorticks_off()
+            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
         axis.set(xlabel=x, ylabel=y)
         first, last = axis.get_xlim()
         axis.set_xlim(first, last * (last / first) ** 0.2 if log else last + 0.2 * (last - first))

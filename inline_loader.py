@@ -49,7 +49,7 @@ import loader_cache as cache
 import loader_source
 import loader_toolchain as toolchain
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
-from loader_report import BuildError, Status, first_error
+from loader_report import BuildError, Status, first_error, in_notebook
 from loader_source import Header, Launcher, gather, host_source, macros, parse_launchers, read, trampolines
 from loader_toolchain import STABLE_ABI
 
@@ -518,7 +518,8 @@ def _load_unit(unit: Unit, place: str = "") -> Operators:
                 )
             folder = cache.cache_folder() / unit.namespace
             if _load_cached(folder):
-                print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=sys.stderr)
+                out = sys.stdout if in_notebook() else sys.stderr  # which a notebook shows as an error
+                print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=out)
             else:
                 with cache.naming(folder.parent):
                     _build_once(unit, folder, place)

@@ -27,7 +27,8 @@ class BuildError(RuntimeError):
         self.log, self.log_path = log, log_path
 
     def _repr_html_(self) -> str:
-        first = f'<pre style="color: #b00020">{html.escape(str(self))}</pre>'
+        style = "background: #fdecee; color: #8c0018; padding: 0.5em"  # its own background: pages are light or dark
+        first = f'<pre style="{style}">{html.escape(str(self))}</pre>'
         log = f"<details><summary>the compiler's log</summary><pre>{html.escape(self.log)}</pre></details>"
         return first + log if self.log else first
 

@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -118,9 +119,12 @@ def tidied(notebook: nbformat.NotebookNode, metadata: dict, stamp: dict) -> dict
             if RUNGS in data:
                 found = data.pop(RUNGS)
                 ladders[found.pop("name")] = stamp | found
+            if "text" in output:  # whether a kernel was built before
+                output["text"] = re.sub(r"^inline_loader: .* cached\n", "", output["text"], flags=re.M)
         cell.get("metadata", {}).pop("execution", None)
         if "outputs" in cell:
-            cell.outputs = [each for each in cell.outputs if each.get("data") != {"text/plain": ""}]
+            empty = {"text/plain": ""}, ""  # a status line that was taken away
+            cell.outputs = [each for each in cell.outputs if each.get("data", each.get("text")) not in empty]
     notebook.metadata = metadata | {"stamp": stamp}
     return ladders
 
