@@ -1,0 +1,632 @@
+// The gradients of weight and of the parameters, of pool's fused backward, whose formulas are there.
+//   strip_kernel    of a strip of tile rows of a sample: the sums that ΣXXᵀ and ΣX are made of, of x less its
+//                   shift; Σ slope·dz·X; sums of dz, dz·(v - mean), dy·z
+//   sample_kernel   constant and linear; a sample's gradients
+//   total_kernel    those added up
+//
+// ΣXXᵀ depends on the difference of two kernel rows only, but for the first and last rows of x. With q the row of x
+// under the upper one of two units, both of which have the same position in the other direction,
+//   (ΣXXᵀ)[unit in kernel row a ≥ b][unit in kernel row b] = Σ R(q)[unit in kernel row a - b][unit in kernel row 0]
+// over the rows q from b to b + OH - 1, where R(q) = ΣXXᵀ over the positions of row q alone. Of most rows, which are
+// the same for all b, the sum is enough; the others (KERNEL_H - 1 at either end, `frame`) are kept one by one.
+#pragma once
+#include "conv2d_groupnorm_scale_maxpool_clamp_backward.cuh"
+
+namespace {
+
+// ------------------------------------------------------------------------------------------------------ tiles
+
+// A tile has POOL_H rows of positions, a row of windows where there is one, and up to kTileColumns columns. Those
+// that follow begin with a whole window.
+constexpr int kPixels = columns_for(POOL_H), kTileColumns = kPixels - KERNEL_W + 1;
+constexpr int kTileWindows = kTileColumns / POOL_W;
+static_assert(kPixels <= 16 * kSteps, "a row of a tile is one sum of a tensor core");
+using TileStage = Stage<POOL_H, kTileColumns>;
+
+__device__ __forceinline__ double warp_sum(double value) {
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+  return value;
+}
+
+constexpr int kSampled = 128;  // pixels of a plane
+
+// Of each channel in, the mean of pixels that are spread evenly. Any constant near x would do.
+__device__ __forceinline__ void find_shift(float* shift, const value_t* sample, int size) {
+  const int lane = threadIdx.x % 32, count = min(size, kSampled);
+  for (int c = threadIdx.x / 32; c < CHANNELS_IN; c += kWarps) {
+    double sum = 0;
+#pragma unroll
+    for (int i = lane; i < kSampled; i += 32)
+      if (i < count) sum += float(sample[int64_t(c) * size + int64_t(i) * size / count]);
+    sum = warp_sum(sum);
+    if (lane == 0) shift[c] = float(sum / count);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ Gram matrix
+
+// R has the rows of all units, one of ones, which give ΣX, and zeros; and the columns of kernel row 0. Its tiles are
+// two units' rows and one unit's columns.
+constexpr int kColumnUnits = kPlanes * KERNEL_W, kPairs = kUnits / 2 + 1;
+constexpr int kGramTiles = kPairs * kColumnUnits, kGramSize = kGramTiles * 128;
+constexpr int kFrameRows = 2 * (KERNEL_H - 1);
+HOST_DEVICE constexpr int unit_of_column(int column) { return column / KERNEL_W * kTaps + column % KERNEL_W; }
+// An element, as lanes hold them. Row and column count channels.
+HOST_DEVICE constexpr int gram_element(int row, int column) {
+  const int tile = row / 16 * kColumnUnits + column / 8;
+  return tile * 128 + (row % 8 * 4 + column % 8 / 2) * 4 + row / 8 % 2 * 2 + column % 2;
+}
+// The element of R that belongs to two places in a patch, and the kernel row b.
+struct GramPlace {
+  int element, row;
+};
+HOST_DEVICE constexpr GramPlace gram_place(int a, int b) {
+  const int row_a = a / 8 % kTaps / KERNEL_W, row_b = b / 8 % kTaps / KERNEL_W;
+  const int upper = row_a < row_b ? a : b, lower = row_a < row_b ? b : a, row = row_a < row_b ? row_a : row_b;
+  const int column = upper / 8 / kTaps * KERNEL_W + upper / 8 % KERNEL_W;
+  return {gram_element(lower - row * KERNEL_W * 8, column * 8 + upper % 8), row};
+}
+HOST_DEVICE constexpr GramPlace patch_sum_place(int a) {
+  const int column = a / 8 / kTaps * KERNEL_W + a / 8 % kTaps % KERNEL_W;
+  return {gram_element(kDepth, column * 8 + a % 8), a / 8 % kTaps / KERNEL_W};
+}
+
+// Where R(q) of a sample is kept by itself, if it is.
+__device__ __forceinline__ int frame_row(int q, Geometry geometry) {
+  const int height = geometry.height(), inner = height > KERNEL_H - 1 ? height - (KERNEL_H - 1) : 0;
+  return q < KERNEL_H - 1 ? q : q >= height ? q - inner : -1;
+}
+
+// A role is up to kRoleTiles of those tiles, of whole pairs if possible; warps with the same role take turns with the
+// rows. The blocks that see the same pixels share the roles.
+constexpr int kRoleTiles = kColumnUnits < 9 ? 9 / kColumnUnits * kColumnUnits : 9;
+constexpr int kRoles = (kGramTiles + kRoleTiles - 1) / kRoleTiles;
+
+// Adds the products of a role, of `columns` positions of a row of the stage, whose first is at `address`, to `total`
+// of the lane; or puts them there.
+template <int kRole>
+__device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t address, uint32_t zeros, int columns,
+                                              float factor) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t part = address + lane / 16 * TileStage::kPartBytes;
+  float d[kRoleTiles][4];
+#pragma unroll
+  for (int i = 0; i < kRoleTiles * 4; i++) (&d[0][0])[i] = 0;
+#pragma unroll 1
+  for (int column = lane % 16; column - lane % 16 < columns; column += 16) {
+    const bool real = column < columns;
+    const uint32_t pixel = part + (real ? column * 16 : 0);
+    // High halves of 16 positions, then low ones, as fragments of B; or half of A's. Columns are zero where there
+    // is no position.
+    uint32_t of_column[kColumnUnits][4], of_row[2][4];
+    for_constants<kRoleTiles < kColumnUnits ? kRoleTiles : kColumnUnits>([&](auto constant) {
+      constexpr int own = (kRole * kRoleTiles + decltype(constant)::value) % kColumnUnits;
+      load_matrices_transposed(of_column[own], real ? pixel + TileStage::offset(unit_of_column(own)) : zeros);
+    });
+    for_constants<kRoleTiles>([&](auto constant) {
+      constexpr int i = decltype(constant)::value, index = kRole * kRoleTiles + i;
+      if constexpr (index < kGramTiles) {
+        constexpr int unit = index / kColumnUnits * 2, own = index % kColumnUnits;
+        if constexpr (i == 0 || own == 0)
+          for_constants<2>([&](auto second) {
+            constexpr int u = unit + decltype(second)::value;
+            uint32_t(&to)[4] = of_row[decltype(second)::value];
+            if constexpr (u >= kUnits) {
+              to[0] = to[1] = u == kUnits ? 0x3c003c00 : 0, to[2] = to[3] = 0;
+            } else if constexpr (u % kTaps < KERNEL_W && kColumnUnits <= kRoleTiles) {
+#pragma unroll
+              for (int j = 0; j < 4; j++) to[j] = of_column[u / kTaps * KERNEL_W + u % kTaps][j];
+            } else {
+              load_matrices_transposed(to, pixel + TileStage::offset(u));
+            }
+          });
+        const uint32_t high[4] = {of_row[0][0], of_row[1][0], of_row[0][1], of_row[1][1]};
+        const uint32_t low[4] = {of_row[0][2], of_row[1][2], of_row[0][3], of_row[1][3]};
+        multiply_add(d[i], low, of_column[own][0], of_column[own][1]);
+        multiply_add(d[i], high, of_column[own][2], of_column[own][3]);
+        multiply_add(d[i], high, of_column[own][0], of_column[own][1]);
+      }
+    });
+  }
+#pragma unroll
+  for (int i = 0; i < kRoleTiles; i++) {
+    const int index = kRole * kRoleTiles + i, first = index / kColumnUnits * 2;
+    if (index >= kGramTiles) continue;
+    const float of_first = first == kUnits ? factor : factor * factor;
+    const float of_second = first + 1 == kUnits ? factor : factor * factor;
+    const float4 before = add ? total[i * 32] : make_float4(0, 0, 0, 0);
+    total[i * 32] = make_float4(before.x + d[i][0] * of_first, before.y + d[i][1] * of_first,
+                                before.z + d[i][2] * of_second, before.w + d[i][3] * of_second);
+  }
+}
+
+// ----------------------------------------------------------------------------------------------- sparse product
+
+constexpr int kArea = POOL_H * POOL_W;
+// A product takes 16 positions: some windows, or part of one.
+constexpr int kStepWindows = kArea < 16 ? 16 / kArea : 1, kWindowSteps = (kArea + 15) / 16;
+constexpr int kHeldWindows = (kTileWindows + kStepWindows - 1) / kStepWindows * kStepWindows;
+constexpr int kRounds = (kHeldWindows + 31) / 32;       // a lane has one window of each
+constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
+constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
+
+// The gradients that windows of a tile select, as elements of A: (high, low) by window and channel, each in the
+// half of the register that holds its position's; the number of that register among the window's; and by channel
+// what undoes its scale.
+struct Held {
+  uint2 halves[kHeldWindows][kHeldPitch];
+  uint8_t pair[kHeldWindows][kHeldPitch + 3];
+  float unscale[kBlockChannels];
+};
+
+// A role is 32 channels out and up to kRoleUnits units; warps with the same role take turns with the windows.
+constexpr int kUnitGroups = (kUnits + 4) / 5, kRoleUnits = (kUnits + kUnitGroups - 1) / kUnitGroups;
+constexpr int kBlockUnits = kUnitGroups > 1 ? 2 : 1, kSparseGroups = 4 / kBlockUnits;
+constexpr int kSparsePasses = (kUnitGroups + kBlockUnits - 1) / kBlockUnits;
+
+// Adds a role's products of a tile's `windows` to `total`. The role's channels are those from `first_channel` on.
+template <int kGroupOfUnits>
+__device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address, const Held& held,
+                                                int first_channel, int windows, int group, float factor) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const uint32_t part = address + lane / 16 * TileStage::kPartBytes;
+  const int steps = (windows + kStepWindows - 1) / kStepWindows * kWindowSteps;
+  // Which of the step's windows a position belongs to.
+  const auto window_of = [](int k) { return kStepWindows > 1 ? k / kArea : 0; };
+  const int own_window = window_of(lane % 16);
+  for (int first = group; first < steps; first += kSparseGroups * kSteps) {
+    float d[2][kRoleUnits][4];
+#pragma unroll
+    for (int i = 0; i < 2 * kRoleUnits * 4; i++) (&d[0][0][0])[i] = 0;
+#pragma unroll 1
+    for (int step = first; step < min(steps, first + kSparseGroups * kSteps); step += kSparseGroups) {
+      const int window = step / kWindowSteps * kStepWindows, begin = step % kWindowSteps * 16;
+      uint32_t high[2][4], low[2][4];
+#pragma unroll
+      for (int row = 0; row < 4; row++) {
+        const int channel = first_channel + row * 8 + g;
+        uint2 halves;
+        int pair;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int k = 2 * t + 8 * half, of_step = window_of(k);
+          const bool real = of_step < kStepWindows;
+          if (half == 0 || kStepWindows > 1) {
+            halves = held.halves[window + (real ? of_step : 0)][channel];
+            pair = held.pair[window + (real ? of_step : 0)][channel];
+          }
+          const bool here = real && pair == (begin + k - of_step * kArea) / 2;
+          high[row / 2][row % 2 + 2 * half] = here ? halves.x : 0;
+          low[row / 2][row % 2 + 2 * half] = here ? halves.y : 0;
+        }
+      }
+      const int place = begin + lane % 16 - own_window * kArea;
+      const bool real = own_window < kStepWindows && place < kArea;  // others meet zeros in A
+      const int column = (window + own_window) * POOL_W + place % POOL_W;
+      const uint32_t pixel = part + (real ? TileStage::offset(place / POOL_W, column) : 0);
+      for_constants<kRoleUnits>([&](auto constant) {
+        constexpr int i = decltype(constant)::value, index = kGroupOfUnits * kRoleUnits + i;
+        if constexpr (index < kUnits) {
+          uint32_t unit[4];
+          load_matrices_transposed(unit, pixel + TileStage::offset(index));
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            multiply_add(d[m][i], low[m], unit[0], unit[1]);
+            multiply_add(d[m][i], high[m], unit[2], unit[3]);
+            multiply_add(d[m][i], high[m], unit[0], unit[1]);
+          }
+        }
+      });
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const float unscale = held.unscale[first_channel + m * 16 + half * 8 + g] * factor;
+#pragma unroll
+        for (int i = 0; i < kRoleUnits; i++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) total[m][i][half * 2 + j] += d[m][i][half * 2 + j] * unscale;
+      }
+  }
+}
+
+// values[i] summed over the warp, in lane i.
+template <int kOffset = 16> __device__ __forceinline__ float transposed_sum(float (&values)[32]) {
+  const bool upper = threadIdx.x & kOffset;
+#pragma unroll
+  for (int i = 0; i < kOffset; i++) {
+    const float given = upper ? values[i] : values[i + kOffset];
+    const float kept = upper ? values[i + kOffset] : values[i];
+    values[i] = kept + __shfl_xor_sync(~0u, given, kOffset);
+  }
+  if constexpr (kOffset > 1) return transposed_sum<kOffset / 2>(values);
+  else return values[0];
+}
+
+// What a lane needs of its windows, of the warp's channels.
+struct Windows {
+  float dy[kRounds][kWarpChannels], extreme[kRounds][kWarpChannels];
+  int place[kRounds][kWarpChannels];
+
+  // Of `windows` windows; the warp's first channel is c, and its first window there is element `first`.
+  __device__ __forceinline__ void load(const Saved& saved, int c, int64_t first, int64_t plane_size, int windows) {
+#pragma unroll
+    for (int round = 0; round < kRounds; round++)
+#pragma unroll
+      for (int i = 0; i < kWarpChannels; i++) {
+        const int window = round * 32 + threadIdx.x % 32;
+        const bool real = window < windows && c + i < CHANNELS_OUT;
+        const int64_t at = first + i * plane_size + window;
+        dy[round][i] = real ? float(saved.dy[at]) : 0.f, extreme[round][i] = real ? saved.extreme[at] : 0.f;
+        place[round][i] = real ? saved.index[at] : 0;
+      }
+  }
+
+  // Puts the gradients into `held`; sums of dz, dz·(v - mean), dy·z of channel i are lanes 3 i, 3 i + 1, 3 i + 2's.
+  __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels, int own,
+                                          int channel_count, int windows) const {
+    const int lane = threadIdx.x % 32;
+    float sums[32] = {};
+#pragma unroll
+    for (int i = 0; i < kWarpChannels; i++) {
+      float gradient[kRounds], parts[3] = {}, magnitude = 0;
+#pragma unroll
+      for (int round = 0; round < kRounds; round++) {
+        gradient[round] = 0;
+        if (round * 32 + lane < windows && own + i < channel_count)
+          gradient[round] = selected_gradient(saved, channels[own + i], dy[round][i], extreme[round][i], parts);
+        magnitude = fmaxf(magnitude, fabsf(gradient[round]));
+      }
+#pragma unroll
+      for (int j = 0; j < 3; j++) sums[i * 3 + j] = parts[j];
+      const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(magnitude));
+      const int exponent = fitting_exponent(__uint_as_float(bits));
+      if (lane == 0) held.unscale[own + i] = power_of_two(-exponent);
+#pragma unroll
+      for (int round = 0; round < kRounds; round++) {
+        const int window = round * 32 + lane;
+        if (window >= kHeldWindows) continue;
+        const Halves halves = split(gradient[round] * power_of_two(exponent), 0);
+        const int bits = place[round][i] % 2 * 16;
+        held.halves[window][own + i] = make_uint2(halves.high << bits, halves.low << bits);
+        held.pair[window][own + i] = uint8_t(place[round][i] / 2);
+      }
+    }
+    return transposed_sum(sums);
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ strips
+
+// What is merged in double, one after the other.
+struct Merged {
+  double *constant, *linear, *gradients, *weight;
+  Merged(double* from, int64_t N, int64_t G)
+      : constant(from),                           // (N, CHANNELS_OUT)
+        linear(constant + N * CHANNELS_OUT),      // (N, G)
+        gradients(linear + N * G),                // (4, N, CHANNELS_OUT) of conv_bias, norm, scale
+        weight(gradients + 4 * N * CHANNELS_OUT)  // (N, CHANNELS_OUT, kDepth)
+  {}
+};
+// And what is merged: of each strip, in float32.
+struct Partial {
+  float *shift, *gram, *frame, *sparse, *sums;
+  Partial(float* from, int64_t N, int64_t strips)
+      : shift(from),                                  // (N, CHANNELS_IN)
+        gram(shift + (N * CHANNELS_IN + 3) / 4 * 4),  // (N, strips, kGramSize)
+        frame(gram + N * strips * kGramSize),         // (N, kFrameRows, kGramSize)
+        sparse(frame + N * kFrameRows * kGramSize),   // (N, strips, CHANNELS_OUT, kDepth)
+        sums(sparse + N * strips * CHANNELS_OUT * kDepth) {}  // (N, strips, CHANNELS_OUT, 3)
+};
+
+// Blocks of a strip share the channels out, the units and the roles.
+constexpr int kStripBlocks = kChannelBlocks * kSparsePasses;
+constexpr int kBlockRoles = (kRoles + kStripBlocks - 1) / kStripBlocks;
+constexpr int kRoleWarps = kBlockRoles > 4 ? 8 : kBlockRoles > 2 ? 4 : kBlockRoles;  // with different roles
+constexpr int kGramGroups = kWarps / kRoleWarps;
+struct StripLayout {  // of shared memory: where each part begins
+  static constexpr int kHeld = TileStage::kBytes, kGram = kHeld + (sizeof(Held) + 15) / 16 * 16;
+  static constexpr int kRoleBytes = kRoleTiles * 512;  // of one group
+  static constexpr int kBytes = kGram + kGramGroups * kBlockRoles * kRoleBytes;
+  static_assert(2 * kBlockUnits * kRoleUnits * 1024 <= kBytes, "room to merge groups");
+};
+
+// Grid: strips, samples, kStripBlocks, the first fastest.
+__global__ void __launch_bounds__(kThreads, 2)
+strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, Geometry geometry) {
+#if __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ int largest[2];
+  __shared__ float shift[kPlanes * 8];
+  __shared__ Channel channels[kBlockChannels];
+  TileStage stage(shared, largest);
+  Held& held = *reinterpret_cast<Held*>(shared + StripLayout::kHeld);
+  float4* const grams = reinterpret_cast<float4*>(shared + StripLayout::kGram);
+  const int strip = blockIdx.x % geometry.strips, job = blockIdx.x / geometry.strips;
+  const int n = job % geometry.N, own_block = job / geometry.N, slot = n * geometry.strips + strip;
+  const int first_channel = own_block % kChannelBlocks * kBlockChannels, pass = own_block / kChannelBlocks;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int half = warp % 2, group = warp / 2 / kBlockUnits;
+  // Warps that share a scheduler have different units, not equally many.
+  const int of_block = (warp / 2 + group) % kBlockUnits, units = pass * kBlockUnits + of_block;
+  const value_t* sample = x + int64_t(n) * CHANNELS_IN * geometry.H * geometry.W;
+  const int pooled_width = geometry.pooled_width();
+  const int64_t pooled_size = int64_t(geometry.pooled_height()) * pooled_width;
+  const int own_channels = warp * kWarpChannels;
+  // Those with most units of the sparse product have the shorter role of the Gram matrix.
+  const int rank = kBlockUnits - 1 - of_block + kBlockUnits * (half + 2 * group), gram_group = rank / kRoleWarps;
+  const int row_end = min(geometry.tile_rows(), (strip + 1) * geometry.rows);
+  if (threadIdx.x < kBlockChannels && first_channel + threadIdx.x < CHANNELS_OUT)
+    channels[threadIdx.x] = channel_of(saved, shape, n, first_channel + threadIdx.x);
+  find_shift(shift, sample, geometry.H * geometry.W);
+  for (int i = threadIdx.x; i < kGramGroups * kBlockRoles * kRoleTiles * 32; i += kThreads)
+    grams[i] = make_float4(0, 0, 0, 0);
+  __syncthreads();  // the shift is there
+  if (strip == 0 && own_block == 0 && threadIdx.x < CHANNELS_IN)
+    partial.shift[n * CHANNELS_IN + threadIdx.x] = shift[threadIdx.x];
+
+  float total[2][kRoleUnits][4] = {}, sum = 0;
+  for (int row = strip * geometry.rows; row < row_end; row++)
+    for (int column = 0, columns; column < geometry.width(); column += columns) {
+      const int left = geometry.width() - column, window_column = column / POOL_W;
+      columns = left <= kTileColumns ? left : kTileWindows * POOL_W;
+      const int windows =
+          row < geometry.pooled_height() ? max(0, min(kTileWindows, pooled_width - window_column)) : 0;
+      TileStage::Pixels pixels;
+      Windows own;
+      TileStage::load(pixels, sample, shift, row * POOL_H, column, geometry);
+      const int64_t first_window = int64_t(row) * pooled_width + window_column;
+      own.load(saved, first_channel + own_channels,
+               (int64_t(n) * CHANNELS_OUT + first_channel + own_channels) * pooled_size + first_window, pooled_size,
+               windows);
+#pragma unroll 1
+      for (int flat = 0; flat < kWarpChannels * kRounds; flat++) {  // rarely any
+        const int c = own_channels + flat % kWarpChannels, window = flat / kWarpChannels * 32 + lane;
+        if (first_channel + c >= CHANNELS_OUT || !channels[c].flat || window >= windows) continue;
+        const float first =
+            first_of_window(saved, sample, first_channel + c, row, window_column + window, geometry);
+#pragma unroll
+        for (int i = 0; i < kWarpChannels * kRounds; i++)
+          if (i == flat) own.extreme[i / kWarpChannels][i % kWarpChannels] = first;
+      }
+      __syncthreads();  // the stage and what is held have been read
+      if (windows) sum += own.select(held, saved, channels, own_channels, CHANNELS_OUT - first_channel, windows);
+      const float factor = power_of_two(-stage.store(pixels));
+      __syncthreads();  // they are complete
+      const uint32_t address = shared_address(shared);
+      if (windows)
+        with_constant<kUnitGroups>(units, [&](auto constant) {
+          multiply_sparse<decltype(constant)::value>(total, address, held, half * 32, windows, group, factor);
+        });
+      for (int of_role = rank % kRoleWarps; of_role < kBlockRoles; of_role += kRoleWarps)
+        for (int i = gram_group; i < POOL_H; i += kGramGroups) {
+          const int q = row * POOL_H + i, frame = frame_row(q, geometry), role = own_block * kBlockRoles + of_role;
+          if (q >= geometry.H) break;
+          float4* const kept =
+              reinterpret_cast<float4*>(partial.frame + (int64_t(n) * kFrameRows + frame) * kGramSize) +
+              role * (kRoleTiles * 32);
+          float4* const own_total = grams + (gram_group * kBlockRoles + of_role) * (kRoleTiles * 32);
+          with_constant<kRoles>(role, [&](auto constant) {
+            multiply_gram<decltype(constant)::value>((frame < 0 ? own_total : kept) + lane, frame < 0 || column > 0,
+                                                     address + TileStage::offset(i, 0),
+                                                     address + TileStage::kZeros, columns, factor);
+          });
+        }
+    }
+  const int of_lane = first_channel + own_channels + lane / 3;
+  if (pass == 0 && lane < 3 * kWarpChannels && of_lane < CHANNELS_OUT)
+    partial.sums[(int64_t(slot) * CHANNELS_OUT + of_lane) * 3 + lane % 3] = sum;
+  __syncthreads();  // all products are complete
+  for (int i = threadIdx.x; i < kBlockRoles * kRoleTiles * 32; i += kThreads) {
+    const int at = own_block * kBlockRoles * kRoleTiles * 32 + i;
+    if (at >= kGramTiles * 32) continue;
+    float4 merged = grams[i];
+    for (int other = 1; other < kGramGroups; other++) {
+      const float4 more = grams[other * (kBlockRoles * kRoleTiles * 32) + i];
+      merged.x += more.x, merged.y += more.y, merged.z += more.z, merged.w += more.w;
+    }
+    reinterpret_cast<float4*>(partial.gram + int64_t(slot) * kGramSize)[at] = merged;
+  }
+  // Warps with the same role of the sparse product add up what they found, in order, in the first group.
+  float* const own_sums =
+      reinterpret_cast<float*>(shared) + (half * kBlockUnits + of_block) * (kRoleUnits * 256) + lane;
+  for (int other = 1; other < kSparseGroups; other++) {
+    __syncthreads();  // what was here has been read
+    if (group == other)
+#pragma unroll
+      for (int i = 0; i < 2 * kRoleUnits * 4; i++) own_sums[i * 32] = (&total[0][0][0])[i];
+    __syncthreads();  // it is there
+    if (group == 0)
+#pragma unroll
+      for (int i = 0; i < 2 * kRoleUnits * 4; i++) (&total[0][0][0])[i] += own_sums[i * 32];
+  }
+  if (group == 0)
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int i = 0; i < kRoleUnits; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int c = first_channel + half * 32 + m * 16 + j * 8 + lane / 4, unit = units * kRoleUnits + i;
+          if (c < CHANNELS_OUT && unit < kUnits)
+            *reinterpret_cast<float2*>(partial.sparse + (int64_t(slot) * CHANNELS_OUT + c) * kDepth + unit * 8 +
+                                       lane % 4 * 2) = make_float2(total[m][i][2 * j], total[m][i][2 * j + 1]);
+        }
+#endif
+}
+
+// ----------------------------------------------------------------------------------------------------- samples
+
+constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32;
+// Rows of ΣXXᵀ that are in shared memory at a time, with the filters' values that meet them.
+constexpr int kSlab = kDepth * (kDepth + CHANNELS_OUT) <= 9800 ? kDepth : 24;
+constexpr int kOutputs = (CHANNELS_OUT / 4 * (kDepth / 4) + kSampleThreads - 1) / kSampleThreads;
+
+// An element of a sample's ΣXXᵀ or ΣX, made of what the strips and rows at the ends have.
+__device__ __forceinline__ double merge_rows(Partial partial, GramPlace place, int n, Geometry geometry) {
+  double sum = 0;
+  for (int strip = 0; strip < geometry.strips; strip++)
+    sum += partial.gram[(int64_t(n) * geometry.strips + strip) * kGramSize + place.element];
+#pragma unroll
+  for (int i = 0; i < KERNEL_H - 1; i++) {  // so many rows, or fewer, of the frame belong to it
+    const int first = place.row, last = place.row + geometry.height() - 1;
+    const int q = first + i < KERNEL_H - 1 ? first + i : max(geometry.height(), KERNEL_H - 1) + first + i - (KERNEL_H - 1);
+    if (q <= last)
+      sum += partial.frame[(int64_t(n) * kFrameRows + frame_row(q, geometry)) * kGramSize + place.element];
+  }
+  return sum;
+}
+
+// dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its shift; and all gradients by sample. The
+// group's mean is computed anew, because float32 holds little of it that is not shift, where that is large. A
+// block per sample.
+__global__ void __launch_bounds__(kSampleThreads, 1)
+sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geometry geometry) {
+  __shared__ __align__(16) float gram[kSlab][kDepth];
+  __shared__ __align__(16) float filters[kSlab][CHANNELS_OUT];
+  __shared__ double patches[kDepth];
+  __shared__ double sums[3][CHANNELS_OUT];
+  __shared__ double mean[CHANNELS_OUT];   // of weight·X
+  __shared__ double level[CHANNELS_OUT];  // what the shift and the bias add to that
+  __shared__ double constant[CHANNELS_OUT];
+  __shared__ double linear[CHANNELS_OUT];
+  __shared__ double of_bias[CHANNELS_OUT];
+  const int n = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, NC = shape.N * CHANNELS_OUT;
+  const float* shift = partial.shift + n * CHANNELS_IN;
+  const auto weight_at = [&](int c, int k) {
+    return input_channel(k) < CHANNELS_IN ? float(saved.weight[c * (CHANNELS_IN * kTaps) + place_in_filter(k)]) : 0.f;
+  };
+  const auto load_slab = [&](int first) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kSlab * kDepth; i += kSampleThreads)
+      gram[i / kDepth][i % kDepth] =
+          first + i / kDepth < kDepth ? float(merge_rows(partial, gram_place(first + i / kDepth, i % kDepth), n, geometry))
+                                      : 0.f;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kSlab * CHANNELS_OUT; i += kSampleThreads)
+      filters[i % kSlab][i / kSlab] = first + i % kSlab < kDepth ? weight_at(i / kSlab, first + i % kSlab) : 0.f;
+  };
+  load_slab(0);
+  for (int k = threadIdx.x; k < kDepth; k += kSampleThreads)
+    patches[k] = merge_rows(partial, patch_sum_place(k), n, geometry);
+  for (int i = threadIdx.x; i < 3 * CHANNELS_OUT; i += kSampleThreads) {
+    double sum = 0;
+    for (int strip = 0; strip < geometry.strips; strip++)
+      sum += partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 3 + i];
+    sums[i % 3][i / 3] = sum;
+  }
+  __syncthreads();  // patches and sums are there
+  for (int c = warp; c < CHANNELS_OUT; c += kSampleWarps) {
+    double of_patches = 0, of_shift = 0;
+    for (int k = lane; k < kDepth; k += 32)
+      if (input_channel(k) < CHANNELS_IN) {
+        const double w = weight_at(c, k);
+        of_patches += w * patches[k], of_shift += w * shift[input_channel(k)];
+      }
+    of_patches = warp_sum(of_patches), of_shift = warp_sum(of_shift);
+    if (lane == 0) mean[c] = of_patches / shape.S, level[c] = of_shift + saved.conv_bias[c];
+  }
+  __syncthreads();  // mean and level are there
+  for (int g = threadIdx.x; g < shape.G; g += kSampleThreads) {
+    const int first = g * shape.channels(), end = first + shape.channels();
+    double group_mean = 0, gradient = 0, product = 0;
+    for (int c = first; c < end; c++) group_mean += mean[c] + level[c];
+    group_mean /= shape.channels();
+    const double moved = group_mean - saved.group_mean[n * shape.G + g];
+    for (int c = first; c < end; c++) {
+      sums[1][c] -= moved * sums[0][c];
+      gradient += saved.norm_weight[c] * sums[0][c], product += saved.norm_weight[c] * sums[1][c];
+    }
+    const double rstd = saved.group_rstd[n * shape.G + g], count = double(shape.channels()) * shape.S;
+    const double slope = -(rstd * product) / count * rstd * rstd;
+    merged.linear[n * shape.G + g] = slope;
+    for (int c = first; c < end; c++) {
+      const int at = n * CHANNELS_OUT + c;
+      const double own = -rstd * gradient / count + slope * (level[c] - group_mean);
+      linear[c] = slope, constant[c] = merged.constant[at] = own;
+      of_bias[c] = merged.gradients[at] =
+          rstd * saved.norm_weight[c] * sums[0][c] + double(shape.S) * (own + slope * mean[c]);
+      merged.gradients[NC + at] = rstd * sums[1][c];
+      merged.gradients[2 * NC + at] = sums[0][c];
+      merged.gradients[3 * NC + at] = sums[2][c];
+    }
+  }
+  // weight·(ΣXXᵀ), by four channels out and four places in a patch.
+  float d[kOutputs][4][4] = {};
+  const auto for_outputs = [&](auto act) {
+#pragma unroll
+    for (int i = 0; i < kOutputs; i++) {
+      const int output = i * kSampleThreads + threadIdx.x;
+      if (output < CHANNELS_OUT / 4 * (kDepth / 4)) act(d[i], output / (kDepth / 4) * 4, output % (kDepth / 4) * 4);
+    }
+  };
+  for (int slab = 0; slab < kDepth; slab += kSlab) {
+    if (slab) {
+      __syncthreads();  // the slab before has been read
+      load_slab(slab);
+    }
+    __syncthreads();  // it is there; first, the coefficients are, too
+    for_outputs([&](float(&own)[4][4], int c, int k) {
+#pragma unroll 8
+      for (int i = 0; i < kSlab; i++) {
+        const float4 w = *reinterpret_cast<const float4*>(&filters[i][c]);
+        const float4 with = *reinterpret_cast<const float4*>(&gram[i][k]);
+        const float of_channel[] = {w.x, w.y, w.z, w.w}, of_place[] = {with.x, with.y, with.z, with.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+#pragma unroll
+          for (int l = 0; l < 4; l++) own[j][l] = fmaf(of_channel[j], of_place[l], own[j][l]);
+      }
+    });
+  }
+  for_outputs([&](float(&own)[4][4], int first, int k) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int c = first + j;
+      double sparse[4] = {};
+      for (int strip = 0; strip < geometry.strips; strip++) {
+        const float4 of_strip = *reinterpret_cast<const float4*>(
+            partial.sparse + ((int64_t(n) * geometry.strips + strip) * CHANNELS_OUT + c) * kDepth + k);
+        sparse[0] += of_strip.x, sparse[1] += of_strip.y, sparse[2] += of_strip.z, sparse[3] += of_strip.w;
+      }
+#pragma unroll
+      for (int l = 0; l < 4; l++) {
+        double value = sparse[l] + constant[c] * patches[k + l];
+        if (linear[c] != 0) value += linear[c] * own[j][l];  // of zero, also where the squares overflow
+        if (input_channel(k + l) < CHANNELS_IN) value += of_bias[c] * shift[input_channel(k + l)];
+        merged.weight[(int64_t(n) * CHANNELS_OUT + c) * kDepth + k + l] = value;
+      }
+    }
+  });
+}
+
+// d_weight like weight; the parameters' gradients (CHANNELS_OUT), the last of them only if `scales`. A block has 32
+// of all these numbers.
+__global__ void __launch_bounds__(kThreads)
+total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias, float* d_scale,
+             Merged merged, bool scales, int N) {
+  __shared__ double parts[kWarps][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = blockIdx.x * 32 + lane;
+  constexpr int kWeights = CHANNELS_OUT * kDepth;
+  const int parameter = (own - kWeights) / CHANNELS_OUT, c = (own - kWeights) % CHANNELS_OUT;
+  const bool of_weight = own < kWeights;
+  const double* from =
+      of_weight ? merged.weight + own : merged.gradients + int64_t(parameter) * N * CHANNELS_OUT + c;
+  const int step = of_weight ? kWeights : CHANNELS_OUT;
+  double sum = 0;
+  if (own < kWeights + 4 * CHANNELS_OUT)
+#pragma unroll 8
+    for (int n = warp; n < N; n += kWarps) sum += from[int64_t(n) * step];
+  parts[warp][lane] = sum;
+  __syncthreads();  // every warp's sums are there
+  if (warp || own >= kWeights + (scales ? 4 : 3) * CHANNELS_OUT) return;
+  for (int i = 1; i < kWarps; i++) sum += parts[i][lane];
+  float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias, d_scale};
+  const int k = own % kDepth;
+  if (!of_weight) totals[parameter][c] = float(sum);
+  else if (input_channel(k) < CHANNELS_IN)
+    d_weight[own / kDepth * (CHANNELS_IN * kTaps) + place_in_filter(k)] = value_t(float(sum));
+}
+
+}  // namespace
