@@ -78,19 +78,26 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
   // The pixels that a thread stages, in registers.
   static constexpr int kPixels = (kHeight * kWidth + kBlock - 1) / kBlock;
   using Pixels = float[kPixels][kPlanes * 8];
+  __device__ static bool staged(unsigned at) {  // is there such a one?
+    return kHeight * kWidth % kBlock == 0 || at < kHeight * kWidth;
+  }
 
   // Pixels from (row, column) on of a sample's x, less `shift`. Those outside of x are zeros.
   __device__ __forceinline__ static void load(Pixels& pixels, const value_t* x, const float* shift, int row,
                                               int column, Geometry geometry) {
-    const int H = geometry.H, W = geometry.W, plane_size = H * W;
+    const int H = geometry.H, W = geometry.W;
+    const int64_t plane_bytes = int64_t(H) * W * sizeof(value_t);
 #pragma unroll
     for (int i = 0; i < kPixels; i++) {
-      const int at = i * kBlock + threadIdx.x, h = row + at / kWidth, w = column + at % kWidth;
-      const bool inside = at < kHeight * kWidth && h < H && unsigned(w) < unsigned(W);
-      const value_t* from = x + (inside ? h * W + w : 0);
+      const unsigned at = i * kBlock + threadIdx.x;
+      const int h = row + at / kWidth, w = column + at % kWidth;
+      const bool inside = staged(at) && h < H && unsigned(w) < unsigned(W);
+      const char* from = reinterpret_cast<const char*>(x + (inside ? h * W + w : 0));
 #pragma unroll
-      for (int c = 0; c < kPlanes * 8; c++)
-        pixels[i][c] = inside && c < CHANNELS_IN ? float(from[int64_t(c) * plane_size]) - shift[c] : 0.f;
+      for (int c = 0; c < kPlanes * 8; c++, from += plane_bytes)
+        pixels[i][c] = c < CHANNELS_IN ? float(*reinterpret_cast<const value_t*>(from)) : 0.f;
+#pragma unroll
+      for (int c = 0; c < CHANNELS_IN; c++) pixels[i][c] = inside ? pixels[i][c] - shift[c] : 0.f;
     }
   }
 
@@ -111,8 +118,8 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
     if (threadIdx.x == 0) largest[turn] = 0;
 #pragma unroll
     for (int i = 0; i < kPixels; i++) {
-      const int at = i * kBlock + threadIdx.x;
-      if (at >= kHeight * kWidth) break;
+      const unsigned at = i * kBlock + threadIdx.x;
+      if (!staged(at)) break;
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++) {
         Halves halves[4];
@@ -158,7 +165,7 @@ struct Saved {
 };
 
 // Of a channel of one sample.
-struct Channel {
+struct alignas(16) Channel {
   Normaliser normalise;
   float scale;
   bool flat;  // all of a window's values tie, and the first is selected
@@ -183,11 +190,15 @@ __device__ __forceinline__ float first_of_window(const Saved& saved, const value
   return sum;
 }
 
+// dy, where the clamp lets it pass.
+__device__ __forceinline__ float passed_gradient(const Saved& saved, const Channel& channel, float dy, float z) {
+  return clamp_passes(z * channel.scale, saved.low, saved.high) ? dy : 0.f;
+}
+
 // slope·dz at the selected position; adds dz, dz·(v - mean) and dy·z to `sums`.
 __device__ __forceinline__ float selected_gradient(const Saved& saved, const Channel& channel, float dy,
                                                    float extreme, float (&sums)[3]) {
-  const float z = channel.normalise(extreme);
-  const float passed = clamp_passes(z * channel.scale, saved.low, saved.high) ? dy : 0.f;
+  const float z = channel.normalise(extreme), passed = passed_gradient(saved, channel, dy, z);
   const float dz = passed * channel.scale;
   sums[0] += dz, sums[1] += dz * channel.normalise.centred(extreme), sums[2] += passed * z;
   return dz * channel.normalise.slope;

@@ -1,6 +1,6 @@
 // The gradients of weight and of the parameters, of pool's fused backward, whose formulas are there.
 //   strip_kernel    of a strip of tile rows of a sample: the sums that ΣXXᵀ and ΣX are made of, of x less its
-//                   shift; Σ slope·dz·X; sums of dz, dz·(v - mean), dy·z
+//                   shift; Σ slope·dz·X; sums of dy, where it passes, and of dy·(v - mean)
 //   sample_kernel   constant and linear; a sample's gradients
 //   total_kernel    those added up
 //
@@ -83,45 +83,42 @@ constexpr int kRoleTiles = kColumnUnits < 9 ? 9 / kColumnUnits * kColumnUnits : 
 constexpr int kRoles = (kGramTiles + kRoleTiles - 1) / kRoleTiles;
 
 // Adds the products of a role, of `columns` positions of a row of the stage, whose first is at `address`, to `total`
-// of the lane; or puts them there.
+// of the lane; or puts them there. constants: a pixel of ones, and one of zeros.
 template <int kRole>
-__device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t address, uint32_t zeros, int columns,
+__device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t address, uint2 constants, int columns,
                                               float factor) {
   const int lane = threadIdx.x % 32;
-  const uint32_t part = address + lane / 16 * TileStage::kPartBytes;
+  const bool second = lane / 8 % 2;  // A: the first unit's positions 0-7, the second one's, and so on from 8 on
   float d[kRoleTiles][4];
 #pragma unroll
   for (int i = 0; i < kRoleTiles * 4; i++) (&d[0][0])[i] = 0;
 #pragma unroll 1
-  for (int column = lane % 16; column - lane % 16 < columns; column += 16) {
-    const bool real = column < columns;
-    const uint32_t pixel = part + (real ? column * 16 : 0);
-    // High halves of 16 positions, then low ones, as fragments of B; or half of A's. Columns are zero where there
-    // is no position.
-    uint32_t of_column[kColumnUnits][4], of_row[2][4];
+  for (int first = 0; first < columns; first += 16) {
+    const int row_position = first + lane % 8 + lane / 16 * 8, position = first + lane % 16;
+    const uint32_t row_pixel = address + (row_position < columns ? row_position * 16 : 0);
+    const uint32_t pixel = address + lane / 16 * TileStage::kPartBytes + position * 16;
+    // B: high halves of 16 positions, then low ones; zeros where there is no position.
+    uint32_t of_column[kColumnUnits][4], high[4], low[4];
     for_constants<kRoleTiles < kColumnUnits ? kRoleTiles : kColumnUnits>([&](auto constant) {
       constexpr int own = (kRole * kRoleTiles + decltype(constant)::value) % kColumnUnits;
-      load_matrices_transposed(of_column[own], real ? pixel + TileStage::offset(unit_of_column(own)) : zeros);
+      load_matrices_transposed(of_column[own], position < columns ? pixel + TileStage::offset(unit_of_column(own))
+                                                                  : constants.y);
     });
     for_constants<kRoleTiles>([&](auto constant) {
       constexpr int i = decltype(constant)::value, index = kRole * kRoleTiles + i;
       if constexpr (index < kGramTiles) {
         constexpr int unit = index / kColumnUnits * 2, own = index % kColumnUnits;
-        if constexpr (i == 0 || own == 0)
-          for_constants<2>([&](auto second) {
-            constexpr int u = unit + decltype(second)::value;
-            uint32_t(&to)[4] = of_row[decltype(second)::value];
-            if constexpr (u >= kUnits) {
-              to[0] = to[1] = u == kUnits ? 0x3c003c00 : 0, to[2] = to[3] = 0;
-            } else if constexpr (u % kTaps < KERNEL_W && kColumnUnits <= kRoleTiles) {
-#pragma unroll
-              for (int j = 0; j < 4; j++) to[j] = of_column[u / kTaps * KERNEL_W + u % kTaps][j];
-            } else {
-              load_matrices_transposed(to, pixel + TileStage::offset(u));
-            }
-          });
-        const uint32_t high[4] = {of_row[0][0], of_row[1][0], of_row[0][1], of_row[1][1]};
-        const uint32_t low[4] = {of_row[0][2], of_row[1][2], of_row[0][3], of_row[1][3]};
+        if constexpr (i == 0 || own == 0) {
+          const auto load = [&](uint32_t(&to)[4], int part, uint32_t in_place_of_unit) {
+            const uint32_t at = row_pixel + part * TileStage::kPartBytes;
+            const uint32_t of_first = unit < kUnits ? at + TileStage::offset(unit) : in_place_of_unit;
+            const uint32_t of_second = unit + 1 < kUnits    ? at + TileStage::offset(unit + 1)
+                                       : unit + 1 == kUnits ? in_place_of_unit
+                                                            : constants.y;
+            load_matrices_transposed(to, second ? of_second : of_first);
+          };
+          load(high, 0, constants.x), load(low, 1, constants.y);
+        }
         multiply_add(d[i], low, of_column[own][0], of_column[own][1]);
         multiply_add(d[i], high, of_column[own][2], of_column[own][3]);
         multiply_add(d[i], high, of_column[own][0], of_column[own][1]);
@@ -145,8 +142,7 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
 constexpr int kArea = POOL_H * POOL_W;
 // A product takes 16 positions: some windows, or part of one.
 constexpr int kStepWindows = kArea < 16 ? 16 / kArea : 1, kWindowSteps = (kArea + 15) / 16;
-constexpr int kHeldWindows = (kTileWindows + kStepWindows - 1) / kStepWindows * kStepWindows;
-constexpr int kRounds = (kHeldWindows + 31) / 32;       // a lane has one window of each
+constexpr int kRounds = (kTileWindows + 31) / 32, kHeldWindows = kRounds * 32;  // a lane has one window of each
 constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
 constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
 
@@ -231,16 +227,17 @@ __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4]
   }
 }
 
-// values[i] summed over the warp, in lane i.
-template <int kOffset = 16> __device__ __forceinline__ float transposed_sum(float (&values)[32]) {
+// values[i] summed over the warp, in the lanes from 32 i / kCount on.
+template <int kCount, int kOffset = 16> __device__ __forceinline__ float transposed_sum(float* values) {
   const bool upper = threadIdx.x & kOffset;
+  constexpr int kHalf = kCount / 2;
 #pragma unroll
-  for (int i = 0; i < kOffset; i++) {
-    const float given = upper ? values[i] : values[i + kOffset];
-    const float kept = upper ? values[i + kOffset] : values[i];
+  for (int i = 0; i < kHalf; i++) {
+    const float given = upper ? values[i] : values[i + kHalf], kept = upper ? values[i + kHalf] : values[i];
     values[i] = kept + __shfl_xor_sync(~0u, given, kOffset);
   }
-  if constexpr (kOffset > 1) return transposed_sum<kOffset / 2>(values);
+  if constexpr (kHalf == 0) values[0] += __shfl_xor_sync(~0u, values[0], kOffset);
+  if constexpr (kOffset > 1) return transposed_sum<kHalf ? kHalf : 1, kOffset / 2>(values);
   else return values[0];
 }
 
@@ -249,51 +246,51 @@ struct Windows {
   float dy[kRounds][kWarpChannels], extreme[kRounds][kWarpChannels];
   int place[kRounds][kWarpChannels];
 
-  // Of `windows` windows; the warp's first channel is c, and its first window there is element `first`.
-  __device__ __forceinline__ void load(const Saved& saved, int c, int64_t first, int64_t plane_size, int windows) {
+  // Of `windows` windows, the first of them element `first`; `count` channels, plane_size elements apart.
+  __device__ __forceinline__ void load(const Saved& saved, int64_t first, int64_t plane_size, int count, int windows) {
 #pragma unroll
-    for (int round = 0; round < kRounds; round++)
+    for (int round = 0; round < kRounds; round++) {
+      const int window = round * 32 + threadIdx.x % 32;
+      int64_t at = first + (window < windows ? window : 0);
 #pragma unroll
       for (int i = 0; i < kWarpChannels; i++) {
-        const int window = round * 32 + threadIdx.x % 32;
-        const bool real = window < windows && c + i < CHANNELS_OUT;
-        const int64_t at = first + i * plane_size + window;
-        dy[round][i] = real ? float(saved.dy[at]) : 0.f, extreme[round][i] = real ? saved.extreme[at] : 0.f;
-        place[round][i] = real ? saved.index[at] : 0;
-      }
-  }
-
-  // Puts the gradients into `held`; sums of dz, dz·(v - mean), dy·z of channel i are lanes 3 i, 3 i + 1, 3 i + 2's.
-  __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels, int own,
-                                          int channel_count, int windows) const {
-    const int lane = threadIdx.x % 32;
-    float sums[32] = {};
-#pragma unroll
-    for (int i = 0; i < kWarpChannels; i++) {
-      float gradient[kRounds], parts[3] = {}, magnitude = 0;
-#pragma unroll
-      for (int round = 0; round < kRounds; round++) {
-        gradient[round] = 0;
-        if (round * 32 + lane < windows && own + i < channel_count)
-          gradient[round] = selected_gradient(saved, channels[own + i], dy[round][i], extreme[round][i], parts);
-        magnitude = fmaxf(magnitude, fabsf(gradient[round]));
-      }
-#pragma unroll
-      for (int j = 0; j < 3; j++) sums[i * 3 + j] = parts[j];
-      const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(magnitude));
-      const int exponent = fitting_exponent(__uint_as_float(bits));
-      if (lane == 0) held.unscale[own + i] = power_of_two(-exponent);
-#pragma unroll
-      for (int round = 0; round < kRounds; round++) {
-        const int window = round * 32 + lane;
-        if (window >= kHeldWindows) continue;
-        const Halves halves = split(gradient[round] * power_of_two(exponent), 0);
-        const int bits = place[round][i] % 2 * 16;
-        held.halves[window][own + i] = make_uint2(halves.high << bits, halves.low << bits);
-        held.pair[window][own + i] = uint8_t(place[round][i] / 2);
+        const bool there = CHANNELS_OUT % kBlockChannels == 0 || i < count;
+        dy[round][i] = window < windows && there ? float(saved.dy[at]) : 0.f;
+        extreme[round][i] = saved.extreme[at], place[round][i] = saved.index[at];
+        if (CHANNELS_OUT % kBlockChannels == 0 || i + 1 < count) at += plane_size;
       }
     }
-    return transposed_sum(sums);
+  }
+
+  // Puts the gradients into `held`, `channels` being the warp's first; lanes 4 i and 4 i + 2 get channel i's sums of dy,
+  // where it passes, and of dy·(v - mean).
+  __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels, int own) const {
+    const int lane = threadIdx.x % 32;
+    float sums[2 * kWarpChannels] = {};
+#pragma unroll
+    for (int i = 0; i < kWarpChannels; i++) {
+      const Channel channel = channels[i];
+      float gradient[kRounds], magnitude = 0;
+#pragma unroll
+      for (int round = 0; round < kRounds; round++) {
+        const float centred = channel.normalise.centred(extreme[round][i]);
+        const float passed = passed_gradient(saved, channel, dy[round][i], channel.normalise(extreme[round][i]));
+        sums[2 * i] += passed, sums[2 * i + 1] += passed * centred;
+        gradient[round] = passed * channel.scale * channel.normalise.slope;
+        magnitude = fmaxf(magnitude, fabsf(gradient[round]));
+      }
+      const float factor = fitting_factor(__reduce_max_sync(~0u, __float_as_uint(magnitude)));
+      if (lane == 0) held.unscale[own + i] = inverse_factor(factor);
+#pragma unroll
+      for (int round = 0; round < kRounds; round++) {
+        const float scaled = gradient[round] * factor;
+        const uint32_t high = pack(scaled, 0), low = pack(residual(scaled, 0, high).x, 0);
+        const int bits = place[round][i] % 2 * 16;
+        held.halves[round * 32 + lane][own + i] = make_uint2(high << bits, low << bits);
+        held.pair[round * 32 + lane][own + i] = uint8_t(place[round][i] / 2);
+      }
+    }
+    return transposed_sum<2 * kWarpChannels>(sums);
   }
 };
 
@@ -317,7 +314,7 @@ struct Partial {
         gram(shift + (N * CHANNELS_IN + 3) / 4 * 4),  // (N, strips, kGramSize)
         frame(gram + N * strips * kGramSize),         // (N, kFrameRows, kGramSize)
         sparse(frame + N * kFrameRows * kGramSize),   // (N, strips, CHANNELS_OUT, kDepth)
-        sums(sparse + N * strips * CHANNELS_OUT * kDepth) {}  // (N, strips, CHANNELS_OUT, 3)
+        sums(sparse + N * strips * CHANNELS_OUT * kDepth) {}  // (N, strips, CHANNELS_OUT, 2)
 };
 
 // Blocks of a strip share the channels out, the units and the roles.
@@ -328,7 +325,7 @@ constexpr int kGramGroups = kWarps / kRoleWarps;
 struct StripLayout {  // of shared memory: where each part begins
   static constexpr int kHeld = TileStage::kBytes, kGram = kHeld + (sizeof(Held) + 15) / 16 * 16;
   static constexpr int kRoleBytes = kRoleTiles * 512;  // of one group
-  static constexpr int kBytes = kGram + kGramGroups * kBlockRoles * kRoleBytes;
+  static constexpr int kOnes = kGram + kGramGroups * kBlockRoles * kRoleBytes, kBytes = kOnes + 16;
   static_assert(2 * kBlockUnits * kRoleUnits * 1024 <= kBytes, "room to merge groups");
 };
 
@@ -353,18 +350,26 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
   const value_t* sample = x + int64_t(n) * CHANNELS_IN * geometry.H * geometry.W;
   const int pooled_width = geometry.pooled_width();
   const int64_t pooled_size = int64_t(geometry.pooled_height()) * pooled_width;
-  const int own_channels = warp * kWarpChannels;
+  const int own_channels = warp * kWarpChannels, first_own = first_channel + own_channels;
   // Those with most units of the sparse product have the shorter role of the Gram matrix.
   const int rank = kBlockUnits - 1 - of_block + kBlockUnits * (half + 2 * group), gram_group = rank / kRoleWarps;
   const int row_end = min(geometry.tile_rows(), (strip + 1) * geometry.rows);
-  if (threadIdx.x < kBlockChannels && first_channel + threadIdx.x < CHANNELS_OUT)
-    channels[threadIdx.x] = channel_of(saved, shape, n, first_channel + threadIdx.x);
+  bool flat = false;
+  if (const int c = threadIdx.x; c < kBlockChannels) {
+    channels[c] = {};
+    if (first_channel + c < CHANNELS_OUT) channels[c] = channel_of(saved, shape, n, first_channel + c);
+    flat = channels[c].flat;
+  }
+  if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + StripLayout::kOnes)[threadIdx.x] = 0x3c003c00;
   find_shift(shift, sample, geometry.H * geometry.W);
   for (int i = threadIdx.x; i < kGramGroups * kBlockRoles * kRoleTiles * 32; i += kThreads)
     grams[i] = make_float4(0, 0, 0, 0);
-  __syncthreads();  // the shift is there
+  const bool any_flat = __syncthreads_or(flat);  // the shift and the channels are there
   if (strip == 0 && own_block == 0 && threadIdx.x < CHANNELS_IN)
     partial.shift[n * CHANNELS_IN + threadIdx.x] = shift[threadIdx.x];
+
+  const uint32_t address = shared_address(shared);
+  const uint2 constants = make_uint2(address + StripLayout::kOnes, address + TileStage::kZeros);
 
   float total[2][kRoleUnits][4] = {}, sum = 0;
   for (int row = strip * geometry.rows; row < row_end; row++)
@@ -374,27 +379,27 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
       const int windows =
           row < geometry.pooled_height() ? max(0, min(kTileWindows, pooled_width - window_column)) : 0;
       TileStage::Pixels pixels;
-      Windows own;
+      Windows own = {};
       TileStage::load(pixels, sample, shift, row * POOL_H, column, geometry);
       const int64_t first_window = int64_t(row) * pooled_width + window_column;
-      own.load(saved, first_channel + own_channels,
-               (int64_t(n) * CHANNELS_OUT + first_channel + own_channels) * pooled_size + first_window, pooled_size,
-               windows);
+      if (windows && first_own < CHANNELS_OUT)
+        own.load(saved, (int64_t(n) * CHANNELS_OUT + first_own) * pooled_size + first_window, pooled_size,
+                 CHANNELS_OUT - first_own, windows);
+      if (any_flat)
 #pragma unroll 1
-      for (int flat = 0; flat < kWarpChannels * kRounds; flat++) {  // rarely any
-        const int c = own_channels + flat % kWarpChannels, window = flat / kWarpChannels * 32 + lane;
-        if (first_channel + c >= CHANNELS_OUT || !channels[c].flat || window >= windows) continue;
-        const float first =
-            first_of_window(saved, sample, first_channel + c, row, window_column + window, geometry);
+        for (int i = 0; i < kWarpChannels * kRounds; i++) {
+          const int c = own_channels + i % kWarpChannels, window = i / kWarpChannels * 32 + lane;
+          if (!channels[c].flat || window >= windows) continue;
+          const float first =
+              first_of_window(saved, sample, first_channel + c, row, window_column + window, geometry);
 #pragma unroll
-        for (int i = 0; i < kWarpChannels * kRounds; i++)
-          if (i == flat) own.extreme[i / kWarpChannels][i % kWarpChannels] = first;
-      }
+          for (int j = 0; j < kWarpChannels * kRounds; j++)
+            if (j == i) own.extreme[j / kWarpChannels][j % kWarpChannels] = first;
+        }
       __syncthreads();  // the stage and what is held have been read
-      if (windows) sum += own.select(held, saved, channels, own_channels, CHANNELS_OUT - first_channel, windows);
+      if (windows) sum += own.select(held, saved, channels + own_channels, own_channels);
       const float factor = power_of_two(-stage.store(pixels));
       __syncthreads();  // they are complete
-      const uint32_t address = shared_address(shared);
       if (windows)
         with_constant<kUnitGroups>(units, [&](auto constant) {
           multiply_sparse<decltype(constant)::value>(total, address, held, half * 32, windows, group, factor);
@@ -410,13 +415,13 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
           with_constant<kRoles>(role, [&](auto constant) {
             multiply_gram<decltype(constant)::value>((frame < 0 ? own_total : kept) + lane, frame < 0 || column > 0,
                                                      address + TileStage::offset(i, 0),
-                                                     address + TileStage::kZeros, columns, factor);
+                                                     constants, columns, factor);
           });
         }
     }
-  const int of_lane = first_channel + own_channels + lane / 3;
-  if (pass == 0 && lane < 3 * kWarpChannels && of_lane < CHANNELS_OUT)
-    partial.sums[(int64_t(slot) * CHANNELS_OUT + of_lane) * 3 + lane % 3] = sum;
+  static_assert(kWarpChannels == 8, "a sum for every other lane");
+  if (pass == 0 && lane % 2 == 0 && first_own + lane / 4 < CHANNELS_OUT)
+    partial.sums[(int64_t(slot) * CHANNELS_OUT + first_own) * 2 + lane / 2] = sum;
   __syncthreads();  // all products are complete
   for (int i = threadIdx.x; i < kBlockRoles * kRoleTiles * 32; i += kThreads) {
     const int at = own_block * kBlockRoles * kRoleTiles * 32 + i;
@@ -486,7 +491,7 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
   __shared__ __align__(16) float gram[kSlab][kDepth];
   __shared__ __align__(16) float filters[kSlab][CHANNELS_OUT];
   __shared__ double patches[kDepth];
-  __shared__ double sums[3][CHANNELS_OUT];
+  __shared__ double sums[2][CHANNELS_OUT];
   __shared__ double mean[CHANNELS_OUT];   // of weight·X
   __shared__ double level[CHANNELS_OUT];  // what the shift and the bias add to that
   __shared__ double constant[CHANNELS_OUT];
@@ -510,11 +515,11 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
   load_slab(0);
   for (int k = threadIdx.x; k < kDepth; k += kSampleThreads)
     patches[k] = merge_rows(partial, patch_sum_place(k), n, geometry);
-  for (int i = threadIdx.x; i < 3 * CHANNELS_OUT; i += kSampleThreads) {
+  for (int i = threadIdx.x; i < 2 * CHANNELS_OUT; i += kSampleThreads) {
     double sum = 0;
     for (int strip = 0; strip < geometry.strips; strip++)
-      sum += partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 3 + i];
-    sums[i % 3][i / 3] = sum;
+      sum += partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 2 + i];
+    sums[i % 2][i / 2] = sum;
   }
   __syncthreads();  // patches and sums are there
   for (int c = warp; c < CHANNELS_OUT; c += kSampleWarps) {
@@ -536,7 +541,8 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
     const double moved = group_mean - saved.group_mean[n * shape.G + g];
     for (int c = first; c < end; c++) {
       sums[1][c] -= moved * sums[0][c];
-      gradient += saved.norm_weight[c] * sums[0][c], product += saved.norm_weight[c] * sums[1][c];
+      const double factor = double(saved.norm_weight[c]) * saved.scale[c];
+      gradient += factor * sums[0][c], product += factor * sums[1][c];
     }
     const double rstd = saved.group_rstd[n * shape.G + g], count = double(shape.channels()) * shape.S;
     const double slope = -(rstd * product) / count * rstd * rstd;
@@ -545,11 +551,12 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
       const int at = n * CHANNELS_OUT + c;
       const double own = -rstd * gradient / count + slope * (level[c] - group_mean);
       linear[c] = slope, constant[c] = merged.constant[at] = own;
+      const double scale = saved.scale[c], weight = saved.norm_weight[c];
       of_bias[c] = merged.gradients[at] =
-          rstd * saved.norm_weight[c] * sums[0][c] + double(shape.S) * (own + slope * mean[c]);
-      merged.gradients[NC + at] = rstd * sums[1][c];
-      merged.gradients[2 * NC + at] = sums[0][c];
-      merged.gradients[3 * NC + at] = sums[2][c];
+          rstd * weight * scale * sums[0][c] + double(shape.S) * (own + slope * mean[c]);
+      merged.gradients[NC + at] = rstd * scale * sums[1][c];
+      merged.gradients[2 * NC + at] = scale * sums[0][c];
+      merged.gradients[3 * NC + at] = rstd * weight * sums[1][c] + saved.norm_bias[c] * sums[0][c];
     }
   }
   // weight·(ΣXXᵀ), by four channels out and four places in a patch.
