@@ -77,10 +77,12 @@ __device__ __forceinline__ int frame_row(int q, Geometry geometry) {
   return q < KERNEL_H - 1 ? q : q >= height ? q - inner : -1;
 }
 
-// A role is up to kRoleTiles of those tiles, of whole pairs if possible; warps with the same role take turns with the
-// rows. The blocks that see the same pixels share the roles.
-constexpr int kRoleTiles = kColumnUnits < 9 ? 9 / kColumnUnits * kColumnUnits : 9;
+// A role is up to kRoleTiles of those tiles, of whole pairs or within one; warps with the same role take turns with
+// the rows. The blocks that see the same pixels share the roles.
+constexpr int kRoleTiles = kColumnUnits <= 9 ? 9 / kColumnUnits * kColumnUnits : kColumnUnits / 2;
+constexpr int kRoleColumns = kRoleTiles < kColumnUnits ? kRoleTiles : kColumnUnits;
 constexpr int kRoles = (kGramTiles + kRoleTiles - 1) / kRoleTiles;
+static_assert(kColumnUnits % kRoleColumns == 0 && kRoleTiles % kRoleColumns == 0, "no role has parts of two pairs");
 
 // Adds the products of a role, of `columns` positions of a row of the stage, whose first is at `address`, to `total`
 // of the lane; or puts them there. constants: a pixel of ones, and one of zeros.
@@ -89,46 +91,44 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
                                               float factor) {
   const int lane = threadIdx.x % 32;
   const bool second = lane / 8 % 2;  // A: the first unit's positions 0-7, the second one's, and so on from 8 on
-  float d[kRoleTiles][4];
+  constexpr int kLeft = kGramTiles - kRole * kRoleTiles, kOwn = kLeft < kRoleTiles ? kLeft : kRoleTiles;
+  float d[kOwn][4];
 #pragma unroll
-  for (int i = 0; i < kRoleTiles * 4; i++) (&d[0][0])[i] = 0;
+  for (int i = 0; i < kOwn * 4; i++) (&d[0][0])[i] = 0;
 #pragma unroll 1
   for (int first = 0; first < columns; first += 16) {
     const int row_position = first + lane % 8 + lane / 16 * 8, position = first + lane % 16;
     const uint32_t row_pixel = address + (row_position < columns ? row_position * 16 : 0);
     const uint32_t pixel = address + lane / 16 * TileStage::kPartBytes + position * 16;
     // B: high halves of 16 positions, then low ones; zeros where there is no position.
-    uint32_t of_column[kColumnUnits][4], high[4], low[4];
-    for_constants<kRoleTiles < kColumnUnits ? kRoleTiles : kColumnUnits>([&](auto constant) {
-      constexpr int own = (kRole * kRoleTiles + decltype(constant)::value) % kColumnUnits;
-      load_matrices_transposed(of_column[own], position < columns ? pixel + TileStage::offset(unit_of_column(own))
-                                                                  : constants.y);
-    });
-    for_constants<kRoleTiles>([&](auto constant) {
-      constexpr int i = decltype(constant)::value, index = kRole * kRoleTiles + i;
-      if constexpr (index < kGramTiles) {
-        constexpr int unit = index / kColumnUnits * 2, own = index % kColumnUnits;
-        if constexpr (i == 0 || own == 0) {
-          const auto load = [&](uint32_t(&to)[4], int part, uint32_t in_place_of_unit) {
-            const uint32_t at = row_pixel + part * TileStage::kPartBytes;
-            const uint32_t of_first = unit < kUnits ? at + TileStage::offset(unit) : in_place_of_unit;
-            const uint32_t of_second = unit + 1 < kUnits    ? at + TileStage::offset(unit + 1)
-                                       : unit + 1 == kUnits ? in_place_of_unit
-                                                            : constants.y;
-            load_matrices_transposed(to, second ? of_second : of_first);
-          };
-          load(high, 0, constants.x), load(low, 1, constants.y);
-        }
-        multiply_add(d[i], low, of_column[own][0], of_column[own][1]);
-        multiply_add(d[i], high, of_column[own][2], of_column[own][3]);
-        multiply_add(d[i], high, of_column[own][0], of_column[own][1]);
+    uint32_t of_column[kRoleColumns][4];
+#pragma unroll
+    for (int i = 0; i < kRoleColumns; i++) {
+      const int unit = unit_of_column((kRole * kRoleTiles + i) % kColumnUnits);
+      load_matrices_transposed(of_column[i], position < columns ? pixel + TileStage::offset(unit) : constants.y);
+    }
+#pragma unroll
+    for (int begin = 0; begin < kOwn; begin += kRoleColumns) {  // a pair's tiles; or some of a pair's
+      const int unit = (kRole * kRoleTiles + begin) / kColumnUnits * 2;
+      uint32_t row_halves[2][4];
+#pragma unroll
+      for (int part = 0; part < 2; part++) {
+        const uint32_t at = row_pixel + part * TileStage::kPartBytes;
+        const auto row_of = [&](int u) {
+          return u < kUnits ? at + TileStage::offset(u) : u == kUnits && part == 0 ? constants.x : constants.y;
+        };
+        load_matrices_transposed(row_halves[part], second ? row_of(unit + 1) : row_of(unit));
       }
-    });
+#pragma unroll
+      for (int part = 0; part < 3; part++)  // small ones first, and none needs the result of the one before
+#pragma unroll
+        for (int i = 0; i < kRoleColumns; i++)
+          multiply_add(d[begin + i], row_halves[part == 0], of_column[i][part == 1 ? 2 : 0], of_column[i][part == 1 ? 3 : 1]);
+    }
   }
 #pragma unroll
-  for (int i = 0; i < kRoleTiles; i++) {
-    const int index = kRole * kRoleTiles + i, first = index / kColumnUnits * 2;
-    if (index >= kGramTiles) continue;
+  for (int i = 0; i < kOwn; i++) {
+    const int first = (kRole * kRoleTiles + i) / kColumnUnits * 2;
     const float of_first = first == kUnits ? factor : factor * factor;
     const float of_second = first + 1 == kUnits ? factor : factor * factor;
     const float4 before = add ? total[i * 32] : make_float4(0, 0, 0, 0);
@@ -200,19 +200,23 @@ __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4]
       const bool real = own_window < kStepWindows && place < kArea;  // others meet zeros in A
       const int column = (window + own_window) * POOL_W + place % POOL_W;
       const uint32_t pixel = part + (real ? TileStage::offset(place / POOL_W, column) : 0);
-      for_constants<kRoleUnits>([&](auto constant) {
-        constexpr int i = decltype(constant)::value, index = kGroupOfUnits * kRoleUnits + i;
-        if constexpr (index < kUnits) {
-          uint32_t unit[4];
-          load_matrices_transposed(unit, pixel + TileStage::offset(index));
+      // By two or three units, so that no product needs the result of the one before.
+      constexpr int kOwn = kUnits - kGroupOfUnits * kRoleUnits < kRoleUnits ? kUnits - kGroupOfUnits * kRoleUnits : kRoleUnits;
+      constexpr int kBatches = (kOwn + 2) / 3, kBatch = (kOwn + kBatches - 1) / kBatches;
 #pragma unroll
-          for (int m = 0; m < 2; m++) {
-            multiply_add(d[m][i], low[m], unit[0], unit[1]);
-            multiply_add(d[m][i], high[m], unit[2], unit[3]);
-            multiply_add(d[m][i], high[m], unit[0], unit[1]);
-          }
-        }
-      });
+      for (int batch = 0; batch < kOwn; batch += kBatch) {
+        uint32_t unit[kBatch][4];
+#pragma unroll
+        for (int i = 0; i < kBatch && batch + i < kOwn; i++)
+          load_matrices_transposed(unit[i], pixel + TileStage::offset(kGroupOfUnits * kRoleUnits + batch + i));
+#pragma unroll
+        for (int part = 0; part < 3; part++)  // small ones first
+#pragma unroll
+          for (int i = 0; i < kBatch && batch + i < kOwn; i++)
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+              multiply_add(d[m][batch + i], part ? high[m] : low[m], unit[i][part == 1 ? 2 : 0], unit[i][part == 1 ? 3 : 1]);
+      }
     }
 #pragma unroll
     for (int m = 0; m < 2; m++)
@@ -465,22 +469,30 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
 
 constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32;
 // Rows of ΣXXᵀ that are in shared memory at a time, with the filters' values that meet them.
-constexpr int kSlab = kDepth * (kDepth + CHANNELS_OUT) <= 9800 ? kDepth : 24;
+constexpr int sample_bytes(int rows) { return rows * (kDepth + CHANNELS_OUT + 4) * 4 + kDepth * 8 + CHANNELS_OUT * 64; }
+constexpr int kSlab = sample_bytes(kDepth) <= 48 << 10 ? kDepth : 24;
 constexpr int kOutputs = (CHANNELS_OUT / 4 * (kDepth / 4) + kSampleThreads - 1) / kSampleThreads;
+static_assert(CHANNELS_OUT <= kSampleThreads, "a thread per channel");
 
-// An element of a sample's ΣXXᵀ or ΣX, made of what the strips and rows at the ends have.
-__device__ __forceinline__ double merge_rows(Partial partial, GramPlace place, int n, Geometry geometry) {
-  double sum = 0;
-  for (int strip = 0; strip < geometry.strips; strip++)
-    sum += partial.gram[(int64_t(n) * geometry.strips + strip) * kGramSize + place.element];
+// Elements of a sample's ΣXXᵀ or ΣX, made of what the strips and the rows at the ends have.
+template <class T, int kCount>
+__device__ __forceinline__ void merge_rows(T (&sums)[kCount], const GramPlace (&places)[kCount], Partial partial, int n,
+                                           Geometry geometry) {
 #pragma unroll
-  for (int i = 0; i < KERNEL_H - 1; i++) {  // so many rows, or fewer, of the frame belong to it
-    const int first = place.row, last = place.row + geometry.height() - 1;
-    const int q = first + i < KERNEL_H - 1 ? first + i : max(geometry.height(), KERNEL_H - 1) + first + i - (KERNEL_H - 1);
-    if (q <= last)
-      sum += partial.frame[(int64_t(n) * kFrameRows + frame_row(q, geometry)) * kGramSize + place.element];
-  }
-  return sum;
+  for (int i = 0; i < kCount; i++) sums[i] = 0;
+  const float* gram = partial.gram + int64_t(n) * geometry.strips * kGramSize;
+  for (int strip = 0; strip < geometry.strips; strip++, gram += kGramSize)
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sums[i] += gram[places[i].element];
+  const float* frame = partial.frame + int64_t(n) * kFrameRows * kGramSize;
+#pragma unroll
+  for (int row = 0; row < KERNEL_H - 1; row++)  // so many rows, or fewer, of the frame belong to an element
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+      const int from = places[i].row + row, behind = from - (KERNEL_H - 1);
+      const int q = behind < 0 ? from : max(geometry.height(), KERNEL_H - 1) + behind;
+      if (q < places[i].row + geometry.height()) sums[i] += frame[frame_row(q, geometry) * kGramSize + places[i].element];
+    }
 }
 
 // dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its shift; and all gradients by sample. The
@@ -489,11 +501,12 @@ __device__ __forceinline__ double merge_rows(Partial partial, GramPlace place, i
 __global__ void __launch_bounds__(kSampleThreads, 1)
 sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geometry geometry) {
   __shared__ __align__(16) float gram[kSlab][kDepth];
-  __shared__ __align__(16) float filters[kSlab][CHANNELS_OUT];
+  __shared__ __align__(16) float filters[kSlab][CHANNELS_OUT + 4];  // fewer bank conflicts
   __shared__ double patches[kDepth];
   __shared__ double sums[2][CHANNELS_OUT];
   __shared__ double mean[CHANNELS_OUT];   // of weight·X
   __shared__ double level[CHANNELS_OUT];  // what the shift and the bias add to that
+  __shared__ double slope[CHANNELS_OUT];  // of z·scale, but for rstd
   __shared__ double constant[CHANNELS_OUT];
   __shared__ double linear[CHANNELS_OUT];
   __shared__ double of_bias[CHANNELS_OUT];
@@ -503,25 +516,47 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
     return input_channel(k) < CHANNELS_IN ? float(saved.weight[c * (CHANNELS_IN * kTaps) + place_in_filter(k)]) : 0.f;
   };
   const auto load_slab = [&](int first) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kSlab * kDepth; i += kSampleThreads)
-      gram[i / kDepth][i % kDepth] =
-          first + i / kDepth < kDepth ? float(merge_rows(partial, gram_place(first + i / kDepth, i % kDepth), n, geometry))
-                                      : 0.f;
+    constexpr int kAtOnce = 4;  // a thread's loads are under way together
+    for (int begin = threadIdx.x; begin < kSlab * kDepth; begin += kAtOnce * kSampleThreads) {
+      GramPlace places[kAtOnce];
+      float merged_rows[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) {
+        const int at = first * kDepth + begin + i * kSampleThreads;
+        places[i] = at < kDepth * kDepth ? gram_place(at / kDepth, at % kDepth) : GramPlace{0, 0};
+      }
+      merge_rows(merged_rows, places, partial, n, geometry);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++)
+        if (const int at = begin + i * kSampleThreads; at < kSlab * kDepth)
+          (&gram[0][0])[at] = merged_rows[i];
+    }
 #pragma unroll 4
     for (int i = threadIdx.x; i < kSlab * CHANNELS_OUT; i += kSampleThreads)
       filters[i % kSlab][i / kSlab] = first + i % kSlab < kDepth ? weight_at(i / kSlab, first + i % kSlab) : 0.f;
   };
   load_slab(0);
-  for (int k = threadIdx.x; k < kDepth; k += kSampleThreads)
-    patches[k] = merge_rows(partial, patch_sum_place(k), n, geometry);
+  for (int k = threadIdx.x; k < kDepth; k += kSampleThreads) {
+    double of_place[1];
+    merge_rows(of_place, {patch_sum_place(k)}, partial, n, geometry);
+    patches[k] = of_place[0];
+  }
   for (int i = threadIdx.x; i < 2 * CHANNELS_OUT; i += kSampleThreads) {
     double sum = 0;
     for (int strip = 0; strip < geometry.strips; strip++)
       sum += partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 2 + i];
     sums[i % 2][i / 2] = sum;
   }
+  double rstd = 0, of_slope = 0, scale = 0, norm_bias = 0, saved_mean = 0;  // of the thread's channel
+  const int own = threadIdx.x, first_of_group = own / shape.channels() * shape.channels();
+  if (own < CHANNELS_OUT) {
+    const int group = n * shape.G + own / shape.channels();
+    rstd = saved.group_rstd[group], saved_mean = saved.group_mean[group];
+    scale = saved.scale[own], norm_bias = saved.norm_bias[own];
+    slope[own] = of_slope = saved.norm_weight[own] * scale;
+  }
   __syncthreads();  // patches and sums are there
+#pragma unroll 4
   for (int c = warp; c < CHANNELS_OUT; c += kSampleWarps) {
     double of_patches = 0, of_shift = 0;
     for (int k = lane; k < kDepth; k += 32)
@@ -533,31 +568,24 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
     if (lane == 0) mean[c] = of_patches / shape.S, level[c] = of_shift + saved.conv_bias[c];
   }
   __syncthreads();  // mean and level are there
-  for (int g = threadIdx.x; g < shape.G; g += kSampleThreads) {
-    const int first = g * shape.channels(), end = first + shape.channels();
+  if (own < CHANNELS_OUT) {
     double group_mean = 0, gradient = 0, product = 0;
-    for (int c = first; c < end; c++) group_mean += mean[c] + level[c];
+    for (int c = first_of_group; c < first_of_group + shape.channels(); c++) group_mean += mean[c] + level[c];
     group_mean /= shape.channels();
-    const double moved = group_mean - saved.group_mean[n * shape.G + g];
-    for (int c = first; c < end; c++) {
-      sums[1][c] -= moved * sums[0][c];
-      const double factor = double(saved.norm_weight[c]) * saved.scale[c];
-      gradient += factor * sums[0][c], product += factor * sums[1][c];
-    }
-    const double rstd = saved.group_rstd[n * shape.G + g], count = double(shape.channels()) * shape.S;
-    const double slope = -(rstd * product) / count * rstd * rstd;
-    merged.linear[n * shape.G + g] = slope;
-    for (int c = first; c < end; c++) {
-      const int at = n * CHANNELS_OUT + c;
-      const double own = -rstd * gradient / count + slope * (level[c] - group_mean);
-      linear[c] = slope, constant[c] = merged.constant[at] = own;
-      const double scale = saved.scale[c], weight = saved.norm_weight[c];
-      of_bias[c] = merged.gradients[at] =
-          rstd * weight * scale * sums[0][c] + double(shape.S) * (own + slope * mean[c]);
-      merged.gradients[NC + at] = rstd * scale * sums[1][c];
-      merged.gradients[2 * NC + at] = scale * sums[0][c];
-      merged.gradients[3 * NC + at] = rstd * weight * sums[1][c] + saved.norm_bias[c] * sums[0][c];
-    }
+    const double moved = group_mean - saved_mean, count = double(shape.channels()) * shape.S;
+    for (int c = first_of_group; c < first_of_group + shape.channels(); c++)
+      gradient += slope[c] * sums[0][c], product += slope[c] * (sums[1][c] - moved * sums[0][c]);
+    const double passed = sums[0][own], of_v = sums[1][own] - moved * passed;
+    const double of_linear = -(rstd * product) / count * rstd * rstd;
+    const double of_constant = -rstd * gradient / count + of_linear * (level[own] - group_mean);
+    const int at = n * CHANNELS_OUT + own;
+    merged.linear[n * shape.G + own / shape.channels()] = linear[own] = of_linear;
+    merged.constant[at] = constant[own] = of_constant;
+    merged.gradients[at] = of_bias[own] =
+        rstd * of_slope * passed + double(shape.S) * (of_constant + of_linear * mean[own]);
+    merged.gradients[NC + at] = rstd * scale * of_v;
+    merged.gradients[2 * NC + at] = scale * passed;
+    merged.gradients[3 * NC + at] = rstd * saved.norm_weight[own] * of_v + norm_bias * passed;
   }
   // weight·(ΣXXᵀ), by four channels out and four places in a patch.
   float d[kOutputs][4][4] = {};
@@ -574,7 +602,7 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
       load_slab(slab);
     }
     __syncthreads();  // it is there; first, the coefficients are, too
-    for_outputs([&](float(&own)[4][4], int c, int k) {
+    for_outputs([&](float(&product)[4][4], int c, int k) {
 #pragma unroll 8
       for (int i = 0; i < kSlab; i++) {
         const float4 w = *reinterpret_cast<const float4*>(&filters[i][c]);
@@ -583,28 +611,29 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
 #pragma unroll
         for (int j = 0; j < 4; j++)
 #pragma unroll
-          for (int l = 0; l < 4; l++) own[j][l] = fmaf(of_channel[j], of_place[l], own[j][l]);
+          for (int l = 0; l < 4; l++) product[j][l] = fmaf(of_channel[j], of_place[l], product[j][l]);
       }
     });
   }
-  for_outputs([&](float(&own)[4][4], int first, int k) {
+  for_outputs([&](float(&product)[4][4], int first, int k) {
+    double sparse[4][4] = {};
+    for (int strip = 0; strip < geometry.strips; strip++)
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int c = first + j;
-      double sparse[4] = {};
-      for (int strip = 0; strip < geometry.strips; strip++) {
+      for (int j = 0; j < 4; j++) {
         const float4 of_strip = *reinterpret_cast<const float4*>(
-            partial.sparse + ((int64_t(n) * geometry.strips + strip) * CHANNELS_OUT + c) * kDepth + k);
-        sparse[0] += of_strip.x, sparse[1] += of_strip.y, sparse[2] += of_strip.z, sparse[3] += of_strip.w;
+            partial.sparse + ((int64_t(n) * geometry.strips + strip) * CHANNELS_OUT + first + j) * kDepth + k);
+        sparse[j][0] += of_strip.x, sparse[j][1] += of_strip.y, sparse[j][2] += of_strip.z, sparse[j][3] += of_strip.w;
       }
 #pragma unroll
+    for (int j = 0; j < 4; j++)
+#pragma unroll
       for (int l = 0; l < 4; l++) {
-        double value = sparse[l] + constant[c] * patches[k + l];
-        if (linear[c] != 0) value += linear[c] * own[j][l];  // of zero, also where the squares overflow
+        const int c = first + j;
+        double value = sparse[j][l] + constant[c] * patches[k + l];
+        if (linear[c] != 0) value += linear[c] * product[j][l];  // of zero, also where the squares overflow
         if (input_channel(k + l) < CHANNELS_IN) value += of_bias[c] * shift[input_channel(k + l)];
         merged.weight[(int64_t(n) * CHANNELS_OUT + c) * kDepth + k + l] = value;
       }
-    }
   });
 }
 
