@@ -140,20 +140,25 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
 // ----------------------------------------------------------------------------------------------- sparse product
 
 constexpr int kArea = POOL_H * POOL_W;
-// A product takes 16 positions: some windows, or part of one.
-constexpr int kStepWindows = kArea < 16 ? 16 / kArea : 1, kWindowSteps = (kArea + 15) / 16;
+// Of a window's gradients one is not zero, so that the tensor cores' sparse products serve, of 32 positions each:
+// some windows, or part of one. In them a window takes kPlaces, so that no four neighbours have two of them, and
+// no 16 part of one.
+constexpr int kPlaces = kArea <= 4 ? 4 : kArea <= 8 ? 8 : (kArea + 15) / 16 * 16;
+constexpr int kStepWindows = kPlaces < 32 ? 32 / kPlaces : 1, kWindowSteps = (kPlaces + 31) / 32;
 constexpr int kRounds = (kTileWindows + 31) / 32, kHeldWindows = kRounds * 32;  // a lane has one window of each
 constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
 constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
 
-// The gradients that windows of a tile select, as elements of A: (high, low) by window and channel, each in the
-// half of the register that holds its position's; the number of that register among the window's; and by channel
-// what undoes its scale.
+// The gradients that windows of a tile select, as elements of A: (high, low) by window and channel, each in one half
+// of a register; which four neighbours of the window it is of, and its selectors, but for those of zeros, among
+// those of its 16 positions; and by channel what undoes its scale.
 struct Held {
   uint2 halves[kHeldWindows][kHeldPitch];
-  uint8_t pair[kHeldWindows][kHeldPitch + 3];
+  uint16_t selectors[kHeldWindows][kHeldPitch + 1];
+  uint8_t four[kHeldWindows][kHeldPitch + 3];
   float unscale[kBlockChannels];
 };
+constexpr unsigned kZeroSelectors = 0x4444;  // the first two of each four
 
 // A role is 32 channels out and up to kRoleUnits units; warps with the same role take turns with the windows.
 constexpr int kUnitGroups = (kUnits + 4) / 5, kRoleUnits = (kUnits + kUnitGroups - 1) / kUnitGroups;
@@ -165,57 +170,59 @@ template <int kGroupOfUnits>
 __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address, const Held& held,
                                                 int first_channel, int windows, int group, float factor) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const uint32_t part = address + lane / 16 * TileStage::kPartBytes;
   const int steps = (windows + kStepWindows - 1) / kStepWindows * kWindowSteps;
   // Which of the step's windows a position belongs to.
-  const auto window_of = [](int k) { return kStepWindows > 1 ? k / kArea : 0; };
-  const int own_window = window_of(lane % 16);
+  const auto window_of = [](int k) { return kStepWindows > 1 ? k / kPlaces : 0; };
   for (int first = group; first < steps; first += kSparseGroups * kSteps) {
     float d[2][kRoleUnits][4];
 #pragma unroll
     for (int i = 0; i < 2 * kRoleUnits * 4; i++) (&d[0][0][0])[i] = 0;
 #pragma unroll 1
     for (int step = first; step < min(steps, first + kSparseGroups * kSteps); step += kSparseGroups) {
-      const int window = step / kWindowSteps * kStepWindows, begin = step % kWindowSteps * 16;
-      uint32_t high[2][4], low[2][4];
+      const int window = step / kWindowSteps * kStepWindows, begin = step % kWindowSteps * 32;
+      uint32_t high[2][4], low[2][4], selectors[2] = {};
 #pragma unroll
       for (int row = 0; row < 4; row++) {
         const int channel = first_channel + row * 8 + g;
-        uint2 halves;
-        int pair;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const int k = 2 * t + 8 * half, of_step = window_of(k);
-          const bool real = of_step < kStepWindows;
-          if (half == 0 || kStepWindows > 1) {
-            halves = held.halves[window + (real ? of_step : 0)][channel];
-            pair = held.pair[window + (real ? of_step : 0)][channel];
-          }
-          const bool here = real && pair == (begin + k - of_step * kArea) / 2;
+          const int k = 4 * t + 16 * half, own = window + window_of(k);
+          const uint2 halves = held.halves[own][channel];
+          const bool here = held.four[own][channel] == (begin + k) % kPlaces / 4;
           high[row / 2][row % 2 + 2 * half] = here ? halves.x : 0;
           low[row / 2][row % 2 + 2 * half] = here ? halves.y : 0;
         }
+        unsigned of_row = 0;
+#pragma unroll
+        for (int k = 0; k < 16; k += kPlaces < 16 ? kPlaces : 16) {
+          const int from = k + t % 2 * 16, own = window + window_of(from);
+          const bool here = kPlaces <= 16 || held.four[own][channel] / 4 == (begin + from) / 16;
+          of_row |= here ? held.selectors[own][channel] : 0;
+        }
+        selectors[row / 2] |= (of_row ^ kZeroSelectors) << row % 2 * 16;
       }
-      const int place = begin + lane % 16 - own_window * kArea;
-      const bool real = own_window < kStepWindows && place < kArea;  // others meet zeros in A
-      const int column = (window + own_window) * POOL_W + place % POOL_W;
-      const uint32_t pixel = part + (real ? TileStage::offset(place / POOL_W, column) : 0);
-      // By two or three units, so that no product needs the result of the one before.
-      constexpr int kOwn = kUnits - kGroupOfUnits * kRoleUnits < kRoleUnits ? kUnits - kGroupOfUnits * kRoleUnits : kRoleUnits;
-      constexpr int kBatches = (kOwn + 2) / 3, kBatch = (kOwn + kBatches - 1) / kBatches;
+      const int own = window + window_of(lane), place = (begin + lane) % kPlaces;
+      const bool real = place < kArea && own < windows;  // others meet zeros in A
+      const uint32_t pixel =
+          address + (real ? TileStage::offset(place / POOL_W, own * POOL_W + place % POOL_W) : 0);
+      // By two units, so that no product needs the result of the one before.
+      constexpr int kLeft = kUnits - kGroupOfUnits * kRoleUnits, kOwn = kLeft < kRoleUnits ? kLeft : kRoleUnits;
 #pragma unroll
-      for (int batch = 0; batch < kOwn; batch += kBatch) {
-        uint32_t unit[kBatch][4];
+      for (int batch = 0; batch < kOwn; batch += 2) {
+        uint32_t unit[2][2][4];  // high, low
 #pragma unroll
-        for (int i = 0; i < kBatch && batch + i < kOwn; i++)
-          load_matrices_transposed(unit[i], pixel + TileStage::offset(kGroupOfUnits * kRoleUnits + batch + i));
+        for (int i = 0; i < 2 && batch + i < kOwn; i++)
+#pragma unroll
+          for (int part = 0; part < 2; part++)
+            load_matrices_transposed(unit[i][part], pixel + part * TileStage::kPartBytes +
+                                                        TileStage::offset(kGroupOfUnits * kRoleUnits + batch + i));
 #pragma unroll
         for (int part = 0; part < 3; part++)  // small ones first
 #pragma unroll
-          for (int i = 0; i < kBatch && batch + i < kOwn; i++)
+          for (int i = 0; i < 2 && batch + i < kOwn; i++)
 #pragma unroll
             for (int m = 0; m < 2; m++)
-              multiply_add(d[m][batch + i], part ? high[m] : low[m], unit[i][part == 1 ? 2 : 0], unit[i][part == 1 ? 3 : 1]);
+              multiply_add_sparse(d[m][batch + i], part ? high[m] : low[m], unit[i][part == 1], selectors[m]);
       }
     }
 #pragma unroll
@@ -289,9 +296,13 @@ struct Windows {
       for (int round = 0; round < kRounds; round++) {
         const float scaled = gradient[round] * factor;
         const uint32_t high = pack(scaled, 0), low = pack(residual(scaled, 0, high).x, 0);
-        const int bits = place[round][i] % 2 * 16;
-        held.halves[round * 32 + lane][own + i] = make_uint2(high << bits, low << bits);
-        held.pair[round * 32 + lane][own + i] = uint8_t(place[round][i] / 2);
+        const int four = place[round][i] / 4, of_four = place[round][i] % 4, window = round * 32 + lane;
+        // First of a pair, or second: 0 of (0, 1), 1 of (1, 2), 2 and 3 of (2, 3).
+        const int bits = of_four / 3 * 16;
+        const unsigned selectors = (0xee94 >> of_four * 4 & 0xf) ^ kZeroSelectors & 0xf;
+        held.halves[window][own + i] = make_uint2(high << bits, low << bits);
+        held.selectors[window][own + i] = uint16_t(selectors << (window * (kPlaces / 4) + four) % 4 * 4);
+        held.four[window][own + i] = uint8_t(four);
       }
     }
     return transposed_sum<2 * kWarpChannels>(sums);
