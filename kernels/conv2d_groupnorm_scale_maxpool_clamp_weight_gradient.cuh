@@ -95,6 +95,13 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
   float d[kOwn][4];
 #pragma unroll
   for (int i = 0; i < kOwn * 4; i++) (&d[0][0])[i] = 0;
+  // The second unit's matrices lie so far behind the first one's.
+  constexpr int kRolePairs = (kOwn + kRoleColumns - 1) / kRoleColumns;
+  const auto unit_of = [](int pair) { return (kRole * kRoleTiles + pair * kRoleColumns) / kColumnUnits * 2; };
+  uint32_t behind[kRolePairs];
+#pragma unroll
+  for (int i = 0; i < kRolePairs; i++)
+    behind[i] = second ? TileStage::offset(unit_of(i) + 1) - TileStage::offset(unit_of(i)) : 0;
 #pragma unroll 1
   for (int first = 0; first < columns; first += 16) {
     const int row_position = first + lane % 8 + lane / 16 * 8, position = first + lane % 16;
@@ -108,16 +115,15 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
       load_matrices_transposed(of_column[i], position < columns ? pixel + TileStage::offset(unit) : constants.y);
     }
 #pragma unroll
-    for (int begin = 0; begin < kOwn; begin += kRoleColumns) {  // a pair's tiles; or some of a pair's
-      const int unit = (kRole * kRoleTiles + begin) / kColumnUnits * 2;
+    for (int pair = 0; pair < kRolePairs; pair++) {
+      const int unit = unit_of(pair), begin = pair * kRoleColumns;
       uint32_t row_halves[2][4];
 #pragma unroll
       for (int part = 0; part < 2; part++) {
-        const uint32_t at = row_pixel + part * TileStage::kPartBytes;
-        const auto row_of = [&](int u) {
-          return u < kUnits ? at + TileStage::offset(u) : u == kUnits && part == 0 ? constants.x : constants.y;
-        };
-        load_matrices_transposed(row_halves[part], second ? row_of(unit + 1) : row_of(unit));
+        const uint32_t of_ones = part ? constants.y : constants.x;
+        uint32_t at = row_pixel + behind[pair] + TileStage::offset(unit) + part * TileStage::kPartBytes;
+        if (unit + 1 >= kUnits) at = unit == kUnits ? (second ? constants.y : of_ones) : second ? of_ones : at;
+        load_matrices_transposed(row_halves[part], at);
       }
 #pragma unroll
       for (int part = 0; part < 3; part++)  // small ones first, and none needs the result of the one before
@@ -149,16 +155,27 @@ constexpr int kRounds = (kTileWindows + 31) / 32, kHeldWindows = kRounds * 32;  
 constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
 constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
 
-// The gradients that windows of a tile select, as elements of A: (high, low) by window and channel, each in one half
-// of a register; which four neighbours of the window it is of, and its selectors, but for those of zeros, among
-// those of its 16 positions; and by channel what undoes its scale.
-struct Held {
-  uint2 halves[kHeldWindows][kHeldPitch];
-  uint16_t selectors[kHeldWindows][kHeldPitch + 1];
-  uint8_t four[kHeldWindows][kHeldPitch + 3];
-  float unscale[kBlockChannels];
+// Where a gradient is, of its window's places: among which four neighbours; the selectors of its 16 neighbours, by
+// difference from those of zeros; and how far it is shifted in a register.
+struct Origin {
+  uint16_t selectors;
+  uint8_t four, bits;
 };
 constexpr unsigned kZeroSelectors = 0x4444;  // the first two of each four
+__device__ __forceinline__ Origin origin_of(int place) {
+  const int of_four = place % 4;  // 0 of (0, 1), 1 of (1, 2), 2 and 3 of (2, 3)
+  const unsigned selectors = (0xee94 >> of_four * 4 & 0xf) ^ (kZeroSelectors & 0xf);
+  return {uint16_t(selectors << place / 4 % 4 * 4), uint8_t(place / 4), uint8_t(of_four / 3 * 16)};
+}
+
+// The gradients that windows of a tile select, as elements of A: (high, low) by window and channel; and by channel
+// what undoes its scale.
+struct Held {
+  uint2 halves[kHeldWindows][kHeldPitch];
+  Origin origins[kHeldWindows][kHeldPitch];
+  Origin origin_of_place[kArea];
+  float unscale[kBlockChannels];
+};
 
 // A role is 32 channels out and up to kRoleUnits units; warps with the same role take turns with the windows.
 constexpr int kUnitGroups = (kUnits + 4) / 5, kRoleUnits = (kUnits + kUnitGroups - 1) / kUnitGroups;
@@ -188,7 +205,7 @@ __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4]
         for (int half = 0; half < 2; half++) {
           const int k = 4 * t + 16 * half, own = window + window_of(k);
           const uint2 halves = held.halves[own][channel];
-          const bool here = held.four[own][channel] == (begin + k) % kPlaces / 4;
+          const bool here = held.origins[own][channel].four == (begin + k) % kPlaces / 4;
           high[row / 2][row % 2 + 2 * half] = here ? halves.x : 0;
           low[row / 2][row % 2 + 2 * half] = here ? halves.y : 0;
         }
@@ -196,8 +213,8 @@ __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4]
 #pragma unroll
         for (int k = 0; k < 16; k += kPlaces < 16 ? kPlaces : 16) {
           const int from = k + t % 2 * 16, own = window + window_of(from);
-          const bool here = kPlaces <= 16 || held.four[own][channel] / 4 == (begin + from) / 16;
-          of_row |= here ? held.selectors[own][channel] : 0;
+          const bool here = kPlaces <= 16 || held.origins[own][channel].four / 4 == (begin + from) / 16;
+          if (here) of_row |= held.origins[own][channel].selectors << own * (kPlaces / 4) % 4 * 4;
         }
         selectors[row / 2] |= (of_row ^ kZeroSelectors) << row % 2 * 16;
       }
@@ -266,7 +283,8 @@ struct Windows {
 #pragma unroll
       for (int i = 0; i < kWarpChannels; i++) {
         const bool there = CHANNELS_OUT % kBlockChannels == 0 || i < count;
-        dy[round][i] = window < windows && there ? float(saved.dy[at]) : 0.f;
+        const float of_window = saved.dy[at];
+        dy[round][i] = window < windows && there ? of_window : 0.f;
         extreme[round][i] = saved.extreme[at], place[round][i] = saved.index[at];
         if (CHANNELS_OUT % kBlockChannels == 0 || i + 1 < count) at += plane_size;
       }
@@ -296,13 +314,9 @@ struct Windows {
       for (int round = 0; round < kRounds; round++) {
         const float scaled = gradient[round] * factor;
         const uint32_t high = pack(scaled, 0), low = pack(residual(scaled, 0, high).x, 0);
-        const int four = place[round][i] / 4, of_four = place[round][i] % 4, window = round * 32 + lane;
-        // First of a pair, or second: 0 of (0, 1), 1 of (1, 2), 2 and 3 of (2, 3).
-        const int bits = of_four / 3 * 16;
-        const unsigned selectors = (0xee94 >> of_four * 4 & 0xf) ^ kZeroSelectors & 0xf;
-        held.halves[window][own + i] = make_uint2(high << bits, low << bits);
-        held.selectors[window][own + i] = uint16_t(selectors << (window * (kPlaces / 4) + four) % 4 * 4);
-        held.four[window][own + i] = uint8_t(four);
+        const Origin origin = held.origin_of_place[place[round][i]];
+        held.halves[round * 32 + lane][own + i] = make_uint2(high << origin.bits, low << origin.bits);
+        held.origins[round * 32 + lane][own + i] = origin;
       }
     }
     return transposed_sum<2 * kWarpChannels>(sums);
@@ -352,6 +366,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
   __shared__ int largest[2];
   __shared__ float shift[kPlanes * 8];
   __shared__ Channel channels[kBlockChannels];
+  __shared__ float sums[kThreads];
   TileStage stage(shared, largest);
   Held& held = *reinterpret_cast<Held*>(shared + StripLayout::kHeld);
   float4* const grams = reinterpret_cast<float4*>(shared + StripLayout::kGram);
@@ -369,6 +384,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
   // Those with most units of the sparse product have the shorter role of the Gram matrix.
   const int rank = kBlockUnits - 1 - of_block + kBlockUnits * (half + 2 * group), gram_group = rank / kRoleWarps;
   const int row_end = min(geometry.tile_rows(), (strip + 1) * geometry.rows);
+  sums[threadIdx.x] = 0;
   bool flat = false;
   if (const int c = threadIdx.x; c < kBlockChannels) {
     channels[c] = {};
@@ -376,6 +392,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
     flat = channels[c].flat;
   }
   if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + StripLayout::kOnes)[threadIdx.x] = 0x3c003c00;
+  if (threadIdx.x < kArea) held.origin_of_place[threadIdx.x] = origin_of(threadIdx.x);
   find_shift(shift, sample, geometry.H * geometry.W);
   for (int i = threadIdx.x; i < kGramGroups * kBlockRoles * kRoleTiles * 32; i += kThreads)
     grams[i] = make_float4(0, 0, 0, 0);
@@ -386,7 +403,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
   const uint32_t address = shared_address(shared);
   const uint2 constants = make_uint2(address + StripLayout::kOnes, address + TileStage::kZeros);
 
-  float total[2][kRoleUnits][4] = {}, sum = 0;
+  float total[2][kRoleUnits][4] = {};
   for (int row = strip * geometry.rows; row < row_end; row++)
     for (int column = 0, columns; column < geometry.width(); column += columns) {
       const int left = geometry.width() - column, window_column = column / POOL_W;
@@ -412,7 +429,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
             if (j == i) own.extreme[j / kWarpChannels][j % kWarpChannels] = first;
         }
       __syncthreads();  // the stage and what is held have been read
-      if (windows) sum += own.select(held, saved, channels + own_channels, own_channels);
+      if (windows) sums[threadIdx.x] += own.select(held, saved, channels + own_channels, own_channels);
       const float factor = power_of_two(-stage.store(pixels));
       __syncthreads();  // they are complete
       if (windows)
@@ -436,7 +453,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
     }
   static_assert(kWarpChannels == 8, "a sum for every other lane");
   if (pass == 0 && lane % 2 == 0 && first_own + lane / 4 < CHANNELS_OUT)
-    partial.sums[(int64_t(slot) * CHANNELS_OUT + first_own) * 2 + lane / 2] = sum;
+    partial.sums[(int64_t(slot) * CHANNELS_OUT + first_own) * 2 + lane / 2] = sums[threadIdx.x];
   __syncthreads();  // all products are complete
   for (int i = threadIdx.x; i < kBlockRoles * kRoleTiles * 32; i += kThreads) {
     const int at = own_block * kBlockRoles * kRoleTiles * 32 + i;
