@@ -51,26 +51,6 @@ constexpr int kColumnUnits = kPlanes * KERNEL_W, kPairs = kUnits / 2 + 1;
 constexpr int kGramTiles = kPairs * kColumnUnits, kGramSize = kGramTiles * 128;
 constexpr int kFrameRows = 2 * (KERNEL_H - 1);
 HOST_DEVICE constexpr int unit_of_column(int column) { return column / KERNEL_W * kTaps + column % KERNEL_W; }
-// An element, as lanes hold them. Row and column count channels.
-HOST_DEVICE constexpr int gram_element(int row, int column) {
-  const int tile = row / 16 * kColumnUnits + column / 8;
-  return tile * 128 + (row % 8 * 4 + column % 8 / 2) * 4 + row / 8 % 2 * 2 + column % 2;
-}
-// The element of R that belongs to two places in a patch, and the kernel row b.
-struct GramPlace {
-  int element, row;
-};
-HOST_DEVICE constexpr GramPlace gram_place(int a, int b) {
-  const int row_a = a / 8 % kTaps / KERNEL_W, row_b = b / 8 % kTaps / KERNEL_W;
-  const int upper = row_a < row_b ? a : b, lower = row_a < row_b ? b : a, row = row_a < row_b ? row_a : row_b;
-  const int column = upper / 8 / kTaps * KERNEL_W + upper / 8 % KERNEL_W;
-  return {gram_element(lower - row * KERNEL_W * 8, column * 8 + upper % 8), row};
-}
-HOST_DEVICE constexpr GramPlace patch_sum_place(int a) {
-  const int column = a / 8 / kTaps * KERNEL_W + a / 8 % kTaps % KERNEL_W;
-  return {gram_element(kDepth, column * 8 + a % 8), a / 8 % kTaps / KERNEL_W};
-}
-
 // Where R(q) of a sample is kept by itself, if it is.
 __device__ __forceinline__ int frame_row(int q, Geometry geometry) {
   const int height = geometry.height(), inner = height > KERNEL_H - 1 ? height - (KERNEL_H - 1) : 0;
@@ -495,32 +475,55 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
 
 // ----------------------------------------------------------------------------------------------------- samples
 
-constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32;
+constexpr int kSampleThreads = 512;
 // Rows of ΣXXᵀ that are in shared memory at a time, with the filters' values that meet them.
 constexpr int sample_bytes(int rows) { return rows * (kDepth + CHANNELS_OUT + 4) * 4 + kDepth * 8 + CHANNELS_OUT * 64; }
 constexpr int kSlab = sample_bytes(kDepth) <= 48 << 10 ? kDepth : 24;
 constexpr int kOutputs = (CHANNELS_OUT / 4 * (kDepth / 4) + kSampleThreads - 1) / kSampleThreads;
 static_assert(CHANNELS_OUT <= kSampleThreads, "a thread per channel");
 
-// Elements of a sample's ΣXXᵀ or ΣX, made of what the strips and the rows at the ends have.
-template <class T, int kCount>
-__device__ __forceinline__ void merge_rows(T (&sums)[kCount], const GramPlace (&places)[kCount], Partial partial, int n,
-                                           Geometry geometry) {
+// act(strip, does it count) of all strips, two side by side, so that their loads are under way together.
+template <class Act> __device__ __forceinline__ void for_strips(int strips, const Act& act) {
+  for (int first = 0; first < strips; first += 2)
 #pragma unroll
-  for (int i = 0; i < kCount; i++) sums[i] = 0;
-  const float* gram = partial.gram + int64_t(n) * geometry.strips * kGramSize;
-  for (int strip = 0; strip < geometry.strips; strip++, gram += kGramSize)
+    for (int i = 0; i < 2; i++) act(min(first + i, strips - 1), first + i < strips);
+}
+
+// act(a, b, value) of all elements (ΣXXᵀ)[a][b] of a sample and, where a is kDepth, of (ΣX)[b], in no order.
+template <class Act>
+__device__ __forceinline__ void for_gram(Partial partial, int n, Geometry geometry, const Act& act) {
+  const float4* gram = reinterpret_cast<const float4*>(partial.gram + int64_t(n) * geometry.strips * kGramSize);
+  const float4* frame = reinterpret_cast<const float4*>(partial.frame + int64_t(n) * kFrameRows * kGramSize);
+  for (int at = threadIdx.x; at < kGramSize / 4; at += kSampleThreads) {  // four, as a lane holds them
+    float4 rows[kFrameRows + 1] = {};
 #pragma unroll
-    for (int i = 0; i < kCount; i++) sums[i] += gram[places[i].element];
-  const float* frame = partial.frame + int64_t(n) * kFrameRows * kGramSize;
+    for (int i = 0; i < kFrameRows; i++)
+      if (i < geometry.H) rows[i] = frame[i * (kGramSize / 4) + at];
+    float sums[4] = {};
+    for_strips(geometry.strips, [&](int strip, bool real) {
+      const float4 more = gram[strip * (kGramSize / 4) + at];
+      if (real) sums[0] += more.x, sums[1] += more.y, sums[2] += more.z, sums[3] += more.w;
+    });
+    const int tile = at / 32, lane = at % 32, column = tile % kColumnUnits;
 #pragma unroll
-  for (int row = 0; row < KERNEL_H - 1; row++)  // so many rows, or fewer, of the frame belong to an element
+    for (int i = 0; i < 4; i++) {
+      const int unit = tile / kColumnUnits * 2 + i / 2, tap = unit % kTaps, row = unit < kUnits ? tap / KERNEL_W : 0;
+      if (unit > kUnits) continue;
+      for (int b = 0; b < KERNEL_H - row; b++) {  // the upper one's kernel row
+        float sum = sums[i];
 #pragma unroll
-    for (int i = 0; i < kCount; i++) {
-      const int from = places[i].row + row, behind = from - (KERNEL_H - 1);
-      const int q = behind < 0 ? from : max(geometry.height(), KERNEL_H - 1) + behind;
-      if (q < places[i].row + geometry.height()) sums[i] += frame[frame_row(q, geometry) * kGramSize + places[i].element];
+        for (int j = 0; j < kFrameRows; j++) {
+          const int q = j < KERNEL_H - 1 ? j : j - (KERNEL_H - 1) + max(geometry.height(), KERNEL_H - 1);
+          const float of_row[] = {rows[j].x, rows[j].y, rows[j].z, rows[j].w};
+          if (q >= b && q < b + geometry.height()) sum += of_row[i];
+        }
+        const int of_column = (unit_of_column(column) + b * KERNEL_W) * 8 + lane % 4 * 2 + i % 2;
+        const int of_unit = unit < kUnits ? (unit + b * KERNEL_W) * 8 + lane / 4 : kDepth;
+        if (unit < kUnits || lane / 4 == 0) act(of_unit, of_column, sum);
+        if (unit < kUnits && row > 0) act(of_column, of_unit, sum);
+      }
     }
+  }
 }
 
 // dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its shift; and all gradients by sample. The
@@ -538,41 +541,27 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
   __shared__ double constant[CHANNELS_OUT];
   __shared__ double linear[CHANNELS_OUT];
   __shared__ double of_bias[CHANNELS_OUT];
-  const int n = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, NC = shape.N * CHANNELS_OUT;
+  const int n = blockIdx.x, NC = shape.N * CHANNELS_OUT;
   const float* shift = partial.shift + n * CHANNELS_IN;
   const auto weight_at = [&](int c, int k) {
     return input_channel(k) < CHANNELS_IN ? float(saved.weight[c * (CHANNELS_IN * kTaps) + place_in_filter(k)]) : 0.f;
   };
   const auto load_slab = [&](int first) {
-    constexpr int kAtOnce = 4;  // a thread's loads are under way together
-    for (int begin = threadIdx.x; begin < kSlab * kDepth; begin += kAtOnce * kSampleThreads) {
-      GramPlace places[kAtOnce];
-      float merged_rows[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
-        const int at = first * kDepth + begin + i * kSampleThreads;
-        places[i] = at < kDepth * kDepth ? gram_place(at / kDepth, at % kDepth) : GramPlace{0, 0};
-      }
-      merge_rows(merged_rows, places, partial, n, geometry);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; i++)
-        if (const int at = begin + i * kSampleThreads; at < kSlab * kDepth)
-          (&gram[0][0])[at] = merged_rows[i];
-    }
-#pragma unroll 4
+    for_gram(partial, n, geometry, [&](int a, int b, float value) {
+      if (a == kDepth && first == 0) patches[b] = value;
+      if (a >= first && a < first + kSlab) gram[a - first][b] = value;
+    });
+#pragma unroll 10
     for (int i = threadIdx.x; i < kSlab * CHANNELS_OUT; i += kSampleThreads)
       filters[i % kSlab][i / kSlab] = first + i % kSlab < kDepth ? weight_at(i / kSlab, first + i % kSlab) : 0.f;
   };
   load_slab(0);
-  for (int k = threadIdx.x; k < kDepth; k += kSampleThreads) {
-    double of_place[1];
-    merge_rows(of_place, {patch_sum_place(k)}, partial, n, geometry);
-    patches[k] = of_place[0];
-  }
   for (int i = threadIdx.x; i < 2 * CHANNELS_OUT; i += kSampleThreads) {
     double sum = 0;
-    for (int strip = 0; strip < geometry.strips; strip++)
-      sum += partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 2 + i];
+    for_strips(geometry.strips, [&](int strip, bool real) {
+      const float more = partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 2 + i];
+      if (real) sum += more;
+    });
     sums[i % 2][i / 2] = sum;
   }
   double rstd = 0, of_slope = 0, scale = 0, norm_bias = 0, saved_mean = 0;  // of the thread's channel
@@ -584,16 +573,17 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
     slope[own] = of_slope = saved.norm_weight[own] * scale;
   }
   __syncthreads();  // patches and sums are there
-#pragma unroll 4
-  for (int c = warp; c < CHANNELS_OUT; c += kSampleWarps) {
+  for (int i = threadIdx.x; i < CHANNELS_OUT * 8; i += kSampleThreads) {  // eight lanes per channel
+    const int c = i / 8;
     double of_patches = 0, of_shift = 0;
-    for (int k = lane; k < kDepth; k += 32)
-      if (input_channel(k) < CHANNELS_IN) {
-        const double w = weight_at(c, k);
-        of_patches += w * patches[k], of_shift += w * shift[input_channel(k)];
-      }
-    of_patches = warp_sum(of_patches), of_shift = warp_sum(of_shift);
-    if (lane == 0) mean[c] = of_patches / shape.S, level[c] = of_shift + saved.conv_bias[c];
+#pragma unroll
+    for (int k = i % 8; k < kDepth; k += 8) {
+      const double w = kSlab == kDepth ? filters[k % kSlab][c] : weight_at(c, k);
+      of_patches += w * patches[k], of_shift += w * (input_channel(k) < CHANNELS_IN ? shift[input_channel(k)] : 0.f);
+    }
+    for (int offset = 4; offset; offset /= 2)
+      of_patches += __shfl_xor_sync(~0u, of_patches, offset), of_shift += __shfl_xor_sync(~0u, of_shift, offset);
+    if (i % 8 == 0) mean[c] = of_patches / shape.S, level[c] = of_shift + saved.conv_bias[c];
   }
   __syncthreads();  // mean and level are there
   if (own < CHANNELS_OUT) {
@@ -645,13 +635,15 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
   }
   for_outputs([&](float(&product)[4][4], int first, int k) {
     double sparse[4][4] = {};
-    for (int strip = 0; strip < geometry.strips; strip++)
+    for_strips(geometry.strips, [&](int strip, bool real) {
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const float4 of_strip = *reinterpret_cast<const float4*>(
             partial.sparse + ((int64_t(n) * geometry.strips + strip) * CHANNELS_OUT + first + j) * kDepth + k);
+        if (!real) continue;
         sparse[j][0] += of_strip.x, sparse[j][1] += of_strip.y, sparse[j][2] += of_strip.z, sparse[j][3] += of_strip.w;
       }
+    });
 #pragma unroll
     for (int j = 0; j < 4; j++)
 #pragma unroll
