@@ -36,7 +36,8 @@ struct Geometry {
 };
 
 // act(std::integral_constant) for 0 … kCount - 1, one after the other; and for one of them.
-template <int kCount, int kFirst = 0, class Act> __device__ __forceinline__ void for_constants(const Act& act) {
+template <int kCount, int kFirst = 0, class Act>
+__device__ __forceinline__ void for_constants(const Act& act) {
   if constexpr (kFirst < kCount) {
     act(std::integral_constant<int, kFirst>());
     for_constants<kCount, kFirst + 1>(act);
@@ -50,7 +51,7 @@ __device__ __forceinline__ void with_constant(int value, const Act& act) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------------ stage
+// ----------------------------------------------------------------------------------------------------- stage
 
 // The pixels of x under kRows × kColumns positions of v, in shared memory: a pixel's 8 channels side by side,
 // so that a tap is an offset; first all their high halves, then the low ones, then a pixel of zeros, which
@@ -152,7 +153,7 @@ constexpr int columns_for(int rows) {
   return 2 * kPlanes * (rows + KERNEL_H - 1) * (128 + KERNEL_W + 7) * 16 <= 80 << 10 ? 128 : 64;
 }
 
-// -------------------------------------------------------------------------------- selected positions' gradients
+// ----------------------------------------------------------------------------- selected positions' gradients
 
 // What forward was given and kept.
 struct Saved {
@@ -191,7 +192,8 @@ __device__ __forceinline__ float first_of_window(const Saved& saved, const value
 }
 
 // dy, where the clamp lets it pass.
-__device__ __forceinline__ float passed_gradient(const Saved& saved, const Channel& channel, float dy, float z) {
+__device__ __forceinline__ float passed_gradient(const Saved& saved, const Channel& channel, float dy,
+                                                 float z) {
   return clamp_passes(z * channel.scale, saved.low, saved.high) ? dy : 0.f;
 }
 

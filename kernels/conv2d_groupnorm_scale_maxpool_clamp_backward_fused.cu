@@ -13,26 +13,20 @@
 //   d_weight = Σ slope·dz·X + Σ constant·(ΣX) + weight·Σ linear·(ΣXXᵀ),
 // where the first sum goes over windows, and the others over samples. So the dense part needs nothing of dy
 // but its sums, and the sparse one none of them.
-//   shift_kernel              about the mean of x by (sample, channel in)
-//   gram_kernel               ΣXXᵀ and ΣX of x less its shift, of a strip of rows of a sample
-//   sparse_kernel             Σ slope·dz·X of a strip; sums of dz, dz·(v - mean), dy·z
-//   coefficients_kernel       constant and linear; the parameters' gradients by sample
-//   mix_kernel                Σ linear·(ΣXXᵀ)
-//   weight_gradient_kernel    d_weight, and the parameters' gradients
+//   strip_kernel, sample_kernel, total_kernel    all of that (…_weight_gradient.cuh)
 // and only where x's gradient is asked for
 //   input_gradient_kernel     v once more, dv from it in registers, and its transposed convolution
 // All that is shifted away is added again at the end, in double. Every sum has a fixed order.
 //
 // Products run on tensor cores (mma.sync), each operand a sum of two float16 (operands.cuh), scaled by powers
-// of two: x by the tile in shared memory, dz by channel and row of windows. A product's sums go through no
-// more than 8 steps of 16 positions in a tensor core, which cuts off, before they are added up in float32.
+// of two: x by the tile in shared memory, dz by channel and row of windows. No more than 8 steps are added up
+// in a tensor core, which cuts off; the rest is in float32.
 //
 // At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for a
-// product m16n8k16 (mma.sync), so that these times are the least, by arithmetic, not measured:
-//   gram_kernel             85 products for 16 positions        0.07 ms
-//   sparse_kernel           108 for a window, 138 MB            0.09 ms
-//   input_gradient_kernel   228 for 16 positions, 206 MB        0.19 ms
-// Beside what forward keeps (39 MB), 11 MB of memory.
+// product m16n8k16 (mma.sync) and 8 for a sparse m16n8k32, so that these times are the least, by arithmetic:
+//   strip_kernel            45 products for 16 positions, 108 sparse ones for two windows, 138 MB: 0.10 ms
+//   input_gradient_kernel   228 for 16 positions, 206 MB: 0.19 ms
+// Beside what forward keeps (39 MB), 16 MB of memory.
 #include "conv2d_groupnorm_scale_maxpool_clamp_weight_gradient.cuh"
 
 #ifndef INPUT_COLUMNS  // the plan, as tiling.py makes it; else one for which a source compiles alone
@@ -301,9 +295,9 @@ template <class Kernel> void allow(Kernel kernel, int bytes) {
 }  // namespace
 
 // The gradients of weight and, summed over the samples, of the parameters; d_scale has `scales` elements,
-// CHANNELS_OUT or 1. kept and index are forward's. `merged` and `partial` have room for what Merged and Partial
-// say. Rows of x are cut into tiles of POOL_H, and those into `strips` of `rows`, the last of what is left; a plan
-// that does not cover them makes no blocks, and the launch fails.
+// CHANNELS_OUT or 1. kept and index are forward's. `merged` and `partial` have room for what Merged and
+// Partial say. Rows of x are cut into tiles of POOL_H, and those into `strips` of `rows`, the last of what is
+// left; a plan that does not cover them makes no blocks, and the launch fails.
 EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias,
                      float* d_scale, double* merged, float* partial, const output_t* dy, const value_t* x,
                      const value_t* weight, const float* kept, const uint8_t* index, const float* conv_bias,
@@ -323,7 +317,8 @@ EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight
   total_kernel<<<CHANNELS_OUT * (kDepth + 4) / 32, kThreads, 0, stream>>>(
       d_weight, d_conv_bias, d_norm_weight, d_norm_bias, d_scale, sums, scales > 1, int(N));
   if (scales == 1)
-    sum_rows_kernel<<<1, kThreads, 0, stream>>>(d_scale, sums.gradients + 3 * N * CHANNELS_OUT, N, CHANNELS_OUT);
+    sum_rows_kernel<<<1, kThreads, 0, stream>>>(d_scale, sums.gradients + 3 * N * CHANNELS_OUT, N,
+                                                CHANNELS_OUT);
 }
 
 // dx, after `backward`, of which merged and partial are. Rows of x are cut into strips of `rows`, and columns

@@ -1,30 +1,30 @@
 // The gradients of weight and of the parameters, of pool's fused backward, whose formulas are there.
-//   strip_kernel    of a strip of tile rows of a sample: the sums that ΣXXᵀ and ΣX are made of, of x less its
-//                   shift; Σ slope·dz·X; sums of dy, where it passes, and of dy·(v - mean)
+//   strip_kernel    of a strip of a sample's tiles: what ΣXXᵀ and ΣX are made of, of x less its shift;
+//                   Σ slope·dz·X; sums of dy, where it passes, and of dy·(v - mean)
 //   sample_kernel   constant and linear; a sample's gradients
 //   total_kernel    those added up
 //
-// ΣXXᵀ depends on the difference of two kernel rows only, but for the first and last rows of x. With q the row of x
-// under the upper one of two units, both of which have the same position in the other direction,
-//   (ΣXXᵀ)[unit in kernel row a ≥ b][unit in kernel row b] = Σ R(q)[unit in kernel row a - b][unit in kernel row 0]
-// over the rows q from b to b + OH - 1, where R(q) = ΣXXᵀ over the positions of row q alone. Of most rows, which are
-// the same for all b, the sum is enough; the others (KERNEL_H - 1 at either end, `frame`) are kept one by one.
+// ΣXXᵀ depends on the difference of two kernel rows only, but for the first and last rows of x. Let R(q) be
+// the sum over the positions in row q alone, of all units and those in kernel row 0. Then
+//   (ΣXXᵀ)[unit, kernel row a ≥ b][unit, kernel row b] = Σ R(q)[unit, kernel row a - b][unit, kernel row 0]
+// over the rows q from b to b + OH - 1. Of most rows, which are the same for all b, the sum is enough; the
+// others, KERNEL_H - 1 at either end, are kept one by one: the frame.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_backward.cuh"
 
 namespace {
 
-// ------------------------------------------------------------------------------------------------------ tiles
+// ----------------------------------------------------------------------------------------------------- tiles
 
-// A tile has POOL_H rows of positions, a row of windows where there is one, and up to kTileColumns columns. Those
-// that follow begin with a whole window.
+// A tile has POOL_H rows of positions, a row of windows where there is one, and up to kTileColumns columns.
+// The next one begins with a whole window.
 constexpr int kPixels = columns_for(POOL_H), kTileColumns = kPixels - KERNEL_W + 1;
 constexpr int kTileWindows = kTileColumns / POOL_W;
 static_assert(kPixels <= 16 * kSteps, "a row of a tile is one sum of a tensor core");
 using TileStage = Stage<POOL_H, kTileColumns>;
 
-__device__ __forceinline__ double warp_sum(double value) {
-  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
+template <int kLanes> __device__ __forceinline__ double lanes_sum(double value) {
+  for (int offset = kLanes / 2; offset; offset /= 2) value += __shfl_xor_sync(~0u, value, offset);
   return value;
 }
 
@@ -38,15 +38,15 @@ __device__ __forceinline__ void find_shift(float* shift, const value_t* sample, 
 #pragma unroll
     for (int i = lane; i < kSampled; i += 32)
       if (i < count) sum += float(sample[int64_t(c) * size + int64_t(i) * size / count]);
-    sum = warp_sum(sum);
+    sum = lanes_sum<32>(sum);
     if (lane == 0) shift[c] = float(sum / count);
   }
 }
 
-// ------------------------------------------------------------------------------------------------ Gram matrix
+// ----------------------------------------------------------------------------------------------- Gram matrix
 
-// R has the rows of all units, one of ones, which give ΣX, and zeros; and the columns of kernel row 0. Its tiles are
-// two units' rows and one unit's columns.
+// R has rows of all units, of ones, which give ΣX, and of zeros; its columns are those of kernel row 0. Its
+// tiles have two units' rows and one unit's columns.
 constexpr int kColumnUnits = kPlanes * KERNEL_W, kPairs = kUnits / 2 + 1;
 constexpr int kGramTiles = kPairs * kColumnUnits, kGramSize = kGramTiles * 128;
 constexpr int kFrameRows = 2 * (KERNEL_H - 1);
@@ -57,20 +57,20 @@ __device__ __forceinline__ int frame_row(int q, Geometry geometry) {
   return q < KERNEL_H - 1 ? q : q >= height ? q - inner : -1;
 }
 
-// A role is up to kRoleTiles of those tiles, of whole pairs or within one; warps with the same role take turns with
-// the rows. The blocks that see the same pixels share the roles.
+// A role is up to kRoleTiles of those tiles, of whole pairs or within one; warps with the same role take
+// turns with the rows. The blocks that see the same pixels share the roles.
 constexpr int kRoleTiles = kColumnUnits <= 9 ? 9 / kColumnUnits * kColumnUnits : kColumnUnits / 2;
 constexpr int kRoleColumns = kRoleTiles < kColumnUnits ? kRoleTiles : kColumnUnits;
 constexpr int kRoles = (kGramTiles + kRoleTiles - 1) / kRoleTiles;
-static_assert(kColumnUnits % kRoleColumns == 0 && kRoleTiles % kRoleColumns == 0, "no role has parts of two pairs");
+static_assert(kColumnUnits % kRoleColumns == 0 && kRoleTiles % kRoleColumns == 0, "no parts of two pairs");
 
-// Adds the products of a role, of `columns` positions of a row of the stage, whose first is at `address`, to `total`
-// of the lane; or puts them there. constants: a pixel of ones, and one of zeros.
+// Adds the products of a role, of `columns` positions of a row of the stage, whose first is at `address`, to
+// `total` of the lane; or puts them there. constants: a pixel of ones, and one of zeros.
 template <int kRole>
-__device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t address, uint2 constants, int columns,
-                                              float factor) {
+__device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t address, uint2 constants,
+                                              int columns, float factor) {
   const int lane = threadIdx.x % 32;
-  const bool second = lane / 8 % 2;  // A: the first unit's positions 0-7, the second one's, and so on from 8 on
+  const bool second = lane / 8 % 2;  // A: the first unit's positions 0-7, the second one's; 8-15 likewise
   constexpr int kLeft = kGramTiles - kRole * kRoleTiles, kOwn = kLeft < kRoleTiles ? kLeft : kRoleTiles;
   float d[kOwn][4];
 #pragma unroll
@@ -92,7 +92,8 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
 #pragma unroll
     for (int i = 0; i < kRoleColumns; i++) {
       const int unit = unit_of_column((kRole * kRoleTiles + i) % kColumnUnits);
-      load_matrices_transposed(of_column[i], position < columns ? pixel + TileStage::offset(unit) : constants.y);
+      const uint32_t at = pixel + TileStage::offset(unit);
+      load_matrices_transposed(of_column[i], position < columns ? at : constants.y);
     }
 #pragma unroll
     for (int pair = 0; pair < kRolePairs; pair++) {
@@ -102,14 +103,16 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
       for (int part = 0; part < 2; part++) {
         const uint32_t of_ones = part ? constants.y : constants.x;
         uint32_t at = row_pixel + behind[pair] + TileStage::offset(unit) + part * TileStage::kPartBytes;
-        if (unit + 1 >= kUnits) at = unit == kUnits ? (second ? constants.y : of_ones) : second ? of_ones : at;
+        if (unit == kUnits) at = second ? constants.y : of_ones;
+        if (unit + 1 == kUnits && second) at = of_ones;
         load_matrices_transposed(row_halves[part], at);
       }
 #pragma unroll
       for (int part = 0; part < 3; part++)  // small ones first, and none needs the result of the one before
 #pragma unroll
         for (int i = 0; i < kRoleColumns; i++)
-          multiply_add(d[begin + i], row_halves[part == 0], of_column[i][part == 1 ? 2 : 0], of_column[i][part == 1 ? 3 : 1]);
+          multiply_add(d[begin + i], row_halves[part == 0], of_column[i][part == 1 ? 2 : 0],
+                       of_column[i][part == 1 ? 3 : 1]);
     }
   }
 #pragma unroll
@@ -123,20 +126,21 @@ __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t 
   }
 }
 
-// ----------------------------------------------------------------------------------------------- sparse product
+// -------------------------------------------------------------------------------------------- sparse product
 
 constexpr int kArea = POOL_H * POOL_W;
-// Of a window's gradients one is not zero, so that the tensor cores' sparse products serve, of 32 positions each:
-// some windows, or part of one. In them a window takes kPlaces, so that no four neighbours have two of them, and
-// no 16 part of one.
+// One of a window's positions has a gradient, so that the tensor cores' sparse products serve, of 32
+// positions each: some windows, or part of one. A window takes kPlaces there, so that no four neighbours are
+// of two windows.
 constexpr int kPlaces = kArea <= 4 ? 4 : kArea <= 8 ? 8 : (kArea + 15) / 16 * 16;
 constexpr int kStepWindows = kPlaces < 32 ? 32 / kPlaces : 1, kWindowSteps = (kPlaces + 31) / 32;
-constexpr int kRounds = (kTileWindows + 31) / 32, kHeldWindows = kRounds * 32;  // a lane has one window of each
+constexpr int kRounds = (kTileWindows + 31) / 32;  // a lane has one window of each
+constexpr int kHeldWindows = kRounds * 32;
 constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
 constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
 
-// Where a gradient is, of its window's places: among which four neighbours; the selectors of its 16 neighbours, by
-// difference from those of zeros; and how far it is shifted in a register.
+// Where in its window a gradient is: among which four neighbours; selectors of the 16 ones around it, by
+// their difference from those of zeros; and how far it is shifted in a register.
 struct Origin {
   uint16_t selectors;
   uint8_t four, bits;
@@ -148,8 +152,8 @@ __device__ __forceinline__ Origin origin_of(int place) {
   return {uint16_t(selectors << place / 4 % 4 * 4), uint8_t(place / 4), uint8_t(of_four / 3 * 16)};
 }
 
-// The gradients that windows of a tile select, as elements of A: (high, low) by window and channel; and by channel
-// what undoes its scale.
+// The gradients that a tile's windows select, as elements of A: (high, low) by window and channel; and by
+// channel what undoes its scale.
 struct Held {
   uint2 halves[kHeldWindows][kHeldPitch];
   Origin origins[kHeldWindows][kHeldPitch];
@@ -162,10 +166,11 @@ constexpr int kUnitGroups = (kUnits + 4) / 5, kRoleUnits = (kUnits + kUnitGroups
 constexpr int kBlockUnits = kUnitGroups > 1 ? 2 : 1, kSparseGroups = 4 / kBlockUnits;
 constexpr int kSparsePasses = (kUnitGroups + kBlockUnits - 1) / kBlockUnits;
 
-// Adds a role's products of a tile's `windows` to `total`. The role's channels are those from `first_channel` on.
+// Adds a role's products of a tile's `windows` to `total`, of 32 channels from `first_channel` on.
 template <int kGroupOfUnits>
-__device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address, const Held& held,
-                                                int first_channel, int windows, int group, float factor) {
+__device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address,
+                                                const Held& held, int first_channel, int windows, int group,
+                                                float factor) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int steps = (windows + kStepWindows - 1) / kStepWindows * kWindowSteps;
   // Which of the step's windows a position belongs to.
@@ -203,7 +208,8 @@ __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4]
       const uint32_t pixel =
           address + (real ? TileStage::offset(place / POOL_W, own * POOL_W + place % POOL_W) : 0);
       // By two units, so that no product needs the result of the one before.
-      constexpr int kLeft = kUnits - kGroupOfUnits * kRoleUnits, kOwn = kLeft < kRoleUnits ? kLeft : kRoleUnits;
+      constexpr int kFirst = kGroupOfUnits * kRoleUnits, kLeft = kUnits - kFirst;
+      constexpr int kOwn = kLeft < kRoleUnits ? kLeft : kRoleUnits;
 #pragma unroll
       for (int batch = 0; batch < kOwn; batch += 2) {
         uint32_t unit[2][2][4];  // high, low
@@ -212,7 +218,7 @@ __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4]
 #pragma unroll
           for (int part = 0; part < 2; part++)
             load_matrices_transposed(unit[i][part], pixel + part * TileStage::kPartBytes +
-                                                        TileStage::offset(kGroupOfUnits * kRoleUnits + batch + i));
+                                                        TileStage::offset(kFirst + batch + i));
 #pragma unroll
         for (int part = 0; part < 3; part++)  // small ones first
 #pragma unroll
@@ -255,7 +261,8 @@ struct Windows {
   int place[kRounds][kWarpChannels];
 
   // Of `windows` windows, the first of them element `first`; `count` channels, plane_size elements apart.
-  __device__ __forceinline__ void load(const Saved& saved, int64_t first, int64_t plane_size, int count, int windows) {
+  __device__ __forceinline__ void load(const Saved& saved, int64_t first, int64_t plane_size, int count,
+                                       int windows) {
 #pragma unroll
     for (int round = 0; round < kRounds; round++) {
       const int window = round * 32 + threadIdx.x % 32;
@@ -271,9 +278,10 @@ struct Windows {
     }
   }
 
-  // Puts the gradients into `held`, `channels` being the warp's first; lanes 4 i and 4 i + 2 get channel i's sums of dy,
-  // where it passes, and of dy·(v - mean).
-  __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels, int own) const {
+  // Puts the gradients into `held`, from channel `own` on, the first of `channels`; lanes 4 i and 4 i + 2 get
+  // the i-th channel's sums of dy, where it passes, and of dy·(v - mean).
+  __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels,
+                                          int own) const {
     const int lane = threadIdx.x % 32;
     float sums[2 * kWarpChannels] = {};
 #pragma unroll
@@ -282,9 +290,9 @@ struct Windows {
       float gradient[kRounds], magnitude = 0;
 #pragma unroll
       for (int round = 0; round < kRounds; round++) {
-        const float centred = channel.normalise.centred(extreme[round][i]);
-        const float passed = passed_gradient(saved, channel, dy[round][i], channel.normalise(extreme[round][i]));
-        sums[2 * i] += passed, sums[2 * i + 1] += passed * centred;
+        const float v = extreme[round][i];
+        const float passed = passed_gradient(saved, channel, dy[round][i], channel.normalise(v));
+        sums[2 * i] += passed, sums[2 * i + 1] += passed * channel.normalise.centred(v);
         gradient[round] = passed * channel.scale * channel.normalise.slope;
         magnitude = fmaxf(magnitude, fabsf(gradient[round]));
       }
@@ -303,7 +311,7 @@ struct Windows {
   }
 };
 
-// ------------------------------------------------------------------------------------------------------ strips
+// ---------------------------------------------------------------------------------------------------- strips
 
 // What is merged in double, one after the other.
 struct Merged {
@@ -338,10 +346,6 @@ struct StripLayout {  // of shared memory: where each part begins
   static_assert(2 * kBlockUnits * kRoleUnits * 1024 <= kBytes, "room to merge groups");
 };
 
-// Two blocks share a multiprocessor. If they began together, they would load, select and form products together all the
-// way, and leave the tensor cores idle in between: half of the blocks begin so many cycles later.
-constexpr int kDelay = 8000;
-
 // Grid: strips, samples, kStripBlocks, the first fastest.
 __global__ void __launch_bounds__(kThreads, 2)
 strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, Geometry geometry) {
@@ -366,7 +370,8 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
   const int64_t pooled_size = int64_t(geometry.pooled_height()) * pooled_width;
   const int own_channels = warp * kWarpChannels, first_own = first_channel + own_channels;
   // Those with most units of the sparse product have the shorter role of the Gram matrix.
-  const int rank = kBlockUnits - 1 - of_block + kBlockUnits * (half + 2 * group), gram_group = rank / kRoleWarps;
+  const int rank = kBlockUnits - 1 - of_block + kBlockUnits * (half + 2 * group);
+  const int first_role = rank % kRoleWarps, gram_group = rank / kRoleWarps;
   const int row_end = min(geometry.tile_rows(), (strip + 1) * geometry.rows);
   sums[threadIdx.x] = 0;
   bool flat = false;
@@ -377,8 +382,6 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
   }
   if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + StripLayout::kOnes)[threadIdx.x] = 0x3c003c00;
   if (threadIdx.x < kArea) held.origin_of_place[threadIdx.x] = origin_of(threadIdx.x);
-  if (threadIdx.x == 0 && blockIdx.x >= gridDim.x / 2)
-    for (const int64_t begin = clock64(); clock64() < begin + kDelay;) continue;
   find_shift(shift, sample, geometry.H * geometry.W);
   for (int i = threadIdx.x; i < kGramGroups * kBlockRoles * kRoleTiles * 32; i += kThreads)
     grams[i] = make_float4(0, 0, 0, 0);
@@ -422,18 +425,18 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
         with_constant<kUnitGroups>(units, [&](auto constant) {
           multiply_sparse<decltype(constant)::value>(total, address, held, half * 32, windows, group, factor);
         });
-      for (int of_role = rank % kRoleWarps; of_role < kBlockRoles; of_role += kRoleWarps)
-        for (int i = gram_group; i < POOL_H; i += kGramGroups) {
-          const int q = row * POOL_H + i, frame = frame_row(q, geometry), role = own_block * kBlockRoles + of_role;
-          if (q >= geometry.H) break;
-          float4* const kept =
-              reinterpret_cast<float4*>(partial.frame + (int64_t(n) * kFrameRows + frame) * kGramSize) +
-              role * (kRoleTiles * 32);
-          float4* const own_total = grams + (gram_group * kBlockRoles + of_role) * (kRoleTiles * 32);
+      for (int of_role = first_role; of_role < kBlockRoles; of_role += kRoleWarps)
+        for (int i = gram_group, q; i < POOL_H && (q = row * POOL_H + i) < geometry.H; i += kGramGroups) {
+          const int role = own_block * kBlockRoles + of_role, frame = frame_row(q, geometry);
+          float4* total_of_role = grams + (gram_group * kBlockRoles + of_role) * (kRoleTiles * 32) + lane;
+          if (frame >= 0) {
+            float* const kept = partial.frame + (int64_t(n) * kFrameRows + frame) * kGramSize;
+            total_of_role = reinterpret_cast<float4*>(kept) + role * (kRoleTiles * 32) + lane;
+          }
           with_constant<kRoles>(role, [&](auto constant) {
-            multiply_gram<decltype(constant)::value>((frame < 0 ? own_total : kept) + lane, frame < 0 || column > 0,
-                                                     address + TileStage::offset(i, 0),
-                                                     constants, columns, factor);
+            multiply_gram<decltype(constant)::value>(total_of_role, frame < 0 || column > 0,
+                                                     address + TileStage::offset(i, 0), constants, columns,
+                                                     factor);
           });
         }
     }
@@ -472,18 +475,20 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
 #pragma unroll
         for (int j = 0; j < 2; j++) {
           const int c = first_channel + half * 32 + m * 16 + j * 8 + lane / 4, unit = units * kRoleUnits + i;
-          if (c < CHANNELS_OUT && unit < kUnits)
-            *reinterpret_cast<float2*>(partial.sparse + (int64_t(slot) * CHANNELS_OUT + c) * kDepth + unit * 8 +
-                                       lane % 4 * 2) = make_float2(total[m][i][2 * j], total[m][i][2 * j + 1]);
+          if (c >= CHANNELS_OUT || unit >= kUnits) continue;
+          float* const to = partial.sparse + (int64_t(slot) * CHANNELS_OUT + c) * kDepth + unit * 8;
+          reinterpret_cast<float2*>(to)[lane % 4] = make_float2(total[m][i][2 * j], total[m][i][2 * j + 1]);
         }
 #endif
 }
 
-// ----------------------------------------------------------------------------------------------------- samples
+// --------------------------------------------------------------------------------------------------- samples
 
 constexpr int kSampleThreads = 512;
 // Rows of ΣXXᵀ that are in shared memory at a time, with the filters' values that meet them.
-constexpr int sample_bytes(int rows) { return rows * (kDepth + CHANNELS_OUT + 4) * 4 + kDepth * 8 + CHANNELS_OUT * 64; }
+constexpr int sample_bytes(int rows) {
+  return rows * (kDepth + CHANNELS_OUT + 4) * 4 + kDepth * 8 + CHANNELS_OUT * 64;
+}
 constexpr int kSlab = sample_bytes(kDepth) <= 48 << 10 ? kDepth : 24;
 constexpr int kOutputs = (CHANNELS_OUT / 4 * (kDepth / 4) + kSampleThreads - 1) / kSampleThreads;
 static_assert(CHANNELS_OUT <= kSampleThreads, "a thread per channel");
@@ -498,22 +503,24 @@ template <class Act> __device__ __forceinline__ void for_strips(int strips, cons
 // act(a, b, value) of all elements (ΣXXᵀ)[a][b] of a sample and, where a is kDepth, of (ΣX)[b], in no order.
 template <class Act>
 __device__ __forceinline__ void for_gram(Partial partial, int n, Geometry geometry, const Act& act) {
-  const float4* gram = reinterpret_cast<const float4*>(partial.gram + int64_t(n) * geometry.strips * kGramSize);
-  const float4* frame = reinterpret_cast<const float4*>(partial.frame + int64_t(n) * kFrameRows * kGramSize);
-  for (int at = threadIdx.x; at < kGramSize / 4; at += kSampleThreads) {  // four, as a lane holds them
+  const int64_t gram = int64_t(n) * geometry.strips, frame = int64_t(n) * kFrameRows;
+  const auto four = [](const float* from, int64_t slot, int at) {  // as a lane holds them
+    return reinterpret_cast<const float4*>(from + slot * kGramSize)[at];
+  };
+  for (int at = threadIdx.x; at < kGramSize / 4; at += kSampleThreads) {
     float4 rows[kFrameRows + 1] = {};
 #pragma unroll
     for (int i = 0; i < kFrameRows; i++)
-      if (i < geometry.H) rows[i] = frame[i * (kGramSize / 4) + at];
+      if (i < geometry.H) rows[i] = four(partial.frame, frame + i, at);
     float sums[4] = {};
     for_strips(geometry.strips, [&](int strip, bool real) {
-      const float4 more = gram[strip * (kGramSize / 4) + at];
+      const float4 more = four(partial.gram, gram + strip, at);
       if (real) sums[0] += more.x, sums[1] += more.y, sums[2] += more.z, sums[3] += more.w;
     });
     const int tile = at / 32, lane = at % 32, column = tile % kColumnUnits;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int unit = tile / kColumnUnits * 2 + i / 2, tap = unit % kTaps, row = unit < kUnits ? tap / KERNEL_W : 0;
+      const int unit = tile / kColumnUnits * 2 + i / 2, row = unit < kUnits ? unit % kTaps / KERNEL_W : 0;
       if (unit > kUnits) continue;
       for (int b = 0; b < KERNEL_H - row; b++) {  // the upper one's kernel row
         float sum = sums[i];
@@ -532,9 +539,9 @@ __device__ __forceinline__ void for_gram(Partial partial, int n, Geometry geomet
   }
 }
 
-// dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its shift; and all gradients by sample. The
-// group's mean is computed anew, because float32 holds little of it that is not shift, where that is large. A
-// block per sample.
+// dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its shift; and all gradients by
+// sample. The group's mean is computed anew, because float32 holds little of it that is not shift, where that
+// is large. A block per sample.
 __global__ void __launch_bounds__(kSampleThreads, 1)
 sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geometry geometry) {
   __shared__ __align__(16) float gram[kSlab][kDepth];
@@ -550,7 +557,8 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
   const int n = blockIdx.x, NC = shape.N * CHANNELS_OUT;
   const float* shift = partial.shift + n * CHANNELS_IN;
   const auto weight_at = [&](int c, int k) {
-    return input_channel(k) < CHANNELS_IN ? float(saved.weight[c * (CHANNELS_IN * kTaps) + place_in_filter(k)]) : 0.f;
+    const bool real = k < kDepth && input_channel(k) < CHANNELS_IN;
+    return real ? float(saved.weight[c * (CHANNELS_IN * kTaps) + place_in_filter(k)]) : 0.f;
   };
   const auto load_slab = [&](int first) {
     for_gram(partial, n, geometry, [&](int a, int b, float value) {
@@ -559,7 +567,7 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
     });
 #pragma unroll 10
     for (int i = threadIdx.x; i < kSlab * CHANNELS_OUT; i += kSampleThreads)
-      filters[i % kSlab][i / kSlab] = first + i % kSlab < kDepth ? weight_at(i / kSlab, first + i % kSlab) : 0.f;
+      filters[i % kSlab][i / kSlab] = weight_at(i / kSlab, first + i % kSlab);
   };
   load_slab(0);
   for (int i = threadIdx.x; i < 2 * CHANNELS_OUT; i += kSampleThreads) {
@@ -585,10 +593,10 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
 #pragma unroll
     for (int k = i % 8; k < kDepth; k += 8) {
       const double w = kSlab == kDepth ? filters[k % kSlab][c] : weight_at(c, k);
-      of_patches += w * patches[k], of_shift += w * (input_channel(k) < CHANNELS_IN ? shift[input_channel(k)] : 0.f);
+      of_patches += w * patches[k];
+      if (input_channel(k) < CHANNELS_IN) of_shift += w * shift[input_channel(k)];
     }
-    for (int offset = 4; offset; offset /= 2)
-      of_patches += __shfl_xor_sync(~0u, of_patches, offset), of_shift += __shfl_xor_sync(~0u, of_shift, offset);
+    of_patches = lanes_sum<8>(of_patches), of_shift = lanes_sum<8>(of_shift);
     if (i % 8 == 0) mean[c] = of_patches / shape.S, level[c] = of_shift + saved.conv_bias[c];
   }
   __syncthreads();  // mean and level are there
@@ -617,7 +625,8 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
 #pragma unroll
     for (int i = 0; i < kOutputs; i++) {
       const int output = i * kSampleThreads + threadIdx.x;
-      if (output < CHANNELS_OUT / 4 * (kDepth / 4)) act(d[i], output / (kDepth / 4) * 4, output % (kDepth / 4) * 4);
+      const int c = output / (kDepth / 4) * 4, k = output % (kDepth / 4) * 4;
+      if (c < CHANNELS_OUT) act(d[i], c, k);
     }
   };
   for (int slab = 0; slab < kDepth; slab += kSlab) {
@@ -642,12 +651,12 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
   for_outputs([&](float(&product)[4][4], int first, int k) {
     double sparse[4][4] = {};
     for_strips(geometry.strips, [&](int strip, bool real) {
+      const float* from = partial.sparse + (int64_t(n) * geometry.strips + strip) * (CHANNELS_OUT * kDepth);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const float4 of_strip = *reinterpret_cast<const float4*>(
-            partial.sparse + ((int64_t(n) * geometry.strips + strip) * CHANNELS_OUT + first + j) * kDepth + k);
+        const float4 four = *reinterpret_cast<const float4*>(from + (first + j) * kDepth + k);
         if (!real) continue;
-        sparse[j][0] += of_strip.x, sparse[j][1] += of_strip.y, sparse[j][2] += of_strip.z, sparse[j][3] += of_strip.w;
+        sparse[j][0] += four.x, sparse[j][1] += four.y, sparse[j][2] += four.z, sparse[j][3] += four.w;
       }
     });
 #pragma unroll
@@ -663,8 +672,8 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
   });
 }
 
-// d_weight like weight; the parameters' gradients (CHANNELS_OUT), the last of them only if `scales`. A block has 32
-// of all these numbers.
+// d_weight like weight; the parameters' gradients (CHANNELS_OUT), the last of them only if `scales`. A block
+// has 32 of all these numbers.
 __global__ void __launch_bounds__(kThreads)
 total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias, float* d_scale,
              Merged merged, bool scales, int N) {

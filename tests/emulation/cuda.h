@@ -93,7 +93,6 @@ Block* block;
 int current;    // thread
 long events;    // anything that may end a wait
 long meetings;  // of all blocks
-int64_t cycles;
 int multiprocessors = 1;
 const char* failure = nullptr;
 
@@ -280,7 +279,6 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return emulation::reduce(value, [](unsigned a, unsigned b) { return max(a, b); });
 }
 inline void __threadfence() {}
-inline int64_t clock64() { return emulation::cycles += 1000; }
 template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }
 template <class T> void __stcs(T* at, T value) { *at = value; }

@@ -97,7 +97,8 @@ template <class Operand = half_t> void multiply_add(float (&d)[4], uint32_t a0, 
   product<Operand>(d, a, &b0, 8);
 }
 
-inline void multiply_add_sparse(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t selectors) {
+inline void multiply_add_sparse(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],
+                                uint32_t selectors) {
   static uint32_t fragments[emulation::kMostThreads / 32][32][9];
   const int g = emulation::lane() / 4, t = emulation::lane() % 4;
   auto& of_warp = fragments[emulation::warp()];
@@ -114,7 +115,8 @@ inline void multiply_add_sparse(float (&d)[4], const uint32_t (&a)[4], const uin
       if ((places & 3) >= (places >> 2 & 3)) emulation::failure = "selectors that do not ascend";
       for (int j = 0; j < 2; j++) {
         const int k = four * 4 + (places >> 2 * j & 3);
-        sum += double(half_of<half_t>(of_a, j)) * half_of<half_t>(of_warp[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+        const uint32_t of_b = of_warp[column * 4 + k % 8 / 2][4 + k / 8];
+        sum += double(half_of<half_t>(of_a, j)) * half_of<half_t>(of_b, k % 2);
       }
     }
     d[i] = float(sum);
