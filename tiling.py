@@ -447,7 +447,9 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
 
     strips, rows = share(ceil_div(H, pool[0]), N * ceil_div(C, _CHANNELS) * ceil_div(ceil_div(units, 5), 2))
     merged = N * (C * (8 * units + 5) + groups)
-    partial = ceil_div(N * channels, 4) * 4 + N * (strips + 2 * (kh - 1)) * gram + N * strips * C * (8 * units + 2)
+    partial = (
+        ceil_div(N * channels, 4) * 4 + N * (strips + 2 * (kh - 1)) * gram + N * strips * C * (8 * units + 2)
+    )
     columns = _input_columns(x, weight, pool)
     stride = 0 if W <= columns else columns - kw + 1
     tiles = ceil_div(W, stride) if stride else 1
