@@ -201,7 +201,7 @@ def volume_layout(
 
 @functools.lru_cache(None)
 def _plan_volume(
-    x: tuple[int, ...],
+    image: tuple[int, ...],
     kernel: tuple[int, ...],
     itemsize: int,
     vectors: bool,
@@ -209,7 +209,7 @@ def _plan_volume(
     multiprocessors: int,
 ) -> VolumeTiling:
     """What keeps all multiprocessors busy with the fewest rows and planes read twice. room: bytes of dynamic shared memory."""
-    (N, channels, D, H, W), (kd, kh, kw) = x, kernel
+    (N, channels, D, H, W), (kd, kh, kw) = image, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
     best = None
