@@ -138,7 +138,7 @@ def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool)
 
 
 def _volume_sizes(x: Tensor, weight: Tensor) -> tuple:
-    return tuple(x.shape), tuple(weight.shape[2:]), x.element_size()
+    return x.shape[0], tuple(x.shape[1:]), tuple(weight.shape[2:]), x.element_size()
 
 
 def _volume_device(x: Tensor, static_shared: int) -> tuple[int, int]:
@@ -201,7 +201,8 @@ def volume_layout(
 
 @functools.lru_cache(None)
 def _plan_volume(
-    image: tuple[int, ...],
+    N: int,
+    sizes: tuple[int, ...],
     kernel: tuple[int, ...],
     itemsize: int,
     vectors: bool,
@@ -209,7 +210,7 @@ def _plan_volume(
     multiprocessors: int,
 ) -> VolumeTiling:
     """What keeps all multiprocessors busy with the fewest rows and planes read twice. room: bytes of dynamic shared memory."""
-    (N, channels, D, H, W), (kd, kh, kw) = image, kernel
+    (channels, D, H, W), (kd, kh, kw) = sizes, kernel
     OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
     unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
     best = None
@@ -252,16 +253,16 @@ def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: b
     """The plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
     (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
     room, multiprocessors = _volume_device(x, static_shared)
-    shape, kernel, itemsize = _volume_sizes(x, weight)
-    results = C * math.prod(extent - taps + 1 for extent, taps in zip(shape[2:], kernel))  # of a sample
+    _, sizes, kernel, itemsize = _volume_sizes(x, weight)
+    results = C * math.prod([extent - taps + 1 for extent, taps in zip(sizes[1:], kernel)])  # of a sample
     # As many as a launch has if x needs a gradient; the others' must not depend on that.
     samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
-    tiles = _plan_volume((samples, *shape[1:]), kernel, itemsize, False, room, multiprocessors)
+    tiles = _plan_volume(samples, sizes, kernel, itemsize, False, room, multiprocessors)
     of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
     of_sample, dv_slots = tiles.slots * C // 16, 0
     if dx:
         dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample)))
-    rows, columns = _input_tiling(*shape[3:], C, channels, kernel, room)
+    rows, columns = _input_tiling(*sizes[2:], C, channels, kernel, room)
     return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
 
 
