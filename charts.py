@@ -242,10 +242,17 @@ def _duels(axis, standings: list[Standing], others: list[str]) -> None:
             furthest = max(furthest, speedup)
     axis.axvline(1, color="#222222", linewidth=1)
     axis.set_xlim(0.9, furthest**1.9 * 1.6)
-    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick <= furthest * 1.3]
-    axis.set_xticks(ticks, [f"{tick}×" for tick in ticks])
-    axis.minorticks_off()
+    _factor_ticks(axis, 0.9, furthest * 1.3)
     axis.set_ylim(len(standings) - 0.5, -0.6)
+
+
+def _factor_ticks(axis, low: float, high: float) -> None:
+    """Marks factors from low to high: decades where there are many."""
+    steps = (1, 2, 5) if high / low < 150 else (1,)
+    ticks = [step * 10.0**power for power in range(-3, 6) for step in steps]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    axis.set_xticks(ticks, [f"{tick:,g}×" for tick in ticks])
+    axis.minorticks_off()
 
 
 def _panel(axis, rows: list[dict]) -> None:
@@ -287,9 +294,7 @@ def _panel(axis, rows: list[dict]) -> None:
     axis.axvline(1, color="#222222", linewidth=1)
     low, high = min(speedups), max(speedups)
     axis.set_xlim(min(0.9, low * 0.85), high * (high / min(low, 1.0)) ** 0.9 * 1.9)
-    ticks = [tick for tick in (0.25, 0.5, 1, 2, 3, 5, 10, 20, 50) if min(0.9, low) <= tick <= high * 1.3]
-    axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
-    axis.minorticks_off()
+    _factor_ticks(axis, min(0.9, low), high * 1.3)
     axis.set_yticks(range(len(rows)), [row["variant"] for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
 
@@ -313,13 +318,7 @@ def _factor_axis(axis, low: float, high: float) -> None:
     """A logarithmic axis of factors, with room for a bar's label on the right."""
     axis.set_xscale("log")
     axis.set_xlim(min(0.8, low * 0.8), max(high, 1.5) ** 1.7 * 2.2)
-    ticks = [
-        tick
-        for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000, 10000)
-        if low * 0.8 <= tick <= high * 1.3
-    ]
-    axis.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
-    axis.minorticks_off()
+    _factor_ticks(axis, low * 0.8, high * 1.3)
     axis.axvline(1, color="#222222", linewidth=1)
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -90,8 +90,8 @@ async def execute(path: Path, into: Path, stamp: dict, gate: asyncio.Semaphore, 
             await client.async_execute()
         except CellExecutionError as error:
             wrong = str(error)
-        except DeadKernelError:
-            wrong = f"died, or its time was over, in cell {client.at}"
+        except Exception as error:  # whatever it is, the others are to be written
+            wrong = f"{type(error).__name__} in cell {client.at}: it died, or its time was over"
         finally:
             limit.cancel()
             if client in Client.running:
