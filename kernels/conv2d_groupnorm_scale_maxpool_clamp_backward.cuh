@@ -82,8 +82,8 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
   }
 
   // Pixels from (row, column) on of a sample's x, less `shift`. Those outside of x are zeros.
-  __device__ __forceinline__ void load(Pixels& pixels, const value_t* x, const float* shift, int row, int column,
-                                       Geometry geometry) {
+  __device__ __forceinline__ void load(Pixels& pixels, const value_t* x, const float* shift, int row,
+                                       int column, Geometry geometry) {
     if (threadIdx.x == 0) *largest = 0;
     const int H = geometry.H, W = geometry.W;
     const int64_t plane_bytes = int64_t(H) * W * sizeof(value_t);
@@ -101,8 +101,8 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
     }
   }
 
-  // Puts them into shared memory, times the same power of two; its exponent. A barrier stands between `load` and
-  // this, what was there having been read, and another one before it is read.
+  // Puts them into shared memory, times the same power of two; its exponent. A barrier stands between `load`
+  // and this, what was there having been read, and another one before it is read.
   __device__ __forceinline__ int store(const Pixels& pixels) {
     float magnitude = 0;
 #pragma unroll
