@@ -1,0 +1,605 @@
+// x's gradient, of what conv2d_groupnorm_scale_maxpool_clamp_backward_fused.cu includes this for; v, dv, X and
+// a unit are explained there.
+//
+// dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. Of a window, few
+// positions are selected in a channel, but some in nearly all 16 channels of a product, so the first part goes
+// through tensor cores like a dense one; its operand is made in registers, from a window's gradients and
+// places. The rest needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of
+// CHANNELS_IN channels to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
+//   compose_kernel          that filter, and the products of the filters' taps that make it up
+//   input_gradient_kernel   both parts; of pixels at the border, only the first
+//   border_kernel           the second one there, where only a share of the taps is
+// A warp has 8 columns of dv, all rows of windows one after the other, and all channels. Of a product, rows are
+// 8 columns in two rows of v, so that terms of a column add up in registers; through shared memory go
+// only those for the columns beside it.
+#pragma once
+#include "normalisation.h"
+#include "operands.cuh"
+#include "tensor_core.cuh"
+
+namespace {
+
+constexpr int kInputColumns = INPUT_COLUMNS;  // of a tile
+constexpr int kInputWarps = kInputColumns / 8, kInputThreads = kInputWarps * 32;
+constexpr int kInputChannels = kPlanes * 8;
+constexpr int kFilterSteps = CHANNELS_OUT / 16;             // products of 16 channels
+constexpr int kHaloH = KERNEL_H - 1, kHaloW = KERNEL_W - 1;  // of dx beyond v, and of x beyond dx
+constexpr int kReachH = 2 * kHaloH + 1, kReachW = 2 * kHaloW + 1;  // of the composed filter
+
+// ---------------------------------------------------------------------------------------------------- composing
+
+// Operands of products and the like, in the order in which lanes have them; memory that `backward` has used.
+struct Composed {
+  uint4* filters;   // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
+  uint4* composed;  // (N, kPlanes out, kPlanes in, kReachW, KERNEL_H, 32): the composed filter, scaled by sample
+  float* products;  // (N, kTaps, kDepth, kInputChannels): Σ linear·(a tap's weight)·(a depth's weight)
+  float* constants;  // (N, kTaps, kInputChannels): Σ constant·(a tap's weight)
+  float* levels;     // (N, kInputChannels): those, of all taps
+  float* unscale;    // (CHANNELS_OUT): what undoes the scale of `filters`
+  int* exponents;    // (N): the scale of `composed`
+  static constexpr int kFilters = kFilterSteps * kUnits * 32, kOfSample = kPlanes * kPlanes * kReachW * KERNEL_H * 32;
+  Composed(float* partial, int64_t N)
+      : filters(reinterpret_cast<uint4*>(partial + (N * CHANNELS_IN + 3) / 4 * 4)),  // behind the shift
+        composed(filters + kFilters),
+        products(reinterpret_cast<float*>(composed + N * kOfSample)),
+        constants(products + N * kDepth * kDepth),
+        levels(constants + N * kDepth),
+        unscale(levels + N * kInputChannels),
+        exponents(reinterpret_cast<int*>(unscale + CHANNELS_OUT)) {}
+};
+
+// A lane's share of B, 16×8, from its four values: depths 2t, 2t + 1, 2t + 8, 2t + 9 of the lane's column.
+__device__ __forceinline__ uint4 fragment(const float (&values)[4]) {
+  const Halves first = split(values[0], values[1]), second = split(values[2], values[3]);
+  return make_uint4(first.high, second.high, first.low, second.low);
+}
+// d += a·b, each the sum of two halves.
+__device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t (&high)[4],
+                                                   const uint32_t (&low)[4], uint4 b) {
+  multiply_add(d, low, b.x, b.y);
+  multiply_add(d, high, b.z, b.w);
+  multiply_add(d, high, b.x, b.y);
+}
+
+constexpr int kComposeThreads = 768, kChunk = 16;  // channels out that are in shared memory at a time
+
+__device__ __forceinline__ float filter_value(const value_t* weight, int c, int depth) {
+  return input_channel(depth) < CHANNELS_IN ? float(weight[c * (CHANNELS_IN * kTaps) + place_in_filter(depth)])
+                                            : 0.f;
+}
+
+// A lane's four channels of a step lie side by side: the depths of a product may come in any order, as long as
+// it is the same for both operands.
+__device__ inline void pack_filters(Composed to, const value_t* weight, int* exponents) {
+  const int lane = threadIdx.x % 32;
+  for (int c = threadIdx.x / 32; c < CHANNELS_OUT; c += kComposeThreads / 32) {
+    float largest = 0;
+    for (int i = lane; i < CHANNELS_IN * kTaps; i += 32)
+      largest = fmaxf(largest, fabsf(float(weight[c * (CHANNELS_IN * kTaps) + i])));
+    const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(largest));
+    exponents[c] = fitting_exponent(__uint_as_float(bits));
+    if (lane == 0) to.unscale[c] = power_of_two(-exponents[c]);
+  }
+  __syncthreads();  // all exponents are there
+  for (int i = threadIdx.x; i < Composed::kFilters; i += kComposeThreads) {
+    const int own = i % 32, depth = i / 32 % kUnits * 8 + own / 4, first = i / 32 / kUnits * 16 + own % 4 * 4;
+    float values[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      values[k] = filter_value(weight, first + k, depth) * power_of_two(exponents[first + k]);
+    to.filters[i] = fragment(values);
+  }
+}
+
+// A block per sample, and one for what all of them share.
+__global__ void __launch_bounds__(kComposeThreads)
+compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape shape) {
+  __shared__ float chunk[kChunk][kDepth];
+  __shared__ float linear[kChunk];
+  __shared__ int exponents[CHANNELS_OUT];
+  __shared__ int largest;
+  const int n = blockIdx.x;
+  if (n == shape.N) {
+    pack_filters(to, weight, exponents);
+    return;
+  }
+  if (threadIdx.x == 0) largest = 0;
+  float* const products = to.products + int64_t(n) * kDepth * kDepth;
+  float* const constants = to.constants + int64_t(n) * kDepth;
+  for (int first = 0; first < kTaps * kDepth; first += kComposeThreads) {
+    const int item = first + threadIdx.x, tap = item / kDepth, depth = item % kDepth;
+    double sum[kInputChannels] = {}, constant = 0;
+    for (int c = 0; c < CHANNELS_OUT; c += kChunk) {
+      __syncthreads();  // the last chunk has been read
+      for (int i = threadIdx.x; i < kChunk * kDepth; i += kComposeThreads)
+        chunk[i / kDepth][i % kDepth] = filter_value(weight, c + i / kDepth, i % kDepth);
+      if (threadIdx.x < kChunk)
+        linear[threadIdx.x] = float(merged.linear[n * shape.G + (c + threadIdx.x) / shape.channels()]);
+      __syncthreads();  // this one is there
+      if (item >= kTaps * kDepth) continue;
+#pragma unroll
+      for (int begin = 0; begin < kChunk; begin += 4) {  // in float32; the rest in double
+        float part[kInputChannels] = {};
+#pragma unroll
+        for (int k = begin; k < begin + 4; k++) {
+          const float factor = linear[k] * chunk[k][depth];
+#pragma unroll
+          for (int i = 0; i < kInputChannels; i++)
+            part[i] += factor * chunk[k][(i / 8 * kTaps + tap) * 8 + i % 8];
+        }
+#pragma unroll
+        for (int i = 0; i < kInputChannels; i++) sum[i] += part[i];
+      }
+      if (item < kDepth)
+        for (int k = 0; k < kChunk; k++)
+          constant += merged.constant[n * CHANNELS_OUT + c + k] * chunk[k][depth];
+    }
+    if (item >= kTaps * kDepth) continue;
+#pragma unroll
+    for (int i = 0; i < kInputChannels; i++) products[item * kInputChannels + i] = float(sum[i]);
+    if (item < kDepth)  // a unit's plane and tap
+      constants[depth / 8 % kTaps * kInputChannels + depth / 8 / kTaps * 8 + depth % 8] = float(constant);
+  }
+  __syncthreads();  // all products are there, and constants
+  if (threadIdx.x < kInputChannels) {
+    double level = 0;
+    for (int tap = 0; tap < kTaps; tap++) level += constants[tap * kInputChannels + threadIdx.x];
+    to.levels[n * kInputChannels + threadIdx.x] = float(level);
+  }
+  // The composed filter where its taps are `row` and `column` more than those of v's position.
+  const auto value = [&](int channel, int from, int row, int column) {
+    double sum = 0;
+    for (int tap = 0; tap < kTaps; tap++) {
+      const int h = tap / KERNEL_W + row - kHaloH, w = tap % KERNEL_W + column - kHaloW;
+      if (row < kReachH && unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
+        sum += products[(tap * kDepth + (from / 8 * kTaps + h * KERNEL_W + w) * 8 + from % 8) * kInputChannels +
+                        channel];
+    }
+    return float(sum);
+  };
+  // Depths of a product: 8 channels at one row, and at the next.
+  const auto for_fragments = [&](auto act) {
+    for (int i = threadIdx.x; i < Composed::kOfSample; i += kComposeThreads) {
+      const int lane = i % 32, row = i / 32 % KERNEL_H * 2, column = i / 32 / KERNEL_H % kReachW;
+      const int planes = i / 32 / KERNEL_H / kReachW;
+      const int channel = planes / kPlanes * 8 + lane / 4, from = planes % kPlanes * 8 + lane % 4 * 2;
+      float values[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) values[k] = value(channel, from + k % 2, row + k / 2, column);
+      act(i, values);
+    }
+  };
+  for_fragments([&](int, const float(&values)[4]) {
+    float magnitude = 0;
+    for (float each : values) magnitude = fmaxf(magnitude, fabsf(each));
+    atomicMax(&largest, __float_as_int(magnitude));
+  });
+  __syncthreads();  // complete
+  const int exponent = fitting_exponent(__int_as_float(largest));
+  if (threadIdx.x == 0) to.exponents[n] = exponent;
+  for_fragments([&](int i, float(&values)[4]) {
+    for (float& each : values) each *= power_of_two(exponent);
+    to.composed[int64_t(n) * Composed::kOfSample + i] = fragment(values);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------- a tile
+
+constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut the first and the last
+constexpr int kQuads = CHANNELS_OUT / 4, kHeldPitch4 = kQuads + 1;  // odd, so no bank conflicts
+constexpr int kRing = POOL_H + 2 * kHaloH;                     // rows of x
+constexpr int kRingColumns = kInputColumns + 2 * kHaloW;
+constexpr int kRingRow = kRingColumns * 16, kRingPlane = kRing * kRingRow, kRingPart = kPlanes * kRingPlane;
+constexpr int kRowTiles = (POOL_H + 1) / 2;  // of products: two rows each
+constexpr int kSumRows = POOL_H + kHaloH;    // of dx under a row of windows
+constexpr int kGroupColumns = KERNEL_H > 9 ? 1 : 9 / KERNEL_H < KERNEL_W ? 9 / KERNEL_H : KERNEL_W;
+constexpr int kGroupTiles = KERNEL_H > 9 ? 1 : 2;  // of products, whose sums are in registers together
+constexpr int kNoRows = 126;                       // the exponent of zeros
+
+struct InputLayout {  // of shared memory: where each part begins
+  static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
+  static constexpr int kValues = kPixels + 2 * kRingPart;
+  static constexpr int kPlaces = kValues + kInputWindows * kHeldPitch4 * 16;
+  static constexpr int kTerms = kPlaces + kInputWindows * kHeldPitch4 * 8;
+  static constexpr int kTermPlane = POOL_H * kRingColumns * 8;  // float32 of a plane and column of the filter
+  static constexpr int kBytes = kTerms + kPlanes * KERNEL_W * kTermPlane * 4;
+};
+static_assert(InputLayout::kBytes == INPUT_SHARED, "what was planned with");
+
+// Two places as float16 that are not zero and normal, so that one instruction compares both.
+__device__ __forceinline__ uint32_t pair_of(int first, int second) { return 0x3c003c00 | first | second << 16; }
+__device__ __forceinline__ uint32_t equal_halves(uint32_t a, uint32_t b) {
+  return __heq2_mask(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+}
+
+// dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of POOL_H;
+// tiles of `stride` columns; samples, the first fastest.
+__global__ void __launch_bounds__(kInputThreads, 2)
+input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Saved saved,
+                      GroupShape shape, Geometry geometry, int tiles, int stride) {
+#if __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ int largest[2][2];  // magnitudes of gradients and of x, as bits; rows of windows take turns
+  __shared__ Channel channels[CHANNELS_OUT];
+  __shared__ float unscale[CHANNELS_OUT];
+  __shared__ float levels[kInputChannels];
+  const uint4* const filters = reinterpret_cast<const uint4*>(shared);
+  const uint4* const composed_filter = reinterpret_cast<const uint4*>(shared + InputLayout::kComposed);
+  unsigned char* const pixels = shared + InputLayout::kPixels;
+  uint4* const held_values = reinterpret_cast<uint4*>(shared + InputLayout::kValues);
+  uint2* const held_places = reinterpret_cast<uint2*>(shared + InputLayout::kPlaces);
+  float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
+  const int strip = blockIdx.x % geometry.strips, job = blockIdx.x / geometry.strips;
+  const int tile = job % tiles, n = job / tiles, height = geometry.height(), width = geometry.width();
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int64_t plane_size = int64_t(geometry.H) * geometry.W;
+  const value_t* sample = x + int64_t(n) * CHANNELS_IN * plane_size;
+  const int64_t pooled_size = int64_t(geometry.pooled_height()) * geometry.pooled_width();
+  // Rows of x that are written; columns likewise. The tile's first column of v, and how much further right the
+  // first of x is: the first tile has all columns of v that it needs from its own on, others end with them.
+  const int row_begin = strip * geometry.rows, row_end = min(geometry.H, row_begin + geometry.rows);
+  const int column_begin = tile * stride, column_end = min(geometry.W, column_begin + stride);
+  const int ahead = tile ? kHaloW : 0, first_column = column_begin - ahead;
+  const int first_window = first_column / POOL_W, own_column = first_column + warp * 8 + g;
+  const int windows = min((first_column + kInputColumns - 1) / POOL_W + 1, geometry.pooled_width()) - first_window;
+  const int own_x = own_column + ahead;
+
+  for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
+    reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
+  for (int i = threadIdx.x; i < Composed::kOfSample; i += kInputThreads)
+    reinterpret_cast<uint4*>(shared + InputLayout::kComposed)[i] =
+        composed.composed[int64_t(n) * Composed::kOfSample + i];
+  for (int c = threadIdx.x; c < CHANNELS_OUT; c += kInputThreads)
+    channels[c] = channel_of(saved, shape, n, c), unscale[c] = composed.unscale[c];
+  // Zeros where no window is, and beside the tile's columns.
+  for (int i = threadIdx.x; i < (InputLayout::kBytes - InputLayout::kValues) / 4; i += kInputThreads)
+    reinterpret_cast<uint32_t*>(shared + InputLayout::kValues)[i] = 0;
+  if (threadIdx.x < kInputChannels) levels[threadIdx.x] = composed.levels[n * kInputChannels + threadIdx.x];
+  if (threadIdx.x < 4) (&largest[0][0])[threadIdx.x] = 0;
+  __syncthreads();  // all of that is there
+
+  // act(slot, channel, where it is among all) for a thread's windows, four channels each.
+  const auto for_held = [&](int window_row, auto act) {
+    for (int window = lane % 16; window < windows; window += 16)
+      for (int quad = warp * 2 + lane / 16; quad < kQuads; quad += kInputWarps * 2)
+        act(window * kHeldPitch4 + quad, quad * 4,
+            (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
+                int64_t(window_row) * geometry.pooled_width() + first_window + window);
+  };
+  // act(where it belongs, values less shift) for pixels of the rows of x from `begin` on; zeros outside of x.
+  const auto for_pixels = [&](int begin, int end, auto act) {
+    for (int i = threadIdx.x; i < (end - begin) * kRingColumns; i += kInputThreads) {
+      const int row = begin + i / kRingColumns, w = i % kRingColumns, column = column_begin - kHaloW + w;
+      const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
+      const value_t* from = sample + int64_t(row) * geometry.W + column;
+      float values[kInputChannels];
+#pragma unroll
+      for (int c = 0; c < kInputChannels; c++)
+        values[c] = inside && c < CHANNELS_IN
+                        ? float(from[int64_t(c) * plane_size]) - shift[n * CHANNELS_IN + c]
+                        : 0.f;
+      act((row + kRing) % kRing * kRingRow + w * 16, values);
+    }
+  };
+  const auto publish = [&](int* to, float magnitude) {
+    const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(magnitude));
+    if (lane == 0) atomicMax(to, int(of_warp));
+  };
+
+  float carried[kPlanes][KERNEL_W][kHaloH + 1][2] = {};  // to the next row of windows; the last one is unused
+  const uint32_t address = shared_address(pixels);
+  const uint4* const own_values = held_values + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
+  const uint2* const own_places = held_places + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
+  int x_exponent = kNoRows, next_row = INT32_MIN / 2, turn = 0;
+  for (int row = max(0, row_begin - kHaloH) / POOL_H * POOL_H; row < row_end; row += POOL_H, turn ^= 1) {
+    const int window_row = row / POOL_H;
+    const bool pooled = window_row < geometry.pooled_height(), written = row >= row_begin;
+    // Gradients as they are, and the largest magnitudes of these and of x.
+    float magnitude = 0;
+    if (pooled)
+      for_held(window_row, [&](int slot, int c, int64_t at) {
+        float gradients[4], unused[3] = {};
+        int places[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int64_t own = at + i * pooled_size;
+          places[i] = saved.index[own];
+          gradients[i] = unscale[c + i] * selected_gradient(saved, channels[c + i], float(saved.dy[own]),
+                                                            saved.extreme[own], unused);
+          magnitude = fmaxf(magnitude, fabsf(gradients[i]));
+        }
+        held_values[slot] = make_uint4(__float_as_uint(gradients[0]), __float_as_uint(gradients[1]),
+                                       __float_as_uint(gradients[2]), __float_as_uint(gradients[3]));
+        held_places[slot] = make_uint2(pair_of(places[0], places[1]), pair_of(places[2], places[3]));
+      });
+    publish(&largest[turn][0], magnitude);
+    magnitude = 0;
+    const int end = written ? row + POOL_H + kHaloH : next_row;
+    next_row = max(next_row, row - kHaloH);
+    for_pixels(next_row, end, [&](int, const float(&values)[kInputChannels]) {
+#pragma unroll
+      for (int c = 0; c < kInputChannels; c++) magnitude = fmaxf(magnitude, fabsf(values[c]));
+    });
+    publish(&largest[turn][1], magnitude);
+    __syncthreads();  // complete; and what was here has been read
+    if (threadIdx.x < 2) largest[turn ^ 1][threadIdx.x] = 0;
+    // Halves of them.
+    const int exponent = fitting_exponent(__int_as_float(largest[turn][0]));
+    const float factor = power_of_two(exponent);
+    if (pooled)
+      for_held(window_row, [&](int slot, int, int64_t) {
+        const uint4 raw = held_values[slot];
+        const Halves first = split(__uint_as_float(raw.x) * factor, __uint_as_float(raw.y) * factor);
+        const Halves second = split(__uint_as_float(raw.z) * factor, __uint_as_float(raw.w) * factor);
+        held_values[slot] = make_uint4(first.high, second.high, first.low, second.low);
+      });
+    const float of_rows = __int_as_float(largest[turn][1]);
+    if (of_rows != 0 && fitting_exponent(of_rows) < x_exponent) {  // with all of the rows, and room for more
+      x_exponent = fitting_exponent(of_rows, kTop - 2);
+      next_row = row - kHaloH;
+    }
+    const float x_factor = power_of_two(x_exponent);
+    for_pixels(next_row, end, [&](int at, const float(&values)[kInputChannels]) {
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; plane++) {
+        Halves halves[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          halves[i] = split(values[plane * 8 + 2 * i] * x_factor, values[plane * 8 + 2 * i + 1] * x_factor);
+        unsigned char* to = pixels + plane * kRingPlane + at;
+        *reinterpret_cast<uint4*>(to) =
+            make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
+        *reinterpret_cast<uint4*>(to + kRingPart) =
+            make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
+      }
+    });
+    next_row = end;
+    __syncthreads();  // all halves are there
+
+    // Terms of selected positions, by column of the filter.
+    const float unscale_terms = power_of_two(-exponent);
+    for_constants<kPlanes>([&](auto plane_constant) {
+      constexpr int plane = decltype(plane_constant)::value;
+      for_constants<(KERNEL_W + kGroupColumns - 1) / kGroupColumns>([&](auto group_constant) {
+        constexpr int first_kw = decltype(group_constant)::value * kGroupColumns;
+        constexpr int kColumns = KERNEL_W - first_kw < kGroupColumns ? KERNEL_W - first_kw : kGroupColumns;
+        float sums[kColumns][kSumRows][2] = {};
+        if (pooled)
+#pragma unroll
+          for (int first = 0; first < POOL_H; first += 2 * kGroupTiles) {
+            float d[kColumns][KERNEL_H][kGroupTiles][4];
+#pragma unroll
+            for (int i = 0; i < kColumns * KERNEL_H * kGroupTiles * 4; i++) (&d[0][0][0][0])[i] = 0;
+            const uint32_t place = pair_of(own_column % POOL_W, own_column % POOL_W);
+#pragma unroll
+            for (int step = 0; step < kFilterSteps; step++) {
+              const uint4 values = own_values[step * 4];
+              const uint2 places = own_places[step * 4];
+              uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
+#pragma unroll
+              for (int m = 0; m < kGroupTiles; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                  const uint32_t own = place + (first + 2 * m + half) * POOL_W * 0x10001;
+                  const uint32_t here = equal_halves(places.x, own), next = equal_halves(places.y, own);
+                  high[m][half] = values.x & here, high[m][half + 2] = values.y & next;
+                  low[m][half] = values.z & here, low[m][half + 2] = values.w & next;
+                }
+#pragma unroll
+              for (int kw = 0; kw < kColumns; kw++)
+#pragma unroll
+                for (int kh = 0; kh < KERNEL_H; kh++) {
+                  const int unit = plane * kTaps + kh * KERNEL_W + first_kw + kw;
+                  const uint4 b = filters[(step * kUnits + unit) * 32 + lane];
+#pragma unroll
+                  for (int m = 0; m < kGroupTiles; m++)
+                    if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], low[m], b.x, b.y);
+#pragma unroll
+                  for (int m = 0; m < kGroupTiles; m++)
+                    if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.z, b.w);
+#pragma unroll
+                  for (int m = 0; m < kGroupTiles; m++)
+                    if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.x, b.y);
+                }
+            }
+#pragma unroll
+            for (int kw = 0; kw < kColumns; kw++)
+#pragma unroll
+              for (int kh = 0; kh < KERNEL_H; kh++)
+#pragma unroll
+                for (int i = 0; i < kGroupTiles * 4; i++) {
+                  const int of_window = first + i / 2;  // row
+                  if (of_window < POOL_H) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
+                }
+          }
+        float* const to = terms + (plane * KERNEL_W + first_kw) * InputLayout::kTermPlane +
+                          (kHaloW + warp * 8 + g) * 8 + 2 * t;
+#pragma unroll
+        for (int kw = 0; kw < kColumns; kw++)
+#pragma unroll
+          for (int r = 0; r < kSumRows; r++) {
+            float* const sum = sums[kw][r];
+            float* const carry = carried[plane][first_kw + kw][0];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+              sum[i] = sum[i] * unscale_terms + (r < kHaloH ? carry[2 * (r % (kHaloH + 1)) + i] : 0.f);
+              if (r >= POOL_H) carry[2 * (r - POOL_H) + i] = sum[i];
+            }
+            if (r < POOL_H)
+              *reinterpret_cast<float2*>(to + kw * InputLayout::kTermPlane + r * kRingColumns * 8) =
+                  make_float2(sum[0], sum[1]);
+          }
+      });
+    });
+
+    // The composed filter.
+    float dense[kPlanes][kRowTiles][4] = {};
+    if (written)
+#pragma unroll
+      for (int from = 0; from < kPlanes; from++) {
+        constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
+        uint32_t own[kRows / 2];  // lanes 0-15 have a row, high and low halves, the others the next
+#pragma unroll
+        for (int i = 0; i < kRows / 2; i++)
+          own[i] = address + lane / 8 % 2 * kRingPart + from * kRingPlane +
+                   (row - kHaloH + 2 * i + lane / 16 + kRing) % kRing * kRingRow + (warp * 8 + lane % 8) * 16;
+#pragma unroll
+        for (int column = 0; column < kReachW; column++) {
+          uint32_t of_rows[kRows][2];
+#pragma unroll
+          for (int i = 0; i < kRows / 2; i++) {
+            uint32_t both[4];
+            load_matrices(both, own[i] + column * 16);
+            of_rows[2 * i][0] = both[0], of_rows[2 * i][1] = both[1];
+            of_rows[2 * i + 1][0] = both[2], of_rows[2 * i + 1][1] = both[3];
+          }
+#pragma unroll
+          for (int plane = 0; plane < kPlanes; plane++)
+#pragma unroll
+            for (int pair = 0; pair < KERNEL_H; pair++) {
+              const uint4 b =
+                  composed_filter[(((plane * kPlanes + from) * kReachW + column) * KERNEL_H + pair) * 32 + lane];
+#pragma unroll
+              for (int m = 0; m < kRowTiles; m++) {
+                float(&d)[4] = dense[plane][m];
+                const auto* a = &of_rows[2 * (m + pair)];
+                if (pair == KERNEL_H - 1) {  // the last row alone
+                  multiply_add(d, a[0][1], a[1][1], b.x);
+                  multiply_add(d, a[0][0], a[1][0], b.z);
+                  multiply_add(d, a[0][0], a[1][0], b.x);
+                } else {
+                  const uint32_t high[4] = {a[0][0], a[1][0], a[1][0], a[2][0]};
+                  const uint32_t low[4] = {a[0][1], a[1][1], a[1][1], a[2][1]};
+                  multiply_add_split(d, high, low, b);
+                }
+              }
+            }
+        }
+      }
+    __syncthreads();  // all terms are there
+
+    if (written && own_x < column_end) {
+      const PowerOfTwo unscale_dense(-(x_exponent + composed.exponents[n]));
+      const bool inside = kHaloW <= own_x && own_x < width;
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; plane++)
+#pragma unroll
+        for (int r = 0; r < POOL_H; r++) {
+          if (row + r >= geometry.H) break;
+          const bool whole = inside && kHaloH <= row + r && row + r < height;
+          float2 sum = make_float2(0, 0);
+#pragma unroll
+          for (int kw = 0; kw < KERNEL_W; kw++) {
+            const float2 term = *reinterpret_cast<const float2*>(
+                terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
+                (r * kRingColumns + kHaloW + warp * 8 + g + ahead - kw) * 8 + 2 * t);
+            sum.x += term.x, sum.y += term.y;
+          }
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            const int c = plane * 8 + 2 * t + i;
+            const float rest = unscale_dense(dense[plane][r / 2][r % 2 * 2 + i]) + levels[c];
+            if (c < CHANNELS_IN)
+              dx[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row + r) * geometry.W + own_x] =
+                  value_t((i ? sum.y : sum.x) + (whole ? rest : 0.f));
+          }
+        }
+    }
+  }
+#endif
+}
+
+// ------------------------------------------------------------------------------------------------------- border
+
+// Pixels of x where some taps' positions are outside of v, in rectangles of a side: above, below, left, right.
+struct Rectangle {
+  int top, bottom, left, right;
+};
+constexpr int kAcross = kThreads / (kHaloH ? kHaloH : 1), kDown = kThreads / (kHaloW ? kHaloW : 1);  // of one
+inline unsigned border_segments(Geometry geometry) {
+  const unsigned across = blocks_for(geometry.W, kAcross), down = blocks_for(geometry.H, kDown);
+  return across > down ? across : down;
+}
+HOST_DEVICE Rectangle rectangle_of(int side, int segment, Geometry geometry) {
+  const int H = geometry.H, W = geometry.W, height = geometry.height(), width = geometry.width();
+  const int left = segment * kAcross, right = min(W, left + kAcross);
+  const int top = kHaloH + segment * kDown, bottom = min(height, top + kDown);
+  switch (side) {
+    case 0: return {0, kHaloH, left, right};
+    case 1: return {max(height, kHaloH), H, left, right};
+    case 2: return {top, bottom, 0, kHaloW};
+    default: return {top, bottom, max(width, kHaloW), W};
+  }
+}
+constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
+constexpr int kOfSides[] = {(kAcross + 2 * kHaloW) * 3 * kHaloH, (kDown + 2 * kHaloH) * 3 * kHaloW};  // pixels
+constexpr int kBorderShared = (kOfSides[0] > kOfSides[1] ? kOfSides[0] : kOfSides[1]) * kPixelPitch * 4;
+
+// Grid: segments, sides, samples.
+__global__ void __launch_bounds__(kThreads)
+border_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ __align__(16) float products[kDepth * kInputChannels];
+  float* const pixels = reinterpret_cast<float*>(shared);
+  const int n = blockIdx.z;
+  const int64_t plane_size = int64_t(geometry.H) * geometry.W;
+  const Rectangle own = rectangle_of(blockIdx.y, blockIdx.x, geometry);
+  const int columns = own.right - own.left, rows = own.bottom - own.top, pitch = columns + 2 * kHaloW;
+  if (rows <= 0 || columns <= 0) return;
+  for (int i = threadIdx.x; i < (rows + 2 * kHaloH) * pitch; i += kThreads) {
+    const int row = own.top - kHaloH + i / pitch, column = own.left - kHaloW + i % pitch;
+    const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
+    for (int c = 0; c < kInputChannels; c++)
+      pixels[i * kPixelPitch + c] =
+          inside && c < CHANNELS_IN
+              ? float(x[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * geometry.W + column]) -
+                    shift[n * CHANNELS_IN + c]
+              : 0.f;
+  }
+  const int h = threadIdx.x / columns, w = threadIdx.x % columns, row = own.top + h, column = own.left + w;
+  float total[kInputChannels] = {};
+  for (int tap = 0; tap < kTaps; tap++) {
+    __syncthreads();  // the last tap's products have been read, and all pixels are there
+    constexpr int kCount = kDepth * kInputChannels;
+    for (int i = threadIdx.x; i < kCount; i += kThreads)
+      products[i] = composed.products[(int64_t(n) * kTaps + tap) * kCount + i];
+    __syncthreads();  // this one's are there
+    const int of_v = row - tap / KERNEL_W, of_row = column - tap % KERNEL_W;  // position
+    if (h >= rows || unsigned(of_v) >= unsigned(geometry.height()) ||
+        unsigned(of_row) >= unsigned(geometry.width()))
+      continue;
+    float sum[kInputChannels];
+#pragma unroll
+    for (int i = 0; i < kInputChannels; i++)
+      sum[i] = composed.constants[(int64_t(n) * kTaps + tap) * kInputChannels + i];
+    for (int unit = 0; unit < kUnits; unit++) {
+      const int down = h + kHaloH - tap / KERNEL_W + unit % kTaps / KERNEL_W;
+      const int right = w + kHaloW - tap % KERNEL_W + unit % KERNEL_W;
+      const float* from = pixels + (down * pitch + right) * kPixelPitch + unit / kTaps * 8;
+#pragma unroll
+      for (int c = 0; c < 8; c += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from + c);
+        const float of_pixel[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+          for (int i = 0; i < kInputChannels; i += 4) {
+            const float4 product = *reinterpret_cast<const float4*>(
+                products + (unit * 8 + c + k) * kInputChannels + i);
+            sum[i] += of_pixel[k] * product.x, sum[i + 1] += of_pixel[k] * product.y;
+            sum[i + 2] += of_pixel[k] * product.z, sum[i + 3] += of_pixel[k] * product.w;
+          }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kInputChannels; i++) total[i] += sum[i];
+  }
+  if (h < rows)
+#pragma unroll
+    for (int i = 0; i < CHANNELS_IN; i++) {
+      value_t* to = dx + (int64_t(n) * CHANNELS_IN + i) * plane_size + int64_t(row) * geometry.W + column;
+      *to = value_t(float(*to) + total[i]);
+    }
+}
+
+}  // namespace
