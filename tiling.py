@@ -432,7 +432,7 @@ def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -
     planes, width, windows = ceil_div(channels, 8), columns + 2 * (kw - 1), columns // pool[1] + 2
     filters = 512 * (C // 16 * planes * kh * kw + planes**2 * (2 * kw - 1) * kh)
     pixels, held = 32 * planes * (pool[0] + 2 * (kh - 1)) * width, windows * (C // 4 + 1) * 24
-    return filters + pixels + held + 32 * planes * kw * pool[0] * width
+    return filters + pixels + held + 32 * planes * kw * (pool[0] + kh - 1) * width
 
 
 def _composed_size(weight: Tensor, images: int) -> int:

@@ -201,7 +201,7 @@ struct InputLayout {  // of shared memory: where each part begins
   static constexpr int kValues = kPixels + 2 * kRingPart;
   static constexpr int kPlaces = kValues + kInputWindows * kHeldPitch4 * 16;
   static constexpr int kTerms = kPlaces + kInputWindows * kHeldPitch4 * 8;
-  static constexpr int kTermPlane = POOL_H * kRingColumns * 8;  // float32 of a plane and column of the filter
+  static constexpr int kTermPlane = kSumRows * kRingColumns * 8;  // float32 of a plane and a filter's column
   static constexpr int kBytes = kTerms + kPlanes * KERNEL_W * kTermPlane * 4;
 };
 static_assert(InputLayout::kBytes == INPUT_SHARED, "what was planned with");
@@ -242,7 +242,6 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const int ahead = tile ? kHaloW : 0, first_column = column_begin - ahead;
   const int first_window = first_column / POOL_W, own_column = first_column + warp * 8 + g;
   const int windows = min((first_column + kInputColumns - 1) / POOL_W + 1, geometry.pooled_width()) - first_window;
-  const int own_x = own_column + ahead;
 
   for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
     reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
@@ -260,15 +259,19 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 
   // act(slot, channel, where it is among all) for a thread's windows, four channels each.
   const auto for_held = [&](int window_row, auto act) {
-    for (int window = lane % 16; window < windows; window += 16)
-      for (int quad = warp * 2 + lane / 16; quad < kQuads; quad += kInputWarps * 2)
+    const int thread = thread_index_anew();
+#pragma unroll 1
+    for (int window = thread % 16; window < windows; window += 16)
+#pragma unroll 1
+      for (int quad = thread / 16; quad < kQuads; quad += kInputThreads / 16)
         act(window * kHeldPitch4 + quad, quad * 4,
             (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
                 int64_t(window_row) * geometry.pooled_width() + first_window + window);
   };
   // act(where it belongs, values less shift) for pixels of the rows of x from `begin` on; zeros outside of x.
   const auto for_pixels = [&](int begin, int end, auto act) {
-    for (int i = threadIdx.x; i < (end - begin) * kRingColumns; i += kInputThreads) {
+#pragma unroll 1
+    for (int i = thread_index_anew(); i < (end - begin) * kRingColumns; i += kInputThreads) {
       const int row = begin + i / kRingColumns, w = i % kRingColumns, column = column_begin - kHaloW + w;
       const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
       const value_t* from = sample + int64_t(row) * geometry.W + column;
@@ -286,7 +289,6 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     if (lane == 0) atomicMax(to, int(of_warp));
   };
 
-  float carried[kPlanes][KERNEL_W][kHaloH + 1][2] = {};  // to the next row of windows; the last one is unused
   const uint32_t address = shared_address(pixels);
   const uint4* const own_values = held_values + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
   const uint2* const own_places = held_places + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
@@ -412,22 +414,17 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
                   if (of_window < POOL_H) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
                 }
           }
-        float* const to = terms + (plane * KERNEL_W + first_kw) * InputLayout::kTermPlane +
-                          (kHaloW + warp * 8 + g) * 8 + 2 * t;
+        const int thread = thread_index_anew();
 #pragma unroll
         for (int kw = 0; kw < kColumns; kw++)
 #pragma unroll
           for (int r = 0; r < kSumRows; r++) {
-            float* const sum = sums[kw][r];
-            float* const carry = carried[plane][first_kw + kw][0];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-              sum[i] = sum[i] * unscale_terms + (r < kHaloH ? carry[2 * (r % (kHaloH + 1)) + i] : 0.f);
-              if (r >= POOL_H) carry[2 * (r - POOL_H) + i] = sum[i];
-            }
-            if (r < POOL_H)
-              *reinterpret_cast<float2*>(to + kw * InputLayout::kTermPlane + r * kRingColumns * 8) =
-                  make_float2(sum[0], sum[1]);
+            float2* const to = reinterpret_cast<float2*>(
+                terms + (plane * KERNEL_W + first_kw + kw) * InputLayout::kTermPlane +
+                (row + r) % kSumRows * (kRingColumns * 8) + kHaloW * 8 + 2 * thread);
+            const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
+            *to = make_float2(before.x + sums[kw][r][0] * unscale_terms,
+                              before.y + sums[kw][r][1] * unscale_terms);
           }
       });
     });
@@ -438,11 +435,13 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 #pragma unroll
       for (int from = 0; from < kPlanes; from++) {
         constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
+        const int thread = thread_index_anew(), matrix = thread % 32 / 8;
         uint32_t own[kRows / 2];  // lanes 0-15 have a row, high and low halves, the others the next
 #pragma unroll
         for (int i = 0; i < kRows / 2; i++)
-          own[i] = address + lane / 8 % 2 * kRingPart + from * kRingPlane +
-                   (row - kHaloH + 2 * i + lane / 16 + kRing) % kRing * kRingRow + (warp * 8 + lane % 8) * 16;
+          own[i] = address + matrix % 2 * kRingPart + from * kRingPlane +
+                   (row - kHaloH + 2 * i + matrix / 2 + kRing) % kRing * kRingRow +
+                   (thread / 32 * 8 + thread % 8) * 16;
 #pragma unroll
         for (int column = 0; column < kReachW; column++) {
           uint32_t of_rows[kRows][2];
@@ -458,7 +457,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 #pragma unroll
             for (int pair = 0; pair < KERNEL_H; pair++) {
               const uint4 b =
-                  composed_filter[(((plane * kPlanes + from) * kReachW + column) * KERNEL_H + pair) * 32 + lane];
+                  composed_filter[(((plane * kPlanes + from) * kReachW + column) * KERNEL_H + pair) * 32 + thread % 32];
 #pragma unroll
               for (int m = 0; m < kRowTiles; m++) {
                 float(&d)[4] = dense[plane][m];
@@ -478,6 +477,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
       }
     __syncthreads();  // all terms are there
 
+    const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
     if (written && own_x < column_end) {
       const PowerOfTwo unscale_dense(-(x_exponent + composed.exponents[n]));
       const bool inside = kHaloW <= own_x && own_x < width;
@@ -485,23 +485,22 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
       for (int plane = 0; plane < kPlanes; plane++)
 #pragma unroll
         for (int r = 0; r < POOL_H; r++) {
-          if (row + r >= geometry.H) break;
-          const bool whole = inside && kHaloH <= row + r && row + r < height;
-          float2 sum = make_float2(0, 0);
+          float sum[2] = {};
 #pragma unroll
           for (int kw = 0; kw < KERNEL_W; kw++) {
             const float2 term = *reinterpret_cast<const float2*>(
                 terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
-                (r * kRingColumns + kHaloW + warp * 8 + g + ahead - kw) * 8 + 2 * t);
-            sum.x += term.x, sum.y += term.y;
+                (row + r) % kSumRows * (kRingColumns * 8) + (kHaloW + ahead - kw) * 8 + 2 * thread);
+            sum[0] += term.x, sum[1] += term.y;
           }
+          const bool whole = inside && kHaloH <= row + r && row + r < height;
 #pragma unroll
           for (int i = 0; i < 2; i++) {
-            const int c = plane * 8 + 2 * t + i;
+            const int c = plane * 8 + thread % 4 * 2 + i;
             const float rest = unscale_dense(dense[plane][r / 2][r % 2 * 2 + i]) + levels[c];
-            if (c < CHANNELS_IN)
+            if (row + r < geometry.H && c < CHANNELS_IN)
               dx[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row + r) * geometry.W + own_x] =
-                  value_t((i ? sum.y : sum.x) + (whole ? rest : 0.f));
+                  value_t(sum[i] + (whole ? rest : 0.f));
           }
         }
     }
