@@ -292,7 +292,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const uint32_t address = shared_address(pixels);
   const uint4* const own_values = held_values + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
   const uint2* const own_places = held_places + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
-  int x_exponent = kNoRows, next_row = INT32_MIN / 2, turn = 0;
+  int x_exponent = kNoRows, next_row = -kHaloH, turn = 0;
   for (int row = max(0, row_begin - kHaloH) / POOL_H * POOL_H; row < row_end; row += POOL_H, turn ^= 1) {
     const int window_row = row / POOL_H;
     const bool pooled = window_row < geometry.pooled_height(), written = row >= row_begin;
@@ -316,8 +316,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
       });
     publish(&largest[turn][0], magnitude);
     magnitude = 0;
-    const int end = written ? row + POOL_H + kHaloH : next_row;
     next_row = max(next_row, row - kHaloH);
+    const int end = written ? row + POOL_H + kHaloH : next_row;
     for_pixels(next_row, end, [&](int, const float(&values)[kInputChannels]) {
 #pragma unroll
       for (int c = 0; c < kInputChannels; c++) magnitude = fmaxf(magnitude, fabsf(values[c]));
