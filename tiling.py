@@ -430,7 +430,7 @@ def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -
     gradients and places; what columns give to those beside them, in float32."""
     C, channels, kh, kw = weight.shape
     planes, width, windows = ceil_div(channels, 8), columns + 2 * (kw - 1), columns // pool[1] + 2
-    filters = 512 * (C // 16 * planes * kh * kw + planes**2 * (2 * kw - 1) * kh)
+    filters = 512 * (C // 16 * planes * kh * kw + planes**2 * kw * (2 * kh - 1))
     pixels, held = 32 * planes * (pool[0] + 2 * (kh - 1)) * width, windows * (C // 4 + 1) * 24
     return filters + pixels + held + 32 * planes * kw * (pool[0] + kh - 1) * width
 
@@ -439,7 +439,7 @@ def _composed_size(weight: Tensor, images: int) -> int:
     """Words that the kernels for x's gradient share: filters, composed ones and what they are made of."""
     C, channels, kh, kw = weight.shape
     planes, depth = ceil_div(channels, 8), 8 * ceil_div(channels, 8) * kh * kw
-    of_image = 128 * planes**2 * (2 * kw - 1) * kh + depth * (depth + 1) + 8 * planes + 1
+    of_image = 128 * planes**2 * kw * (2 * kh - 1) + depth * (depth + 1) + 8 * planes + 1
     return C * depth + C + images * of_image
 
 

@@ -17,6 +17,16 @@
 #include "operands.cuh"
 #include "tensor_core.cuh"
 
+#ifndef PREFETCH
+#define PREFETCH 2
+#endif
+__device__ __forceinline__ void prefetch(const void* at) {
+#if PREFETCH == 1
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
+#elif PREFETCH == 2
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+}
 namespace {
 
 constexpr int kInputColumns = INPUT_COLUMNS;  // of a tile
@@ -31,13 +41,13 @@ constexpr int kReachH = 2 * kHaloH + 1, kReachW = 2 * kHaloW + 1;  // of the com
 // Operands of products and the like, in the order in which lanes have them; memory that `backward` has used.
 struct Composed {
   uint4* filters;   // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
-  uint4* composed;  // (N, kPlanes out, kPlanes in, kReachW, KERNEL_H, 32): the composed filter, scaled by sample
+  uint4* composed;  // (N, kPlanes out, kPlanes in, KERNEL_W, kReachH, 32): the composed filter, scaled by sample
   float* products;  // (N, kTaps, kDepth, kInputChannels): Σ linear·(a tap's weight)·(a depth's weight)
   float* constants;  // (N, kTaps, kInputChannels): Σ constant·(a tap's weight)
   float* levels;     // (N, kInputChannels): those, of all taps
   float* unscale;    // (CHANNELS_OUT): what undoes the scale of `filters`
   int* exponents;    // (N): the scale of `composed`
-  static constexpr int kFilters = kFilterSteps * kUnits * 32, kOfSample = kPlanes * kPlanes * kReachW * KERNEL_H * 32;
+  static constexpr int kFilters = kFilterSteps * kUnits * 32, kOfSample = kPlanes * kPlanes * KERNEL_W * kReachH * 32;
   Composed(float* partial, int64_t N)
       : filters(reinterpret_cast<uint4*>(partial + (N * CHANNELS_IN + 3) / 4 * 4)),  // behind the shift
         composed(filters + kFilters),
@@ -151,21 +161,21 @@ compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape sha
     double sum = 0;
     for (int tap = 0; tap < kTaps; tap++) {
       const int h = tap / KERNEL_W + row - kHaloH, w = tap % KERNEL_W + column - kHaloW;
-      if (row < kReachH && unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
+      if (unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
         sum += products[(tap * kDepth + (from / 8 * kTaps + h * KERNEL_W + w) * 8 + from % 8) * kInputChannels +
                         channel];
     }
     return float(sum);
   };
-  // Depths of a product: 8 channels at one row, and at the next.
+  // Depths of a product: 8 channels at one column, and at the next.
   const auto for_fragments = [&](auto act) {
     for (int i = threadIdx.x; i < Composed::kOfSample; i += kComposeThreads) {
-      const int lane = i % 32, row = i / 32 % KERNEL_H * 2, column = i / 32 / KERNEL_H % kReachW;
-      const int planes = i / 32 / KERNEL_H / kReachW;
+      const int lane = i % 32, row = i / 32 % kReachH, column = i / 32 / kReachH % KERNEL_W * 2;
+      const int planes = i / 32 / kReachH / KERNEL_W;
       const int channel = planes / kPlanes * 8 + lane / 4, from = planes % kPlanes * 8 + lane % 4 * 2;
       float values[4];
 #pragma unroll
-      for (int k = 0; k < 4; k++) values[k] = value(channel, from + k % 2, row + k / 2, column);
+      for (int k = 0; k < 4; k++) values[k] = value(channel, from + k % 2, row, column + k / 2);
       act(i, values);
     }
   };
@@ -186,7 +196,7 @@ compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape sha
 // ------------------------------------------------------------------------------------------------------- a tile
 
 constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut the first and the last
-constexpr int kQuads = CHANNELS_OUT / 4, kHeldPitch4 = kQuads + 1;  // odd, so no bank conflicts
+constexpr int kQuads = CHANNELS_OUT / 4, kSlotPitch = kQuads + 1;  // odd, so no bank conflicts
 constexpr int kRing = POOL_H + 2 * kHaloH;                     // rows of x
 constexpr int kRingColumns = kInputColumns + 2 * kHaloW;
 constexpr int kRingRow = kRingColumns * 16, kRingPlane = kRing * kRingRow, kRingPart = kPlanes * kRingPlane;
@@ -194,17 +204,22 @@ constexpr int kRowTiles = (POOL_H + 1) / 2;  // of products: two rows each
 constexpr int kSumRows = POOL_H + kHaloH;    // of dx under a row of windows
 constexpr int kGroupColumns = KERNEL_H > 9 ? 1 : 9 / KERNEL_H < KERNEL_W ? 9 / KERNEL_H : KERNEL_W;
 constexpr int kGroupTiles = KERNEL_H > 9 ? 1 : 2;  // of products, whose sums are in registers together
-constexpr int kNoRows = 126;                       // the exponent of zeros
+constexpr int kOfZeros = 126;                      // exponent
 
 struct InputLayout {  // of shared memory: where each part begins
   static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
   static constexpr int kValues = kPixels + 2 * kRingPart;
-  static constexpr int kPlaces = kValues + kInputWindows * kHeldPitch4 * 16;
-  static constexpr int kTerms = kPlaces + kInputWindows * kHeldPitch4 * 8;
+  static constexpr int kPlaces = kValues + kInputWindows * kSlotPitch * 16;
+  static constexpr int kTerms = kPlaces + kInputWindows * kSlotPitch * 8;
   static constexpr int kTermPlane = kSumRows * kRingColumns * 8;  // float32 of a plane and a filter's column
   static constexpr int kBytes = kTerms + kPlanes * KERNEL_W * kTermPlane * 4;
 };
 static_assert(InputLayout::kBytes == INPUT_SHARED, "what was planned with");
+
+// A place in a ring, for one less than twice as large.
+template <int kSize> __device__ __forceinline__ int wrapped(int at) {
+  return int(min(unsigned(at), unsigned(at - kSize)));
+}
 
 // Two places as float16 that are not zero and normal, so that one instruction compares both.
 __device__ __forceinline__ uint32_t pair_of(int first, int second) { return 0x3c003c00 | first | second << 16; }
@@ -223,6 +238,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   __shared__ Channel channels[CHANNELS_OUT];
   __shared__ float unscale[CHANNELS_OUT];
   __shared__ float levels[kInputChannels];
+  __shared__ float shifts[kInputChannels];
   const uint4* const filters = reinterpret_cast<const uint4*>(shared);
   const uint4* const composed_filter = reinterpret_cast<const uint4*>(shared + InputLayout::kComposed);
   unsigned char* const pixels = shared + InputLayout::kPixels;
@@ -253,110 +269,124 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   // Zeros where no window is, and beside the tile's columns.
   for (int i = threadIdx.x; i < (InputLayout::kBytes - InputLayout::kValues) / 4; i += kInputThreads)
     reinterpret_cast<uint32_t*>(shared + InputLayout::kValues)[i] = 0;
-  if (threadIdx.x < kInputChannels) levels[threadIdx.x] = composed.levels[n * kInputChannels + threadIdx.x];
+  if (threadIdx.x < kInputChannels) {
+    levels[threadIdx.x] = composed.levels[n * kInputChannels + threadIdx.x];
+    shifts[threadIdx.x] = threadIdx.x < CHANNELS_IN ? shift[n * CHANNELS_IN + threadIdx.x] : 0.f;
+  }
   if (threadIdx.x < 4) (&largest[0][0])[threadIdx.x] = 0;
   __syncthreads();  // all of that is there
 
-  // act(slot, channel, where it is among all) for a thread's windows, four channels each.
-  const auto for_held = [&](int window_row, auto act) {
+  // Gradients of a row of windows and their places; the largest magnitude, of this thread.
+  const auto stage_gradients = [&](int window_row, float factor) {
     const int thread = thread_index_anew();
+    float magnitude = 0;
 #pragma unroll 1
     for (int window = thread % 16; window < windows; window += 16)
 #pragma unroll 1
-      for (int quad = thread / 16; quad < kQuads; quad += kInputThreads / 16)
-        act(window * kHeldPitch4 + quad, quad * 4,
-            (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
-                int64_t(window_row) * geometry.pooled_width() + first_window + window);
+      for (int quad = thread / 16; quad < kQuads; quad += kInputThreads / 16) {
+        const int64_t first = (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
+                              int64_t(window_row) * geometry.pooled_width() + first_window + window;
+        float gradients[4], unused[3] = {};
+        int places[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int64_t at = first + i * pooled_size;
+          places[i] = saved.index[at];
+          gradients[i] = unscale[quad * 4 + i] * selected_gradient(saved, channels[quad * 4 + i],
+                                                                   float(saved.dy[at]), saved.extreme[at], unused);
+          magnitude = fmaxf(magnitude, fabsf(gradients[i]));
+        }
+        const Halves halves[2] = {split(gradients[0] * factor, gradients[1] * factor),
+                                  split(gradients[2] * factor, gradients[3] * factor)};
+        const int slot = window * kSlotPitch + quad;
+        held_values[slot] = make_uint4(halves[0].high, halves[1].high, halves[0].low, halves[1].low);
+        held_places[slot] = make_uint2(pair_of(places[0], places[1]), pair_of(places[2], places[3]));
+      }
+    return magnitude;
   };
-  // act(where it belongs, values less shift) for pixels of the rows of x from `begin` on; zeros outside of x.
-  const auto for_pixels = [&](int begin, int end, auto act) {
+  // Rows of x from `begin` on, less the shift; zeros outside of x. Likewise.
+  const auto stage_pixels = [&](int begin, int end, float factor) {
+    float magnitude = 0;
 #pragma unroll 1
     for (int i = thread_index_anew(); i < (end - begin) * kRingColumns; i += kInputThreads) {
       const int row = begin + i / kRingColumns, w = i % kRingColumns, column = column_begin - kHaloW + w;
       const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
       const value_t* from = sample + int64_t(row) * geometry.W + column;
-      float values[kInputChannels];
+      unsigned char* const to = pixels + (row + kRing) % kRing * kRingRow + w * 16;
 #pragma unroll
-      for (int c = 0; c < kInputChannels; c++)
-        values[c] = inside && c < CHANNELS_IN
-                        ? float(from[int64_t(c) * plane_size]) - shift[n * CHANNELS_IN + c]
-                        : 0.f;
-      act((row + kRing) % kRing * kRingRow + w * 16, values);
+      for (int plane = 0; plane < kPlanes; plane++) {
+        float values[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const int c = plane * 8 + i;
+          values[i] = inside && c < CHANNELS_IN ? float(from[int64_t(c) * plane_size]) - shifts[c] : 0.f;
+          magnitude = fmaxf(magnitude, fabsf(values[i]));
+        }
+        Halves halves[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) halves[i] = split(values[2 * i] * factor, values[2 * i + 1] * factor);
+        *reinterpret_cast<uint4*>(to + plane * kRingPlane) =
+            make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
+        *reinterpret_cast<uint4*>(to + plane * kRingPlane + kRingPart) =
+            make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
+      }
     }
+    return magnitude;
+  };
+  // What they read for the next row of windows, on its way.
+  const auto prefetch_next = [&](int window_row, int begin) {
+    const int thread = thread_index_anew();
+    if (window_row < geometry.pooled_height() && thread % 16 < windows)
+#pragma unroll 1
+      for (int quad = thread / 16; quad < kQuads; quad += kInputThreads / 16) {
+        const int64_t first = (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
+                              int64_t(window_row) * geometry.pooled_width() + first_window + thread % 16;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int64_t at = first + i * pooled_size;
+          prefetch(saved.dy + at), prefetch(saved.extreme + at), prefetch(saved.index + at);
+        }
+      }
+    const int row = begin + thread / kRingColumns, column = column_begin - kHaloW + thread % kRingColumns;
+    if (row < geometry.H && unsigned(column) < unsigned(geometry.W))
+#pragma unroll
+      for (int c = 0; c < CHANNELS_IN; c++) prefetch(sample + c * plane_size + int64_t(row) * geometry.W + column);
   };
   const auto publish = [&](int* to, float magnitude) {
     const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(magnitude));
-    if (lane == 0) atomicMax(to, int(of_warp));
+    if (threadIdx.x % 32 == 0) atomicMax(to, int(of_warp));
+  };
+  // Does the scale hold what is that large? If not, one that has room for more.
+  const auto outgrown = [](int& exponent, int magnitude) {
+    const float largest = __int_as_float(magnitude);
+    if (largest == 0 || fitting_exponent(largest) >= exponent) return false;
+    exponent = fitting_exponent(largest, kTop - 2);
+    return true;
   };
 
+  const int composed_exponent = composed.exponents[n];
   const uint32_t address = shared_address(pixels);
-  const uint4* const own_values = held_values + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
-  const uint2* const own_places = held_places + (own_column / POOL_W - first_window) * kHeldPitch4 + t;
-  int x_exponent = kNoRows, next_row = -kHaloH, turn = 0;
+  const uint4* const own_values = held_values + (own_column / POOL_W - first_window) * kSlotPitch + t;
+  const uint2* const own_places = held_places + (own_column / POOL_W - first_window) * kSlotPitch + t;
+  int exponent = kOfZeros, x_exponent = kOfZeros, turn = 0, next_row = -kHaloH;
+  int term_row = 0;  // where the first row of terms is; they go round
   for (int row = max(0, row_begin - kHaloH) / POOL_H * POOL_H; row < row_end; row += POOL_H, turn ^= 1) {
     const int window_row = row / POOL_H;
     const bool pooled = window_row < geometry.pooled_height(), written = row >= row_begin;
-    // Gradients as they are, and the largest magnitudes of these and of x.
-    float magnitude = 0;
-    if (pooled)
-      for_held(window_row, [&](int slot, int c, int64_t at) {
-        float gradients[4], unused[3] = {};
-        int places[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int64_t own = at + i * pooled_size;
-          places[i] = saved.index[own];
-          gradients[i] = unscale[c + i] * selected_gradient(saved, channels[c + i], float(saved.dy[own]),
-                                                            saved.extreme[own], unused);
-          magnitude = fmaxf(magnitude, fabsf(gradients[i]));
-        }
-        held_values[slot] = make_uint4(__float_as_uint(gradients[0]), __float_as_uint(gradients[1]),
-                                       __float_as_uint(gradients[2]), __float_as_uint(gradients[3]));
-        held_places[slot] = make_uint2(pair_of(places[0], places[1]), pair_of(places[2], places[3]));
-      });
-    publish(&largest[turn][0], magnitude);
-    magnitude = 0;
     next_row = max(next_row, row - kHaloH);
     const int end = written ? row + POOL_H + kHaloH : next_row;
-    for_pixels(next_row, end, [&](int, const float(&values)[kInputChannels]) {
-#pragma unroll
-      for (int c = 0; c < kInputChannels; c++) magnitude = fmaxf(magnitude, fabsf(values[c]));
-    });
-    publish(&largest[turn][1], magnitude);
-    __syncthreads();  // complete; and what was here has been read
-    if (threadIdx.x < 2) largest[turn ^ 1][threadIdx.x] = 0;
-    // Halves of them.
-    const int exponent = fitting_exponent(__int_as_float(largest[turn][0]));
-    const float factor = power_of_two(exponent);
-    if (pooled)
-      for_held(window_row, [&](int slot, int, int64_t) {
-        const uint4 raw = held_values[slot];
-        const Halves first = split(__uint_as_float(raw.x) * factor, __uint_as_float(raw.y) * factor);
-        const Halves second = split(__uint_as_float(raw.z) * factor, __uint_as_float(raw.w) * factor);
-        held_values[slot] = make_uint4(first.high, second.high, first.low, second.low);
-      });
-    const float of_rows = __int_as_float(largest[turn][1]);
-    if (of_rows != 0 && fitting_exponent(of_rows) < x_exponent) {  // with all of the rows, and room for more
-      x_exponent = fitting_exponent(of_rows, kTop - 2);
-      next_row = row - kHaloH;
-    }
-    const float x_factor = power_of_two(x_exponent);
-    for_pixels(next_row, end, [&](int at, const float(&values)[kInputChannels]) {
-#pragma unroll
-      for (int plane = 0; plane < kPlanes; plane++) {
-        Halves halves[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          halves[i] = split(values[plane * 8 + 2 * i] * x_factor, values[plane * 8 + 2 * i + 1] * x_factor);
-        unsigned char* to = pixels + plane * kRingPlane + at;
-        *reinterpret_cast<uint4*>(to) =
-            make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
-        *reinterpret_cast<uint4*>(to + kRingPart) =
-            make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
-      }
-    });
+    // With the scales that there are: few rows outgrow them.
+    publish(&largest[turn][0], pooled ? stage_gradients(window_row, power_of_two(exponent)) : 0.f);
+    publish(&largest[turn][1], stage_pixels(next_row, end, power_of_two(x_exponent)));
     next_row = end;
-    __syncthreads();  // all halves are there
+    __syncthreads();  // all of that is there
+    if (threadIdx.x < 2) largest[turn ^ 1][threadIdx.x] = 0;
+    const bool again = outgrown(exponent, largest[turn][0]), x_again = outgrown(x_exponent, largest[turn][1]);
+    if (again) stage_gradients(window_row, power_of_two(exponent));
+    if (x_again) stage_pixels(row - kHaloH, end, power_of_two(x_exponent));
+    if (again || x_again) __syncthreads();  // the same anew
+
+    if (PREFETCH) prefetch_next(window_row + 1, end);
 
     // Terms of selected positions, by column of the filter.
     const float unscale_terms = power_of_two(-exponent);
@@ -365,7 +395,9 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
       for_constants<(KERNEL_W + kGroupColumns - 1) / kGroupColumns>([&](auto group_constant) {
         constexpr int first_kw = decltype(group_constant)::value * kGroupColumns;
         constexpr int kColumns = KERNEL_W - first_kw < kGroupColumns ? KERNEL_W - first_kw : kGroupColumns;
-        float sums[kColumns][kSumRows][2] = {};
+        float sums[kColumns][kSumRows][2];
+#pragma unroll
+        for (int i = 0; i < kColumns * kSumRows * 2; i++) (&sums[0][0][0])[i] = -0.f;  // adds nothing, to the compiler too
         if (pooled)
 #pragma unroll
           for (int first = 0; first < POOL_H; first += 2 * kGroupTiles) {
@@ -421,7 +453,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
           for (int r = 0; r < kSumRows; r++) {
             float2* const to = reinterpret_cast<float2*>(
                 terms + (plane * KERNEL_W + first_kw + kw) * InputLayout::kTermPlane +
-                (row + r) % kSumRows * (kRingColumns * 8) + kHaloW * 8 + 2 * thread);
+                wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + kHaloW * 8 + 2 * thread);
             const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
             *to = make_float2(before.x + sums[kw][r][0] * unscale_terms,
                               before.y + sums[kw][r][1] * unscale_terms);
@@ -431,55 +463,61 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 
     // The composed filter.
     float dense[kPlanes][kRowTiles][4] = {};
+    const int ring_row = (row + POOL_H + kHaloH) % kRing;  // where row - kHaloH is
     if (written)
 #pragma unroll
       for (int from = 0; from < kPlanes; from++) {
         constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
         const int thread = thread_index_anew(), matrix = thread % 32 / 8;
-        uint32_t own[kRows / 2];  // lanes 0-15 have a row, high and low halves, the others the next
+        // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A, with two
+        // rows of dx for its halves and two columns of the filter for its depths. Of the last column alone, high
+        // halves and low ones.
+        const uint32_t first = address + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
+        const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
 #pragma unroll
-        for (int i = 0; i < kRows / 2; i++)
-          own[i] = address + matrix % 2 * kRingPart + from * kRingPlane +
-                   (row - kHaloH + 2 * i + matrix / 2 + kRing) % kRing * kRingRow +
-                   (thread / 32 * 8 + thread % 8) * 16;
+        for (int column = 0; column < kReachW; column += 2) {
+          const bool alone = column + 1 == kReachW;
+          uint4 b[kPlanes][kReachH];
 #pragma unroll
-        for (int column = 0; column < kReachW; column++) {
-          uint32_t of_rows[kRows][2];
+          for (int i = 0; i < kPlanes * kReachH; i++)
+            b[i / kReachH][i % kReachH] =
+                composed_filter[((i / kReachH * kPlanes + from) * (kHaloW + 1) + column / 2) * kReachH * 32 +
+                                i % kReachH * 32 + thread % 32];
 #pragma unroll
-          for (int i = 0; i < kRows / 2; i++) {
-            uint32_t both[4];
-            load_matrices(both, own[i] + column * 16);
-            of_rows[2 * i][0] = both[0], of_rows[2 * i][1] = both[1];
-            of_rows[2 * i + 1][0] = both[2], of_rows[2 * i + 1][1] = both[3];
-          }
+          for (int i = 0; i < kRows - 1; i++) {
+            const int at = wrapped<kRing>(wrapped<kRing>(ring_row + i) + matrix % 2) * kRingRow + column * 16;
+            uint32_t halves[2][4];  // of the last column, all in the first one
+            if (alone) {
+              load_matrices(halves[0], first + at + low);
+            } else {
+              load_matrices(halves[0], first + at + second);
+              load_matrices(halves[1], first + at + second + kRingPart);
+            }
 #pragma unroll
-          for (int plane = 0; plane < kPlanes; plane++)
-#pragma unroll
-            for (int pair = 0; pair < KERNEL_H; pair++) {
-              const uint4 b =
-                  composed_filter[(((plane * kPlanes + from) * kReachW + column) * KERNEL_H + pair) * 32 + thread % 32];
+            for (int plane = 0; plane < kPlanes; plane++)
 #pragma unroll
               for (int m = 0; m < kRowTiles; m++) {
+                if (unsigned(i - 2 * m) >= kReachH) continue;
                 float(&d)[4] = dense[plane][m];
-                const auto* a = &of_rows[2 * (m + pair)];
-                if (pair == KERNEL_H - 1) {  // the last row alone
-                  multiply_add(d, a[0][1], a[1][1], b.x);
-                  multiply_add(d, a[0][0], a[1][0], b.z);
-                  multiply_add(d, a[0][0], a[1][0], b.x);
+                const uint4 filter = b[plane][i - 2 * m];
+                if (alone) {
+                  multiply_add(d, halves[0][2], halves[0][3], filter.x);
+                  multiply_add(d, halves[0][0], halves[0][1], filter.z);
+                  multiply_add(d, halves[0][0], halves[0][1], filter.x);
                 } else {
-                  const uint32_t high[4] = {a[0][0], a[1][0], a[1][0], a[2][0]};
-                  const uint32_t low[4] = {a[0][1], a[1][1], a[1][1], a[2][1]};
-                  multiply_add_split(d, high, low, b);
+                  multiply_add_split(d, halves[0], halves[1], filter);
                 }
               }
-            }
+          }
         }
       }
     __syncthreads();  // all terms are there
 
     const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
     if (written && own_x < column_end) {
-      const PowerOfTwo unscale_dense(-(x_exponent + composed.exponents[n]));
+      value_t* const to = dx + (int64_t(n) * CHANNELS_IN + thread % 4 * 2) * plane_size +
+                          int64_t(row) * geometry.W + own_x;
+      const PowerOfTwo unscale_dense(-(x_exponent + composed_exponent));
       const bool inside = kHaloW <= own_x && own_x < width;
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++)
@@ -490,7 +528,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
           for (int kw = 0; kw < KERNEL_W; kw++) {
             const float2 term = *reinterpret_cast<const float2*>(
                 terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
-                (row + r) % kSumRows * (kRingColumns * 8) + (kHaloW + ahead - kw) * 8 + 2 * thread);
+                wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + (kHaloW + ahead - kw) * 8 + 2 * thread);
             sum[0] += term.x, sum[1] += term.y;
           }
           const bool whole = inside && kHaloH <= row + r && row + r < height;
@@ -499,106 +537,123 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
             const int c = plane * 8 + thread % 4 * 2 + i;
             const float rest = unscale_dense(dense[plane][r / 2][r % 2 * 2 + i]) + levels[c];
             if (row + r < geometry.H && c < CHANNELS_IN)
-              dx[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row + r) * geometry.W + own_x] =
-                  value_t(sum[i] + (whole ? rest : 0.f));
+              to[(plane * 8 + i) * plane_size + r * geometry.W] = value_t(sum[i] + (whole ? rest : 0.f));
           }
         }
     }
+    term_row = wrapped<kSumRows>(term_row + POOL_H);
   }
 #endif
 }
 
 // ------------------------------------------------------------------------------------------------------- border
 
-// Pixels of x where some taps' positions are outside of v, in rectangles of a side: above, below, left, right.
-struct Rectangle {
-  int top, bottom, left, right;
+// Pixels of x some of whose positions are outside of v. Those for which the same taps are left make a class,
+// with a composed filter of its own: classes count rows (or columns) before the first with all taps, all with
+// all of them as one, and those behind.
+struct Range {
+  int begin, end;          // rows of x
+  int first_tap, last_tap;  // whose positions are in v
 };
-constexpr int kAcross = kThreads / (kHaloH ? kHaloH : 1), kDown = kThreads / (kHaloW ? kHaloW : 1);  // of one
-inline unsigned border_segments(Geometry geometry) {
-  const unsigned across = blocks_for(geometry.W, kAcross), down = blocks_for(geometry.H, kDown);
-  return across > down ? across : down;
+__device__ __forceinline__ Range range_of(int own, int halo, int size) {
+  const int inside = size - halo;  // positions
+  if (own == halo) return {halo, inside, 0, halo};
+  const int at = own < halo ? own : max(inside, halo) + own - halo - 1;
+  return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
 }
-HOST_DEVICE Rectangle rectangle_of(int side, int segment, Geometry geometry) {
-  const int H = geometry.H, W = geometry.W, height = geometry.height(), width = geometry.width();
-  const int left = segment * kAcross, right = min(W, left + kAcross);
-  const int top = kHaloH + segment * kDown, bottom = min(height, top + kDown);
-  switch (side) {
-    case 0: return {0, kHaloH, left, right};
-    case 1: return {max(height, kHaloH), H, left, right};
-    case 2: return {top, bottom, 0, kHaloW};
-    default: return {top, bottom, max(width, kHaloW), W};
-  }
-}
-constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
-constexpr int kOfSides[] = {(kAcross + 2 * kHaloW) * 3 * kHaloH, (kDown + 2 * kHaloH) * 3 * kHaloW};  // pixels
-constexpr int kBorderShared = (kOfSides[0] > kOfSides[1] ? kOfSides[0] : kOfSides[1]) * kPixelPitch * 4;
 
-// Grid: segments, sides, samples.
-__global__ void __launch_bounds__(kThreads)
+constexpr int kBorderThreads = kReachH > 5 || kReachW > 5 ? 32 : 128, kPixelPitch = kInputChannels + 4;  // no bank conflicts
+constexpr int kOfRow = kReachH * (kBorderThreads + 2 * kHaloW), kOfColumn = (kBorderThreads + 2 * kHaloH) * kReachW;
+constexpr int kMostPixels = kOfRow > kOfColumn ? kOfRow : kOfColumn;
+constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
+constexpr int kBorderShared = (kMostPixels * kPixelPitch + kBorderFilter) * 4;
+
+// Grid: classes of columns, classes of rows, samples.
+__global__ void __launch_bounds__(kBorderThreads)
 border_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ __align__(16) float products[kDepth * kInputChannels];
-  float* const pixels = reinterpret_cast<float*>(shared);
-  const int n = blockIdx.z;
-  const int64_t plane_size = int64_t(geometry.H) * geometry.W;
-  const Rectangle own = rectangle_of(blockIdx.y, blockIdx.x, geometry);
-  const int columns = own.right - own.left, rows = own.bottom - own.top, pitch = columns + 2 * kHaloW;
-  if (rows <= 0 || columns <= 0) return;
-  for (int i = threadIdx.x; i < (rows + 2 * kHaloH) * pitch; i += kThreads) {
-    const int row = own.top - kHaloH + i / pitch, column = own.left - kHaloW + i % pitch;
-    const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
-    for (int c = 0; c < kInputChannels; c++)
-      pixels[i * kPixelPitch + c] =
-          inside && c < CHANNELS_IN
-              ? float(x[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * geometry.W + column]) -
-                    shift[n * CHANNELS_IN + c]
-              : 0.f;
-  }
-  const int h = threadIdx.x / columns, w = threadIdx.x % columns, row = own.top + h, column = own.left + w;
-  float total[kInputChannels] = {};
-  for (int tap = 0; tap < kTaps; tap++) {
-    __syncthreads();  // the last tap's products have been read, and all pixels are there
-    constexpr int kCount = kDepth * kInputChannels;
-    for (int i = threadIdx.x; i < kCount; i += kThreads)
-      products[i] = composed.products[(int64_t(n) * kTaps + tap) * kCount + i];
-    __syncthreads();  // this one's are there
-    const int of_v = row - tap / KERNEL_W, of_row = column - tap % KERNEL_W;  // position
-    if (h >= rows || unsigned(of_v) >= unsigned(geometry.height()) ||
-        unsigned(of_row) >= unsigned(geometry.width()))
-      continue;
-    float sum[kInputChannels];
+  float* const filter = reinterpret_cast<float*>(shared);
+  float* const pixels = filter + kBorderFilter;
+  const int n = blockIdx.z, H = geometry.H, W = geometry.W;
+  const int64_t plane_size = int64_t(H) * W;
+  const Range rows = range_of(blockIdx.y, kHaloH, H), columns = range_of(blockIdx.x, kHaloW, W);
+  const bool all_taps = blockIdx.y == kHaloH && blockIdx.x == kHaloW;
+  if (all_taps || rows.begin >= rows.end || columns.begin >= columns.end) return;
+  const float* const products = composed.products + int64_t(n) * kDepth * kDepth;
+  for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
+    const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
+    const int down = i / kInputChannels / kInputChannels / kReachW - kHaloH;
+    const int right = i / kInputChannels / kInputChannels % kReachW - kHaloW;
+    float sum = 0;
 #pragma unroll
-    for (int i = 0; i < kInputChannels; i++)
-      sum[i] = composed.constants[(int64_t(n) * kTaps + tap) * kInputChannels + i];
-    for (int unit = 0; unit < kUnits; unit++) {
-      const int down = h + kHaloH - tap / KERNEL_W + unit % kTaps / KERNEL_W;
-      const int right = w + kHaloW - tap % KERNEL_W + unit % KERNEL_W;
-      const float* from = pixels + (down * pitch + right) * kPixelPitch + unit / kTaps * 8;
-#pragma unroll
-      for (int c = 0; c < 8; c += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from + c);
-        const float of_pixel[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-#pragma unroll
-          for (int i = 0; i < kInputChannels; i += 4) {
-            const float4 product = *reinterpret_cast<const float4*>(
-                products + (unit * 8 + c + k) * kInputChannels + i);
-            sum[i] += of_pixel[k] * product.x, sum[i + 1] += of_pixel[k] * product.y;
-            sum[i + 2] += of_pixel[k] * product.z, sum[i + 3] += of_pixel[k] * product.w;
-          }
-      }
+    for (int tap = 0; tap < kTaps; tap++) {
+      const int kh = tap / KERNEL_W, kw = tap % KERNEL_W, h = kh + down, w = kw + right;
+      if (rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw && kw <= columns.last_tap &&
+          unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
+        sum += products[(tap * kDepth + (in / 8 * kTaps + h * KERNEL_W + w) * 8 + in % 8) * kInputChannels + out];
     }
-#pragma unroll
-    for (int i = 0; i < kInputChannels; i++) total[i] += sum[i];
+    filter[i] = sum;
   }
-  if (h < rows)
+  float level[kInputChannels] = {};
+  for (int kh = rows.first_tap; kh <= rows.last_tap; kh++)
+    for (int kw = columns.first_tap; kw <= columns.last_tap; kw++)
+#pragma unroll
+      for (int i = 0; i < kInputChannels; i++)
+        level[i] += composed.constants[(int64_t(n) * kTaps + kh * KERNEL_W + kw) * kInputChannels + i];
+
+  const bool down = rows.end - rows.begin > columns.end - columns.begin;  // a column
+  const Range along = down ? rows : columns;
+  for (int first = along.begin; first < along.end; first += kBorderThreads) {
+    const int count = min(kBorderThreads, along.end - first);
+    const int top = (down ? first : rows.begin) - kHaloH, left = (down ? columns.begin : first) - kHaloW;
+    const int pitch = (down ? 1 : count) + 2 * kHaloW, height = (down ? count : 1) + 2 * kHaloH;
+    __syncthreads();  // the pixels have been read
+    for (int i = threadIdx.x; i < height * pitch; i += kBorderThreads) {
+      const int row = top + i / pitch, column = left + i % pitch;
+      const bool inside = unsigned(row) < unsigned(H) && unsigned(column) < unsigned(W);
+#pragma unroll
+      for (int c = 0; c < kInputChannels; c++)
+        pixels[i * kPixelPitch + c] =
+            inside && c < CHANNELS_IN
+                ? float(x[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * W + column]) -
+                      shift[n * CHANNELS_IN + c]
+                : 0.f;
+    }
+    __syncthreads();  // they are there, and the filter
+    if (threadIdx.x >= count) continue;
+    float total[kInputChannels];
+#pragma unroll
+    for (int i = 0; i < kInputChannels; i++) total[i] = level[i];
+    for (int kh = kHaloH - rows.last_tap; kh < kReachH - rows.first_tap; kh++) {
+      float sum[kInputChannels] = {};  // of a row
+      for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
+        const float* from = pixels + (((down ? threadIdx.x : 0) + kh) * pitch + (down ? 0 : threadIdx.x) + kw) *
+                                         kPixelPitch;
+        const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
+#pragma unroll
+        for (int c = 0; c < kInputChannels; c += 4) {
+          const float4 four = *reinterpret_cast<const float4*>(from + c);
+          const float of_pixel[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+          for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int i = 0; i < kInputChannels; i += 4) {
+              const float4 factor = *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
+              sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
+              sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
+            }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kInputChannels; i++) total[i] += sum[i];
+    }
+    const int row = top + kHaloH + (down ? threadIdx.x : 0), column = left + kHaloW + (down ? 0 : threadIdx.x);
 #pragma unroll
     for (int i = 0; i < CHANNELS_IN; i++) {
-      value_t* to = dx + (int64_t(n) * CHANNELS_IN + i) * plane_size + int64_t(row) * geometry.W + column;
+      value_t* to = dx + (int64_t(n) * CHANNELS_IN + i) * plane_size + int64_t(row) * W + column;
       *to = value_t(float(*to) + total[i]);
     }
+  }
 }
 
 }  // namespace
