@@ -17,16 +17,6 @@
 #include "operands.cuh"
 #include "tensor_core.cuh"
 
-#ifndef PREFETCH
-#define PREFETCH 2
-#endif
-__device__ __forceinline__ void prefetch(const void* at) {
-#if PREFETCH == 1
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
-#elif PREFETCH == 2
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-#endif
-}
 namespace {
 
 constexpr int kInputColumns = INPUT_COLUMNS;  // of a tile
@@ -197,7 +187,7 @@ compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape sha
 
 constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut the first and the last
 constexpr int kQuads = CHANNELS_OUT / 4, kSlotPitch = kQuads + 1;  // odd, so no bank conflicts
-constexpr int kRing = POOL_H + 2 * kHaloH;                     // rows of x
+constexpr int kRing = 2 * POOL_H + 2 * kHaloH;                 // rows of x, those of the next row of windows, too
 constexpr int kRingColumns = kInputColumns + 2 * kHaloW;
 constexpr int kRingRow = kRingColumns * 16, kRingPlane = kRing * kRingRow, kRingPart = kPlanes * kRingPlane;
 constexpr int kRowTiles = (POOL_H + 1) / 2;  // of products: two rows each
@@ -206,11 +196,13 @@ constexpr int kGroupColumns = KERNEL_H > 9 ? 1 : 9 / KERNEL_H < KERNEL_W ? 9 / K
 constexpr int kGroupTiles = KERNEL_H > 9 ? 1 : 2;  // of products, whose sums are in registers together
 constexpr int kOfZeros = 126;                      // exponent
 
+constexpr int kSlots = kInputWindows * kSlotPitch;
+
 struct InputLayout {  // of shared memory: where each part begins
   static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
   static constexpr int kValues = kPixels + 2 * kRingPart;
-  static constexpr int kPlaces = kValues + kInputWindows * kSlotPitch * 16;
-  static constexpr int kTerms = kPlaces + kInputWindows * kSlotPitch * 8;
+  static constexpr int kPlaces = kValues + 2 * kSlots * 16;  // for this row of windows, and for the next
+  static constexpr int kTerms = kPlaces + 2 * kSlots * 8;
   static constexpr int kTermPlane = kSumRows * kRingColumns * 8;  // float32 of a plane and a filter's column
   static constexpr int kBytes = kTerms + kPlanes * KERNEL_W * kTermPlane * 4;
 };
@@ -278,6 +270,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 
   // Gradients of a row of windows and their places; the largest magnitude, of this thread.
   const auto stage_gradients = [&](int window_row, float factor) {
+    const int slots = window_row % 2 * kSlots;
     const int thread = thread_index_anew();
     float magnitude = 0;
 #pragma unroll 1
@@ -298,7 +291,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
         }
         const Halves halves[2] = {split(gradients[0] * factor, gradients[1] * factor),
                                   split(gradients[2] * factor, gradients[3] * factor)};
-        const int slot = window * kSlotPitch + quad;
+        const int slot = slots + window * kSlotPitch + quad;
         held_values[slot] = make_uint4(halves[0].high, halves[1].high, halves[0].low, halves[1].low);
         held_places[slot] = make_uint2(pair_of(places[0], places[1]), pair_of(places[2], places[3]));
       }
@@ -333,25 +326,6 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     }
     return magnitude;
   };
-  // What they read for the next row of windows, on its way.
-  const auto prefetch_next = [&](int window_row, int begin) {
-    const int thread = thread_index_anew();
-    if (window_row < geometry.pooled_height() && thread % 16 < windows)
-#pragma unroll 1
-      for (int quad = thread / 16; quad < kQuads; quad += kInputThreads / 16) {
-        const int64_t first = (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
-                              int64_t(window_row) * geometry.pooled_width() + first_window + thread % 16;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int64_t at = first + i * pooled_size;
-          prefetch(saved.dy + at), prefetch(saved.extreme + at), prefetch(saved.index + at);
-        }
-      }
-    const int row = begin + thread / kRingColumns, column = column_begin - kHaloW + thread % kRingColumns;
-    if (row < geometry.H && unsigned(column) < unsigned(geometry.W))
-#pragma unroll
-      for (int c = 0; c < CHANNELS_IN; c++) prefetch(sample + c * plane_size + int64_t(row) * geometry.W + column);
-  };
   const auto publish = [&](int* to, float magnitude) {
     const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(magnitude));
     if (threadIdx.x % 32 == 0) atomicMax(to, int(of_warp));
@@ -366,27 +340,42 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 
   const int composed_exponent = composed.exponents[n];
   const uint32_t address = shared_address(pixels);
-  const uint4* const own_values = held_values + (own_column / POOL_W - first_window) * kSlotPitch + t;
-  const uint2* const own_places = held_places + (own_column / POOL_W - first_window) * kSlotPitch + t;
-  int exponent = kOfZeros, x_exponent = kOfZeros, turn = 0, next_row = -kHaloH;
-  int term_row = 0;  // where the first row of terms is; they go round
-  for (int row = max(0, row_begin - kHaloH) / POOL_H * POOL_H; row < row_end; row += POOL_H, turn ^= 1) {
-    const int window_row = row / POOL_H;
-    const bool pooled = window_row < geometry.pooled_height(), written = row >= row_begin;
-    next_row = max(next_row, row - kHaloH);
-    const int end = written ? row + POOL_H + kHaloH : next_row;
-    // With the scales that there are: few rows outgrow them.
-    publish(&largest[turn][0], pooled ? stage_gradients(window_row, power_of_two(exponent)) : 0.f);
-    publish(&largest[turn][1], stage_pixels(next_row, end, power_of_two(x_exponent)));
-    next_row = end;
-    __syncthreads();  // all of that is there
-    if (threadIdx.x < 2) largest[turn ^ 1][threadIdx.x] = 0;
+  const int own_slot = (own_column / POOL_W - first_window) * kSlotPitch + t;
+  int exponent = kOfZeros, x_exponent = kOfZeros;
+  const int first_row = max(0, row_begin - kHaloH) / POOL_H * POOL_H, written_from = row_begin;
+  // What products read for the rows from `row` on, by the scales that there are: few rows outgrow them.
+  const auto stage = [&](int row) {
+    const int window_row = row / POOL_H, turn = window_row % 2;
+    const bool pooled = window_row < geometry.pooled_height(), more = row < row_end;
+    publish(&largest[turn][0], pooled && more ? stage_gradients(window_row, power_of_two(exponent)) : 0.f);
+    const int begin = row <= written_from ? row - kHaloH : row + kHaloH, end = row + POOL_H + kHaloH;
+    publish(&largest[turn][1], more && row >= written_from ? stage_pixels(begin, end, power_of_two(x_exponent)) : 0.f);
+  };
+  // After a barrier: the same anew if they did.
+  const auto rescale = [&](int row) {
+    const int window_row = row / POOL_H, turn = window_row % 2;
     const bool again = outgrown(exponent, largest[turn][0]), x_again = outgrown(x_exponent, largest[turn][1]);
     if (again) stage_gradients(window_row, power_of_two(exponent));
-    if (x_again) stage_pixels(row - kHaloH, end, power_of_two(x_exponent));
-    if (again || x_again) __syncthreads();  // the same anew
-
-    if (PREFETCH) prefetch_next(window_row + 1, end);
+    if (x_again) stage_pixels(row - kHaloH, row + POOL_H + kHaloH, power_of_two(x_exponent));
+  };
+  const bool early = warp < kInputWarps / 2;  // half of the warps stage before their products, half behind them
+  int term_row = 0;  // where the first row of terms is; they go round
+  stage(first_row);
+  __syncthreads();  // all of that is there
+  rescale(first_row);
+  __syncthreads();  // that, too
+  for (int row = first_row; row < row_end; row += POOL_H) {
+    const int window_row = row / POOL_H;
+    const bool pooled = window_row < geometry.pooled_height(), written = row >= row_begin;
+    const uint4* const own_values = held_values + window_row % 2 * kSlots + own_slot;
+    const uint2* const own_places = held_places + window_row % 2 * kSlots + own_slot;
+    float dense[kPlanes][kRowTiles][4] = {};
+#pragma unroll 1
+    for (int part = 0; part < 2; part++) {
+    if ((part == 0) == early) {
+      stage(row + POOL_H);
+      continue;
+    }
 
     // Terms of selected positions, by column of the filter.
     const float unscale_terms = power_of_two(-exponent);
@@ -462,8 +451,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     });
 
     // The composed filter.
-    float dense[kPlanes][kRowTiles][4] = {};
-    const int ring_row = (row + POOL_H + kHaloH) % kRing;  // where row - kHaloH is
+    const int ring_row = (row - kHaloH + kRing) % kRing;  // where row - kHaloH is
     if (written)
 #pragma unroll
       for (int from = 0; from < kPlanes; from++) {
@@ -511,7 +499,9 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
           }
         }
       }
-    __syncthreads();  // all terms are there
+    }
+    __syncthreads();  // all terms are there, and what was staged
+    if (threadIdx.x < 2) largest[window_row % 2][threadIdx.x] = 0;
 
     const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
     if (written && own_x < column_end) {
@@ -542,6 +532,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
         }
     }
     term_row = wrapped<kSumRows>(term_row + POOL_H);
+    rescale(row + POOL_H);
+    __syncthreads();  // that is there; and terms have been read
   }
 #endif
 }
