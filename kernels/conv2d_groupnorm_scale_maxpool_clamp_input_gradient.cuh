@@ -61,7 +61,8 @@ __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t
   multiply_add(d, high, b.x, b.y);
 }
 
-constexpr int kComposeThreads = 768, kChunk = 16;  // channels out that are in shared memory at a time
+constexpr int kComposeThreads = 768;
+constexpr int kChunk = CHANNELS_OUT <= 64 && kDepth <= 72 ? CHANNELS_OUT : 16;  // that are in shared memory at a time
 
 __device__ __forceinline__ float filter_value(const value_t* weight, int c, int depth) {
   return input_channel(depth) < CHANNELS_IN ? float(weight[c * (CHANNELS_IN * kTaps) + place_in_filter(depth)])
@@ -117,7 +118,7 @@ compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape sha
         linear[threadIdx.x] = float(merged.linear[n * shape.G + (c + threadIdx.x) / shape.channels()]);
       __syncthreads();  // this one is there
       if (item >= kTaps * kDepth) continue;
-#pragma unroll
+#pragma unroll 4
       for (int begin = 0; begin < kChunk; begin += 4) {  // in float32; the rest in double
         float part[kInputChannels] = {};
 #pragma unroll
@@ -505,14 +506,14 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 
     const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
     if (written && own_x < column_end) {
-      value_t* const to = dx + (int64_t(n) * CHANNELS_IN + thread % 4 * 2) * plane_size +
-                          int64_t(row) * geometry.W + own_x;
       const PowerOfTwo unscale_dense(-(x_exponent + composed_exponent));
       const bool inside = kHaloW <= own_x && own_x < width;
 #pragma unroll
-      for (int plane = 0; plane < kPlanes; plane++)
+      for (int plane = 0; plane < kPlanes; plane++) {
+        value_t* to = dx + (int64_t(n) * CHANNELS_IN + plane * 8 + thread % 4 * 2) * plane_size +
+                      int64_t(row) * geometry.W + own_x;
 #pragma unroll
-        for (int r = 0; r < POOL_H; r++) {
+        for (int r = 0; r < POOL_H; r++, to += geometry.W) {
           float sum[2] = {};
 #pragma unroll
           for (int kw = 0; kw < KERNEL_W; kw++) {
@@ -527,9 +528,10 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
             const int c = plane * 8 + thread % 4 * 2 + i;
             const float rest = unscale_dense(dense[plane][r / 2][r % 2 * 2 + i]) + levels[c];
             if (row + r < geometry.H && c < CHANNELS_IN)
-              to[(plane * 8 + i) * plane_size + r * geometry.W] = value_t(sum[i] + (whole ? rest : 0.f));
+              to[i ? plane_size : 0] = value_t(sum[i] + (whole ? rest : 0.f));
           }
         }
+      }
     }
     term_row = wrapped<kSumRows>(term_row + POOL_H);
     rescale(row + POOL_H);
