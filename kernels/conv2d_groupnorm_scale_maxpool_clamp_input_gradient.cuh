@@ -240,7 +240,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
   const int strip = blockIdx.x % geometry.strips, job = blockIdx.x / geometry.strips;
   const int tile = job % tiles, n = job / tiles, height = geometry.height(), width = geometry.width();
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const int64_t plane_size = int64_t(geometry.H) * geometry.W;
   const value_t* sample = x + int64_t(n) * CHANNELS_IN * plane_size;
   const int64_t pooled_size = int64_t(geometry.pooled_height()) * geometry.pooled_width();
@@ -249,7 +249,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const int row_begin = strip * geometry.rows, row_end = min(geometry.H, row_begin + geometry.rows);
   const int column_begin = tile * stride, column_end = min(geometry.W, column_begin + stride);
   const int ahead = tile ? kHaloW : 0, first_column = column_begin - ahead;
-  const int first_window = first_column / POOL_W, own_column = first_column + warp * 8 + g;
+  const int first_window = first_column / POOL_W;
   const int windows = min((first_column + kInputColumns - 1) / POOL_W + 1, geometry.pooled_width()) - first_window;
 
   for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
@@ -341,7 +341,6 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 
   const int composed_exponent = composed.exponents[n];
   const uint32_t address = shared_address(pixels);
-  const int own_slot = (own_column / POOL_W - first_window) * kSlotPitch + t;
   int exponent = kOfZeros, x_exponent = kOfZeros;
   const int first_row = max(0, row_begin - kHaloH) / POOL_H * POOL_H, written_from = row_begin;
   // What products read for the rows from `row` on, by the scales that there are: few rows outgrow them.
@@ -368,16 +367,16 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   for (int row = first_row; row < row_end; row += POOL_H) {
     const int window_row = row / POOL_H;
     const bool pooled = window_row < geometry.pooled_height(), written = row >= row_begin;
-    const uint4* const own_values = held_values + window_row % 2 * kSlots + own_slot;
-    const uint2* const own_places = held_places + window_row % 2 * kSlots + own_slot;
-    float dense[kPlanes][kRowTiles][4] = {};
 #pragma unroll 1
     for (int part = 0; part < 2; part++) {
     if ((part == 0) == early) {
       stage(row + POOL_H);
       continue;
     }
-
+    const int lane = thread_index_anew() % 32, own_column = first_column + thread_index_anew() / 4;
+    const int own_slot = (own_column / POOL_W - first_window) * kSlotPitch + lane % 4 + window_row % 2 * kSlots;
+    const uint4* const own_values = held_values + own_slot;
+    const uint2* const own_places = held_places + own_slot;
     // Terms of selected positions, by column of the filter.
     const float unscale_terms = power_of_two(-exponent);
     for_constants<kPlanes>([&](auto plane_constant) {
@@ -451,7 +450,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
       });
     });
 
-    // The composed filter.
+    // The composed filter's share, on top of the terms that this thread adds up, too.
+    float dense[kPlanes][kRowTiles][4] = {};
     const int ring_row = (row - kHaloH + kRing) % kRing;  // where row - kHaloH is
     if (written)
 #pragma unroll
@@ -500,39 +500,45 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
           }
         }
       }
+    const PowerOfTwo unscale_dense(-(x_exponent + composed_exponent));
+    const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
+    if (written && kHaloW <= own_x && own_x < width)
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; plane++)
+#pragma unroll
+        for (int r = 0; r < POOL_H; r++) {
+          float* const term = terms + (plane * KERNEL_W + ahead) * InputLayout::kTermPlane +
+                              wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + kHaloW * 8 + 2 * thread;
+          if (kHaloH <= row + r && row + r < height)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+              term[i] += unscale_dense(dense[plane][r / 2][r % 2 * 2 + i]) + levels[plane * 8 + thread % 4 * 2 + i];
+        }
     }
     __syncthreads();  // all terms are there, and what was staged
     if (threadIdx.x < 2) largest[window_row % 2][threadIdx.x] = 0;
 
     const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
-    if (written && own_x < column_end) {
-      const PowerOfTwo unscale_dense(-(x_exponent + composed_exponent));
-      const bool inside = kHaloW <= own_x && own_x < width;
+    if (written && own_x < column_end)
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++) {
-        value_t* to = dx + (int64_t(n) * CHANNELS_IN + plane * 8 + thread % 4 * 2) * plane_size +
-                      int64_t(row) * geometry.W + own_x;
+        const int c = plane * 8 + thread % 4 * 2;
+        value_t* to = dx + (int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * geometry.W + own_x;
 #pragma unroll
         for (int r = 0; r < POOL_H; r++, to += geometry.W) {
-          float sum[2] = {};
+          float2 sum = make_float2(0, 0);
 #pragma unroll
           for (int kw = 0; kw < KERNEL_W; kw++) {
             const float2 term = *reinterpret_cast<const float2*>(
                 terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
                 wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + (kHaloW + ahead - kw) * 8 + 2 * thread);
-            sum[0] += term.x, sum[1] += term.y;
+            sum.x += term.x, sum.y += term.y;
           }
-          const bool whole = inside && kHaloH <= row + r && row + r < height;
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            const int c = plane * 8 + thread % 4 * 2 + i;
-            const float rest = unscale_dense(dense[plane][r / 2][r % 2 * 2 + i]) + levels[c];
-            if (row + r < geometry.H && c < CHANNELS_IN)
-              to[i ? plane_size : 0] = value_t(sum[i] + (whole ? rest : 0.f));
-          }
+          if (row + r >= geometry.H) continue;
+          if (c < CHANNELS_IN) to[0] = value_t(sum.x);
+          if (c + 1 < CHANNELS_IN) to[plane_size] = value_t(sum.y);
         }
       }
-    }
     term_row = wrapped<kSumRows>(term_row + POOL_H);
     rescale(row + POOL_H);
     __syncthreads();  // that is there; and terms have been read
