@@ -238,9 +238,11 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   uint4* const held_values = reinterpret_cast<uint4*>(shared + InputLayout::kValues);
   uint2* const held_places = reinterpret_cast<uint2*>(shared + InputLayout::kPlaces);
   float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
-  const int strip = blockIdx.x % geometry.strips, job = blockIdx.x / geometry.strips;
-  const int tile = job % tiles, n = job / tiles, height = geometry.height(), width = geometry.width();
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  // Uniform, so that they take no registers of threads.
+  const auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };
+  const int strip = uniform(blockIdx.x % geometry.strips), job = uniform(blockIdx.x / geometry.strips);
+  const int tile = uniform(job % tiles), n = uniform(job / tiles), height = geometry.height(), width = geometry.width();
+  const int warp = uniform(threadIdx.x / 32);
   const int64_t plane_size = int64_t(geometry.H) * geometry.W;
   const value_t* sample = x + int64_t(n) * CHANNELS_IN * plane_size;
   const int64_t pooled_size = int64_t(geometry.pooled_height()) * geometry.pooled_width();
