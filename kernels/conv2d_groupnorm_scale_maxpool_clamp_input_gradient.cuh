@@ -37,7 +37,8 @@ struct Composed {
   float* levels;     // (N, kInputChannels): those, of all taps
   float* unscale;    // (CHANNELS_OUT): what undoes the scale of `filters`
   int* exponents;    // (N): the scale of `composed`
-  static constexpr int kFilters = kFilterSteps * kUnits * 32, kOfSample = kPlanes * kPlanes * KERNEL_W * kReachH * 32;
+  static constexpr int kFilters = kFilterSteps * kUnits * 32;
+  static constexpr int kOfSample = kPlanes * kPlanes * KERNEL_W * kReachH * 32;
   Composed(float* partial, int64_t N)
       : filters(reinterpret_cast<uint4*>(partial + (N * CHANNELS_IN + 3) / 4 * 4)),  // behind the shift
         composed(filters + kFilters),
@@ -62,7 +63,8 @@ __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t
 }
 
 constexpr int kComposeThreads = 768;
-constexpr int kChunk = CHANNELS_OUT <= 64 && kDepth <= 72 ? CHANNELS_OUT : 16;  // that are in shared memory at a time
+// Channels out that are in shared memory at a time.
+constexpr int kChunk = CHANNELS_OUT <= 64 && kDepth <= 72 ? CHANNELS_OUT : 16;
 
 __device__ __forceinline__ float filter_value(const value_t* weight, int c, int depth) {
   return input_channel(depth) < CHANNELS_IN ? float(weight[c * (CHANNELS_IN * kTaps) + place_in_filter(depth)])
@@ -241,8 +243,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   // Uniform, so that they take no registers of threads.
   const auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };
   const int strip = uniform(blockIdx.x % geometry.strips), job = uniform(blockIdx.x / geometry.strips);
-  const int tile = uniform(job % tiles), n = uniform(job / tiles), height = geometry.height(), width = geometry.width();
-  const int warp = uniform(threadIdx.x / 32);
+  const int tile = uniform(job % tiles), n = uniform(job / tiles), warp = uniform(threadIdx.x / 32);
+  const int height = geometry.height(), width = geometry.width();
   const int64_t plane_size = int64_t(geometry.H) * geometry.W;
   const value_t* sample = x + int64_t(n) * CHANNELS_IN * plane_size;
   const int64_t pooled_size = int64_t(geometry.pooled_height()) * geometry.pooled_width();
@@ -252,7 +254,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const int column_begin = tile * stride, column_end = min(geometry.W, column_begin + stride);
   const int ahead = tile ? kHaloW : 0, first_column = column_begin - ahead;
   const int first_window = first_column / POOL_W;
-  const int windows = min((first_column + kInputColumns - 1) / POOL_W + 1, geometry.pooled_width()) - first_window;
+  const int last_window = (first_column + kInputColumns - 1) / POOL_W;
+  const int windows = min(last_window + 1, geometry.pooled_width()) - first_window;
 
   for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
     reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
@@ -288,8 +291,9 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
         for (int i = 0; i < 4; i++) {
           const int64_t at = first + i * pooled_size;
           places[i] = saved.index[at];
-          gradients[i] = unscale[quad * 4 + i] * selected_gradient(saved, channels[quad * 4 + i],
-                                                                   float(saved.dy[at]), saved.extreme[at], unused);
+          const int c = quad * 4 + i;
+          gradients[i] = unscale[c] * selected_gradient(saved, channels[c], float(saved.dy[at]),
+                                                        saved.extreme[at], unused);
           magnitude = fmaxf(magnitude, fabsf(gradients[i]));
         }
         const Halves halves[2] = {split(gradients[0] * factor, gradients[1] * factor),
@@ -344,14 +348,15 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const int composed_exponent = composed.exponents[n];
   const uint32_t address = shared_address(pixels);
   int exponent = kOfZeros, x_exponent = kOfZeros;
-  const int first_row = max(0, row_begin - kHaloH) / POOL_H * POOL_H, written_from = row_begin;
+  const int first_row = max(0, row_begin - kHaloH) / POOL_H * POOL_H;
   // What products read for the rows from `row` on, by the scales that there are: few rows outgrow them.
   const auto stage = [&](int row) {
     const int window_row = row / POOL_H, turn = window_row % 2;
     const bool pooled = window_row < geometry.pooled_height(), more = row < row_end;
     publish(&largest[turn][0], pooled && more ? stage_gradients(window_row, power_of_two(exponent)) : 0.f);
-    const int begin = row <= written_from ? row - kHaloH : row + kHaloH, end = row + POOL_H + kHaloH;
-    publish(&largest[turn][1], more && row >= written_from ? stage_pixels(begin, end, power_of_two(x_exponent)) : 0.f);
+    const int begin = row <= row_begin ? row - kHaloH : row + kHaloH, end = row + POOL_H + kHaloH;
+    const bool needed = more && row >= row_begin;
+    publish(&largest[turn][1], needed ? stage_pixels(begin, end, power_of_two(x_exponent)) : 0.f);
   };
   // After a barrier: the same anew if they did.
   const auto rescale = [&](int row) {
@@ -360,26 +365,20 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     if (again) stage_gradients(window_row, power_of_two(exponent));
     if (x_again) stage_pixels(row - kHaloH, row + POOL_H + kHaloH, power_of_two(x_exponent));
   };
-  const bool early = warp < kInputWarps / 2;  // half of the warps stage before their products, half behind them
   int term_row = 0;  // where the first row of terms is; they go round
-  stage(first_row);
-  __syncthreads();  // all of that is there
-  rescale(first_row);
-  __syncthreads();  // that, too
-  for (int row = first_row; row < row_end; row += POOL_H) {
+  // A row of terms of the filter's column kw, for this thread's column of v and two channels.
+  const auto term = [&](int plane, int kw, int r) {
+    return reinterpret_cast<float2*>(terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
+                                     wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + kHaloW * 8 +
+                                     2 * thread_index_anew());
+  };
+  // Terms of selected positions, from the rows of windows at `row`.
+  const auto add_selected = [&](int row) {
     const int window_row = row / POOL_H;
-    const bool pooled = window_row < geometry.pooled_height(), written = row >= row_begin;
-#pragma unroll 1
-    for (int part = 0; part < 2; part++) {
-    if ((part == 0) == early) {
-      stage(row + POOL_H);
-      continue;
-    }
     const int lane = thread_index_anew() % 32, own_column = first_column + thread_index_anew() / 4;
     const int own_slot = (own_column / POOL_W - first_window) * kSlotPitch + lane % 4 + window_row % 2 * kSlots;
     const uint4* const own_values = held_values + own_slot;
     const uint2* const own_places = held_places + own_slot;
-    // Terms of selected positions, by column of the filter.
     const float unscale_terms = power_of_two(-exponent);
     for_constants<kPlanes>([&](auto plane_constant) {
       constexpr int plane = decltype(plane_constant)::value;
@@ -388,8 +387,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
         constexpr int kColumns = KERNEL_W - first_kw < kGroupColumns ? KERNEL_W - first_kw : kGroupColumns;
         float sums[kColumns][kSumRows][2];
 #pragma unroll
-        for (int i = 0; i < kColumns * kSumRows * 2; i++) (&sums[0][0][0])[i] = -0.f;  // adds nothing, to the compiler too
-        if (pooled)
+        for (int i = 0; i < kColumns * kSumRows * 2; i++) (&sums[0][0][0])[i] = -0.f;  // adds nothing
+        if (window_row < geometry.pooled_height())
 #pragma unroll
           for (int first = 0; first < POOL_H; first += 2 * kGroupTiles) {
             float d[kColumns][KERNEL_H][kGroupTiles][4];
@@ -437,91 +436,86 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
                   if (of_window < POOL_H) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
                 }
           }
-        const int thread = thread_index_anew();
 #pragma unroll
         for (int kw = 0; kw < kColumns; kw++)
 #pragma unroll
           for (int r = 0; r < kSumRows; r++) {
-            float2* const to = reinterpret_cast<float2*>(
-                terms + (plane * KERNEL_W + first_kw + kw) * InputLayout::kTermPlane +
-                wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + kHaloW * 8 + 2 * thread);
+            float2* const to = term(plane, first_kw + kw, r);
             const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
             *to = make_float2(before.x + sums[kw][r][0] * unscale_terms,
                               before.y + sums[kw][r][1] * unscale_terms);
           }
       });
     });
-
-    // The composed filter's share, on top of the terms that this thread adds up, too.
+  };
+  // The composed filter's share of as many rows of dx, on top of the terms that this thread reads, too.
+  const auto add_composed = [&](int row) {
     float dense[kPlanes][kRowTiles][4] = {};
     const int ring_row = (row - kHaloH + kRing) % kRing;  // where row - kHaloH is
-    if (written)
 #pragma unroll
-      for (int from = 0; from < kPlanes; from++) {
-        constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
-        const int thread = thread_index_anew(), matrix = thread % 32 / 8;
-        // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A, with two
-        // rows of dx for its halves and two columns of the filter for its depths. Of the last column alone, high
-        // halves and low ones.
-        const uint32_t first = address + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
-        const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
+    for (int from = 0; from < kPlanes; from++) {
+      constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
+      const int thread = thread_index_anew(), matrix = thread % 32 / 8;
+      // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A, with
+      // two rows of dx for its halves and two columns of the filter for its depths. Of the last column alone,
+      // high halves and low ones.
+      const uint32_t first = address + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
+      const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
 #pragma unroll
-        for (int column = 0; column < kReachW; column += 2) {
-          const bool alone = column + 1 == kReachW;
-          uint4 b[kPlanes][kReachH];
+      for (int column = 0; column < kReachW; column += 2) {
+        const bool alone = column + 1 == kReachW;
+        uint4 b[kPlanes][kReachH];
 #pragma unroll
-          for (int i = 0; i < kPlanes * kReachH; i++)
-            b[i / kReachH][i % kReachH] =
-                composed_filter[((i / kReachH * kPlanes + from) * (kHaloW + 1) + column / 2) * kReachH * 32 +
-                                i % kReachH * 32 + thread % 32];
+        for (int i = 0; i < kPlanes * kReachH; i++)
+          b[i / kReachH][i % kReachH] =
+              composed_filter[((i / kReachH * kPlanes + from) * (kHaloW + 1) + column / 2) * kReachH * 32 +
+                              i % kReachH * 32 + thread % 32];
 #pragma unroll
-          for (int i = 0; i < kRows - 1; i++) {
-            const int at = wrapped<kRing>(wrapped<kRing>(ring_row + i) + matrix % 2) * kRingRow + column * 16;
-            uint32_t halves[2][4];  // of the last column, all in the first one
-            if (alone) {
-              load_matrices(halves[0], first + at + low);
-            } else {
-              load_matrices(halves[0], first + at + second);
-              load_matrices(halves[1], first + at + second + kRingPart);
-            }
-#pragma unroll
-            for (int plane = 0; plane < kPlanes; plane++)
-#pragma unroll
-              for (int m = 0; m < kRowTiles; m++) {
-                if (unsigned(i - 2 * m) >= kReachH) continue;
-                float(&d)[4] = dense[plane][m];
-                const uint4 filter = b[plane][i - 2 * m];
-                if (alone) {
-                  multiply_add(d, halves[0][2], halves[0][3], filter.x);
-                  multiply_add(d, halves[0][0], halves[0][1], filter.z);
-                  multiply_add(d, halves[0][0], halves[0][1], filter.x);
-                } else {
-                  multiply_add_split(d, halves[0], halves[1], filter);
-                }
-              }
+        for (int i = 0; i < kRows - 1; i++) {
+          const int at = wrapped<kRing>(wrapped<kRing>(ring_row + i) + matrix % 2) * kRingRow + column * 16;
+          uint32_t halves[2][4];  // of the last column, all in the first one
+          if (alone) {
+            load_matrices(halves[0], first + at + low);
+          } else {
+            load_matrices(halves[0], first + at + second);
+            load_matrices(halves[1], first + at + second + kRingPart);
           }
+#pragma unroll
+          for (int plane = 0; plane < kPlanes; plane++)
+#pragma unroll
+            for (int m = 0; m < kRowTiles; m++) {
+              if (unsigned(i - 2 * m) >= kReachH) continue;
+              float(&d)[4] = dense[plane][m];
+              const uint4 filter = b[plane][i - 2 * m];
+              if (alone) {
+                multiply_add(d, halves[0][2], halves[0][3], filter.x);
+                multiply_add(d, halves[0][0], halves[0][1], filter.z);
+                multiply_add(d, halves[0][0], halves[0][1], filter.x);
+              } else {
+                multiply_add_split(d, halves[0], halves[1], filter);
+              }
+            }
         }
       }
+    }
     const PowerOfTwo unscale_dense(-(x_exponent + composed_exponent));
     const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
-    if (written && kHaloW <= own_x && own_x < width)
+    if (kHaloW <= own_x && own_x < width)
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++)
 #pragma unroll
         for (int r = 0; r < POOL_H; r++) {
-          float* const term = terms + (plane * KERNEL_W + ahead) * InputLayout::kTermPlane +
-                              wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + kHaloW * 8 + 2 * thread;
-          if (kHaloH <= row + r && row + r < height)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-              term[i] += unscale_dense(dense[plane][r / 2][r % 2 * 2 + i]) + levels[plane * 8 + thread % 4 * 2 + i];
+          if (row + r < kHaloH || row + r >= height) continue;
+          float2* const to = term(plane, ahead, r);
+          const float* own = dense[plane][r / 2] + r % 2 * 2;
+          const float* level = levels + plane * 8 + thread % 4 * 2;
+          *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
+                            to->y + (unscale_dense(own[1]) + level[1]));
         }
-    }
-    __syncthreads();  // all terms are there, and what was staged
-    if (threadIdx.x < 2) largest[window_row % 2][threadIdx.x] = 0;
-
+  };
+  const auto write = [&](int row) {
     const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
-    if (written && own_x < column_end)
+    if (own_x < column_end)
 #pragma unroll
       for (int plane = 0; plane < kPlanes; plane++) {
         const int c = plane * 8 + thread % 4 * 2;
@@ -531,16 +525,32 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
           float2 sum = make_float2(0, 0);
 #pragma unroll
           for (int kw = 0; kw < KERNEL_W; kw++) {
-            const float2 term = *reinterpret_cast<const float2*>(
-                terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
-                wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + (kHaloW + ahead - kw) * 8 + 2 * thread);
-            sum.x += term.x, sum.y += term.y;
+            const float2 one = term(plane, kw, r)[(ahead - kw) * 4];
+            sum.x += one.x, sum.y += one.y;
           }
           if (row + r >= geometry.H) continue;
           if (c < CHANNELS_IN) to[0] = value_t(sum.x);
           if (c + 1 < CHANNELS_IN) to[plane_size] = value_t(sum.y);
         }
       }
+  };
+  const bool early = warp < kInputWarps / 2;  // half of the warps stage before their products, half behind them
+  stage(first_row);
+  __syncthreads();  // all of that is there
+  rescale(first_row);
+  __syncthreads();  // that, too
+  for (int row = first_row; row < row_end; row += POOL_H) {
+#pragma unroll 1
+    for (int part = 0; part < 2; part++)
+      if ((part == 0) == early) {
+        stage(row + POOL_H);
+      } else {
+        add_selected(row);
+        if (row >= row_begin) add_composed(row);
+      }
+    __syncthreads();  // all terms are there, and what was staged
+    if (threadIdx.x < 2) largest[row / POOL_H % 2][threadIdx.x] = 0;
+    if (row >= row_begin) write(row);
     term_row = wrapped<kSumRows>(term_row + POOL_H);
     rescale(row + POOL_H);
     __syncthreads();  // that is there; and terms have been read
@@ -564,8 +574,10 @@ __device__ __forceinline__ Range range_of(int own, int halo, int size) {
   return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
 }
 
-constexpr int kBorderThreads = kReachH > 5 || kReachW > 5 ? 32 : 128, kPixelPitch = kInputChannels + 4;  // no bank conflicts
-constexpr int kOfRow = kReachH * (kBorderThreads + 2 * kHaloW), kOfColumn = (kBorderThreads + 2 * kHaloH) * kReachW;
+constexpr int kBorderThreads = kReachH > 5 || kReachW > 5 ? 32 : 128;
+constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
+constexpr int kOfRow = kReachH * (kBorderThreads + 2 * kHaloW);
+constexpr int kOfColumn = (kBorderThreads + 2 * kHaloH) * kReachW;
 constexpr int kMostPixels = kOfRow > kOfColumn ? kOfRow : kOfColumn;
 constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
 constexpr int kBorderShared = (kMostPixels * kPixelPitch + kBorderFilter) * 4;
@@ -592,7 +604,8 @@ border_kernel(value_t* dx, const value_t* x, const float* shift, Composed compos
       const int kh = tap / KERNEL_W, kw = tap % KERNEL_W, h = kh + down, w = kw + right;
       if (rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw && kw <= columns.last_tap &&
           unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
-        sum += products[(tap * kDepth + (in / 8 * kTaps + h * KERNEL_W + w) * 8 + in % 8) * kInputChannels + out];
+        sum += products[(tap * kDepth + (in / 8 * kTaps + h * KERNEL_W + w) * 8 + in % 8) * kInputChannels +
+                        out];
     }
     filter[i] = sum;
   }
