@@ -431,7 +431,7 @@ def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -
     C, channels, kh, kw = weight.shape
     planes, width, windows = ceil_div(channels, 8), columns + 2 * (kw - 1), columns // pool[1] + 2
     filters = 512 * (C // 16 * planes * kh * kw + planes**2 * kw * (2 * kh - 1))
-    pixels, held = 64 * planes * (pool[0] + kh - 1) * width, windows * (C // 4 + 1) * 48
+    pixels, held = 32 * planes * (pool[0] + 2 * (kh - 1)) * width, windows * (C // 4 + 1) * 24
     return filters + pixels + held + 32 * planes * kw * (pool[0] + kh - 1) * width
 
 

@@ -874,6 +874,6 @@ EXPORT void backward_input(value_t* dx, const double* merged, float* partial, co
       composed, weight, Merged(const_cast<double*>(merged), N, G), shape);
   input_gradient_kernel<<<blocks, kInputThreads, InputLayout::kBytes, stream>>>(
       dx, x, partial, composed, saved, shape, geometry, int(tiles), int(stride));
-  const dim3 classes(kReachW, kReachH, unsigned(N));
-  border_kernel<<<classes, kBorderThreads, kBorderShared, stream>>>(dx, x, partial, composed, geometry);
+  const dim3 edges(kEdges + 1, unsigned(N));
+  border_kernel<<<edges, kBorderThreads, kBorderShared, stream>>>(dx, x, partial, composed, geometry);
 }

@@ -190,13 +190,14 @@ compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape sha
 
 constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut the first and the last
 constexpr int kQuads = CHANNELS_OUT / 4, kSlotPitch = kQuads + 1;  // odd, so no bank conflicts
-constexpr int kRing = 2 * POOL_H + 2 * kHaloH;                 // rows of x, those of the next row of windows, too
+constexpr int kRing = POOL_H + 2 * kHaloH;                      // rows of x
 constexpr int kRingColumns = kInputColumns + 2 * kHaloW;
 constexpr int kRingRow = kRingColumns * 16, kRingPlane = kRing * kRingRow, kRingPart = kPlanes * kRingPlane;
 constexpr int kRowTiles = (POOL_H + 1) / 2;  // of products: two rows each
 constexpr int kSumRows = POOL_H + kHaloH;    // of dx under a row of windows
 constexpr int kGroupColumns = KERNEL_H > 9 ? 1 : 9 / KERNEL_H < KERNEL_W ? 9 / KERNEL_H : KERNEL_W;
 constexpr int kGroupTiles = KERNEL_H > 9 ? 1 : 2;  // of products, whose sums are in registers together
+constexpr int kNoItem = 1 << 20;                   // of a tile's windows
 constexpr int kOfZeros = 126;                      // exponent
 
 constexpr int kSlots = kInputWindows * kSlotPitch;
@@ -204,8 +205,7 @@ constexpr int kSlots = kInputWindows * kSlotPitch;
 struct InputLayout {  // of shared memory: where each part begins
   static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
   static constexpr int kValues = kPixels + 2 * kRingPart;
-  static constexpr int kPlaces = kValues + 2 * kSlots * 16;  // for this row of windows, and for the next
-  static constexpr int kTerms = kPlaces + 2 * kSlots * 8;
+  static constexpr int kPlaces = kValues + kSlots * 16, kTerms = kPlaces + kSlots * 8;
   static constexpr int kTermPlane = kSumRows * kRingColumns * 8;  // float32 of a plane and a filter's column
   static constexpr int kBytes = kTerms + kPlanes * KERNEL_W * kTermPlane * 4;
 };
@@ -232,6 +232,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   __shared__ int largest[2][2];  // magnitudes of gradients and of x, as bits; rows of windows take turns
   __shared__ Channel channels[CHANNELS_OUT];
   __shared__ float unscale[CHANNELS_OUT];
+  __shared__ int composed_exponent;
   __shared__ float levels[kInputChannels];
   __shared__ float shifts[kInputChannels];
   const uint4* const filters = reinterpret_cast<const uint4*>(shared);
@@ -243,7 +244,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   // Uniform, so that they take no registers of threads.
   const auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };
   const int strip = uniform(blockIdx.x % geometry.strips), job = uniform(blockIdx.x / geometry.strips);
-  const int tile = uniform(job % tiles), n = uniform(job / tiles), warp = uniform(threadIdx.x / 32);
+  const int tile = uniform(job % tiles), n = uniform(job / tiles);
   const int height = geometry.height(), width = geometry.width();
   const int64_t plane_size = int64_t(geometry.H) * geometry.W;
   const value_t* sample = x + int64_t(n) * CHANNELS_IN * plane_size;
@@ -272,65 +273,94 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     shifts[threadIdx.x] = threadIdx.x < CHANNELS_IN ? shift[n * CHANNELS_IN + threadIdx.x] : 0.f;
   }
   if (threadIdx.x < 4) (&largest[0][0])[threadIdx.x] = 0;
+  if (threadIdx.x == 0) composed_exponent = composed.exponents[n];
   __syncthreads();  // all of that is there
 
-  // Gradients of a row of windows and their places; the largest magnitude, of this thread.
-  const auto stage_gradients = [&](int window_row, float factor) {
-    const int slots = window_row % 2 * kSlots;
-    const int thread = thread_index_anew();
-    float magnitude = 0;
-#pragma unroll 1
-    for (int window = thread % 16; window < windows; window += 16)
-#pragma unroll 1
-      for (int quad = thread / 16; quad < kQuads; quad += kInputThreads / 16) {
-        const int64_t first = (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
-                              int64_t(window_row) * geometry.pooled_width() + first_window + window;
-        float gradients[4], unused[3] = {};
-        int places[4];
+  // What a thread has of a row of windows: four channels of one. Its loads, and what becomes of it in shared
+  // memory; returns the largest magnitude.
+  struct Gradients {
+    float dy[4], extreme[4];
+    int place[4];
+  };
+  const auto load_gradients = [&](int item, int window_row) {
+    const int window = item % 16 + item / (16 * kQuads) * 16, quad = item / 16 % kQuads;
+    const int64_t first = (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
+                          int64_t(window_row) * geometry.pooled_width() + first_window + window;
+    Gradients raw;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int64_t at = first + i * pooled_size;
-          places[i] = saved.index[at];
-          const int c = quad * 4 + i;
-          gradients[i] = unscale[c] * selected_gradient(saved, channels[c], float(saved.dy[at]),
-                                                        saved.extreme[at], unused);
-          magnitude = fmaxf(magnitude, fabsf(gradients[i]));
-        }
-        const Halves halves[2] = {split(gradients[0] * factor, gradients[1] * factor),
-                                  split(gradients[2] * factor, gradients[3] * factor)};
-        const int slot = slots + window * kSlotPitch + quad;
-        held_values[slot] = make_uint4(halves[0].high, halves[1].high, halves[0].low, halves[1].low);
-        held_places[slot] = make_uint2(pair_of(places[0], places[1]), pair_of(places[2], places[3]));
-      }
+    for (int i = 0; i < 4; i++) {
+      const int64_t at = window < windows ? first + i * pooled_size : 0;
+      raw.dy[i] = float(saved.dy[at]), raw.extreme[i] = saved.extreme[at], raw.place[i] = saved.index[at];
+    }
+    return raw;
+  };
+  const auto hold_gradients = [&](int item, const Gradients& raw, float factor) {
+    const int window = item % 16 + item / (16 * kQuads) * 16, quad = item / 16 % kQuads;
+    if (window >= windows) return 0.f;
+    float gradients[4], unused[3] = {}, magnitude = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int c = quad * 4 + i;
+      gradients[i] = unscale[c] * selected_gradient(saved, channels[c], raw.dy[i], raw.extreme[i], unused);
+      magnitude = fmaxf(magnitude, fabsf(gradients[i]));
+    }
+    const Halves halves[2] = {split(gradients[0] * factor, gradients[1] * factor),
+                              split(gradients[2] * factor, gradients[3] * factor)};
+    const int slot = window * kSlotPitch + quad;
+    held_values[slot] = make_uint4(halves[0].high, halves[1].high, halves[0].low, halves[1].low);
+    held_places[slot] = make_uint2(pair_of(raw.place[0], raw.place[1]), pair_of(raw.place[2], raw.place[3]));
     return magnitude;
   };
-  // Rows of x from `begin` on, less the shift; zeros outside of x. Likewise.
-  const auto stage_pixels = [&](int begin, int end, float factor) {
+  // Likewise the pixel `item` of the rows of x from `begin` on, less the shift; zeros outside of x.
+  struct Pixel {
+    float values[kInputChannels];
+    bool inside;
+  };
+  const auto load_pixel = [&](int item, int begin) {
+    const int row = begin + item / kRingColumns, column = column_begin - kHaloW + item % kRingColumns;
+    const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
+    const value_t* from = sample + (inside ? int64_t(row) * geometry.W + column : 0);
+    Pixel pixel;
+    pixel.inside = inside;
+#pragma unroll
+    for (int c = 0; c < kInputChannels; c++) pixel.values[c] = c < CHANNELS_IN ? float(from[c * plane_size]) : 0.f;
+    return pixel;
+  };
+  const auto hold_pixel = [&](int item, int begin, const Pixel& pixel, float factor) {
+    unsigned char* const to =
+        pixels + (begin + item / kRingColumns + kRing) % kRing * kRingRow + item % kRingColumns * 16;
+    float magnitude = 0;
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; plane++) {
+      Halves halves[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int c = plane * 8 + 2 * i;
+        const float first = pixel.inside ? pixel.values[c] - shifts[c] : 0.f;
+        const float second = pixel.inside ? pixel.values[c + 1] - shifts[c + 1] : 0.f;
+        halves[i] = split(first * factor, second * factor);
+        magnitude = fmaxf(magnitude, fmaxf(fabsf(first), fabsf(second)));
+      }
+      *reinterpret_cast<uint4*>(to + plane * kRingPlane) =
+          make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
+      *reinterpret_cast<uint4*>(to + plane * kRingPlane + kRingPart) =
+          make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
+    }
+    return magnitude;
+  };
+  // All of a row of windows, or of the rows of x from `begin` on, from a thread's `item` on.
+  const auto stage_gradients = [&](int item, int window_row, float factor) {
     float magnitude = 0;
 #pragma unroll 1
-    for (int i = thread_index_anew(); i < (end - begin) * kRingColumns; i += kInputThreads) {
-      const int row = begin + i / kRingColumns, w = i % kRingColumns, column = column_begin - kHaloW + w;
-      const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
-      const value_t* from = sample + int64_t(row) * geometry.W + column;
-      unsigned char* const to = pixels + (row + kRing) % kRing * kRingRow + w * 16;
-#pragma unroll
-      for (int plane = 0; plane < kPlanes; plane++) {
-        float values[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          const int c = plane * 8 + i;
-          values[i] = inside && c < CHANNELS_IN ? float(from[int64_t(c) * plane_size]) - shifts[c] : 0.f;
-          magnitude = fmaxf(magnitude, fabsf(values[i]));
-        }
-        Halves halves[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) halves[i] = split(values[2 * i] * factor, values[2 * i + 1] * factor);
-        *reinterpret_cast<uint4*>(to + plane * kRingPlane) =
-            make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
-        *reinterpret_cast<uint4*>(to + plane * kRingPlane + kRingPart) =
-            make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
-      }
-    }
+    for (; item < (windows + 15) / 16 * 16 * kQuads; item += kInputThreads)
+      magnitude = fmaxf(magnitude, hold_gradients(item, load_gradients(item, window_row), factor));
+    return magnitude;
+  };
+  const auto stage_pixels = [&](int item, int begin, int count, float factor) {
+    float magnitude = 0;
+#pragma unroll 1
+    for (; item < count; item += kInputThreads)
+      magnitude = fmaxf(magnitude, hold_pixel(item, begin, load_pixel(item, begin), factor));
     return magnitude;
   };
   const auto publish = [&](int* to, float magnitude) {
@@ -338,32 +368,52 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     if (threadIdx.x % 32 == 0) atomicMax(to, int(of_warp));
   };
   // Does the scale hold what is that large? If not, one that has room for more.
-  const auto outgrown = [](int& exponent, int magnitude) {
+  const auto outgrown = [&](int& exponent, int magnitude) {
     const float largest = __int_as_float(magnitude);
-    if (largest == 0 || fitting_exponent(largest) >= exponent) return false;
-    exponent = fitting_exponent(largest, kTop - 2);
+    if (uniform(largest == 0 || fitting_exponent(largest) >= exponent)) return false;
+    exponent = uniform(fitting_exponent(largest, kTop - 2));
     return true;
   };
 
-  const int composed_exponent = composed.exponents[n];
   const uint32_t address = shared_address(pixels);
   int exponent = kOfZeros, x_exponent = kOfZeros;
   const int first_row = max(0, row_begin - kHaloH) / POOL_H * POOL_H;
-  // What products read for the rows from `row` on, by the scales that there are: few rows outgrow them.
-  const auto stage = [&](int row) {
-    const int window_row = row / POOL_H, turn = window_row % 2;
-    const bool pooled = window_row < geometry.pooled_height(), more = row < row_end;
-    publish(&largest[turn][0], pooled && more ? stage_gradients(window_row, power_of_two(exponent)) : 0.f);
-    const int begin = row <= row_begin ? row - kHaloH : row + kHaloH, end = row + POOL_H + kHaloH;
-    const bool needed = more && row >= row_begin;
-    publish(&largest[turn][1], needed ? stage_pixels(begin, end, power_of_two(x_exponent)) : 0.f);
+  // What products read for the rows from `row` on, by the scales that there are: few rows outgrow them. A
+  // thread's first loads are under way before the products of the rows before have been added up.
+  struct Ahead {
+    Gradients gradients;
+    Pixel pixels[2];
+  };
+  const auto is_pooled = [&](int row) { return row < row_end && row / POOL_H < geometry.pooled_height(); };
+  const auto first_of_x = [&](int row) { return row <= row_begin ? row - kHaloH : row + kHaloH; };
+  const auto load_ahead = [&](int row) {
+    const int item = thread_index_anew(), begin = first_of_x(row);
+    return Ahead{load_gradients(is_pooled(row) ? item : kNoItem, row / POOL_H),
+                 {load_pixel(item, begin), load_pixel(item + kInputThreads, begin)}};
+  };
+  const auto stage = [&](int row, const Ahead& ahead) {
+    const int item = thread_index_anew(), turn = row / POOL_H % 2, begin = first_of_x(row);
+    const int count = row >= row_begin ? (row + POOL_H + kHaloH - begin) * kRingColumns : 0;
+    const float factor = power_of_two(exponent), x_factor = power_of_two(x_exponent);
+    float magnitude = 0, of_x = 0;
+    if (is_pooled(row))
+      magnitude = fmaxf(hold_gradients(item, ahead.gradients, factor),
+                        stage_gradients(item + kInputThreads, row / POOL_H, factor));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int own = item + i * kInputThreads;
+      if (own < count) of_x = fmaxf(of_x, hold_pixel(own, begin, ahead.pixels[i], x_factor));
+    }
+    of_x = fmaxf(of_x, stage_pixels(item + 2 * kInputThreads, begin, count, x_factor));
+    publish(&largest[turn][0], magnitude), publish(&largest[turn][1], of_x);
   };
   // After a barrier: the same anew if they did.
   const auto rescale = [&](int row) {
-    const int window_row = row / POOL_H, turn = window_row % 2;
+    const int turn = row / POOL_H % 2, item = thread_index_anew();
     const bool again = outgrown(exponent, largest[turn][0]), x_again = outgrown(x_exponent, largest[turn][1]);
-    if (again) stage_gradients(window_row, power_of_two(exponent));
-    if (x_again) stage_pixels(row - kHaloH, row + POOL_H + kHaloH, power_of_two(x_exponent));
+    if (again) stage_gradients(item, row / POOL_H, power_of_two(exponent));
+    if (x_again) stage_pixels(item, row - kHaloH, kRing * kRingColumns, power_of_two(x_exponent));
+    if (again || x_again) __syncthreads();  // all of that is there
   };
   int term_row = 0;  // where the first row of terms is; they go round
   // A row of terms of the filter's column kw, for this thread's column of v and two channels.
@@ -376,7 +426,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const auto add_selected = [&](int row) {
     const int window_row = row / POOL_H;
     const int lane = thread_index_anew() % 32, own_column = first_column + thread_index_anew() / 4;
-    const int own_slot = (own_column / POOL_W - first_window) * kSlotPitch + lane % 4 + window_row % 2 * kSlots;
+    const int own_slot = (own_column / POOL_W - first_window) * kSlotPitch + lane % 4;
     const uint4* const own_values = held_values + own_slot;
     const uint2* const own_places = held_places + own_slot;
     const float unscale_terms = power_of_two(-exponent);
@@ -534,26 +584,18 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
         }
       }
   };
-  const bool early = warp < kInputWarps / 2;  // half of the warps stage before their products, half behind them
-  stage(first_row);
-  __syncthreads();  // all of that is there
-  rescale(first_row);
-  __syncthreads();  // that, too
+  Ahead next = load_ahead(first_row);
   for (int row = first_row; row < row_end; row += POOL_H) {
-#pragma unroll 1
-    for (int part = 0; part < 2; part++)
-      if ((part == 0) == early) {
-        stage(row + POOL_H);
-      } else {
-        add_selected(row);
-        if (row >= row_begin) add_composed(row);
-      }
-    __syncthreads();  // all terms are there, and what was staged
-    if (threadIdx.x < 2) largest[row / POOL_H % 2][threadIdx.x] = 0;
+    stage(row, next);
+    __syncthreads();  // that is there; and terms have been read
+    if (threadIdx.x < 2) largest[(row / POOL_H + 1) % 2][threadIdx.x] = 0;
+    rescale(row);
+    add_selected(row);
+    if (row >= row_begin) add_composed(row);
+    next = load_ahead(row + POOL_H);
+    __syncthreads();  // all terms are there, and what was staged has been read
     if (row >= row_begin) write(row);
     term_row = wrapped<kSumRows>(term_row + POOL_H);
-    rescale(row + POOL_H);
-    __syncthreads();  // that is there; and terms have been read
   }
 #endif
 }
@@ -574,100 +616,153 @@ __device__ __forceinline__ Range range_of(int own, int halo, int size) {
   return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
 }
 
-constexpr int kBorderThreads = kReachH > 5 || kReachW > 5 ? 32 : 128;
+// Of an edge's pixels, threads have the same one in pairs, and share out the filter's rows.
+constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128, kBorderThreads = 2 * kBorderPixels;
 constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
-constexpr int kOfRow = kReachH * (kBorderThreads + 2 * kHaloW);
-constexpr int kOfColumn = (kBorderThreads + 2 * kHaloH) * kReachW;
-constexpr int kMostPixels = kOfRow > kOfColumn ? kOfRow : kOfColumn;
+constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
+constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * kReachW;
 constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
-constexpr int kBorderShared = (kMostPixels * kPixelPitch + kBorderFilter) * 4;
+constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
+constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
 
-// Grid: classes of columns, classes of rows, samples.
-__global__ void __launch_bounds__(kBorderThreads)
+// What a pixel of x gets from the taps in `rows` and `columns`, for one channel: of few pixels, at the corners.
+__device__ inline float corner_gradient(const value_t* x, const float* shift, Composed composed, Geometry geometry,
+                                        int n, int out, Range rows, Range columns) {
+  const int H = geometry.H, W = geometry.W;
+  const value_t* const sample = x + int64_t(n) * CHANNELS_IN * H * W;
+  float total = 0;
+  for (int kh = rows.first_tap; kh <= rows.last_tap; kh++)
+    for (int kw = columns.first_tap; kw <= columns.last_tap; kw++) {
+      const int64_t tap = int64_t(n) * kTaps + kh * KERNEL_W + kw;
+      const float* const products = composed.products + tap * (kDepth * kInputChannels) + out;
+      float sum = composed.constants[tap * kInputChannels + out];
+#pragma unroll 2
+      for (int unit = 0; unit < kUnits; unit++) {
+        const int row = rows.begin - kh + unit % kTaps / KERNEL_W, column = columns.begin - kw + unit % KERNEL_W;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const int c = unit / kTaps * 8 + i;
+          if (c < CHANNELS_IN)
+            sum += (float(sample[(int64_t(c) * H + row) * W + column]) - shift[n * CHANNELS_IN + c]) *
+                   products[(unit * 8 + i) * kInputChannels];
+        }
+      }
+      total += sum;
+    }
+  return total;
+}
+
+// Grid: edges and, last, all corners; samples.
+__global__ void __launch_bounds__(kBorderThreads, 4)
 border_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
   extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ float level[kInputChannels];
+  __shared__ float halves[kBorderPixels][kInputChannels + 1];
   float* const filter = reinterpret_cast<float*>(shared);
   float* const pixels = filter + kBorderFilter;
-  const int n = blockIdx.z, H = geometry.H, W = geometry.W;
+  const int n = blockIdx.y, edge = blockIdx.x, H = geometry.H, W = geometry.W;
   const int64_t plane_size = int64_t(H) * W;
-  const Range rows = range_of(blockIdx.y, kHaloH, H), columns = range_of(blockIdx.x, kHaloW, W);
-  const bool all_taps = blockIdx.y == kHaloH && blockIdx.x == kHaloW;
-  if (all_taps || rows.begin >= rows.end || columns.begin >= columns.end) return;
-  const float* const products = composed.products + int64_t(n) * kDepth * kDepth;
-  for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
-    const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
-    const int down = i / kInputChannels / kInputChannels / kReachW - kHaloH;
-    const int right = i / kInputChannels / kInputChannels % kReachW - kHaloW;
+  const auto add = [&](int channel, int row, int column, float value) {
+    value_t* const to = dx + (int64_t(n) * CHANNELS_IN + channel) * plane_size + int64_t(row) * W + column;
+    *to = value_t(float(*to) + value);
+  };
+  if (edge == kEdges) {
+    for (int i = threadIdx.x; i < 4 * kHaloH * kHaloW * CHANNELS_IN; i += kBorderThreads) {
+      const int corner = i / CHANNELS_IN, h = corner / (2 * kHaloW + !kHaloW), w = corner % (2 * kHaloW + !kHaloW);
+      const Range rows = range_of(h + (h >= kHaloH), kHaloH, H), columns = range_of(w + (w >= kHaloW), kHaloW, W);
+      if (rows.begin < rows.end && columns.begin < columns.end)
+        add(i % CHANNELS_IN, rows.begin, columns.begin,
+            corner_gradient(x, shift, composed, geometry, n, i % CHANNELS_IN, rows, columns));
+    }
+    return;
+  }
+  const bool down = edge >= 2 * kHaloH;  // a column
+  const int own = down ? edge - 2 * kHaloH : edge;
+  const Range rows = range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, H);
+  const Range columns = range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, W);
+  if (rows.begin >= rows.end || columns.begin >= columns.end) return;
+  // A sum over those taps of which `real` says so; all loads under way at once.
+  const auto sum_of_taps = [&](const float* from, auto real, auto index) {
     float sum = 0;
 #pragma unroll
     for (int tap = 0; tap < kTaps; tap++) {
-      const int kh = tap / KERNEL_W, kw = tap % KERNEL_W, h = kh + down, w = kw + right;
-      if (rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw && kw <= columns.last_tap &&
-          unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
-        sum += products[(tap * kDepth + (in / 8 * kTaps + h * KERNEL_W + w) * 8 + in % 8) * kInputChannels +
-                        out];
+      const int kh = tap / KERNEL_W, kw = tap % KERNEL_W;
+      const bool counts = rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw &&
+                          kw <= columns.last_tap && real(kh, kw);
+      const float one = from[counts ? index(tap, kh, kw) : 0];
+      sum += counts ? one : 0.f;
     }
-    filter[i] = sum;
+    return sum;
+  };
+  const float* const products = composed.products + int64_t(n) * kDepth * kDepth;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
+    const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
+    const int at = i / kInputChannels / kInputChannels;
+    const int below = at / kReachW - kHaloH, right = at % kReachW - kHaloW;
+    filter[i] = sum_of_taps(
+        products,
+        [&](int kh, int kw) { return unsigned(kh + below) < KERNEL_H && unsigned(kw + right) < KERNEL_W; },
+        [&](int tap, int kh, int kw) {
+          const int unit = in / 8 * kTaps + (kh + below) * KERNEL_W + kw + right;
+          return (tap * kDepth + unit * 8 + in % 8) * kInputChannels + out;
+        });
   }
-  float level[kInputChannels] = {};
-  for (int kh = rows.first_tap; kh <= rows.last_tap; kh++)
-    for (int kw = columns.first_tap; kw <= columns.last_tap; kw++)
-#pragma unroll
-      for (int i = 0; i < kInputChannels; i++)
-        level[i] += composed.constants[(int64_t(n) * kTaps + kh * KERNEL_W + kw) * kInputChannels + i];
+  if (threadIdx.x < kInputChannels)
+    level[threadIdx.x] = sum_of_taps(
+        composed.constants + int64_t(n) * kDepth, [](int, int) { return true; },
+        [](int tap, int, int) { return tap * kInputChannels + int(threadIdx.x); });
 
-  const bool down = rows.end - rows.begin > columns.end - columns.begin;  // a column
   const Range along = down ? rows : columns;
-  for (int first = along.begin; first < along.end; first += kBorderThreads) {
-    const int count = min(kBorderThreads, along.end - first);
+  const int own_pixel = threadIdx.x % kBorderPixels, second = threadIdx.x / kBorderPixels;
+  for (int first = along.begin; first < along.end; first += kBorderPixels) {
+    const int count = min(kBorderPixels, along.end - first);
     const int top = (down ? first : rows.begin) - kHaloH, left = (down ? columns.begin : first) - kHaloW;
     const int pitch = (down ? 1 : count) + 2 * kHaloW, height = (down ? count : 1) + 2 * kHaloH;
     __syncthreads();  // the pixels have been read
+#pragma unroll 2
     for (int i = threadIdx.x; i < height * pitch; i += kBorderThreads) {
       const int row = top + i / pitch, column = left + i % pitch;
       const bool inside = unsigned(row) < unsigned(H) && unsigned(column) < unsigned(W);
+      const value_t* from = x + int64_t(n) * CHANNELS_IN * plane_size + (inside ? int64_t(row) * W + column : 0);
 #pragma unroll
-      for (int c = 0; c < kInputChannels; c++)
-        pixels[i * kPixelPitch + c] =
-            inside && c < CHANNELS_IN
-                ? float(x[(int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * W + column]) -
-                      shift[n * CHANNELS_IN + c]
-                : 0.f;
+      for (int c = 0; c < kInputChannels; c++) {
+        const float value = c < CHANNELS_IN ? float(from[c * plane_size]) - shift[n * CHANNELS_IN + c] : 0.f;
+        pixels[i * kPixelPitch + c] = inside ? value : 0.f;
+      }
     }
     __syncthreads();  // they are there, and the filter
-    if (threadIdx.x >= count) continue;
-    float total[kInputChannels];
+    float sum[kInputChannels] = {};
+    if (own_pixel < count) {
+      for (int kh = kHaloH - rows.last_tap + second; kh < kReachH - rows.first_tap; kh += 2)
+        for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
+          const int at = ((down ? own_pixel : 0) + kh) * pitch + (down ? 0 : own_pixel) + kw;
+          const float* from = pixels + at * kPixelPitch;
+          const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
 #pragma unroll
-    for (int i = 0; i < kInputChannels; i++) total[i] = level[i];
-    for (int kh = kHaloH - rows.last_tap; kh < kReachH - rows.first_tap; kh++) {
-      float sum[kInputChannels] = {};  // of a row
-      for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
-        const float* from = pixels + (((down ? threadIdx.x : 0) + kh) * pitch + (down ? 0 : threadIdx.x) + kw) *
-                                         kPixelPitch;
-        const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
+          for (int c = 0; c < kInputChannels; c += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + c);
+            const float of_pixel[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-        for (int c = 0; c < kInputChannels; c += 4) {
-          const float4 four = *reinterpret_cast<const float4*>(from + c);
-          const float of_pixel[4] = {four.x, four.y, four.z, four.w};
+            for (int k = 0; k < 4; k++)
 #pragma unroll
-          for (int k = 0; k < 4; k++)
-#pragma unroll
-            for (int i = 0; i < kInputChannels; i += 4) {
-              const float4 factor = *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
-              sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
-              sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
-            }
+              for (int i = 0; i < kInputChannels; i += 4) {
+                const float4 factor = *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
+                sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
+                sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
+              }
+          }
         }
-      }
+      if (second)
 #pragma unroll
-      for (int i = 0; i < kInputChannels; i++) total[i] += sum[i];
+        for (int i = 0; i < kInputChannels; i++) halves[own_pixel][i] = sum[i];
     }
-    const int row = top + kHaloH + (down ? threadIdx.x : 0), column = left + kHaloW + (down ? 0 : threadIdx.x);
+    __syncthreads();  // the second halves are there
+    if (!second && own_pixel < count)
 #pragma unroll
-    for (int i = 0; i < CHANNELS_IN; i++) {
-      value_t* to = dx + (int64_t(n) * CHANNELS_IN + i) * plane_size + int64_t(row) * W + column;
-      *to = value_t(float(*to) + total[i]);
-    }
+      for (int i = 0; i < CHANNELS_IN; i++)
+        add(i, top + kHaloH + (down ? own_pixel : 0), left + kHaloW + (down ? 0 : own_pixel),
+            level[i] + (sum[i] + halves[own_pixel][i]));
   }
 }
 
