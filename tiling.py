@@ -300,8 +300,6 @@ _COLUMNS = 128  # of the result, that a team computes at a time: a tile
 _CHANNELS = 64  # of the result, that a block computes
 _TEAMS = 2  # of a block, each with a strip of its own
 _STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
-_GRAM_ROWS = 4  # of a tile of the backward kernel that sums up Gram matrices
-_GRAM_SEGMENTS = 4  # of the samples, merged side by side
 
 
 class StripTiling(NamedTuple):
@@ -409,12 +407,10 @@ def _plan_strips(
 
 
 class StripsBackward(NamedTuple):
-    """One launch's plan of the backward kernels: rows of v, and of windows, are cut into strips, a block each."""
+    """One launch's plan of the backward kernels: rows of x, by as many as a window has, are cut into strips, a block each."""
 
-    gram_strips: int
-    gram_rows: int  # of v
     strips: int
-    rows: int  # of windows
+    rows: int  # of as many rows of x as a window has
     merged: int  # elements of what is summed up in float64, and of the strips' parts in float32
     partial: int
     input_columns: (
@@ -448,7 +444,7 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
     (N, channels, H, W), (C, _, kh, kw) = x.shape, weight.shape
     blocks = 2 * device_properties(x.device.index).multiprocessors  # at the same time
     units = ceil_div(channels, 8) * kh * kw  # 8 channels at a tap
-    gram = 128 * sum(units - unit + 1 for unit in range(0, units, 2))  # values of a Gram matrix, in tiles
+    gram = 128 * (units // 2 + 1) * ceil_div(channels, 8) * kw  # values of a Gram matrix, in tiles
 
     def share(rows: int, images: int) -> tuple[int, int]:  # strips, and rows of each
         most = min(rows, max(1, blocks // max(1, images)))
@@ -457,10 +453,9 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
         )
         return ceil_div(rows, each), each
 
-    gram_strips, gram_rows = share(ceil_div(H - kh + 1, _GRAM_ROWS), N)
-    strips, rows = share((H - kh + 1) // pool[0], N * ceil_div(C, _CHANNELS))
-    merged = N * (8 * units + 5 * C + groups) + _GRAM_SEGMENTS * groups * gram
-    parts = N * gram_strips * gram + N * strips * C * (8 * units + 3)
+    strips, rows = share(ceil_div(H, pool[0]), N * ceil_div(C, _CHANNELS) * ceil_div(ceil_div(units, 5), 2))
+    merged = N * (C * (8 * units + 5) + groups)
+    parts = N * (strips + 2 * (kh - 1)) * gram + N * strips * C * (8 * units + 2)
     partial = ceil_div(N * channels, 4) * 4 + max(parts, _composed_size(weight, N))
     columns = _input_columns(x, weight, pool)
     # The first tile and the last have all columns of v that they need; those between need kw - 1 more than they write.
@@ -468,7 +463,7 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
     tiles = ceil_div(W, max(stride, 1))
     _, input_rows = share(ceil_div(H, pool[0]), N * tiles)
     launch = tiles, stride, ceil_div(H, input_rows * pool[0]), input_rows * pool[0]
-    return StripsBackward(gram_strips, gram_rows * _GRAM_ROWS, strips, rows, merged, partial, columns, launch)
+    return StripsBackward(strips, rows, merged, partial, columns, launch)
 
 
 def strips_backward_defines(plan: StripsBackward, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:

@@ -31,20 +31,13 @@
 // in L2), 31.5 MB out: 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for
 // float32's accuracy: 0.06 ms. Measured on an H200: 0.127 ms; 0.103 to convolve, the tensor cores busy 74 %
 // of it, and 0.02 to finish.
+#include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
 #include "normalisation.h"
 #include "operands.cuh"
 #include "reduce.cuh"
 #include "tensor_core.cuh"
 #include "vector.cuh"
 
-#ifndef CHANNELS_IN
-#define CHANNELS_IN 8
-#define CHANNELS_OUT 64
-#define KERNEL_H 3
-#define KERNEL_W 3
-#define POOL_H 4
-#define POOL_W 4
-#endif
 #ifndef TILE_STRIDE  // the plan, as tiling.py makes it; else one for which a source compiles alone
 #define TILE_COLUMNS 128
 #define TILE_STRIDE 0

@@ -13,9 +13,7 @@
 // 8 columns in two rows of v, so that terms of a column add up in registers; through shared memory go
 // only those for the columns beside it.
 #pragma once
-#include "normalisation.h"
-#include "operands.cuh"
-#include "tensor_core.cuh"
+#include "conv2d_groupnorm_scale_maxpool_clamp_weight_gradient.cuh"
 
 namespace {
 

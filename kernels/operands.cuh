@@ -22,6 +22,14 @@ __device__ __forceinline__ int fitting_exponent(float magnitude, int top = kTop)
   return magnitude == 0.f || exponent == 128 ? 0 : min(top - exponent, 126);
 }
 
+// That power of two itself, by the magnitude's bits; and what undoes it.
+__device__ __forceinline__ float fitting_factor(unsigned magnitude) {
+  return __uint_as_float(min((254u + kTop << 23) - (magnitude & 0x7f800000), 253u << 23));
+}
+__device__ __forceinline__ float inverse_factor(float factor) {
+  return __uint_as_float((254u << 23) - __float_as_uint(factor));
+}
+
 // value · 2^exponent for -252 ≤ exponent ≤ 254: one factor may not be a float32.
 struct PowerOfTwo {
   float first, second;

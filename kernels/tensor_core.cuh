@@ -102,6 +102,19 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], uint32_t a0, uint32_
 }
 #undef MMA
 
+// The same with k = 32, B's register i from k 8 i on, and of A two of every four neighbours in a row, k 4 i …
+// 4 i + 3, in the place of k 2 i and 2 i + 1. `selectors` has four bits for each two: the first one's place
+// among the four, and the second one's, which is larger. Lanes with t = 0 give those of k 0-15, lanes with
+// t = 1 those of k 16-31; row g's in the low half, row g + 8's in the high one.
+__device__ __forceinline__ void multiply_add_sparse(float (&d)[4], const uint32_t (&a)[4],
+                                                    const uint32_t (&b)[4], uint32_t selectors) {
+  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, 0x0;"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]),
+                 "r"(selectors));
+}
+
 // threadIdx.x, read anew: what was computed from it before need not wait in registers for being used again.
 __device__ __forceinline__ int thread_index_anew() {
   int index;

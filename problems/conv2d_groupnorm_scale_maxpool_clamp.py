@@ -201,7 +201,7 @@ def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tu
     scratch = kept.new_empty(tiles.merged, dtype=torch.float64), kept.new_empty(tiles.partial)
     inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, index, *plan.parameters(a)
     sizes = plan.sizes[:4]
-    kernels.backward(dw, *gradients, *scratch, *inputs, *a[8:10], a.scale.numel(), *sizes, *tiles[:4])
+    kernels.backward(dw, *gradients, *scratch, *inputs, *a[8:10], a.scale.numel(), *sizes, *tiles[:2])
     if needs[0] and tiles.input_columns:
         dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
         kernels.backward_input(dx, *scratch, *inputs, *a[8:10], *sizes, *tiles.input_launch)

@@ -183,7 +183,7 @@ def test_strided_dy(gpu):  # noqa: F811
         assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in found)))
 
 
-@pytest.mark.parametrize("field, change", [("strips", 2), ("gram_rows", 0.5), ("input_launch", (1, 0, 1, 1))])
+@pytest.mark.parametrize("field, change", [("strips", 2), ("rows", 0.5), ("input_launch", (1, 0, 1, 1))])
 def test_a_plan_that_covers_too_little_is_not_launched(field, change, gpu, monkeypatch):  # noqa: F811
     model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
     plan = tiling.plan_strips_backward
