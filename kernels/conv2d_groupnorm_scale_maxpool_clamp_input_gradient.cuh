@@ -1,17 +1,15 @@
-// x's gradient, of what conv2d_groupnorm_scale_maxpool_clamp_backward_fused.cu includes this for; v, dv, X and
-// a unit are explained there.
+// x's gradient, for conv2d_groupnorm_scale_maxpool_clamp_backward_fused.cu, which explains v, dv and units.
 //
-// dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. Of a window, few
-// positions are selected in a channel, but some in nearly all 16 channels of a product, so the first part goes
-// through tensor cores like a dense one; its operand is made in registers, from a window's gradients and
-// places. The rest needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of
+// dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. One position of a window
+// is selected in a channel, but nearly all in some of 64 channels, so the first part goes through tensor
+// cores like a dense one; its operand is made in registers, from a window's gradients and places. The rest needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of
 // CHANNELS_IN channels to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
 //   compose_kernel          that filter, and the products of the filters' taps that make it up
 //   input_gradient_kernel   both parts; of pixels at the border, only the first
 //   border_kernel           the second one there, where only a share of the taps is
-// A warp has 8 columns of dv, all rows of windows one after the other, and all channels. Of a product, rows are
-// 8 columns in two rows of v, so that terms of a column add up in registers; through shared memory go
-// only those for the columns beside it.
+// A warp has 8 columns of dv, all rows of windows one after the other, and all channels. A product's rows are
+// 8 columns of two rows of v, so that terms of a column add up in registers; through shared memory go those
+// for the columns beside it.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_weight_gradient.cuh"
 
@@ -24,12 +22,12 @@ constexpr int kFilterSteps = CHANNELS_OUT / 16;             // products of 16 ch
 constexpr int kHaloH = KERNEL_H - 1, kHaloW = KERNEL_W - 1;  // of dx beyond v, and of x beyond dx
 constexpr int kReachH = 2 * kHaloH + 1, kReachW = 2 * kHaloW + 1;  // of the composed filter
 
-// ---------------------------------------------------------------------------------------------------- composing
+// -------------------------------------------------------------------------------------------------- composing
 
 // Operands of products and the like, in the order in which lanes have them; memory that `backward` has used.
 struct Composed {
   uint4* filters;   // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
-  uint4* composed;  // (N, kPlanes out, kPlanes in, KERNEL_W, kReachH, 32): the composed filter, scaled by sample
+  uint4* composed;  // (N, kPlanes out, kPlanes in, KERNEL_W, kReachH, 32): the filter, scaled by sample
   float* products;  // (N, kTaps, kDepth, kInputChannels): Σ linear·(a tap's weight)·(a depth's weight)
   float* constants;  // (N, kTaps, kInputChannels): Σ constant·(a tap's weight)
   float* levels;     // (N, kInputChannels): those, of all taps
@@ -65,12 +63,12 @@ constexpr int kComposeThreads = 768;
 constexpr int kChunk = CHANNELS_OUT <= 64 && kDepth <= 72 ? CHANNELS_OUT : 16;
 
 __device__ __forceinline__ float filter_value(const value_t* weight, int c, int depth) {
-  return input_channel(depth) < CHANNELS_IN ? float(weight[c * (CHANNELS_IN * kTaps) + place_in_filter(depth)])
-                                            : 0.f;
+  const value_t* filter = weight + c * (CHANNELS_IN * kTaps);
+  return input_channel(depth) < CHANNELS_IN ? float(filter[place_in_filter(depth)]) : 0.f;
 }
 
-// A lane's four channels of a step lie side by side: the depths of a product may come in any order, as long as
-// it is the same for both operands.
+// A lane's four channels of a step lie side by side: the depths of a product may come in any order that is the
+// same for both operands.
 __device__ inline void pack_filters(Composed to, const value_t* weight, int* exponents) {
   const int lane = threadIdx.x % 32;
   for (int c = threadIdx.x / 32; c < CHANNELS_OUT; c += kComposeThreads / 32) {
@@ -153,8 +151,8 @@ compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape sha
     for (int tap = 0; tap < kTaps; tap++) {
       const int h = tap / KERNEL_W + row - kHaloH, w = tap % KERNEL_W + column - kHaloW;
       if (unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
-        sum += products[(tap * kDepth + (from / 8 * kTaps + h * KERNEL_W + w) * 8 + from % 8) * kInputChannels +
-                        channel];
+        sum += products[(tap * kDepth + (from / 8 * kTaps + h * KERNEL_W + w) * 8 + from % 8) *
+                            kInputChannels + channel];
     }
     return float(sum);
   };
@@ -184,9 +182,9 @@ compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape sha
   });
 }
 
-// ------------------------------------------------------------------------------------------------------- a tile
+// ----------------------------------------------------------------------------------------------------- a tile
 
-constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut the first and the last
+constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut two of them
 constexpr int kQuads = CHANNELS_OUT / 4, kSlotPitch = kQuads + 1;  // odd, so no bank conflicts
 constexpr int kRing = POOL_H + 2 * kHaloH;                      // rows of x
 constexpr int kRingColumns = kInputColumns + 2 * kHaloW;
@@ -215,13 +213,15 @@ template <int kSize> __device__ __forceinline__ int wrapped(int at) {
 }
 
 // Two places as float16 that are not zero and normal, so that one instruction compares both.
-__device__ __forceinline__ uint32_t pair_of(int first, int second) { return 0x3c003c00 | first | second << 16; }
+__device__ __forceinline__ uint32_t pair_of(int first, int second) {
+  return 0x3c003c00 | first | second << 16;
+}
 __device__ __forceinline__ uint32_t equal_halves(uint32_t a, uint32_t b) {
   return __heq2_mask(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
 }
 
-// dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of POOL_H;
-// tiles of `stride` columns; samples, the first fastest.
+// dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of
+// POOL_H; tiles of `stride` columns; samples, the first fastest.
 __global__ void __launch_bounds__(kInputThreads, 2)
 input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Saved saved,
                       GroupShape shape, Geometry geometry, int tiles, int stride) {
@@ -247,8 +247,9 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const int64_t plane_size = int64_t(geometry.H) * geometry.W;
   const value_t* sample = x + int64_t(n) * CHANNELS_IN * plane_size;
   const int64_t pooled_size = int64_t(geometry.pooled_height()) * geometry.pooled_width();
-  // Rows of x that are written; columns likewise. The tile's first column of v, and how much further right the
-  // first of x is: the first tile has all columns of v that it needs from its own on, others end with them.
+  // Rows of x that are written; columns likewise. The tile's first column of v, and how much further right
+  // the first of x is: the first tile has all columns of v that it needs from its own on, others end with
+  // them.
   const int row_begin = strip * geometry.rows, row_end = min(geometry.H, row_begin + geometry.rows);
   const int column_begin = tile * stride, column_end = min(geometry.W, column_begin + stride);
   const int ahead = tile ? kHaloW : 0, first_column = column_begin - ahead;
@@ -321,7 +322,8 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     Pixel pixel;
     pixel.inside = inside;
 #pragma unroll
-    for (int c = 0; c < kInputChannels; c++) pixel.values[c] = c < CHANNELS_IN ? float(from[c * plane_size]) : 0.f;
+    for (int c = 0; c < kInputChannels; c++)
+      pixel.values[c] = c < CHANNELS_IN ? float(from[c * plane_size]) : 0.f;
     return pixel;
   };
   const auto hold_pixel = [&](int item, int begin, const Pixel& pixel, float factor) {
@@ -373,7 +375,6 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     return true;
   };
 
-  const uint32_t address = shared_address(pixels);
   int exponent = kOfZeros, x_exponent = kOfZeros;
   const int first_row = max(0, row_begin - kHaloH) / POOL_H * POOL_H;
   // What products read for the rows from `row` on, by the scales that there are: few rows outgrow them. A
@@ -413,11 +414,10 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     if (x_again) stage_pixels(item, row - kHaloH, kRing * kRingColumns, power_of_two(x_exponent));
     if (again || x_again) __syncthreads();  // all of that is there
   };
-  int term_row = 0;  // where the first row of terms is; they go round
-  // A row of terms of the filter's column kw, for this thread's column of v and two channels.
-  const auto term = [&](int plane, int kw, int r) {
+  // Row r of terms from `row` on, of the filter's column kw, for this thread's column of v and two channels.
+  const auto term = [&](int plane, int kw, int row, int r) {
     return reinterpret_cast<float2*>(terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
-                                     wrapped<kSumRows>(term_row + r) * (kRingColumns * 8) + kHaloW * 8 +
+                                     wrapped<kSumRows>(row % kSumRows + r) * (kRingColumns * 8) + kHaloW * 8 +
                                      2 * thread_index_anew());
   };
   // Terms of selected positions, from the rows of windows at `row`.
@@ -443,7 +443,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 #pragma unroll
             for (int i = 0; i < kColumns * KERNEL_H * kGroupTiles * 4; i++) (&d[0][0][0][0])[i] = 0;
             const uint32_t place = pair_of(own_column % POOL_W, own_column % POOL_W);
-#pragma unroll
+#pragma unroll 1  // more take more registers than there are
             for (int step = 0; step < kFilterSteps; step++) {
               const uint4 values = own_values[step * 4];
               const uint2 places = own_places[step * 4];
@@ -488,7 +488,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
         for (int kw = 0; kw < kColumns; kw++)
 #pragma unroll
           for (int r = 0; r < kSumRows; r++) {
-            float2* const to = term(plane, first_kw + kw, r);
+            float2* const to = term(plane, first_kw + kw, row, r);
             const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
             *to = make_float2(before.x + sums[kw][r][0] * unscale_terms,
                               before.y + sums[kw][r][1] * unscale_terms);
@@ -504,10 +504,9 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     for (int from = 0; from < kPlanes; from++) {
       constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
       const int thread = thread_index_anew(), matrix = thread % 32 / 8;
-      // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A, with
-      // two rows of dx for its halves and two columns of the filter for its depths. Of the last column alone,
-      // high halves and low ones.
-      const uint32_t first = address + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
+      // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A with
+      // two rows of dx and two columns of the filter. Of the last column alone, high halves and low ones.
+      const uint32_t first = shared_address(pixels) + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
       const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
 #pragma unroll
       for (int column = 0; column < kReachW; column += 2) {
@@ -554,7 +553,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
 #pragma unroll
         for (int r = 0; r < POOL_H; r++) {
           if (row + r < kHaloH || row + r >= height) continue;
-          float2* const to = term(plane, ahead, r);
+          float2* const to = term(plane, ahead, row, r);
           const float* own = dense[plane][r / 2] + r % 2 * 2;
           const float* level = levels + plane * 8 + thread % 4 * 2;
           *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
@@ -573,7 +572,7 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
           float2 sum = make_float2(0, 0);
 #pragma unroll
           for (int kw = 0; kw < KERNEL_W; kw++) {
-            const float2 one = term(plane, kw, r)[(ahead - kw) * 4];
+            const float2 one = term(plane, kw, row, r)[(ahead - kw) * 4];
             sum.x += one.x, sum.y += one.y;
           }
           if (row + r >= geometry.H) continue;
@@ -593,12 +592,11 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     next = load_ahead(row + POOL_H);
     __syncthreads();  // all terms are there, and what was staged has been read
     if (row >= row_begin) write(row);
-    term_row = wrapped<kSumRows>(term_row + POOL_H);
   }
 #endif
 }
 
-// ------------------------------------------------------------------------------------------------------- border
+// ----------------------------------------------------------------------------------------------------- border
 
 // Pixels of x some of whose positions are outside of v. Those for which the same taps are left make a class,
 // with a composed filter of its own: classes count rows (or columns) before the first with all taps, all with
@@ -624,8 +622,8 @@ constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixe
 constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
 
 // What a pixel of x gets from the taps in `rows` and `columns`, for one channel: of few pixels, at the corners.
-__device__ inline float corner_gradient(const value_t* x, const float* shift, Composed composed, Geometry geometry,
-                                        int n, int out, Range rows, Range columns) {
+__device__ inline float corner_gradient(const value_t* x, const float* shift, Composed composed,
+                                        Geometry geometry, int n, int out, Range rows, Range columns) {
   const int H = geometry.H, W = geometry.W;
   const value_t* const sample = x + int64_t(n) * CHANNELS_IN * H * W;
   float total = 0;
@@ -636,7 +634,8 @@ __device__ inline float corner_gradient(const value_t* x, const float* shift, Co
       float sum = composed.constants[tap * kInputChannels + out];
 #pragma unroll 2
       for (int unit = 0; unit < kUnits; unit++) {
-        const int row = rows.begin - kh + unit % kTaps / KERNEL_W, column = columns.begin - kw + unit % KERNEL_W;
+        const int row = rows.begin - kh + unit % kTaps / KERNEL_W;
+        const int column = columns.begin - kw + unit % KERNEL_W;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           const int c = unit / kTaps * 8 + i;
@@ -666,8 +665,10 @@ border_kernel(value_t* dx, const value_t* x, const float* shift, Composed compos
   };
   if (edge == kEdges) {
     for (int i = threadIdx.x; i < 4 * kHaloH * kHaloW * CHANNELS_IN; i += kBorderThreads) {
-      const int corner = i / CHANNELS_IN, h = corner / (2 * kHaloW + !kHaloW), w = corner % (2 * kHaloW + !kHaloW);
-      const Range rows = range_of(h + (h >= kHaloH), kHaloH, H), columns = range_of(w + (w >= kHaloW), kHaloW, W);
+      constexpr int kOfRow = 2 * kHaloW + !kHaloW;  // corners
+      const int h = i / CHANNELS_IN / kOfRow, w = i / CHANNELS_IN % kOfRow;
+      const Range rows = range_of(h + (h >= kHaloH), kHaloH, H);
+      const Range columns = range_of(w + (w >= kHaloW), kHaloW, W);
       if (rows.begin < rows.end && columns.begin < columns.end)
         add(i % CHANNELS_IN, rows.begin, columns.begin,
             corner_gradient(x, shift, composed, geometry, n, i % CHANNELS_IN, rows, columns));
@@ -722,7 +723,8 @@ border_kernel(value_t* dx, const value_t* x, const float* shift, Composed compos
     for (int i = threadIdx.x; i < height * pitch; i += kBorderThreads) {
       const int row = top + i / pitch, column = left + i % pitch;
       const bool inside = unsigned(row) < unsigned(H) && unsigned(column) < unsigned(W);
-      const value_t* from = x + int64_t(n) * CHANNELS_IN * plane_size + (inside ? int64_t(row) * W + column : 0);
+      const int64_t at = inside ? int64_t(row) * W + column : 0;
+      const value_t* from = x + int64_t(n) * CHANNELS_IN * plane_size + at;
 #pragma unroll
       for (int c = 0; c < kInputChannels; c++) {
         const float value = c < CHANNELS_IN ? float(from[c * plane_size]) - shift[n * CHANNELS_IN + c] : 0.f;
@@ -745,7 +747,8 @@ border_kernel(value_t* dx, const value_t* x, const float* shift, Composed compos
             for (int k = 0; k < 4; k++)
 #pragma unroll
               for (int i = 0; i < kInputChannels; i += 4) {
-                const float4 factor = *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
+                const float4 factor =
+                    *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
                 sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
                 sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
               }
