@@ -2,8 +2,9 @@
 //
 // dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. One position of a window
 // is selected in a channel, but nearly all in some of 64 channels, so the first part goes through tensor
-// cores like a dense one; its operand is made in registers, from a window's gradients and places. The rest needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of
-// CHANNELS_IN channels to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
+// cores like a dense one; its operand is made in registers, from a window's gradients and places. The rest
+// needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of CHANNELS_IN channels
+// to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
 //   compose_kernel          that filter, and the products of the filters' taps that make it up
 //   input_gradient_kernel   both parts; of pixels at the border, only the first
 //   border_kernel           the second one there, where only a share of the taps is
@@ -621,7 +622,7 @@ constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannel
 constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
 constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
 
-// What a pixel of x gets from the taps in `rows` and `columns`, for one channel: of few pixels, at the corners.
+// What a pixel of x gets from the taps in `rows` and `columns`, for one channel: of few pixels, at corners.
 __device__ inline float corner_gradient(const value_t* x, const float* shift, Composed composed,
                                         Geometry geometry, int n, int out, Range rows, Range columns) {
   const int H = geometry.H, W = geometry.W;
