@@ -359,7 +359,7 @@ def strips_training_obstacle(x: Tensor, weight: Tensor, pool: tuple[int, int]) -
 def _input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
     """Of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room."""
     room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
-    columns = _COLUMNS, _COLUMNS // 2
+    columns = _COLUMNS // 2, _COLUMNS // 4, _COLUMNS // 8
     return next((each for each in columns if input_gradient_shared(weight, pool, each) <= room), 0)
 
 
@@ -432,13 +432,21 @@ class StripsBackward(NamedTuple):
 
 
 def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
-    """Bytes of dynamic shared memory: pixels of x and filters as two float16 per value; what each position gives to the pixels under
-    it, and those pixels' sums, in float32; the selected positions' gradients and places."""
+    """Bytes of dynamic shared memory: filters and the composed one, and pixels of x, as two float16 per value; the selected positions'
+    gradients and places; what columns give to those beside them, in float32."""
     C, channels, kh, kw = weight.shape
-    planes, width, windows = ceil_div(channels, 8), columns + kw - 1, columns // pool[1] + 2
-    units, pitch = planes * kh * kw, width + (12 - width % 8) % 8
-    pixels, filters = 2 * planes * (pool[0] + kh - 1) * pitch * 16 + 16, 2 * C * (units + 1 | 1) * 16
-    return pixels + filters + columns * (8 * units + 1 + 8 * planes * kh) * 4 + windows * (C + 2) * 5
+    planes, width, windows = ceil_div(channels, 8), columns + 2 * (kw - 1), columns // pool[1] + 2
+    filters = 512 * (C // 16 * planes * kh * kw + planes**2 * kw * (2 * kh - 1))
+    pixels, held = 32 * planes * (pool[0] + 2 * (kh - 1)) * width, windows * (C // 4 + 1) * 24
+    return filters + pixels + held + 32 * planes * kw * (pool[0] + kh - 1) * width
+
+
+def _composed_size(weight: Tensor, images: int) -> int:
+    """Words that the kernels for x's gradient share: filters, composed ones and what they are made of."""
+    C, channels, kh, kw = weight.shape
+    planes, depth = ceil_div(channels, 8), 8 * ceil_div(channels, 8) * kh * kw
+    of_image = 128 * planes**2 * kw * (2 * kh - 1) + depth * (depth + 1) + 8 * planes + 1
+    return C * depth + C + images * of_image
 
 
 def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], groups: int) -> StripsBackward:
@@ -457,12 +465,12 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
 
     strips, rows = share(ceil_div(H, pool[0]), N * ceil_div(C, _CHANNELS) * ceil_div(ceil_div(units, 5), 2))
     merged = N * (C * (8 * units + 5) + groups)
-    partial = (
-        ceil_div(N * channels, 4) * 4 + N * (strips + 2 * (kh - 1)) * gram + N * strips * C * (8 * units + 2)
-    )
+    parts = N * (strips + 2 * (kh - 1)) * gram + N * strips * C * (8 * units + 2)
+    partial = ceil_div(N * channels, 4) * 4 + max(parts, _composed_size(weight, N))
     columns = _input_columns(x, weight, pool)
-    stride = 0 if W <= columns else columns - kw + 1
-    tiles = ceil_div(W, stride) if stride else 1
+    # The first tile and the last have all columns of v that they need; those between need kw - 1 more than they write.
+    stride = columns if W <= 2 * columns else columns - 8
+    tiles = ceil_div(W, max(stride, 1))
     _, input_rows = share(ceil_div(H, pool[0]), N * tiles)
     launch = tiles, stride, ceil_div(H, input_rows * pool[0]), input_rows * pool[0]
     return StripsBackward(strips, rows, merged, partial, columns, launch)
@@ -470,7 +478,7 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
 
 def strips_backward_defines(plan: StripsBackward, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
     """What a build takes from the plan, and what the plan assumes of the kernels."""
-    columns = plan.input_columns or _COLUMNS // 2
+    columns = plan.input_columns or _COLUMNS // 8
     shared = input_gradient_shared(weight, pool, columns)
     own = {"POOL_H": pool[0], "POOL_W": pool[1], "INPUT_COLUMNS": columns, "INPUT_SHARED": shared}
     return {**spatial_defines(weight.shape), **own}
