@@ -105,24 +105,25 @@ template <class Operand = half_t> void multiply_add(float (&d)[4], uint32_t a0, 
 
 inline void multiply_add_sparse(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],
                                 uint32_t selectors) {
-  static uint32_t fragments[emulation::kMostThreads / 32][32][9];
+  static float fragments[emulation::kMostThreads / 32][32][16];
+  static uint32_t all_selectors[emulation::kMostThreads / 32][32];
   const int g = emulation::lane() / 4, t = emulation::lane() % 4;
   auto& of_warp = fragments[emulation::warp()];
-  std::copy(a, a + 4, of_warp[emulation::lane()]);
-  std::copy(b, b + 4, of_warp[emulation::lane()] + 4);
-  of_warp[emulation::lane()][8] = selectors;
+  unpack<half_t>(of_warp[emulation::lane()], a, 8);
+  unpack<half_t>(of_warp[emulation::lane()] + 8, b, 8);
+  all_selectors[emulation::warp()][emulation::lane()] = selectors;
   __syncwarp();
   for (int i = 0; i < 4; i++) {
     const int row = g + i / 2 * 8, column = 2 * t + i % 2;
     double sum = d[i];
     for (int four = 0; four < 8; four++) {
-      const uint32_t of_a = of_warp[row % 8 * 4 + four % 4][row / 8 + four / 4 * 2];
-      const uint32_t places = of_warp[row % 8 * 4 + four / 4][8] >> (row / 8 * 16 + four % 4 * 4);
+      const float* of_a = of_warp[row % 8 * 4 + four % 4] + 2 * (row / 8 + four / 4 * 2);
+      const uint32_t of_row = all_selectors[emulation::warp()][row % 8 * 4 + four / 4];
+      const uint32_t places = of_row >> (row / 8 * 16 + four % 4 * 4);
       if ((places & 3) >= (places >> 2 & 3)) emulation::failure = "selectors that do not ascend";
       for (int j = 0; j < 2; j++) {
         const int k = four * 4 + (places >> 2 * j & 3);
-        const uint32_t of_b = of_warp[column * 4 + k % 8 / 2][4 + k / 8];
-        sum += double(half_of<half_t>(of_a, j)) * half_of<half_t>(of_b, k % 2);
+        sum += double(of_a[j]) * of_warp[column * 4 + k % 8 / 2][8 + k / 8 * 2 + k % 2];
       }
     }
     d[i] = float(sum);
