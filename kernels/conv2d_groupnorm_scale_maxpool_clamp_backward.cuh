@@ -68,11 +68,9 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
   }
 
   unsigned char* const shared;
-  int* const largest;  // two magnitudes of x, as bits, in shared memory; the tiles take turns
-  int turn = 0;
+  int* const largest;  // magnitude of x in the tile, as bits, in shared memory
 
   __device__ Stage(unsigned char* shared, int* largest) : shared(shared), largest(largest) {
-    if (threadIdx.x < 2) largest[threadIdx.x] = 0;
     if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + kZeros)[threadIdx.x] = 0;
   }
 
@@ -84,8 +82,9 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
   }
 
   // Pixels from (row, column) on of a sample's x, less `shift`. Those outside of x are zeros.
-  __device__ __forceinline__ static void load(Pixels& pixels, const value_t* x, const float* shift, int row,
-                                              int column, Geometry geometry) {
+  __device__ __forceinline__ void load(Pixels& pixels, const value_t* x, const float* shift, int row,
+                                       int column, Geometry geometry) {
+    if (threadIdx.x == 0) *largest = 0;
     const int H = geometry.H, W = geometry.W;
     const int64_t plane_bytes = int64_t(H) * W * sizeof(value_t);
 #pragma unroll
@@ -102,8 +101,8 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
     }
   }
 
-  // Puts them into shared memory, times the same power of two; its exponent. What was there has been read, as
-  // a barrier told; another one is needed before this is.
+  // Puts them into shared memory, times the same power of two; its exponent. A barrier stands between `load`
+  // and this, what was there having been read, and another one before it is read.
   __device__ __forceinline__ int store(const Pixels& pixels) {
     float magnitude = 0;
 #pragma unroll
@@ -111,12 +110,10 @@ template <int kRows, int kColumns, int kBlock = kThreads> struct Stage {
 #pragma unroll
       for (int c = 0; c < kPlanes * 8; c++) magnitude = fmaxf(magnitude, fabsf(pixels[i][c]));
     const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(magnitude));
-    if (threadIdx.x % 32 == 0) atomicMax(&largest[turn], int(of_warp));
+    if (threadIdx.x % 32 == 0) atomicMax(largest, int(of_warp));
     __syncthreads();  // complete
-    const int exponent = fitting_exponent(__int_as_float(largest[turn]));
+    const int exponent = fitting_exponent(__int_as_float(*largest));
     const float factor = power_of_two(exponent);
-    turn ^= 1;
-    if (threadIdx.x == 0) largest[turn] = 0;
 #pragma unroll
     for (int i = 0; i < kPixels; i++) {
       const unsigned at = i * kBlock + threadIdx.x;

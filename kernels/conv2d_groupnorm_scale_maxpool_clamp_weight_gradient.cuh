@@ -69,7 +69,7 @@ static_assert(kColumnUnits % kRoleColumns == 0 && kRoleTiles % kRoleColumns == 0
 template <int kRole>
 __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t address, uint2 constants,
                                               int columns, float factor) {
-  const int lane = threadIdx.x % 32;
+  const int lane = thread_index_anew() % 32;
   const bool second = lane / 8 % 2;  // A: the first unit's positions 0-7, the second one's; 8-15 likewise
   constexpr int kLeft = kGramTiles - kRole * kRoleTiles, kOwn = kLeft < kRoleTiles ? kLeft : kRoleTiles;
   float d[kOwn][4];
@@ -171,7 +171,7 @@ template <int kGroupOfUnits>
 __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address,
                                                 const Held& held, int first_channel, int windows, int group,
                                                 float factor) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int lane = thread_index_anew() % 32, g = lane / 4, t = lane % 4;
   const int steps = (windows + kStepWindows - 1) / kStepWindows * kWindowSteps;
   // Which of the step's windows a position belongs to.
   const auto window_of = [](int k) { return kStepWindows > 1 ? k / kPlaces : 0; };
@@ -351,11 +351,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, Geometry geometry) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ int largest[2];
+  __shared__ int largest;
   __shared__ float shift[kPlanes * 8];
   __shared__ Channel channels[kBlockChannels];
   __shared__ float sums[kThreads];
-  TileStage stage(shared, largest);
+  TileStage stage(shared, &largest);
   Held& held = *reinterpret_cast<Held*>(shared + StripLayout::kHeld);
   float4* const grams = reinterpret_cast<float4*>(shared + StripLayout::kGram);
   const int strip = blockIdx.x % geometry.strips, job = blockIdx.x / geometry.strips;
@@ -401,7 +401,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
           row < geometry.pooled_height() ? max(0, min(kTileWindows, pooled_width - window_column)) : 0;
       TileStage::Pixels pixels;
       Windows own = {};
-      TileStage::load(pixels, sample, shift, row * POOL_H, column, geometry);
+      stage.load(pixels, sample, shift, row * POOL_H, column, geometry);
       const int64_t first_window = int64_t(row) * pooled_width + window_column;
       if (windows && first_own < CHANNELS_OUT)
         own.load(saved, (int64_t(n) * CHANNELS_OUT + first_own) * pooled_size + first_window, pooled_size,
