@@ -35,8 +35,9 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
         unsigned(first_job + jobs), c);
     if (!dx) continue;
     const InputTiling tiling(c, input_rows, input_columns, count, plan.multiprocessors);
-    input_gradient_kernel<Problem><<<unsigned(count) * tiling.tiles(), kInputBlock, tiling.shared(), stream>>>(
-        dx, dv, most, problem, first, tiling, c);
+    const unsigned blocks = unsigned(count) * tiling.tiles();
+    input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
+                                                                                     first, tiling, c);
   }
   if (!d_weight) return;
   const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);
