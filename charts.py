@@ -171,7 +171,8 @@ def plot(rows: list[dict], title: str | None = None):
         figure, axes = pyplot.subplots(
             lines, columns, figsize=(5.6 * columns, height * lines + 0.4), squeeze=False, layout="constrained", facecolor="#ffffff"
         )  # fmt: skip
-        figure.suptitle(f"Speed-up over eager PyTorch · {title}", fontsize=10, fontweight="bold")
+        head = textwrap.fill(f"Speed-up over eager PyTorch · {title}", 60 * columns)
+        figure.suptitle(head, fontsize=10, fontweight="bold")
         if any(row.get("call_ms") not in (None, row["median_ms"]) for row in rows):
             figure.supxlabel(
                 "bar: as called · diamond: the GPU’s time alone · hatched: less exact than the rule",

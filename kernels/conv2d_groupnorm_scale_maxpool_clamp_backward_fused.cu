@@ -99,7 +99,7 @@ EXPORT void backward_input(value_t* dx, const double* merged, float* partial, co
   const bool cut = (tiles - 1) * stride < W && W <= tiles * stride;
   const bool fits = stride + (tiles > 2 ? kHaloW : 0) <= kInputColumns && rows % POOL_H == 0;
   const unsigned blocks = geometry.cover(int(H)) && cut && fits ? unsigned(strips * tiles * N) : 0;
-  const dim3 border(kEdges + 1, unsigned(N));
+  const dim3 border(unsigned(N), kEdges + 1);
   allow(input_gradient_kernel, InputLayout::kBytes), allow(border_kernel, kBorderShared);
   compose_kernel<<<unsigned(N + 1), kComposeThreads, 0, stream>>>(
       composed, weight, Merged(const_cast<double*>(merged), N, G), shape);

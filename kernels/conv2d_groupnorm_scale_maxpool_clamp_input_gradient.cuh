@@ -650,7 +650,7 @@ __device__ inline float corner_gradient(const value_t* x, const float* shift, Co
   return total;
 }
 
-// Grid: edges and, last, all corners; samples.
+// Grid: samples, of which there may be more than a grid has rows; edges and, last, all corners.
 __global__ void __launch_bounds__(kBorderThreads, 4)
 border_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -658,7 +658,7 @@ border_kernel(value_t* dx, const value_t* x, const float* shift, Composed compos
   __shared__ float halves[kBorderPixels][kInputChannels + 1];
   float* const filter = reinterpret_cast<float*>(shared);
   float* const pixels = filter + kBorderFilter;
-  const int n = blockIdx.y, edge = blockIdx.x, H = geometry.H, W = geometry.W;
+  const int n = blockIdx.x, edge = blockIdx.y, H = geometry.H, W = geometry.W;
   const int64_t plane_size = int64_t(H) * W;
   const auto add = [&](int channel, int row, int column, float value) {
     value_t* const to = dx + (int64_t(n) * CHANNELS_IN + channel) * plane_size + int64_t(row) * W + column;

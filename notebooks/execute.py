@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import os
 import re
@@ -25,6 +27,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -119,6 +122,8 @@ def tidied(notebook: nbformat.NotebookNode, metadata: dict, stamp: dict) -> dict
             if RUNGS in data:
                 found = data.pop(RUNGS)
                 ladders[found.pop("name")] = stamp | found
+            if "image/png" in data:
+                data["image/png"] = compact(data["image/png"])
             if "text" in output:  # whether a kernel was built before
                 output["text"] = re.sub(r"^inline_loader: .* cached\n", "", output["text"], flags=re.M)
         cell.get("metadata", {}).pop("execution", None)
@@ -127,6 +132,15 @@ def tidied(notebook: nbformat.NotebookNode, metadata: dict, stamp: dict) -> dict
             cell.outputs = [each for each in cell.outputs if each.get("data", each.get("text")) not in empty]
     notebook.metadata = metadata | {"stamp": stamp}
     return ladders
+
+
+def compact(png: str) -> str:
+    """A picture in base64 with 256 colours, which takes a third of the bytes and looks the same; or as it was, if that is smaller."""
+    picture, small = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
+    picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        small, "PNG", optimize=True
+    )
+    return min(png, base64.b64encode(small.getvalue()).decode(), key=len)
 
 
 async def run(paths: list[Path], into: Path, jobs: int, seconds: float) -> bool:

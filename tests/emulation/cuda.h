@@ -211,10 +211,10 @@ inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> 
   kernel = of_thread;
   gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
   const unsigned count = blocks.x * blocks.y * blocks.z;
-  if (count == 0 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 ||
+  if (count == 0 || std::max(blocks.y, blocks.z) >= 1 << 16 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 ||
       (together && count > multiprocessors)) {
     failure =
-        "a launch that is not possible here: no blocks, too many together, too much shared memory, "
+        "a launch that is not possible here: no blocks, too many in a row or together, too much shared memory, "
         "too many threads, or a part of a warp";
     return;
   }
