@@ -512,8 +512,9 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
             marker = "os^D"[number % 4] if len(points) < 20 else None
             axis.plot(list(points), list(points.values()), style, marker=marker, color=colour, markersize=4.5)
             end = list(points.items())[-1]
+            side = (6, 5 - 10 * (number % 2))  # two curves may end at one point
             axis.annotate(
-                name, end, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, color=colour
+                name, end, xytext=side, textcoords="offset points", va="center", fontsize=8, color=colour
             )
         if log:
             axis.set(xscale="log", yscale="log")
