@@ -211,11 +211,11 @@ inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> 
   kernel = of_thread;
   gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
   const unsigned count = blocks.x * blocks.y * blocks.z;
-  if (count == 0 || std::max(blocks.y, blocks.z) >= 1 << 16 || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32 ||
-      (together && count > multiprocessors)) {
+  const bool too_many = std::max(blocks.y, blocks.z) >= 1 << 16 || (together && count > multiprocessors);
+  if (count == 0 || too_many || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32) {
     failure =
-        "a launch that is not possible here: no blocks, too many in a row or together, too much shared memory, "
-        "too many threads, or a part of a warp";
+        "a launch that is not possible here: no blocks, too many along y or z or together, "
+        "too much shared memory, too many threads, or a part of a warp";
     return;
   }
   std::vector<Block> all(together ? count : 1);
