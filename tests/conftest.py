@@ -59,9 +59,46 @@ def cache(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def host_sides(tmp_path_factory) -> Path:
+    """PyTorch's side of all builds, by compiler."""
+    return tmp_path_factory.mktemp("host-sides")
+
+
 @pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    """A compiler that notes its calls in `calls` and waits while the file `hold` exists; but not for PyTorch's side of all builds."""
+def warm(cache, host_sides, monkeypatch) -> Path:
+    """`cache`, with PyTorch's side of all builds in it, which is compiled once for all tests."""
+    built = host_sides / Path(os.environ.get("CXX", "default")).name
+    if not built.exists():
+        with monkeypatch.context() as patch:
+            patch.setenv("INLINE_LOADER_CACHE", str(built))
+            inline_loader._library(inline_loader._host_unit("cpu"))
+    return shutil.copytree(built, cache)
+
+
+NOTING_COMPILER = """#!/bin/sh
+case " $* " in *host_side_*) exec c++ "$@";; *" -c "*) ;; *) exec c++ "$@";; esac
+echo begin >> "$NOTES/calls"
+while [ -e "$NOTES/hold" ]; do sleep 0.05; done
+c++ "$@"; status=$?
+echo end >> "$NOTES/calls"
+exit $status
+"""
+
+
+@pytest.fixture(scope="session")
+def noting_compiler(host_sides) -> Path:
+    script = host_sides / "compiler" / "g++-that-waits"
+    script.parent.mkdir()
+    script.write_text(NOTING_COMPILER)
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def compiler(noting_compiler, tmp_path, monkeypatch, request):
+    """A compiler that notes its calls in `calls` and waits while the file `hold` exists; but not for PyTorch's side of all builds, which is
+    in the cache."""
 
     class Compiler:
         calls, hold = tmp_path / "calls", tmp_path / "hold"
@@ -72,17 +109,9 @@ def compiler(tmp_path, monkeypatch):
         def wait_for_call(self) -> None:
             wait_until(lambda: self.count() > 0)
 
-    script = tmp_path / "g++-that-waits"
-    script.write_text(f"""#!/bin/sh
-case " $* " in *host_side_*) exec c++ "$@";; *" -c "*) ;; *) exec c++ "$@";; esac
-echo begin >> {Compiler.calls}
-while [ -e {Compiler.hold} ]; do sleep 0.05; done
-c++ "$@"; status=$?
-echo end >> {Compiler.calls}
-exit $status
-""")
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CXX", str(noting_compiler))
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    request.getfixturevalue("warm")
     return Compiler()
 
 

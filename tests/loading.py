@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -48,16 +49,14 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-def start(source: str, before: str = "", **environment: str) -> subprocess.Popen:
-    """A fresh process that loads `source` and prints the result of a call, or the BuildError."""
-    program = f"""
-import signal, sys
+PROGRAM = """
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without it
-sys.path.insert(0, {str(ROOT)!r})
+sys.path.insert(0, {root!r})
 {before}
 import torch, inline_loader
 try:
-    kernels = inline_loader.load("scale", source={ascii(source)})
+    kernels = inline_loader.load("scale", source={source})
 except inline_loader.BuildError as error:
     sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
     sys.exit(3)
@@ -66,8 +65,58 @@ y = torch.empty_like(x)
 kernels(y, x, 2.0, 2)
 print(y.tolist())
 """
+
+
+def program(source: str, before: str = "") -> str:
+    """Loads `source` and prints the result of a call, or the BuildError."""
+    return PROGRAM.format(root=str(ROOT), before=before, source=ascii(source))
+
+
+# Forks of a process that has imported torch, which takes longer than all else that they do.
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["torch"])
+
+
+def be(program: str, environment: dict[str, str], *outputs) -> None:
+    for descriptor, pipe in enumerate(outputs, 1):
+        os.dup2(pipe.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir("/")
+    exec(program, {"__name__": "__main__"})
+
+
+class Fork:
+    """A process that runs `program`, with its outputs in pipes."""
+
+    def __init__(self, program: str, environment: dict[str, str]):
+        pipes = [forks.Pipe(duplex=False) for _ in range(2)]
+        self.process = forks.Process(target=be, args=(program, environment, *(writer for _, writer in pipes)))
+        self.process.start()
+        for _, writer in pipes:
+            writer.close()
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(reader.fileno()), errors="replace") for reader, _ in pipes
+        )
+        self.pid, self.kill = self.process.pid, self.process.kill
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, "it hangs"
+        return self.stdout.read(), self.stderr.read()
+
+
+def start(source: str, **environment: str) -> Fork:
+    return Fork(program(source), {**os.environ, **environment})
+
+
+def start_python(source: str, before: str, **environment: str) -> subprocess.Popen:
+    """The same from Python's own start on; `before` is run first."""
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program(source, before)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -77,12 +126,12 @@ print(y.tolist())
     )
 
 
-def finish(process: subprocess.Popen) -> tuple[str, str]:
+def finish(process: Fork | subprocess.Popen) -> tuple[str, str]:
     out, err = process.communicate(timeout=PATIENCE)
     return out.strip(), err
 
 
-def wait_for_line(process: subprocess.Popen, text: str) -> str:
+def wait_for_line(process: Fork, text: str) -> str:
     """The line of `process`'s progress that holds `text`."""
     for line in process.stderr:
         if text in line:
@@ -120,7 +169,4 @@ def mounted(
 
 
 def loading(source: str) -> list[str]:
-    process = start(source)
-    process.kill()
-    process.communicate()
-    return process.args
+    return [sys.executable, "-c", program(source)]

@@ -57,27 +57,25 @@ FAITHFUL, SHOWN = (
 # --------------------------------------------------------------------------------------------------------------- building
 
 
-def translated(text: str) -> str:
-    """A source with what C++ does not know in the words of emulation/cuda.h."""
+def translated(text: str, replaced: tuple = ()) -> str:
+    """A source with what C++ does not know in the words of emulation/cuda.h; replaced: what stands there, and what shall."""
     dynamic = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+) (\w+)\[\];")
     text = dynamic.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulation::dynamic_shared);", text)
     static = re.compile(r"__shared__ ((?:__align__\(\d+\) )?(?:[\w:]+(?:<\w+>)? )+)(\w+)((?:\[[^\]]+\])*);")
     text = static.sub(r"static \1\2\3; emulation::shared_at_first(&\2, sizeof \2);", text)
     launch = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?), stream>>>\((.*?)\);", re.S)
     text = launch.sub(r"emulation::launch(\2, [=] { \1(\3); });", text)
-    return text.replace("#ifdef __CUDACC__", "#if 1").replace('#define EXPORT extern "C"', "")
+    text = text.replace("#ifdef __CUDACC__", "#if 1").replace('#define EXPORT extern "C"', "")
+    return text.replace(*replaced) if replaced else text
 
 
 class Emulated:
     """The launchers of a source, as operators on CPU tensors. They raise AssertionError for a deadlock, or an access that is not aligned."""
 
-    def __init__(self, name: str, library: Path):
-        self.library = ctypes.CDLL(str(library))
-        self.library.emulation_failure.restype = ctypes.c_char_p
-        source = (inline_loader.KERNELS / f"{name}.cu").read_text()
-        self.parameters = {
-            launcher.name: launcher.parameters for launcher in inline_loader.parse_launchers(source)
-        }
+    def __init__(self, source: str, library: ctypes.CDLL):
+        self.library = library
+        launchers = inline_loader.parse_launchers(source)
+        self.parameters = {launcher.name: launcher.parameters for launcher in launchers}
 
     def __getattr__(self, launcher: str):
         def call(*arguments):
@@ -124,39 +122,51 @@ def compile_with(*arguments: str | Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def translate(replaced: tuple, sources: Path) -> None:
-    """Writes all kernels' sources, translated."""
-    sources.mkdir()
-    for path in inline_loader.KERNELS.iterdir():
-        if path.suffix in (".h", ".cuh", ".cu"):
-            text = translated(path.read_text())
-            (sources / path.name).write_text(text.replace(*replaced) if replaced else text)
+def translate_headers(replaced: tuple, headers: Path) -> None:
+    """Writes all that the kernels include, translated."""
+    headers.mkdir()
+    for path in inline_loader.KERNELS.glob("*.*h"):
+        (headers / path.name).write_text(translated(path.read_text(), replaced))
     for header in ("tensor_core.cuh", "cooperative_groups.h"):
-        shutil.copy(EMULATION / header, sources)
+        shutil.copy(EMULATION / header, headers)
 
 
 def precompile(architecture: int, headers: Path) -> None:
     """Copies emulation/cuda.h, and compiles it: it takes as long as what includes it."""
     headers.mkdir()
-    shutil.copy(EMULATION / "cuda.h", headers)
+    for header in ("cuda.h", "emulation.h"):
+        shutil.copy(EMULATION / header, headers)
     define = f"-D__CUDA_ARCH__={architecture}"
     compile_with(define, "-x", "c++-header", headers / "cuda.h", "-o", headers / "cuda.h.gch")
 
 
-def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> Emulated:
+def library_of(source: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> ctypes.CDLL:
+    """A source's own, which may include what kernels/ has."""
+
     def key(*parts) -> str:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def make(library: Path) -> None:
-        sources = once(folder / f"sources-{key(replaced)}", functools.partial(translate, replaced))
+        included = once(folder / f"included-{key(replaced)}", functools.partial(translate_headers, replaced))
         headers = once(folder / f"headers-{architecture}", functools.partial(precompile, architecture))
+        emulation = EMULATION / "emulation.cpp"
+        runs = once(folder / "emulation.so", lambda so: compile_with("-O3", emulation, "-shared", "-o", so))
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
-        source = ["-I", sources, "-include", headers / "cuda.h", "-x", "c++", sources / f"{name}.cu"]
-        compile_with(*macros, *source, "-shared", "-o", library)
+        text = library.with_suffix(".cpp")
+        text.write_text(translated(source, replaced))
+        compile_with(
+            *macros, "-I", included, "-include", headers / "cuda.h", text, runs, "-shared", "-o", library
+        )
 
-    return Emulated(
-        name, once(folder / f"{key(name, architecture, sorted(defines.items()), replaced)}.so", make)
-    )
+    name = key(source, architecture, sorted(defines.items()), replaced)
+    library = ctypes.CDLL(str(once(folder / f"{name}.so", make)))
+    library.emulation_failure.restype = ctypes.c_char_p
+    return library
+
+
+def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> Emulated:
+    source = (inline_loader.KERNELS / f"{name}.cu").read_text()
+    return Emulated(source, library_of(source, architecture, defines, replaced, folder))
 
 
 @pytest.fixture(scope="session")
@@ -176,16 +186,16 @@ def remembers_nothing():
 
 @pytest.fixture
 def gpu(remembers_nothing, monkeypatch, folder):
-    """gpu(…) makes a GPU of the CPU, with so many multiprocessors and so large an L2 cache."""
+    """gpu(…) makes a GPU of the CPU, with so many multiprocessors, so much shared memory and so large an L2 cache."""
 
-    def become(*, architecture=800, multiprocessors=4, cache=1 << 16, replaced=()):
+    def become(*, architecture=800, multiprocessors=4, shared=163 << 10, cache=1 << 16, replaced=()):
         def load(name, *, device, defines, **only_these):
             assert only_these == {"folder": None} and device == "cuda"
             kernels = build(name, architecture, defines, replaced, folder)
-            kernels.library.emulation_multiprocessors(multiprocessors)
+            kernels.library.emulation_device(multiprocessors, shared)
             return kernels
 
-        device = tiling.Device((architecture // 100, 0), 163 << 10, multiprocessors, cache)
+        device = tiling.Device((architecture // 100, 0), shared, multiprocessors, cache)
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
         monkeypatch.setattr(library, "capability", lambda index: device.capability)

@@ -22,12 +22,23 @@ import inline_loader
 ROOT = Path(export.__file__).resolve().parent
 NAMES = list(export.models.PROBLEMS)
 DEVICES = "cpu", "cuda"
-CELLS = [(name, device) for device in DEVICES for name in NAMES]
 PUBLIC = {"Model", "ModelNew", "get_inputs", "get_init_inputs", "get_model"}
 KERNELS = re.compile(r'r"""\n.*?"""', flags=re.S)
 FORMULA = "THE FORMULA"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-each_cell = pytest.mark.parametrize("name, device", CELLS)
+
+
+def of_cells(names: str, *devices: str):
+    """A cell takes seconds to write, so all tests of one run in the same process."""
+    group = pytest.mark.xdist_group
+    values = {f"{name}-{device}": (name, device) for device in devices for name in NAMES}
+    count = len(names.split(","))
+    return pytest.mark.parametrize(
+        names, [pytest.param(*value[:count], marks=group(key)) for key, value in values.items()]
+    )
+
+
+each_cell = of_cells("name, device", *DEVICES)
 
 # Of the formula's line on a CPU: a text in it, and what makes it another formula.
 EDITS = {
@@ -255,7 +266,7 @@ def run(folder, name: str, device: str, edit) -> None:
     assert done.returncode == 0 and done.stdout == "fine\n", done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_cells("name", "cpu")
 def test_runs_alone(name, tmp_path):
     run(tmp_path, name, "cpu", EDITS[name])
 
@@ -266,7 +277,7 @@ def test_runs_alone_on_a_gpu(name, tmp_path):
     run(tmp_path, name, "cuda", None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@of_cells("name", "cuda")
 def test_says_that_it_is_for_another_device(name):
     namespace = {}
     exec(cell(name, "cuda"), namespace)
@@ -307,7 +318,7 @@ def builds(name: str, monkeypatch, capability=(9, 0), shared=227 << 10) -> tuple
 
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
-@pytest.mark.parametrize("name", NAMES)
+@of_cells("name", "cuda")
 def test_nvcc_compiles_what_the_cell_holds(name, tmp_path, monkeypatch):
     found, namespace = builds(name, monkeypatch)
     assert found.keys() == namespace["_BUILDS"].keys(), "every text is built, and nothing else"

@@ -29,6 +29,7 @@ from loading import (
     run,
     scale,
     start,
+    start_python,
     wait_until,
 )
 
@@ -201,10 +202,10 @@ def test_least_recently_used_build_goes_first(cache, monkeypatch):
     assert [name for name, folder in folders.items() if folder.exists()] == ["a", "c"]
 
 
-def test_a_cached_load_counts_as_use(cache):
+def test_a_cached_load_counts_as_use(warm):
     source = scale()
     finish(start(source))
-    record = only_build(cache) / "build.json"
+    record = only_build(warm) / "build.json"
     os.utime(record, (1, 1))
     finish(start(source))
     assert record.stat().st_mtime > 1
@@ -234,7 +235,7 @@ def foreign(cache) -> list[Path]:
     return [cache / name for name in names]
 
 
-def test_what_is_not_ours_is_neither_touched_nor_counted(cache, foreign, monkeypatch):
+def test_what_is_not_ours_is_neither_touched_nor_counted(warm, cache, foreign, monkeypatch):
     finish(start(scale()))
     with pytest.raises(BuildError):
         inline_loader.load("wrong", source=scale(" + nonsense"))
@@ -460,13 +461,13 @@ def test_noexec_cache_names_the_folder(cache):
     assert f"{cache}: no code may run from here" in result.stdout, result
 
 
-def test_read_only_cache_loads_when_warm_and_says_so_when_cold(cache, tmp_path):
-    warm, cold = scale(), scale()
-    assert finish(start(warm))[0] == "[2.0, -6.0]"
+def test_read_only_cache_loads_what_it_has_and_says_so_where_it_has_not(warm, cache, tmp_path):
+    built, new = scale(), scale()
+    assert finish(start(built))[0] == "[2.0, -6.0]"
     shutil.copytree(cache, tmp_path / "copy")
     fill = f"cp -r {tmp_path}/copy/. {cache} && chmod 700 {cache} && mount -o remount,ro {cache}"
-    assert mounted("size=10m", cache, loading(warm), fill).stdout.strip() == "[2.0, -6.0]"
-    result = mounted("size=10m", cache, loading(cold), fill)
+    assert mounted("size=10m", cache, loading(built), fill).stdout.strip() == "[2.0, -6.0]"
+    result = mounted("size=10m", cache, loading(new), fill)
     assert f"{cache}: can't be written to" in result.stdout, result
 
 
@@ -511,9 +512,9 @@ def test_odd_paths_work(odd_project, locale):
     paths = [odd_project] if "PYTHONUTF8" in locale else [odd_project, odd_project / "site"]
     # The program's text is ASCII: under these locales Python takes no other.
     before = "\n".join(f"import os; sys.path.insert(0, os.fsdecode({os.fsencode(path)!r}))" for path in paths)
-    out, err = finish(start(source, before=before, **environment))
+    out, err = finish(start_python(source, before, **environment))
     assert out == "[2.0, -6.0]", err
-    out, err = finish(start(source, before=before, **environment))
+    out, err = finish(start_python(source, before, **environment))
     assert out == "[2.0, -6.0]" and "cached" in err, err
-    out, err = finish(start(source.replace("x[i]", "q[i]"), before=before, **environment))
+    out, err = finish(start_python(source.replace("x[i]", "q[i]"), before, **environment))
     assert out.startswith("<scale>:4:"), (out, err)

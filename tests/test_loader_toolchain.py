@@ -93,7 +93,7 @@ def tools(tmp_path: Path) -> Path:
     return folder
 
 
-def test_ninja_is_found_beside_python(tmp_path):
+def test_ninja_is_found_beside_python(warm, tmp_path):
     """As in a notebook server that was started by its absolute path: the environment's bin folder is not on PATH."""
     if not shutil.which("ninja", path=os.path.dirname(sys.executable)):
         pytest.skip("this environment has no ninja of its own")
@@ -237,7 +237,7 @@ def test_doctor(monkeypatch, capsys, cache, fresh_versions):
     assert "FAIL  C++ compiler: no C++ compiler" in out and f"chmod 700 {cache}" in out
 
 
-def test_command_line(cache):
+def test_command_line(warm, cache):
     finish(start(scale()))
     command = [sys.executable, str(ROOT / "inline_loader.py")]
     result = subprocess.run([*command, "clear"], capture_output=True, text=True, check=True)

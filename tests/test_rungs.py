@@ -15,6 +15,7 @@ from torch.nn.functional import conv2d, group_norm, max_pool2d
 
 import inline_loader
 import test_emulated
+from test_emulated import folder  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 MIN_ADD, POOL = "31_conv2d_min_add_multiply", "85_conv2d_groupnorm_scale_maxpool_clamp"
@@ -66,25 +67,14 @@ def test_there_are_rungs():
     ]
 
 
-def emulated(source: str, folder: Path, monkeypatch):
-    """The launcher of a source, which may include what kernels/ has."""
-    kernels = folder / "kernels"
-    kernels.mkdir()
-    for header in inline_loader.KERNELS.glob("*.*h"):
-        shutil.copy(header, kernels)
-    (kernels / "rung.cu").write_text(source)
-    monkeypatch.setattr(inline_loader, "KERNELS", kernels)
-    return test_emulated.build("rung", 900, {}, (), folder).forward
-
-
 # Channels, filters and extents that fill no tile, and the last row and column of tiles.
 SIZES = [(2, 8, 24, 13, 41, 8), (1, 3, 10, 7, 20, 5), (1, 17, 72, 12, 70, 8)]
 
 
 @every_rung
 @pytest.mark.parametrize("N, C_in, C, H, W, G", SIZES)
-def test_a_rung_is_right(lesson, cell, source, N, C_in, C, H, W, G, tmp_path, monkeypatch):
-    kernel = emulated(source, tmp_path, monkeypatch)
+def test_a_rung_is_right(lesson, cell, source, N, C_in, C, H, W, G, folder):
+    kernel = test_emulated.Emulated(source, test_emulated.library_of(source, 900, {}, (), folder)).forward
     torch.manual_seed(0)
     x, w, b = torch.randn(N, C_in, H, W), 0.1 * torch.randn(C, C_in, 3, 3), torch.randn(C)
     bias, gamma, beta, scale = torch.randn(4, C)

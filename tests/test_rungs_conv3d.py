@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.nn.functional import group_norm, instance_norm
 
-import inline_loader
 import test_emulated
+from test_emulated import folder  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 NORM, DROPOUT = "79_conv3d_multiply_instancenorm_clamp_multiply_max", "83_conv3d_groupnorm_min_clamp_dropout"
@@ -57,25 +57,12 @@ RUNGS = [(lesson, kind, source) for lesson in KINDS for kind, source in sources(
 every_rung = pytest.mark.parametrize("lesson, kind, source", RUNGS, ids=[f"{r[0][:2]}-{r[1]}" for r in RUNGS])
 
 
-def emulated(source: str, folder: Path):
+def emulated(source: str, folder: Path) -> ctypes.CDLL:
     """The library of a source, which may include what kernels/ has."""
-    for header in inline_loader.KERNELS.glob("*.*h"):
-        (folder / header.name).write_text(test_emulated.translated(header.read_text()))
-    for header in ("tensor_core.cuh", "cooperative_groups.h"):
-        shutil.copy(test_emulated.EMULATION / header, folder)
     source = re.sub(r'#include "/.*/kernels/', '#include "', source).replace('extern "C"', "EXPORT")
     source = TENSOR_CORES.sub(EMULATED, source).replace("__device__ __forceinline__", "inline")
-    source = '#include "numerics.h"\n#include "tensor_core.cuh"\n' + test_emulated.translated(source)
-    (folder / "rung.cpp").write_text(source)
-    command = [test_emulated.COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-    command += ["-fvisibility=hidden", "-D__CUDA_ARCH__=900", "-I", str(folder)]
-    command += ["-isystem", str(test_emulated.HEADERS), "-include", str(test_emulated.EMULATION / "cuda.h")]
-    command += ["rung.cpp", "-o", "rung.so"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(folder / "rung.so"))
-    library.emulation_failure.restype = ctypes.c_char_p
-    return library
+    source = '#include "numerics.h"\n#include "tensor_core.cuh"\n' + source
+    return test_emulated.library_of(source, 900, {}, (), folder)
 
 
 def call(library, name: str, *arguments) -> None:
@@ -89,8 +76,8 @@ def call(library, name: str, *arguments) -> None:
 # The last fills more than one tile, and its channels are multiples of four elements as dropout's vectors ask.
 @every_rung
 @pytest.mark.parametrize("N, D, H, W", [(2, 4, 8, 10), (1, 8, 20, 22)])
-def test_a_rung_is_right(lesson, kind, source, N, D, H, W, tmp_path):
-    library = emulated(source.replace(FORMULA, "    return z;\n"), tmp_path)
+def test_a_rung_is_right(lesson, kind, source, N, D, H, W, folder):
+    library = emulated(source.replace(FORMULA, "    return z;\n"), folder)
     torch.manual_seed(0)
     x, gamma, beta = torch.rand(N, 3, D, H, W), torch.randn(16), torch.randn(16)
     conv = torch.nn.Conv3d(3, 16, 3).requires_grad_(False)

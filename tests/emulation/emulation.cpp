@@ -1,0 +1,373 @@
+// What emulation.h declares. Compiled once, with all optimisation, for all kernels.
+#include <ucontext.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "emulation.h"
+
+emulation::Index gridDim, blockDim, blockIdx;
+
+namespace emulation {
+
+constexpr int kStackBytes = 256 << 10, kPatience = 100000, kMostWarps = kMostThreads / 32;
+
+// A copy in the background.
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  int bytes, group;
+};
+// Begins in a context; from then on jumps take its turns up, which cost no system call. When its thread is
+// done, it rests until another needs a fiber.
+struct Fiber : Thread {
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};  // takes no memory until it is used
+  void* jump[5];
+  bool begun = false, done;
+  const long* awaited;  // the fiber waits while this is `seen`
+  long seen;
+  std::vector<Copy> copies;  // on their way
+  int copy_groups;           // so far
+};
+// Threads that wait for one another.
+struct Barrier {
+  int arrived = 0;
+  long generation = 0;
+};
+
+std::vector<std::unique_ptr<Fiber>> resting;
+
+// A block's threads, and its shared memory while another block runs: the dynamic part, and the static
+// variables by their address, of which a thread has come to the declaration.
+struct Block {
+  Block(Index index, int threads);
+  ~Block();
+  Index index;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  Barrier barrier, warp_barriers[kMostWarps], named_barriers[16];
+  bool any = false, any_of_meeting[2];
+  int left, waiting = 0;  // threads that are not done; of these, those that wait for other blocks
+  std::string dynamic_shared;
+  std::map<void*, std::string> static_shared;
+};
+
+Thread* thread;
+int multiprocessors = 1, shared_bytes = kSharedBytes;
+const char* failure = nullptr;
+
+void (*run_kernel)(const void*);
+const void* kernel;
+char* shared;  // the dynamic part, of the block that runs
+void* scheduler[5];
+std::mt19937 random_order(1);
+Block* block;
+long events;    // anything that may end a wait
+long meetings;  // of all blocks
+
+Fiber& self() { return static_cast<Fiber&>(*thread); }
+int thread_count() { return blockDim.x * blockDim.y * blockDim.z; }
+int warp() { return thread->number / 32; }
+
+// --------------------------------------------------------------------------------------------------- turns
+
+// Not inlined: a function may not jump to itself.
+[[gnu::noinline]] void jump_to(void** place) { __builtin_longjmp(place, 1); }
+[[gnu::noinline]] void yield() {
+  if (!__builtin_setjmp(self().jump)) jump_to(scheduler);
+}
+void run_fiber() {
+  while (true) {
+    run_kernel(kernel);
+    events++, self().done = true;
+    yield();
+  }
+}
+void begin(Fiber& fiber) {
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  makecontext(&context, run_fiber, 0);
+  fiber.begun = true;
+  setcontext(&context);
+}
+[[gnu::noinline]] void resume(Fiber& fiber) {
+  thread = &fiber, fiber.awaited = nullptr;
+  if (__builtin_setjmp(scheduler)) return;
+  if (fiber.begun) jump_to(fiber.jump);
+  begin(fiber);
+}
+
+void wait_while(const long& same) {
+  self().awaited = &same, self().seen = same;
+  yield();
+}
+// The last one that arrives does `last` before all go on.
+template <class Last> void meet(Barrier& barrier, int count, Last last) {
+  events++;
+  if (++barrier.arrived < count) return wait_while(barrier.generation);
+  last();
+  barrier.arrived = 0, barrier.generation++;
+}
+void meet(Barrier& barrier, int count) {
+  meet(barrier, count, [] {});
+}
+
+Block::Block(Index index, int threads) : index(index), left(threads) {
+  for (int i = 0; i < threads; i++) {
+    if (resting.empty()) resting.push_back(std::make_unique<Fiber>());
+    Fiber& fiber = *fibers.emplace_back(std::move(resting.back()));
+    resting.pop_back();
+    const unsigned x = blockDim.x, y = blockDim.y;
+    fiber.index = {i % x, i / x % y, i / x / y}, fiber.number = i;
+    fiber.done = false, fiber.awaited = nullptr, fiber.copies.clear(), fiber.copy_groups = 0;
+  }
+}
+Block::~Block() {
+  for (auto& fiber : fibers)
+    if (fiber->done) resting.push_back(std::move(fiber));
+}
+
+// Until all threads are done or wait for other blocks.
+void run_threads() {
+  const int warps = thread_count() / 32;
+  for (int idle = 0; block->left > block->waiting;) {
+    const auto first = block->fibers.begin() + random_order() % warps * 32;
+    for (int turns = random_order() % 32 ? 1 : 32; turns; turns--) {
+      const long before = events;
+      for (auto at = first; at < first + 32; at++) {
+        Fiber& fiber = **at;
+        if (fiber.done || (fiber.awaited && *fiber.awaited == fiber.seen)) continue;
+        resume(fiber);
+        block->left -= fiber.done;
+      }
+      idle = events == before ? idle + 1 : 0;
+    }
+    if (idle > kPatience) {
+      failure = "all threads wait: a deadlock";
+      return;
+    }
+  }
+}
+
+void run(Block& next) {
+  block = &next, blockIdx = next.index;
+  if (next.dynamic_shared.empty()) memset(shared, 0xff, kSharedBytes);
+  else memcpy(shared, next.dynamic_shared.data(), kSharedBytes);
+  for (auto& [at, content] : next.static_shared) memcpy(at, content.data(), content.size());
+  run_threads();
+  if (!next.left) return;
+  next.dynamic_shared.assign(shared, kSharedBytes);
+  for (auto& [at, content] : next.static_shared) memcpy(content.data(), at, content.size());
+}
+
+// From one meeting to the next, in a new order each time.
+void run_together(std::vector<std::unique_ptr<Block>>& blocks) {
+  while (!failure) {
+    std::shuffle(blocks.begin(), blocks.end(), random_order);
+    int left = 0, waiting = 0;
+    for (auto& each : blocks) {
+      if (!failure) run(*each);
+      left += each->left, waiting += each->waiting, each->waiting = 0;
+    }
+    if (!left) return;
+    if (!failure && waiting < int(blocks.size()) * thread_count())
+      failure = "some threads wait for others that have ended";
+    meetings++;
+  }
+}
+
+void launch(Index blocks, Index size, int64_t bytes, void (*run_it)(const void*), const void* of_thread,
+            void* dynamic_shared, bool together) {
+  if (failure) return;
+  run_kernel = run_it, kernel = of_thread, shared = static_cast<char*>(dynamic_shared);
+  gridDim = blocks, blockDim = size;
+  const unsigned count = blocks.x * blocks.y * blocks.z;
+  const bool too_many = std::max(blocks.y, blocks.z) >= 1 << 16 || (together && count > multiprocessors);
+  const bool whole_warps = thread_count() <= kMostThreads && thread_count() % 32 == 0;
+  if (count == 0 || too_many || bytes > shared_bytes || !whole_warps) {
+    failure =
+        "a launch that is not possible here: no blocks, too many along y or z or together, "
+        "too much shared memory, too many threads, or a part of a warp";
+    return;
+  }
+  std::vector<std::unique_ptr<Block>> all;
+  for (unsigned i = 0; i < count && !failure; i++) {
+    const Index index{i % blocks.x, i / blocks.x % blocks.y, i / blocks.x / blocks.y};
+    all.push_back(std::make_unique<Block>(index, thread_count()));
+    if (together) continue;
+    run(*all[0]);
+    if (all[0]->waiting) failure = "a block waits for others in a launch that is not cooperative";
+    all.clear();
+  }
+  if (together) run_together(all);
+}
+
+// ------------------------------------------------------------------------------------------ shared memory
+
+void shared_at_first(void* at, size_t bytes) {
+  const auto [place, first] = block->static_shared.try_emplace(at);
+  if (!first) return;
+  place->second.resize(bytes);
+  memset(at, 0xff, bytes);
+}
+
+bool is_shared(const void* at, int bytes) {
+  const auto within = [=](const void* first, size_t size) {
+    return at >= first && static_cast<const char*>(at) + bytes <= static_cast<const char*>(first) + size;
+  };
+  for (const auto& [first, content] : block->static_shared)
+    if (within(first, content.size())) return true;
+  return within(shared, kSharedBytes);
+}
+
+// Copies arrive when they are awaited, not before: until then there is NaN.
+void copy_later(void* to, const void* from, int bytes) {
+  if (uintptr_t(to) % bytes || uintptr_t(from) % bytes) failure = "a copy that is not aligned";
+  memset(to, 0xff, bytes);
+  self().copies.push_back({to, from, bytes, self().copy_groups});
+}
+void commit_copies() { self().copy_groups++; }
+void await_copies(int pending) {
+  auto& copies = self().copies;
+  const auto arrives = [=](const Copy& copy) { return copy.group < self().copy_groups - pending; };
+  for (const Copy& copy : copies)
+    if (arrives(copy)) copy.from ? memcpy(copy.to, copy.from, copy.bytes) : memset(copy.to, 0, copy.bytes);
+  copies.erase(std::remove_if(copies.begin(), copies.end(), arrives), copies.end());
+}
+
+// ------------------------------------------------------------------------------------------------ meetings
+
+void meet_grid() {
+  events++, block->waiting++;
+  wait_while(meetings);
+}
+void meet_warp() { meet(block->warp_barriers[warp()], 32); }
+void meet_block() { meet(block->barrier, thread_count()); }
+void meet_at(int barrier, int count) { meet(block->named_barriers[barrier], count); }
+void arrive_at(int number, int count) {
+  Barrier& barrier = block->named_barriers[number];
+  events++;
+  if (++barrier.arrived == count) barrier.arrived = 0, barrier.generation++;
+}
+// What is left of a meeting stays until the one after the next begins, to which all must have come.
+bool meet_block_or(bool value) {
+  bool& any = block->any_of_meeting[block->barrier.generation % 2];
+  block->any |= value;
+  meet(block->barrier, thread_count(), [&] { any = std::exchange(block->any, false); });
+  return any;
+}
+const uint64_t* of_all_lanes(uint64_t value) {
+  static uint64_t values[kMostWarps][2][32];
+  Barrier& barrier = block->warp_barriers[warp()];
+  uint64_t* const of_meeting = values[warp()][barrier.generation % 2];
+  of_meeting[lane()] = value;
+  meet(barrier, 32);
+  return of_meeting;
+}
+
+// ------------------------------------------------------------------------------------------------ products
+
+float from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+// Half i of words: float16 or bfloat16.
+float half_of(const uint32_t* words, int i, bool bfloat16) {
+  const uint32_t half = words[i / 2] >> i % 2 * 16 & 0xffff, sign = (half & 0x8000) << 16;
+  if (bfloat16) return from_bits(half << 16);
+  const uint32_t magnitude = (half & 0x7fff) << 13;
+  const bool finite = (half & 0x7c00) < 0x7c00;
+  const float value = finite ? from_bits(magnitude) * 0x1p112f : from_bits(magnitude | 0x7f800000);
+  return sign ? -value : value;
+}
+
+// A warp's d += A·B. Of each row of A, `place` says which k its elements have, if it is sparse.
+struct Matrices {
+  float a[16][16], b[32][8];
+  int place[16][16];
+  double d[16][8];
+};
+Matrices matrices[kMostWarps];
+
+// Its fragments come from all lanes, of `depth` k of B. Sums are rounded once a product.
+template <bool kSparse>
+void multiply(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16) {
+  const int g = lane() / 4, t = lane() % 4, of_row = kSparse ? depth / 2 : depth;
+  Matrices& all = matrices[warp()];
+  for (int i = 0; i < of_row / 2; i++)
+    all.a[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] = half_of(a, i, bfloat16);
+  for (int i = 0; i < depth / 4; i++) all.b[2 * t + i % 2 + i / 2 * 8][g] = half_of(b, i, bfloat16);
+  for (int i = 0; i < 4; i++) all.d[g + i / 2 * 8][2 * t + i % 2] = d[i];
+  meet(block->warp_barriers[warp()], 32, [&] {
+    for (int row = 0; row < 16; row++)
+      for (int i = 0; i < of_row; i++)
+        for (int column = 0; column < 8; column++)
+          all.d[row][column] += double(all.a[row][i]) * all.b[kSparse ? all.place[row][i] : i][column];
+  });
+  for (int i = 0; i < 4; i++) d[i] = float(all.d[g + i / 2 * 8][2 * t + i % 2]);
+}
+void product(float (&d)[4], const uint32_t* a, const uint32_t* b, int depth, bool bfloat16) {
+  multiply<false>(d, a, b, depth, bfloat16);
+}
+void product_sparse(float (&d)[4], const uint32_t* a, const uint32_t* b, uint32_t selectors) {
+  const int g = lane() / 4, t = lane() % 4;
+  for (int i = 0; i < (t < 2 ? 8 : 0); i++) {  // selectors of four fours in rows g and g + 8
+    const int four = 4 * t + i % 4, first = selectors >> 4 * i & 3, second = selectors >> (4 * i + 2) & 3;
+    if (first >= second) failure = "selectors that do not ascend";
+    int* const place = matrices[warp()].place[g + i / 4 * 8] + 2 * four;
+    place[0] = 4 * four + first, place[1] = 4 * four + second;
+  }
+  multiply<true>(d, a, b, 32, false);
+}
+
+// -------------------------------------------------------------------------------- barriers in shared memory
+
+// What lies in the barrier's memory.
+struct Phases {
+  uint32_t count : 12, missing : 12, parity : 1;
+  int32_t bytes;  // announced and not yet copied
+};
+static_assert(sizeof(Phases) == sizeof(uint64_t));
+Phases& phases_of(uint64_t* barrier) { return reinterpret_cast<Phases&>(*barrier); }
+void advance(Phases& phases) {
+  events++;
+  if (phases.missing == 0 && phases.bytes == 0) phases.missing = phases.count, phases.parity ^= 1;
+}
+void initialize(uint64_t* barrier, int arrivals) {
+  phases_of(barrier) = {unsigned(arrivals), unsigned(arrivals), 0, 0};
+}
+void arrive(uint64_t* barrier) {
+  Phases& phases = phases_of(barrier);
+  if (phases.missing-- == 0) failure = "an arrival too many";
+  advance(phases);
+}
+void arrive(uint64_t* barrier, int bytes) {
+  phases_of(barrier).bytes += bytes;
+  arrive(barrier);
+}
+void await(uint64_t* barrier, uint32_t parity) {
+  while (phases_of(barrier).parity == parity) yield();
+}
+// Takes its time: until then there is NaN.
+void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
+  if (bytes % 16 || uintptr_t(to) % 16 || uintptr_t(from) % 16) failure = "a bulk copy that is not aligned";
+  memset(to, 0xff, bytes);
+  for (int turns = random_order() % 4; turns; turns--) events++, yield();
+  memcpy(to, from, bytes);
+  phases_of(barrier).bytes -= bytes;
+  advance(phases_of(barrier));
+}
+
+}  // namespace emulation
+
+void emulation_device(int multiprocessors, int shared) {
+  emulation::multiprocessors = multiprocessors, emulation::shared_bytes = shared;
+}
+const char* emulation_failure() { return std::exchange(emulation::failure, nullptr); }
