@@ -123,9 +123,9 @@ def winograd_suits(image: Tensor, filters: Tensor) -> bool:
     return large and not is_channels_last(image, filters)
 
 
-def filter_sizes(x: Tensor, weight: Tensor) -> tuple[int, ...]:
-    """N, channels in and out, x's spatial sizes and the filters' depth, as the CPU kernels take them of a 3-D convolution."""
-    return *x.shape[:2], len(weight), *x.shape[2:], weight.shape[2]
+def filter_sizes(image: Tensor, filters: Tensor) -> tuple[int, ...]:
+    """N, channels in and out, the image's spatial sizes and the filters' depth, as the CPU kernels take them of a 3-D convolution."""
+    return *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
 
 
 def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:
