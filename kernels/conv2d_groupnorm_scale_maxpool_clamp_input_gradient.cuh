@@ -12,179 +12,12 @@
 // 8 columns of two rows of v, so that terms of a column add up in registers; through shared memory go those
 // for the columns beside it.
 #pragma once
-#include "conv2d_groupnorm_scale_maxpool_clamp_weight_gradient.cuh"
+#include "conv2d_groupnorm_scale_maxpool_clamp_compose.cuh"
 
 namespace {
 
 constexpr int kInputColumns = INPUT_COLUMNS;  // of a tile
 constexpr int kInputWarps = kInputColumns / 8, kInputThreads = kInputWarps * 32;
-constexpr int kInputChannels = kPlanes * 8;
-constexpr int kFilterSteps = CHANNELS_OUT / 16;             // products of 16 channels
-constexpr int kHaloH = KERNEL_H - 1, kHaloW = KERNEL_W - 1;  // of dx beyond v, and of x beyond dx
-constexpr int kReachH = 2 * kHaloH + 1, kReachW = 2 * kHaloW + 1;  // of the composed filter
-
-// -------------------------------------------------------------------------------------------------- composing
-
-// Operands of products and the like, in the order in which lanes have them; memory that `backward` has used.
-struct Composed {
-  uint4* filters;   // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
-  uint4* composed;  // (N, kPlanes out, kPlanes in, KERNEL_W, kReachH, 32): the filter, scaled by sample
-  float* products;  // (N, kTaps, kDepth, kInputChannels): Σ linear·(a tap's weight)·(a depth's weight)
-  float* constants;  // (N, kTaps, kInputChannels): Σ constant·(a tap's weight)
-  float* levels;     // (N, kInputChannels): those, of all taps
-  float* unscale;    // (CHANNELS_OUT): what undoes the scale of `filters`
-  int* exponents;    // (N): the scale of `composed`
-  static constexpr int kFilters = kFilterSteps * kUnits * 32;
-  static constexpr int kOfSample = kPlanes * kPlanes * KERNEL_W * kReachH * 32;
-  Composed(float* partial, int64_t N)
-      : filters(reinterpret_cast<uint4*>(partial + (N * CHANNELS_IN + 3) / 4 * 4)),  // behind the shift
-        composed(filters + kFilters),
-        products(reinterpret_cast<float*>(composed + N * kOfSample)),
-        constants(products + N * kDepth * kDepth),
-        levels(constants + N * kDepth),
-        unscale(levels + N * kInputChannels),
-        exponents(reinterpret_cast<int*>(unscale + CHANNELS_OUT)) {}
-};
-
-// A lane's share of B, 16×8, from its four values: depths 2t, 2t + 1, 2t + 8, 2t + 9 of the lane's column.
-__device__ __forceinline__ uint4 fragment(const float (&values)[4]) {
-  const Halves first = split(values[0], values[1]), second = split(values[2], values[3]);
-  return make_uint4(first.high, second.high, first.low, second.low);
-}
-// d += a·b, each the sum of two halves.
-__device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t (&high)[4],
-                                                   const uint32_t (&low)[4], uint4 b) {
-  multiply_add(d, low, b.x, b.y);
-  multiply_add(d, high, b.z, b.w);
-  multiply_add(d, high, b.x, b.y);
-}
-
-constexpr int kComposeThreads = 768;
-// Channels out that are in shared memory at a time.
-constexpr int kChunk = CHANNELS_OUT <= 64 && kDepth <= 72 ? CHANNELS_OUT : 16;
-
-__device__ __forceinline__ float filter_value(const value_t* weight, int c, int depth) {
-  const value_t* filter = weight + c * (CHANNELS_IN * kTaps);
-  return input_channel(depth) < CHANNELS_IN ? float(filter[place_in_filter(depth)]) : 0.f;
-}
-
-// A lane's four channels of a step lie side by side: the depths of a product may come in any order that is the
-// same for both operands.
-__device__ inline void pack_filters(Composed to, const value_t* weight, int* exponents) {
-  const int lane = threadIdx.x % 32;
-  for (int c = threadIdx.x / 32; c < CHANNELS_OUT; c += kComposeThreads / 32) {
-    float largest = 0;
-    for (int i = lane; i < CHANNELS_IN * kTaps; i += 32)
-      largest = fmaxf(largest, fabsf(float(weight[c * (CHANNELS_IN * kTaps) + i])));
-    const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(largest));
-    exponents[c] = fitting_exponent(__uint_as_float(bits));
-    if (lane == 0) to.unscale[c] = power_of_two(-exponents[c]);
-  }
-  __syncthreads();  // all exponents are there
-  for (int i = threadIdx.x; i < Composed::kFilters; i += kComposeThreads) {
-    const int own = i % 32, depth = i / 32 % kUnits * 8 + own / 4, first = i / 32 / kUnits * 16 + own % 4 * 4;
-    float values[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      values[k] = filter_value(weight, first + k, depth) * power_of_two(exponents[first + k]);
-    to.filters[i] = fragment(values);
-  }
-}
-
-// A block per sample, and one for what all of them share.
-__global__ void __launch_bounds__(kComposeThreads)
-compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape shape) {
-  __shared__ float chunk[kChunk][kDepth];
-  __shared__ float linear[kChunk];
-  __shared__ int exponents[CHANNELS_OUT];
-  __shared__ int largest;
-  const int n = blockIdx.x;
-  if (n == shape.N) {
-    pack_filters(to, weight, exponents);
-    return;
-  }
-  if (threadIdx.x == 0) largest = 0;
-  float* const products = to.products + int64_t(n) * kDepth * kDepth;
-  float* const constants = to.constants + int64_t(n) * kDepth;
-  for (int first = 0; first < kTaps * kDepth; first += kComposeThreads) {
-    const int item = first + threadIdx.x, tap = item / kDepth, depth = item % kDepth;
-    double sum[kInputChannels] = {}, constant = 0;
-    for (int c = 0; c < CHANNELS_OUT; c += kChunk) {
-      __syncthreads();  // the last chunk has been read
-      for (int i = threadIdx.x; i < kChunk * kDepth; i += kComposeThreads)
-        chunk[i / kDepth][i % kDepth] = filter_value(weight, c + i / kDepth, i % kDepth);
-      if (threadIdx.x < kChunk)
-        linear[threadIdx.x] = float(merged.linear[n * shape.G + (c + threadIdx.x) / shape.channels()]);
-      __syncthreads();  // this one is there
-      if (item >= kTaps * kDepth) continue;
-#pragma unroll 4
-      for (int begin = 0; begin < kChunk; begin += 4) {  // in float32; the rest in double
-        float part[kInputChannels] = {};
-#pragma unroll
-        for (int k = begin; k < begin + 4; k++) {
-          const float factor = linear[k] * chunk[k][depth];
-#pragma unroll
-          for (int i = 0; i < kInputChannels; i++)
-            part[i] += factor * chunk[k][(i / 8 * kTaps + tap) * 8 + i % 8];
-        }
-#pragma unroll
-        for (int i = 0; i < kInputChannels; i++) sum[i] += part[i];
-      }
-      if (item < kDepth)
-        for (int k = 0; k < kChunk; k++)
-          constant += merged.constant[n * CHANNELS_OUT + c + k] * chunk[k][depth];
-    }
-    if (item >= kTaps * kDepth) continue;
-#pragma unroll
-    for (int i = 0; i < kInputChannels; i++) products[item * kInputChannels + i] = float(sum[i]);
-    if (item < kDepth)  // a unit's plane and tap
-      constants[depth / 8 % kTaps * kInputChannels + depth / 8 / kTaps * 8 + depth % 8] = float(constant);
-  }
-  __syncthreads();  // all products are there, and constants
-  if (threadIdx.x < kInputChannels) {
-    double level = 0;
-    for (int tap = 0; tap < kTaps; tap++) level += constants[tap * kInputChannels + threadIdx.x];
-    to.levels[n * kInputChannels + threadIdx.x] = float(level);
-  }
-  // The composed filter where its taps are `row` and `column` more than those of v's position.
-  const auto value = [&](int channel, int from, int row, int column) {
-    double sum = 0;
-    for (int tap = 0; tap < kTaps; tap++) {
-      const int h = tap / KERNEL_W + row - kHaloH, w = tap % KERNEL_W + column - kHaloW;
-      if (unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
-        sum += products[(tap * kDepth + (from / 8 * kTaps + h * KERNEL_W + w) * 8 + from % 8) *
-                            kInputChannels + channel];
-    }
-    return float(sum);
-  };
-  // Depths of a product: 8 channels at one column, and at the next.
-  const auto for_fragments = [&](auto act) {
-    for (int i = threadIdx.x; i < Composed::kOfSample; i += kComposeThreads) {
-      const int lane = i % 32, row = i / 32 % kReachH, column = i / 32 / kReachH % KERNEL_W * 2;
-      const int planes = i / 32 / kReachH / KERNEL_W;
-      const int channel = planes / kPlanes * 8 + lane / 4, from = planes % kPlanes * 8 + lane % 4 * 2;
-      float values[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) values[k] = value(channel, from + k % 2, row, column + k / 2);
-      act(i, values);
-    }
-  };
-  for_fragments([&](int, const float(&values)[4]) {
-    float magnitude = 0;
-    for (float each : values) magnitude = fmaxf(magnitude, fabsf(each));
-    atomicMax(&largest, __float_as_int(magnitude));
-  });
-  __syncthreads();  // complete
-  const int exponent = fitting_exponent(__int_as_float(largest));
-  if (threadIdx.x == 0) to.exponents[n] = exponent;
-  for_fragments([&](int i, float(&values)[4]) {
-    for (float& each : values) each *= power_of_two(exponent);
-    to.composed[int64_t(n) * Composed::kOfSample + i] = fragment(values);
-  });
-}
-
-// ----------------------------------------------------------------------------------------------------- a tile
-
 constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut two of them
 constexpr int kQuads = CHANNELS_OUT / 4, kSlotPitch = kQuads + 1;  // odd, so no bank conflicts
 constexpr int kRing = POOL_H + 2 * kHaloH;                      // rows of x
@@ -198,6 +31,14 @@ constexpr int kNoItem = 1 << 20;                   // of a tile's windows
 constexpr int kOfZeros = 126;                      // exponent
 
 constexpr int kSlots = kInputWindows * kSlotPitch;
+
+// d += a·b, each the sum of two halves.
+__device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t (&high)[4],
+                                                   const uint32_t (&low)[4], uint4 b) {
+  multiply_add(d, low, b.x, b.y);
+  multiply_add(d, high, b.z, b.w);
+  multiply_add(d, high, b.x, b.y);
+}
 
 struct InputLayout {  // of shared memory: where each part begins
   static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
@@ -297,11 +138,12 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
   const auto hold_gradients = [&](int item, const Gradients& raw, float factor) {
     const int window = item % 16 + item / (16 * kQuads) * 16, quad = item / 16 % kQuads;
     if (window >= windows) return 0.f;
-    float gradients[4], unused[3] = {}, magnitude = 0;
+    float gradients[4], magnitude = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int c = quad * 4 + i;
-      gradients[i] = unscale[c] * selected_gradient(saved, channels[c], raw.dy[i], raw.extreme[i], unused);
+      const float passed = passed_gradient(saved, channels[c], raw.dy[i], raw.extreme[i]);
+      gradients[i] = unscale[c] * selected_gradient(channels[c], passed);
       magnitude = fmaxf(magnitude, fabsf(gradients[i]));
     }
     const Halves halves[2] = {split(gradients[0] * factor, gradients[1] * factor),
@@ -595,177 +437,6 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
     if (row >= row_begin) write(row);
   }
 #endif
-}
-
-// ----------------------------------------------------------------------------------------------------- border
-
-// Pixels of x some of whose positions are outside of v. Those for which the same taps are left make a class,
-// with a composed filter of its own: classes count rows (or columns) before the first with all taps, all with
-// all of them as one, and those behind.
-struct Range {
-  int begin, end;          // rows of x
-  int first_tap, last_tap;  // whose positions are in v
-};
-__device__ __forceinline__ Range range_of(int own, int halo, int size) {
-  const int inside = size - halo;  // positions
-  if (own == halo) return {halo, inside, 0, halo};
-  const int at = own < halo ? own : max(inside, halo) + own - halo - 1;
-  return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
-}
-
-// Of an edge's pixels, threads have the same one in pairs, and share out the filter's rows.
-constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128, kBorderThreads = 2 * kBorderPixels;
-constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
-constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
-constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * kReachW;
-constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
-constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
-constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
-
-// What a pixel of x gets from the taps in `rows` and `columns`, for one channel: of few pixels, at corners.
-__device__ inline float corner_gradient(const value_t* x, const float* shift, Composed composed,
-                                        Geometry geometry, int n, int out, Range rows, Range columns) {
-  const int H = geometry.H, W = geometry.W;
-  const value_t* const sample = x + int64_t(n) * CHANNELS_IN * H * W;
-  float total = 0;
-  for (int kh = rows.first_tap; kh <= rows.last_tap; kh++)
-    for (int kw = columns.first_tap; kw <= columns.last_tap; kw++) {
-      const int64_t tap = int64_t(n) * kTaps + kh * KERNEL_W + kw;
-      const float* const products = composed.products + tap * (kDepth * kInputChannels) + out;
-      float sum = composed.constants[tap * kInputChannels + out];
-#pragma unroll 2
-      for (int unit = 0; unit < kUnits; unit++) {
-        const int row = rows.begin - kh + unit % kTaps / KERNEL_W;
-        const int column = columns.begin - kw + unit % KERNEL_W;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          const int c = unit / kTaps * 8 + i;
-          if (c < CHANNELS_IN)
-            sum += (float(sample[(int64_t(c) * H + row) * W + column]) - shift[n * CHANNELS_IN + c]) *
-                   products[(unit * 8 + i) * kInputChannels];
-        }
-      }
-      total += sum;
-    }
-  return total;
-}
-
-// Grid: samples, of which there may be more than a grid has rows; edges and, last, all corners.
-__global__ void __launch_bounds__(kBorderThreads, 4)
-border_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ float level[kInputChannels];
-  __shared__ float halves[kBorderPixels][kInputChannels + 1];
-  float* const filter = reinterpret_cast<float*>(shared);
-  float* const pixels = filter + kBorderFilter;
-  const int n = blockIdx.x, edge = blockIdx.y, H = geometry.H, W = geometry.W;
-  const int64_t plane_size = int64_t(H) * W;
-  const auto add = [&](int channel, int row, int column, float value) {
-    value_t* const to = dx + (int64_t(n) * CHANNELS_IN + channel) * plane_size + int64_t(row) * W + column;
-    *to = value_t(float(*to) + value);
-  };
-  if (edge == kEdges) {
-    for (int i = threadIdx.x; i < 4 * kHaloH * kHaloW * CHANNELS_IN; i += kBorderThreads) {
-      constexpr int kOfRow = 2 * kHaloW + !kHaloW;  // corners
-      const int h = i / CHANNELS_IN / kOfRow, w = i / CHANNELS_IN % kOfRow;
-      const Range rows = range_of(h + (h >= kHaloH), kHaloH, H);
-      const Range columns = range_of(w + (w >= kHaloW), kHaloW, W);
-      if (rows.begin < rows.end && columns.begin < columns.end)
-        add(i % CHANNELS_IN, rows.begin, columns.begin,
-            corner_gradient(x, shift, composed, geometry, n, i % CHANNELS_IN, rows, columns));
-    }
-    return;
-  }
-  const bool down = edge >= 2 * kHaloH;  // a column
-  const int own = down ? edge - 2 * kHaloH : edge;
-  const Range rows = range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, H);
-  const Range columns = range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, W);
-  if (rows.begin >= rows.end || columns.begin >= columns.end) return;
-  // A sum over those taps of which `real` says so; all loads under way at once.
-  const auto sum_of_taps = [&](const float* from, auto real, auto index) {
-    float sum = 0;
-#pragma unroll
-    for (int tap = 0; tap < kTaps; tap++) {
-      const int kh = tap / KERNEL_W, kw = tap % KERNEL_W;
-      const bool counts = rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw &&
-                          kw <= columns.last_tap && real(kh, kw);
-      const float one = from[counts ? index(tap, kh, kw) : 0];
-      sum += counts ? one : 0.f;
-    }
-    return sum;
-  };
-  const float* const products = composed.products + int64_t(n) * kDepth * kDepth;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
-    const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
-    const int at = i / kInputChannels / kInputChannels;
-    const int below = at / kReachW - kHaloH, right = at % kReachW - kHaloW;
-    filter[i] = sum_of_taps(
-        products,
-        [&](int kh, int kw) { return unsigned(kh + below) < KERNEL_H && unsigned(kw + right) < KERNEL_W; },
-        [&](int tap, int kh, int kw) {
-          const int unit = in / 8 * kTaps + (kh + below) * KERNEL_W + kw + right;
-          return (tap * kDepth + unit * 8 + in % 8) * kInputChannels + out;
-        });
-  }
-  if (threadIdx.x < kInputChannels)
-    level[threadIdx.x] = sum_of_taps(
-        composed.constants + int64_t(n) * kDepth, [](int, int) { return true; },
-        [](int tap, int, int) { return tap * kInputChannels + int(threadIdx.x); });
-
-  const Range along = down ? rows : columns;
-  const int own_pixel = threadIdx.x % kBorderPixels, second = threadIdx.x / kBorderPixels;
-  for (int first = along.begin; first < along.end; first += kBorderPixels) {
-    const int count = min(kBorderPixels, along.end - first);
-    const int top = (down ? first : rows.begin) - kHaloH, left = (down ? columns.begin : first) - kHaloW;
-    const int pitch = (down ? 1 : count) + 2 * kHaloW, height = (down ? count : 1) + 2 * kHaloH;
-    __syncthreads();  // the pixels have been read
-#pragma unroll 2
-    for (int i = threadIdx.x; i < height * pitch; i += kBorderThreads) {
-      const int row = top + i / pitch, column = left + i % pitch;
-      const bool inside = unsigned(row) < unsigned(H) && unsigned(column) < unsigned(W);
-      const int64_t at = inside ? int64_t(row) * W + column : 0;
-      const value_t* from = x + int64_t(n) * CHANNELS_IN * plane_size + at;
-#pragma unroll
-      for (int c = 0; c < kInputChannels; c++) {
-        const float value = c < CHANNELS_IN ? float(from[c * plane_size]) - shift[n * CHANNELS_IN + c] : 0.f;
-        pixels[i * kPixelPitch + c] = inside ? value : 0.f;
-      }
-    }
-    __syncthreads();  // they are there, and the filter
-    float sum[kInputChannels] = {};
-    if (own_pixel < count) {
-      for (int kh = kHaloH - rows.last_tap + second; kh < kReachH - rows.first_tap; kh += 2)
-        for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
-          const int at = ((down ? own_pixel : 0) + kh) * pitch + (down ? 0 : own_pixel) + kw;
-          const float* from = pixels + at * kPixelPitch;
-          const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
-#pragma unroll
-          for (int c = 0; c < kInputChannels; c += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(from + c);
-            const float of_pixel[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-#pragma unroll
-              for (int i = 0; i < kInputChannels; i += 4) {
-                const float4 factor =
-                    *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
-                sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
-                sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
-              }
-          }
-        }
-      if (second)
-#pragma unroll
-        for (int i = 0; i < kInputChannels; i++) halves[own_pixel][i] = sum[i];
-    }
-    __syncthreads();  // the second halves are there
-    if (!second && own_pixel < count)
-#pragma unroll
-      for (int i = 0; i < CHANNELS_IN; i++)
-        add(i, top + kHaloH + (down ? own_pixel : 0), left + kHaloW + (down ? 0 : own_pixel),
-            level[i] + (sum[i] + halves[own_pixel][i]));
-  }
 }
 
 }  // namespace

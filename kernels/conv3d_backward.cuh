@@ -16,7 +16,6 @@ struct BackwardPlan {
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
 
-
 // dx and d_weight, where they are not null. d_level as in merge_kernel.
 template <class Problem>
 void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* most, float* partial,
