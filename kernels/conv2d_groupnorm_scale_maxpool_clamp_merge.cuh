@@ -18,12 +18,10 @@ struct Merged {
 };
 
 constexpr int kSampleThreads = 512;
-// Rows of ΣXXᵀ that are in shared memory at a time, with the filters' values that meet them.
-constexpr int sample_bytes(int rows) {
+constexpr int sample_bytes(int rows) {  // of shared memory, with so many rows of ΣXXᵀ
   return rows * (kDepth + CHANNELS_OUT + 4) * 4 + kDepth * 8 + CHANNELS_OUT * 64;
 }
 constexpr int kSlab = sample_bytes(kDepth) <= 48 << 10 ? kDepth : 24;
-constexpr int kOutputs = (CHANNELS_OUT / 4 * (kDepth / 4) + kSampleThreads - 1) / kSampleThreads;
 static_assert(CHANNELS_OUT <= kSampleThreads, "a thread per channel");
 
 // act(strip, does it count) of all strips, two side by side, so that their loads are under way together.
@@ -72,107 +70,136 @@ __device__ __forceinline__ void for_gram(Partial partial, int n, Geometry geomet
   }
 }
 
-// dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its shift; and all gradients by
-// sample. The group's mean is computed anew, because float32 holds little of it that is not shift, where that
-// is large. A block per sample.
-__global__ void __launch_bounds__(kSampleThreads, 1)
-sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geometry geometry) {
-  __shared__ __align__(16) float gram[kSlab][kDepth];
-  __shared__ __align__(16) float filters[kSlab][CHANNELS_OUT + 4];  // fewer bank conflicts
-  __shared__ double patches[kDepth];
-  __shared__ double sums[2][CHANNELS_OUT];
-  __shared__ double mean[CHANNELS_OUT];   // of weight·X
-  __shared__ double level[CHANNELS_OUT];  // what the shift and the bias add to that
-  __shared__ double slope[CHANNELS_OUT];  // of z·scale, but for rstd
-  __shared__ double constant[CHANNELS_OUT];
-  __shared__ double linear[CHANNELS_OUT];
-  __shared__ double of_bias[CHANNELS_OUT];
-  const int n = blockIdx.x, NC = shape.N * CHANNELS_OUT;
-  const float* shift = partial.shift + n * CHANNELS_IN;
-  const auto weight_at = [&](int c, int k) {
+struct SampleStorage {
+  // A slab: some rows of ΣXXᵀ, and the filters' values that meet them.
+  alignas(16) float gram[kSlab][kDepth];
+  alignas(16) float filters[kSlab][CHANNELS_OUT + 4];  // fewer bank conflicts
+  double patches[kDepth];                              // ΣX
+  double sums[2][CHANNELS_OUT];                        // of dy, where it passes, and of dy·(v - mean)
+  double mean[CHANNELS_OUT];                           // of weight·X
+  double level[CHANNELS_OUT];                          // what the shift and the bias add to that
+  double slope[CHANNELS_OUT];                          // of z·scale, but for rstd
+  double constant[CHANNELS_OUT];
+  double linear[CHANNELS_OUT];
+  double of_bias[CHANNELS_OUT];  // the gradient of conv_bias
+};
+
+// What a block knows of its sample: dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its
+// shift.
+struct Sample {
+  const Merged& merged;
+  const Partial& partial;
+  const Saved& saved;
+  const GroupShape shape;
+  const Geometry geometry;
+  SampleStorage& storage;
+  const int n = blockIdx.x;
+  const float* const shift = partial.shift + n * CHANNELS_IN;
+
+  // Of a thread's channel out, if it has one; fetched before they are needed.
+  struct Channel {
+    double rstd, slope, scale, norm_bias, mean;
+  };
+  __device__ __forceinline__ Channel load_channel() const {
+    const int own = threadIdx.x;
+    if (own >= CHANNELS_OUT) return {};
+    const int group = n * shape.G + own / shape.channels();
+    Channel channel;
+    channel.rstd = saved.group_rstd[group], channel.mean = saved.group_mean[group];
+    channel.scale = saved.scale[own], channel.norm_bias = saved.norm_bias[own];
+    storage.slope[own] = channel.slope = saved.norm_weight[own] * channel.scale;
+    return channel;
+  }
+
+  __device__ __forceinline__ float weight_at(int c, int k) const {
     const bool real = k < kDepth && input_channel(k) < CHANNELS_IN;
     return real ? float(saved.weight[c * (CHANNELS_IN * kTaps) + place_in_filter(k)]) : 0.f;
-  };
-  const auto load_slab = [&](int first) {
+  }
+  // Rows of ΣXXᵀ from `first` on; with the first slab, ΣX.
+  __device__ __forceinline__ void load_slab(int first) const {
     for_gram(partial, n, geometry, [&](int a, int b, float value) {
-      if (a == kDepth && first == 0) patches[b] = value;
-      if (a >= first && a < first + kSlab) gram[a - first][b] = value;
+      if (a == kDepth && first == 0) storage.patches[b] = value;
+      if (a >= first && a < first + kSlab) storage.gram[a - first][b] = value;
     });
 #pragma unroll 10
     for (int i = threadIdx.x; i < kSlab * CHANNELS_OUT; i += kSampleThreads)
-      filters[i % kSlab][i / kSlab] = weight_at(i / kSlab, first + i % kSlab);
-  };
-  load_slab(0);
-  for (int i = threadIdx.x; i < 2 * CHANNELS_OUT; i += kSampleThreads) {
-    double sum = 0;
-    for_strips(geometry.strips, [&](int strip, bool real) {
-      const float more = partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 2 + i];
-      if (real) sum += more;
-    });
-    sums[i % 2][i / 2] = sum;
+      storage.filters[i % kSlab][i / kSlab] = weight_at(i / kSlab, first + i % kSlab);
   }
-  double rstd = 0, of_slope = 0, scale = 0, norm_bias = 0, saved_mean = 0;  // of the thread's channel
-  const int own = threadIdx.x, first_of_group = own / shape.channels() * shape.channels();
-  if (own < CHANNELS_OUT) {
-    const int group = n * shape.G + own / shape.channels();
-    rstd = saved.group_rstd[group], saved_mean = saved.group_mean[group];
-    scale = saved.scale[own], norm_bias = saved.norm_bias[own];
-    slope[own] = of_slope = saved.norm_weight[own] * scale;
-  }
-  __syncthreads();  // patches and sums are there
-  for (int i = threadIdx.x; i < CHANNELS_OUT * 8; i += kSampleThreads) {  // eight lanes per channel
-    const int c = i / 8;
-    double of_patches = 0, of_shift = 0;
-#pragma unroll
-    for (int k = i % 8; k < kDepth; k += 8) {
-      const double w = kSlab == kDepth ? filters[k % kSlab][c] : weight_at(c, k);
-      of_patches += w * patches[k];
-      if (input_channel(k) < CHANNELS_IN) of_shift += w * shift[input_channel(k)];
+  __device__ __forceinline__ void load_sums() const {
+    for (int i = threadIdx.x; i < 2 * CHANNELS_OUT; i += kSampleThreads) {
+      double sum = 0;
+      for_strips(geometry.strips, [&](int strip, bool real) {
+        const float more = partial.sums[(int64_t(n) * geometry.strips + strip) * CHANNELS_OUT * 2 + i];
+        if (real) sum += more;
+      });
+      storage.sums[i % 2][i / 2] = sum;
     }
-    of_patches = lanes_sum<8>(of_patches), of_shift = lanes_sum<8>(of_shift);
-    if (i % 8 == 0) mean[c] = of_patches / shape.S, level[c] = of_shift + saved.conv_bias[c];
   }
-  __syncthreads();  // mean and level are there
-  if (own < CHANNELS_OUT) {
+
+  // mean and level, from the first slab: eight lanes per channel.
+  __device__ __forceinline__ void find_means() const {
+    for (int i = threadIdx.x; i < CHANNELS_OUT * 8; i += kSampleThreads) {
+      const int c = i / 8;
+      double of_patches = 0, of_shift = 0;
+#pragma unroll
+      for (int k = i % 8; k < kDepth; k += 8) {
+        const double w = kSlab == kDepth ? storage.filters[k % kSlab][c] : weight_at(c, k);
+        of_patches += w * storage.patches[k];
+        if (input_channel(k) < CHANNELS_IN) of_shift += w * shift[input_channel(k)];
+      }
+      of_patches = lanes_sum<8>(of_patches), of_shift = lanes_sum<8>(of_shift);
+      if (i % 8 == 0) storage.mean[c] = of_patches / shape.S, storage.level[c] = of_shift + saved.conv_bias[c];
+    }
+  }
+
+  // constant and linear, and the parameters' gradients: a thread per channel. The group's mean is computed
+  // anew, because float32 holds little of it that is not shift, where that is large.
+  __device__ __forceinline__ void find_coefficients(const Channel& channel) const {
+    const int own = threadIdx.x, NC = shape.N * CHANNELS_OUT;
+    if (own >= CHANNELS_OUT) return;
+    const int first = own / shape.channels() * shape.channels(), end = first + shape.channels();  // its group
     double group_mean = 0, gradient = 0, product = 0;
-    for (int c = first_of_group; c < first_of_group + shape.channels(); c++) group_mean += mean[c] + level[c];
+    for (int c = first; c < end; c++) group_mean += storage.mean[c] + storage.level[c];
     group_mean /= shape.channels();
-    const double moved = group_mean - saved_mean, count = double(shape.channels()) * shape.S;
-    for (int c = first_of_group; c < first_of_group + shape.channels(); c++)
-      gradient += slope[c] * sums[0][c], product += slope[c] * (sums[1][c] - moved * sums[0][c]);
-    const double passed = sums[0][own], of_v = sums[1][own] - moved * passed;
-    const double of_linear = -(rstd * product) / count * rstd * rstd;
-    const double of_constant = -rstd * gradient / count + of_linear * (level[own] - group_mean);
+    const double moved = group_mean - channel.mean, count = double(shape.channels()) * shape.S;
+    for (int c = first; c < end; c++) {
+      gradient += storage.slope[c] * storage.sums[0][c];
+      product += storage.slope[c] * (storage.sums[1][c] - moved * storage.sums[0][c]);
+    }
+    const double rstd = channel.rstd, passed = storage.sums[0][own];
+    const double of_v = storage.sums[1][own] - moved * passed;
+    const double linear = -(rstd * product) / count * rstd * rstd;
+    const double constant = -rstd * gradient / count + linear * (storage.level[own] - group_mean);
+    const double of_bias =
+        rstd * channel.slope * passed + double(shape.S) * (constant + linear * storage.mean[own]);
     const int at = n * CHANNELS_OUT + own;
-    merged.linear[n * shape.G + own / shape.channels()] = linear[own] = of_linear;
-    merged.constant[at] = constant[own] = of_constant;
-    merged.gradients[at] = of_bias[own] =
-        rstd * of_slope * passed + double(shape.S) * (of_constant + of_linear * mean[own]);
-    merged.gradients[NC + at] = rstd * scale * of_v;
-    merged.gradients[2 * NC + at] = scale * passed;
-    merged.gradients[3 * NC + at] = rstd * saved.norm_weight[own] * of_v + norm_bias * passed;
+    merged.linear[n * shape.G + own / shape.channels()] = storage.linear[own] = linear;
+    merged.constant[at] = storage.constant[own] = constant;
+    merged.gradients[at] = storage.of_bias[own] = of_bias;
+    merged.gradients[NC + at] = rstd * channel.scale * of_v;
+    merged.gradients[2 * NC + at] = channel.scale * passed;
+    merged.gradients[3 * NC + at] = rstd * saved.norm_weight[own] * of_v + channel.norm_bias * passed;
   }
-  // weight·(ΣXXᵀ), by four channels out and four places in a patch.
-  float d[kOutputs][4][4] = {};
-  const auto for_outputs = [&](auto act) {
+
+  // A thread's outputs of weight·(ΣXXᵀ): four channels out × four places in a patch each.
+  static constexpr int kOutputs = (CHANNELS_OUT / 4 * (kDepth / 4) + kSampleThreads - 1) / kSampleThreads;
+  using Products = float[kOutputs][4][4];
+  // act(products, first channel, first place) of each.
+  template <class Act> __device__ __forceinline__ static void for_outputs(Products& products, const Act& act) {
 #pragma unroll
     for (int i = 0; i < kOutputs; i++) {
       const int output = i * kSampleThreads + threadIdx.x;
       const int c = output / (kDepth / 4) * 4, k = output % (kDepth / 4) * 4;
-      if (c < CHANNELS_OUT) act(d[i], c, k);
+      if (c < CHANNELS_OUT) act(products[i], c, k);
     }
-  };
-  for (int slab = 0; slab < kDepth; slab += kSlab) {
-    if (slab) {
-      __syncthreads();  // the slab before has been read
-      load_slab(slab);
-    }
-    __syncthreads();  // it is there; first, the coefficients are, too
-    for_outputs([&](float(&product)[4][4], int c, int k) {
+  }
+  // Adds those of a slab.
+  __device__ __forceinline__ void multiply_slab(Products& products) const {
+    for_outputs(products, [&](float(&product)[4][4], int c, int k) {
 #pragma unroll 8
       for (int i = 0; i < kSlab; i++) {
-        const float4 w = *reinterpret_cast<const float4*>(&filters[i][c]);
-        const float4 with = *reinterpret_cast<const float4*>(&gram[i][k]);
+        const float4 w = *reinterpret_cast<const float4*>(&storage.filters[i][c]);
+        const float4 with = *reinterpret_cast<const float4*>(&storage.gram[i][k]);
         const float of_channel[] = {w.x, w.y, w.z, w.w}, of_place[] = {with.x, with.y, with.z, with.w};
 #pragma unroll
         for (int j = 0; j < 4; j++)
@@ -181,28 +208,57 @@ sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geo
       }
     });
   }
-  for_outputs([&](float(&product)[4][4], int first, int k) {
-    double sparse[4][4] = {};
-    for_strips(geometry.strips, [&](int strip, bool real) {
-      const float* from = partial.sparse + (int64_t(n) * geometry.strips + strip) * (CHANNELS_OUT * kDepth);
+  // The sample's gradient of weight.
+  __device__ __forceinline__ void write_weight(Products& products) const {
+    for_outputs(products, [&](float(&product)[4][4], int first, int k) {
+      double sparse[4][4] = {};
+      for_strips(geometry.strips, [&](int strip, bool real) {
+        const float* from =
+            partial.sparse + (int64_t(n) * geometry.strips + strip) * (CHANNELS_OUT * kDepth);
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float4 four = *reinterpret_cast<const float4*>(from + (first + j) * kDepth + k);
-        if (!real) continue;
-        sparse[j][0] += four.x, sparse[j][1] += four.y, sparse[j][2] += four.z, sparse[j][3] += four.w;
-      }
+        for (int j = 0; j < 4; j++) {
+          const float4 four = *reinterpret_cast<const float4*>(from + (first + j) * kDepth + k);
+          if (!real) continue;
+          sparse[j][0] += four.x, sparse[j][1] += four.y, sparse[j][2] += four.z, sparse[j][3] += four.w;
+        }
+      });
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+#pragma unroll
+        for (int l = 0; l < 4; l++) {
+          const int c = first + j;
+          const double linear = storage.linear[c];
+          double value = sparse[j][l] + storage.constant[c] * storage.patches[k + l];
+          if (linear != 0) value += linear * product[j][l];  // of zero, also where the squares overflow
+          if (input_channel(k + l) < CHANNELS_IN) value += storage.of_bias[c] * shift[input_channel(k + l)];
+          merged.weight[(int64_t(n) * CHANNELS_OUT + c) * kDepth + k + l] = value;
+        }
     });
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-#pragma unroll
-      for (int l = 0; l < 4; l++) {
-        const int c = first + j;
-        double value = sparse[j][l] + constant[c] * patches[k + l];
-        if (linear[c] != 0) value += linear[c] * product[j][l];  // of zero, also where the squares overflow
-        if (input_channel(k + l) < CHANNELS_IN) value += of_bias[c] * shift[input_channel(k + l)];
-        merged.weight[(int64_t(n) * CHANNELS_OUT + c) * kDepth + k + l] = value;
-      }
-  });
+  }
+};
+
+// A sample's coefficients, and all gradients by sample. A block per sample.
+__global__ void __launch_bounds__(kSampleThreads, 1)
+sample_kernel(Merged merged, Partial partial, Saved saved, GroupShape shape, Geometry geometry) {
+  __shared__ SampleStorage storage;
+  const Sample sample{merged, partial, saved, shape, geometry, storage};
+  sample.load_slab(0);
+  sample.load_sums();
+  const Sample::Channel channel = sample.load_channel();
+  __syncthreads();  // patches and sums are there
+  sample.find_means();
+  __syncthreads();  // mean and level are there
+  sample.find_coefficients(channel);
+  Sample::Products products = {};
+  for (int slab = 0; slab < kDepth; slab += kSlab) {
+    if (slab) {
+      __syncthreads();  // the slab before has been read
+      sample.load_slab(slab);
+    }
+    __syncthreads();  // it is there; first, the coefficients are, too
+    sample.multiply_slab(products);
+  }
+  sample.write_weight(products);
 }
 
 // d_weight like weight; the parameters' gradients (CHANNELS_OUT), the last of them only if `scales`. A block

@@ -155,6 +155,22 @@ struct Windows {
     }
   }
 
+  // In flat channels, whose values all tie, each window's first v instead, which forward did not keep.
+  __device__ __forceinline__ void take_first_of_flat(const Saved& saved, const Channel* channels,
+                                                     const value_t* sample, int first_channel, int row,
+                                                     int window_column, int windows, Geometry geometry) {
+#pragma unroll 1
+    for (int i = 0; i < kWarpChannels * kRounds; i++) {
+      const int c = i % kWarpChannels, window = i / kWarpChannels * 32 + threadIdx.x % 32;
+      if (!channels[c].flat || window >= windows) continue;
+      const float first =
+          first_of_window(saved, sample, first_channel + c, row, window_column + window, geometry);
+#pragma unroll
+      for (int j = 0; j < kWarpChannels * kRounds; j++)
+        if (j == i) extreme[j / kWarpChannels][j % kWarpChannels] = first;
+    }
+  }
+
   // Puts the gradients into `held`, from channel `own` on, the first of `channels`; lanes 4 i and 4 i + 2 get
   // the i-th channel's sums of dy, where it passes, and of dy·(v - mean).
   __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels,

@@ -10,7 +10,7 @@
 
 namespace {
 
-// And what is merged: of each strip, in float32.
+// What all strips leave in memory, for …_merge.cuh.
 struct Partial {
   float *shift, *gram, *frame, *sparse, *sums;
   Partial(float* from, int64_t N, int64_t strips)
@@ -21,17 +21,111 @@ struct Partial {
         sums(sparse + N * strips * CHANNELS_OUT * kDepth) {}  // (N, strips, CHANNELS_OUT, 2)
 };
 
-// Blocks of a strip share the channels out, the units and the roles.
+// The blocks of a strip share its channels out, the units of the sparse product, and the roles of the Gram
+// matrix.
 constexpr int kStripBlocks = kChannelBlocks * kSparsePasses;
 constexpr int kBlockRoles = (kRoles + kStripBlocks - 1) / kStripBlocks;
 constexpr int kRoleWarps = kBlockRoles > 4 ? 8 : kBlockRoles > 2 ? 4 : kBlockRoles;  // with different roles
 constexpr int kGramGroups = kWarps / kRoleWarps;
-struct StripLayout {  // of shared memory: where each part begins
+constexpr int kBlockGramSize = kBlockRoles * kRoleTiles * 32;  // float4, of a group of warps
+
+// Dynamic shared memory, where each part begins, in bytes: the stage; the selected gradients; the block's share
+// of the Gram matrix, by group of warps; a pixel of ones.
+struct StripLayout {
   static constexpr int kHeld = Stage::kBytes, kGram = kHeld + (sizeof(Held) + 15) / 16 * 16;
-  static constexpr int kRoleBytes = kRoleTiles * 512;  // of one group
-  static constexpr int kOnes = kGram + kGramGroups * kBlockRoles * kRoleBytes, kBytes = kOnes + 16;
+  static constexpr int kOnes = kGram + kGramGroups * kBlockGramSize * 16, kBytes = kOnes + 16;
   static_assert(2 * kBlockUnits * kRoleUnits * 1024 <= kBytes, "room to merge groups");
 };
+
+// What is a block's of the work, and a warp's of that.
+struct StripShare {
+  const int strip, job, n, block, slot;  // slot: of the strip among all samples'
+  const int first_channel, pass;         // of the block's channels out; which units of the sparse product
+  const int warp, lane;
+  // The sparse product: half of the block's channels, and units. Warps with the same role are in different
+  // groups. Warps that share a scheduler have different units, not equally many.
+  const int half, group, block_units, units;
+  const int own_channels, first_own;  // whose gradients the warp selects: the first of the block's; of all
+  // The Gram matrix: roles first_role, first_role + kRoleWarps … Warps with the most units of the sparse
+  // product have the shorter role.
+  const int rank, first_role, gram_group;
+
+  __device__ __forceinline__ explicit StripShare(Geometry geometry)
+      : strip(blockIdx.x % geometry.strips), job(blockIdx.x / geometry.strips), n(job % geometry.N),
+        block(job / geometry.N), slot(n * geometry.strips + strip),
+        first_channel(block % kChannelBlocks * kBlockChannels), pass(block / kChannelBlocks),
+        warp(__shfl_sync(~0u, threadIdx.x / 32, 0)), lane(threadIdx.x % 32), half(warp % 2),
+        group(warp / 2 / kBlockUnits), block_units((warp / 2 + group) % kBlockUnits),
+        units(pass * kBlockUnits + block_units), own_channels(warp * kWarpChannels),
+        first_own(first_channel + own_channels),
+        rank(kBlockUnits - 1 - block_units + kBlockUnits * (half + 2 * group)),
+        first_role(rank % kRoleWarps), gram_group(rank / kRoleWarps) {}
+};
+
+// Adds row R(q) of the Gram matrix for each row q of a tile: to the block's share in shared memory, or, in the
+// frame, to its own place.
+__device__ __forceinline__ void add_gram(const StripShare& share, float4* grams, float* frames, int row,
+                                         int column, int columns, uint32_t address, uint2 constants,
+                                         float factor, Geometry geometry) {
+  for (int own_role = share.first_role; own_role < kBlockRoles; own_role += kRoleWarps)
+    for (int i = share.gram_group, q; i < POOL_H && (q = row * POOL_H + i) < geometry.H; i += kGramGroups) {
+      const int role = share.block * kBlockRoles + own_role, frame = frame_row(q, geometry);
+      float4* total = grams + (share.gram_group * kBlockRoles + own_role) * (kRoleTiles * 32) + share.lane;
+      if (frame >= 0) {
+        float* const kept = frames + (int64_t(share.n) * kFrameRows + frame) * kGramSize;
+        total = reinterpret_cast<float4*>(kept) + role * (kRoleTiles * 32) + share.lane;
+      }
+      with_constant<kRoles>(role, [&](auto constant) {
+        multiply_gram<decltype(constant)::value>(total, frame < 0 || column > 0,
+                                                 address + Stage::offset(i, 0), constants, columns, factor);
+      });
+    }
+}
+
+// Writes the block's share of the strip's Gram matrix, summed over the groups of warps in their order.
+__device__ __forceinline__ void write_gram(const StripShare& share, const float4* grams, float* all) {
+  for (int i = threadIdx.x; i < kBlockGramSize; i += kThreads) {
+    const int at = share.block * kBlockGramSize + i;
+    if (at >= kGramTiles * 32) continue;
+    float4 merged = grams[i];
+    for (int other = 1; other < kGramGroups; other++) {
+      const float4 more = grams[other * kBlockGramSize + i];
+      merged.x += more.x, merged.y += more.y, merged.z += more.z, merged.w += more.w;
+    }
+    reinterpret_cast<float4*>(all + int64_t(share.slot) * kGramSize)[at] = merged;
+  }
+}
+
+// Writes the strip's sparse sums of the block, added up over the groups of warps in their order, in the first
+// one. shared: memory for them.
+__device__ __forceinline__ void write_sparse(const StripShare& share, float (&total)[2][kRoleUnits][4],
+                                             unsigned char* shared, float* all) {
+  float* const sums = reinterpret_cast<float*>(shared) +
+                      (share.half * kBlockUnits + share.block_units) * (kRoleUnits * 256) + share.lane;
+  for (int other = 1; other < kSparseGroups; other++) {
+    __syncthreads();  // what was here has been read
+    if (share.group == other)
+#pragma unroll
+      for (int i = 0; i < 2 * kRoleUnits * 4; i++) sums[i * 32] = (&total[0][0][0])[i];
+    __syncthreads();  // it is there
+    if (share.group == 0)
+#pragma unroll
+      for (int i = 0; i < 2 * kRoleUnits * 4; i++) (&total[0][0][0])[i] += sums[i * 32];
+  }
+  if (share.group > 0) return;
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int i = 0; i < kRoleUnits; i++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int c = share.first_channel + share.half * 32 + m * 16 + j * 8 + share.lane / 4;
+        const int unit = share.units * kRoleUnits + i;
+        if (c >= CHANNELS_OUT || unit >= kUnits) continue;
+        float* const to = all + (int64_t(share.slot) * CHANNELS_OUT + c) * kDepth + unit * 8;
+        reinterpret_cast<float2*>(to)[share.lane % 4] = make_float2(total[m][i][2 * j], total[m][i][2 * j + 1]);
+      }
+}
 
 // Grid: strips, samples, kStripBlocks, the first fastest.
 __global__ void __launch_bounds__(kThreads, 2)
@@ -45,42 +139,32 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
   Stage stage(shared, &largest);
   Held& held = *reinterpret_cast<Held*>(shared + StripLayout::kHeld);
   float4* const grams = reinterpret_cast<float4*>(shared + StripLayout::kGram);
-  const int strip = blockIdx.x % geometry.strips, job = blockIdx.x / geometry.strips;
-  const int n = job % geometry.N, own_block = job / geometry.N, slot = n * geometry.strips + strip;
-  const int first_channel = own_block % kChannelBlocks * kBlockChannels, pass = own_block / kChannelBlocks;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int half = warp % 2, group = warp / 2 / kBlockUnits;
-  // Warps that share a scheduler have different units, not equally many.
-  const int of_block = (warp / 2 + group) % kBlockUnits, units = pass * kBlockUnits + of_block;
-  const value_t* sample = x + int64_t(n) * CHANNELS_IN * geometry.H * geometry.W;
+  const StripShare share(geometry);
+  const value_t* sample = x + int64_t(share.n) * CHANNELS_IN * geometry.H * geometry.W;
   const int pooled_width = geometry.pooled_width();
   const int64_t pooled_size = int64_t(geometry.pooled_height()) * pooled_width;
-  const int own_channels = warp * kWarpChannels, first_own = first_channel + own_channels;
-  // Those with most units of the sparse product have the shorter role of the Gram matrix.
-  const int rank = kBlockUnits - 1 - of_block + kBlockUnits * (half + 2 * group);
-  const int first_role = rank % kRoleWarps, gram_group = rank / kRoleWarps;
-  const int row_end = min(geometry.tile_rows(), (strip + 1) * geometry.rows);
+  const int row_end = min(geometry.tile_rows(), (share.strip + 1) * geometry.rows);
   sums[threadIdx.x] = 0;
   bool flat = false;
   if (const int c = threadIdx.x; c < kBlockChannels) {
     channels[c] = {};
-    if (first_channel + c < CHANNELS_OUT) channels[c] = channel_of(saved, shape, n, first_channel + c);
+    if (share.first_channel + c < CHANNELS_OUT)
+      channels[c] = channel_of(saved, shape, share.n, share.first_channel + c);
     flat = channels[c].flat;
   }
   if (threadIdx.x < 4) reinterpret_cast<uint32_t*>(shared + StripLayout::kOnes)[threadIdx.x] = 0x3c003c00;
   if (threadIdx.x < kArea) held.origin_of_place[threadIdx.x] = origin_of(threadIdx.x);
   find_shift(shift, sample, geometry.H * geometry.W);
-  for (int i = threadIdx.x; i < kGramGroups * kBlockRoles * kRoleTiles * 32; i += kThreads)
+  for (int i = threadIdx.x; i < kGramGroups * kBlockGramSize; i += kThreads)
     grams[i] = make_float4(0, 0, 0, 0);
   const bool any_flat = __syncthreads_or(flat);  // the shift and the channels are there
-  if (strip == 0 && own_block == 0 && threadIdx.x < CHANNELS_IN)
-    partial.shift[n * CHANNELS_IN + threadIdx.x] = shift[threadIdx.x];
+  if (share.strip == 0 && share.block == 0 && threadIdx.x < CHANNELS_IN)
+    partial.shift[share.n * CHANNELS_IN + threadIdx.x] = shift[threadIdx.x];
 
   const uint32_t address = shared_address(shared);
   const uint2 constants = make_uint2(address + StripLayout::kOnes, address + Stage::kZeros);
-
   float total[2][kRoleUnits][4] = {};
-  for (int row = strip * geometry.rows; row < row_end; row++)
+  for (int row = share.strip * geometry.rows; row < row_end; row++)
     for (int column = 0, columns; column < geometry.width(); column += columns) {
       const int left = geometry.width() - column, window_column = column / POOL_W;
       columns = left <= kTileColumns ? left : kTileWindows * POOL_W;
@@ -90,82 +174,31 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
       Windows own = {};
       stage.load(pixels, sample, shift, row * POOL_H, column, geometry);
       const int64_t first_window = int64_t(row) * pooled_width + window_column;
-      if (windows && first_own < CHANNELS_OUT)
-        own.load(saved, (int64_t(n) * CHANNELS_OUT + first_own) * pooled_size + first_window, pooled_size,
-                 CHANNELS_OUT - first_own, windows);
+      if (windows && share.first_own < CHANNELS_OUT)
+        own.load(saved, (int64_t(share.n) * CHANNELS_OUT + share.first_own) * pooled_size + first_window,
+                 pooled_size, CHANNELS_OUT - share.first_own, windows);
       if (any_flat)
-#pragma unroll 1
-        for (int i = 0; i < kWarpChannels * kRounds; i++) {
-          const int c = own_channels + i % kWarpChannels, window = i / kWarpChannels * 32 + lane;
-          if (!channels[c].flat || window >= windows) continue;
-          const float first =
-              first_of_window(saved, sample, first_channel + c, row, window_column + window, geometry);
-#pragma unroll
-          for (int j = 0; j < kWarpChannels * kRounds; j++)
-            if (j == i) own.extreme[j / kWarpChannels][j % kWarpChannels] = first;
-        }
+        own.take_first_of_flat(saved, channels + share.own_channels, sample, share.first_own, row,
+                               window_column, windows, geometry);
       __syncthreads();  // the stage and what is held have been read
-      if (windows) sums[threadIdx.x] += own.select(held, saved, channels + own_channels, own_channels);
+      if (windows)
+        sums[threadIdx.x] += own.select(held, saved, channels + share.own_channels, share.own_channels);
       const float factor = power_of_two(-stage.store(pixels));
       __syncthreads();  // they are complete
       if (windows)
-        with_constant<kUnitGroups>(units, [&](auto constant) {
-          multiply_sparse<decltype(constant)::value>(total, address, held, half * 32, windows, group, factor);
+        with_constant<kUnitGroups>(share.units, [&](auto constant) {
+          multiply_sparse<decltype(constant)::value>(total, address, held, share.half * 32, windows,
+                                                     share.group, factor);
         });
-      for (int of_role = first_role; of_role < kBlockRoles; of_role += kRoleWarps)
-        for (int i = gram_group, q; i < POOL_H && (q = row * POOL_H + i) < geometry.H; i += kGramGroups) {
-          const int role = own_block * kBlockRoles + of_role, frame = frame_row(q, geometry);
-          float4* total_of_role = grams + (gram_group * kBlockRoles + of_role) * (kRoleTiles * 32) + lane;
-          if (frame >= 0) {
-            float* const kept = partial.frame + (int64_t(n) * kFrameRows + frame) * kGramSize;
-            total_of_role = reinterpret_cast<float4*>(kept) + role * (kRoleTiles * 32) + lane;
-          }
-          with_constant<kRoles>(role, [&](auto constant) {
-            multiply_gram<decltype(constant)::value>(total_of_role, frame < 0 || column > 0,
-                                                     address + Stage::offset(i, 0), constants, columns,
-                                                     factor);
-          });
-        }
+      add_gram(share, grams, partial.frame, row, column, columns, address, constants, factor, geometry);
     }
   static_assert(kWarpChannels == 8, "a sum for every other lane");
-  if (pass == 0 && lane % 2 == 0 && first_own + lane / 4 < CHANNELS_OUT)
-    partial.sums[(int64_t(slot) * CHANNELS_OUT + first_own) * 2 + lane / 2] = sums[threadIdx.x];
+  if (share.pass == 0 && share.lane % 2 == 0 && share.first_own + share.lane / 4 < CHANNELS_OUT)
+    partial.sums[(int64_t(share.slot) * CHANNELS_OUT + share.first_own) * 2 + share.lane / 2] =
+        sums[threadIdx.x];
   __syncthreads();  // all products are complete
-  for (int i = threadIdx.x; i < kBlockRoles * kRoleTiles * 32; i += kThreads) {
-    const int at = own_block * kBlockRoles * kRoleTiles * 32 + i;
-    if (at >= kGramTiles * 32) continue;
-    float4 merged = grams[i];
-    for (int other = 1; other < kGramGroups; other++) {
-      const float4 more = grams[other * (kBlockRoles * kRoleTiles * 32) + i];
-      merged.x += more.x, merged.y += more.y, merged.z += more.z, merged.w += more.w;
-    }
-    reinterpret_cast<float4*>(partial.gram + int64_t(slot) * kGramSize)[at] = merged;
-  }
-  // Warps with the same role of the sparse product add up what they found, in order, in the first group.
-  float* const own_sums =
-      reinterpret_cast<float*>(shared) + (half * kBlockUnits + of_block) * (kRoleUnits * 256) + lane;
-  for (int other = 1; other < kSparseGroups; other++) {
-    __syncthreads();  // what was here has been read
-    if (group == other)
-#pragma unroll
-      for (int i = 0; i < 2 * kRoleUnits * 4; i++) own_sums[i * 32] = (&total[0][0][0])[i];
-    __syncthreads();  // it is there
-    if (group == 0)
-#pragma unroll
-      for (int i = 0; i < 2 * kRoleUnits * 4; i++) (&total[0][0][0])[i] += own_sums[i * 32];
-  }
-  if (group == 0)
-#pragma unroll
-    for (int m = 0; m < 2; m++)
-#pragma unroll
-      for (int i = 0; i < kRoleUnits; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const int c = first_channel + half * 32 + m * 16 + j * 8 + lane / 4, unit = units * kRoleUnits + i;
-          if (c >= CHANNELS_OUT || unit >= kUnits) continue;
-          float* const to = partial.sparse + (int64_t(slot) * CHANNELS_OUT + c) * kDepth + unit * 8;
-          reinterpret_cast<float2*>(to)[lane % 4] = make_float2(total[m][i][2 * j], total[m][i][2 * j + 1]);
-        }
+  write_gram(share, grams, partial.gram);
+  write_sparse(share, total, shared, partial.sparse);
 #endif
 }
 
