@@ -1,4 +1,5 @@
-// What the kernels of pool's fused backward share: sizes, units of a patch, and the gradients that windows select.
+// What the kernels of pool's fused backward share: sizes, units of a patch, and the gradients that windows
+// select.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
 #include "normalisation.h"
@@ -30,6 +31,8 @@ struct Geometry {
   HOST_DEVICE int width() const { return W - KERNEL_W + 1; }
   HOST_DEVICE int pooled_height() const { return height() / POOL_H; }
   HOST_DEVICE int pooled_width() const { return width() / POOL_W; }
+  HOST_DEVICE int64_t plane_size() const { return int64_t(H) * W; }
+  HOST_DEVICE int64_t pooled_size() const { return int64_t(pooled_height()) * pooled_width(); }
   // Do the strips cover that many rows, and none of them nothing?
   bool cover(int all) const { return (strips - 1) * rows < all && all <= strips * rows; }
 };

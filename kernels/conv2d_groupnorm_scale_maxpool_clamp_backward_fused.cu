@@ -13,7 +13,8 @@
 //   d_weight = Σ slope·dz·X + Σ constant·(ΣX) + weight·Σ linear·(ΣXXᵀ),
 // where the first sum goes over windows, and the others over samples. So the dense part needs nothing of dy
 // but its sums, and the sparse one none of them.
-//   strip_kernel, sample_kernel, total_kernel    all of that (…_weight_gradient.cuh)
+//   strip_kernel                     the sums, of a strip of a sample's rows (…_weight_gradient.cuh)
+//   sample_kernel, total_kernel      the gradients that they make (…_merge.cuh)
 // and only where x's gradient is asked for
 //   compose_kernel, input_gradient_kernel, border_kernel    the transposed convolution of dv
 //                                                (…_input_gradient.cuh)

@@ -1,12 +1,11 @@
-// x's gradient of pool at pixels some of whose positions are outside of v: there the composed filter is another,
-// of the taps that are left.
+// x's gradient of pool at its border (…_input_gradient.cuh): there some of a pixel's positions are outside of v,
+// and the composed filter is another, of the taps that are left.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_compose.cuh"
 
 namespace {
 
-// Pixels of x some of whose positions are outside of v. Those for which the same taps are left make a class,
-// with a composed filter of its own: classes count rows (or columns) before the first with all taps, all with
+// Pixels for which the same taps are left make a class, with a composed filter of its own: classes count rows (or columns) before the first with all taps, all with
 // all of them as one, and those behind.
 struct Range {
   int begin, end;          // rows of x

@@ -1,5 +1,6 @@
-// The filters that x's gradient of pool is a product with (…_input_gradient.cuh), as the tensor cores take them:
-// weight, and of each sample the filter that weight's transposed convolution and linear·weight compose.
+// The filters that x's gradient of pool is a product with (…_input_gradient.cuh), as operands of tensor cores:
+// weight itself; and of each sample the one that two convolutions in a row make, of x by linear·weight and of
+// that by weight, transposed.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_merge.cuh"
 

@@ -148,7 +148,8 @@ struct Sample {
         if (input_channel(k) < CHANNELS_IN) of_shift += w * shift[input_channel(k)];
       }
       of_patches = lanes_sum<8>(of_patches), of_shift = lanes_sum<8>(of_shift);
-      if (i % 8 == 0) storage.mean[c] = of_patches / shape.S, storage.level[c] = of_shift + saved.conv_bias[c];
+      if (i % 8) continue;
+      storage.mean[c] = of_patches / shape.S, storage.level[c] = of_shift + saved.conv_bias[c];
     }
   }
 
@@ -185,7 +186,8 @@ struct Sample {
   static constexpr int kOutputs = (CHANNELS_OUT / 4 * (kDepth / 4) + kSampleThreads - 1) / kSampleThreads;
   using Products = float[kOutputs][4][4];
   // act(products, first channel, first place) of each.
-  template <class Act> __device__ __forceinline__ static void for_outputs(Products& products, const Act& act) {
+  template <class Act>
+  __device__ __forceinline__ static void for_outputs(Products& products, const Act& act) {
 #pragma unroll
     for (int i = 0; i < kOutputs; i++) {
       const int output = i * kSampleThreads + threadIdx.x;

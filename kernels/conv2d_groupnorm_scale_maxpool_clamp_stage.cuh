@@ -1,15 +1,16 @@
-// Tiles of v, for the weight's gradient of pool, and x that they need in shared memory: less its shift, scaled,
-// split into two float16 (operands.cuh).
+// Tiles of v, for the weight's gradient of pool, and the x that they need in shared memory: less its shift,
+// scaled, split into two float16 (operands.cuh).
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_backward.cuh"
 
 namespace {
 
-// A tile has POOL_H rows of positions, a row of windows where there is one, and up to kTileColumns columns.
-// The next one begins with a whole window.
 constexpr int kSteps = 8;  // products that one sum takes in a tensor core, which cuts off
-// Pixels in a row, so that the stage fits in shared memory twice.
-constexpr int kPixels = 2 * kPlanes * (POOL_H + KERNEL_H - 1) * (128 + KERNEL_W + 7) * 16 <= 80 << 10 ? 128 : 64;
+// A tile has POOL_H rows of positions, a row of windows where there is one, and up to kTileColumns columns.
+// The next one begins with a whole window. A row of it takes kPixels of x; so many that two blocks' stages fit
+// in shared memory.
+constexpr int kWideStage = 2 * kPlanes * (POOL_H + KERNEL_H - 1) * (128 + KERNEL_W + 7) * 16;  // bytes
+constexpr int kPixels = kWideStage <= 80 << 10 ? 128 : 64;
 constexpr int kTileColumns = kPixels - KERNEL_W + 1, kTileWindows = kTileColumns / POOL_W;
 static_assert(kPixels <= 16 * kSteps, "a row of a tile is one sum of a tensor core");
 

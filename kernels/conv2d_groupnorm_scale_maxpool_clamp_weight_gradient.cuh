@@ -29,8 +29,8 @@ constexpr int kRoleWarps = kBlockRoles > 4 ? 8 : kBlockRoles > 2 ? 4 : kBlockRol
 constexpr int kGramGroups = kWarps / kRoleWarps;
 constexpr int kBlockGramSize = kBlockRoles * kRoleTiles * 32;  // float4, of a group of warps
 
-// Dynamic shared memory, where each part begins, in bytes: the stage; the selected gradients; the block's share
-// of the Gram matrix, by group of warps; a pixel of ones.
+// Dynamic shared memory, where each part begins, in bytes: the stage; the selected gradients; the block's
+// share of the Gram matrix, by group of warps; a pixel of ones.
 struct StripLayout {
   static constexpr int kHeld = Stage::kBytes, kGram = kHeld + (sizeof(Held) + 15) / 16 * 16;
   static constexpr int kOnes = kGram + kGramGroups * kBlockGramSize * 16, kBytes = kOnes + 16;
@@ -123,7 +123,8 @@ __device__ __forceinline__ void write_sparse(const StripShare& share, float (&to
         const int unit = share.units * kRoleUnits + i;
         if (c >= CHANNELS_OUT || unit >= kUnits) continue;
         float* const to = all + (int64_t(share.slot) * CHANNELS_OUT + c) * kDepth + unit * 8;
-        reinterpret_cast<float2*>(to)[share.lane % 4] = make_float2(total[m][i][2 * j], total[m][i][2 * j + 1]);
+        reinterpret_cast<float2*>(to)[share.lane % 4] =
+            make_float2(total[m][i][2 * j], total[m][i][2 * j + 1]);
       }
 }
 

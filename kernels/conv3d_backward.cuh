@@ -2,6 +2,7 @@
 // conv3d_input_gradient.cuh), once the problem knows its coefficients.
 #pragma once
 #include "conv3d_input_gradient.cuh"
+#include "conv3d_weight_gradient.cuh"
 #include "launch.cuh"
 
 // How `dv_slots` jobs' worth of scratch for dv are used: those of whole samples, where x needs a gradient.

@@ -1,5 +1,5 @@
-// What the backward kernels of a small 3-D convolution (conv3d_tile.cuh) that a normalisation follows share. The
-// convolution v of x - shift is computed again, tile by tile, and from it the gradient
+// What the backward kernels of a small 3-D convolution (conv3d_tile.cuh) that a normalisation follows share.
+// The convolution v of x - shift is computed again, tile by tile, and from it the gradient
 //   dv = slope·dz + constant + linear·v
 // by channel of a sample, where dz, the gradient of the normalised value, is the problem's.
 //
