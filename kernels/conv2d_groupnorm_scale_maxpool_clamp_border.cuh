@@ -1,12 +1,12 @@
-// x's gradient of pool at its border (…_input_gradient.cuh): there some of a pixel's positions are outside of v,
-// and the composed filter is another, of the taps that are left.
+// x's gradient of pool at its border (…_input_gradient.cuh): there some of a pixel's positions are outside of
+// v, and the composed filter is another, of the taps that are left.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_compose.cuh"
 
 namespace {
 
-// Pixels for which the same taps are left make a class, with a composed filter of its own: classes count rows (or columns) before the first with all taps, all with
-// all of them as one, and those behind.
+// Pixels for which the same taps are left make a class, with a composed filter of its own: classes count rows
+// (or columns) before the first with all taps, all with all of them as one, and those behind.
 struct Range {
   int begin, end;          // rows of x
   int first_tap, last_tap;  // whose positions are in v

@@ -1,6 +1,6 @@
-// The filters that x's gradient of pool is a product with (…_input_gradient.cuh), as operands of tensor cores:
-// weight itself; and of each sample the one that two convolutions in a row make, of x by linear·weight and of
-// that by weight, transposed.
+// The filters that x's gradient of pool is a product with (…_input_gradient.cuh), as operands of tensor
+// cores: weight itself; and of each sample the one that two convolutions in a row make, of x by linear·weight
+// and of that by weight, transposed.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_merge.cuh"
 
@@ -46,8 +46,8 @@ __device__ __forceinline__ float filter_value(const value_t* weight, int c, int 
   return input_channel(depth) < CHANNELS_IN ? float(filter[place_in_filter(depth)]) : 0.f;
 }
 
-// A lane's four channels of a step lie side by side: the depths of a product may come in any order that is the
-// same for both operands.
+// A lane's four channels of a step lie side by side: the depths of a product may come in any order that is
+// the same for both operands.
 __device__ inline void pack_filters(Composed to, const value_t* weight, int* exponents) {
   const int lane = threadIdx.x % 32;
   for (int c = threadIdx.x / 32; c < CHANNELS_OUT; c += kComposeThreads / 32) {

@@ -1,12 +1,14 @@
 // x's gradient, for conv2d_groupnorm_scale_maxpool_clamp_backward_fused.cu, which explains v, dv and units.
 //
-// dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. One position of a window
-// is selected in a channel, but nearly all in some of 64 channels, so the first part goes through tensor
-// cores like a dense one; its operand is made in registers, from a window's gradients and places. The rest
-// needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of CHANNELS_IN channels
-// to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
-//   compose_kernel          that filter, and the products of the filters' taps that make it up (…_compose.cuh)
-//   input_gradient_kernel   both parts; of pixels at the border, only the first (operands: …_input_operands.cuh)
+// dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. One position of a
+// window is selected in a channel, but nearly all in some of 64 channels, so the first part goes through
+// tensor cores like a dense one; its operand is made in registers, from a window's gradients and places. The
+// rest needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of CHANNELS_IN
+// channels to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
+//   compose_kernel          that filter, and the products of the filters' taps that make it up
+//                           (…_compose.cuh)
+//   input_gradient_kernel   both parts; of pixels at the border, only the first (…_input_operands.cuh: what
+//                           is in shared memory)
 //   border_kernel           the second one there, where only a share of the taps is (…_border.cuh)
 // A warp has 8 columns of dv, all rows of windows one after the other, and all channels. A product's rows are
 // 8 columns of two rows of v, so that terms of a column add up in registers; through shared memory go those
@@ -29,8 +31,8 @@ __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t
   multiply_add(d, high, b.x, b.y);
 }
 
-// The products for a row of windows, and the rows of dx under it. A thread has one column of v, and of dx, and
-// two channels in of each plane.
+// The products for a row of windows, and the rows of dx under it. A thread has one column of v, and of dx,
+// and two channels in of each plane.
 struct InputProducts {
   const InputTile& tile;
   const InputStage& operands;
@@ -81,8 +83,8 @@ struct InputProducts {
 #pragma unroll
     for (int plane = 0; plane < kPlanes; plane++) {
       const int c = plane * 8 + thread % 4 * 2;
-      value_t* to =
-          dx + (int64_t(tile.n) * CHANNELS_IN + c) * tile.geometry.plane_size() + int64_t(row) * geometry.W + own_x;
+      const int64_t of_channel = (int64_t(tile.n) * CHANNELS_IN + c) * geometry.plane_size();
+      value_t* to = dx + of_channel + int64_t(row) * geometry.W + own_x;
 #pragma unroll
       for (int r = 0; r < POOL_H; r++, to += geometry.W) {
         float2 sum = make_float2(0, 0);
@@ -93,7 +95,7 @@ struct InputProducts {
         }
         if (row + r >= geometry.H) continue;
         if (c < CHANNELS_IN) to[0] = value_t(sum.x);
-        if (c + 1 < CHANNELS_IN) to[tile.geometry.plane_size()] = value_t(sum.y);
+        if (c + 1 < CHANNELS_IN) to[geometry.plane_size()] = value_t(sum.y);
       }
     }
   }

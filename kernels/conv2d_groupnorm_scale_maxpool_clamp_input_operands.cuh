@@ -57,7 +57,8 @@ struct InputTile {
         height(geometry.height()), width(geometry.width()),
         row_begin(uniform(strip * geometry.rows)), row_end(min(geometry.H, row_begin + geometry.rows)),
         column_begin(tile * stride), column_end(min(geometry.W, column_begin + stride)),
-        ahead(uniform(tile ? kHaloW : 0)), first_column(column_begin - ahead), first_window(first_column / POOL_W),
+        ahead(uniform(tile ? kHaloW : 0)), first_column(column_begin - ahead),
+        first_window(first_column / POOL_W),
         last_window((first_column + kInputColumns - 1) / POOL_W),
         windows(min(last_window + 1, geometry.pooled_width()) - first_window) {}
 

@@ -1,5 +1,5 @@
-// Σ slope·dz·X over the windows of a tile, for the weight's gradient of pool: the gradients that windows select,
-// as sparse operands, and their products with the stage's pixels.
+// Σ slope·dz·X over the windows of a tile, for the weight's gradient of pool: the gradients that windows
+// select, as sparse operands, and their products with the stage's pixels.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_stage.cuh"
 

@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kSteps = 8;  // products that one sum takes in a tensor core, which cuts off
 // A tile has POOL_H rows of positions, a row of windows where there is one, and up to kTileColumns columns.
-// The next one begins with a whole window. A row of it takes kPixels of x; so many that two blocks' stages fit
-// in shared memory.
+// The next one begins with a whole window. A row of it takes kPixels of x; so many that two blocks' stages
+// fit in shared memory.
 constexpr int kWideStage = 2 * kPlanes * (POOL_H + KERNEL_H - 1) * (128 + KERNEL_W + 7) * 16;  // bytes
 constexpr int kPixels = kWideStage <= 80 << 10 ? 128 : 64;
 constexpr int kTileColumns = kPixels - KERNEL_W + 1, kTileWindows = kTileColumns / POOL_W;

@@ -62,8 +62,8 @@ struct StripShare {
         first_role(rank % kRoleWarps), gram_group(rank / kRoleWarps) {}
 };
 
-// Adds row R(q) of the Gram matrix for each row q of a tile: to the block's share in shared memory, or, in the
-// frame, to its own place.
+// Adds row R(q) of the Gram matrix for each row q of a tile: to the block's share in shared memory, or, in
+// the frame, to its own place.
 __device__ __forceinline__ void add_gram(const StripShare& share, float4* grams, float* frames, int row,
                                          int column, int columns, uint32_t address, uint2 constants,
                                          float factor, Geometry geometry) {

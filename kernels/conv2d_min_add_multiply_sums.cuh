@@ -1,5 +1,5 @@
-// The gradients of min-add's biases, sums of g and of dy·scale over samples and pixels; and the largest finite
-// magnitude of g in each sample.
+// The gradients of min-add's biases, sums of g and of dy·scale over samples and pixels; and the largest
+// finite magnitude of g in each sample.
 #pragma once
 #include "conv2d_min_add_multiply_gradient.cuh"
 #include "reduce.cuh"

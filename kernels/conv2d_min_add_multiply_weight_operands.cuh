@@ -1,6 +1,6 @@
-// The operands of the weights' gradient of min-add (…_weight_gradient_fused.cu) in shared memory: which part of it
-// a block has, the scales of a sample's g and x, the walk down strips, and a step of it on its way to shared
-// memory.
+// The operands of the weights' gradient of min-add (…_weight_gradient_fused.cu) in shared memory: which part
+// of it a block has, the scales of a sample's g and x, the walk down strips, and a step of it on its way to
+// shared memory.
 #pragma once
 #include "conv2d_min_add_multiply_gradient.cuh"
 #include "reduce.cuh"

@@ -1,5 +1,5 @@
-// The products of the weights' gradient of min-add (…_weight_gradient_fused.cu): a step's operands, from shared
-// memory to the sums in registers.
+// The products of the weights' gradient of min-add (…_weight_gradient_fused.cu): a step's operands, from
+// shared memory to the sums in registers.
 #pragma once
 #include "conv2d_min_add_multiply_weight_operands.cuh"
 

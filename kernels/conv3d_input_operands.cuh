@@ -1,5 +1,5 @@
-// The operands of dx of a small 3-D convolution (conv3d_input_gradient.cuh) in shared memory: dv from scratch and
-// the weights, scaled by powers of two and split into two float16 each.
+// The operands of dx of a small 3-D convolution (conv3d_input_gradient.cuh) in shared memory: dv from scratch
+// and the weights, scaled by powers of two and split into two float16 each.
 //
 //   InputTiling, InputTile   how blocks share out dx
 //   InputBlock               the layout of shared memory, scales, the weights as fragments
