@@ -18,7 +18,7 @@ constexpr int kDepth = kUnits * 8;       // of a patch
 constexpr int kBlockChannels = 64;
 constexpr int kChannelBlocks = (CHANNELS_OUT + kBlockChannels - 1) / kBlockChannels;
 
-// Where a value of a patch belongs: its input channel, and its place in a filter.
+// Where the value at `depth` of a patch belongs: its input channel, and its place in a filter.
 HOST_DEVICE constexpr int input_channel(int depth) { return depth / 8 / kTaps * 8 + depth % 8; }
 HOST_DEVICE constexpr int place_in_filter(int depth) {
   return input_channel(depth) * kTaps + depth / 8 % kTaps;
@@ -37,7 +37,8 @@ struct Geometry {
   bool cover(int all) const { return (strips - 1) * rows < all && all <= strips * rows; }
 };
 
-// act(std::integral_constant) for 0 … kCount - 1, one after the other; and for one of them.
+// Calls act with the constants 0 … kCount - 1, one after the other; or with the one that equals `value`: as
+// std::integral_constant, so that what depends on it is settled at compile time.
 template <int kCount, int kFirst = 0, class Act>
 __device__ __forceinline__ void for_constants(const Act& act) {
   if constexpr (kFirst < kCount) {
@@ -77,8 +78,9 @@ __device__ __forceinline__ Channel channel_of(const Saved& saved, GroupShape sha
           saved.scale[c], saved.norm_weight[c] * saved.scale[c] == 0};
 }
 
-// The v that a window of a flat channel selects. Its place does not matter, for there slope·dz is zero; dz or
-// dy·z may not be. `sample` is x's.
+// The v that a window of a flat channel selects, computed anew, since forward kept another of those that tie.
+// Its place does not matter, for slope·dz is zero there; dz and dy·z, which need this v, may not be. `sample`
+// is x's.
 __device__ __forceinline__ float first_of_window(const Saved& saved, const value_t* sample, int c,
                                                  int window_row, int window_column, Geometry geometry) {
   const value_t* from = sample + int64_t(window_row) * POOL_H * geometry.W + window_column * POOL_W;

@@ -10,27 +10,29 @@
 
 namespace {
 
-// R has rows of all units, of ones, which give ΣX, and of zeros; its columns are those of kernel row 0. Its
-// tiles have two units' rows and one unit's columns.
+// The rows of R are the values of all units; then one unit of ones, whose products are ΣX, and one of zeros,
+// where the number of units is even. Its columns are the values of the units in kernel row 0. It is cut into
+// tiles as products have them: two units' rows (a pair, 16) × one unit's columns (8).
 constexpr int kColumnUnits = kPlanes * KERNEL_W, kPairs = kUnits / 2 + 1;
 constexpr int kGramTiles = kPairs * kColumnUnits, kGramSize = kGramTiles * 128;
 constexpr int kFrameRows = 2 * (KERNEL_H - 1);
 HOST_DEVICE constexpr int unit_of_column(int column) { return column / KERNEL_W * kTaps + column % KERNEL_W; }
-// Where R(q) of a sample is kept by itself, if it is.
+// Where R(q) of a sample is kept by itself: its row of the frame, or -1.
 __device__ __forceinline__ int frame_row(int q, Geometry geometry) {
   const int height = geometry.height(), inner = height > KERNEL_H - 1 ? height - (KERNEL_H - 1) : 0;
   return q < KERNEL_H - 1 ? q : q >= height ? q - inner : -1;
 }
 
-// A role is up to kRoleTiles of those tiles, of whole pairs or within one; warps with the same role take
-// turns with the rows. The blocks that see the same pixels share the roles.
+// A role is as many tiles as a warp has registers for, all of some pairs or a part of one pair's. The blocks
+// that see the same pixels share out the roles; warps with the same role take turns with the rows of x.
 constexpr int kRoleTiles = kColumnUnits <= 9 ? 9 / kColumnUnits * kColumnUnits : kColumnUnits / 2;
 constexpr int kRoleColumns = kRoleTiles < kColumnUnits ? kRoleTiles : kColumnUnits;
 constexpr int kRoles = (kGramTiles + kRoleTiles - 1) / kRoleTiles;
 static_assert(kColumnUnits % kRoleColumns == 0 && kRoleTiles % kRoleColumns == 0, "no parts of two pairs");
 
-// Adds the products of a role, of `columns` positions of a row of the stage, whose first is at `address`, to
-// `total` of the lane; or puts them there. constants: a pixel of ones, and one of zeros.
+// The products of a role for `columns` positions of a row of the stage, whose first is at `address`: added to
+// the lane's `total` [tile][lane], or put there. constants: the addresses of a pixel of ones and one of
+// zeros.
 template <int kRole>
 __device__ __forceinline__ void multiply_gram(float4* total, bool add, uint32_t address, uint2 constants,
                                               int columns, float factor) {

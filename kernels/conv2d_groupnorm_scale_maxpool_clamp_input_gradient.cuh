@@ -10,9 +10,10 @@
 //   input_gradient_kernel   both parts; of pixels at the border, only the first (…_input_operands.cuh: what
 //                           is in shared memory)
 //   border_kernel           the second one there, where only a share of the taps is (…_border.cuh)
+//
 // A warp has 8 columns of dv, all rows of windows one after the other, and all channels. A product's rows are
-// 8 columns of two rows of v, so that terms of a column add up in registers; through shared memory go those
-// for the columns beside it.
+// 8 columns of two rows of v. A position of v reaches KERNEL_W columns of dx: what it adds there is a term.
+// Terms add up in registers down a column of v and, across columns, in shared memory.
 #pragma once
 #include "conv2d_groupnorm_scale_maxpool_clamp_input_operands.cuh"
 

@@ -6,9 +6,9 @@
 namespace {
 
 constexpr int kArea = POOL_H * POOL_W;
-// One of a window's positions has a gradient, so that the tensor cores' sparse products serve, of 32
-// positions each: some windows, or part of one. A window takes kPlaces there, so that no four neighbours are
-// of two windows.
+// A sparse product takes two of every four neighbouring k of A, which is enough, since one of a window's
+// positions has a gradient. It has 32 positions: those of several windows, or a part of one window's. A
+// window takes kPlaces of them, so that no four neighbours are of two windows.
 constexpr int kPlaces = kArea <= 4 ? 4 : kArea <= 8 ? 8 : (kArea + 15) / 16 * 16;
 constexpr int kStepWindows = kPlaces < 32 ? 32 / kPlaces : 1, kWindowSteps = (kPlaces + 31) / 32;
 constexpr int kRounds = (kTileWindows + 31) / 32;  // a lane has one window of each
@@ -16,20 +16,20 @@ constexpr int kHeldWindows = kRounds * 32;
 constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
 constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
 
-// Where in its window a gradient is: among which four neighbours; selectors of the 16 ones around it, by
-// their difference from those of zeros; and how far it is shifted in a register.
+// Where in its window a gradient is, as a sparse operand says it: a register holds the two that are taken of
+// four neighbours, selectors which two those are (multiply_add_sparse).
 struct Origin {
-  uint16_t selectors;
-  uint8_t four, bits;
+  uint16_t selectors;  // of the 16 positions that it is one of, XOR kZeroSelectors
+  uint8_t four, bits;  // which four neighbours have it; its place in the register: 16 if it is the second
 };
-constexpr unsigned kZeroSelectors = 0x4444;  // the first two of each four
+constexpr unsigned kZeroSelectors = 0x4444;  // the first two of each four: where all are zero
 __device__ __forceinline__ Origin origin_of(int place) {
   const int of_four = place % 4;  // 0 of (0, 1), 1 of (1, 2), 2 and 3 of (2, 3)
   const unsigned selectors = (0xee94 >> of_four * 4 & 0xf) ^ (kZeroSelectors & 0xf);
   return {uint16_t(selectors << place / 4 % 4 * 4), uint8_t(place / 4), uint8_t(of_four / 3 * 16)};
 }
 
-// The gradients that a tile's windows select, as elements of A: (high, low) by window and channel; and by
+// The gradients that a tile's windows select, by window and channel, as elements of A: (high, low); and by
 // channel what undoes its scale.
 struct Held {
   uint2 halves[kHeldWindows][kHeldPitch];
@@ -38,12 +38,14 @@ struct Held {
   float unscale[kBlockChannels];
 };
 
-// A role is 32 channels out and up to kRoleUnits units; warps with the same role take turns with the windows.
+// A role is 32 channels out and up to kRoleUnits units, as many as there are registers for; warps with the
+// same role take turns with the windows.
 constexpr int kUnitGroups = (kUnits + 4) / 5, kRoleUnits = (kUnits + kUnitGroups - 1) / kUnitGroups;
 constexpr int kBlockUnits = kUnitGroups > 1 ? 2 : 1, kSparseGroups = 4 / kBlockUnits;
 constexpr int kSparsePasses = (kUnitGroups + kBlockUnits - 1) / kBlockUnits;
 
-// Adds a role's products of a tile's `windows` to `total`, of 32 channels from `first_channel` on.
+// Adds a role's products for a tile's `windows` to `total`: of the stage at `address`, and of 32 of the
+// block's channels, from first_channel on. `factor` undoes the scale of x.
 template <int kGroupOfUnits>
 __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4], uint32_t address,
                                                 const Held& held, int first_channel, int windows, int group,
@@ -118,7 +120,8 @@ __device__ __forceinline__ void multiply_sparse(float (&total)[2][kRoleUnits][4]
   }
 }
 
-// values[i] summed over the warp, in the lanes from 32 i / kCount on.
+// values[i] summed over the warp, for the lanes from 32 i / kCount on: each step halves the values that a
+// lane has.
 template <int kCount, int kOffset = 16> __device__ __forceinline__ float transposed_sum(float* values) {
   const bool upper = threadIdx.x & kOffset;
   constexpr int kHalf = kCount / 2;
@@ -132,7 +135,7 @@ template <int kCount, int kOffset = 16> __device__ __forceinline__ float transpo
   else return values[0];
 }
 
-// What a lane needs of its windows, of the warp's channels.
+// What forward kept of a lane's windows, and dy, of the warp's channels; in registers, on their way.
 struct Windows {
   float dy[kRounds][kWarpChannels], extreme[kRounds][kWarpChannels];
   int place[kRounds][kWarpChannels];
@@ -171,8 +174,8 @@ struct Windows {
     }
   }
 
-  // Puts the gradients into `held`, from channel `own` on, the first of `channels`; lanes 4 i and 4 i + 2 get
-  // the i-th channel's sums of dy, where it passes, and of dy·(v - mean).
+  // Puts the gradients into `held`, from channel `own` on, the first of `channels`. Lanes 4 i and 4 i + 2
+  // return the i-th channel's sums of dy, where it passes, and of dy·(v - mean).
   __device__ __forceinline__ float select(Held& held, const Saved& saved, const Channel* channels,
                                           int own) const {
     const int lane = threadIdx.x % 32;

@@ -21,7 +21,7 @@ template <int kLanes> __device__ __forceinline__ double lanes_sum(double value) 
 
 constexpr int kSampled = 128;  // pixels of a plane
 
-// Of each channel in, the mean of pixels that are spread evenly. Any constant near x would do.
+// The shift of each channel in: the mean of some pixels that are spread evenly. Any constant near x would do.
 __device__ __forceinline__ void find_shift(float* shift, const value_t* sample, int size) {
   const int lane = threadIdx.x % 32, count = min(size, kSampled);
   for (int c = threadIdx.x / 32; c < CHANNELS_IN; c += kWarps) {
@@ -82,8 +82,8 @@ struct Stage {
     }
   }
 
-  // Puts them into shared memory, times the same power of two; its exponent. A barrier stands between `load`
-  // and this, what was there having been read, and another one before it is read.
+  // Puts them into shared memory, all times the same power of two, and returns its exponent. Between `load`
+  // and this stands a barrier, after which nobody reads the tile before; another one has to follow.
   __device__ __forceinline__ int store(const Pixels& pixels) {
     float magnitude = 0;
 #pragma unroll

@@ -25,8 +25,9 @@ static_assert(kPlanned<BackwardStorage>);
 
 // ---------------------------------------------------------------------------------------------- dv · patches
 
-// A turn's 32 positions are two steps of a product's depth, its columns 8 taps of an input channel: fragments
-// A are dv, fragments B words of the ring's pixels, halves of two neighbours put together.
+// The products dv · patches of a tile: rows are 16 channels out, columns 8 taps of a channel in, and the
+// depth is positions, a turn's 32 in two steps. Fragments A are dv as the mainloop leaves its sums; a
+// register of B, two neighbouring positions' halves, is put together from words of the ring's pixels.
 struct WeightProducts {
   static constexpr int kTiles = (kTaps + 7) / 8;
   static constexpr int kValues = kSplit ? 2 * kIn : kIn;  // halves of a pixel: highs, then lows
