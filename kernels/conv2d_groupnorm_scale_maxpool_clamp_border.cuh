@@ -18,7 +18,7 @@ __device__ __forceinline__ Range range_of(int own, int halo, int size) {
   return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
 }
 
-// Two threads share an edge's pixel: one has the filter's even rows, the other the odd ones.
+// Two threads share an edge's pixel: each has every second row of the filter.
 constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128, kBorderThreads = 2 * kBorderPixels;
 constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
 constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
