@@ -1,6 +1,8 @@
 """Notebooks in a real browser: JupyterLab's page in headless Chromium, in a folder that holds nothing but a copy that runs alone.
 
-make browser      # once before: .venv/bin/pip install jupyterlab playwright, and a Chromium on PATH or in $CHROMIUM
+    make browser
+
+This needs `pip install jupyterlab playwright`, and a Chromium on PATH or in $CHROMIUM.
 """
 
 import os
@@ -39,7 +41,7 @@ CUT = "areas => areas.filter(area => area.scrollWidth > area.clientWidth + 1).ma
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
-    """JupyterLab's address, and the folder that it shows."""
+    """What gives the address of a notebook in JupyterLab, and the folder that it shows."""
     for name, text in SETTINGS.items():
         path = tmp_path / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,13 +52,15 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.setenv("LESSON_BATCH", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (folder := tmp_path / "empty").mkdir()
-    options = ["--no-browser", "--port=0", "--IdentityProvider.token=", "--expose-app-in-browser", "--allow-root"]  # fmt: skip
+    options = ["--no-browser", "--port=0", "--expose-app-in-browser", "--allow-root"]  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", *options]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as server:
         lines = iter(server.stderr.readline, "")
-        address = next(found[0] for line in lines if (found := re.search(r"http://\S+/lab", line)))
+        lab, token = next(
+            found.groups() for line in lines if (found := re.search(r"(http:\S+/lab)(\?\S+)", line))
+        )
         log = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)  # else its pipe fills
-        yield address, folder
+        yield lambda name: f"{lab}/tree/{name}{token}", folder
         server.terminate()
         log.terminate()
 
@@ -64,14 +68,14 @@ def lab(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["00_quickstart", "31_conv2d_min_add_multiply"])
 def test_runs_in_a_browser(name, lab, tmp_path):
     """All cells run to the last; every picture is drawn, there is no error, and nothing is wider than its cell."""
-    address, folder = lab
+    address_of, folder = lab
     path = folder / f"{name}.ipynb"
     path.write_text(alone.copy(FOLDER / path.name, alone.cell(alone.archive())), encoding="utf-8")
     with playwright.sync_playwright() as engines:
         options = {"executable_path": CHROMIUM, "args": [f"--{flag}" for flag in FLAGS]}
         browser = engines.chromium.launch_persistent_context(str(tmp_path / "browser"), **options)
         page = browser.pages[0]
-        page.goto(f"{address}/tree/{path.name}")
+        page.goto(address_of(path.name))
         page.wait_for_function(READY, timeout=120_000)
         page.evaluate("jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
         playwright.expect(page.locator(".jp-OutputArea-output")).to_have_count(0)
