@@ -217,10 +217,9 @@ def test_rule_by_winograd_at_random_sizes(N, Cin, C, H, W):
     numerics.assert_rule(*numerics.sized(POOL, size))
 
 
-@pytest.mark.parametrize("width", [300, 30000])
-def test_rule_in_long_rows(width):
+def test_rule_in_long_rows():
     """The pool works by rows of windows, and a row's statistics are sums of many values."""
-    size = numerics.Size((4, 8, 3, 4, (8, 1, 1), 2, 0.0, 1.0), (1, 4, 6, width))
+    size = numerics.Size((4, 8, 3, 4, (8, 1, 1), 2, 0.0, 1.0), (1, 4, 6, 30000))
     numerics.assert_rule(*numerics.sized(POOL, size))
 
 
