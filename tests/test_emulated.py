@@ -181,7 +181,7 @@ def gpu(remembers_nothing, monkeypatch, folder):
         def load(name, *, device, defines, **only_these):
             assert only_these == {"folder": None} and device == "cuda"
             kernels = build(name, architecture, defines, replaced, folder)
-            kernels.library.emulation_device(multiprocessors, shared)
+            kernels.library.emulation_multiprocessors(multiprocessors)
             return kernels
 
         device = tiling.Device((architecture // 100, 0), shared, multiprocessors, cache)
