@@ -34,7 +34,8 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
         unsigned(first_job + jobs), c);
     if (!dx) continue;
     const InputTiling tiling(c, count, plan.multiprocessors, input_room);
-    const unsigned blocks = unsigned(count) * tiling.tiles();
+    // Without room there are no blocks, and the launch fails.
+    const unsigned blocks = tiling.shared() <= input_room ? unsigned(count) * tiling.tiles() : 0;
     input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
                                                                                      first, tiling, c);
   }
