@@ -605,8 +605,8 @@ def test_a_plan_without_room_is_not_launched(name, field, change, emulated, monk
     plan = getattr(tiling, kind)
 
     def changed(*arguments, **options):
-        right = plan(*arguments, **options)
-        return right._replace(**{field: int(getattr(right, field) * change)})
+        defines, right = plan(*arguments, **options)
+        return defines, right._replace(**{field: int(getattr(right, field) * change)})
 
     monkeypatch.setattr(tiling, kind, changed)
     with pytest.raises(AssertionError, match="a launch that is not possible"):
