@@ -45,6 +45,10 @@ def device_properties(index: int) -> Device:
     return Device(capability, shared, properties.multi_processor_count, properties.L2_cache_size)
 
 
+def capability(x: Tensor) -> tuple[int, int]:
+    return device_properties(x.device.index).capability
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -70,8 +74,7 @@ def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, st
     """What stands in the way of any fused kernel, if it sees x in `dtype`."""
     taken = torch.float32, torch.float16, torch.bfloat16
     yield dtype not in taken, "the fused kernels are not written for this dtype"
-    too_old = device_properties(x.device.index).capability < (8, 0)
-    yield too_old, "the fused kernels need a GPU of compute capability 8.0 or later"
+    yield capability(x) < (8, 0), "the fused kernels need a GPU of compute capability 8.0 or later"
 
 
 # ---------------------------------------------------------------------------------------------------- volumes
