@@ -96,11 +96,17 @@ def _declared(module, variant: str) -> dict[str, object]:
     tree = ast.walk(ast.parse(inspect.getsource(module)))
     calls = [node for node in tree if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
     call = {ast.unparse(node.targets[0]): node.value for node in calls}[variant]
-    functions = [each.id for each in call.args[1:] if isinstance(each, ast.Name)]
-    given = {each.arg: each.value.id for each in call.keywords if isinstance(each.value, ast.Name)}
-    own = {"forward": functions[0], "make_plan": given["plan"], "backward": given["backward"]}
-    saves = "saving" in inspect.signature(getattr(module, own["forward"])).parameters
-    return {**own, "SAVES": saves}
+    given = {
+        each.arg: (module.__name__, each.value.id)
+        for each in call.keywords
+        if isinstance(each.value, ast.Name)
+    }
+    own = {"make_plan": given["plan"], "backward": given["backward"]}
+    if ast.unparse(call.func) == "operators.declare_fused":
+        return {**own, "forward": ("operators", "forward_fused"), "SAVES": True}
+    forward = ast.unparse(call.args[1])
+    saves = "saving" in inspect.signature(getattr(module, forward)).parameters
+    return {**own, "forward": (module.__name__, forward), "SAVES": saves}
 
 
 def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> export_python.Text:
@@ -112,8 +118,9 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
     known = {key: value for key, value in declared.items() if isinstance(value, bool)}
     known |= {"DTYPE": dtype, "CTYPE": operators._CTYPES[dtype], "SUMS": operators.accumulate_dtype(dtype)}
     known |= {"DEVICE": device, "TENSORS": len(tensors), "FILTERS": filters}
+    known["OWN"] = next((name for name in cls.operands if "." not in name), "")
     known |= {"GIVEN": (*filters, *problem.input_shape[1:], *_whole(problem).values()), "SIZE": size}
-    places = {key: (module.__name__, value) for key, value in declared.items() if isinstance(value, str)}
+    places = {key: value for key, value in declared.items() if isinstance(value, tuple)}
     places |= {each: _method(cls, f"_{each}") for each in ("tail_raises", "tail_obstacle", "fused_obstacle")}
     if variant != "fused":
         places["fused_obstacle"] = (twin.__name__, "Twin._fused_obstacle")  # there is none
@@ -124,7 +131,6 @@ def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> ex
     bound[("operators", "load")] = (_HERE, "load")
     bound |= {("library", "pieces"): (_HERE, "whole")} if device == "cuda" else {}
     methods = {name: place for name in dir(cls) if (place := _method(cls, name))}
-    methods["_not_by_channel"] = (_HERE, "not_by_channel")
     replaced = {"super()._constants()": _constants(problem)}
     folders = {(module.__name__, key): None for key, value in vars(module).items() if isinstance(value, Path)}
     known = {
@@ -163,7 +169,9 @@ def _method(cls: type, name: str) -> tuple[str, str] | None:
 
 def _constants(problem: Problem) -> str:
     """The numbers that the operators take, from a model `self`."""
-    numbers = [f"{convert.__name__}(self.{name})," for name, convert in problem.ModelNew.constants.items()]
+    of = {operators.__name__: "operators."}  # whose functions are known by their module
+    converts = problem.ModelNew.constants.items()
+    numbers = [f"{of.get(each.__module__, '')}{each.__name__}(self.{name})," for name, each in converts]
     return f"({' '.join(numbers)})"
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+import tiling
+
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
 
@@ -52,6 +54,16 @@ def result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.mem
     return channels_last(x) if follows and is_channels_last(x, weight) else torch.contiguous_format
 
 
+def to_channels_last(t: Tensor, kernels, round_to_tf32: bool = False) -> Tensor:
+    """t (N, C, H, W) with channels-last strides, by our own `transpose`, a launcher: the library's takes twice as long."""
+    if t.is_contiguous(memory_format=torch.channels_last):
+        return t
+    N, C, H, W = t.shape
+    out = t.new_empty(N, H, W, C)
+    kernels.transpose(out, t.contiguous(), N, C, H * W, round_to_tf32)
+    return out.permute(0, 3, 1, 2)
+
+
 # ----------------------------------------------------------------------------------------------------------------- TF32
 
 
@@ -62,15 +74,9 @@ def allows_tf32() -> bool:
     return allowed and library.enabled and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
-@torch.compiler.assume_constant_result
-def capability(index: int) -> tuple[int, int]:
-    """A GPU's compute capability."""
-    return torch.cuda.get_device_capability(index)
-
-
 def may_run_tf32(x: Tensor) -> bool:
     """May the library's convolution of x, on a GPU, run TF32?"""
-    return x.dtype == torch.float32 and allows_tf32() and capability(x.device.index) >= (8, 0)
+    return x.dtype == torch.float32 and allows_tf32() and tiling.capability(x) >= (8, 0)
 
 
 def eager_runs_tf32(x: Tensor, weight: Tensor) -> bool:
@@ -123,13 +129,26 @@ def winograd_suits(image: Tensor, filters: Tensor) -> bool:
     return large and not is_channels_last(image, filters)
 
 
+def filter_sizes(image: Tensor, filters: Tensor) -> tuple[int, ...]:
+    """N, channels in and out, the image's spatial sizes and the filters' depth, as the CPU kernels take them of a 3-D convolution."""
+    return *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
+
+
 def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:
     """The convolution by the launcher `convolve` of a problem's CPU kernels."""
     size = [extent - taps + 1 for extent, taps in zip(image.shape[2:], filters.shape[2:])]
     v = image.new_empty(len(image), len(filters), *size)
-    sizes = *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
-    kernels.convolve(v, image.contiguous(), filters.contiguous(), *sizes)
+    kernels.convolve(v, image.contiguous(), filters.contiguous(), *filter_sizes(image, filters))
     return v
+
+
+def input_gradient_by_winograd(dv: Tensor, weight: Tensor, kernels) -> Tensor | None:
+    """dx in 2-D, of dv with as many zeros around it as a filter reaches: its convolution with the filters turned round. None where that
+    is not faster than the library."""
+    turned = weight.flip(2, 3).transpose(0, 1).contiguous()
+    if not winograd_suits(dv, turned):
+        return None
+    return convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), kernels).squeeze(2)
 
 
 def convolution(x: Tensor, weight: Tensor, kernels) -> Callable[[Tensor, Tensor], Tensor]:
@@ -139,18 +158,37 @@ def convolution(x: Tensor, weight: Tensor, kernels) -> Callable[[Tensor, Tensor]
     return convolve
 
 
+def sums_directly(x: Tensor, weight: Tensor) -> bool:
+    """Does kernels/direct_gradient.h give the gradient of 3-D filters? On a CPU, with few channels in, it is no slower than the library,
+    and loses no digits to the number of positions."""
+    if device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3):
+        return False
+    return weight.shape[1] <= 8 and weight.shape[0] % 8 == 0
+
+
 def convolve_backward(
-    dv: Tensor, x: Tensor, weight: Tensor, layout: torch.memory_format, needs: list[bool], laid_out=None
+    dv: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    layout: torch.memory_format,
+    needs: list[bool],
+    laid_out=None,
+    direct=None,
 ) -> list[Tensor | None]:
     """Gradients of x, in eager's layout, and of weight, contiguous; None where needs[i] is False. The library computes in `layout`;
-    laid_out is (x, weight) in that layout, where the caller has them."""
+    laid_out is (x, weight) in that layout, where the caller has them. direct: a problem's CPU kernels, whose launcher `filter_gradient`
+    gives that of weight (`sums_directly`)."""
     mask, ones, zeros = [*needs[:2], False], [1] * (x.dim() - 2), [0] * (x.dim() - 2)
-    if not any(mask):
-        return [None, None]
-    operands = [t.contiguous(memory_format=layout) for t in (dv, *(laid_out or (x, weight)))]
-    dx, dw, _ = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
-    dx = dx.contiguous(memory_format=result_format(x, weight, True)) if needs[0] else None
-    return [dx, dw.contiguous() if needs[1] else None]
+    dx = dw = None
+    if direct and needs[1]:
+        dw, mask[1] = weight.new_empty(weight.shape), False
+        direct.filter_gradient(dw, dv, x.contiguous(), *filter_sizes(x, weight))
+    if any(mask):
+        operands = [t.contiguous(memory_format=layout) for t in (dv, *(laid_out or (x, weight)))]
+        found = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
+        dx = found[0].contiguous(memory_format=result_format(x, weight, True)) if needs[0] else None
+        dw = found[1].contiguous() if mask[1] else dw
+    return [dx, dw]
 
 
 def gradient_shapes(x: Tensor, weight: Tensor, *parameters: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 // conv3d_input_gradient.cuh), once the problem knows its coefficients.
 #pragma once
 #include "conv3d_input_gradient.cuh"
+#include "conv3d_weight_gradient.cuh"
 #include "launch.cuh"
 
 // How `dv_slots` jobs' worth of scratch for dv are used: those of whole samples, where x needs a gradient.
@@ -16,13 +17,11 @@ struct BackwardPlan {
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
 
-
-// dx and d_weight, where they are not null. d_level as in merge_kernel.
+// dx and d_weight, where they are not null. d_level as in merge_kernel, input_room as in InputTiling.
 template <class Problem>
 void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* most, float* partial,
                           const float* d_level, const Problem& problem, const BackwardPlan& plan,
-                          int64_t input_rows, int64_t input_columns, const Convolution& c,
-                          cudaStream_t stream) {
+                          int64_t input_room, const Convolution& c, cudaStream_t stream) {
   if (!dx && !d_weight) return;
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
   allow_shared(gradient_kernel<Problem>), allow_shared(input_gradient_kernel<Problem>);
@@ -34,8 +33,9 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
         dx ? dv : nullptr, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
         unsigned(first_job + jobs), c);
     if (!dx) continue;
-    const InputTiling tiling(c, input_rows, input_columns, count, plan.multiprocessors);
-    const unsigned blocks = unsigned(count) * tiling.tiles();
+    const InputTiling tiling(c, count, plan.multiprocessors, input_room);
+    // Without room there are no blocks, and the launch fails.
+    const unsigned blocks = tiling.shared() <= input_room ? unsigned(count) * tiling.tiles() : 0;
     input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
                                                                                      first, tiling, c);
   }

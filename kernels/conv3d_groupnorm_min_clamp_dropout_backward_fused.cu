@@ -146,35 +146,18 @@ struct SumsStorage {
 };
 static_assert(kPlanned<SumsStorage>);
 
-struct SumsEpilogue {
-  DropoutProblem::Selected selected;
+struct SumsEpilogue : SelectedEpilogue<DropoutProblem::Selected> {
   SumsStorage& storage;
-  float unit[2];
   Sums sums[2];
   __device__ SumsEpilogue(const DropoutProblem::Selected& selected, SumsStorage& storage)
-      : selected(selected), storage(storage) {}
-  __device__ void start(float scale) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      unit[r] = 1 / scale * (1 / storage.mainloop.weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
-      sums[r] = {0, 0, 0, 0};
-    }
+      : SelectedEpilogue(selected), storage(storage) {}
+  __device__ void start(float x_scale) {
+    SelectedEpilogue::start(x_scale, storage.mainloop.weight_scale);
+    sums[0] = sums[1] = {0, 0, 0, 0};
   }
-  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
-  }
-  __device__ __forceinline__ void expect(int plane, int q, int positions) {
-    selected.expect(plane, q, positions);
-  }
-  __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[j][i] *= unit[i / 2];
     float dz[kFragments][4];
-    selected(dz, v, plane, q);
+    select(dz, v, plane, q);
 #pragma unroll
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
@@ -188,14 +171,9 @@ struct SumsEpilogue {
   }
   __device__ __forceinline__ void finish() const {
     const int lane = threadIdx.x % 32;
-    const auto channel_sum = [](float v) {
-      v += __shfl_xor_sync(~0u, v, 1);
-      return v + __shfl_xor_sync(~0u, v, 2);
-    };
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float most = fmaxf(sums[r].most, __shfl_xor_sync(~0u, sums[r].most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float most = channel_most(sums[r].most);
       const Sums all{channel_sum(sums[r].dz), channel_sum(sums[r].product), channel_sum(sums[r].centred),
                      most};
       if (lane % 4 == 0) storage.sums[threadIdx.x / 32][lane / 4 + r * 8] = all;
@@ -280,14 +258,14 @@ __global__ void coefficients_kernel(NormGradient* coefficients, int32_t* any, fl
 // slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients by sample (3, N,
 // CHANNELS_OUT); sums (jobs, 16, 4), where a sample has slots · CHANNELS_OUT / 16 jobs; `partial` (jobs,
 // elements of 16 channels' weights); `most` (jobs, 16); any (N). rows to shared are the plan (convolution()),
-// input_rows and input_columns that of dx (InputTiling).
+// input_room is for that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_norm_weight,
                      float* d_norm_bias, float* scratch, const output_t* dy, const value_t* x,
                      const value_t* weight, const float* affines, const int32_t* active,
                      const float* norm_weight, const int64_t* seed, double low, double high, double p,
                      int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
-                     int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_rows,
-                     int64_t input_columns, cudaStream_t stream) {
+                     int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room,
+                     cudaStream_t stream) {
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
   auto* const dv = reinterpret_cast<float4*>(scratch);
@@ -307,8 +285,8 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
   problem.flags = any;
-  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_rows, input_columns,
-                       c, stream);
+  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_room, c,
+                       stream);
   float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias};
   for (int i = 0; i < 3; i++)
     sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(totals[i], gradients + i * N * kOut, N, kOut);

@@ -30,7 +30,6 @@ import inline_loader
 import library
 import numerics
 import operators
-import problems.conv2d_min_add_multiply as min_add
 import problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
@@ -198,7 +197,6 @@ def gpu(remembers_nothing, monkeypatch, folder):
         device = tiling.Device((architecture // 100, 0), shared, multiprocessors, cache)
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
-        monkeypatch.setattr(library, "capability", lambda index: device.capability)
         monkeypatch.setattr(tiling, "device_properties", lambda index: device)
         inline_loader.forget()
 
@@ -288,9 +286,9 @@ def test_min_add_rounds_operands_of_tf32(gpu):
     for shape in (x.shape, (20, 5, 3, 3), (64, 64, 8, 9), (3, 7, 1, 2)):
         x, rounded = around_ties(*shape)
         x.view(-1)[:6] = special
-        torch.testing.assert_close(min_add._to_channels_last(x, kernels), x, **exactly)
+        torch.testing.assert_close(library.to_channels_last(x, kernels), x, **exactly)
         rounded.view(-1)[:6] = torch.tensor([0.0, NAN, -INF, INF, largest, 0.0])
-        torch.testing.assert_close(min_add._to_channels_last(x, kernels, True), rounded, **exactly)
+        torch.testing.assert_close(library.to_channels_last(x, kernels, True), rounded, **exactly)
 
 
 LAST_BIT = "__float_as_uint(product) | 1"
@@ -617,8 +615,8 @@ def test_a_plan_without_room_is_not_launched(name, field, change, emulated, monk
     plan = getattr(tiling, kind)
 
     def changed(*arguments, **options):
-        right = plan(*arguments, **options)
-        return right._replace(**{field: int(getattr(right, field) * change)})
+        defines, right = plan(*arguments, **options)
+        return defines, right._replace(**{field: int(getattr(right, field) * change)})
 
     monkeypatch.setattr(tiling, kind, changed)
     with pytest.raises(AssertionError, match="a launch that is not possible"):

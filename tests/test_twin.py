@@ -274,6 +274,18 @@ def test_changed_modules(name, label, moment):
             twin(x)
 
 
+@every_name
+def test_lazy_convolution(name):
+    """Eager gives it its shape; then the kernels run."""
+    model, twin, x = pair(name)
+    kind = nn.LazyConv2d if x.dim() == 4 else nn.LazyConv3d
+    twin.conv = kind(twin.conv.out_channels, 3)
+    assert twin(x).isfinite().all()
+    model.conv = twin.conv
+    assert twin.plan(x).variant == "epilogue"
+    assert_same(twin, model, x, exact=False)
+
+
 @pytest.mark.parametrize(
     "value", [None, torch.tensor(0.25), float("nan"), float("inf"), -0.75, 1, True], ids=str
 )
@@ -586,7 +598,7 @@ def test_odd_tensors(name):
 @pytest.fixture
 def decisions(monkeypatch):
     """decisions() is how many decisions there were since it was asked last."""
-    count, choose = [0], twins.Twin._choose
+    count, choose = [0], twins.Twin.plan
 
     def counting(self, x):
         count[0] += 1
@@ -596,7 +608,7 @@ def decisions(monkeypatch):
         found, count[0] = count[0], 0
         return found
 
-    monkeypatch.setattr(twins.Twin, "_choose", counting)
+    monkeypatch.setattr(twins.Twin, "plan", counting)
     return since
 
 
