@@ -13,43 +13,28 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import itertools
-import operator
+import math
 import re
 import sys
+from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
-import export_folding
 import export_kernels
-import export_plumbing
+import export_plumbing as plumbing
 import export_python
-import inline_loader
 import library
-import loader_operators
 import models
 import operators
 import tiling
 import twin
-import volumes
+from export_python import Value
 from problems import Problem
 
 VARIANTS = "epilogue", "fused"
 LINES = 250  # beside the kernels
-_HERE = export_plumbing.__name__
-_MODULES = (
-    export_plumbing,
-    export_kernels,
-    inline_loader,
-    library,
-    loader_operators,
-    operators,
-    tiling,
-    twin,
-    volumes,
-)
-
 
 def cell(
     name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32
@@ -60,19 +45,13 @@ def cell(
     problem, variant = models.PROBLEMS[name], variant or ("fused" if device == "cuda" else "epilogue")
     if variant not in VARIANTS or variant not in problem.variants_on(device):
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
-    text = _text(problem, device, variant, dtype)
-    forward = _forward(problem, text)
-    _check_names(text.definitions)
-    program = export_folding.Program(
-        text.definitions, _facts(problem, device, dtype), _names(forward), ("_constants",)
-    )
-    plumbing = program.fold()
-    kernels = _kernels(problem, device, variant, plumbing)
-    plumbing = {name: export_python.as_namedtuple(node) for name, node in plumbing.items()}
+    program, forward = _program(problem, device, variant, dtype)
+    definitions = program.build(forward)
+    kernels = _kernels(problem, device, variant, definitions)
     top = [
-        _head(problem, device, variant, dtype, text.imports, plumbing),
+        _head(problem, device, variant, dtype, program.modules),
         _model(problem),
-        _model_new(forward),
+        _model_new(definitions.pop("_forward")),
         _inputs(problem),
     ]
     for docstrings, apart, gap in (
@@ -81,7 +60,7 @@ def cell(
         (False, 1, 3),
         (False, 1, 2),
     ):  # as there is room
-        parts = [*top, *kernels, _plumbing(plumbing, docstrings, "\n" * apart)]
+        parts = [*top, *kernels, _plumbing(definitions, docstrings, "\n" * apart)]
         found = re.sub(r"\n{3}", "\n" * gap, "\n\n\n".join(part.strip("\n") for part in parts)) + "\n"
         if re.sub(r'r"""\n.*?"""', "", found, flags=re.S).count("\n") <= LINES:
             break
@@ -91,176 +70,140 @@ def cell(
 # ------------------------------------------------------------------------------------------------------- the problem's part
 
 
-def _declared(module, variant: str) -> dict[str, object]:
-    """What the module declares as the operator of a variant, in plumbing's words: which of its functions does what."""
-    tree = ast.walk(ast.parse(inspect.getsource(module)))
-    calls = [node for node in tree if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
-    call = {ast.unparse(node.targets[0]): node.value for node in calls}[variant]
-    functions = [each.id for each in call.args[1:] if isinstance(each, ast.Name)]
-    given = {each.arg: each.value.id for each in call.keywords if isinstance(each.value, ast.Name)}
-    own = {"forward": functions[0], "make_plan": given["plan"], "backward": given["backward"]}
-    saves = "saving" in inspect.signature(getattr(module, own["forward"])).parameters
-    return {**own, "SAVES": saves}
-
-
-def _text(problem: Problem, device: str, variant: str, dtype: torch.dtype) -> export_python.Text:
-    """All that may be needed, from plumbing's `run` on."""
-    cls, module = problem.ModelNew, sys.modules[problem.ModelNew.__module__]
-    declared, filters = _declared(module, variant), _filters(problem)
-    size = [extent - taps + 1 for extent, taps in zip(problem.input_shape[2:], filters[2:])]
+def _program(
+    problem: Problem, device: str, variant: str, dtype: torch.dtype
+) -> tuple[export_python.Program, Callable]:
+    """The cell's functions beside the kernels, and ModelNew's forward, which reaches them all."""
+    cls, module, operator = problem.ModelNew, sys.modules[problem.ModelNew.__module__], getattr(problem.ModelNew, variant)
+    with torch.random.fork_rng():
+        model = cls(*problem.get_init_inputs())
+    filters, sizes = tuple(model.conv.weight.shape), problem.input_shape[1:]
+    numbers = dict(zip(cls.constants, model._constants()))
+    whole = {name: number for name, number in numbers.items() if type(number) is not float}
     tensors = [name for name, kind in module.Arguments.__annotations__.items() if "Tensor" in str(kind)]
-    known = {key: value for key, value in declared.items() if isinstance(value, bool)}
-    known |= {"DTYPE": dtype, "CTYPE": operators._CTYPES[dtype], "SUMS": operators.accumulate_dtype(dtype)}
-    known |= {"DEVICE": device, "TENSORS": len(tensors), "FILTERS": filters}
-    known |= {"GIVEN": (*filters, *problem.input_shape[1:], *_whole(problem).values()), "SIZE": size}
-    places = {key: (module.__name__, value) for key, value in declared.items() if isinstance(value, str)}
-    places |= {each: _method(cls, f"_{each}") for each in ("tail_raises", "tail_obstacle", "fused_obstacle")}
+
+    values = {
+        "DEVICE": device,
+        "DTYPE": dtype,
+        "CTYPE": operators._CTYPES[dtype],
+        "SUMS": operators.accumulate_dtype(dtype),
+        "FILTERS": filters,
+        "GIVEN": (*filters, *sizes, *whole.values()),
+        "SIZE": tuple([extent - taps + 1 for extent, taps in zip(sizes[1:], filters[2:])]),
+        "TENSORS": len(tensors),
+        "BUILDS": export_python.Name("_BUILDS"),
+        "Arguments": module.Arguments,
+        "make_plan": operator._make_plan,
+        "forward": operator.forward,
+        "backward": operator._backward,
+        "tail_raises": cls._tail_raises,
+        "tail_obstacle": cls._tail_obstacle,
+        "fused_obstacle": cls._fused_obstacle,
+    }
     if variant != "fused":
-        places["fused_obstacle"] = (twin.__name__, "Twin._fused_obstacle")  # there is none
-    elif _fits_everywhere(problem, dtype):
-        places["fused_obstacle"] = (_HERE, "too_old")
-    places["Arguments"] = (module.__name__, "Arguments")
-    bound = {(_HERE, key): place for key, place in places.items()} | {("operators", "Plan"): (_HERE, "Plan")}
-    bound[("operators", "load")] = (_HERE, "load")
-    bound |= {("library", "pieces"): (_HERE, "whole")} if device == "cuda" else {}
-    methods = {name: place for name in dir(cls) if (place := _method(cls, name))}
-    methods["_not_by_channel"] = (_HERE, "not_by_channel")
-    replaced = {"super()._constants()": _constants(problem)}
-    folders = {(module.__name__, key): None for key, value in vars(module).items() if isinstance(value, Path)}
-    known = {
-        (_HERE, key): value for key, value in known.items()
-    } | folders  # the file has its kernels in itself
-    text = export_python.Text([module, *_MODULES], bound, known, methods, replaced)
-    text.names[_HERE, "BUILDS"] = "_BUILDS"
-    text.names[module.__name__, "epilogue"] = export_folding.MISSING  # the operator
-    text.name_of((_HERE, "run"))
-    for name, value in {"device_type": device, "is_channels_last": False}.items():  # results are contiguous
-        if function := text.definitions.get(f"_{name}"):
-            function.body = [ast.Return(ast.Constant(value))]
-    return text
+        values["fused_obstacle"] = twin.Twin._fused_obstacle  # there is none
+    elif _fits_everywhere(problem, model, dtype):
+        values["fused_obstacle"] = plumbing.too_old
+    forward, constants = _forward(problem)
+    bound = {(plumbing.__name__, key): value for key, value in values.items()}
+    bound |= {
+        operators.Plan: plumbing.Plan,
+        operators.load: plumbing.load,
+        twin.Twin._constants: constants,
+        twin.Twin._not_by_channel: plumbing.not_by_channel,
+        library.is_channels_last: plumbing.never,  # results are contiguous
+        torch.compiler.is_compiling: plumbing.never,
+    }
+    bound |= {library.pieces: plumbing.whole} if device == "cuda" else {}
+
+    # What is known of what functions are given: of the arguments; of a model whose sizes have been looked at; of plans.
+    x, weight = _tensor((None, *sizes), dtype, device), _tensor(filters, dtype, device)
+    arguments = {"fields": module.Arguments._fields, ".x": x, ".weight": weight}
+    arguments |= {f".{name}": {".dtype": Value(dtype)} for name in tensors[2 : 1 + len(cls.operands)]}
+    arguments |= {
+        f".{field}": Value(numbers[name])
+        for field, name in zip(module.Arguments._fields[-len(numbers) or len(tensors) :], numbers)
+        if name in whole
+    }
+    known = {(module.Arguments,): arguments}
+    methods = [each for each in vars(module.Arguments).values() if inspect.isfunction(each)]
+    known |= {(each, "self"): arguments for each in methods if each.__module__ == module.__name__}
+    plan = known[plumbing.Plan,] = {".()": None, ".y_format": Value(torch.contiguous_format), ".y_dtype": Value(dtype)}
+    known |= {(function, "plan"): plan for function in (operator.forward, operator._backward)}
+    looked_at = {"class": cls, ".conv": {".weight": weight}}
+    for name in whole:
+        *path, last = name.split(".")
+        owner = looked_at.setdefault(f".{path[0]}", {}) if path else looked_at
+        value = attrgetter(name)(problem.Model(*problem.get_init_inputs()))
+        owner[f".{last}"] = Value(value)
+    for each in (cls._tail_raises, cls._tail_obstacle, values["fused_obstacle"]):
+        known |= {(each, "self"): looked_at, (each, "x"): x}
+    for each in (forward, constants, cls._constants, cls._drawn):
+        known[each, "self"] = {"class": cls}
+
+    folder, own = Path(__file__).parent, {module.__name__}
+    own |= {name for name, each in sys.modules.items() if Path(getattr(each, "__file__", None) or "/").parent == folder}
+    program = export_python.Program(lambda each: each.__module__ in own, bound, _SOURCES, known)
+    return program, forward
 
 
-def _fits_everywhere(problem: Problem, dtype: torch.dtype) -> bool:
+def _tensor(shape: tuple, dtype: torch.dtype, device: str) -> dict[str, object]:
+    """What is known of a tensor."""
+    sizes = [None if size is None else Value(size) for size in shape]
+    count = {} if None in shape else {".numel()": Value(math.prod(shape))}
+    return {
+        ".shape": tuple(sizes) if None in shape else Value(shape),
+        ".dtype": Value(dtype),
+        ".is_cuda": Value(device == "cuda"),
+        ".device": {".type": Value(device)},
+        ".dim()": Value(len(shape)),
+        ".element_size()": Value(dtype.itemsize),
+        "len()": sizes[0],
+        **count,
+    }
+
+
+def _fits_everywhere(problem: Problem, model: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Do the fused kernels run on the smallest GPU of capability 8.0? What has room there has room on the others."""
     smallest, known = tiling.Device((8, 0), 99 << 10, 1, 1 << 20), tiling.device_properties
     tiling.device_properties = lambda index: smallest
     try:
-        with torch.random.fork_rng():
-            model = problem.ModelNew(*problem.get_init_inputs())
-        return (
-            model._fused_obstacle(torch.empty(problem.input_shape, dtype=dtype, device="meta"), dtype) is None
-        )
+        x = torch.empty(problem.input_shape, dtype=dtype, device="meta")
+        return model._fused_obstacle(x, dtype) is None
     finally:
         tiling.device_properties = known
 
 
-def _method(cls: type, name: str) -> tuple[str, str] | None:
-    """Where a method of a problem's ModelNew is defined, if it is one of ours."""
-    owner = next((each for each in cls.__mro__ if name in vars(each)), object)
-    ours = issubclass(owner, twin.Twin) and inspect.isfunction(vars(owner)[name])
-    return (owner.__module__, f"{owner.__name__}.{name}") if ours else None
+_SOURCES: dict[Callable, str] = {}
 
 
-def _constants(problem: Problem) -> str:
-    """The numbers that the operators take, from a model `self`."""
-    numbers = [f"{convert.__name__}(self.{name})," for name, convert in problem.ModelNew.constants.items()]
-    return f"({' '.join(numbers)})"
-
-
-def _filters(problem: Problem) -> tuple[int, ...]:
-    with torch.random.fork_rng():
-        return tuple(problem.Model(*problem.get_init_inputs()).conv.weight.shape)
-
-
-def _whole(problem: Problem) -> dict[str, object]:
-    """The numbers that are not real ones, by their names in a model: groups, a window."""
-    with torch.random.fork_rng():
-        model, converts = problem.Model(*problem.get_init_inputs()), problem.ModelNew.constants
-    numbers = {
-        name: convert(operator.attrgetter(name)(model))
-        for name, convert in converts.items()
-        if convert is not float
-    }
-    return {name: number for name, number in numbers.items() if type(number) is not float}
-
-
-def _facts(problem: Problem, device: str, dtype: torch.dtype) -> dict[str, str]:
-    """What expressions of the sources are, here: `weight` is the convolution's wherever it is a tensor, `x` its input."""
-    filters, facts = (
-        _filters(problem),
-        {"torch.compiler.is_compiling()": "False", "plan.y_format": "torch.contiguous_format"},
+def _forward(problem: Problem) -> list[Callable]:
+    """ModelNew's forward, and what gives the numbers that the operators take, as functions with sources."""
+    cls, module = problem.ModelNew, sys.modules[problem.ModelNew.__module__]
+    operands = ", ".join(f"self.{name}" for name in cls.operands)
+    numbers = " ".join(f"{convert.__name__}(self.{name})," for name, convert in cls.constants.items())
+    drawn = "" if cls._drawn is twin.Twin._drawn else ", *self._drawn(x, constants)"
+    texts = (
+        f"def forward(self, x):\n    constants = self._constants()\n    return run(self, (x, {operands}{drawn}), constants)",
+        f"def constants(self):\n    return ({numbers})",
     )
-    facts["plan.y_dtype"] = str(dtype)
-    for owner in ("", "a.", "self."):
-        weight, x = f"{owner}weight", f"{owner}x"
-        sizes = ", ".join(map(str, problem.input_shape[1:]))
-        facts |= {
-            f"{weight}.shape": repr(filters),
-            f"len({weight})": repr(filters[0]),
-            f"{x}.shape": f"(len({x}), {sizes})",
-        }
-        facts |= {f"{each}.dim()": repr(len(filters)) for each in (weight, x)}
-        facts |= {f"{x}.is_cuda": repr(device == "cuda"), f"{x}.element_size()": repr(dtype.itemsize)}
-        facts |= {f"{owner}{name}.dtype": str(dtype) for name in _operands(problem)}
-    fields = sys.modules[problem.ModelNew.__module__].Arguments._fields[-len(problem.ModelNew.constants) :]
-    for field, (name, number) in zip(fields, {**problem.ModelNew.constants, **_whole(problem)}.items()):
-        if name in _whole(problem):
-            path = name.split(".")
-            facts |= {
-                text: repr(number)
-                for text in (f"a.{field}", f"model.{name}", ".".join(path[-2:]), f"norm.{path[-1]}")
-            }
-    return facts
-
-
-def _check_names(definitions: dict[str, ast.stmt]) -> None:
-    """Raises ValueError where a function that calls its parameters x or weight is given something else, of which the facts are wrong."""
-    functions = {name: node for name, node in definitions.items() if isinstance(node, ast.FunctionDef)}
-    calls = [(name, each) for name, node in definitions.items() for each in ast.walk(node)]
-    for caller, call in calls:
-        called = functions.get(ast.unparse(call.func)) if isinstance(call, ast.Call) else None
-        given = itertools.takewhile(
-            lambda each: not isinstance(each, ast.Starred), call.args if called else ()
-        )
-        for parameter, text in zip(called.args.args if called else (), map(ast.unparse, given)):
-            alike = {"x": r"(\w+\.)*(x|batch|tensors)", "weight": r"(\w+\.)*weight"}.get(parameter.arg, ".*")
-            if not re.fullmatch(rf"{alike}(\.contiguous\(.*\)|\[.*\]|\.new_empty\(0\))?", text):
-                expected = f"expected the model's {parameter.arg}, or another name there"
-                raise ValueError(f"{caller} gives {text} to {called.name} as its {parameter.arg}: {expected}")
-
-
-def _operands(problem: Problem) -> list[str]:
-    """The floating-point tensors among the operators' arguments, x first."""
-    return sys.modules[problem.ModelNew.__module__].Arguments._fields[: 1 + len(problem.ModelNew.operands)]
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {
-        each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-    }
+    names = {**vars(module), "run": plumbing.run}
+    for text in texts:
+        exec(text, names)
+    _SOURCES.update({names["forward"]: texts[0], names["constants"]: texts[1]})
+    return names["forward"], names["constants"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the file's parts
 
 
-def _head(
-    problem: Problem,
-    device: str,
-    variant: str,
-    dtype: torch.dtype,
-    imports: dict[str, str],
-    plumbing: dict[str, ast.stmt],
-) -> str:
+def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, modules: set[str]) -> str:
     formula = inspect.getdoc(sys.modules[problem.ModelNew.__module__]).splitlines()[0]
     how = {
         "fused": "the convolution inside its kernels",
         "epilogue": "PyTorch's convolution, and kernels for the rest",
     }[variant]
-    imports["_namedtuple"] = "from collections import namedtuple as _namedtuple"
-    used = {name for node in plumbing.values() for name in _names(node)}
-    lines = {line for name, line in imports.items() if name in used} | {"import sys as _sys"}
-    modules = ", ".join(sorted(line.removeprefix("import ") for line in lines if line.startswith("import ")))
-    lines = [*sorted(line for line in lines if line.startswith("from ")), f"import {modules}"]
+    lines = [f"import {', '.join(f'{name} as _{name}' for name in sorted({'sys', *modules}))}"]
     return f'''"""{formula}
 
 Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward:
@@ -278,21 +221,9 @@ def _model(problem: Problem) -> str:
     return re.sub(r'"""(.*?)\n.*?"""', r'"""\1"""', source, count=1, flags=re.S)
 
 
-def _forward(problem: Problem, text: export_python.Text) -> ast.FunctionDef:
-    """ModelNew's forward."""
-    cls, operands = problem.ModelNew, [f"self.{name}" for name in problem.ModelNew.operands]
-    own = {name: _method(cls, name)[0] != twin.__name__ for name in ("_constants", "_drawn")}
-    drawn = ["*self._drawn(x, constants)"] if own["_drawn"] else []
-    constants = "self._constants()" if own["_constants"] else _constants(problem)
-    given = ", ".join(["x", *operands, *drawn])
-    source = f"def forward(self, x):\n    constants = {constants}\n    return run(self, ({given}), constants)"
-    module = cls.__module__
-    text.bound[module, "run"] = (_HERE, "run")
-    return text.rewritten(ast.parse(source).body[0], module)
-
-
 def _model_new(forward: ast.FunctionDef) -> str:
-    source = re.sub(r"\bmodel\b", "self", ast.unparse(forward))
+    forward.name, source = "forward", ""
+    source = ast.unparse(forward)
     body = "\n".join(export_python.wrapped(f"    {line}") for line in source.splitlines())
     doc = "Model by the kernels below. Where they can't run, a call raises RuntimeError and says why."
     return f'class ModelNew(Model):\n    """{doc}"""\n\n{body}'
@@ -312,14 +243,14 @@ def get_model(device="cpu"):
     return ModelNew(*get_init_inputs()).to(device)"""
 
 
-def _kernels(problem: Problem, device: str, variant: str, plumbing: dict[str, ast.stmt]) -> list[str]:
+def _kernels(problem: Problem, device: str, variant: str, definitions: dict[str, ast.stmt]) -> list[str]:
     """The strings of kernels, each with its first line, and of which each build consists."""
     suffix, first = (
         ".cu" if device == "cuda" else ".cpp",
         problem.name + ("_fused" if variant == "fused" else ""),
     )
     strings = {
-        node.value for each in plumbing.values() for node in ast.walk(each) if isinstance(node, ast.Constant)
+        node.value for each in definitions.values() for node in ast.walk(each) if isinstance(node, ast.Constant)
     }
     used = {name for name in strings if isinstance(name, str) and name.startswith(problem.name)}
     stems = [

@@ -25,7 +25,6 @@ FILTERS: tuple[int, ...]  # the shape of the convolution's weight
 GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers among the constants
 SIZE: list[int]  # the convolution's
 TENSORS: int  # how many of the operator's arguments are tensors
-SAVES: bool  # does forward save for backward?
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
 Arguments: type
 make_plan: Callable
@@ -44,15 +43,15 @@ def run(model, tensors, constants):
     seen = [
         (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
     ]  # as loader_operators.described
-    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, _precision(tensors[0])
+    tf32 = [_precision(tensors[0])] if DEVICE == "cuda" else []
+    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, *tf32
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
             raise RuntimeError(f"ModelNew can't run: {reason}")
         plan = plans[key] = make_plan(Arguments(*tensors, *constants), saving=saving)
     if saving:
         return Function.apply(plan, *tensors, *constants)
-    y = forward(Arguments(*tensors, *constants), plan=plan, **({"saving": False} if SAVES else {}))
-    return y[0] if SAVES else y
+    return forward(Arguments(*tensors, *constants), plan=plan, saving=False)[0]
 
 
 def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
@@ -90,8 +89,7 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, *arguments):
-        result = forward(Arguments(*arguments), plan=plan, **({"saving": True} if SAVES else {}))
-        y, *saved = result if SAVES else (result,)
+        y, *saved = forward(Arguments(*arguments), plan=plan, saving=True)
         ctx.save_for_backward(*arguments[:TENSORS], *saved)
         ctx.plan, ctx.constants = plan, arguments[TENSORS:]
         return y
@@ -128,6 +126,10 @@ class Plan(SimpleNamespace):
 
     def as_parameters(self, a, gradients):
         return [gradient.to(DTYPE) for gradient in gradients]
+
+
+def never(*anything) -> bool:
+    return False
 
 
 def whole(count: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...]]:
