@@ -185,13 +185,13 @@ def _forward(problem: Problem) -> list[Callable]:
     drawn = "" if cls._drawn is twin.Twin._drawn else ", *self._drawn(x, constants)"
     texts = (
         f"def forward(self, x):\n    constants = self._constants()\n    return run(self, (x, {operands}{drawn}), constants)",
-        f"def constants(self):\n    return ({numbers})",
+        f"def numbers(self):\n    return ({numbers})",
     )
     names = {**vars(module), "run": plumbing.run}
     for text in texts:
         exec(text, names)
-    _SOURCES.update({names["forward"]: texts[0], names["constants"]: texts[1]})
-    return names["forward"], names["constants"]
+    _SOURCES.update({names["forward"]: texts[0], names["numbers"]: texts[1]})
+    return names["forward"], names["numbers"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the file's parts

@@ -21,7 +21,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,8 +83,8 @@ class Program:
         key = id(thing)
         if key not in self.names:
             name = "_" + (text or thing.__name__).lstrip("_")
-            while name in self.definitions:
-                name += "_"
+            if name in self.definitions:
+                name = f"_{thing.__module__.rpartition('.')[2]}{name}"
             self.names[key], self.definitions[name] = name, ast.Expr(ast.Constant(...))
             if inspect.isclass(thing):
                 self.definitions[name] = self._class(thing, name)
@@ -128,7 +128,6 @@ class Program:
         """What a call gives, if that is known, where these are given."""
         key = function, repr(given)
         if key not in self.results:
-            self.results[key] = None
             body = without_docstring(self._function(function, function.__name__, given).body)
             value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
             self.results[key] = value if value is not None and is_literal(value) else None
@@ -156,7 +155,7 @@ class Program:
             defaults = [literal(each) for each in cls._field_defaults.values()]
             arguments = [ast.Constant(name), ast.Constant(" ".join(cls._fields))]
             keywords = [ast.keyword("defaults", ast.Tuple(defaults, ast.Load()))] if defaults else []
-            made = ast.Call(ast.Constant(Name("_namedtuple")), arguments, keywords)
+            made = ast.Call(constant(namedtuple, "collections.namedtuple"), arguments, keywords)
             if not methods:
                 return ast.Assign([ast.Name(name, ast.Store())], made)
             node.bases = [made]
@@ -410,13 +409,10 @@ class _Specialiser(ast.NodeTransformer):
         if isinstance(value, ast.List):
             return name not in self.changing and all(isinstance(each, ast.Constant) for each in value.elts)
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Constant) and value.func.value is len:
-            return self.can_stand(name, value.args[0])
+            value = getattr(value.args[0], "value", value.args[0])
         if isinstance(value, ast.Constant):
             return not isinstance(value.value, ModuleType)
-        known = getattr(value, "known", None)
-        while isinstance(value, ast.Attribute):
-            value = value.value
-        return known is not None and isinstance(value, ast.Name) and value.id in self.steady
+        return isinstance(value, ast.Name) and value.id in self.steady
 
     # -------------------------------------------------------------------------------------------------------- expressions
 
@@ -655,6 +651,8 @@ def literal(value: object) -> ast.expr:
         return ast.List([*map(literal, value)], ast.Load())
     if isinstance(value, dict):
         return ast.Dict([*map(literal, value)], [*map(literal, value.values())])
+    if isinstance(value, tuple) and any(isinstance(each, (list, dict)) for each in value):
+        return ast.Tuple([*map(literal, value)], ast.Load())
     return constant(value)
 
 
@@ -827,8 +825,18 @@ def _cleaned(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]
         for call in [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) in classes]:
             own = {a.arg for e in classes[call.func.id].body if isinstance(e, ast.FunctionDef) for a in ast.walk(e.args) if isinstance(a, ast.arg)}
             call.keywords = [each for each in call.keywords if each.arg in own | read | {None}]
+        for node in [each for each in nodes if isinstance(each, ast.FunctionDef)]:
+            while _joined(node) or _without_unread(node):
+                pass
+        for node in [each for each in definitions.values() if isinstance(each, ast.FunctionDef) and each.name != root]:
+            calls = [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) == node.name]
+            if len(calls) == uses[node.name]:
+                _without_parameters(node, calls)
         for call in [each for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]:
-            expression = applied(definitions.get(call.func.id), call) if uses[call.func.id] == 1 and call.func.id != root else None
+            called = call.func.id
+            expression = applied(definitions.get(called), call) if called != root else None
+            if expression is not None and uses[called] > 1 and not _is_other_call(expression):
+                expression = None
             if expression is not None:
                 put = _Replace(call, expression)
                 definitions = {name: ast.fix_missing_locations(put.visit(node)) for name, node in definitions.items()}
@@ -836,6 +844,54 @@ def _cleaned(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]
         else:
             if len(definitions) == count:
                 return definitions
+
+
+def _without_parameters(function: ast.FunctionDef, calls: list[ast.Call]) -> None:
+    """Takes away the parameters that the function does not read; `calls` are all there are."""
+    read = set().union(*map(free, function.body))
+    for given in (function.args.args, function.args.kwonlyargs):
+        for i, each in reversed([*enumerate(given)]):
+            positions = [call.args[: i + 1] for call in calls] if given is function.args.args else []
+            if each.arg in read or function.args.defaults or any(isinstance(n, ast.Starred) for p in positions for n in p):
+                continue
+            del given[i]
+            if given is function.args.kwonlyargs:
+                del function.args.kw_defaults[i]
+            for call in calls:
+                del call.args[i : i + 1 if positions else i]
+                call.keywords = [keyword for keyword in call.keywords if keyword.arg != each.arg]
+
+
+def _is_other_call(node: ast.expr) -> bool:
+    """Is it a call of one of our functions with nothing to compute?"""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and all(map(_is_plain, node.args)) and not node.keywords
+
+
+def _joined(function: ast.AST) -> bool:
+    """Puts a value that the next line alone reads, once, in the place of its name; True if there was one, and the line stays short."""
+    nodes = [*ast.walk(function)]
+    uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
+    bodies = [getattr(each, name, None) for each in nodes for name in ("body", "orelse")]
+    for body in [each for each in bodies if isinstance(each, list)]:
+        for i, (first, then) in enumerate(zip(body, body[1:])):
+            target = first.targets[0] if isinstance(first, ast.Assign) and len(first.targets) == 1 else None
+            if not isinstance(target, ast.Name) or uses[target.id] != 2 or isinstance(first.value, ast.IfExp):
+                continue
+            read = [each for each in _surely(then) if isinstance(each, ast.Name) and each.id == target.id]
+            length = sum(len(ast.unparse(ast.fix_missing_locations(each))) for each in (first.value, then))
+            if read and length < WIDTH - 8 + len(target.id):
+                body[i : i + 2] = [_Replace(read[0], first.value).visit(then)]
+                return True
+    return False
+
+
+def _surely(node: ast.AST) -> Iterable[ast.AST]:
+    """The nodes that are computed once whenever a line is; of a line that has others under it, none."""
+    yield node
+    later = ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp, ast.Lambda, ast.IfExp, ast.BoolOp
+    if not isinstance(node, (*later, ast.For, ast.While, ast.If, ast.With, ast.FunctionDef)):
+        for child in ast.iter_child_nodes(node):
+            yield from _surely(child)
 
 
 def _reached(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
