@@ -36,6 +36,7 @@ from problems import Problem
 VARIANTS = "epilogue", "fused"
 LINES = 250  # beside the kernels
 
+
 def cell(
     name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32
 ) -> str:
@@ -74,7 +75,11 @@ def _program(
     problem: Problem, device: str, variant: str, dtype: torch.dtype
 ) -> tuple[export_python.Program, Callable]:
     """The cell's functions beside the kernels, and ModelNew's forward, which reaches them all."""
-    cls, module, operator = problem.ModelNew, sys.modules[problem.ModelNew.__module__], getattr(problem.ModelNew, variant)
+    cls, module, operator = (
+        problem.ModelNew,
+        sys.modules[problem.ModelNew.__module__],
+        getattr(problem.ModelNew, variant),
+    )
     with torch.random.fork_rng():
         model = cls(*problem.get_init_inputs())
     filters, sizes = tuple(model.conv.weight.shape), problem.input_shape[1:]
@@ -128,7 +133,11 @@ def _program(
     known = {(module.Arguments,): arguments}
     methods = [each for each in vars(module.Arguments).values() if inspect.isfunction(each)]
     known |= {(each, "self"): arguments for each in methods if each.__module__ == module.__name__}
-    plan = known[plumbing.Plan,] = {".()": None, ".y_format": Value(torch.contiguous_format), ".y_dtype": Value(dtype)}
+    plan = known[plumbing.Plan,] = {
+        ".()": None,
+        ".y_format": Value(torch.contiguous_format),
+        ".y_dtype": Value(dtype),
+    }
     known |= {(function, "plan"): plan for function in (operator.forward, operator._backward)}
     looked_at = {"class": cls, ".conv": {".weight": weight}}
     for name in whole:
@@ -142,7 +151,11 @@ def _program(
         known[each, "self"] = {"class": cls}
 
     folder, own = Path(__file__).parent, {module.__name__}
-    own |= {name for name, each in sys.modules.items() if Path(getattr(each, "__file__", None) or "/").parent == folder}
+    own |= {
+        name
+        for name, each in sys.modules.items()
+        if Path(getattr(each, "__file__", None) or "/").parent == folder
+    }
     program = export_python.Program(lambda each: each.__module__ in own, bound, _SOURCES, known)
     return program, forward
 
@@ -250,7 +263,10 @@ def _kernels(problem: Problem, device: str, variant: str, definitions: dict[str,
         problem.name + ("_fused" if variant == "fused" else ""),
     )
     strings = {
-        node.value for each in definitions.values() for node in ast.walk(each) if isinstance(node, ast.Constant)
+        node.value
+        for each in definitions.values()
+        for node in ast.walk(each)
+        if isinstance(node, ast.Constant)
     }
     used = {name for name in strings if isinstance(name, str) and name.startswith(problem.name)}
     stems = [

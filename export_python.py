@@ -32,7 +32,9 @@ import torch
 WIDTH = 110
 _PLAIN = bool, int, float, str, type(None), type(...), torch.dtype, torch.memory_format
 _PURE = "abs all any bool dict divmod enumerate float getattr int isinstance len list max min range round set sorted str sum tuple type zip"
-_PURE = {getattr(builtins, name) for name in _PURE.split()} | {each for each in vars(math).values() if callable(each)}
+_PURE = {getattr(builtins, name) for name in _PURE.split()} | {
+    each for each in vars(math).values() if callable(each)
+}
 _DROPPED = ("torch.compiler.assume_constant_result",)  # decorators
 
 
@@ -70,12 +72,20 @@ class Program:
     def build(self, root: Callable) -> dict[str, ast.stmt]:
         self.is_settled = False
         while not self.is_settled:
-            self.is_settled, self.names, self.definitions, self.results, self.modules = True, {}, {}, {}, set()
+            self.is_settled, self.names, self.definitions, self.results, self.modules = (
+                True,
+                {},
+                {},
+                {},
+                set(),
+            )
             self.name_of(root)
             written = {}
             while pending := [name for name in self.definitions if name not in written]:
                 for name in pending:
-                    written[name] = ast.fix_missing_locations(_Writer(self).visit(copied(self.definitions[name])))
+                    written[name] = ast.fix_missing_locations(
+                        _Writer(self).visit(copied(self.definitions[name]))
+                    )
         return _cleaned(written, self.name_of(root))
 
     def name_of(self, thing: object, text: str = "") -> str:
@@ -114,9 +124,17 @@ class Program:
         """A call without what it is known to give."""
         function, positional = self.signature(call.func.value)
         gone = {name for name, known in self.given.get(function, {}).items() if isinstance(known, Value)}
-        starred = next((i for i, each in enumerate(call.args) if isinstance(each, ast.Starred)), len(call.args))
-        kept = [i for i in range(len(call.args)) if i >= min(starred, len(positional)) or positional[i] not in gone]
-        return ast.Call(call.func, [call.args[i] for i in kept], [each for each in call.keywords if each.arg not in gone])
+        starred = next(
+            (i for i, each in enumerate(call.args) if isinstance(each, ast.Starred)), len(call.args)
+        )
+        kept = [
+            i
+            for i in range(len(call.args))
+            if i >= min(starred, len(positional)) or positional[i] not in gone
+        ]
+        return ast.Call(
+            call.func, [call.args[i] for i in kept], [each for each in call.keywords if each.arg not in gone]
+        )
 
     # ------------------------------------------------------------------------------------------------------------ sources
 
@@ -140,7 +158,9 @@ class Program:
         given = self.given.setdefault(function, {}) if given is None else given
         known = {**given, **{key[1]: value for key, value in self.known.items() if key[:1] == (function,)}}
         once = _Specialiser(self, plain).function(node, known)
-        return _Specialiser(self, plain).function(once, known)  # what a branch alone has set again is now known
+        return _Specialiser(self, plain).function(
+            once, known
+        )  # what a branch alone has set again is now known
 
     def _class(self, cls: type, name: str) -> ast.ClassDef:
         node = ast.parse(inspect.getsource(cls)).body[0]
@@ -189,7 +209,11 @@ class Program:
         value = getattr(owner, name)
         if not isinstance(owner, ModuleType):
             return constant(value) if self.can_write(value) and not self.is_code(value) else node
-        fixed = callable(value) or owner is math or isinstance(value, (ModuleType, torch.dtype, torch.memory_format))
+        fixed = (
+            callable(value)
+            or owner is math
+            or isinstance(value, (ModuleType, torch.dtype, torch.memory_format))
+        )
         value = self.bound.get(value, value) if callable(value) else value
         return constant(value, f"{node.value.text}.{name}") if fixed else node
 
@@ -201,7 +225,11 @@ class Program:
         return type(value) in _PLAIN or isinstance(value, Name) or self.is_code(value)
 
     def is_code(self, value: object) -> bool:
-        return (inspect.isfunction(inspect.unwrap(value)) or inspect.isclass(value)) and self.is_ours(value) if callable(value) else False
+        return (
+            (inspect.isfunction(inspect.unwrap(value)) or inspect.isclass(value)) and self.is_ours(value)
+            if callable(value)
+            else False
+        )
 
     def is_pure(self, node: ast.AST) -> bool:
         """Does a call, or an attribute, of known values give the same whenever it is computed?"""
@@ -258,7 +286,11 @@ class Program:
             return ast.Constant(value)
         if isinstance(value, tuple):
             items = [write(each) for each in value]
-            return ast.Call(write(type(value)), items, []) if hasattr(value, "_fields") else ast.Tuple(items, ast.Load())
+            return (
+                ast.Call(write(type(value)), items, [])
+                if hasattr(value, "_fields")
+                else ast.Tuple(items, ast.Load())
+            )
         if self.is_code(value):
             if inspect.isfunction(inspect.unwrap(value)) and not getattr(node, "is_called", False):
                 for parameter in inspect.signature(value).parameters:
@@ -288,7 +320,11 @@ class _Specialiser(ast.NodeTransformer):
         self.local = {*counts}
         self.once = {name for name, count in counts.items() if count == 1}
         self.steady = self.once & {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
-        self.changing = {n.value.id for n in nodes if isinstance(n, (ast.Attribute, ast.Subscript)) and isinstance(n.value, ast.Name)}
+        self.changing = {
+            n.value.id
+            for n in nodes
+            if isinstance(n, (ast.Attribute, ast.Subscript)) and isinstance(n.value, ast.Name)
+        }
         node.decorator_list = [self.visit(each) for each in node.decorator_list]
         for name in [each for each in self.steady if known.get(each) is not None]:
             self.values[name] = at(ast.Name(name, ast.Load()), known[name])
@@ -302,7 +338,10 @@ class _Specialiser(ast.NodeTransformer):
         first = len(arguments.args) - len(arguments.defaults)
         arguments.defaults = [d for a, d in zip(arguments.args[first:], arguments.defaults) if keep(a)]
         arguments.kw_defaults = [d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults) if keep(a)]
-        arguments.args, arguments.kwonlyargs = [*filter(keep, arguments.args)], [*filter(keep, arguments.kwonlyargs)]
+        arguments.args, arguments.kwonlyargs = (
+            [*filter(keep, arguments.args)],
+            [*filter(keep, arguments.kwonlyargs)],
+        )
         for each in [n for n in ast.walk(arguments) if isinstance(n, ast.arg)]:
             each.annotation = None
         body = without_docstring(node.body)
@@ -324,7 +363,9 @@ class _Specialiser(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         node = super().visit(node)
         is_read = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        if not is_read or isinstance(node, (ast.Constant, ast.Name, ast.Starred, ast.Lambda, ast.GeneratorExp)):
+        if not is_read or isinstance(
+            node, (ast.Constant, ast.Name, ast.Starred, ast.Lambda, ast.GeneratorExp)
+        ):
             return node
         return self.program.value_of(node) or node
 
@@ -364,7 +405,9 @@ class _Specialiser(ast.NodeTransformer):
         self.generic_visit(node)
         value = node.value.value if isinstance(node.value, ast.Yield) else None
         test = value.elts[0] if isinstance(value, ast.Tuple) else value
-        if isinstance(test, ast.Constant) and not (test.value[0] if isinstance(test.value, tuple) else test.value):
+        if isinstance(test, ast.Constant) and not (
+            test.value[0] if isinstance(test.value, tuple) else test.value
+        ):
             return []
         return node
 
@@ -379,7 +422,11 @@ class _Specialiser(ast.NodeTransformer):
             if isinstance(target, ast.Name) and target.id in self.once and self.can_stand(target.id, value):
                 self.values[target.id] = value
                 continue
-            if isinstance(target, ast.Name) and target.id in self.once and getattr(value, "known", None) is not None:
+            if (
+                isinstance(target, ast.Name)
+                and target.id in self.once
+                and getattr(value, "known", None) is not None
+            ):
                 self.values[target.id] = at(ast.Name(target.id, ast.Load()), value.known)
             if isinstance(target, ast.Attribute):
                 target = self.visit(target)
@@ -439,7 +486,11 @@ class _Specialiser(ast.NodeTransformer):
             parts = [node.slice.lower, node.slice.upper, node.slice.step]
             index = slice(*[part and getattr(part, "value", None) for part in parts])
             if not all(part is None or isinstance(part, ast.Constant) for part in parts):
-                return at(node, known) if isinstance(known, dict) and ".shape" in known and known["len()"] is None else node
+                return (
+                    at(node, known)
+                    if isinstance(known, dict) and ".shape" in known and known["len()"] is None
+                    else node
+                )
         elif isinstance(index, ast.Constant) and type(index.value) is int:
             index = index.value
         else:
@@ -489,8 +540,14 @@ class _Specialiser(ast.NodeTransformer):
         self.generic_visit(node)
         pairs = []
         for key, value in zip(node.keys, node.values):
-            value = self.program.applied(value) or value if key is None and isinstance(value, ast.Call) else value
-            pairs += zip(value.keys, value.values) if key is None and isinstance(value, ast.Dict) else [(key, value)]
+            value = (
+                self.program.applied(value) or value if key is None and isinstance(value, ast.Call) else value
+            )
+            pairs += (
+                zip(value.keys, value.values)
+                if key is None and isinstance(value, ast.Dict)
+                else [(key, value)]
+            )
         return ast.Dict([key for key, _ in pairs], [value for _, value in pairs])
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
@@ -504,19 +561,32 @@ class _Specialiser(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """Without a factor of 1 or a term of 0."""
         self.generic_visit(node)
-        left, right = (getattr(each, "value", None) if isinstance(each, ast.Constant) else None for each in (node.left, node.right))
+        left, right = (
+            getattr(each, "value", None) if isinstance(each, ast.Constant) else None
+            for each in (node.left, node.right)
+        )
         neutral = {ast.Mult: 1, ast.FloorDiv: 1, ast.Add: 0, ast.Sub: 0}.get(type(node.op))
         if type(right) is int and right == neutral:
             return node.left
-        return node.right if type(left) is int and left == neutral and isinstance(node.op, (ast.Mult, ast.Add)) else node
+        return (
+            node.right
+            if type(left) is int and left == neutral and isinstance(node.op, (ast.Mult, ast.Add))
+            else node
+        )
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         decisive, values = isinstance(node.op, ast.Or), []
         for each in node.values:
             value = self.visit(each)
             if isinstance(value, ast.Constant) and bool(value.value) == decisive:
-                return value if not values or value.value is decisive else ast.BoolOp(node.op, [*values, value])
-            if not isinstance(value, ast.Constant) or each is node.values[-1] and value.value not in (True, False, None):
+                return (
+                    value if not values or value.value is decisive else ast.BoolOp(node.op, [*values, value])
+                )
+            if (
+                not isinstance(value, ast.Constant)
+                or each is node.values[-1]
+                and value.value not in (True, False, None)
+            ):
                 values.append(value)
             last = value
         return ast.BoolOp(node.op, values) if len(values) > 1 else values[0] if values else last
@@ -530,9 +600,16 @@ class _Specialiser(ast.NodeTransformer):
     # -------------------------------------------------------------------------------------------------------------- calls
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        if "self" in self.values and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "super()":
+        if (
+            "self" in self.values
+            and isinstance(node.func, ast.Attribute)
+            and ast.unparse(node.func.value) == "super()"
+        ):
             method = self.super_method(node.func.attr)
-            node.func, node.args = constant(self.program.bound.get(method, method)), [ast.Name("self", ast.Load()), *node.args]
+            node.func, node.args = (
+                constant(self.program.bound.get(method, method)),
+                [ast.Name("self", ast.Load()), *node.args],
+            )
         node.func = self.visit(node.func)
         node.args = self.unpacked([self.visit(each) for each in node.args])
         node.keywords = [self.visit(each) for each in node.keywords]
@@ -561,7 +638,9 @@ class _Specialiser(ast.NodeTransformer):
 
     def method_call(self, node: ast.Call) -> ast.expr:
         known, name = getattr(node.func.value, "known", None), node.func.attr
-        if name == "contiguous" and all(getattr(each.value, "value", 0) is torch.contiguous_format for each in node.keywords):
+        if name == "contiguous" and all(
+            getattr(each.value, "value", 0) is torch.contiguous_format for each in node.keywords
+        ):
             node.keywords = []  # the default
         if not isinstance(known, dict):
             return node
@@ -592,8 +671,12 @@ class _Specialiser(ast.NodeTransformer):
         source = self.program.source(function)
         counts, names = _stored(source), [*positional, *[each.arg for each in source.args.kwonlyargs]]
         given = self.program.given.setdefault(function, {})
-        starred = next((i for i, each in enumerate(node.args) if isinstance(each, ast.Starred)), len(node.args))
-        by_name = dict(zip(positional, node.args[:starred])) | {each.arg: each.value for each in node.keywords if each.arg}
+        starred = next(
+            (i for i, each in enumerate(node.args) if isinstance(each, ast.Starred)), len(node.args)
+        )
+        by_name = dict(zip(positional, node.args[:starred])) | {
+            each.arg: each.value for each in node.keywords if each.arg
+        }
         is_open = starred < len(node.args) or any(each.arg is None for each in node.keywords)
         defaults = inspect.signature(function).parameters
         known = {}
@@ -675,7 +758,11 @@ def known_of(node: ast.expr) -> object:
         return Value(node.value, getattr(node, "text", ""))
     if isinstance(node, (ast.Tuple, ast.List)):
         items = [None if isinstance(each, ast.Starred) else known_of(each) for each in node.elts]
-        return None if any(isinstance(each, ast.Starred) for each in node.elts) or not any(items) else tuple(items)
+        return (
+            None
+            if any(isinstance(each, ast.Starred) for each in node.elts) or not any(items)
+            else tuple(items)
+        )
     return getattr(node, "known", None)
 
 
@@ -701,7 +788,9 @@ def free(node: ast.AST) -> set[str]:
     nodes = [*ast.walk(node)]
     bound = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
     bound |= {each.arg for each in nodes if isinstance(each, ast.arg)}
-    return {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)} - bound
+    return {
+        each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+    } - bound
 
 
 def _stored(node: ast.FunctionDef) -> Counter:
@@ -770,7 +859,9 @@ def _without_unread(function: ast.FunctionDef) -> bool:
     def is_unread(target):
         parts = [each for each in ast.walk(target) if isinstance(each, ast.expr)]
         names = {each.id for each in parts if isinstance(each, ast.Name)}
-        return all(isinstance(each, (ast.Name, ast.Tuple, ast.Starred)) for each in parts) and not names & read
+        return (
+            all(isinstance(each, (ast.Name, ast.Tuple, ast.Starred)) for each in parts) and not names & read
+        )
 
     Remove().visit(function)
     return found
@@ -787,7 +878,9 @@ def applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:
     names = [each.arg for each in given.args]
     if len(body) != 1 or not isinstance(body[0], ast.Return) or given.vararg or given.kwarg:
         return None
-    if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
+    if any(isinstance(each, ast.Starred) for each in call.args) or any(
+        each.arg is None for each in call.keywords
+    ):
         return None
     values = dict(zip(names[len(names) - len(given.defaults) :], given.defaults))
     values |= dict(zip([each.arg for each in given.kwonlyargs], given.kw_defaults))
@@ -817,29 +910,55 @@ def _cleaned(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]
     while True:
         count, definitions = len(definitions), _reached(definitions, root)
         nodes = [each for node in definitions.values() for each in ast.walk(node)]
-        read = {each.attr for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Load)}
+        read = {
+            each.attr for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Load)
+        }
         uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
-        classes = {n: d for n, d in definitions.items() if isinstance(d, ast.ClassDef) and "Function" not in ast.unparse(d.bases)}
+        classes = {
+            n: d
+            for n, d in definitions.items()
+            if isinstance(d, ast.ClassDef) and "Function" not in ast.unparse(d.bases)
+        }
         for name, node in classes.items():
-            node.body = [e for e in node.body if not isinstance(e, ast.FunctionDef) or e.name in read or e.name[:2] == "__"]
-        for call in [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) in classes]:
-            own = {a.arg for e in classes[call.func.id].body if isinstance(e, ast.FunctionDef) for a in ast.walk(e.args) if isinstance(a, ast.arg)}
+            node.body = [
+                e
+                for e in node.body
+                if not isinstance(e, ast.FunctionDef) or e.name in read or e.name[:2] == "__"
+            ]
+        for call in [
+            each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) in classes
+        ]:
+            own = {
+                a.arg
+                for e in classes[call.func.id].body
+                if isinstance(e, ast.FunctionDef)
+                for a in ast.walk(e.args)
+                if isinstance(a, ast.arg)
+            }
             call.keywords = [each for each in call.keywords if each.arg in own | read | {None}]
         for node in [each for each in nodes if isinstance(each, ast.FunctionDef)]:
             while _joined(node) or _without_unread(node):
                 pass
-        for node in [each for each in definitions.values() if isinstance(each, ast.FunctionDef) and each.name != root]:
-            calls = [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) == node.name]
+        for node in [
+            each for each in definitions.values() if isinstance(each, ast.FunctionDef) and each.name != root
+        ]:
+            calls = [
+                each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) == node.name
+            ]
             if len(calls) == uses[node.name]:
                 _without_parameters(node, calls)
-        for call in [each for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]:
+        for call in [
+            each for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+        ]:
             called = call.func.id
             expression = applied(definitions.get(called), call) if called != root else None
             if expression is not None and uses[called] > 1 and not _is_other_call(expression):
                 expression = None
             if expression is not None:
                 put = _Replace(call, expression)
-                definitions = {name: ast.fix_missing_locations(put.visit(node)) for name, node in definitions.items()}
+                definitions = {
+                    name: ast.fix_missing_locations(put.visit(node)) for name, node in definitions.items()
+                }
                 break
         else:
             if len(definitions) == count:
@@ -852,7 +971,11 @@ def _without_parameters(function: ast.FunctionDef, calls: list[ast.Call]) -> Non
     for given in (function.args.args, function.args.kwonlyargs):
         for i, each in reversed([*enumerate(given)]):
             positions = [call.args[: i + 1] for call in calls] if given is function.args.args else []
-            if each.arg in read or function.args.defaults or any(isinstance(n, ast.Starred) for p in positions for n in p):
+            if (
+                each.arg in read
+                or function.args.defaults
+                or any(isinstance(n, ast.Starred) for p in positions for n in p)
+            ):
                 continue
             del given[i]
             if given is function.args.kwonlyargs:
@@ -864,7 +987,12 @@ def _without_parameters(function: ast.FunctionDef, calls: list[ast.Call]) -> Non
 
 def _is_other_call(node: ast.expr) -> bool:
     """Is it a call of one of our functions with nothing to compute?"""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and all(map(_is_plain, node.args)) and not node.keywords
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and all(map(_is_plain, node.args))
+        and not node.keywords
+    )
 
 
 def _joined(function: ast.AST) -> bool:
