@@ -95,6 +95,7 @@ def _program(
         "FILTERS": filters,
         "GIVEN": (*filters, *sizes, *whole.values()),
         "SIZE": tuple([extent - taps + 1 for extent, taps in zip(sizes[1:], filters[2:])]),
+        "OWN": next((name for name in cls.operands if "." not in name), ""),
         "TENSORS": len(tensors),
         "BUILDS": export_python.Name("_BUILDS"),
         "Arguments": module.Arguments,
@@ -115,7 +116,6 @@ def _program(
         operators.Plan: plumbing.Plan,
         operators.load: plumbing.load,
         twin.Twin._constants: constants,
-        twin.Twin._not_by_channel: plumbing.not_by_channel,
         library.is_channels_last: plumbing.never,  # results are contiguous
         torch.compiler.is_compiling: plumbing.never,
     }
@@ -145,8 +145,9 @@ def _program(
         owner = looked_at.setdefault(f".{path[0]}", {}) if path else looked_at
         value = attrgetter(name)(problem.Model(*problem.get_init_inputs()))
         owner[f".{last}"] = Value(value)
-    for each in (cls._tail_raises, cls._tail_obstacle, values["fused_obstacle"]):
-        known |= {(each, "self"): looked_at, (each, "x"): x}
+    for name in {*dir(twin.Twin), *vars(cls)}:
+        if inspect.isfunction(each := getattr(cls, name)) and each.__name__ != "__init__":
+            known |= {(each, "self"): looked_at, (each, "x"): x}
     for each in (forward, constants, cls._constants, cls._drawn):
         known[each, "self"] = {"class": cls}
 
@@ -200,7 +201,7 @@ def _forward(problem: Problem) -> list[Callable]:
         f"def forward(self, x):\n    constants = self._constants()\n    return run(self, (x, {operands}{drawn}), constants)",
         f"def numbers(self):\n    return ({numbers})",
     )
-    names = {**vars(module), "run": plumbing.run}
+    names = {**vars(module), "run": plumbing.run, **{each.__name__: each for each in cls.constants.values()}}
     for text in texts:
         exec(text, names)
     _SOURCES.update({names["forward"]: texts[0], names["numbers"]: texts[1]})

@@ -24,6 +24,7 @@ SUMS: torch.dtype  # in which the kernels sum, and take parameters by channel
 FILTERS: tuple[int, ...]  # the shape of the convolution's weight
 GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers among the constants
 SIZE: list[int]  # the convolution's
+OWN: str  # the parameter by channel that is the model's own, or ""
 TENSORS: int  # how many of the operator's arguments are tensors
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
 Arguments: type
@@ -65,7 +66,7 @@ def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
     plain = {*conv.stride, *conv.dilation, conv.groups} == {1} and {*conv.padding} == {0}
     yield not plain and "the convolution has a stride, padding, dilation or groups"
     yield tail_raises(model, batch, SIZE) and "x does not fit what follows the convolution"
-    yield tail_obstacle(model) or fused_obstacle(model, batch, DTYPE)
+    yield tail_obstacle(model) or not_by_channel(model) or fused_obstacle(model, batch, DTYPE)
 
 
 def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
@@ -76,12 +77,10 @@ def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
     )
 
 
-def not_by_channel(model, name: str) -> str | bool:
-    """What is wrong with the shape of a parameter."""
-    return (
-        getattr(model, name).shape != (FILTERS[0], *[1] * (len(FILTERS) - 2))
-        and f"{name} is not one value per channel"
-    )
+def not_by_channel(model) -> str | bool:
+    """What is wrong with the shape of the parameter that is the model's own."""
+    by_channel = (FILTERS[0], *[1] * (len(FILTERS) - 2))
+    return OWN != "" and getattr(model, OWN).shape != by_channel and f"{OWN} is not one value per channel"
 
 
 class Function(torch.autograd.Function):
@@ -120,6 +119,9 @@ class Plan(SimpleNamespace):
 
     def parameters(self, a):
         return tuple([p.to(SUMS).contiguous() for p in a[2 : self._last]])
+
+    def operands(self, a):
+        return a.x.contiguous(), a.weight.contiguous(), *self.parameters(a), *a[self._last : TENSORS]
 
     def gradients(self, a):
         return [torch.empty(p.shape, dtype=SUMS, device=p.device) for p in a[2 : self._last]]

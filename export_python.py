@@ -937,6 +937,7 @@ def _cleaned(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]
             }
             call.keywords = [each for each in call.keywords if each.arg in own | read | {None}]
         for node in [each for each in nodes if isinstance(each, ast.FunctionDef)]:
+            node.body = [each for each in node.body if not _sets_unread(each, read)]
             while _joined(node) or _without_unread(node):
                 pass
         for node in [
@@ -983,6 +984,12 @@ def _without_parameters(function: ast.FunctionDef, calls: list[ast.Call]) -> Non
             for call in calls:
                 del call.args[i : i + 1 if positions else i]
                 call.keywords = [keyword for keyword in call.keywords if keyword.arg != each.arg]
+
+
+def _sets_unread(node: ast.stmt, read: set[str]) -> bool:
+    """Does it but set an attribute of which nobody reads the name?"""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return len(targets) == 1 and isinstance(targets[0], ast.Attribute) and targets[0].attr not in read
 
 
 def _is_other_call(node: ast.expr) -> bool:

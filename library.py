@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+import tiling
+
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
 
@@ -52,6 +54,16 @@ def result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.mem
     return channels_last(x) if follows and is_channels_last(x, weight) else torch.contiguous_format
 
 
+def to_channels_last(t: Tensor, kernels, round_to_tf32: bool = False) -> Tensor:
+    """t (N, C, H, W) with channels-last strides, by our own `transpose`, a launcher: the library's takes twice as long."""
+    if t.is_contiguous(memory_format=torch.channels_last):
+        return t
+    N, C, H, W = t.shape
+    out = t.new_empty(N, H, W, C)
+    kernels.transpose(out, t.contiguous(), N, C, H * W, round_to_tf32)
+    return out.permute(0, 3, 1, 2)
+
+
 # ----------------------------------------------------------------------------------------------------------------- TF32
 
 
@@ -62,15 +74,11 @@ def allows_tf32() -> bool:
     return allowed and library.enabled and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
-@torch.compiler.assume_constant_result
-def capability(index: int) -> tuple[int, int]:
-    """A GPU's compute capability."""
-    return torch.cuda.get_device_capability(index)
-
-
 def may_run_tf32(x: Tensor) -> bool:
     """May the library's convolution of x, on a GPU, run TF32?"""
-    return x.dtype == torch.float32 and allows_tf32() and capability(x.device.index) >= (8, 0)
+    if x.dtype != torch.float32 or not allows_tf32():
+        return False
+    return tiling.device_properties(x.device.index).capability >= (8, 0)
 
 
 def eager_runs_tf32(x: Tensor, weight: Tensor) -> bool:
@@ -130,6 +138,15 @@ def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:
     sizes = *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
     kernels.convolve(v, image.contiguous(), filters.contiguous(), *sizes)
     return v
+
+
+def input_gradient_by_winograd(dv: Tensor, weight: Tensor, kernels) -> Tensor | None:
+    """dx in 2-D, of dv with as many zeros around it as a filter reaches: its convolution with the filters turned round. None where that
+    is not faster than the library."""
+    turned = weight.flip(2, 3).transpose(0, 1).contiguous()
+    if not winograd_suits(dv, turned):
+        return None
+    return convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), kernels).squeeze(2)
 
 
 def convolution(x: Tensor, weight: Tensor, kernels) -> Callable[[Tensor, Tensor], Tensor]:

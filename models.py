@@ -10,7 +10,7 @@ the classes are here by their names, too: `models.Conv2dMinAddMultiplyNew`.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 
 import torch
 from torch import nn
@@ -28,14 +28,14 @@ def register(problem: Problem) -> Problem:
     return problem
 
 
-for _name in (
+_NAMES = (
     "conv2d_min_add_multiply",
     "conv3d_multiply_instancenorm_clamp_multiply_max",
     "conv3d_groupnorm_min_clamp_dropout",
     "conv2d_groupnorm_scale_maxpool_clamp",
-):
-    if importlib.util.find_spec(f"problems.{_name}"):  # what export.py makes has only some of them
-        register(importlib.import_module(f"problems.{_name}").PROBLEM)
+)
+for _name in _NAMES:
+    register(importlib.import_module(f"problems.{_name}").PROBLEM)
 
 
 def __getattr__(name: str) -> type[nn.Module]:
@@ -52,18 +52,16 @@ def _problem(name: str) -> Problem:
     return PROBLEMS[name]
 
 
-def get_model(name: str = "conv2d_min_add_multiply", *, device=None) -> nn.Module:
+def get_model(name: str = _NAMES[0], *, device=None) -> nn.Module:
     """A fresh ModelNew of the problem `name` on `device`. Raises KeyError for an unknown name."""
     return _problem(name).get_model(device=device)
 
 
-def get_inputs(
-    name: str = "conv2d_min_add_multiply", *, device=None, batch_size: int | None = None
-) -> list[torch.Tensor]:
+def get_inputs(name: str = _NAMES[0], *, device=None, batch_size: int | None = None) -> list[torch.Tensor]:
     """[x] for the problem `name`. Raises KeyError for an unknown name."""
     return _problem(name).get_inputs(device=device, batch_size=batch_size)
 
 
-def get_init_inputs(name: str = "conv2d_min_add_multiply") -> list:
+def get_init_inputs(name: str = _NAMES[0]) -> list:
     """The positional constructor arguments of the problem `name`. Raises KeyError for an unknown name."""
     return _problem(name).get_init_inputs()

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,12 +21,7 @@ import loader_operators
 from loader_operators import Operator
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_CTYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "half_t",
-    torch.bfloat16: "bfloat16_t",
-}
+_CTYPES = dict(zip(DTYPES, ("float", "double", "half_t", "bfloat16_t")))
 
 
 def load(name: str, x: Tensor, out_dtype: torch.dtype, folder=None, **defines) -> inline_loader.Operators:
@@ -57,6 +53,14 @@ def group_norm_raises(x: Tensor, weight: Tensor, norm: torch.nn.GroupNorm, size:
     return x.dim() == weight.dim() and x.shape[0] * C // groups * math.prod(size) == 1
 
 
+def window_sides(size) -> tuple[int, int]:
+    """A pool's rows and columns, as max_pool2d reads its size; zeros where it refuses."""
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    if len(sizes) not in (1, 2) or any(type(each) is not int for each in sizes):
+        return 0, 0
+    return sizes[0], sizes[-1]
+
+
 # ------------------------------------------------------------------------------------------------------- plans, operators
 
 Output = tuple  # (shape, dtype), and for a result the memory format that eager's has; a shape of 0: nobody keeps it
@@ -66,28 +70,18 @@ class Plan(SimpleNamespace):
     """How an operator runs for arguments of one kind: its `kernels`, what it allocates, and whatever a problem adds.
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
-    element for all channels, the others C. outputs: what forward writes; what nobody keeps has no elements.
+    element for all channels, the others C. outputs: what forward writes; what nobody keeps has no elements. For `forward_fused`, `numbers`:
+    all that its launcher takes after the tensors.
     """
 
-    def __init__(
-        self,
-        name,
-        a: tuple,
-        parameters: tuple[str, ...],
-        outputs: list[Output],
-        defines=None,
-        folder=None,
-        **own,
-    ):
-        (_, dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
+    def __init__(self, name, a: tuple, parameters, outputs: list[Output], defines=None, folder=None, **own):
+        (_, self.y_dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
         self._sums, self._last = accumulate_dtype(a.x.dtype), 2 + len(parameters)
+        self._tensors = sum(isinstance(each, Tensor) for each in a)
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
-        self._ready, self.kernels = all(ready), load(name, a.x, dtype, folder, **defines or {})
-        self.y_dtype = dtype
-        self.y_format = (*y_format, torch.contiguous_format)[0]
-        self._outputs = [
-            (shape, dtype) if shape else a.x.new_empty(0, dtype=dtype) for shape, dtype, *_ in outputs
-        ]
+        self._ready, self.kernels = all(ready), load(name, a.x, self.y_dtype, folder, **defines or {})
+        self.y_format, new = (*y_format, torch.contiguous_format)[0], a.x.new_empty
+        self._outputs = [(size, dtype) if size else new(0, dtype=dtype) for size, dtype, *_ in outputs]
         super().__init__(**own)
 
     def outputs(self, a: tuple) -> list[Tensor]:
@@ -110,6 +104,10 @@ class Plan(SimpleNamespace):
                 raise RuntimeError(f"expected {name.rstrip('?')} of {expected}, {got}")
         return tuple([p.to(self._sums).reshape(-1).expand(C).contiguous() for p in given])
 
+    def operands(self, a: tuple) -> tuple[Tensor, ...]:
+        """All tensors as the kernels read them."""
+        return a.x.contiguous(), a.weight.contiguous(), *self.parameters(a), *a[self._last : self._tensors]
+
     def gradients(self, a: tuple) -> list[Tensor]:
         """Where the kernels write the gradients of the parameters by channel: in the dtype of sums, in the shape of each."""
         layout = dict(dtype=self._sums, memory_format=torch.contiguous_format)
@@ -117,8 +115,7 @@ class Plan(SimpleNamespace):
 
     def as_parameters(self, a: tuple, gradients: list[Tensor]) -> list[Tensor]:
         """Those gradients in the dtypes of the parameters."""
-        given = a[2 : self._last]
-        return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(gradients, given)]
+        return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(gradients, a[2 : self._last])]
 
 
 def statistics(a: tuple, count: int, saving: bool) -> Output:
@@ -127,11 +124,9 @@ def statistics(a: tuple, count: int, saving: bool) -> Output:
     return (a.x.shape[0], count) if kept else 0, accumulate_dtype(a.x.dtype)
 
 
-def declare(
-    name: str, forward: Callable, *, outputs: Callable, backward: Callable, plan: Callable
-) -> Operator:
+def declare(name: str, forward: Callable, *, outputs: Callable, **functions: Callable) -> Operator:
     """The operator of a problem's Arguments. outputs(a, saving): the result's Output, and those of what forward saves for backward; the
-    rest as in loader_operators.declare."""
+    rest, backward and plan, as in loader_operators.declare."""
 
     def shapes(a: tuple, *, saving: bool) -> list[Tensor]:
         (shape, dtype, *y_format), *saved = outputs(a, True)
@@ -142,5 +137,35 @@ def declare(
     def gradients(a: tuple) -> list[Tensor]:
         return library.gradient_shapes(*[t for t in a if isinstance(t, Tensor)])
 
-    functions = dict(shapes=shapes, backward=backward, gradients=gradients, plan=plan)
-    return loader_operators.declare(name, forward, **functions)
+    return loader_operators.declare(name, forward, shapes=shapes, gradients=gradients, **functions)
+
+
+def declare_fused(name: str, *, plan: Callable, **functions: Callable) -> Operator:
+    """Likewise <name>_fused, whose forward is `forward_fused`."""
+
+    def forward(a, *, plan, saving):
+        return forward_fused(a, plan=plan, saving=saving)
+
+    forward.__annotations__["a"] = get_type_hints(plan)["a"]
+    return declare(f"{name}_fused", forward, plan=plan, **functions)
+
+
+def forward_fused(a: tuple, *, plan: Plan, saving: bool) -> tuple[Tensor, ...]:
+    """One launcher takes the result, what is saved and scratch, which are the plan's outputs, all operands and the plan's numbers."""
+    y, *saved, scratch = plan.outputs(a)
+    plan.kernels.forward(y, *saved, scratch, *plan.operands(a), *plan.numbers)
+    y = y.contiguous(memory_format=plan.y_format)
+    return (y, *saved) if saving else (y,)
+
+
+def backward_of(operator: Operator, dy: Tensor, a: tuple, needs: list[bool]) -> list[Tensor | None]:
+    """The gradients by `operator`, forward and backward, where the kernels of another one find no room."""
+    # Forward chose the dtypes; a region of autocast around backward may not.
+    with torch.autocast(dy.device.type, enabled=False):
+        _, *saved = operator.save(*a)
+        return operator.backward(dy, a, saved, needs)
+
+
+def when_needed(name: str, a: tuple, dtype: torch.dtype, **defines) -> Callable[[], inline_loader.Operators]:
+    """The kernels `name`, for a function to ask for: they are built when it first does, which may be never."""
+    return functools.cache(functools.partial(load, name, a.x.new_empty(0), dtype, **defines))

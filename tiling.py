@@ -1,10 +1,11 @@
 """How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and what fits nowhere.
 
-One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. A plan is made here alone; a kernel takes it by its
-launcher's arguments and its build's `defines`, and asserts at compile time, in the words of these, all that it relies on.
+One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. What is compiled for, or allocated, is planned here
+alone; a kernel takes it by its launcher's arguments and its build's definitions, and asserts at compile time, in the words of these,
+all that it relies on. What only a launch depends on, its launcher plans.
 
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory.
-  Backward: likewise, for its gradient and the weight's; and tiles of rows and columns, for the gradient of x.
+  Backward: likewise, for its gradient and the weight's. (Tiles of the gradient of x are its launcher's.)
 - strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
   Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
 - gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,9 +55,15 @@ def spatial_defines(filters: Sequence[int]) -> dict[str, int]:
     return dict(zip(names, filters))
 
 
-def first_of(obstacles: Iterable[tuple[object, str]]) -> str | None:
-    """The first obstacle that is there, of pairs (is it there?, what it is); what comes after it is not looked at."""
-    return next((obstacle for is_there, obstacle in obstacles if is_there), None)
+def first_obstacle(obstacles: Callable[..., Iterable[tuple[object, str]]]) -> Callable[..., str | None]:
+    """Of a function that yields pairs (is an obstacle there?, what it is), one that returns the first that is there, or None; it looks
+    at nothing that comes after that."""
+
+    @functools.wraps(obstacles)
+    def first(*arguments):
+        return next((obstacle for is_there, obstacle in obstacles(*arguments) if is_there), None)
+
+    return first
 
 
 def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, str]]:
@@ -93,25 +100,19 @@ class VolumeTiling(NamedTuple):
         return self.rows, self.depth, self.pitch, self.raw, self.shared
 
 
-def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int) -> str | None:
+@first_obstacle
+def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int):
     """`static_shared`: bytes of shared memory that the kernel's own arrays may take, which it asserts."""
-    return first_of(_volume_obstacles(x, weight, dtype, static_shared))
-
-
-def _volume_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int):
     yield from _fused_obstacles(x, dtype)
     (C, channels, *kernel), size = weight.shape, x.shape[2:]
-    yield (
-        channels > 4 or C % 16 or C > 960,
-        "the fused kernels take up to 4 channels in, and 16, 32, … 960 out",
-    )
+    few = channels <= 4 and C % 16 == 0 and C <= 960
+    yield not few, "the fused kernels take up to 4 channels in, and 16, 32, … 960 out"
     pairs = (channels + 1) // 2
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
     yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
-    of_strip = _input_shared(_input_strip(channels, kernel[0]), 8, 2**15, C, channels, *kernel)
     room = device_properties(x.device.index).shared - static_shared
-    yield of_strip > room, "the filter does not fit in shared memory"
+    yield _input_strip_shared(weight) > room, "the filter does not fit in shared memory"
     positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
     yield positions < 64, "the fused kernels' statistics are exact enough from 64 positions on"
     too_large = size[1] * size[2] >= 2**24 or size[0] >= 2**15 or not volume_fits(x, weight, static_shared)
@@ -121,43 +122,39 @@ def _volume_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shar
 def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
     """Is there a plan, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks this, so it asks for
     four rows first: where they fit, as they mostly do, one bound on W is its only guard."""
-    (_, channels, _, H, W), kernel = x.shape, weight.shape[2:]
     room = device_properties(x.device.index).shared - static_shared
-    OH, OW = H - kernel[1] + 1, W - kernel[2] + 1
+    OH, OW = x.shape[3] - weight.shape[3] + 1, x.shape[4] - weight.shape[4] + 1
     for rows in (4, 2, 1):
         whole_vectors = rows * OW % 4 == 0 or OH * OW % 4 > 0
-        if whole_vectors and volume_layout(rows, W, channels, x.element_size(), *kernel)[-1] <= room:
+        if whole_vectors and volume_layout(rows, x, weight)[-1] <= room:
             return True
     return False
 
 
-def plan_volume(x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool) -> VolumeTiling:
-    """The plan for sizes without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for
-    stores of 16 bytes."""
-    return _plan_volume(*_volume_sizes(x, weight), vectors, *_volume_device(x, static_shared))
-
-
-def _volume_sizes(x: Tensor, weight: Tensor) -> tuple:
-    return x.shape[0], tuple(x.shape[1:]), tuple(weight.shape[2:]), x.element_size()
-
-
-def _volume_device(x: Tensor, static_shared: int) -> tuple[int, int]:
-    """Bytes of dynamic shared memory, and multiprocessors."""
-    device = device_properties(x.device.index)
-    return device.shared - static_shared, device.multiprocessors
-
-
-def volume_defines(plan: VolumeTiling, weight: Tensor, itemsize: int, static_shared: int) -> dict[str, int]:
-    """What a build takes from the plan, and what the plan assumes of the kernel."""
-    return {
-        **spatial_defines(weight.shape),
-        "STAGE_PIXELS": plan.stage,
-        "PIXEL_WORDS": _pixel_words(weight.shape[1], itemsize),
-        "RING_PLANES": weight.shape[2] + _PLANES_AHEAD,
-        "RAW_PLANES": _RAW_PLANES,
-        "TURN_POSITIONS": _TURN,
-        "STATIC_SHARED": static_shared,
-    }
+def plan_volume(
+    N: int, x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool
+) -> tuple[dict[str, int], VolumeTiling]:
+    """A build's definitions, and what keeps all multiprocessors busy with the fewest rows and planes read twice, for N samples of sizes
+    without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for stores of 16 bytes."""
+    (_, _, *size), (_, _, kd, kh, kw), device = x.shape, weight.shape, device_properties(x.device.index)
+    OD, OH, OW = size[0] - kd + 1, size[1] - kh + 1, size[2] - kw + 1
+    unit, best = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1, None
+    for slabs in range(1, OH + 1):
+        rows = ceil_div(ceil_div(OH, slabs), unit) * unit
+        pitch, stage, raw, shared = volume_layout(rows, x, weight)
+        if shared > device.shared - static_shared:
+            continue
+        for chunks in (1, 2, 4, 8):
+            depth = ceil_div(OD, chunks)
+            slots = ceil_div(OH, rows) * ceil_div(OD, depth)
+            work = ceil_div(N * slots, device.multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
+            if best is None or work < best[0]:
+                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
+    _, plan = best
+    # What a build takes from the plan, and what the plan assumes of the kernel.
+    planes = {"RING_PLANES": kd + _PLANES_AHEAD, "RAW_PLANES": _RAW_PLANES, "STATIC_SHARED": static_shared}
+    pixels = {"STAGE_PIXELS": plan.stage, "PIXEL_WORDS": _pixel_words(x), "TURN_POSITIONS": _TURN}
+    return {**spatial_defines(weight.shape), **planes, **pixels}, plan
 
 
 def held_values(plan: VolumeTiling, x: Tensor, weight: Tensor) -> int:
@@ -169,9 +166,9 @@ def held_values(plan: VolumeTiling, x: Tensor, weight: Tensor) -> int:
     return min(int(_HELD_SHARE * device.l2_cache) // 4, 16 * x.shape[0] * math.prod(x.shape[2:]))
 
 
-def _pixel_words(channels: int, itemsize: int) -> int:
+def _pixel_words(x: Tensor) -> int:
     """Of 4 bytes, in the ring: two halves each; a float32 is two halves."""
-    return channels if itemsize == 4 else ceil_div(channels, 2)
+    return x.shape[1] if x.element_size() == 4 else ceil_div(x.shape[1], 2)
 
 
 def ring_pitch(width: int) -> int:
@@ -181,58 +178,28 @@ def ring_pitch(width: int) -> int:
     return padded + min((12 - padded) % 32, (24 - padded) % 32)
 
 
-def volume_layout(
-    rows: int, W: int, channels: int, itemsize: int, kd: int, kh: int, kw: int
-) -> tuple[int, ...]:
+def volume_layout(rows: int, x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
     """A block of `rows` output rows: pitch, stage, raw and shared of its VolumeTiling.
 
     Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's pixel lies in a plane
     of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up, because it is compiled for; through the
     ring pass the filters of 16 output channels, too, in float32, and their gradients, taps in eights.
     """
-    words, pitch = _pixel_words(channels, itemsize), ring_pitch(W)
+    (_, channels, _, _, W), (_, _, kd, kh, kw), words = x.shape, weight.shape, _pixel_words(x)
+    pitch = ring_pitch(W)
     filters = ceil_div(16 * channels * ceil_div(kd * kh * kw, 8) * 8, words)  # in pixels
     stage = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * pitch, filters), 256) * 256
     raw = (rows + kh - 1) * ceil_div(W, 8) * 8
     positions = ceil_div(rows * (W - kw + 1), _TURN) * _TURN
-    shared = 4 * words * stage + _RAW_PLANES * channels * raw * itemsize + 2 * (positions + raw)
+    shared = 4 * words * stage + _RAW_PLANES * channels * raw * x.element_size() + 2 * (positions + raw)
     return pitch, stage, raw, shared
 
 
-@functools.lru_cache(None)
-def _plan_volume(
-    N: int,
-    sizes: tuple[int, ...],
-    kernel: tuple[int, ...],
-    itemsize: int,
-    vectors: bool,
-    room: int,
-    multiprocessors: int,
-) -> VolumeTiling:
-    """What keeps all multiprocessors busy with the fewest rows and planes read twice. room: bytes of dynamic shared memory."""
-    (channels, D, H, W), (kd, kh, kw) = sizes, kernel
-    OD, OH, OW = D - kd + 1, H - kh + 1, W - kw + 1
-    unit = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1
-    best = None
-    for slabs in range(1, OH + 1):
-        rows = ceil_div(ceil_div(OH, slabs), unit) * unit
-        pitch, stage, raw, shared = volume_layout(rows, W, channels, itemsize, kd, kh, kw)
-        if shared > room:
-            continue
-        for chunks in (1, 2, 4, 8):
-            depth = ceil_div(OD, chunks)
-            slots = ceil_div(OH, rows) * ceil_div(OD, depth)
-            work = ceil_div(N * slots, multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
-            if best is None or work < best[0]:
-                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
-    return best[1]
-
-
 # The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch where x needs a gradient
-# (kernels/conv3d_weight_gradient.cuh), and tiles of dx (kernels/conv3d_input_gradient.cuh).
+# (kernels/conv3d_weight_gradient.cuh), and tiles of dx, which its launcher plans (kernels/conv3d_input_gradient.cuh).
 
+BACKWARD_SHARED = 18 << 10  # bytes of those kernels' own arrays
 _SAMPLES_BYTES = 114_000_000  # of dv of whole samples
-_INPUT_WARPS = 16
 
 
 class VolumeBackward(NamedTuple):
@@ -240,68 +207,28 @@ class VolumeBackward(NamedTuple):
     dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient …
     dv: int  # … with so many float32 in all
     jobs: int  # tiles and 16 channels
-    input_rows: int  # of dx, that a block computes …
-    input_columns: int  # … of so many columns
-
-    @property
-    def launch(self) -> tuple[int, ...]:
-        """The launchers' last arguments."""
-        return *self.tiles.launch, self.dv_slots, self.input_rows, self.input_columns
 
 
-def plan_volume_backward(x: Tensor, weight: Tensor, static_shared: int, *, dx: bool) -> VolumeBackward:
-    """The plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
-    (N, channels, *_, W), (C, *_, kw) = x.shape, weight.shape
-    room, multiprocessors = _volume_device(x, static_shared)
-    _, sizes, kernel, itemsize = _volume_sizes(x, weight)
-    results = C * math.prod([extent - taps + 1 for extent, taps in zip(sizes[1:], kernel)])  # of a sample
-    # As many as a launch has if x needs a gradient; the others' must not depend on that.
+def plan_volume_backward(x: Tensor, weight: Tensor, *, dx: bool) -> tuple[dict[str, int], VolumeBackward]:
+    """A build's definitions, and the plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
+    N, C, OW = x.shape[0], weight.shape[0], x.shape[4] - weight.shape[4] + 1
+    results = C * math.prod([extent - taps + 1 for extent, taps in zip(x.shape[2:], weight.shape[2:])])
+    # As many samples as a launch has if x needs a gradient; the others' must not depend on that.
     samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
-    tiles = _plan_volume(samples, sizes, kernel, itemsize, False, room, multiprocessors)
-    of_job = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * (W - kw + 1), _TURN)
-    of_sample, dv_slots = tiles.slots * C // 16, 0
-    if dx:
-        dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample)))
-    rows, columns = _input_tiling(*sizes[2:], C, channels, kernel, room)
-    return VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, rows, columns)
+    defines, tiles = plan_volume(samples, x, weight, BACKWARD_SHARED, vectors=False)
+    of_job, of_sample = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * OW, _TURN), tiles.slots * C // 16
+    dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample))) if dx else 0
+    return defines, VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample)
 
 
-def input_positions(channels: int, kd: int) -> int:
-    """Positions of a plane of dx that a block computes, at most."""
-    return _INPUT_WARPS * _input_strip(channels, kd) * 8
-
-
-def _input_strip(channels: int, kd: int) -> int:
-    """Rows of dx that a warp computes, of 8 columns."""
-    return max(1, 8 // _input_tiles(channels, kd))
-
-
-def _input_tiles(channels: int, kd: int) -> int:
-    """Of 16 rows, two of them a pair of channels."""
-    return ceil_div(ceil_div(channels, 2) * kd, 8)
-
-
-@functools.lru_cache(None)
-def _input_tiling(
-    H: int, W: int, C: int, channels: int, kernel: tuple[int, ...], room: int
-) -> tuple[int, int]:
-    """Rows and columns of dx: whole rows where they fit, and as many as they can be, a strip per warp."""
-    strip = _input_strip(channels, kernel[0])
-    for blocks in range(1, W + 1):
-        strips = ceil_div(ceil_div(W, blocks), 8)
-        for high in range(min(_INPUT_WARPS // strips, ceil_div(H, strip)), 0, -1):
-            rows = high * strip
-            if _input_shared(rows, 8 * strips, W, C, channels, *kernel) <= room:
-                return rows, 8 * strips
-    raise AssertionError("no room for a strip of dx")
-
-
-def _input_shared(rows: int, columns: int, W: int, C: int, channels: int, kd: int, kh: int, kw: int) -> int:
-    """Bytes of dynamic shared memory of a block of dx: two stages of dv, the weights, scales, and where dv's fragments go."""
-    pitch, stage_rows = ceil_div(columns + kw - 1, 8) * 8, rows + kh - 1
-    weights = kh * kw * _input_tiles(channels, kd) * 1024
-    fragments = stage_rows * min(pitch, W - kw + 1) // 8 + 2 * stage_rows
-    return 2 * stage_rows * pitch * 64 + weights + 8 * C + 40 * fragments
+def _input_strip_shared(weight: Tensor) -> int:
+    """Bytes of dynamic shared memory of the smallest block of dx, of the rows that a warp computes and 8 columns: two stages of dv, the
+    weights, scales, and where dv's fragments go."""
+    C, channels, kd, kh, kw = weight.shape
+    of_rows = ceil_div(ceil_div(channels, 2) * kd, 8)  # products with 16 rows, two of them a pair of channels
+    pitch, stage_rows = ceil_div(kw + 7, 8) * 8, max(1, 8 // of_rows) + kh - 1
+    fragments = stage_rows * (pitch // 8 + 2)
+    return 2 * stage_rows * pitch * 64 + kh * kw * of_rows * 1024 + 8 * C + 40 * fragments
 
 
 # ----------------------------------------------------------------------------------------------------- strips
@@ -319,6 +246,7 @@ class StripTiling(NamedTuple):
     stride: int  # columns from one tile to the next; 0 where there is only one
     strips: int  # none of them empty
     rows: int  # pooled rows of a strip; the last has what is left
+    saves: bool  # for backward, the places of what windows select
 
     @property
     def launch(self) -> tuple[int, int, int]:
@@ -326,33 +254,26 @@ class StripTiling(NamedTuple):
         return self.tiles, self.strips, self.rows
 
 
-def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]) -> str | None:
-    return first_of(_strips_obstacles(x, weight, dtype, pool))
-
-
-def _strips_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]):
+@first_obstacle
+def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]):
     yield from _fused_obstacles(x, dtype)
     C, channels, kh, kw = weight.shape
     few = channels <= 16 and C <= 128 and C % 16 == 0
     yield not few, "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
     yield min(pool) < 2 or max(pool) > 8, "the fused kernels pool windows of 2 to 8 rows and columns"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
-    yield not _strips_fit(x, weight, pool, False), "the kernel's window does not fit in shared memory"
+    yield not strips_fit(x, weight, pool, False), "the kernel's window does not fit in shared memory"
 
 
-def _strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
+def strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
+    """Is there room for what the kernels keep in shared memory, and, where `saving`, for what they then keep for backward?"""
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
     return strips_shared(weight.shape[1], weight.shape[2], pool[1], saving) <= room
 
 
-def strips_save(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> bool:
-    """Is there room for what the kernels keep for backward, where there is no obstacle?"""
-    return _strips_fit(x, weight, pool, True)
-
-
 def strips_training_obstacle(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> str | None:
     """Why the kernels can't compute all gradients that are asked for, where there is no obstacle to forward; or None."""
-    fits = strips_save(x, weight, pool) and (_input_columns(x, weight, pool) or not x.requires_grad)
+    fits = strips_fit(x, weight, pool, True) and (_input_columns(x, weight, pool) or not x.requires_grad)
     return None if fits else "backward's windows or filters do not fit in shared memory"
 
 
@@ -363,29 +284,29 @@ def _input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
     return next((each for each in columns if input_gradient_shared(weight, pool, each) <= room), 0)
 
 
-def plan_strips(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> StripTiling:
-    """The plan for sizes without an obstacle."""
+def plan_strips(x: Tensor, weight: Tensor, pool, saving: bool) -> tuple[dict[str, int], StripTiling]:
+    """A build's definitions, and what keeps all multiprocessors busy with the fewest rows read twice, for sizes without an obstacle.
+    saving: for backward, if there is room."""
     (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
     multiprocessors = device_properties(x.device.index).multiprocessors
-    return _plan_strips(N * ceil_div(C, _CHANNELS), H, W, kh, kw, *pool, multiprocessors)
+    # The only tile of a row has all columns of x that it needs. Others begin with a whole window.
+    stride = 0 if W <= _COLUMNS else _COLUMNS // pool[1] * pool[1]
+    tiles, pooled_rows = ceil_div(W - kw + 1, stride or _COLUMNS), (H - kh + 1) // pool[0]
+    row = N * ceil_div(C, _CHANNELS) * tiles  # blocks, if a block had all rows
 
+    def rows_read(pairs: int) -> int:  # by the busiest multiprocessor, of `pairs` strips for each team
+        strip = ceil_div(pooled_rows, _TEAMS * pairs)
+        return ceil_div(row * pairs, multiprocessors) * (strip * pool[0] + kh + 3)
 
-def strip_defines(
-    plan: StripTiling, weight: Tensor, pool: tuple[int, int], saving: bool = False
-) -> dict[str, int]:
-    """What a build takes from the plan, and what the plan assumes of the kernel. saving: for backward, the selected places."""
-    return {
-        **spatial_defines(weight.shape),
-        "POOL_H": pool[0],
-        "POOL_W": pool[1],
-        "TILE_COLUMNS": _COLUMNS,
-        "TILE_STRIDE": plan.stride,
-        "BLOCK_CHANNELS": _CHANNELS,
-        "TEAMS": _TEAMS,
-        "STATIC_SHARED": _STRIPS_STATIC_SHARED,
-        "DYNAMIC_SHARED": strips_shared(weight.shape[1], weight.shape[2], pool[1], saving),
-        "SAVING": int(saving),
-    }
+    pairs = min(range(1, max(1, ceil_div(_TEAMS * multiprocessors, row)) + 1), key=rows_read)
+    rows = ceil_div(pooled_rows, min(pooled_rows, _TEAMS * pairs))
+    saves = saving and strips_fit(x, weight, pool, True)
+    plan = StripTiling(tiles, stride, ceil_div(pooled_rows, rows), rows, saves)
+    # What a build takes from the plan, and what the plan assumes of the kernel.
+    tile = {"TILE_COLUMNS": _COLUMNS, "TILE_STRIDE": stride, "BLOCK_CHANNELS": _CHANNELS, "TEAMS": _TEAMS}
+    dynamic = strips_shared(weight.shape[1], kh, pool[1], saves)
+    shared = {"STATIC_SHARED": _STRIPS_STATIC_SHARED, "DYNAMIC_SHARED": dynamic, "SAVING": int(saves)}
+    return {**spatial_defines(weight.shape), "POOL_H": pool[0], "POOL_W": pool[1], **tile, **shared}, plan
 
 
 def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
@@ -397,38 +318,15 @@ def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
     return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * (5 if saving else 4))
 
 
-@functools.lru_cache(None)
-def _plan_strips(
-    images: int, H: int, W: int, kh: int, kw: int, pool_height: int, pool_width: int, multiprocessors: int
-) -> StripTiling:
-    """What keeps all multiprocessors busy with the fewest rows read twice. `images`: of as many channels as a block has."""
-    # The only tile of a row has all columns of x that it needs. Others begin with a whole window.
-    stride = 0 if W <= _COLUMNS else _COLUMNS // pool_width * pool_width
-    tiles, pooled_rows = ceil_div(W - kw + 1, stride or _COLUMNS), (H - kh + 1) // pool_height
-
-    def rows_read(pairs: int) -> int:  # by the busiest multiprocessor, of `pairs` strips for each team
-        strip = ceil_div(pooled_rows, _TEAMS * pairs)
-        return ceil_div(images * tiles * pairs, multiprocessors) * (strip * pool_height + kh + 3)
-
-    most = max(1, ceil_div(_TEAMS * multiprocessors, images * tiles))
-    pairs = min(range(1, most + 1), key=rows_read)
-    rows = ceil_div(pooled_rows, min(pooled_rows, _TEAMS * pairs))
-    return StripTiling(tiles, stride, ceil_div(pooled_rows, rows), rows)
-
-
 class StripsBackward(NamedTuple):
     """One launch's plan of the backward kernels: rows of x, by as many as a window has, are cut into strips, a block each."""
 
     strips: int
     rows: int  # of as many rows of x as a window has
-    merged: int  # elements of what is summed up in float64, and of the strips' parts in float32
-    partial: int
-    input_columns: (
-        int  # of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room
-    )
-    input_launch: tuple[
-        int, int, int, int
-    ]  # tiles and columns from one to the next, strips and rows of x of each
+    merged: int  # elements of what is summed up in float64 …
+    partial: int  # … and of the strips' parts in float32
+    input_columns: int  # of v, in a tile of the kernel for x's gradient; 0 where its filters leave no room
+    input_launch: tuple[int, ...]  # its tiles and columns from one to the next, strips and rows of x
 
 
 def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
@@ -449,8 +347,8 @@ def _composed_size(weight: Tensor, images: int) -> int:
     return C * depth + C + images * of_image
 
 
-def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], groups: int) -> StripsBackward:
-    """The plan for sizes without an obstacle."""
+def plan_strips_backward(x, weight, pool, groups: int) -> tuple[dict[str, int], StripsBackward]:
+    """A build's definitions, and the plan."""
     (N, channels, H, W), (C, _, kh, kw) = x.shape, weight.shape
     blocks = 2 * device_properties(x.device.index).multiprocessors  # at the same time
     units = ceil_div(channels, 8) * kh * kw  # 8 channels at a tap
@@ -458,9 +356,8 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
 
     def share(rows: int, images: int) -> tuple[int, int]:  # strips, and rows of each
         most = min(rows, max(1, blocks // max(1, images)))
-        each = ceil_div(
-            rows, min(range(1, most + 1), key=lambda n: ceil_div(images * n, blocks) * ceil_div(rows, n))
-        )
+        count = min(range(1, most + 1), key=lambda n: ceil_div(images * n, blocks) * ceil_div(rows, n))
+        each = ceil_div(rows, count)
         return ceil_div(rows, each), each
 
     strips, rows = share(ceil_div(H, pool[0]), N * ceil_div(C, _CHANNELS) * ceil_div(ceil_div(units, 5), 2))
@@ -473,15 +370,10 @@ def plan_strips_backward(x: Tensor, weight: Tensor, pool: tuple[int, int], group
     tiles = ceil_div(W, max(stride, 1))
     _, input_rows = share(ceil_div(H, pool[0]), N * tiles)
     launch = tiles, stride, ceil_div(H, input_rows * pool[0]), input_rows * pool[0]
-    return StripsBackward(strips, rows, merged, partial, columns, launch)
-
-
-def strips_backward_defines(plan: StripsBackward, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
-    """What a build takes from the plan, and what the plan assumes of the kernels."""
-    columns = plan.input_columns or _COLUMNS // 8
-    shared = input_gradient_shared(weight, pool, columns)
-    own = {"POOL_H": pool[0], "POOL_W": pool[1], "INPUT_COLUMNS": columns, "INPUT_SHARED": shared}
-    return {**spatial_defines(weight.shape), **own}
+    of_tile = columns or _COLUMNS // 8
+    shared = {"INPUT_COLUMNS": of_tile, "INPUT_SHARED": input_gradient_shared(weight, pool, of_tile)}
+    defines = {**spatial_defines(weight.shape), "POOL_H": pool[0], "POOL_W": pool[1], **shared}
+    return defines, StripsBackward(strips, rows, merged, partial, columns, launch)
 
 
 # ------------------------------------------------------------------------------------------------------------------- gemm
@@ -503,11 +395,8 @@ class GemmTiling(NamedTuple):
     register_steps: int = _REGISTER_STEPS
 
 
-def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
-    return first_of(_gemm_obstacles(x, weight, dtype))
-
-
-def _gemm_obstacles(x: Tensor, weight: Tensor, dtype: torch.dtype):
+@first_obstacle
+def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
     yield from _fused_obstacles(x, dtype)
     room = device_properties(x.device.index).shared
     needed = gemm_by_mma(weight.shape, dtype == torch.float32, room).shared_bytes
@@ -557,25 +446,26 @@ def _strips(image: Sequence[int], filters: Sequence[int]) -> int:
 _PIECE_BYTES = 64 << 20  # of packed gradients: what the L2 cache of a large GPU holds, or little more
 
 
-def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[int, int, int]:
-    """How many shares the sums and the products have, and how many sums a share of products has."""
-    (outputs, channels, kh, kw), multiprocessors = (
-        weight.shape,
-        device_properties(x.device.index).multiprocessors,
-    )
+class WeightGradient(NamedTuple):
+    sums: int  # shares of the sums over positions
+    shares: int  # of the products …
+    slot: int  # … each with so many sums
+
+
+def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], WeightGradient]:
+    """A build's definitions, and the launches."""
+    multiprocessors, (C, channels, kh, kw) = device_properties(x.device.index).multiprocessors, weight.shape
     # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
     taps = 3 if split else 9
     columns = ceil_div(kw, ceil_div(kw, taps))
     rows = ceil_div(kh, ceil_div(kh, min(taps // columns, 3)))
-    blocks_out = ceil_div(outputs, 64)
+    blocks_out, strips = ceil_div(C, 64), max(1, _strips(x.shape, weight.shape))
     blocks = blocks_out * ceil_div(channels, 64) * ceil_div(kh, rows) * ceil_div(kw, columns)
-    strips = max(1, _strips(x.shape, weight.shape))
-    of_sums, of_weight = 8 * multiprocessors // blocks_out, multiprocessors // blocks
-    return (
-        max(1, min(of_sums, strips)),
-        max(1, min(of_weight, strips)),
-        blocks * rows * columns * min(64, _round_up(outputs, 16)) * 64,
-    )
+    sums, shares = [
+        max(1, min(n, strips)) for n in (8 * multiprocessors // blocks_out, multiprocessors // blocks)
+    ]
+    slot = blocks * rows * columns * min(64, _round_up(C, 16)) * 64
+    return {**spatial_defines(weight.shape), "SPLIT": int(split)}, WeightGradient(sums, shares, slot)
 
 
 def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
-from operator import is_
+from collections.abc import Callable
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,8 @@ class Twin:
     operands: the parameters that the operators take after x, in order; the convolution's weight and bias come first.
     constants: the numbers that they take after those, in order, each with what converts it.
     epilogue, fused: the operators, called as operator(x, *operands, *constants); fused is None where there is none.
+    autocast_tail: under autocast, the dtype of what eager computes from a parameter that comes after the convolution; None where
+        that is its own, or autocast's if that is wider.
     """
 
     __slots__ = ("_kept",)  # not in vars(module): copies and pickles go without
@@ -62,6 +64,7 @@ class Twin:
     constants: dict[str, Callable]
     epilogue: Operator
     fused: Operator | None = None
+    autocast_tail: torch.dtype | None = None
     variant = "auto"
 
     # -------------------------------------------------------------------------------- what else a problem may have to say
@@ -87,16 +90,12 @@ class Twin:
         return ()
 
     @staticmethod
-    def _autocast_tail(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
-        """Under autocast to `dtype`, the dtype of what eager computes from `parameter`, one that comes after the convolution."""
-        return torch.promote_types(dtype, parameter.dtype)
-
-    @staticmethod
     def _autocast_result(y: Tensor, dtype: torch.dtype) -> Tensor:
         """y in the dtype that eager gives under autocast to `dtype`."""
         return y
 
     def __init_subclass__(cls):
+        cls.__doc__ = cls.__doc__ or cls.reference().__doc__
         cls._forwards = {name: module.forward for name, module in getattr(cls, "submodules", {}).items()}
 
     # ----------------------------------------------------------------------------------------------- what a user calls
@@ -124,25 +123,16 @@ class Twin:
             got = f"a {type(model).__name__} with its own"
             raise TypeError(f"expected {reference.__name__}'s forward, got {got}")
         if "parametrizations" in model._modules:
-            raise TypeError(
-                "expected the model's own parameters, got parametrized ones: parametrize its twin"
-            )
+            raise TypeError("expected plain parameters, got parametrized ones: parametrize its twin")
         twin = cls.__new__(cls)
         attributes = vars(model).items()
         twin.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
         return twin
 
-    def plan(self, x: Tensor) -> Plan:
-        """The variant that forward(x) runs, and why.
-
-        Raises ValueError if `self.variant` is no variant's name, RuntimeError if it can't run for x.
-        """
-        return self._choose(x)
-
     def forward(self, x):
         plain = type(x) is Tensor and x.layout is torch.strided
         if not plain or is_watched() or forward_ad._current_level >= 0:
-            return self._compute(x, self._choose(x).variant)
+            return self._compute(x, self.plan(x).variant)
         kept = getattr(self, "_kept", None)
         if kept is None or not kept.holds(self):
             kept = Kept(self)
@@ -158,85 +148,75 @@ class Twin:
         if variant == "eager":
             return super().forward(x)
         operator, constants, autocast = getattr(self, variant), self._constants(), _autocast_dtype(x)
-        arguments = *map(self._operand, self.operands), *self._drawn(x, constants), *constants
+        arguments = *self._operands(), *self._drawn(x, constants), *constants
         if autocast is None:
             return operator(x, *arguments)
         return self.run_autocast(operator, autocast, variant == "fused", x, *arguments)
 
     @classmethod
-    def run_autocast(
-        cls, run: Callable, dtype: torch.dtype, as_they_are: bool, x, weight, conv_bias, *others
-    ) -> Tensor:
+    def run_autocast(cls, run: Callable, dtype, as_they_are: bool, x, weight, conv_bias, *others) -> Tensor:
         """run's result under autocast to `dtype`. as_they_are: is the convolution given operands of one dtype as they are? That is
         more exact, and no pass converts x."""
         count = len(cls.operands) - 2
-        tail = [parameter.to(cls._autocast_tail(parameter, dtype)) for parameter in others[:count]]
+        tail = [p.to(cls.autocast_tail or torch.promote_types(dtype, p.dtype)) for p in others[:count]]
         if not as_they_are or x.dtype != weight.dtype:
             x, weight = x.to(dtype), weight.to(dtype)
         return cls._autocast_result(run(x, weight, conv_bias, *tail, *others[count:]), dtype)
 
     def _constants(self) -> tuple:
-        return tuple([convert(_attribute(self, name)) for name, convert in self.constants.items()])
+        return tuple([convert(attrgetter(name)(self)) for name, convert in self.constants.items()])
+
+    def _operands(self) -> list[Tensor | None]:
+        return [attrgetter(name)(self) for name in self.operands]
 
     # ------------------------------------------------------------------------------------------------------- the decision
 
-    def _choose(self, x: Tensor) -> Plan:
+    def plan(self, x: Tensor) -> Plan:
+        """The variant that forward(x) runs, and why.
+
+        Raises ValueError if `self.variant` is no variant's name, RuntimeError if it can't run for x.
+        """
         if self.variant not in ("auto", *self.variants()):
             known = ", ".join(self.variants())
             raise ValueError(f"expected variant to be 'auto' or one of {known}, got {self.variant!r}")
         if self.variant == "eager":
             return Plan("eager", "asked for")
-        obstacle = self._altered()  # first, because reading a parametrized weight may change it
-        if obstacle is None:
-            if self._eager_raises(x):
-                return Plan("eager", "the input does not fit the model, and eager's error says why")
-            obstacle = self._obstacle(x)
-        if obstacle is not None:
-            if self.variant == "auto":
-                return Plan("eager", obstacle)
+        obstacle, instead = self._altered(), "eager"  # first: to read a parametrized weight may change it
+        if obstacle is None and self._eager_raises(x):
+            return Plan("eager", "the input does not fit the model, and eager's error says why")
+        obstacle = obstacle or self._obstacle(x)
+        if obstacle is None and self.variant != "epilogue":
+            obstacle, instead = self._not_fused(x), "epilogue"
+        if self.variant != "auto" and obstacle is not None:
             raise RuntimeError(f"variant {self.variant!r} can't run: {obstacle}")
-        if self.variant == "epilogue":
-            return Plan("epilogue", "asked for")
-        obstacle = self._not_fused(x)
-        if self.variant == "fused":
-            if obstacle is not None:
-                raise RuntimeError(f"variant 'fused' can't run: {obstacle}")
-            return Plan("fused", "asked for")
-        if obstacle is None and self.training and _needs_gradient(x, *map(self._operand, self.operands)):
+        if self.variant != "auto":
+            return Plan(self.variant, "asked for")
+        if obstacle is None and self.training and _needs_gradient(x, *self._operands()):
             obstacle = self._training_obstacle(x)
         if obstacle is not None:
-            return Plan("epilogue", obstacle)
+            return Plan(instead, obstacle)
         return Plan("fused", "the convolution runs inside our kernels")
 
-    def _operand(self, name: str) -> Tensor | None:
-        return _attribute(self, name)
-
-    def _altered(self) -> str | None:
+    @tiling.first_obstacle
+    def _altered(self):
         """What somebody has put in the place of a submodule or a number, or added to it, so that eager must run; or None."""
-        if any(_GLOBAL_HOOKS):
-            return "there are hooks on all modules"
-        if "parametrizations" in self._modules:
-            return "the model has parametrizations"
+        yield any(_GLOBAL_HOOKS), "there are hooks on all modules"
+        yield "parametrizations" in self._modules, "the model has parametrizations"
         for name, expected in self.submodules.items():
-            module = vars(self).get(name, self._modules.get(name))
-            if type(module) is not expected or module is not self._modules.get(name):
-                return f"{name} is a {type(module).__name__}, and the kernels replace a {expected.__name__}"
-            if any(_hooks(module)):
-                return f"{name} has hooks"
+            module, kind = vars(self).get(name, self._modules.get(name)), expected.__name__
+            replaced = type(module) is not expected or module is not self._modules.get(name)
+            yield replaced, f"{name} is a {type(module).__name__}, and the kernels replace a {kind}"
+            yield any(_hooks(module)), f"{name} has hooks"
             # torch.compile looks into no more than whether a name is there.
             names = vars(module) if not torch.compiler.is_compiling() else ("forward",)
             own = [each for each in names if each in vars(module) and hasattr(expected, each)]
-            if own:
-                return f"{name} has a {own[0]} of its own"
-            if expected.forward is not self._forwards[name]:
-                return f"{expected.__name__}.forward has been replaced"
+            yield own, f"{name} has a {', '.join(own)} of its own"
+            yield expected.forward is not self._forwards[name], f"{kind}.forward has been replaced"
         for name, convert in self.constants.items():
-            value = _attribute(self, name)
-            if convert in (float, int) and not isinstance(value, (int, convert)):
-                return f"{name} is not a number"
-            if isinstance(value, float) and value != value:
-                return f"{name} is NaN"
-        return None
+            value = attrgetter(name)(self)
+            odd = convert in (float, int) and not isinstance(value, (int, convert))
+            yield odd, f"{name} is not a number"
+            yield isinstance(value, float) and value != value, f"{name} is NaN"
 
     def _eager_raises(self, x: Tensor) -> bool:
         """Does the reference raise an error for x?"""
@@ -247,34 +227,28 @@ class Twin:
             return True
         if x.shape[-weight.dim() + 1] != weight.shape[1] or x.device != weight.device:
             return True
-        own = [_attribute(self, name) for name in self.operands[1:] if "." in name]  # of submodules
+        own = [attrgetter(name)(self) for name in self.operands[1:] if "." in name]  # of submodules
         if any(p is not None and p.shape != weight.shape[:1] for p in own):
             return True
         spatial = x.shape[-weight.dim() + 2 :]
         size = [extent - kernel + 1 for extent, kernel in zip(spatial, weight.shape[2:])]
         return min(size) < 1 or self._tail_raises(x, size)
 
-    def _obstacle(self, x: Tensor) -> str | None:
+    @tiling.first_obstacle
+    def _obstacle(self, x: Tensor):
         """Why only eager can run, or None."""
-        return tiling.first_of(self._obstacles(x)) or self._tail_obstacle()
-
-    def _obstacles(self, x: Tensor) -> Iterable[tuple[object, str]]:
-        conv, operands = self.conv, [_attribute(self, name) for name in self.operands]
-        compiling = torch.compiler.is_compiling()
+        conv, operands, compiling = self.conv, self._operands(), torch.compiler.is_compiling()
         yield library.device_type(x) not in ("cpu", "cuda"), "there are kernels for the CPU and for CUDA only"
         transformed = torch._C._are_functorch_transforms_active()
         yield transformed, "a transformation of torch.func needs operators that it can look into"
-        yield (
-            any(p is None for p in operands),
-            "the convolution or the normalisation has no bias, or no affine",
-        )
+        missing = any(p is None for p in operands)
+        yield missing, "the convolution or the normalisation has no bias, or no affine"
         subclass = not compiling and any(type(t) not in _TRACED for t in (x, *operands))
         yield subclass, "a subclass of Tensor gives operators a meaning of its own"
         dual = not compiling and forward_ad._current_level >= 0 and any(map(_has_tangent, (x, *operands)))
         yield dual, "forward-mode AD needs operators that it can look into"
         yield x.layout is not torch.strided, "the input is not laid out by strides"
-        known = "there are kernels for float32, float64, float16 and bfloat16 only"
-        yield x.dtype not in DTYPES, known
+        yield x.dtype not in DTYPES, "there are kernels for float32, float64, float16 and bfloat16 only"
         mixed = _autocast_dtype(x) is None and any(p.dtype != x.dtype for p in operands)
         yield mixed, "the input and the parameters have different dtypes"
         yield any(p.dtype not in DTYPES for p in operands), "a parameter is not floating point"
@@ -283,6 +257,11 @@ class Twin:
         plain = all(map(_all_are, (conv.stride, conv.dilation, conv.groups, conv.padding), (1, 1, 1, 0)))
         strided = not plain or conv.padding_mode != "zeros"
         yield strided, "the convolution has a stride, padding, dilation or groups"
+        tail = self._tail_obstacle()
+        yield tail, tail
+        for name in [name for name in self.operands if "." not in name]:  # what is the model's own
+            fits = _is_by_channel(getattr(self, name), conv.weight)
+            yield not fits, f"{name} holds neither one value per channel nor one in all"
 
     def _not_fused(self, x: Tensor) -> str | None:
         """Why the fused kernels can't run, where the epilogue's can; or None."""
@@ -296,23 +275,12 @@ class Twin:
         # They see x in its own dtype, also under autocast, unless that must reconcile it with weight's.
         return self._fused_obstacle(x, x.dtype if x.dtype == weight.dtype else _convolved_dtype(x))
 
-    def _not_by_channel(self, name: str) -> str | None:
-        """What is wrong with the parameter `name` if it holds neither one value per channel nor one in all; or None."""
-        parameter, weight = _attribute(self, name), self.conv.weight
-        channels, spatial = weight.shape[0], weight.dim() - 2
-        by_channel = tuple(parameter.shape[-spatial - 1 :]) == (channels,) + (1,) * spatial
-        fits = parameter.numel() == 1 or (by_channel and parameter.numel() == channels)
-        if parameter.dim() <= spatial + 2 and fits:
-            return None
-        return f"{name} holds neither one value per channel nor one in all"
 
-
-def _attribute(module: nn.Module, name: str):
-    """What module.<name> is; the name may have dots."""
-    value = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+def _is_by_channel(parameter: Tensor, weight: Tensor) -> bool:
+    """Does it hold one value per channel of the convolution's result, or one in all?"""
+    C, spatial = weight.shape[0], weight.dim() - 2
+    by_channel = tuple(parameter.shape[-spatial - 1 :]) == (C,) + (1,) * spatial and parameter.numel() == C
+    return parameter.dim() <= spatial + 2 and (parameter.numel() == 1 or by_channel)
 
 
 def _all_are(sizes, size: int) -> bool:
@@ -361,7 +329,9 @@ class Kept:
         modules = [module for module in twin._modules.values() if module is not None]
         self.cls, self.variant, self.modules = type(twin), twin.variant, [(m, type(m)) for m in modules]
         self.forwards = [(cls, cls.forward) for _, cls in self.modules]
-        self.sources = [self._source(twin, name) for name in twin.operands]
+        owners, paths = {"": twin, **twin._modules}, [name.rpartition(".") for name in twin.operands]
+        # Where the parameters are to be found at each call.
+        self.sources = [(getattr(owners.get(path), "_parameters", {}), last) for path, _, last in paths]
         read = [id(parameters) for parameters, _ in self.sources]
         tables = [table for m in modules for table in (vars(m), m._parameters, m._buffers) if table]
         tables = [vars(twin), twin._modules, *[table for table in tables if id(table) not in read]]
@@ -371,13 +341,6 @@ class Kept:
         self.steady = not any(isinstance(value, list) for value in counted)
         self.generation = inline_loader.generation
         self.plans: dict[tuple, tuple] = {}
-
-    @staticmethod
-    def _source(twin: Twin, name: str) -> tuple[dict, str]:
-        """Where the parameter `name` is to be found at each call."""
-        *path, last = name.split(".")
-        owner = twin._modules.get(path[0]) if path else twin
-        return getattr(owner, "_parameters", {}), last
 
     def holds(self, twin: Twin) -> bool:
         """Is the module what it was?"""
@@ -402,7 +365,7 @@ class Kept:
             autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
             situation = needs_gradient, autocast, *map(type, operands), *described(x, *operands)
         except (AttributeError, KeyError):  # a parameter is missing, or none: the decision says what follows
-            return twin._compute(x, twin._choose(x).variant)
+            return twin._compute(x, twin.plan(x).variant)
         if (plan := self.plans.get(situation)) is not None:
             run, constants = plan
             if run is None:
@@ -413,7 +376,7 @@ class Kept:
     def _decide(self, twin: Twin, x: Tensor, operands: list[Tensor], situation: tuple) -> Tensor:
         """The first call in a situation: forward(x), and what keeps the decision."""
         needs_gradient, autocast, *_ = situation
-        variant, run = twin._choose(x).variant, None
+        variant, run = twin.plan(x).variant, None
         if variant == "eager":
             y, constants = twin._compute(x, variant), ()
         else:

@@ -18,15 +18,10 @@ constexpr int kInputBlock = 512, kInputWarps = kInputBlock / 32;
 constexpr int kPlanePairs = (kIn + 1) / 2, kPairs = kDepth * kPlanePairs;
 constexpr int kInputTiles = (kPairs + 7) / 8;  // 16 rows each
 constexpr int kStrip = kInputTiles < 8 ? 8 / kInputTiles : 1;                   // rows of dx
-constexpr int kInputPositions = kInputWarps * kStrip * 8;                       // of a plane's tile, at most
 // Taps along a column, whose weights are in registers at a time.
 constexpr int kRowGroups = (kHeight + 2) / 3, kRowTaps = (kHeight + kRowGroups - 1) / kRowGroups;
 constexpr int kPasses = kWidth * kRowGroups;  // through a strip; a pass has a column of the taps
 constexpr int kLoads = 3;                     // fragments of dv on their way to a warp during a pass
-#ifndef INPUT_POSITIONS
-#define INPUT_POSITIONS kInputPositions
-#endif
-static_assert(INPUT_POSITIONS == kInputPositions, "what was planned with");
 
 // Eight positions of dv in scratch, and where in a stage they go, in bytes; negative: nowhere.
 struct alignas(8) InputFragment {
@@ -39,11 +34,20 @@ struct alignas(8) InputFragment {
 // dv has none.
 struct InputTiling {
   int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
-  InputTiling(const Convolution& c, int64_t rows, int64_t columns, int64_t samples, int multiprocessors)
-      : rows(int(rows)), columns(int(columns)), row_blocks((c.H + this->rows - 1) / this->rows),
-        column_blocks((c.W + this->columns - 1) / this->columns), strips((this->columns + 7) / 8),
-        pitch((strips * 8 + kWidth - 1 + 7) / 8 * 8), stage_rows(this->rows + kHeight - 1) {
-    fragments = stage_rows * min(pitch, c.OW) / 8 + 2 * stage_rows;  // where each row ends in one, and begins
+  // Whole rows where `room`, bytes of dynamic shared memory, suffices, and as many as they can be, a strip per
+  // warp. Python has seen to it that there is room for one strip.
+  InputTiling(const Convolution& c, int64_t samples, int multiprocessors, int room) {
+    bool fits = false;
+    for (int blocks = 1; blocks <= c.W && !fits; blocks++) {
+      strips = ((c.W + blocks - 1) / blocks + 7) / 8;
+      for (int high = min(kInputWarps / strips, (c.H + kStrip - 1) / kStrip); high > 0 && !fits; high--) {
+        rows = high * kStrip, columns = strips * 8, stage_rows = rows + kHeight - 1;
+        pitch = (columns + kWidth - 1 + 7) / 8 * 8;
+        fragments = stage_rows * min(pitch, c.OW) / 8 + 2 * stage_rows;  // where each row ends in one, and begins
+        fits = shared() <= room;
+      }
+    }
+    row_blocks = (c.H + rows - 1) / rows, column_blocks = (c.W + columns - 1) / columns;
     int64_t least = INT64_MAX;
     for (int count = 1; count <= c.D; count *= 2) {  // of chunks: with the fewest planes in turn
       const int own = (c.D + count - 1) / count, all = (c.D + own - 1) / own;
@@ -57,10 +61,7 @@ struct InputTiling {
   // its scale and share; fragments.
   HOST_DEVICE int stage() const { return stage_rows * pitch * 64; }
   HOST_DEVICE int scales_at() const { return 2 * stage() + kHeight * kWidth * kInputTiles * 1024; }
-  int shared() const {  // one that has no room fails to launch
-    const bool fits = rows / kStrip * strips <= kInputWarps && rows % kStrip == 0;
-    return fits ? scales_at() + kOut * 8 + fragments * int(sizeof(InputFragment)) : INT_MAX;
-  }
+  int shared() const { return scales_at() + kOut * 8 + fragments * int(sizeof(InputFragment)); }
 };
 
 // Where a tile of dx lies, and dv that reaches it.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import inline_loader
 import library
 import operators
 import tiling
@@ -50,15 +48,9 @@ class Arguments(NamedTuple):
     constant: float
     scale: float
 
-    def constants(self) -> tuple[float, float]:
-        """constant as eager compares with it, and scale."""
-        return operators.rounded(self.constant, self.x.dtype), self.scale
-
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 # On a GPU it runs channels last where that is fastest, and the kernels transpose: v is (N, H', W', C) there, (N, C, H', W') on a CPU.
-
-
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; for backward v, or by Winograd what min withholds of a gradient, in halves."""
     (N, *_), (C, *_), size = a.x.shape, a.weight.shape, library.output_size(a.x, a.weight)
@@ -70,32 +62,17 @@ def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     """How such an input is convolved, and by what the rest is computed."""
-    x, weight, on_gpu = a.x, a.weight, library.device_type(a.x) == "cuda"
-    applies = library.convolves_channels_last if on_gpu else library.is_channels_last
-    winograd = library.winograd_applies(x, weight)
-    return operators.Plan(
-        NAME,
-        a,
-        PARAMETERS,
-        _outputs(a, saving and winograd),
-        on_gpu=on_gpu,
-        winograd=winograd,
-        layout=torch.channels_last if applies(x, weight) else torch.contiguous_format,  # of the convolution
-        # In eager's layout the library rounds operands of TF32; channels last it cuts off, so they are rounded before.
-        round_to_tf32=on_gpu and library.surely_runs_tf32(x, weight),
-        sizes=(len(weight), math.prod(library.output_size(x, weight))),
-        samples=library.samples_per_piece(x, weight, saving),
-    )
-
-
-def _to_channels_last(t: Tensor, kernels: inline_loader.Operators, round_to_tf32: bool = False) -> Tensor:
-    """t (N, C, H, W) with channels-last strides, by our own transposition: the library's takes twice as long."""
-    if t.is_contiguous(memory_format=torch.channels_last):
-        return t
-    N, C, H, W = t.shape
-    out = t.new_empty(N, H, W, C)
-    kernels.transpose(out, t.contiguous(), N, C, H * W, round_to_tf32)
-    return out.permute(0, 3, 1, 2)
+    x, weight, winograd = a.x, a.weight, library.winograd_applies(a.x, a.weight)
+    plan = operators.Plan(NAME, a, PARAMETERS, _outputs(a, saving and winograd), winograd=winograd)
+    plan.constant = operators.rounded(a.constant, x.dtype)  # as eager compares with it
+    plan.on_gpu = library.device_type(x) == "cuda"
+    applies = library.convolves_channels_last if plan.on_gpu else library.is_channels_last
+    plan.layout = torch.channels_last if applies(x, weight) else torch.contiguous_format
+    # In eager's layout the library rounds operands of TF32; channels last it cuts off, so they are rounded before.
+    plan.round_to_tf32 = plan.on_gpu and library.surely_runs_tf32(x, weight)
+    plan.sizes = len(weight), math.prod(library.output_size(x, weight))
+    plan.samples = library.samples_per_piece(x, weight, saving)
+    return plan
 
 
 def _convolved(x: Tensor, weight: Tensor, plan: operators.Plan) -> Tensor:
@@ -103,13 +80,13 @@ def _convolved(x: Tensor, weight: Tensor, plan: operators.Plan) -> Tensor:
     if not plan.on_gpu:
         return library.convolve(x, weight, plan.layout).contiguous()
     if plan.layout == torch.channels_last:
-        operands = [_to_channels_last(t, plan.kernels, plan.round_to_tf32) for t in (x, weight)]
+        operands = [library.to_channels_last(t, plan.kernels, plan.round_to_tf32) for t in (x, weight)]
         return library.convolve(*operands, plan.layout).permute(0, 2, 3, 1)
-    return _to_channels_last(library.convolve(x, weight), plan.kernels).permute(0, 2, 3, 1)
+    return library.to_channels_last(library.convolve(x, weight), plan.kernels).permute(0, 2, 3, 1)
 
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    parameters, (y, v) = (*plan.parameters(a), *a.constants()), plan.outputs(a)
+    parameters, (y, v) = (*plan.parameters(a), plan.constant, a.scale), plan.outputs(a)
     if plan.winograd:
         _forward_by_winograd(y, v, a, parameters, plan)
     else:
@@ -120,9 +97,7 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
     return (y, v) if saving else (y,)
 
 
-def _forward_by_winograd(
-    y: Tensor, withheld: Tensor, a: Arguments, parameters: tuple, plan: operators.Plan
-) -> None:
+def _forward_by_winograd(y, withheld, a: Arguments, parameters: tuple, plan: operators.Plan) -> None:
     """Writes y, and withheld where it has elements. The library repeats a sample whose convolution is not finite everywhere: direct
     sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
     N, Cin, *of_x = a.x.shape
@@ -142,11 +117,11 @@ def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, need
     N, (C, S), dv, gradients = v.shape[0], plan.sizes, torch.empty_like(v), plan.gradients(a)
     chunks = min(S, 8) if plan.on_gpu else 1
     sums = torch.empty((2, N * chunks, C), dtype=torch.float64, device=v.device)
-    inputs = dy.contiguous(), v, plan.parameters(a)[0], *a.constants()
+    inputs = dy.contiguous(), v, plan.parameters(a)[0], plan.constant, a.scale
     plan.kernels.backward(dv, *gradients, sums, *inputs, a.bias.numel(), N, C, S, chunks, plan.round_to_tf32)
     dv, operands = dv.permute(0, 3, 1, 2) if plan.on_gpu else dv, None
     if plan.on_gpu and plan.layout == torch.channels_last:
-        operands = [_to_channels_last(t, plan.kernels, plan.round_to_tf32) for t in (a.x, a.weight)]
+        operands = [library.to_channels_last(t, plan.kernels, plan.round_to_tf32) for t in (a.x, a.weight)]
     dx, dw = library.convolve_backward(dv, a.x, a.weight, plan.layout, needs, operands)
     return dx, dw, *plan.as_parameters(a, gradients)
 
@@ -163,12 +138,9 @@ def _backward_by_winograd(dy: Tensor, a: Arguments, withheld: Tensor, plan: oper
         plan.kernels.convolve_backward(dw, dv, *gradients, dy, withheld, x, a.scale, *sizes)
         return dv
 
-    dx, dw = None, torch.empty_like(a.weight, memory_format=torch.contiguous_format) if needs[1] else none
+    dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format) if needs[1] else none
     dv = run(dw, needs[0])
-    if needs[0]:
-        turned = a.weight.flip(2, 3).transpose(0, 1).contiguous()
-        if library.winograd_suits(dv, turned):
-            dx = library.convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), plan.kernels).squeeze(2)
+    dx = library.input_gradient_by_winograd(dv, a.weight, plan.kernels) if needs[0] else None
     repeat = [need and (t is None or not t.sum().isfinite()) for need, t in zip(needs, (dx, dw))]
     if any(repeat):
         dv = (dv if needs[0] else run(none, True))[:, :, 2:-2, 2:-2]
@@ -181,8 +153,6 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
-
-
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; and for backward the largest magnitude of each sample of x, and which elements a gradient passes."""
     saved = tiling.gemm_saved(a.x.shape, a.weight.shape) if saving else 0
@@ -197,72 +167,43 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     workspace = tiling.gemm_workspace(tiles, x.shape, weight.shape, saving)
     defines = {**tiling.gemm_defines(tiles, weight.shape), "SAVES": int(saving)}
     outputs, (N, _, H, W) = [*_fused_outputs(a, saving), (workspace, torch.uint8)], x.shape
-    own = _plan_gradients(a) if saving else {}
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=(N, H, W), **own)
-
-
-def _plan_gradients(a: Arguments) -> dict:
-    """What the backward kernels are given. They are built when they first run."""
-    x, weight = a.x, a.weight
-    split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
-    of_sums, of_weight, slot = tiling.plan_weight_gradient(x, weight, split)
-    of_input, piece, workspace = tiling.plan_input_gradient(x, weight, split)
-    load = functools.partial(operators.load, x=x.new_empty(0), out_dtype=a.bias.dtype)
-    defines = {**tiling.spatial_defines(weight.shape), "SPLIT": int(split)}
-    return dict(
-        by_weight=functools.cache(functools.partial(load, f"{NAME}_weight_gradient_fused", **defines)),
-        by_input=functools.cache(functools.partial(load, f"{NAME}_input_gradient_fused", **of_input)),
-        of_sums=of_sums,
-        of_weight=of_weight,
-        slot=slot,
-        piece=piece,
-        workspace=workspace,
-    )
-
-
-def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    y, saved, workspace = plan.outputs(a)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), *a.constants()
-    plan.kernels.forward(y, saved, workspace, *inputs, workspace.numel(), *plan.sizes)
-    y = y.contiguous(memory_format=plan.y_format)
-    return (y, saved) if saving else (y,)
+    numbers = operators.rounded(a.constant, x.dtype), a.scale, workspace, N, H, W
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
+    if saving:
+        split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
+        defines, plan.tiles = tiling.plan_weight_gradient(x, weight, split)
+        plan.for_weight = operators.when_needed(f"{NAME}_weight_gradient_fused", a, a.bias.dtype, **defines)
+        defines, plan.piece, plan.workspace = tiling.plan_input_gradient(x, weight, split)
+        plan.for_input = operators.when_needed(f"{NAME}_input_gradient_fused", a, a.bias.dtype, **defines)
+    return plan
 
 
 def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
-    dy, scale, kernels, new = dy.contiguous(), a.constants()[1], plan.by_weight(), a.x.new_empty
-    gradients, largest = plan.gradients(a), new(len(a.x), dtype=torch.int32)
-    sums, of_sums = new((2, plan.of_sums, len(a.weight)), dtype=torch.float64), (a.bias.numel(), plan.of_sums)
-    kernels.gradient_sums(*gradients, largest, sums, dy, saved, scale, *of_sums, *plan.sizes)
-    dx = dw = None
+    dy, new, tiles, sizes = dy.contiguous(), a.x.new_empty, plan.tiles, (len(a.x), *a.x.shape[2:])
+    gradients, kernels, largest = plan.gradients(a), plan.for_weight(), new(len(a.x), dtype=torch.int32)
+    sums, dx, dw = new((2, tiles.sums, len(a.weight)), dtype=torch.float64), None, None
+    inputs = dy, saved, a.scale, a.bias.numel(), tiles.sums
+    kernels.gradient_sums(*gradients, largest, sums, *inputs, *sizes)
     if needs[1]:
-        dw, slots = new(a.weight.shape), new((plan.of_weight, plan.slot), dtype=torch.float32)
-        inputs = dy, a.x.contiguous(), saved, largest, scale
-        kernels.weight_gradient(dw, slots, *inputs, plan.slot, plan.of_weight, *plan.sizes)
+        dw, slots = new(a.weight.shape), new((tiles.shares, tiles.slot), dtype=torch.float32)
+        inputs = dy, a.x.contiguous(), saved, largest, a.scale
+        kernels.weight_gradient(dw, slots, *inputs, tiles.slot, tiles.shares, *sizes)
     if needs[0]:
         dx, workspace = new(a.x.shape), new(plan.workspace, dtype=torch.uint8)
-        inputs = dy, a.weight.contiguous(), saved, largest, scale
-        plan.by_input().input_gradient(dx, workspace, *inputs, plan.piece, plan.workspace, *plan.sizes)
+        inputs = dy, a.weight.contiguous(), saved, largest, a.scale
+        plan.for_input().input_gradient(dx, workspace, *inputs, plan.piece, plan.workspace, *sizes)
         dx = dx.contiguous(memory_format=plan.y_format)
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
-fused = operators.declare(
-    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
-)
-
-
-# ------------------------------------------------------------------------------------------------------------- the model
+fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)
 
 
 class Conv2dMinAddMultiplyNew(Twin, Conv2dMinAddMultiply):
-    __doc__ = Conv2dMinAddMultiply.__doc__
     submodules = {"conv": nn.Conv2d}
     operands = ("conv.weight", "conv.bias", "bias")
     constants = {"constant_value": float, "scaling_factor": float}
     epilogue, fused = epilogue, fused
-
-    def _tail_obstacle(self):
-        return self._not_by_channel("bias")
 
     def _fused_obstacle(self, x, dtype):
         return tiling.gemm_obstacle(x, self.conv.weight, dtype)

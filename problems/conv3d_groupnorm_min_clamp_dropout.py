@@ -63,8 +63,6 @@ class Arguments(NamedTuple):
 
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
-
-
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; for backward v's statistics by channel and group, active (is any element of a plane tied or not finite?), and v."""
     (N, *_), (C, *_) = a.x.shape, a.weight.shape
@@ -87,12 +85,12 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    parameters, constants = plan.parameters(a), (*a.bounds(), a.p, a.eps)
     y, statistics, active = plan.outputs(a)
+    parameters = *plan.parameters(a), a.seed, *a.bounds(), a.p, a.eps
     active.zero_()
     for x, *outputs in library.pieces(plan.samples, a.x, y, statistics, active):
         v, offset = plan.convolve(x, a.weight), outputs[0].storage_offset()
-        plan.kernels.forward(*outputs, v, *parameters, a.seed, *constants, offset, x.shape[0], *plan.sizes)
+        plan.kernels.forward(*outputs, v, *parameters, offset, x.shape[0], *plan.sizes)
     y = y.contiguous(memory_format=plan.y_format)
     return (y, statistics, active, v) if saving else (y,)
 
@@ -110,8 +108,6 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
-
-
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; for backward how each channel of a sample was normalised, and active: is any element of a sample tied or not finite?"""
     N, C = a.x.shape[0], len(a.weight)
@@ -120,52 +116,29 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C = a.x.shape, len(a.weight)
-    tiles = tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=True)
-    defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
+    defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=True)
     scratch = N * (2 * C * tiles.slots + 1)  # statistics of each block, and which blocks are done
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    sizes = 0, a.groups, N, *size, *tiles.launch
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
-
-
-def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    y, affines, active, scratch = plan.outputs(a)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a), a.seed
-    plan.kernels.forward(y, affines, active, scratch, *inputs, *a.bounds(), a.p, a.eps, *plan.sizes)
-    y = y.contiguous(memory_format=plan.y_format)
-    return (y, affines, active) if saving else (y,)
+    numbers = *a.bounds(), a.p, a.eps, 0, a.groups, N, *size, *tiles.launch
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
 
 
 def _fused_backward(dy: Tensor, a: Arguments, affines, active, *, plan, needs) -> tuple:
-    back, C = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], {}), len(a.weight)
-    scratch = back.scratch(a, of_sample=7 * C + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
-    (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
-    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), affines, active
-    constants = plan.parameters(a)[1], a.seed, *a.bounds(), a.p, a.groups
-    back.kernels.backward(dx, dw, *gradients, scratch, *inputs, *constants, *back.sizes)
-    return *back.as_eager(a, dx, dw), *plan.as_parameters(a, gradients), None
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), affines, active
+    inputs = *operands, plan.parameters(a)[1], a.seed, *a.bounds(), a.p, a.groups
+    own = dict(of_sample=7 * len(a.weight) + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
+    return *volumes.backward(plan, f"{NAME}_backward_fused", a, inputs, needs, **own), None
 
 
-fused = operators.declare(
-    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
-)
-
-
-# ------------------------------------------------------------------------------------------------------------- the model
+fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)
 
 
 class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
-    __doc__ = Conv3dGroupNormMinClampDropout.__doc__
     submodules = {"conv": nn.Conv3d, "norm": nn.GroupNorm, "dropout": nn.Dropout}
     operands = ("conv.weight", "conv.bias", "norm.weight", "norm.bias")
-    constants = {
-        "norm.num_groups": int,
-        "min_value": float,
-        "max_value": float,
-        "dropout.p": float,
-        "norm.eps": float,
-    }
-    epilogue, fused = epilogue, fused
+    constants = {"norm.num_groups": int}
+    constants |= dict.fromkeys(("min_value", "max_value", "dropout.p", "norm.eps"), float)
+    epilogue, fused, autocast_tail = epilogue, fused, torch.float32
 
     def _constants(self):
         groups, low, high, p, eps = super()._constants()
@@ -180,22 +153,16 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
         return (torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device).view(torch.int64),)
 
     def _tail_raises(self, x, size):
-        return not 0 <= self.dropout.p <= 1 or operators.group_norm_raises(
-            x, self.conv.weight, self.norm, size
-        )
+        odd = not 0 <= self.dropout.p <= 1
+        return odd or operators.group_norm_raises(x, self.conv.weight, self.norm, size)
 
     def _fused_obstacle(self, x, dtype):
         return tiling.volume_obstacle(x, self.conv.weight, dtype, STATIC_SHARED)
 
     @staticmethod
-    def _autocast_tail(parameter, dtype):
-        return torch.float32
-
-    @staticmethod
     def _autocast_result(y, dtype):
-        return (
-            y.to(dtype) if library.device_type(y) == "cpu" else y
-        )  # only on CUDA does autocast widen group_norm's result
+        # Only on CUDA does autocast widen group_norm's result.
+        return y.to(dtype) if library.device_type(y) == "cpu" else y
 
 
 def _every_value_ties(model, x):

@@ -57,8 +57,6 @@ class Arguments(NamedTuple):
 
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
-
-
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; for backward the index and v of the channels that won, like y, v's statistics by channel, and v."""
     (N, *_), (C, *_), size = a.x.shape, a.weight.shape, library.output_size(a.x, a.weight)
@@ -103,8 +101,6 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
-
-
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; for backward the index and v - mean of the channels that won, like y, and v's mean and variance by channel."""
     y, (_, index_dtype), *_ = _outputs(a, False)
@@ -113,46 +109,30 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
-    (N, _, *size), tiles = a.x.shape, tiling.plan_volume(a.x, a.weight, STATIC_SHARED, vectors=False)
-    defines = tiling.volume_defines(tiles, a.weight, a.x.element_size(), STATIC_SHARED)
+    N, _, *size = a.x.shape
+    defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=False)
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
     scratch = 2 * N * tiles.slots * len(a.weight) + held  # statistics of each block first
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
     defines["INDEX_T"] = operators.index_type(len(a.weight))[0]
-    sizes = held, N, *size, *tiles.launch
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, sizes=sizes)
-
-
-def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    y, *saved, scratch = plan.outputs(a)
-    inputs = a.x.contiguous(), a.weight.contiguous(), *plan.parameters(a)
-    plan.kernels.forward(y, *saved, scratch, *inputs, *a[4:], *plan.sizes)
-    return (y, *saved) if saving else (y,)
+    numbers = a.low, a.high, a.eps, held, N, *size, *tiles.launch
+    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
 
 
 def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, needs) -> tuple:
     S, C = math.prod(index.shape[1:]), len(a.weight)
     defines = {"INDEX_T": operators.index_type(C)[0], "SUMMED_POSITIONS": SUMMED}
-    back = volumes.backward_plan(plan, f"{NAME}_backward_fused", a, needs[0], defines)
     # coefficients and gradients; dz of the channels that won; sums by part
-    scratch = back.scratch(a, of_sample=6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), of_job=0)
-    (dx, dw), gradients = back.gradients(a, needs), plan.gradients(a)
-    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
-    constants = *plan.parameters(a), *a[4:], a.multiplier.numel()
-    back.kernels.backward(dx, dw, *gradients, scratch, *inputs, *constants, *back.sizes)
-    return *back.as_eager(a, dx, dw), *plan.as_parameters(a, gradients)
+    of_sample = 6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED)
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
+    inputs = *operands, *plan.parameters(a), *a[4:], a.multiplier.numel()
+    return volumes.backward(plan, f"{NAME}_backward_fused", a, inputs, needs, of_sample=of_sample, **defines)
 
 
-fused = operators.declare(
-    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
-)
-
-
-# ------------------------------------------------------------------------------------------------------------- the model
+fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)
 
 
 class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstanceNormClampMultiplyMax):
-    __doc__ = Conv3dMultiplyInstanceNormClampMultiplyMax.__doc__
     submodules = {"conv": nn.Conv3d, "instance_norm": nn.InstanceNorm3d}
     operands = ("conv.weight", "conv.bias", "multiplier")
     constants = {"clamp_min": float, "clamp_max": float, "instance_norm.eps": float}
@@ -166,10 +146,9 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstance
         own = [*norm._parameters.values(), *norm._buffers.values()]
         if norm.track_running_stats or any(t is not None for t in own):
             return "instance_norm has an affine or running statistics"
-        return self._not_by_channel("multiplier")
 
     def _fused_obstacle(self, x, dtype):
-        return tiling.volume_obstacle(x, self.conv.weight, dtype, max(STATIC_SHARED, volumes.STATIC_SHARED))
+        return tiling.volume_obstacle(x, self.conv.weight, dtype, max(STATIC_SHARED, tiling.BACKWARD_SHARED))
 
 
 PROBLEM = Problem(

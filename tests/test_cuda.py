@@ -350,7 +350,7 @@ def test_instance_norm_meets_in_one_launch(shape, channels):
     numerics.assert_rule(model, x, "fused")
     new, slots = (
         numerics.twin_of(model, "fused", x),
-        tiling.plan_volume(x, model.conv.weight, instance_norm.STATIC_SHARED, vectors=False).slots,
+        tiling.plan_volume(len(x), x, model.conv.weight, instance_norm.STATIC_SHARED, vectors=False)[1].slots,
     )
     with torch.profiler.profile() as profile, torch.no_grad():
         new(x)

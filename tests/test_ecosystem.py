@@ -131,11 +131,11 @@ def test_what_fits_has_a_tiling(dtype, static_shared, monkeypatch):
             x = torch.empty((), dtype=dtype).expand(2, 3, 5, H, W)
             fits = tiling.volume_fits(x, weight, static_shared)
             aligned = [rows for rows in range(1, H + 3) if rows * (W - 2) % 4 == 0 or (H - 2) * (W - 2) % 4]
-            layouts = [tiling.volume_layout(rows, W, 3, x.element_size(), 3, 3, 3) for rows in aligned]
+            layouts = [tiling.volume_layout(rows, x, weight) for rows in aligned]
             least = min(shared for *_, shared in layouts)
             assert fits == (least + static_shared <= H200.shared), (H, W)
             if fits:
-                plan = tiling.plan_volume(x, weight, static_shared, vectors=True)
+                _, plan = tiling.plan_volume(2, x, weight, static_shared, vectors=True)
                 assert plan.rows in aligned and 6 * (plan.rows + 2) * plan.pitch <= plan.stage
                 assert plan.shared + static_shared <= H200.shared
                 assert plan.slots == -(-(H - 2) // plan.rows) * -(-3 // plan.depth)

@@ -30,7 +30,6 @@ import inline_loader
 import library
 import numerics
 import operators
-import problems.conv2d_min_add_multiply as min_add
 import problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
@@ -176,19 +175,18 @@ def remembers_nothing():
 
 @pytest.fixture
 def gpu(remembers_nothing, monkeypatch, folder):
-    """gpu(…) makes a GPU of the CPU, with so many multiprocessors and so large an L2 cache."""
+    """gpu(…) makes a GPU of the CPU, with so many multiprocessors, so much shared memory and so large an L2 cache."""
 
-    def become(*, architecture=800, multiprocessors=4, cache=1 << 16, replaced=()):
+    def become(*, architecture=800, multiprocessors=4, shared=163 << 10, cache=1 << 16, replaced=()):
         def load(name, *, device, defines, **only_these):
             assert only_these == {"folder": None} and device == "cuda"
             kernels = build(name, architecture, defines, replaced, folder)
-            kernels.library.emulation_multiprocessors(multiprocessors)
+            kernels.library.emulation_device(multiprocessors, shared)
             return kernels
 
-        device = tiling.Device((architecture // 100, 0), 163 << 10, multiprocessors, cache)
+        device = tiling.Device((architecture // 100, 0), shared, multiprocessors, cache)
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
-        monkeypatch.setattr(library, "capability", lambda index: device.capability)
         monkeypatch.setattr(tiling, "device_properties", lambda index: device)
         inline_loader.forget()
 
@@ -278,9 +276,9 @@ def test_min_add_rounds_operands_of_tf32(gpu):
     for shape in (x.shape, (20, 5, 3, 3), (64, 64, 8, 9), (3, 7, 1, 2)):
         x, rounded = around_ties(*shape)
         x.view(-1)[:6] = special
-        torch.testing.assert_close(min_add._to_channels_last(x, kernels), x, **exactly)
+        torch.testing.assert_close(library.to_channels_last(x, kernels), x, **exactly)
         rounded.view(-1)[:6] = torch.tensor([0.0, NAN, -INF, INF, largest, 0.0])
-        torch.testing.assert_close(min_add._to_channels_last(x, kernels, True), rounded, **exactly)
+        torch.testing.assert_close(library.to_channels_last(x, kernels, True), rounded, **exactly)
 
 
 LAST_BIT = "__float_as_uint(product) | 1"

@@ -21,7 +21,6 @@ import torch
 import problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 import tiling
-import volumes
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))
@@ -165,8 +164,7 @@ def test_volumes_take_what_is_planned(kernel, value, shape, spilled, tmp_path, m
     )
     x = torch.empty((), dtype=dtype).expand(2, shape[1], *(extent + 12 for extent in shape[2:]))
     assert tiling.volume_obstacle(x, weight, dtype, static_shared) is None
-    plan = tiling.plan_volume(x, weight, static_shared, vectors=True)
-    defines = tiling.volume_defines(plan, weight, x.element_size(), static_shared)
+    defines, _ = tiling.plan_volume(2, x, weight, static_shared, vectors=True)
     found = built(kernel, value, defines, tmp_path)
     assert all(entry.spilled <= spilled for entry in found), found
 
@@ -182,8 +180,7 @@ def test_backward_of_volumes_takes_what_is_planned(name, value, shape, spilled, 
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     weight, dtype = torch.empty(shape), {"float": torch.float32}.get(value, torch.half)
     x = torch.empty((), dtype=dtype).expand(2, shape[1], *(extent + 12 for extent in shape[2:]))
-    plan = tiling.plan_volume_backward(x, weight, volumes.STATIC_SHARED, dx=True)
-    defines = volumes.defines_of(plan, x, weight)
+    defines, _ = tiling.plan_volume_backward(x, weight, dx=True)
     own = [f"VALUE_T={value}", "INDEX_T=int32_t", *(f"{key}={number}" for key, number in defines.items())]
     for architecture in FUSED_ARCHITECTURES:
         done = nvcc(KERNELS / f"{name}_backward_fused.cu", architecture, own, tmp_path / architecture)
@@ -207,8 +204,8 @@ def test_strips_take_what_is_planned(shape, pool, width, saving, spilled, tmp_pa
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
     assert tiling.strips_obstacle(x, weight, x.dtype, pool) is None
-    assert tiling.strips_save(x, weight, pool) == (shape != (128, 16, 8, 1))
-    defines = tiling.strip_defines(tiling.plan_strips(x, weight, pool), weight, pool, saving)
+    assert tiling.strips_fit(x, weight, pool, True) == (shape != (128, 16, 8, 1))
+    defines, _ = tiling.plan_strips(x, weight, pool, saving)
     found = built(POOL, "float", defines, tmp_path)
     assert all(entry.spilled <= spilled for entry in found), found
 
@@ -228,8 +225,8 @@ def test_backward_takes_what_is_planned(shape, pool, width, tmp_path, monkeypatc
     """Its kernels' shared memory, and registers but for some bytes outside their innermost loops, at two blocks a multiprocessor."""
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
-    plan = tiling.plan_strips_backward(x, weight, pool, 4)
-    defines = [f"{k}={v}" for k, v in tiling.strips_backward_defines(plan, weight, pool).items()]
+    defines, plan = tiling.plan_strips_backward(x, weight, pool, 4)
+    defines = [f"{k}={v}" for k, v in defines.items()]
     own, default = (
         H200.shared - tiling.input_gradient_shared(weight, pool, plan.input_columns),
         shape[0] == 64,
@@ -265,12 +262,10 @@ def test_another_plan_does_not_compile(kernel, wrong, tmp_path, monkeypatch):
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     if kernel is POOL:
         weight, x, pool = torch.empty(64, 8, 3, 3), torch.empty(2, 8, 40, 128), (4, 4)
-        defines = tiling.strip_defines(tiling.plan_strips(x, weight, pool), weight, pool)
+        defines, _ = tiling.plan_strips(x, weight, pool, False)
     else:
         weight, x = torch.empty(16, 3, 3, 3, 3), torch.empty(2, 3, 16, 32, 32)
-        defines = tiling.volume_defines(
-            tiling.plan_volume(x, weight, kernel[2], vectors=True), weight, 4, kernel[2]
-        )
+        defines, _ = tiling.plan_volume(2, x, weight, kernel[2], vectors=True)
     assert defines.keys() >= wrong.keys()
     own = [f"{key}={number}" for key, number in {**defines, **wrong}.items()]
     done = nvcc(KERNELS / f"{kernel[0]}.cu", "80", own, tmp_path / "out")

@@ -972,7 +972,6 @@ def made_up(forgotten, monkeypatch):
 
     def make_up(capability):
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
-        monkeypatch.setattr(library, "capability", lambda index: capability)
         monkeypatch.setattr(tiling, "device_properties", lambda index: H200._replace(capability=capability))
 
     return make_up

@@ -105,7 +105,7 @@ def test_backward_hardly_spills(value_bytes, split, architecture, tmp_path, monk
     device = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
     monkeypatch.setattr(tiling, "device_properties", lambda index: device)
     x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
-    of_weight = {**tiling.spatial_defines(weight.shape), "SPLIT": int(split)}
+    of_weight, _ = tiling.plan_weight_gradient(x, weight, split)
     of_input, piece, _ = tiling.plan_input_gradient(x, weight, split)
     assert piece == (8 if split else 16)
     for source, defines in (("weight_gradient", of_weight), ("input_gradient", of_input)):
@@ -125,7 +125,7 @@ def test_what_training_takes(monkeypatch):
     monkeypatch.setattr(tiling, "device_properties", lambda index: device)
     x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
     saved = 4 * tiling.gemm_saved(x.shape, weight.shape)
-    _, shares, slot = tiling.plan_weight_gradient(x, weight, False)
+    _, (_, shares, slot) = tiling.plan_weight_gradient(x, weight, False)
     _, piece, workspace = tiling.plan_input_gradient(x, weight, False)
     assert saved == 512 + 128 * 126 * 2 * 128 * 16 and (shares, slot) == (66, 2 * 64 * 64 * 9)
     assert workspace == 16 * 128 * 126 * 126 * 2 + 256 + 2 * 64 * 128 * 9

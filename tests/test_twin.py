@@ -586,7 +586,7 @@ def test_odd_tensors(name):
 @pytest.fixture
 def decisions(monkeypatch):
     """decisions() is how many decisions there were since it was asked last."""
-    count, choose = [0], twins.Twin._choose
+    count, choose = [0], twins.Twin.plan
 
     def counting(self, x):
         count[0] += 1
@@ -596,7 +596,7 @@ def decisions(monkeypatch):
         found, count[0] = count[0], 0
         return found
 
-    monkeypatch.setattr(twins.Twin, "_choose", counting)
+    monkeypatch.setattr(twins.Twin, "plan", counting)
     return since
 
 

@@ -70,7 +70,6 @@ def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan, needs) -> tuple:
 
 
 class Conv2dReluHardswishNew(Twin, Conv2dReluHardswish):
-    __doc__ = Conv2dReluHardswish.__doc__
     submodules = {"conv": nn.Conv2d}
     operands = ("conv.weight", "conv.bias")
     constants = {}
