@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 import export_kernels
+import export_layout
 import export_plumbing as plumbing
 import export_python
 import library
@@ -47,7 +48,7 @@ def cell(
     if variant not in VARIANTS or variant not in problem.variants_on(device):
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
     program, forward = _program(problem, device, variant, dtype)
-    definitions = program.build(forward)
+    definitions = export_layout.tidied(program.build(forward), "_forward")
     kernels = _kernels(problem, device, variant, definitions)
     top = [
         _head(problem, device, variant, dtype, program.modules),
@@ -75,17 +76,17 @@ def _program(
     problem: Problem, device: str, variant: str, dtype: torch.dtype
 ) -> tuple[export_python.Program, Callable]:
     """The cell's functions beside the kernels, and ModelNew's forward, which reaches them all."""
-    cls, module, operator = (
-        problem.ModelNew,
-        sys.modules[problem.ModelNew.__module__],
-        getattr(problem.ModelNew, variant),
-    )
+    cls, operator = problem.ModelNew, getattr(problem.ModelNew, variant)
     with torch.random.fork_rng():
         model = cls(*problem.get_init_inputs())
-    filters, sizes = tuple(model.conv.weight.shape), problem.input_shape[1:]
+    module, (filters, sizes) = (
+        sys.modules[cls.__module__],
+        (tuple(model.conv.weight.shape), problem.input_shape[1:]),
+    )
     numbers = dict(zip(cls.constants, model._constants()))
     whole = {name: number for name, number in numbers.items() if type(number) is not float}
-    tensors = [name for name, kind in module.Arguments.__annotations__.items() if "Tensor" in str(kind)]
+    fields, annotations = module.Arguments._fields, module.Arguments.__annotations__.values()
+    tensors = sum("Tensor" in str(each) for each in annotations)
 
     values = {
         "DEVICE": device,
@@ -96,7 +97,7 @@ def _program(
         "GIVEN": (*filters, *sizes, *whole.values()),
         "SIZE": tuple([extent - taps + 1 for extent, taps in zip(sizes[1:], filters[2:])]),
         "OWN": next((name for name in cls.operands if "." not in name), ""),
-        "TENSORS": len(tensors),
+        "TENSORS": tensors,
         "BUILDS": export_python.Name("_BUILDS"),
         "Arguments": module.Arguments,
         "make_plan": operator._make_plan,
@@ -104,61 +105,57 @@ def _program(
         "backward": operator._backward,
         "tail_raises": cls._tail_raises,
         "tail_obstacle": cls._tail_obstacle,
-        "fused_obstacle": cls._fused_obstacle,
+        "fused_obstacle": _fused_obstacle(problem, model, variant, dtype),
     }
-    if variant != "fused":
-        values["fused_obstacle"] = twin.Twin._fused_obstacle  # there is none
-    elif _fits_everywhere(problem, model, dtype):
-        values["fused_obstacle"] = plumbing.too_old
     forward, constants = _forward(problem)
     bound = {(plumbing.__name__, key): value for key, value in values.items()}
-    bound |= {
-        operators.Plan: plumbing.Plan,
-        operators.load: plumbing.load,
-        twin.Twin._constants: constants,
-        library.is_channels_last: plumbing.never,  # results are contiguous
-        torch.compiler.is_compiling: plumbing.never,
-    }
+    bound |= {operators.Plan: plumbing.Plan, operators.load: plumbing.load, twin.Twin._constants: constants}
+    bound |= dict.fromkeys((library.is_channels_last, torch.compiler.is_compiling), plumbing.never)
     bound |= {library.pieces: plumbing.whole} if device == "cuda" else {}
 
-    # What is known of what functions are given: of the arguments; of a model whose sizes have been looked at; of plans.
+    # What is known: of the arguments; of a model whose sizes have been looked at, unlike that of ModelNew's forward; of plans.
     x, weight = _tensor((None, *sizes), dtype, device), _tensor(filters, dtype, device)
-    arguments = {"fields": module.Arguments._fields, ".x": x, ".weight": weight}
-    arguments |= {f".{name}": {".dtype": Value(dtype)} for name in tensors[2 : 1 + len(cls.operands)]}
-    arguments |= {
-        f".{field}": Value(numbers[name])
-        for field, name in zip(module.Arguments._fields[-len(numbers) or len(tensors) :], numbers)
-        if name in whole
-    }
-    known = {(module.Arguments,): arguments}
-    methods = [each for each in vars(module.Arguments).values() if inspect.isfunction(each)]
-    known |= {(each, "self"): arguments for each in methods if each.__module__ == module.__name__}
-    plan = known[plumbing.Plan,] = {
-        ".()": None,
-        ".y_format": Value(torch.contiguous_format),
-        ".y_dtype": Value(dtype),
-    }
-    known |= {(function, "plan"): plan for function in (operator.forward, operator._backward)}
+    arguments = {"fields": fields, ".x": x, ".weight": weight}
+    arguments |= {f".{name}": {".dtype": Value(dtype)} for name in fields[2 : 1 + len(cls.operands)]}
+    constants_of = dict(zip(numbers, fields[len(fields) - len(numbers) :]))
+    arguments |= {f".{constants_of[name]}": Value(number) for name, number in whole.items()}
     looked_at = {"class": cls, ".conv": {".weight": weight}}
     for name in whole:
-        *path, last = name.split(".")
-        owner = looked_at.setdefault(f".{path[0]}", {}) if path else looked_at
-        value = attrgetter(name)(problem.Model(*problem.get_init_inputs()))
-        owner[f".{last}"] = Value(value)
-    for name in {*dir(twin.Twin), *vars(cls)}:
-        if inspect.isfunction(each := getattr(cls, name)) and each.__name__ != "__init__":
-            known |= {(each, "self"): looked_at, (each, "x"): x}
-    for each in (forward, constants, cls._constants, cls._drawn):
-        known[each, "self"] = {"class": cls}
-
-    folder, own = Path(__file__).parent, {module.__name__}
-    own |= {
-        name
-        for name, each in sys.modules.items()
-        if Path(getattr(each, "__file__", None) or "/").parent == folder
+        owner, _, last = name.rpartition(".")
+        inner = looked_at.setdefault(f".{owner}", {}) if owner else looked_at
+        inner[f".{last}"] = Value(attrgetter(name)(model))
+    plan = {"set": True, ".y_format": Value(torch.contiguous_format), ".y_dtype": Value(dtype)}
+    known = {module.Arguments: arguments, plumbing.Plan: plan}
+    known |= {
+        each: {"self": arguments} for each in vars(module.Arguments).values() if inspect.isfunction(each)
     }
-    program = export_python.Program(lambda each: each.__module__ in own, bound, _SOURCES, known)
-    return program, forward
+    known |= dict.fromkeys((operator.forward, operator._backward), {"plan": plan})
+    methods = [each for name in dir(cls) if inspect.isfunction(each := getattr(cls, name))]
+    known |= {
+        each: {"self": looked_at, "x": x} for each in methods if each not in vars(torch.nn.Module).values()
+    }
+    known |= dict.fromkeys((forward, constants, cls._constants, cls._drawn), {"self": {"class": cls}})
+
+    folder, files = (
+        Path(__file__).parent,
+        {name: getattr(each, "__file__", None) for name, each in sys.modules.items()},
+    )
+    ours = {name for name, file in files.items() if file and Path(file).parent == folder} | {module.__name__}
+    return export_python.Program(ours.__contains__, bound, known), forward
+
+
+def _fused_obstacle(problem: Problem, model: torch.nn.Module, variant: str, dtype: torch.dtype) -> Callable:
+    """What says why the fused kernels can't run: if they do on the smallest GPU of capability 8.0, only what is older can't. (What has room
+    there has room on the others.)"""
+    if variant != "fused":
+        return twin.Twin._fused_obstacle  # there is none
+    smallest, known = tiling.Device((8, 0), 99 << 10, 1, 1 << 20), tiling.device_properties
+    tiling.device_properties = lambda index: smallest
+    try:
+        x = torch.empty(problem.input_shape, dtype=dtype, device="meta")
+        return type(model)._fused_obstacle if model._fused_obstacle(x, dtype) else plumbing.too_old
+    finally:
+        tiling.device_properties = known
 
 
 def _tensor(shape: tuple, dtype: torch.dtype, device: str) -> dict[str, object]:
@@ -177,35 +174,19 @@ def _tensor(shape: tuple, dtype: torch.dtype, device: str) -> dict[str, object]:
     }
 
 
-def _fits_everywhere(problem: Problem, model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Do the fused kernels run on the smallest GPU of capability 8.0? What has room there has room on the others."""
-    smallest, known = tiling.Device((8, 0), 99 << 10, 1, 1 << 20), tiling.device_properties
-    tiling.device_properties = lambda index: smallest
-    try:
-        x = torch.empty(problem.input_shape, dtype=dtype, device="meta")
-        return model._fused_obstacle(x, dtype) is None
-    finally:
-        tiling.device_properties = known
-
-
-_SOURCES: dict[Callable, str] = {}
-
-
 def _forward(problem: Problem) -> list[Callable]:
-    """ModelNew's forward, and what gives the numbers that the operators take, as functions with sources."""
-    cls, module = problem.ModelNew, sys.modules[problem.ModelNew.__module__]
-    operands = ", ".join(f"self.{name}" for name in cls.operands)
+    """ModelNew's forward, and what gives the numbers that the operators take."""
+    cls, found = problem.ModelNew, []
+    operands = "".join(f", self.{name}" for name in cls.operands)
+    operands += "" if cls._drawn is twin.Twin._drawn else ", *self._drawn(x, constants)"
     numbers = " ".join(f"{convert.__name__}(self.{name})," for name, convert in cls.constants.items())
-    drawn = "" if cls._drawn is twin.Twin._drawn else ", *self._drawn(x, constants)"
-    texts = (
-        f"def forward(self, x):\n    constants = self._constants()\n    return run(self, (x, {operands}{drawn}), constants)",
-        f"def numbers(self):\n    return ({numbers})",
-    )
-    names = {**vars(module), "run": plumbing.run, **{each.__name__: each for each in cls.constants.values()}}
-    for text in texts:
-        exec(text, names)
-    _SOURCES.update({names["forward"]: texts[0], names["numbers"]: texts[1]})
-    return names["forward"], names["numbers"]
+    call = f"    constants = self._constants()\n    return run(self, (x{operands}), constants)"
+    names = {each.__name__: each for each in (plumbing.run, *cls.constants.values())}
+    for text in (f"def forward(self, x):\n{call}", f"def numbers(self):\n    return ({numbers})"):
+        exec(text, scope := {**names, "__name__": cls.__module__})
+        found.append([*scope.values()][-1])
+        found[-1].source = text
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------- the file's parts
@@ -238,7 +219,7 @@ def _model(problem: Problem) -> str:
 def _model_new(forward: ast.FunctionDef) -> str:
     forward.name, source = "forward", ""
     source = ast.unparse(forward)
-    body = "\n".join(export_python.wrapped(f"    {line}") for line in source.splitlines())
+    body = "\n".join(export_layout.wrapped(f"    {line}") for line in source.splitlines())
     doc = "Model by the kernels below. Where they can't run, a call raises RuntimeError and says why."
     return f'class ModelNew(Model):\n    """{doc}"""\n\n{body}'
 
@@ -303,7 +284,7 @@ def _plumbing(definitions: dict[str, ast.stmt], docstrings: bool, apart: str) ->
     constants = [node for node in definitions.values() if isinstance(node, ast.Assign)]
     others = [node for node in definitions.values() if not isinstance(node, ast.Assign)]
     constants, others = [
-        [export_python.source_of(node, docstrings) for node in nodes] for nodes in (constants, others)
+        [export_layout.source_of(node, docstrings) for node in nodes] for nodes in (constants, others)
     ]
     return apart.join(
         ["\n".join(["# Plumbing: plans for what is given, autograd, the build.", *constants]), *others]

@@ -1,15 +1,16 @@
 """The repository's own functions as definitions of one file, specialised: for a device, a dtype and sizes that are known beforehand.
 
-A function is taken from its source, and gone through once, with what is known of its parameters. A known value stands for the
-name that had it; what can be computed is, by the functions themselves; a branch never taken goes, as does a name that nobody reads. What
-a call gives is known in the function that it calls, as far as all calls give the same: where a later call gives something else, all is
-begun anew, knowing less.
+Each function is taken from its source and gone through with what is known of its parameters. A known value stands in the place of its name; what
+can be computed is, by the functions themselves; a branch never taken goes. What a call gives is known in the function called, as far as
+all its calls agree: where a later one gives something else, all is begun anew, with less known. (export_layout.py takes away what nobody
+reads then.)
 
-Of what isn't known itself something may be known: `known` of an expression is a Value; or a tuple of what is known of its items; or a dict of
-what is known of its attributes and methods, by ".name" and ".name()"; or None.
+Of an expression whose value isn't known something else may be: `known` is a Value; or a tuple of what is known of its items; or a dict
+of what is known of its attributes and methods, by ".name" and ".name()", which may have "fields", its items' names, and "class",
+whose methods become functions; or None.
 
-It is for programs like ours: expressions have no side effects but in calls that stand alone or on torch, parameters' attributes stay what
-they are, and our functions of numbers alone give the same for the same.
+It is for programs like ours. Expressions have no side effects, but for calls that stand alone; a parameter's attributes stay what they are;
+our functions that have arguments, all of them known, give the same for the same.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-WIDTH = 110
+from export_layout import applied, arguments_of, branch, copied, free, without_docstring
+
+NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
 _PLAIN = bool, int, float, str, type(None), type(...), torch.dtype, torch.memory_format
-_PURE = "abs all any bool dict divmod enumerate float getattr int isinstance len list max min range round set sorted str sum tuple type zip"
-_PURE = {getattr(builtins, name) for name in _PURE.split()} | {
-    each for each in vars(math).values() if callable(each)
+_PURE = {
+    *map(vars(builtins).get, "abs all any bool dict divmod enumerate float int isinstance len list".split())
 }
+_PURE |= {*map(vars(builtins).get, "max min range round set sorted str sum tuple type zip".split())}
+_PURE |= {each for each in vars(math).values() if callable(each)}
 _DROPPED = ("torch.compiler.assume_constant_result",)  # decorators
 
 
 class Missing(Exception):
-    """Something that a cell does not hold."""
+    """Something that the file does not hold."""
 
 
 class Name(str):
     """A value that is written as this name."""
 
 
-NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Value:
     value: object
-    text: str = field(default="", compare=False)  # how an expression names it
+    text: str = field(default="", repr=False)  # how an expression names it
 
     def __eq__(self, other):
         return type(other) is Value and type(self.value) is type(other.value) and self.value == other.value
@@ -61,126 +62,96 @@ class Value:
 class Program:
     """The definitions that a root function reaches.
 
-    is_ours: is a function or class to be written out? bound: values of modules' globals, by module and name, for those that they have.
-    sources: functions' sources in the place of their own. known: what is known of a parameter, by function and name, and of instances, by class.
+    is_ours: is what a module of this name defines written out? bound: what stands for a global, by (module, name), or for a function.
+    known: what is known of a function's parameters, by name, and of a class's instances.
     """
 
-    def __init__(self, is_ours: Callable, bound: dict, sources: dict, known: dict):
-        self.is_ours, self.bound, self.sources, self.known = is_ours, bound, sources, known
-        self.given: dict[object, dict[str, object]] = {}  # what all calls of a function give it
+    def __init__(self, is_ours: Callable[[str], bool], bound: dict, known: dict[object, dict]):
+        self.is_ours, self.bound, self.known = is_ours, bound, known
+        self.given: dict[object, dict[str, object]] = {}  # of functions: in what all calls agree
+        self.is_settled = False
 
     def build(self, root: Callable) -> dict[str, ast.stmt]:
-        self.is_settled = False
+        """The definitions, by their private names; `modules` are those to be imported."""
         while not self.is_settled:
-            self.is_settled, self.names, self.definitions, self.results, self.modules = (
-                True,
-                {},
-                {},
-                {},
-                set(),
-            )
+            self.is_settled, self.names, self.definitions, self.results = True, {}, {}, {}
             self.name_of(root)
-            written = {}
-            while pending := [name for name in self.definitions if name not in written]:
-                for name in pending:
-                    written[name] = ast.fix_missing_locations(
-                        _Writer(self).visit(copied(self.definitions[name]))
-                    )
-        return _cleaned(written, self.name_of(root))
+            written, self.modules = {}, set()
+            while pending := self.definitions.keys() - written.keys():
+                written |= {name: _Writer(self).visit(copied(self.definitions[name])) for name in pending}
+        return {name: ast.fix_missing_locations(node) for name, node in written.items()}
 
     def name_of(self, thing: object, text: str = "") -> str:
         """The private name of a function, a class, or an object that changes; it is defined then."""
-        key = id(thing)
-        if key not in self.names:
+        if id(thing) not in self.names:
             name = "_" + (text or thing.__name__).lstrip("_")
             if name in self.definitions:
                 name = f"_{thing.__module__.rpartition('.')[2]}{name}"
-            self.names[key], self.definitions[name] = name, ast.Expr(ast.Constant(...))
+            self.names[id(thing)], self.definitions[name] = name, ast.Expr(ast.Constant(...))
             if inspect.isclass(thing):
                 self.definitions[name] = self._class(thing, name)
             elif callable(thing):
-                self.definitions[name] = self._function(thing, name)
+                self.definitions[name] = self._function(thing, name, self.given.setdefault(thing, {}))
             else:
                 self.definitions[name] = ast.Assign([ast.Name(name, ast.Store())], literal(thing))
-        return self.names[key]
-
-    def definition(self, function: Callable) -> ast.FunctionDef:
-        return self.definitions[self.name_of(function)]
-
-    def applied(self, call: ast.Call) -> ast.expr | None:
-        """The expression that a call of a function of ours is, if it is one."""
-        function = call.func.value if isinstance(call.func, ast.Constant) else None
-        if inspect.isclass(function) or not self.is_code(function):
-            return None
-        return applied(self.definition(function), self.stripped(call))
-
-    def signature(self, called: Callable) -> tuple[Callable, list[str]]:
-        """The function that runs when `called` is, and its positional parameters; without `self` of a class."""
-        function = vars(called).get("__init__") if inspect.isclass(called) else called
-        names = [each.arg for each in self.source(function).args.args] if function else []
-        return function, names[inspect.isclass(called) :]
-
-    def stripped(self, call: ast.Call) -> ast.Call:
-        """A call without what it is known to give."""
-        function, positional = self.signature(call.func.value)
-        gone = {name for name, known in self.given.get(function, {}).items() if isinstance(known, Value)}
-        starred = next(
-            (i for i, each in enumerate(call.args) if isinstance(each, ast.Starred)), len(call.args)
-        )
-        kept = [
-            i
-            for i in range(len(call.args))
-            if i >= min(starred, len(positional)) or positional[i] not in gone
-        ]
-        return ast.Call(
-            call.func, [call.args[i] for i in kept], [each for each in call.keywords if each.arg not in gone]
-        )
+        return self.names[id(thing)]
 
     # ------------------------------------------------------------------------------------------------------------ sources
 
     def source(self, function: Callable) -> ast.FunctionDef:
-        text = self.sources.get(function) or inspect.getsource(inspect.unwrap(function))
+        text = getattr(function, "source", None) or inspect.getsource(inspect.unwrap(function))
         return ast.parse(textwrap.dedent(text)).body[0]
 
+    def _function(self, function: Callable, name: str, given: dict[str, object]) -> ast.FunctionDef:
+        node, known = self.source(function), {**given, **self.known.get(function, {})}
+        node.name, node.returns = name, None
+        node.decorator_list = [each for each in node.decorator_list if ast.unparse(each) not in _DROPPED]
+        for _ in range(2):  # what a branch that went has set is known the second time
+            node = _Specialiser(self, inspect.unwrap(function)).function(node, known)
+        return node
+
+    def _class(self, cls: type, name: str) -> ast.stmt:
+        node, methods = ast.parse(inspect.getsource(cls)).body[0], []
+        for each in [each for each in node.body if isinstance(each, ast.FunctionDef)]:
+            method = vars(cls)[each.name]
+            function = getattr(method, "__func__", None) or getattr(method, "fget", None) or method
+            methods.append(self._function(function, each.name, self.given.get(function, {})))
+        if hasattr(cls, "_fields"):
+            defaults = [literal(each) for each in cls._field_defaults.values()]
+            keywords = [ast.keyword("defaults", ast.Tuple(defaults, ast.Load()))] if defaults else []
+            fields = [ast.Constant(name), ast.Constant(" ".join(cls._fields))]
+            made = ast.Call(constant(namedtuple, "collections.namedtuple"), fields, keywords)
+            if not methods:
+                return ast.Assign([ast.Name(name, ast.Store())], made)
+            bases = [made]
+        else:
+            scope = _Specialiser(self, SimpleNamespace(__globals__=vars(inspect.getmodule(cls))))
+            bases = [scope.visit(each) for each in node.bases]
+        return ast.ClassDef(name, bases, [], [*_sentence(node), *methods], [])
+
     def result(self, function: Callable, given: dict[str, object]) -> ast.expr | None:
-        """What a call gives, if that is known, where these are given."""
+        """What a call that gives this returns, if that is known."""
         key = function, repr(given)
         if key not in self.results:
-            body = without_docstring(self._function(function, function.__name__, given).body)
-            value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
+            body = without_docstring(self._function(function, "", given).body)
+            value = body[0].value if isinstance(body[0], ast.Return) else None
             self.results[key] = value if value is not None and is_literal(value) else None
         return self.results[key] and copied(self.results[key])
 
-    def _function(self, function: Callable, name: str, given: dict | None = None) -> ast.FunctionDef:
-        node, plain = self.source(function), inspect.unwrap(function)
-        node.name, node.returns = name, None
-        node.decorator_list = [each for each in node.decorator_list if ast.unparse(each) not in _DROPPED]
-        given = self.given.setdefault(function, {}) if given is None else given
-        known = {**given, **{key[1]: value for key, value in self.known.items() if key[:1] == (function,)}}
-        once = _Specialiser(self, plain).function(node, known)
-        return _Specialiser(self, plain).function(
-            once, known
-        )  # what a branch alone has set again is now known
+    def applied(self, call: ast.expr) -> ast.expr | None:
+        """The expression that a call of a function of ours is, if it is one."""
+        function = (
+            call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Constant) else None
+        )
+        if not self.is_code(function) or inspect.isclass(function):
+            return None
+        return applied(self.definitions[self.name_of(function)], call)
 
-    def _class(self, cls: type, name: str) -> ast.ClassDef:
-        node = ast.parse(inspect.getsource(cls)).body[0]
-        scope = _Specialiser(self, SimpleNamespace(__globals__=vars(inspect.getmodule(cls)), __qualname__=""))
-        node.name, node.bases, methods = name, [scope.visit(each) for each in node.bases], []
-        for each in node.body:
-            if isinstance(each, ast.FunctionDef):
-                method = vars(cls)[each.name]
-                function = getattr(method, "__func__", None) or getattr(method, "fget", None) or method
-                methods.append(self._function(function, each.name))
-        if hasattr(cls, "_fields"):
-            defaults = [literal(each) for each in cls._field_defaults.values()]
-            arguments = [ast.Constant(name), ast.Constant(" ".join(cls._fields))]
-            keywords = [ast.keyword("defaults", ast.Tuple(defaults, ast.Load()))] if defaults else []
-            made = ast.Call(constant(namedtuple, "collections.namedtuple"), arguments, keywords)
-            if not methods:
-                return ast.Assign([ast.Name(name, ast.Store())], made)
-            node.bases = [made]
-        node.body = [*_sentence(node), *methods]
-        return node
+    def join(self, owner: dict, name: str, known: object) -> None:
+        """Takes down what one more place gives for `name`."""
+        common = _common(owner[name], known) if name in owner else known
+        self.is_settled &= owner.get(name) == common
+        owner[name] = common
 
     # -------------------------------------------------------------------------------------------------------------- values
 
@@ -188,54 +159,41 @@ class Program:
         """What a global name stands for, out of a module's."""
         value = self.bound.get((names["__name__"], name), names.get(name, getattr(builtins, name, Missing)))
         value = self.bound.get(value, value) if callable(value) else value
-        if isinstance(value, Path):
-            value = None  # a cell has its kernels in itself
         if isinstance(value, (dict, list)):
             return constant(Name(self.name_of(value, name)))
-        if isinstance(value, ModuleType):
-            return constant(value, value.__name__)
+        if isinstance(value, (ModuleType, Path)):  # the file has its kernels in itself
+            return constant(value, value.__name__) if isinstance(value, ModuleType) else constant(None)
         if value is Missing or not (self.can_write(value) or hasattr(value, "__name__")):
-            raise Missing(f"{names['__name__']}.{name} is nothing that a cell holds")
-        module = getattr(value, "__module__", None)
-        return constant(value, name if module in (None, "builtins") else f"{module}.{name}")
+            raise Missing(f"{names['__name__']}.{name} is nothing that the file can hold")
+        return constant(value, f"{getattr(value, '__module__', '')}.{name}")
 
     def attribute(self, node: ast.Attribute) -> ast.expr:
-        """An attribute of a known value. Of a module of others it is known where it is code or a dtype: settings may change."""
-        owner, name = node.value.value, node.attr
-        if isinstance(owner, Name) or not hasattr(owner, name):
-            return node
-        if isinstance(owner, ModuleType) and self.is_ours(SimpleNamespace(__module__=owner.__name__)):
-            return self.resolve(vars(owner), name)
-        value = getattr(owner, name)
-        if not isinstance(owner, ModuleType):
-            return constant(value) if self.can_write(value) and not self.is_code(value) else node
-        fixed = (
-            callable(value)
-            or owner is math
-            or isinstance(value, (ModuleType, torch.dtype, torch.memory_format))
-        )
+        """An attribute of a known value. Of others' modules it is known where it is code or a dtype: settings may change."""
+        owner = node.value.value
+        value = getattr(owner, node.attr, Missing)
+        if not isinstance(owner, ModuleType) or value is Missing:
+            return constant(value) if self.can_write(value) and not callable(value) else node
+        if self.is_ours(owner.__name__):
+            return self.resolve(vars(owner), node.attr)
         value = self.bound.get(value, value) if callable(value) else value
-        return constant(value, f"{node.value.text}.{name}") if fixed else node
-
-    def can_write(self, value: object) -> bool:
-        if isinstance(value, (tuple, list)):
-            return all(map(self.can_write, value))
-        if isinstance(value, dict):
-            return all(map(self.can_write, [*value, *value.values()]))
-        return type(value) in _PLAIN or isinstance(value, Name) or self.is_code(value)
+        is_fixed = isinstance(value, (ModuleType, torch.dtype, torch.memory_format)) or owner is math
+        return constant(value, f"{node.value.text}.{node.attr}") if callable(value) or is_fixed else node
 
     def is_code(self, value: object) -> bool:
-        return (
-            (inspect.isfunction(inspect.unwrap(value)) or inspect.isclass(value)) and self.is_ours(value)
-            if callable(value)
-            else False
-        )
+        """Is it a function or a class of ours?"""
+        is_code = inspect.isclass(value) or callable(value) and inspect.isfunction(inspect.unwrap(value))
+        return is_code and self.is_ours(value.__module__)
+
+    def can_write(self, value: object) -> bool:
+        if isinstance(value, (tuple, list, dict)):
+            return all(map(self.can_write, [*value, *(value.values() if isinstance(value, dict) else ())]))
+        return type(value) in (*_PLAIN, Name) or self.is_code(value)
 
     def is_pure(self, node: ast.AST) -> bool:
-        """Does a call, or an attribute, of known values give the same whenever it is computed?"""
+        """Does a call, or a method, of known values give the same whenever it is computed?"""
         if isinstance(node, ast.Attribute):
-            of_tuple = isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, tuple))
-            return of_tuple or node.attr in ("items", "values", "keys")
+            is_fixed = isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, tuple))
+            return is_fixed or node.attr in ("items", "values", "keys")
         if not isinstance(node, ast.Call) or isinstance(node.func, ast.Attribute):
             return True
         function = node.func.value if isinstance(node.func, ast.Constant) else None
@@ -245,9 +203,9 @@ class Program:
 
     def value_of(self, node: ast.expr) -> ast.expr | None:
         """A node for what `node` gives, if all of it is known."""
-        names: dict[str, object] = {}
         if free(node) or not all(map(self.is_pure, ast.walk(node))):
             return None
+        names: dict[str, object] = {}
 
         class Lift(ast.NodeTransformer):
             def visit_Constant(self, node):
@@ -259,50 +217,46 @@ class Program:
             value = eval(compile(lifted, "known", "eval"), names)
         except Exception:  # it may be one that is never computed
             return None
-        return literal(value) if self.can_write(value) and not inspect.isclass(value) else None
+        return literal(value) if self.can_write(value) else None
 
-    def join(self, owner: dict, name: str, known: object) -> None:
-        """Takes down what one more place gives for `name`."""
-        if name not in owner:
-            owner[name], self.is_settled = known, self.is_settled and known is None
-        elif (common := _common(owner[name], known)) != owner[name]:
-            owner[name], self.is_settled = common, False
-
-    def written(self, node: ast.Constant) -> ast.expr:
-        """The text of a known value."""
-        value, text = node.value, getattr(node, "text", "")
-
-        def write(each: object) -> ast.expr:
-            return self.written(constant(each))
-
-        if isinstance(value, Name):
-            return ast.Name(str(value), ast.Load())
-        if isinstance(value, float) and math.isinf(value):
-            self.modules.add("math")
-            return ast.parse("_math.inf" if value > 0 else "-_math.inf", mode="eval").body
-        if isinstance(value, (torch.dtype, torch.memory_format)):
-            return ast.parse(repr(value), mode="eval").body
-        if type(value) in _PLAIN:
-            return ast.Constant(value)
+    def written(self, value: object, text: str = "") -> ast.expr:
+        """The text of a known value, which others call `text`."""
         if isinstance(value, tuple):
-            items = [write(each) for each in value]
-            return (
-                ast.Call(write(type(value)), items, [])
-                if hasattr(value, "_fields")
-                else ast.Tuple(items, ast.Load())
-            )
-        if self.is_code(value):
-            if inspect.isfunction(inspect.unwrap(value)) and not getattr(node, "is_called", False):
-                for parameter in inspect.signature(value).parameters:
-                    self.join(self.given.setdefault(value, {}), parameter, None)
-            return ast.Name(self.name_of(value), ast.Load())
-        root, _, rest = text.partition(".")
-        if getattr(value, "__module__", None) == "builtins":
-            return ast.Name(value.__name__, ast.Load())
-        if root != "torch":
-            self.modules.add(root)
+            items = ast.Tuple([self.written(each) for each in value], ast.Load())
+            return ast.Call(self.written(type(value)), items.elts, []) if hasattr(value, "_fields") else items
+        if isinstance(value, float) and math.isinf(value):
+            text = "math.inf"
+        elif type(value) in _PLAIN[:-2]:
+            return ast.Constant(value)
+        elif isinstance(value, (torch.dtype, torch.memory_format)):
+            text = repr(value)
+        elif isinstance(value, Name) or self.is_code(value):
+            return ast.Name(str(value) if isinstance(value, Name) else self.name_of(value), ast.Load())
+        elif getattr(value, "__module__", None) == "builtins":
+            text = value.__name__
+        if not text.startswith("torch.") and "." in text:
+            self.modules.add(text.partition(".")[0])
             text = f"_{text}"
         return ast.parse(text, mode="eval").body
+
+
+class _Writer(ast.NodeTransformer):
+    """Writes known values as text."""
+
+    def __init__(self, program: Program):
+        self.program = program
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if isinstance(node.func, ast.Constant):
+            node.func = self.program.written(node.func.value, node.func.text)
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        """Of a function that may be called from anywhere nothing is known."""
+        if self.program.is_code(node.value) and not inspect.isclass(node.value):
+            for parameter in inspect.signature(node.value).parameters:
+                self.program.join(self.program.given.setdefault(node.value, {}), parameter, None)
+        return self.program.written(node.value, getattr(node, "text", ""))
 
 
 class _Specialiser(ast.NodeTransformer):
@@ -315,39 +269,15 @@ class _Specialiser(ast.NodeTransformer):
 
     def function(self, node: ast.FunctionDef, known: dict[str, object]) -> ast.FunctionDef:
         """`node` with what is known of its parameters."""
-        nodes, arguments = [*ast.walk(node)], node.args
-        counts = _stored(node)
-        self.local = {*counts}
-        self.once = {name for name, count in counts.items() if count == 1}
-        self.steady = self.once & {each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg)}
-        self.changing = {
-            n.value.id
-            for n in nodes
-            if isinstance(n, (ast.Attribute, ast.Subscript)) and isinstance(n.value, ast.Name)
-        }
+        counts, given, nodes = stored(node), {*arguments_of(node)}, [*ast.walk(node)]
+        self.local, self.once = {*counts}, {name for name, count in counts.items() if count == 1}
+        self.steady = self.once & given  # parameters that stay what they are
+        owners = [each.value for each in nodes if isinstance(each, (ast.Attribute, ast.Subscript))]
+        self.changing = {each.id for each in owners if isinstance(each, ast.Name)}  # if they can be changed
+        self.values = {name: at(ast.Name(name, ast.Load()), known.get(name)) for name in self.steady}
         node.decorator_list = [self.visit(each) for each in node.decorator_list]
-        for name in [each for each in self.steady if known.get(each) is not None]:
-            self.values[name] = at(ast.Name(name, ast.Load()), known[name])
-        for values in (arguments.defaults, arguments.kw_defaults):
-            values[:] = [value and self.visit(value) for value in values]
-        gone = {name for name in self.steady if isinstance(known.get(name), Value)}
-
-        def keep(each: ast.arg) -> bool:
-            return each.arg not in gone
-
-        first = len(arguments.args) - len(arguments.defaults)
-        arguments.defaults = [d for a, d in zip(arguments.args[first:], arguments.defaults) if keep(a)]
-        arguments.kw_defaults = [d for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults) if keep(a)]
-        arguments.args, arguments.kwonlyargs = (
-            [*filter(keep, arguments.args)],
-            [*filter(keep, arguments.kwonlyargs)],
-        )
-        for each in [n for n in ast.walk(arguments) if isinstance(n, ast.arg)]:
-            each.annotation = None
-        body = without_docstring(node.body)
-        node.body = [*_sentence(node), *(self.block(body) or [ast.Return(None)])]
-        while _without_unread(node):
-            pass
+        node.args = self.visit(node.args)
+        node.body = [*_sentence(node), *(self.block(without_docstring(node.body)) or [ast.Return(None)])]
         return node
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
@@ -362,10 +292,8 @@ class _Specialiser(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         node = super().visit(node)
-        is_read = isinstance(node, ast.expr) and isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        if not is_read or isinstance(
-            node, (ast.Constant, ast.Name, ast.Starred, ast.Lambda, ast.GeneratorExp)
-        ):
+        apart = ast.Constant, ast.Name, ast.Starred, ast.Lambda, ast.GeneratorExp
+        if not isinstance(node, ast.expr) or isinstance(node, apart) or not is_read(node):
             return node
         return self.program.value_of(node) or node
 
@@ -388,10 +316,7 @@ class _Specialiser(ast.NodeTransformer):
             body = self.block(node.body)
         except Missing:
             body = ast.parse(f"raise RuntimeError({NOT_HERE!r})").body
-        orelse = self.block(node.orelse)
-        if not body:
-            test, body, orelse = ast.UnaryOp(ast.Not(), test), orelse, []
-        return ast.If(test, body, orelse) if body else []
+        return branch(test, body, self.block(node.orelse))
 
     def visit_For(self, node: ast.For) -> ast.stmt | list[ast.stmt]:
         """A loop of one turn is its body."""
@@ -403,68 +328,67 @@ class _Specialiser(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> ast.stmt | list:
         """Without an obstacle, alone or (is it there?, what it is), that never is."""
         self.generic_visit(node)
-        value = node.value.value if isinstance(node.value, ast.Yield) else None
-        test = value.elts[0] if isinstance(value, ast.Tuple) else value
-        if isinstance(test, ast.Constant) and not (
-            test.value[0] if isinstance(test.value, tuple) else test.value
-        ):
-            return []
-        return node
+        if not isinstance(node.value, ast.Yield):
+            return node
+        test = (self.items(node.value.value) or [node.value.value])[0]
+        return [] if isinstance(test, ast.Constant) and not test.value else node
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt | list:
-        """Without those names, set once, whose values are known or have a name already: these stand where the names do."""
+        """Without those names, set once, whose values are known: these stand where the names do."""
         node.value = self.visit(node.value)
         if len(node.targets) > 1:
             node.targets = [self.visit(each) for each in node.targets]
             return node
         kept = []
         for target, value in self.pairs(node.targets[0], node.value):
-            if isinstance(target, ast.Name) and target.id in self.once and self.can_stand(target.id, value):
-                self.values[target.id] = value
-                continue
-            if (
-                isinstance(target, ast.Name)
-                and target.id in self.once
-                and getattr(value, "known", None) is not None
-            ):
-                self.values[target.id] = at(ast.Name(target.id, ast.Load()), value.known)
+            if isinstance(target, ast.Name) and target.id in self.once:
+                if self.can_stand(target.id, value):
+                    self.values[target.id] = value
+                    continue
+                self.values[target.id] = at(ast.Name(target.id, ast.Load()), getattr(value, "known", None))
             if isinstance(target, ast.Attribute):
                 target = self.visit(target)
-                owner = getattr(target.value, "known", None)
-                if isinstance(owner, dict) and ".()" in owner:
-                    self.program.join(owner, f".{target.attr}", only_value(value))
-            if ast.dump(target).replace("Store", "Load") != ast.dump(value):
+                self.set_attribute(getattr(target.value, "known", None), target.attr, value)
+            if not isinstance(target, ast.Name) or target.id != getattr(value, "id", None):
                 kept.append((target, value))
-        return _assigned(kept)
+        if len(kept) < 2:
+            return ast.Assign([kept[0][0]], kept[0][1]) if kept else []
+        names, values = map(list, zip(*kept))
+        return ast.Assign([ast.Tuple(names, ast.Store())], ast.Tuple(values, ast.Load()))
 
-    def pairs(self, target: ast.expr, value: ast.expr) -> Iterable[tuple[ast.expr, ast.expr]]:
+    def pairs(self, target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
         """The names of an assignment with their values, as far as these are apart."""
-        items = self.items(value) if isinstance(target, (ast.Tuple, ast.List)) else None
-        if items is None:
+        values = self.items(value) if isinstance(target, (ast.Tuple, ast.List)) else None
+        if values is None:
             return [(target, value)]
-        names, values = [*target.elts], items
-        starred = [i for i, each in enumerate(names) if isinstance(each, ast.Starred)]
-        if starred:
-            i, end = starred[0], len(values) - (len(names) - starred[0] - 1)
-            rest = values[i:end]
-            steady = all(isinstance(each, ast.Constant) for each in rest)
-            whole = constant(tuple([each.value for each in rest])) if steady else ast.List(rest, ast.Load())
-            names[i], values = names[i].value, [*values[:i], whole, *values[end:]]
+        names = [*target.elts]
+        for i in [i for i, each in enumerate(names) if isinstance(each, ast.Starred)]:
+            end = len(values) - (len(names) - i - 1)
+            rest = ast.List(values[i:end], ast.Load())
+            if all(isinstance(each, ast.Constant) for each in rest.elts):
+                rest = constant(tuple([each.value for each in rest.elts]))
+            names[i], values = names[i].value, [*values[:i], rest, *values[end:]]
         return [pair for each, own in zip(names, values, strict=True) for pair in self.pairs(each, own)]
 
     def can_stand(self, name: str, value: ast.expr) -> bool:
+        """Can `value` be written wherever its name is? A module's would be longer; how many a parameter has, stays."""
         if isinstance(value, ast.List):
-            return name not in self.changing and all(isinstance(each, ast.Constant) for each in value.elts)
+            return name not in self.changing and is_literal(value)
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Constant) and value.func.value is len:
             value = getattr(value.args[0], "value", value.args[0])
-        if isinstance(value, ast.Constant):
-            return not isinstance(value.value, ModuleType)
-        return isinstance(value, ast.Name) and value.id in self.steady
+        is_known = isinstance(value, ast.Constant) and not isinstance(value.value, ModuleType)
+        return is_known or isinstance(value, ast.Name) and value.id in self.steady
+
+    def set_attribute(self, owner: object, name: str, value: ast.expr) -> None:
+        """Takes down what an attribute of an instance of ours is set to."""
+        if isinstance(owner, dict) and "set" in owner:
+            known = known_of(value)
+            self.program.join(owner, f".{name}", known if isinstance(known, Value) else None)
 
     # -------------------------------------------------------------------------------------------------------- expressions
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if not isinstance(node.ctx, ast.Load):
+        if not is_read(node):
             return node
         if node.id in self.values:
             return copied(self.values[node.id])
@@ -472,123 +396,106 @@ class _Specialiser(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         node.value = self.visit(node.value)
-        if not isinstance(node.ctx, ast.Load):
-            return node
-        if isinstance(node.value, ast.Constant):
+        if isinstance(node.value, ast.Constant) and is_read(node):
             return self.program.attribute(node)
         known = getattr(node.value, "known", None)
-        return at(node, known.get(f".{node.attr}")) if isinstance(known, dict) else node
+        return at(node, known.get(f".{node.attr}")) if isinstance(known, dict) and is_read(node) else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
-        index, known = self.program.value_of(node.slice) or node.slice, getattr(node.value, "known", None)
-        if isinstance(node.slice, ast.Slice):
-            parts = [node.slice.lower, node.slice.upper, node.slice.step]
-            index = slice(*[part and getattr(part, "value", None) for part in parts])
-            if not all(part is None or isinstance(part, ast.Constant) for part in parts):
-                return (
-                    at(node, known)
-                    if isinstance(known, dict) and ".shape" in known and known["len()"] is None
-                    else node
-                )
-        elif isinstance(index, ast.Constant) and type(index.value) is int:
-            index = index.value
-        else:
+        known, cut = getattr(node.value, "known", None), node.slice
+        parts = [cut.lower, cut.upper, cut.step] if isinstance(cut, ast.Slice) else [cut]
+        if isinstance(known, dict) and ".shape" in known and isinstance(cut, ast.Slice):
+            return at(node, known) if known["len()"] is None else node  # some samples
+        items = self.items(node.value)
+        if items is None or not all(part is None or isinstance(part, ast.Constant) for part in parts):
             return node
-        if (items := self.items(node.value)) is None:
-            return node
-        found = items[index]
+        values = [part and part.value for part in parts]
+        found = items[slice(*values)] if isinstance(cut, ast.Slice) else items[values[0]]
         if not isinstance(found, list):
             return found
-        if isinstance(known, dict) and any(getattr(each, "known", None) is None for each in found):
-            return node
-        return ast.Tuple(found, ast.Load())
+        is_worse = isinstance(known, dict) and any(getattr(each, "known", None) is None for each in found)
+        return node if is_worse else ast.Tuple(found, ast.Load())
 
     def items(self, node: ast.expr) -> list[ast.expr] | None:
         """The items of what is a tuple or a list, as far as they are apart."""
         if isinstance(node, ast.Constant) and isinstance(node.value, tuple):
-            return [constant(each) for each in node.value]
+            return [literal(each) for each in node.value]
         if isinstance(node, (ast.Tuple, ast.List)):
             return None if any(isinstance(each, ast.Starred) for each in node.elts) else [*node.elts]
         known = getattr(node, "known", None)
         if isinstance(known, dict) and "fields" in known:
-            return [self.visit_Attribute(ast.Attribute(node, name, ast.Load())) for name in known["fields"]]
+            return [
+                at(ast.Attribute(node, name, ast.Load()), known.get(f".{name}")) for name in known["fields"]
+            ]
         if isinstance(known, tuple):
             return [at(_item(node, i), each) for i, each in enumerate(known)]
-        if isinstance(node, ast.Call) and (whole := self.program.applied(node)) is not None:
-            return self.items(whole)
-        return None
-
-    def unpacked(self, nodes: list[ast.expr]) -> list[ast.expr]:
-        found = []
-        for node in nodes:
-            items = self.items(node.value) if isinstance(node, ast.Starred) else [node]
-            whole = isinstance(node, ast.Starred) and isinstance(getattr(node.value, "known", None), dict)
-            found += [node] if items is None or whole else items
-        return found
+        whole = self.program.applied(node)
+        return None if whole is None else self.items(whole)
 
     def visit_Tuple(self, node: ast.Tuple | ast.List) -> ast.expr:
         self.generic_visit(node)
-        if isinstance(node.ctx, ast.Load):
-            node.elts = self.unpacked(node.elts)
+        node.elts = self.unpacked(node.elts) if is_read(node) else node.elts
         return node
 
     visit_List = visit_Tuple
+
+    def unpacked(self, nodes: list[ast.expr]) -> list[ast.expr]:
+        """The items in the place of *(…), but of an instance."""
+        found = []
+        for node in nodes:
+            is_many = isinstance(node, ast.Starred) and not isinstance(
+                getattr(node.value, "known", None), dict
+            )
+            items = self.items(node.value) if is_many else None
+            found += [node] if items is None else items
+        return found
 
     def visit_Dict(self, node: ast.Dict) -> ast.expr:
         """With the items of those dicts in their places that are written out."""
         self.generic_visit(node)
         pairs = []
         for key, value in zip(node.keys, node.values):
-            value = (
-                self.program.applied(value) or value if key is None and isinstance(value, ast.Call) else value
-            )
-            pairs += (
-                zip(value.keys, value.values)
-                if key is None and isinstance(value, ast.Dict)
-                else [(key, value)]
-            )
+            value = self.program.applied(value) or value if key is None else value
+            is_open = key is None and isinstance(value, ast.Dict)
+            pairs += zip(value.keys, value.values) if is_open else [(key, value)]
         return ast.Dict([key for key, _ in pairs], [value for _, value in pairs])
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
         self.generic_visit(node)
         for i, part in enumerate(node.values):
-            value = getattr(part, "value", None) if isinstance(part, ast.FormattedValue) else None
-            if isinstance(value, ast.Constant) and not part.format_spec and type(value.value) in _PLAIN:
-                node.values[i] = ast.Constant(str(value.value))
+            is_known = isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Constant)
+            if is_known and part.conversion == -1 and not part.format_spec:
+                node.values[i] = ast.Constant(str(part.value.value))
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """Without a factor of 1 or a term of 0."""
         self.generic_visit(node)
-        left, right = (
-            getattr(each, "value", None) if isinstance(each, ast.Constant) else None
-            for each in (node.left, node.right)
-        )
-        neutral = {ast.Mult: 1, ast.FloorDiv: 1, ast.Add: 0, ast.Sub: 0}.get(type(node.op))
+        neutral = {ast.Mult: 1, ast.FloorDiv: 1, ast.Add: 0}.get(type(node.op))
+        left, right = [getattr(each, "value", None) for each in (node.left, node.right)]
         if type(right) is int and right == neutral:
             return node.left
-        return (
-            node.right
-            if type(left) is int and left == neutral and isinstance(node.op, (ast.Mult, ast.Add))
-            else node
-        )
+        is_first = type(left) is int and left == neutral and not isinstance(node.op, ast.FloorDiv)
+        return node.right if is_first else node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        decisive, values = isinstance(node.op, ast.Or), []
+        """Up to what decides, without what doesn't."""
+        decisive, values, last = isinstance(node.op, ast.Or), [], None
         for each in node.values:
-            value = self.visit(each)
-            if isinstance(value, ast.Constant) and bool(value.value) == decisive:
-                return (
-                    value if not values or value.value is decisive else ast.BoolOp(node.op, [*values, value])
-                )
+            last = self.visit(each)
+            is_known = isinstance(last, ast.Constant)
+            if is_known and bool(last.value) == decisive and (not values or last.value is decisive):
+                return last
             if (
-                not isinstance(value, ast.Constant)
+                not is_known
+                or bool(last.value) == decisive
                 or each is node.values[-1]
-                and value.value not in (True, False, None)
+                and type(last.value) is str
             ):
-                values.append(value)
-            last = value
+                values.append(last)
+                if is_known:
+                    break
         return ast.BoolOp(node.op, values) if len(values) > 1 else values[0] if values else last
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
@@ -600,28 +507,21 @@ class _Specialiser(ast.NodeTransformer):
     # -------------------------------------------------------------------------------------------------------------- calls
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        if (
-            "self" in self.values
-            and isinstance(node.func, ast.Attribute)
-            and ast.unparse(node.func.value) == "super()"
-        ):
-            method = self.super_method(node.func.attr)
-            node.func, node.args = (
-                constant(self.program.bound.get(method, method)),
-                [ast.Name("self", ast.Load()), *node.args],
-            )
+        known, function = getattr(self.values.get("self"), "known", None), node.func
+        if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "super()" and known:
+            node.func = self.super_method(known["class"], function.attr)
+            node.args.insert(0, ast.Name("self", ast.Load()))
         node.func = self.visit(node.func)
         node.args = self.unpacked([self.visit(each) for each in node.args])
-        node.keywords = [self.visit(each) for each in node.keywords]
-        node.keywords = [each for keyword in node.keywords for each in _spread(keyword)]
+        keywords = [self.visit(each) for each in node.keywords]
+        node.keywords = [each for keyword in keywords for each in _spread(keyword)]
         if isinstance(node.func, ast.Attribute):
-            return self.method_call(node)
-        if not isinstance(node.func, ast.Constant):
-            return node
-        function, first = node.func.value, node.args[0] if node.args else None
-        if function is len and (items := getattr(first, "known", None)) is not None:
-            count = Value(len(items)) if isinstance(items, tuple) else items.get("len()")
-            return at(node, count)
+            return self.call_method(node)
+        function = node.func.value if isinstance(node.func, ast.Constant) else None
+        first = node.args[0] if node.args else None
+        known = getattr(first, "known", None)
+        if function is len and known is not None:
+            return at(node, Value(len(known)) if isinstance(known, tuple) else known.get("len()"))
         if function is tuple and isinstance(first, (ast.Tuple, ast.List)):
             return ast.Tuple(first.elts, ast.Load())
         if function is getattr and len(node.args) == 2 and isinstance(node.args[1], ast.Constant):
@@ -630,83 +530,71 @@ class _Specialiser(ast.NodeTransformer):
             return self.call_class(node, function) if inspect.isclass(function) else self.call(node, function)
         return node
 
-    def super_method(self, name: str) -> Callable:
-        """What `super().name` is in a method of a model."""
-        classes = self.values["self"].known["class"].__mro__
-        owner = next(i for i, each in enumerate(classes) if self.of in vars(each).values())
-        return next(vars(each)[name] for each in classes[owner + 1 :] if name in vars(each))
+    def super_method(self, cls: type, name: str) -> ast.Constant:
+        """What `super().name` is in a method of `cls`."""
+        owner = next(i for i, each in enumerate(cls.__mro__) if self.of in vars(each).values())
+        method = next(vars(each)[name] for each in cls.__mro__[owner + 1 :] if name in vars(each))
+        return constant(self.program.bound.get(method, method))
 
-    def method_call(self, node: ast.Call) -> ast.expr:
+    def call_method(self, node: ast.Call) -> ast.expr:
         known, name = getattr(node.func.value, "known", None), node.func.attr
-        if name == "contiguous" and all(
-            getattr(each.value, "value", 0) is torch.contiguous_format for each in node.keywords
+        if (
+            name == "contiguous"
+            and node.keywords
+            and is_value(node.keywords[0].value, torch.contiguous_format)
         ):
             node.keywords = []  # the default
         if not isinstance(known, dict):
             return node
         method = getattr(known.get("class"), name, None)
         method = self.program.bound.get(method, method)
-        if inspect.isfunction(method) and self.program.is_code(method):
-            node.func, node.args = constant(method), [node.func.value, *node.args]
-            return self.call(node, method)
+        if self.program.is_code(method):
+            return self.call(ast.Call(constant(method), [node.func.value, *node.args], node.keywords), method)
         return at(node, known if name == "contiguous" else known.get(f".{name}()"))
 
     def call_class(self, node: ast.Call, cls: type) -> ast.expr:
-        instance = self.program.known.get((cls,))
+        """An instance. Of a namespace those attributes are known that are always set to the same."""
         if issubclass(cls, SimpleNamespace):
-            instance = self.program.known.setdefault((cls,), {".()": None})
+            instance = self.program.known.setdefault(cls, {"set": True})
             initial = vars(cls).get("__init__")
-            taken = inspect.signature(initial).parameters if initial else ()
-            for each in node.keywords:
-                if each.arg and each.arg not in taken:
-                    self.program.join(instance, f".{each.arg}", only_value(each.value))
+            own = inspect.signature(initial).parameters if initial else {None: None}
+            for each in [each for each in node.keywords if each.arg not in own]:
+                self.set_attribute(instance, each.arg, each.value)
             if initial:
-                node = self.call(node, cls)
-        node.known = instance
-        return node
+                self.join(initial, self.note(node, initial, 1))
+        return at(node, self.program.known.get(cls))
 
-    def call(self, node: ast.Call, called: Callable) -> ast.expr:
-        """What a call of a function of ours, or of a class with __init__, gives, if that is known; else it is noted what it is given."""
-        function, positional = self.program.signature(called)
-        source = self.program.source(function)
-        counts, names = _stored(source), [*positional, *[each.arg for each in source.args.kwonlyargs]]
-        given = self.program.given.setdefault(function, {})
-        starred = next(
-            (i for i, each in enumerate(node.args) if isinstance(each, ast.Starred)), len(node.args)
-        )
-        by_name = dict(zip(positional, node.args[:starred])) | {
-            each.arg: each.value for each in node.keywords if each.arg
-        }
-        is_open = starred < len(node.args) or any(each.arg is None for each in node.keywords)
-        defaults = inspect.signature(function).parameters
-        known = {}
-        for name in names:
-            value = by_name.get(name)
-            if value is None and not is_open and defaults[name].default is not inspect.Parameter.empty:
-                value = constant(defaults[name].default)
-            known[name] = None if value is None or counts[name] > 1 else known_of(value)
-        if function is called and (result := self.program.result(function, known)) is not None:
+    def call(self, node: ast.Call, function: Callable) -> ast.expr:
+        """A call of a function of ours; or what it returns, if that is known."""
+        given = self.note(node, function)
+        if (result := self.program.result(function, given)) is not None:
             return result
-        for name in names:
-            self.program.join(given, name, known[name])
-        if function is called:
-            self.program.name_of(function)
-        node.func.is_called = True
+        self.join(function, given)
+        self.program.name_of(function)
         return node
 
+    def join(self, function: Callable, given: dict[str, object]) -> None:
+        for name, known in given.items():
+            self.program.join(self.program.given.setdefault(function, {}), name, known)
 
-class _Writer(ast.NodeTransformer):
-    """Writes known values as text."""
-
-    def __init__(self, program: Program):
-        self.program = program
-
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        return self.program.written(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        is_ours = isinstance(node.func, ast.Constant) and self.program.is_code(node.func.value)
-        return self.generic_visit(self.program.stripped(node) if is_ours else node)
+    def note(self, node: ast.Call, function: Callable, skipped: int = 0) -> dict[str, object]:
+        """What is known of what a call gives for each parameter."""
+        source, defaults = self.program.source(function), inspect.signature(function).parameters
+        names, counts = arguments_of(source), stored(source)
+        starred = [i for i, each in enumerate(node.args) if isinstance(each, ast.Starred)]
+        is_open = starred or any(each.arg is None for each in node.keywords)
+        values = dict(
+            zip([each.arg for each in source.args.args][skipped:], node.args[: (*starred, None)[0]])
+        )
+        values |= {each.arg: each.value for each in node.keywords}
+        if not is_open:
+            absent = [
+                each for each in names if each not in values and defaults[each].default is not inspect._empty
+            ]
+            values |= {each: constant(defaults[each].default) for each in absent}
+        return {
+            each: known_of(values[each]) if each in values and counts[each] == 1 else None for each in names
+        }
 
 
 # ------------------------------------------------------------------------------------------------------------------- values
@@ -718,22 +606,12 @@ def constant(value: object, text: str = "") -> ast.Constant:
     return node
 
 
-def copied(node: ast.AST) -> ast.AST:
-    """A copy, of the same values."""
-    new = copy.copy(node)
-    for name, part in ast.iter_fields(node):
-        many = isinstance(part, list)
-        parts = [copied(each) if isinstance(each, ast.AST) else each for each in (part if many else [part])]
-        setattr(new, name, parts if many else parts[0])
-    return new
-
-
 def literal(value: object) -> ast.expr:
     """A value as a node; what can be changed is written out."""
-    if isinstance(value, list):
-        return ast.List([*map(literal, value)], ast.Load())
     if isinstance(value, dict):
         return ast.Dict([*map(literal, value)], [*map(literal, value.values())])
+    if isinstance(value, list):
+        return ast.List([*map(literal, value)], ast.Load())
     if isinstance(value, tuple) and any(isinstance(each, (list, dict)) for each in value):
         return ast.Tuple([*map(literal, value)], ast.Load())
     return constant(value)
@@ -742,6 +620,14 @@ def literal(value: object) -> ast.expr:
 def is_literal(node: ast.expr) -> bool:
     parts = [each for each in ast.walk(node) if isinstance(each, ast.expr)]
     return all(isinstance(each, (ast.Constant, ast.List, ast.Dict)) for each in parts)
+
+
+def is_value(node: ast.expr, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def is_read(node: ast.expr) -> bool:
+    return isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
 
 
 def at(node: ast.expr, known: object) -> ast.expr:
@@ -757,12 +643,8 @@ def known_of(node: ast.expr) -> object:
     if isinstance(node, ast.Constant):
         return Value(node.value, getattr(node, "text", ""))
     if isinstance(node, (ast.Tuple, ast.List)):
-        items = [None if isinstance(each, ast.Starred) else known_of(each) for each in node.elts]
-        return (
-            None
-            if any(isinstance(each, ast.Starred) for each in node.elts) or not any(items)
-            else tuple(items)
-        )
+        is_open = any(isinstance(each, ast.Starred) for each in node.elts)
+        return None if is_open or not any(map(known_of, node.elts)) else tuple(map(known_of, node.elts))
     return getattr(node, "known", None)
 
 
@@ -772,46 +654,19 @@ def _common(a: object, b: object) -> object:
         return a
     if isinstance(a, dict) and isinstance(b, dict):
         return {name: common for name in a if (common := _common(a[name], b.get(name))) is not None}
-    if not isinstance(a, tuple) or not isinstance(b, tuple) or len(a) != len(b):
-        return None
-    items = tuple(map(_common, a, b))
-    return items if any(items) else None
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        items = tuple(map(_common, a, b))
+        return items if any(items) else None
+    return None
 
 
-def only_value(node: ast.expr) -> Value | None:
-    known = known_of(node)
-    return known if isinstance(known, Value) else None
-
-
-def free(node: ast.AST) -> set[str]:
-    """The names that a node reads and does not set itself."""
-    nodes = [*ast.walk(node)]
-    bound = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    bound |= {each.arg for each in nodes if isinstance(each, ast.arg)}
-    return {
-        each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-    } - bound
-
-
-def _stored(node: ast.FunctionDef) -> Counter:
+def stored(node: ast.FunctionDef) -> Counter:
     """How often each local name is set, by a parameter, too."""
     nodes = [*ast.walk(node)]
-    stored = [n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)]
-    stored += [a.asname or a.name for n in nodes if isinstance(n, ast.ImportFrom) for a in n.names]
-    stored += [n.name for n in nodes if isinstance(n, ast.FunctionDef) and n is not node]
-    return Counter(stored + [n.arg for n in nodes if isinstance(n, ast.arg)])
-
-
-def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0].value if isinstance(body[0], ast.Expr) else None
-    return body[1:] if isinstance(first, ast.Constant) and type(first.value) is str else body
-
-
-def _sentence(node: ast.FunctionDef | ast.ClassDef) -> list[ast.stmt]:
-    """The first sentence of a docstring."""
-    text = " ".join((ast.get_docstring(node) or "").split())
-    sentence = re.match(r".*?[.?:](?=\s|$)", text)
-    return [ast.Expr(ast.Constant(re.sub(r":$", ".", sentence[0])))] if sentence else []
+    names = [each.id for each in nodes if isinstance(each, ast.Name) and not is_read(each)]
+    names += [each.asname or each.name for each in nodes if isinstance(each, ast.alias)]
+    names += [each.name for each in nodes if isinstance(each, ast.FunctionDef) and each is not node]
+    return Counter(names + [each.arg for each in nodes if isinstance(each, ast.arg)])
 
 
 def _item(node: ast.expr, index: int) -> ast.expr:
@@ -820,276 +675,15 @@ def _item(node: ast.expr, index: int) -> ast.expr:
     return ast.Subscript(node, ast.Constant(index), ast.Load())
 
 
-def _spread(keyword: ast.keyword) -> list[ast.keyword]:
+def _spread(keyword: ast.keyword) -> Iterable[ast.keyword]:
     """The keywords that `**{…}` stands for, where that is written out."""
     if keyword.arg is None and isinstance(keyword.value, ast.Dict) and None not in keyword.value.keys:
         return [ast.keyword(key.value, value) for key, value in zip(keyword.value.keys, keyword.value.values)]
     return [keyword]
 
 
-def _assigned(pairs: list[tuple[ast.expr, ast.expr]]) -> ast.Assign | list:
-    """The names of `pairs` set to their values, side by side."""
-    if len(pairs) < 2:
-        return ast.Assign([pairs[0][0]], pairs[0][1]) if pairs else []
-    names, values = zip(*pairs)
-    return ast.Assign([ast.Tuple([*names], ast.Store())], ast.Tuple([*values], ast.Load()))
-
-
-def _without_unread(function: ast.FunctionDef) -> bool:
-    """Takes out the assignments to names that nobody reads; True if there was one."""
-    read = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    found = False
-
-    class Remove(ast.NodeTransformer):
-        def visit_Assign(self, node):
-            nonlocal found
-            pairs = [(node.targets[0], node.value)]
-            if isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = [*zip(node.targets[0].elts, node.value.elts)]
-            if len(node.targets) > 1 or any(isinstance(each, ast.Starred) for pair in pairs for each in pair):
-                return node
-            kept = [pair for pair in pairs if not is_unread(pair[0])]
-            found = found or len(kept) < len(pairs)
-            return _assigned(kept) if len(kept) < len(pairs) else node
-
-        def visit_If(self, node):
-            self.generic_visit(node)
-            return node if node.body else []
-
-    def is_unread(target):
-        parts = [each for each in ast.walk(target) if isinstance(each, ast.expr)]
-        names = {each.id for each in parts if isinstance(each, ast.Name)}
-        return (
-            all(isinstance(each, (ast.Name, ast.Tuple, ast.Starred)) for each in parts) and not names & read
-        )
-
-    Remove().visit(function)
-    return found
-
-
-# ------------------------------------------------------------------------------------------------ functions of one expression
-
-
-def applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:
-    """The expression that a call of `function` is, if that can be said."""
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list:
-        return None
-    body, given = without_docstring(function.body), function.args
-    names = [each.arg for each in given.args]
-    if len(body) != 1 or not isinstance(body[0], ast.Return) or given.vararg or given.kwarg:
-        return None
-    if any(isinstance(each, ast.Starred) for each in call.args) or any(
-        each.arg is None for each in call.keywords
-    ):
-        return None
-    values = dict(zip(names[len(names) - len(given.defaults) :], given.defaults))
-    values |= dict(zip([each.arg for each in given.kwonlyargs], given.kw_defaults))
-    values |= dict(zip(names, call.args)) | {each.arg: each.value for each in call.keywords}
-    names += [each.arg for each in given.kwonlyargs]
-    used = Counter(each.id for each in ast.walk(body[0]) if isinstance(each, ast.Name))
-    apart = any(isinstance(each, (ast.comprehension, ast.Lambda, ast.Yield)) for each in ast.walk(body[0]))
-    for name in names:
-        if values.get(name) is None or (used[name] > 1 or apart) and not _is_plain(values[name]):
-            return None
-
-    class Put(ast.NodeTransformer):
-        def visit_Name(self, node):
-            return copied(values.get(node.id, node))
-
-    return Put().visit(copied(body[0].value))
-
-
-def _is_plain(node: ast.expr) -> bool:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return isinstance(node, (ast.Name, ast.Constant))
-
-
-def _cleaned(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
-    """Without what nobody reads, and with functions of one expression in the one place where they are called."""
-    while True:
-        count, definitions = len(definitions), _reached(definitions, root)
-        nodes = [each for node in definitions.values() for each in ast.walk(node)]
-        read = {
-            each.attr for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Load)
-        }
-        uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
-        classes = {
-            n: d
-            for n, d in definitions.items()
-            if isinstance(d, ast.ClassDef) and "Function" not in ast.unparse(d.bases)
-        }
-        for name, node in classes.items():
-            node.body = [
-                e
-                for e in node.body
-                if not isinstance(e, ast.FunctionDef) or e.name in read or e.name[:2] == "__"
-            ]
-        for call in [
-            each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) in classes
-        ]:
-            own = {
-                a.arg
-                for e in classes[call.func.id].body
-                if isinstance(e, ast.FunctionDef)
-                for a in ast.walk(e.args)
-                if isinstance(a, ast.arg)
-            }
-            call.keywords = [each for each in call.keywords if each.arg in own | read | {None}]
-        for node in [each for each in nodes if isinstance(each, ast.FunctionDef)]:
-            node.body = [each for each in node.body if not _sets_unread(each, read)]
-            while _joined(node) or _without_unread(node):
-                pass
-        for node in [
-            each for each in definitions.values() if isinstance(each, ast.FunctionDef) and each.name != root
-        ]:
-            calls = [
-                each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func) == node.name
-            ]
-            if len(calls) == uses[node.name]:
-                _without_parameters(node, calls)
-        for call in [
-            each for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
-        ]:
-            called = call.func.id
-            expression = applied(definitions.get(called), call) if called != root else None
-            if expression is not None and uses[called] > 1 and not _is_other_call(expression):
-                expression = None
-            if expression is not None:
-                put = _Replace(call, expression)
-                definitions = {
-                    name: ast.fix_missing_locations(put.visit(node)) for name, node in definitions.items()
-                }
-                break
-        else:
-            if len(definitions) == count:
-                return definitions
-
-
-def _without_parameters(function: ast.FunctionDef, calls: list[ast.Call]) -> None:
-    """Takes away the parameters that the function does not read; `calls` are all there are."""
-    read = set().union(*map(free, function.body))
-    for given in (function.args.args, function.args.kwonlyargs):
-        for i, each in reversed([*enumerate(given)]):
-            positions = [call.args[: i + 1] for call in calls] if given is function.args.args else []
-            if (
-                each.arg in read
-                or function.args.defaults
-                or any(isinstance(n, ast.Starred) for p in positions for n in p)
-            ):
-                continue
-            del given[i]
-            if given is function.args.kwonlyargs:
-                del function.args.kw_defaults[i]
-            for call in calls:
-                del call.args[i : i + 1 if positions else i]
-                call.keywords = [keyword for keyword in call.keywords if keyword.arg != each.arg]
-
-
-def _sets_unread(node: ast.stmt, read: set[str]) -> bool:
-    """Does it but set an attribute of which nobody reads the name?"""
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return len(targets) == 1 and isinstance(targets[0], ast.Attribute) and targets[0].attr not in read
-
-
-def _is_other_call(node: ast.expr) -> bool:
-    """Is it a call of one of our functions with nothing to compute?"""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and all(map(_is_plain, node.args))
-        and not node.keywords
-    )
-
-
-def _joined(function: ast.AST) -> bool:
-    """Puts a value that the next line alone reads, once, in the place of its name; True if there was one, and the line stays short."""
-    nodes = [*ast.walk(function)]
-    uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
-    bodies = [getattr(each, name, None) for each in nodes for name in ("body", "orelse")]
-    for body in [each for each in bodies if isinstance(each, list)]:
-        for i, (first, then) in enumerate(zip(body, body[1:])):
-            target = first.targets[0] if isinstance(first, ast.Assign) and len(first.targets) == 1 else None
-            if not isinstance(target, ast.Name) or uses[target.id] != 2 or isinstance(first.value, ast.IfExp):
-                continue
-            read = [each for each in _surely(then) if isinstance(each, ast.Name) and each.id == target.id]
-            length = sum(len(ast.unparse(ast.fix_missing_locations(each))) for each in (first.value, then))
-            if read and length < WIDTH - 8 + len(target.id):
-                body[i : i + 2] = [_Replace(read[0], first.value).visit(then)]
-                return True
-    return False
-
-
-def _surely(node: ast.AST) -> Iterable[ast.AST]:
-    """The nodes that are computed once whenever a line is; of a line that has others under it, none."""
-    yield node
-    later = ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp, ast.Lambda, ast.IfExp, ast.BoolOp
-    if not isinstance(node, (*later, ast.For, ast.While, ast.If, ast.With, ast.FunctionDef)):
-        for child in ast.iter_child_nodes(node):
-            yield from _surely(child)
-
-
-def _reached(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
-    """What `root` reaches, each before what it calls."""
-    found, pending = {}, [root]
-    while pending:
-        if (name := pending.pop()) in definitions and name not in found:
-            found[name] = definitions[name]
-            names = [each.id for each in ast.walk(found[name]) if isinstance(each, ast.Name)]
-            pending += reversed([*dict.fromkeys(names)])
-    return found
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, old: ast.AST, new: ast.AST):
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        return self.new if node is self.old else self.generic_visit(node)
-
-
-# ----------------------------------------------------------------------------------------------------------------- layout
-
-
-def source_of(node: ast.stmt, docstrings: bool) -> str:
-    """The text of a definition."""
-    if not docstrings:
-        for each in ast.walk(node):
-            if isinstance(each, (ast.FunctionDef, ast.ClassDef)):
-                each.body = without_docstring(each.body) or each.body
-    lines = ast.unparse(ast.fix_missing_locations(node)).splitlines()
-    return "\n".join(wrapped(line) for line in lines if docstrings or line)
-
-
-def wrapped(line: str) -> str:
-    """A line of code, broken within brackets so that no part is wider than WIDTH where that can be."""
-    indent, lines = re.match(r" *", line)[0], []
-    inner = indent + (" " * 8 if line.rstrip().endswith(":") else " " * 4)
-    if line.lstrip().startswith('"""'):
-        return "\n".join(textwrap.wrap(line, WIDTH, subsequent_indent=indent))
-    while len(line) > WIDTH and (end := _last_break(line, len(inner), inside=bool(lines))):
-        lines.append(line[:end].rstrip())
-        line = inner + line[end:].lstrip()
-    return "\n".join([*lines, line])
-
-
-def _last_break(line: str, least: int, inside: bool) -> int | None:
-    """Where to break: in the outermost brackets that are open, after the last comma that fits, or before the last word."""
-    commas, words = {}, {}
-    depth, quote, skip = int(inside), "", False
-    for i, char in enumerate(line[:WIDTH]):
-        if quote:
-            quote, skip = ("" if char == quote and not skip else quote), char == "\\" and not skip
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif depth > 0 and i > least + 30 and char == " ":
-            if line[i - 1] == ",":
-                commas[depth] = i + 1
-            elif re.match(r" (?:and|or|if|for|else|[-+*]) ", line[i:]):
-                words[depth] = i + 1
-    best = min([*commas, *words], default=None)
-    return commas.get(best) or words.get(best)
+def _sentence(node: ast.FunctionDef | ast.ClassDef) -> list[ast.stmt]:
+    """The first sentence of a docstring."""
+    text = " ".join((ast.get_docstring(node) or "").split())
+    sentence = re.match(r".*?[.?:](?=\s|$)", text)
+    return [ast.Expr(ast.Constant(re.sub(r":$", ".", sentence[0])))] if sentence else []
