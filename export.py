@@ -27,6 +27,7 @@ import export_layout
 import export_plumbing as plumbing
 import export_python
 import library
+import loader_operators
 import models
 import operators
 import tiling
@@ -109,7 +110,12 @@ def _program(
     }
     forward, constants = _forward(problem)
     bound = {(plumbing.__name__, key): value for key, value in values.items()}
-    bound |= {operators.Plan: plumbing.Plan, operators.load: plumbing.load, twin.Twin._constants: constants}
+    bound |= {
+        operators.Plan: plumbing.Plan,
+        operators.load: plumbing.load,
+        operators.when_needed: plumbing.when_needed,
+        twin.Twin._constants: constants,
+    }
     bound |= dict.fromkeys((library.is_channels_last, torch.compiler.is_compiling), plumbing.never)
     bound |= {library.pieces: plumbing.whole} if device == "cuda" else {}
 
@@ -129,6 +135,7 @@ def _program(
     known |= {
         each: {"self": arguments} for each in vars(module.Arguments).values() if inspect.isfunction(each)
     }
+    known[loader_operators._precision] = {"x": {".is_cuda": x[".is_cuda"]}}
     known |= dict.fromkeys((operator.forward, operator._backward), {"plan": plan})
     methods = [each for name in dir(cls) if inspect.isfunction(each := getattr(cls, name))]
     known |= {
@@ -198,7 +205,8 @@ def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, modul
         "fused": "the convolution inside its kernels",
         "epilogue": "PyTorch's convolution, and kernels for the rest",
     }[variant]
-    lines = [f"import {', '.join(f'{name} as _{name}' for name in sorted({'sys', *modules}))}"]
+    imports = ", ".join(f"{name} as _{name}" for name in sorted({"sys", *modules}))
+    lines = [f"import {line.strip(', ')}" for line in re.findall(r".{1,100}(?:, |$)", imports)]
     return f'''"""{formula}
 
 Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward:

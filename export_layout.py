@@ -19,7 +19,7 @@ WIDTH = 110
 def tidied(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
     """What `root` reaches, without what nobody reads."""
     before = None
-    while before != (before := "\n".join(map(ast.unparse, definitions.values()))):
+    while before != (before := "\n".join(source_of(node, True) for node in definitions.values())):
         definitions = _reached(definitions, root)
         nodes = [each for node in definitions.values() for each in ast.walk(node)]
         _without_attributes(definitions, nodes)
@@ -29,6 +29,14 @@ def tidied(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
         for name in definitions.keys() - {root}:
             _without_parameters(definitions[name], name, definitions)
         definitions = _inlined(definitions, root)
+    for node in [
+        node for name, node in definitions.items() if name != root and arguments_of(node)[:1] == ["self"]
+    ]:
+        for each in ast.walk(node):  # a model's method, once
+            if isinstance(each, ast.arg) and each.arg == "self":
+                each.arg = "model"
+            elif isinstance(each, ast.Name) and each.id == "self":
+                each.id = "model"
     return definitions
 
 
@@ -165,15 +173,15 @@ def _inlined(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]
     for name in definitions.keys() - {root}:
         for call in _calls(name, nodes):
             expression = applied(definitions[name], call)
-            if expression is not None and (uses[name] == 1 or _but_calls(expression)):
+            if expression is not None and (uses[name] == 1 or _but_calls(definitions[name].body[-1].value)):
                 put = _Replace(call, expression)
                 return {key: ast.fix_missing_locations(put.visit(node)) for key, node in definitions.items()}
     return definitions
 
 
 def _but_calls(node: ast.expr) -> bool:
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords
-    return is_call and all(map(_is_plain, node.args))
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return is_call and all(map(_is_plain, [*node.args, *[each.value for each in node.keywords]]))
 
 
 class _Replace(ast.NodeTransformer):
@@ -181,6 +189,13 @@ class _Replace(ast.NodeTransformer):
         self.old, self.new = old, new
 
     def visit(self, node: ast.AST) -> ast.AST:
+        is_item = (
+            isinstance(node, ast.Subscript)
+            and node.value is self.old
+            and isinstance(node.slice, ast.Constant)
+        )
+        if is_item and isinstance(self.new, (ast.List, ast.Tuple)):
+            return self.new.elts[node.slice.value]
         return self.new if node is self.old else self.generic_visit(node)
 
 

@@ -6,6 +6,7 @@ the problem's own: its plan, forward and backward, the checks of its ModelNew, a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -44,8 +45,14 @@ def run(model, tensors, constants):
     seen = [
         (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
     ]  # as loader_operators.described
-    tf32 = [_precision(tensors[0])] if DEVICE == "cuda" else []
-    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, *tf32
+    tf32 = DEVICE == "cuda"
+    key = (
+        saving,
+        torch.is_autocast_enabled(DEVICE),
+        *constants,
+        *seen,
+        *([_precision(tensors[0])] if tf32 else []),
+    )
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
             raise RuntimeError(f"ModelNew can't run: {reason}")
@@ -137,6 +144,12 @@ def never(*anything) -> bool:
 def whole(count: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...]]:
     """All at a time, as library.pieces has it on a GPU."""
     return (tensors,)
+
+
+def when_needed(name: str, a: tuple, out_dtype: torch.dtype, **defines) -> Callable[[], SimpleNamespace]:
+    """What loads a build when it is called first."""
+    x = a.x.new_empty(0)
+    return functools.cache(lambda: load(name, x, out_dtype, **defines))
 
 
 def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> SimpleNamespace:

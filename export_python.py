@@ -232,9 +232,11 @@ class Program:
             text = repr(value)
         elif isinstance(value, Name) or self.is_code(value):
             return ast.Name(str(value) if isinstance(value, Name) else self.name_of(value), ast.Load())
+        elif isinstance(value, ModuleType):
+            text = value.__name__
         elif getattr(value, "__module__", None) == "builtins":
             text = value.__name__
-        if not text.startswith("torch.") and "." in text:
+        if text.partition(".")[0] != "torch" and ("." in text or isinstance(value, ModuleType)):
             self.modules.add(text.partition(".")[0])
             text = f"_{text}"
         return ast.parse(text, mode="eval").body
@@ -377,7 +379,7 @@ class _Specialiser(ast.NodeTransformer):
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Constant) and value.func.value is len:
             value = getattr(value.args[0], "value", value.args[0])
         is_known = isinstance(value, ast.Constant) and not isinstance(value.value, ModuleType)
-        return is_known or isinstance(value, ast.Name) and value.id in self.steady
+        return is_known or isinstance(value, ast.Name) and value.id in self.once
 
     def set_attribute(self, owner: object, name: str, value: ast.expr) -> None:
         """Takes down what an attribute of an instance of ours is set to."""
