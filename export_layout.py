@@ -26,7 +26,7 @@ def tidied(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
         for function in [each for each in nodes if isinstance(each, ast.FunctionDef)]:
             while _without_names(function) or _joined(function):
                 pass
-        for name in definitions.keys() - {root}:
+        for name in [each for each in definitions if each != root]:
             _without_parameters(definitions[name], name, definitions)
         definitions = _inlined(definitions, root)
     for node in [
@@ -170,7 +170,7 @@ def _inlined(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]
     """With one expression in the place of a call, if there is one: of a function called once, or that but calls another."""
     nodes = [each for node in definitions.values() for each in ast.walk(node)]
     uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
-    for name in definitions.keys() - {root}:
+    for name in [each for each in definitions if each != root]:
         for call in _calls(name, nodes):
             expression = applied(definitions[name], call)
             if expression is not None and (uses[name] == 1 or _but_calls(definitions[name].body[-1].value)):
@@ -196,7 +196,12 @@ class _Replace(ast.NodeTransformer):
         )
         if is_item and isinstance(self.new, (ast.List, ast.Tuple)):
             return self.new.elts[node.slice.value]
-        return self.new if node is self.old else self.generic_visit(node)
+        if node is self.old:
+            return self.new
+        self.generic_visit(node)
+        if isinstance(node, ast.Call):
+            node.keywords = [each for keyword in node.keywords for each in spread(keyword)]
+        return node
 
 
 # ------------------------------------------------------------------------------------------------------- functions
@@ -259,6 +264,13 @@ def _is_plain(node: ast.expr) -> bool:
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, (ast.Name, ast.Constant))
+
+
+def spread(keyword: ast.keyword) -> Iterable[ast.keyword]:
+    """The keywords that `**{…}` stands for, where that is written out."""
+    if keyword.arg is None and isinstance(keyword.value, ast.Dict) and None not in keyword.value.keys:
+        return [ast.keyword(key.value, value) for key, value in zip(keyword.value.keys, keyword.value.values)]
+    return [keyword]
 
 
 def branch(test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> ast.If | list:

@@ -23,14 +23,14 @@ import math
 import re
 import textwrap
 from collections import Counter, namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
 
-from export_layout import applied, arguments_of, branch, copied, free, without_docstring
+from export_layout import applied, arguments_of, branch, copied, free, spread, without_docstring
 
 NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
 _PLAIN = bool, int, float, str, type(None), type(...), torch.dtype, torch.memory_format
@@ -77,7 +77,7 @@ class Program:
             self.is_settled, self.names, self.definitions, self.results = True, {}, {}, {}
             self.name_of(root)
             written, self.modules = {}, set()
-            while pending := self.definitions.keys() - written.keys():
+            while pending := [name for name in self.definitions if name not in written]:
                 written |= {name: _Writer(self).visit(copied(self.definitions[name])) for name in pending}
         return {name: ast.fix_missing_locations(node) for name, node in written.items()}
 
@@ -516,7 +516,7 @@ class _Specialiser(ast.NodeTransformer):
         node.func = self.visit(node.func)
         node.args = self.unpacked([self.visit(each) for each in node.args])
         keywords = [self.visit(each) for each in node.keywords]
-        node.keywords = [each for keyword in keywords for each in _spread(keyword)]
+        node.keywords = [each for keyword in keywords for each in spread(keyword)]
         if isinstance(node.func, ast.Attribute):
             return self.call_method(node)
         function = node.func.value if isinstance(node.func, ast.Constant) else None
@@ -675,13 +675,6 @@ def _item(node: ast.expr, index: int) -> ast.expr:
     if index == 0 and isinstance(node, ast.Attribute) and node.attr == "shape":
         return ast.Call(constant(len), [node.value], [])
     return ast.Subscript(node, ast.Constant(index), ast.Load())
-
-
-def _spread(keyword: ast.keyword) -> Iterable[ast.keyword]:
-    """The keywords that `**{…}` stands for, where that is written out."""
-    if keyword.arg is None and isinstance(keyword.value, ast.Dict) and None not in keyword.value.keys:
-        return [ast.keyword(key.value, value) for key, value in zip(keyword.value.keys, keyword.value.values)]
-    return [keyword]
 
 
 def _sentence(node: ast.FunctionDef | ast.ClassDef) -> list[ast.stmt]:
