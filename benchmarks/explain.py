@@ -1,8 +1,8 @@
-"""Where the time of a variant goes: its GPU kernels one by one, forward, at the default sizes. One run, one table, one JSON file.
+"""Where the time of a variant goes: its GPU kernels one by one, at the default sizes. One run, one table, one JSON file.
 
-    python benchmarks/explain.py [NAME ...] [--variants eager,epilogue,fused] [--json FILE]
+    python benchmarks/explain.py [NAME ...] [--variants eager,epilogue,fused] [--phase forward,train_dx] [--json FILE]
 
-Per variant: ms and the share of the floor that compare.py counts (bytes in and out once, operations once).
+Per variant and phase: ms, and of forward the share of the floor that compare.py counts (bytes in and out once, operations once).
 Per kernel: µs (median; each call begins with a cold L2 cache), registers of a thread, KB of shared memory of a block, as the driver launched it;
 and of ours the bytes of stack of a thread, which is where spilled registers go, from the machine code.
 Where Nsight Compute (`ncu`) may read the GPU's counters: MB read from and written to memory, TB/s, and how much of the time
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -36,6 +37,7 @@ from benchmarks import report  # noqa: E402
 
 CALLS = 9
 VARIANTS = "eager,epilogue,fused"
+PHASES = "forward,train_dx"
 COUNTERS = {
     "read_mb": "dram__bytes_read.sum",
     "written_mb": "dram__bytes_write.sum",
@@ -56,11 +58,14 @@ UNITS = {
 }
 
 
-def contestant(name: str, variant: str):
-    """The module, its reference and its input, random, on the GPU."""
+def call_of(name: str, variant: str, phase: str) -> compare.Call:
+    """A call of `variant`, with a random input and, for a training step, a random gradient of its output, on the GPU."""
     contest = compare.contest_of(name, device="cuda")
-    model = contest.model()
-    return contest.contestant(variant, model).module, model, contest.inputs()[0]
+    model, inputs = contest.model(), contest.inputs()
+    with torch.no_grad():
+        y = model(*inputs)
+    g = torch.randn_like(y) if compare.has_backward(phase) else None
+    return compare.Call.of(contest.contestant(variant, model), inputs, phase, g)
 
 
 def short(kernel: str) -> str:
@@ -78,16 +83,19 @@ def profile(call) -> list[dict]:
     ) as record:
         for _ in range(CALLS):
             cache.zero_()
-            with torch.profiler.record_function("one call"):
+            torch.cuda.synchronize()
+            with torch.profiler.record_function(
+                "one call"
+            ):  # a backward pass has a thread of its own: by time
                 call()
-        torch.cuda.synchronize()
+                torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         record.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
     spans = [
         (e["ts"], e["ts"] + e["dur"])
         for e in events
-        if e.get("cat") == "gpu_user_annotation" and e["name"] == "one call"
+        if e.get("cat") == "user_annotation" and e["name"] == "one call"
     ]
     kernels = sorted(
         (e for e in events if e.get("cat") in ("kernel", "gpu_memset", "gpu_memcpy")), key=lambda e: e["ts"]
@@ -127,7 +135,7 @@ def stacks(cache: Path) -> dict[str, int]:
     return found
 
 
-def counters(name: str, variant: str) -> list[dict] | str:
+def counters(name: str, variant: str, phase: str) -> list[dict] | str:
     """What Nsight Compute counts in one call, kernel by kernel in order; or why it can't."""
     tool = shutil.which("ncu")
     if tool is None:
@@ -145,7 +153,8 @@ def counters(name: str, variant: str) -> list[dict] | str:
         "--cache-control",
         "none",
     ]
-    command += ["--metrics", metrics, sys.executable, __file__, name, "--variants", variant, "--once"]
+    command += ["--metrics", metrics, sys.executable, __file__, name, "--variants", variant]
+    command += ["--phase", phase, "--once"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     start = run.stdout.find('"ID"')
     if run.returncode or start < 0:
@@ -163,34 +172,37 @@ def counters(name: str, variant: str) -> list[dict] | str:
     ]
 
 
-def once(name: str, variant: str) -> None:
+def once(name: str, variant: str, phase: str) -> None:
     """One call for Nsight Compute to look at, after the ones that build, choose algorithms and fill caches."""
-    module, _, x = contestant(name, variant)
-    with torch.no_grad():
+    call = call_of(name, variant, phase)
+    with call.contestant.settings():
         for _ in range(3):
-            module(x)
+            call()
         torch.empty(1 << 30, dtype=torch.int8, device="cuda").zero_()
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
-        module(x)
+        call()
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStop()
 
 
-def explain(name: str, variant: str, cache: Path) -> dict:
-    """A row for `variant` of the problem `name`, with a row for each of its kernels."""
-    problem, (module, model, x) = models.PROBLEMS[name], contestant(name, variant)
-    with torch.no_grad():
-        y = module(x)
-        row = {
-            "problem": name, "number": problem.number, "variant": variant, "shape": list(x.shape),
-            "ms": compare.time({variant: lambda: module(x)}, "cuda", seconds=1)[variant].median,
-            "bytes": problem.bytes(x, y), "operations": problem.operations(model, x), "floor_ms": compare.floor_of(
-                compare.contest_of(name, device="cuda"), problem.bytes(x, y), problem.operations(model, x)
-            ),
-            "kernels": profile(lambda: module(x)),
-        }  # fmt: skip
-    counted, ours = counters(name, variant), stacks(cache)
+def explain(name: str, variant: str, phase: str, cache: Path) -> dict:
+    """A row for `variant` of the problem `name` in a phase, with a row for each of its kernels."""
+    problem, contest = models.PROBLEMS[name], compare.contest_of(name, device="cuda")
+    call = call_of(name, variant, phase)
+    (x,) = call.inputs
+    with call.contestant.settings():
+        y, _ = call()
+        kernels = profile(call)
+    row = {
+        "problem": name, "number": problem.number, "variant": variant, "phase": phase, "shape": list(x.shape),
+        "ms": compare.time({variant: call}, "cuda", seconds=1)[variant].median,
+        "bytes": problem.bytes(x, y), "operations": problem.operations(contest.model(), x), "floor_ms": None,
+        "kernels": kernels,
+    }  # fmt: skip
+    if not compare.has_backward(phase):
+        row["floor_ms"] = compare.floor_of(contest, row["bytes"], row["operations"])
+    counted, ours = counters(name, variant, phase), stacks(cache)
     row["counters"] = counted if isinstance(counted, str) else "ncu"
     for kernel in row["kernels"]:
         kernel["stack_bytes"] = ours.get(kernel["kernel"])
@@ -224,7 +236,7 @@ def table(rows: list[dict]) -> str:
         )
         lines += [
             "",
-            f"{row['number']} {row['problem']}, {row['variant']}: {row['ms']:.3f} ms{floor} (counters: {row['counters']})",
+            f"{row['number']} {row['problem']}, {row['variant']}, {row['phase']}: {row['ms']:.3f} ms{floor} (counters: {row['counters']})",
         ]
         lines.append(f"  {'kernel':60}" + "".join(f"{column:>15}" for column in columns))
         for kernel in row["kernels"]:
@@ -241,17 +253,20 @@ def main() -> None:
         "names", nargs="*", metavar="NAME", choices=[*models.PROBLEMS, []], help="default: all"
     )
     parser.add_argument("--variants", default=VARIANTS)
+    parser.add_argument("--phase", default=PHASES)
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     names, variants = options.names or list(models.PROBLEMS), options.variants.split(",")
+    phases = options.phase.split(",")
     if not torch.cuda.is_available():
         sys.exit("a CUDA GPU is needed: what is explained here are its kernels")
     if options.once:
-        return once(names[0], variants[0])
+        return once(names[0], variants[0], phases[0])
     with tempfile.TemporaryDirectory() as folder:
         os.environ["INLINE_LOADER_CACHE"] = folder  # holds these kernels and no others
-        rows = [explain(name, variant, Path(folder)) for name in names for variant in variants]
+        cases = itertools.product(names, variants, phases)
+        rows = [explain(*case, Path(folder)) for case in cases]
     print(table(rows))
     if options.json:
         report.write(Path(options.json), rows)
