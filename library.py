@@ -76,9 +76,7 @@ def allows_tf32() -> bool:
 
 def may_run_tf32(x: Tensor) -> bool:
     """May the library's convolution of x, on a GPU, run TF32?"""
-    if x.dtype != torch.float32 or not allows_tf32():
-        return False
-    return tiling.device_properties(x.device.index).capability >= (8, 0)
+    return x.dtype == torch.float32 and allows_tf32() and tiling.capability(x) >= (8, 0)
 
 
 def eager_runs_tf32(x: Tensor, weight: Tensor) -> bool:

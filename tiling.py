@@ -45,6 +45,10 @@ def device_properties(index: int) -> Device:
     return Device(capability, shared, properties.multi_processor_count, properties.L2_cache_size)
 
 
+def capability(x: Tensor) -> tuple[int, int]:
+    return device_properties(x.device.index).capability
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -70,8 +74,7 @@ def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, st
     """What stands in the way of any fused kernel, if it sees x in `dtype`."""
     taken = torch.float32, torch.float16, torch.bfloat16
     yield dtype not in taken, "the fused kernels are not written for this dtype"
-    too_old = device_properties(x.device.index).capability < (8, 0)
-    yield too_old, "the fused kernels need a GPU of compute capability 8.0 or later"
+    yield capability(x) < (8, 0), "the fused kernels need a GPU of compute capability 8.0 or later"
 
 
 # ---------------------------------------------------------------------------------------------------- volumes
@@ -207,6 +210,12 @@ class VolumeBackward(NamedTuple):
     dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient …
     dv: int  # … with so many float32 in all
     jobs: int  # tiles and 16 channels
+    input_room: int  # bytes of dynamic shared memory that a block of dx may take
+
+    @property
+    def launch(self) -> tuple[int, ...]:
+        """The launchers' last arguments."""
+        return *self.tiles.launch, self.dv_slots, self.input_room
 
 
 def plan_volume_backward(x: Tensor, weight: Tensor, *, dx: bool) -> tuple[dict[str, int], VolumeBackward]:
@@ -218,7 +227,8 @@ def plan_volume_backward(x: Tensor, weight: Tensor, *, dx: bool) -> tuple[dict[s
     defines, tiles = plan_volume(samples, x, weight, BACKWARD_SHARED, vectors=False)
     of_job, of_sample = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * OW, _TURN), tiles.slots * C // 16
     dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample))) if dx else 0
-    return defines, VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample)
+    room = device_properties(x.device.index).shared - BACKWARD_SHARED
+    return defines, VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, room)
 
 
 def _input_strip_shared(weight: Tensor) -> int:

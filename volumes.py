@@ -22,7 +22,7 @@ def backward(plan, name: str, a: tuple, inputs: tuple, needs, *, of_sample, of_j
     of_job += 16 * math.prod(a.weight.shape[1:]) + 16  # the weights' gradients, and dv's largest
     scratch = a.x.new_empty(tiles.dv + N * of_sample + tiles.jobs * of_job, dtype=torch.float32)
     dx, dw = [t.new_empty(t.shape if need else 0) for t, need in zip(a[:2], needs)]
-    gradients, sizes = plan.gradients(a), (N, *size, *tiles.tiles.launch, tiles.dv_slots)
+    gradients, sizes = plan.gradients(a), (N, *size, *tiles.launch)
     kernels.backward(dx, dw, *gradients, scratch, *inputs, *sizes)
     dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True)) if dx_wanted else dx
     return dx, dw, *plan.as_parameters(a, gradients)

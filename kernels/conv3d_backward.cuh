@@ -17,15 +17,14 @@ struct BackwardPlan {
 };
 
 
-// dx and d_weight, where they are not null. d_level as in merge_kernel.
+// dx and d_weight, where they are not null. d_level as in merge_kernel, input_room as in InputTiling.
 template <class Problem>
 void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* most, float* partial,
                           const float* d_level, const Problem& problem, const BackwardPlan& plan,
-                          const Convolution& c, cudaStream_t stream) {
+                          int64_t input_room, const Convolution& c, cudaStream_t stream) {
   if (!dx && !d_weight) return;
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
   allow_shared(gradient_kernel<Problem>), allow_shared(input_gradient_kernel<Problem>);
-  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - STATIC_SHARED;
   for (int64_t first = 0; first < plan.N; first += samples) {
     const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
     const int64_t first_job = first * plan.jobs_of_sample;
@@ -34,8 +33,9 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
         dx ? dv : nullptr, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
         unsigned(first_job + jobs), c);
     if (!dx) continue;
-    const InputTiling tiling(c, count, plan.multiprocessors, room);
-    const unsigned blocks = unsigned(count) * tiling.tiles();
+    const InputTiling tiling(c, count, plan.multiprocessors, input_room);
+    // Without room there are no blocks, and the launch fails.
+    const unsigned blocks = tiling.shared() <= input_room ? unsigned(count) * tiling.tiles() : 0;
     input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
                                                                                      first, tiling, c);
   }

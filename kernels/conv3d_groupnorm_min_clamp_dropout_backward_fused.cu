@@ -279,13 +279,14 @@ __global__ void coefficients_kernel(NormGradient* coefficients, int32_t* any, fl
 // parameters (CHANNELS_OUT). affines and active as forward left them. scratch, one after the other: dv, a
 // slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients by sample (3, N,
 // CHANNELS_OUT); sums (jobs, 16, 4), where a sample has slots · CHANNELS_OUT / 16 jobs; `partial` (jobs,
-// elements of 16 channels' weights); `most` (jobs, 16); any (N). rows to shared are the plan (convolution()).
+// elements of 16 channels' weights); `most` (jobs, 16); any (N). rows to shared are the plan (convolution()),
+// input_room is for that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_norm_weight,
                      float* d_norm_bias, float* scratch, const output_t* dy, const value_t* x,
                      const value_t* weight, const float* affines, const int32_t* active,
                      const float* norm_weight, const int64_t* seed, double low, double high, double p,
                      int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
-                     int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots,
+                     int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room,
                      cudaStream_t stream) {
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
@@ -306,7 +307,8 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
   problem.flags = any;
-  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, c, stream);
+  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_room, c,
+                       stream);
   float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias};
   for (int i = 0; i < 3; i++)
     sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(totals[i], gradients + i * N * kOut, N, kOut);

@@ -34,16 +34,16 @@ struct alignas(8) InputFragment {
 // dv has none.
 struct InputTiling {
   int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
-  // Whole rows where `room`, bytes of dynamic shared memory, suffices, and as many as they can be, a strip per
+  // Whole rows where there is `room`, bytes of dynamic shared memory, and as many as they can be, a strip per
   // warp. Python has seen to it that there is room for one strip.
-  InputTiling(const Convolution& c, int64_t samples, int multiprocessors, int room) {
+  InputTiling(const Convolution& c, int64_t samples, int multiprocessors, int64_t room) {
     bool fits = false;
     for (int blocks = 1; blocks <= c.W && !fits; blocks++) {
       strips = ((c.W + blocks - 1) / blocks + 7) / 8;
       for (int high = min(kInputWarps / strips, (c.H + kStrip - 1) / kStrip); high > 0 && !fits; high--) {
         rows = high * kStrip, columns = strips * 8, stage_rows = rows + kHeight - 1;
         pitch = (columns + kWidth - 1 + 7) / 8 * 8;
-        fragments = stage_rows * min(pitch, c.OW) / 8 + 2 * stage_rows;  // where each row ends in one, and begins
+        fragments = stage_rows * min(pitch, c.OW) / 8 + 2 * stage_rows;  // each row begins and ends in one
         fits = shared() <= room;
       }
     }

@@ -157,13 +157,14 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 // forward left them. scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
 // CHANNELS_OUT, 4); gradients and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels'
 // weights); `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 4). rows to shared are the plan
-// (convolution()).
+// (convolution()), input_room is for that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
                      const output_t* dy, const value_t* x, const value_t* weight, const index_t* index,
                      const float* centred, const float* moments, const float* conv_bias,
                      const float* multiplier, double low, double high, double eps, int64_t multipliers,
                      int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch,
-                     int64_t raw, int64_t shared, int64_t dv_slots, cudaStream_t stream) {
+                     int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room,
+                     cudaStream_t stream) {
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
   const int64_t S = int64_t(c.OD) * c.OH * c.OW;
@@ -184,7 +185,7 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, gradients, zeros, sums, moments, conv_bias, multiplier, eps, N, S, parts);
   }
   const InstanceNormProblem problem{coefficients, index, winner};
-  convolution_backward(dx, d_weight, dv, most, partial, nullptr, problem, plan, c, stream);
+  convolution_backward(dx, d_weight, dv, most, partial, nullptr, problem, plan, input_room, c, stream);
   sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(d_conv_bias, zeros, N, kOut);
   sum_rows_kernel<<<unsigned(multipliers), kThreads, 0, stream>>>(d_multiplier, gradients, N, kOut);
 }

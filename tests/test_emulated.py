@@ -181,7 +181,7 @@ def gpu(remembers_nothing, monkeypatch, folder):
         def load(name, *, device, defines, **only_these):
             assert only_these == {"folder": None} and device == "cuda"
             kernels = build(name, architecture, defines, replaced, folder)
-            kernels.library.emulation_device(multiprocessors, shared)
+            kernels.library.emulation_multiprocessors(multiprocessors)
             return kernels
 
         device = tiling.Device((architecture // 100, 0), shared, multiprocessors, cache)
@@ -605,8 +605,8 @@ def test_a_plan_without_room_is_not_launched(name, field, change, emulated, monk
     plan = getattr(tiling, kind)
 
     def changed(*arguments, **options):
-        right = plan(*arguments, **options)
-        return right._replace(**{field: int(getattr(right, field) * change)})
+        defines, right = plan(*arguments, **options)
+        return defines, right._replace(**{field: int(getattr(right, field) * change)})
 
     monkeypatch.setattr(tiling, kind, changed)
     with pytest.raises(AssertionError, match="a launch that is not possible"):

@@ -93,7 +93,7 @@ Block* block;
 int current;    // thread
 long events;    // anything that may end a wait
 long meetings;  // of all blocks
-int multiprocessors = 1, shared_bytes = kSharedBytes;  // of a block, at most
+int multiprocessors = 1;
 const char* failure = nullptr;
 
 inline Fiber& self() { return block->fibers[current]; }
@@ -212,7 +212,7 @@ inline void launch(dim3 blocks, dim3 size, int64_t bytes, std::function<void()> 
   gridDim = {blocks.x, blocks.y, blocks.z}, blockDim = {size.x, size.y, size.z};
   const unsigned count = blocks.x * blocks.y * blocks.z;
   const bool too_many = std::max(blocks.y, blocks.z) >= 1 << 16 || (together && count > multiprocessors);
-  if (count == 0 || too_many || bytes > shared_bytes || thread_count() > kMostThreads || thread_count() % 32) {
+  if (count == 0 || too_many || bytes > kSharedBytes || thread_count() > kMostThreads || thread_count() % 32) {
     failure =
         "a launch that is not possible here: no blocks, too many along y or z or together, "
         "too much shared memory, too many threads, or a part of a warp";
@@ -306,7 +306,7 @@ inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute, int)
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? __CUDA_ARCH__ / 100
            : attribute == cudaDevAttrCooperativeLaunch    ? 1
            : attribute == cudaDevAttrMultiProcessorCount  ? emulation::multiprocessors
-                                                          : emulation::shared_bytes;
+                                                          : emulation::kSharedBytes;
   return cudaSuccess;
 }
 template <class... Arguments> cudaError_t emulated_nothing(Arguments...) { return cudaSuccess; }
@@ -324,7 +324,5 @@ cudaError_t emulated_launch(const cudaLaunchConfig_t* config, Kernel run, Argume
 #define cudaMemsetAsync(at, value, bytes, stream) memset(at, value, bytes)
 #define cudaLaunchKernelEx emulated_launch
 
-EXPORT void emulation_device(int multiprocessors, int shared) {
-  emulation::multiprocessors = multiprocessors, emulation::shared_bytes = shared;
-}
+EXPORT void emulation_multiprocessors(int count) { emulation::multiprocessors = count; }
 EXPORT const char* emulation_failure() { return std::exchange(emulation::failure, nullptr); }
