@@ -4,8 +4,8 @@
     python export.py conv2d_min_add_multiply --device cpu -o cell.py           # those of the CPU
 
 The file is written from the repository's sources: the reference Model as it is, the kernels with all their headers (export_kernels.py),
-the functions of the problem's module and of export_plumbing.py with all of ours that they need (export_python.py), for this device
-and the model's own filters (export_folding.py): those alone it takes, with any batch and size that the kernels take.
+and the functions of the problem's module and of export_plumbing.py with all of ours that they need, specialised for this device and the
+sizes of get_inputs (export_python.py), without what is then not read any more (export_layout.py). It takes any batch of these sizes.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ def cell(
     program, forward = _program(problem, device, variant, dtype)
     definitions = export_layout.tidied(program.build(forward), "_forward")
     kernels = _kernels(problem, device, variant, definitions)
-    top = [
-        _head(problem, device, variant, dtype, program.modules),
-        _model(problem),
+    model_new, head = (
         _model_new(definitions.pop("_forward")),
-        _inputs(problem),
-    ]
+        _head(problem, device, variant, dtype, program.modules),
+    )
+    top = [head, _model(problem), model_new, _inputs(problem), kernels]
     for docstrings, apart, gap in (
         (True, 2, 3),
         (False, 2, 3),
         (False, 1, 3),
         (False, 1, 2),
     ):  # as there is room
-        parts = [*top, *kernels, _plumbing(definitions, docstrings, "\n" * apart)]
+        parts = [*top, _plumbing(definitions, docstrings, "\n" * apart)]
         found = re.sub(r"\n{3}", "\n" * gap, "\n\n\n".join(part.strip("\n") for part in parts)) + "\n"
         if re.sub(r'r"""\n.*?"""', "", found, flags=re.S).count("\n") <= LINES:
             break
@@ -78,17 +77,14 @@ def _program(
 ) -> tuple[export_python.Program, Callable]:
     """The cell's functions beside the kernels, and ModelNew's forward, which reaches them all."""
     cls, operator = problem.ModelNew, getattr(problem.ModelNew, variant)
+    if not operator.saves:
+        raise ValueError(f"expected a forward of {operator.name} that takes the keyword saving")
     with torch.random.fork_rng():
         model = cls(*problem.get_init_inputs())
-    module, (filters, sizes) = (
-        sys.modules[cls.__module__],
-        (tuple(model.conv.weight.shape), problem.input_shape[1:]),
-    )
+    filters, sizes = tuple(model.conv.weight.shape), problem.input_shape[1:]
     numbers = dict(zip(cls.constants, model._constants()))
     whole = {name: number for name, number in numbers.items() if type(number) is not float}
-    fields, annotations = module.Arguments._fields, module.Arguments.__annotations__.values()
-    tensors = sum("Tensor" in str(each) for each in annotations)
-
+    arguments = sys.modules[cls.__module__].Arguments
     values = {
         "DEVICE": device,
         "DTYPE": dtype,
@@ -98,9 +94,9 @@ def _program(
         "GIVEN": (*filters, *sizes, *whole.values()),
         "SIZE": tuple([extent - taps + 1 for extent, taps in zip(sizes[1:], filters[2:])]),
         "OWN": next((name for name in cls.operands if "." not in name), ""),
-        "TENSORS": tensors,
+        "TENSORS": operator.tensors,
         "BUILDS": export_python.Name("_BUILDS"),
-        "Arguments": module.Arguments,
+        "Arguments": arguments,
         "make_plan": operator._make_plan,
         "forward": operator.forward,
         "backward": operator._backward,
@@ -110,45 +106,43 @@ def _program(
     }
     forward, constants = _forward(problem)
     bound = {(plumbing.__name__, key): value for key, value in values.items()}
-    bound |= {
-        operators.Plan: plumbing.Plan,
-        operators.load: plumbing.load,
-        operators.when_needed: plumbing.when_needed,
-        twin.Twin._constants: constants,
-    }
+    bound |= {getattr(operators, name): getattr(plumbing, name) for name in ("Plan", "load", "when_needed")}
     bound |= dict.fromkeys((library.is_channels_last, torch.compiler.is_compiling), plumbing.never)
     bound |= {library.pieces: plumbing.whole} if device == "cuda" else {}
+    bound[twin.Twin._constants] = constants
 
-    # What is known: of the arguments; of a model whose sizes have been looked at, unlike that of ModelNew's forward; of plans.
     x, weight = _tensor((None, *sizes), dtype, device), _tensor(filters, dtype, device)
-    arguments = {"fields": fields, ".x": x, ".weight": weight}
-    arguments |= {f".{name}": {".dtype": Value(dtype)} for name in fields[2 : 1 + len(cls.operands)]}
-    constants_of = dict(zip(numbers, fields[len(fields) - len(numbers) :]))
-    arguments |= {f".{constants_of[name]}": Value(number) for name, number in whole.items()}
-    looked_at = {"class": cls, ".conv": {".weight": weight}}
+    known = _known_of_arguments(arguments, x, weight, len(cls.operands), numbers)
+    plan = {"set": True, ".y_format": Value(torch.contiguous_format), ".y_dtype": Value(dtype)}
+    known |= {plumbing.Plan: plan, operator.forward: {"plan": plan}, operator._backward: {"plan": plan}}
+    known |= _known_of_models(model, x, weight, whole)
+    known |= dict.fromkeys((forward, constants, cls._constants, cls._drawn), {"self": {"class": cls}})
+    known[loader_operators._precision] = {"x": {".is_cuda": x[".is_cuda"]}}
+    folder, files = Path(__file__).parent, {k: getattr(v, "__file__", None) for k, v in sys.modules.items()}
+    ours = {name for name, file in files.items() if file and Path(file).parent == folder}
+    return export_python.Program({*ours, cls.__module__}.__contains__, bound, known), forward
+
+
+def _known_of_arguments(cls: type, x: dict, weight: dict, operands: int, numbers: dict[str, object]) -> dict:
+    """What is known of a problem's Arguments: x, weight, the dtype of other parameters, and the numbers that are no real ones."""
+    known = {"fields": cls._fields, ".x": x, ".weight": weight}
+    known |= {f".{name}": {".dtype": x[".dtype"]} for name in cls._fields[2 : 1 + operands]}
+    fields = zip(cls._fields[len(cls._fields) - len(numbers) :], numbers.values())
+    known |= {f".{name}": Value(number) for name, number in fields if type(number) is not float}
+    methods = [each for each in vars(cls).values() if inspect.isfunction(each)]
+    return {cls: known, **{each: {"self": known} for each in methods}}
+
+
+def _known_of_models(model: torch.nn.Module, x: dict, weight: dict, whole: dict[str, object]) -> dict:
+    """What is known in the methods of a model when its sizes have been looked at."""
+    cls = type(model)
+    known = {"class": cls, ".conv": {".weight": weight}}
     for name in whole:
         owner, _, last = name.rpartition(".")
-        inner = looked_at.setdefault(f".{owner}", {}) if owner else looked_at
-        inner[f".{last}"] = Value(attrgetter(name)(model))
-    plan = {"set": True, ".y_format": Value(torch.contiguous_format), ".y_dtype": Value(dtype)}
-    known = {module.Arguments: arguments, plumbing.Plan: plan}
-    known |= {
-        each: {"self": arguments} for each in vars(module.Arguments).values() if inspect.isfunction(each)
-    }
-    known[loader_operators._precision] = {"x": {".is_cuda": x[".is_cuda"]}}
-    known |= dict.fromkeys((operator.forward, operator._backward), {"plan": plan})
-    methods = [each for name in dir(cls) if inspect.isfunction(each := getattr(cls, name))]
-    known |= {
-        each: {"self": looked_at, "x": x} for each in methods if each not in vars(torch.nn.Module).values()
-    }
-    known |= dict.fromkeys((forward, constants, cls._constants, cls._drawn), {"self": {"class": cls}})
-
-    folder, files = (
-        Path(__file__).parent,
-        {name: getattr(each, "__file__", None) for name, each in sys.modules.items()},
-    )
-    ours = {name for name, file in files.items() if file and Path(file).parent == folder} | {module.__name__}
-    return export_python.Program(ours.__contains__, bound, known), forward
+        attributes = known.setdefault(f".{owner}", {}) if owner else known
+        attributes[f".{last}"] = Value(attrgetter(name)(model))
+    methods = [getattr(cls, name) for name in dir(cls) if name not in dir(torch.nn.Module)]
+    return {each: {"self": known, "x": x} for each in methods if inspect.isfunction(each)}
 
 
 def _fused_obstacle(problem: Problem, model: torch.nn.Module, variant: str, dtype: torch.dtype) -> Callable:
@@ -225,9 +219,8 @@ def _model(problem: Problem) -> str:
 
 
 def _model_new(forward: ast.FunctionDef) -> str:
-    forward.name, source = "forward", ""
-    source = ast.unparse(forward)
-    body = "\n".join(export_layout.wrapped(f"    {line}") for line in source.splitlines())
+    forward.name = "forward"
+    body = "\n".join(export_layout.wrapped(f"    {line}") for line in ast.unparse(forward).splitlines())
     doc = "Model by the kernels below. Where they can't run, a call raises RuntimeError and says why."
     return f'class ModelNew(Model):\n    """{doc}"""\n\n{body}'
 
@@ -246,38 +239,19 @@ def get_model(device="cpu"):
     return ModelNew(*get_init_inputs()).to(device)"""
 
 
-def _kernels(problem: Problem, device: str, variant: str, definitions: dict[str, ast.stmt]) -> list[str]:
+def _kernels(problem: Problem, device: str, variant: str, definitions: dict[str, ast.stmt]) -> str:
     """The strings of kernels, each with its first line, and of which each build consists."""
-    suffix, first = (
-        ".cu" if device == "cuda" else ".cpp",
-        problem.name + ("_fused" if variant == "fused" else ""),
-    )
-    strings = {
-        node.value
-        for each in definitions.values()
-        for node in ast.walk(each)
-        if isinstance(node, ast.Constant)
-    }
-    used = {name for name in strings if isinstance(name, str) and name.startswith(problem.name)}
-    stems = [
-        first,
-        *sorted(name for name in used - {first} if (problem.kernels / f"{name}{suffix}").is_file()),
-    ]
+    suffix, first = ".cu" if device == "cuda" else ".cpp", problem.name + "_fused" * (variant == "fused")
+    nodes = [each for node in definitions.values() for each in ast.walk(node)]
+    values = {each.value for each in nodes if isinstance(each, ast.Constant) and type(each.value) is str}
+    used = [each for each in sorted(values - {first}) if each.startswith(problem.name)]
+    stems = [first, *[each for each in used if (problem.kernels / f"{each}{suffix}").is_file()]]
     texts = export_kernels.kernels(stems, device, problem.kernels)
-    names = {
-        stem: "_KERNELS" + stem.removeprefix(problem.name).upper() if stem else "_HEADERS" for stem in texts
-    }
+    names = {stem: f"_KERNELS{stem.removeprefix(problem.name).upper()}" for stem in texts} | {"": "_HEADERS"}
     strings = [f"{names[stem]} = _sys._getframe().f_lineno, {_literal(text)}" for stem, text in texts.items()]
     shared = [names[""]] if "" in texts else []
-    builds = [f"'{stem}': [{', '.join([*shared, names[stem]])}]" for stem in stems]
-    return [
-        "\n".join(
-            [
-                *strings,
-                f"_BUILDS = {{{(',' + chr(10) + '    ').join(builds)}}}  # the texts, with their first lines",
-            ]
-        )
-    ]
+    builds = ",\n    ".join(f"'{stem}': [{', '.join([*shared, names[stem]])}]" for stem in stems)
+    return "\n".join([*strings, f"_BUILDS = {{{builds}}}  # the texts, with their first lines"])
 
 
 def _literal(text: str) -> str:
@@ -291,12 +265,11 @@ def _plumbing(definitions: dict[str, ast.stmt], docstrings: bool, apart: str) ->
     """The definitions, constants first."""
     constants = [node for node in definitions.values() if isinstance(node, ast.Assign)]
     others = [node for node in definitions.values() if not isinstance(node, ast.Assign)]
-    constants, others = [
-        [export_layout.source_of(node, docstrings) for node in nodes] for nodes in (constants, others)
+    lines = [
+        "# Plumbing: plans for what is given, autograd, the build.",
+        *map(export_layout.source_of, constants),
     ]
-    return apart.join(
-        ["\n".join(["# Plumbing: plans for what is given, autograd, the build.", *constants]), *others]
-    )
+    return apart.join(["\n".join(lines), *[export_layout.source_of(node, docstrings) for node in others]])
 
 
 def main() -> None:

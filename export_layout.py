@@ -19,7 +19,7 @@ WIDTH = 110
 def tidied(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
     """What `root` reaches, without what nobody reads."""
     before = None
-    while before != (before := "\n".join(source_of(node, True) for node in definitions.values())):
+    while before != (before := "\n".join(map(source_of, definitions.values()))):
         definitions = _reached(definitions, root)
         nodes = [each for node in definitions.values() for each in ast.walk(node)]
         _without_attributes(definitions, nodes)
@@ -201,7 +201,15 @@ class _Replace(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node, ast.Call):
             node.keywords = [each for keyword in node.keywords for each in spread(keyword)]
+        for items in [getattr(node, name, None) for name in ("args", "elts")]:
+            if isinstance(items, list):  # of *[…], its items
+                items[:] = [part for each in items for part in _opened(each)]
         return node
+
+
+def _opened(node: ast.AST) -> list[ast.AST]:
+    is_open = isinstance(node, ast.Starred) and isinstance(node.value, (ast.List, ast.Tuple))
+    return node.value.elts if is_open else [node]
 
 
 # ------------------------------------------------------------------------------------------------------- functions
@@ -298,7 +306,7 @@ def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
 # ---------------------------------------------------------------------------------------------------------- text
 
 
-def source_of(node: ast.stmt, docstrings: bool) -> str:
+def source_of(node: ast.stmt, docstrings: bool = True) -> str:
     """The text of a definition."""
     if not docstrings:
         for each in ast.walk(node):

@@ -24,7 +24,7 @@ CTYPE: str  # that in C
 SUMS: torch.dtype  # in which the kernels sum, and take parameters by channel
 FILTERS: tuple[int, ...]  # the shape of the convolution's weight
 GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers among the constants
-SIZE: list[int]  # the convolution's
+SIZE: tuple[int, ...]  # the convolution's
 OWN: str  # the parameter by channel that is the model's own, or ""
 TENSORS: int  # how many of the operator's arguments are tensors
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
@@ -45,14 +45,8 @@ def run(model, tensors, constants):
     seen = [
         (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
     ]  # as loader_operators.described
-    tf32 = DEVICE == "cuda"
-    key = (
-        saving,
-        torch.is_autocast_enabled(DEVICE),
-        *constants,
-        *seen,
-        *([_precision(tensors[0])] if tf32 else []),
-    )
+    tf32 = [_precision(tensors[0])] if DEVICE == "cuda" else []
+    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, *tf32
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
             raise RuntimeError(f"ModelNew can't run: {reason}")
@@ -138,6 +132,7 @@ class Plan(SimpleNamespace):
 
 
 def never(*anything) -> bool:
+    """What is asked is not so here."""
     return False
 
 

@@ -42,8 +42,8 @@ _PURE |= {each for each in vars(math).values() if callable(each)}
 _DROPPED = ("torch.compiler.assume_constant_result",)  # decorators
 
 
-class Missing(Exception):
-    """Something that the file does not hold."""
+class Missing(ValueError):
+    """Something is needed that the file can't hold."""
 
 
 class Name(str):
