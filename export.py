@@ -1,11 +1,13 @@
-"""One problem for one device as one file, as KernelBench writes them: to be pasted into a notebook, run, or given to KernelBench's evaluation.
+"""One problem for one device as one file, as KernelBench writes them: to be pasted into a notebook, run, or
+given to KernelBench's evaluation.
 
     python export.py conv2d_min_add_multiply > cell.py                         # the fused kernels, for a GPU
     python export.py conv2d_min_add_multiply --device cpu -o cell.py           # those of the CPU
 
-The file is written from the repository's sources: the reference Model as it is, the kernels with all their headers (export_kernels.py),
-and the functions of the problem's module and of export_plumbing.py with all of ours that they need, specialised for this device and the
-sizes of get_inputs (export_python.py), without what is then not read any more (export_layout.py). It takes any batch of these sizes.
+The file is written from the repository's sources: the reference Model as it is, the kernels with all their
+headers (export_kernels.py), and the functions of the problem's module and of export_plumbing.py with all of
+ours that they need, specialised for this device and the sizes of get_inputs (export_python.py), without what
+is then not read any more (export_layout.py). It takes any batch of these sizes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ LINES = 250  # beside the kernels
 def cell(
     name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32
 ) -> str:
-    """The text of the file. Raises KeyError for an unknown name, ValueError where there is no such variant on such a device."""
+    """The text of the file. Raises KeyError for an unknown name, ValueError where there is no such variant on
+    such a device."""
     if name not in models.PROBLEMS:
         raise KeyError(f"expected one of {', '.join(models.PROBLEMS)}, got {name}")
     problem, variant = models.PROBLEMS[name], variant or ("fused" if device == "cuda" else "epilogue")
@@ -69,7 +72,7 @@ def cell(
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- the problem's part
+# ----------------------------------------------------------------------------------------- the problem's part
 
 
 def _program(
@@ -124,7 +127,8 @@ def _program(
 
 
 def _known_of_arguments(cls: type, x: dict, weight: dict, operands: int, numbers: dict[str, object]) -> dict:
-    """What is known of a problem's Arguments: x, weight, the dtype of other parameters, and the numbers that are no real ones."""
+    """What is known of a problem's Arguments: x, weight, the dtype of other parameters, and the numbers that
+    are no real ones."""
     known = {"fields": cls._fields, ".x": x, ".weight": weight}
     known |= {f".{name}": {".dtype": x[".dtype"]} for name in cls._fields[2 : 1 + operands]}
     fields = zip(cls._fields[len(cls._fields) - len(numbers) :], numbers.values())
@@ -146,8 +150,8 @@ def _known_of_models(model: torch.nn.Module, x: dict, weight: dict, whole: dict[
 
 
 def _fused_obstacle(problem: Problem, model: torch.nn.Module, variant: str, dtype: torch.dtype) -> Callable:
-    """What says why the fused kernels can't run: if they do on the smallest GPU of capability 8.0, only what is older can't. (What has room
-    there has room on the others.)"""
+    """What says why the fused kernels can't run: if they do on the smallest GPU of capability 8.0, only what
+    is older can't. (What has room there has room on the others.)"""
     if variant != "fused":
         return twin.Twin._fused_obstacle  # there is none
     smallest, known = tiling.Device((8, 0), 99 << 10, 1, 1 << 20), tiling.device_properties
@@ -190,7 +194,7 @@ def _forward(problem: Problem) -> list[Callable]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------- the file's parts
+# ------------------------------------------------------------------------------------------- the file's parts
 
 
 def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, modules: set[str]) -> str:

@@ -1,7 +1,9 @@
-"""Definitions by name, out of which nobody knows any more how they came about: without what nobody reads, in order, as text.
+"""Definitions by name, out of which nobody knows any more how they came about: without what nobody reads, in
+order, as text.
 
-A function whose result is one expression is put where it is called, if that is one place, and a value that only the next line reads into
-that line; parameters, attributes and methods that nobody reads go. What calls comes before what is called.
+A function whose result is one expression is put where it is called, if that is one place, and a value that
+only the next line reads into that line; parameters, attributes and methods that nobody reads go. What calls
+comes before what is called.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def _reached(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]
 
 
 def _without_attributes(definitions: dict[str, ast.stmt], nodes: list[ast.AST]) -> None:
-    """Without methods of which nobody reads the name, and what is set, or given to a class, under such a name."""
+    """Without methods of which nobody reads the name, and what is set, or given to a class, under such a
+    name."""
     read = {each.attr for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Load)}
     read |= {"__init__", None}
 
@@ -74,7 +77,8 @@ def _calls(name: str, nodes: Iterable[ast.AST]) -> list[ast.Call]:
 
 
 def _without_parameters(node: ast.stmt, name: str, definitions: dict[str, ast.stmt]) -> None:
-    """Without the parameters that a function, or a class's __init__, does not read, where all that is done with it is to call it."""
+    """Without the parameters that a function, or a class's __init__, does not read, where all that is done
+    with it is to call it."""
     methods = [each for each in getattr(node, "body", []) if getattr(each, "name", "") == "__init__"]
     function, skipped = (methods[0], 1) if methods else (node, 0)
     nodes = [each for node in definitions.values() for each in ast.walk(node)]
@@ -140,7 +144,8 @@ def _without_names(function: ast.FunctionDef) -> bool:
 
 
 def _joined(function: ast.FunctionDef) -> bool:
-    """Puts a value that the next line alone reads, once, in the place of its name, where the line stays short; True if there was one."""
+    """Puts a value that the next line alone reads, once, in the place of its name, where the line stays
+    short; True if there was one."""
     nodes = [*ast.walk(function)]
     uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
     bodies = [getattr(each, name, None) for each in nodes for name in ("body", "orelse")]
@@ -167,7 +172,8 @@ def _surely(node: ast.AST) -> Iterable[ast.AST]:
 
 
 def _inlined(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
-    """With one expression in the place of a call, if there is one: of a function called once, or that but calls another."""
+    """With one expression in the place of a call, if there is one: of a function called once, or that but
+    calls another."""
     nodes = [each for node in definitions.values() for each in ast.walk(node)]
     uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
     for name in [each for each in definitions if each != root]:
@@ -212,7 +218,7 @@ def _opened(node: ast.AST) -> list[ast.AST]:
     return node.value.elts if is_open else [node]
 
 
-# ------------------------------------------------------------------------------------------------------- functions
+# -------------------------------------------------------------------------------------------------- functions
 
 
 def arguments_of(node: ast.AST) -> list[str]:
@@ -303,7 +309,7 @@ def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
     return body[1:] if isinstance(first, ast.Constant) and type(first.value) is str else body
 
 
-# ---------------------------------------------------------------------------------------------------------- text
+# ------------------------------------------------------------------------------------------------------- text
 
 
 def source_of(node: ast.stmt, docstrings: bool = True) -> str:
@@ -329,7 +335,8 @@ def wrapped(line: str) -> str:
 
 
 def _last_break(line: str, least: int, inside: bool) -> int | None:
-    """Where to break: in the outermost brackets that are open, after the last comma that fits, or before the last word."""
+    """Where to break: in the outermost brackets that are open, after the last comma that fits, or before the
+    last word."""
     commas, words = {}, {}
     depth, quote, skip = int(inside), "", False
     for i, char in enumerate(line[:WIDTH]):

@@ -1,7 +1,9 @@
-"""What an exported cell holds beside its problem's own functions: building the kernels, choosing a plan, autograd, reasons why not.
+"""What an exported cell holds beside its problem's own functions: building the kernels, choosing a plan,
+autograd, reasons why not.
 
-export.py copies these functions as text, their names made private, with what they reach. What is declared here without a value stands for
-the problem's own: its plan, forward and backward, the checks of its ModelNew, and what is known when the cell is written.
+export.py copies these functions as text, their names made private, with what they reach. What is declared
+here without a value stands for the problem's own: its plan, forward and backward, the checks of its ModelNew,
+and what is known when the cell is written.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def run(model, tensors, constants):
 
 
 def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
-    """What stands in the kernels' way, or something false for what does not; what comes after an obstacle is not looked at."""
+    """What stands in the kernels' way, or something false for what does not; what comes after an obstacle is
+    not looked at."""
     conv, given = model.conv, {(t.device, t.dtype) for t in [batch, *model.parameters()]}
     yield batch.device.type != DEVICE and f"x is on {batch.device}, its kernels are for {DEVICE}"
     yield given != {(batch.device, DTYPE)} and f"its kernels take {DTYPE}, not {given}"
@@ -71,7 +74,8 @@ def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
 
 
 def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
-    """The one obstacle for fused kernels that a block of any GPU from 8.0 on, of 99 kB of shared memory or more, has room for."""
+    """The one obstacle for fused kernels that a block of any GPU from 8.0 on, of 99 kB of shared memory or
+    more, has room for."""
     return (
         torch.cuda.get_device_capability(batch.device) < (8, 0)
         and "it needs a GPU of capability 8.0 or later"
@@ -109,7 +113,8 @@ class Function(torch.autograd.Function):
 
 
 class Plan(SimpleNamespace):
-    """What need not be decided anew for such arguments, as operators.Plan; parameters by channel have an element for each, results are contiguous."""
+    """What need not be decided anew for such arguments, as operators.Plan; parameters by channel have an
+    element for each, results are contiguous."""
 
     def __init__(self, name, a, parameters, outputs, defines=None, folder=None, **own):
         self._last, self._outputs = 2 + len(parameters), [(shape, dtype) for shape, dtype, *_ in outputs]

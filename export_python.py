@@ -1,16 +1,19 @@
-"""The repository's own functions as definitions of one file, specialised: for a device, a dtype and sizes that are known beforehand.
+"""The repository's own functions as definitions of one file, specialised: for a device, a dtype and sizes
+that are known beforehand.
 
-Each function is taken from its source and gone through with what is known of its parameters. A known value stands in the place of its name; what
-can be computed is, by the functions themselves; a branch never taken goes. What a call gives is known in the function called, as far as
-all its calls agree: where a later one gives something else, all is begun anew, with less known. (export_layout.py takes away what nobody
-reads then.)
+Each function is taken from its source and gone through with what is known of its parameters. A known value
+stands in the place of its name; what can be computed is, by the functions themselves; a branch never taken
+goes. What a call gives is known in the function called, as far as all its calls agree: where a later one
+gives something else, all is begun anew, with less known. (export_layout.py takes away what nobody reads
+then.)
 
-Of an expression whose value isn't known something else may be: `known` is a Value; or a tuple of what is known of its items; or a dict
-of what is known of its attributes and methods, by ".name" and ".name()", which may have "fields", its items' names, and "class",
-whose methods become functions; or None.
+Of an expression whose value isn't known something else may be: `known` is a Value; or a tuple of what is
+known of its items; or a dict of what is known of its attributes and methods, by ".name" and ".name()", which
+may have "fields", its items' names, and "class", whose methods become functions; or None.
 
-It is for programs like ours. Expressions have no side effects, but for calls that stand alone; a parameter's attributes stay what they are;
-our functions that have arguments, all of them known, give the same for the same.
+It is for programs like ours. Expressions have no side effects, but for calls that stand alone; a parameter's
+attributes stay what they are; our functions that have arguments, all of them known, give the same for the
+same.
 """
 
 from __future__ import annotations
@@ -62,8 +65,8 @@ class Value:
 class Program:
     """The definitions that a root function reaches.
 
-    is_ours: is what a module of this name defines written out? bound: what stands for a global, by (module, name), or for a function.
-    known: what is known of a function's parameters, by name, and of a class's instances.
+    is_ours: is what a module of this name defines written out? bound: what stands for a global, by (module,
+    name), or for a function. known: what is known of a function's parameters, by name, and of a class's instances.
     """
 
     def __init__(self, is_ours: Callable[[str], bool], bound: dict, known: dict[object, dict]):
@@ -96,7 +99,7 @@ class Program:
                 self.definitions[name] = ast.Assign([ast.Name(name, ast.Store())], literal(thing))
         return self.names[id(thing)]
 
-    # ------------------------------------------------------------------------------------------------------------ sources
+    # ------------------------------------------------------------------------------------------------ sources
 
     def source(self, function: Callable) -> ast.FunctionDef:
         text = getattr(function, "source", None) or inspect.getsource(inspect.unwrap(function))
@@ -153,7 +156,7 @@ class Program:
         self.is_settled &= owner.get(name) == common
         owner[name] = common
 
-    # -------------------------------------------------------------------------------------------------------------- values
+    # ------------------------------------------------------------------------------------------------- values
 
     def resolve(self, names: dict, name: str) -> ast.Constant:
         """What a global name stands for, out of a module's."""
@@ -168,7 +171,8 @@ class Program:
         return constant(value, f"{getattr(value, '__module__', '')}.{name}")
 
     def attribute(self, node: ast.Attribute) -> ast.expr:
-        """An attribute of a known value. Of others' modules it is known where it is code or a dtype: settings may change."""
+        """An attribute of a known value. Of others' modules it is known where it is code or a dtype: settings
+        may change."""
         owner = node.value.value
         value = getattr(owner, node.attr, Missing)
         if not isinstance(owner, ModuleType) or value is Missing:
@@ -299,7 +303,7 @@ class _Specialiser(ast.NodeTransformer):
             return node
         return self.program.value_of(node) or node
 
-    # --------------------------------------------------------------------------------------------------------- statements
+    # --------------------------------------------------------------------------------------------- statements
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         """One inside another."""
@@ -373,7 +377,8 @@ class _Specialiser(ast.NodeTransformer):
         return [pair for each, own in zip(names, values, strict=True) for pair in self.pairs(each, own)]
 
     def can_stand(self, name: str, value: ast.expr) -> bool:
-        """Can `value` be written wherever its name is? A module's would be longer; how many a parameter has, stays."""
+        """Can `value` be written wherever its name is? A module's would be longer; how many a parameter has,
+        stays."""
         if isinstance(value, ast.List):
             return name not in self.changing and is_literal(value)
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Constant) and value.func.value is len:
@@ -387,7 +392,7 @@ class _Specialiser(ast.NodeTransformer):
             known = known_of(value)
             self.program.join(owner, f".{name}", known if isinstance(known, Value) else None)
 
-    # -------------------------------------------------------------------------------------------------------- expressions
+    # -------------------------------------------------------------------------------------------- expressions
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if not is_read(node):
@@ -506,7 +511,7 @@ class _Specialiser(ast.NodeTransformer):
             return self.visit(node.body if test.value else node.orelse)
         return ast.IfExp(test, self.visit(node.body), self.visit(node.orelse))
 
-    # -------------------------------------------------------------------------------------------------------------- calls
+    # -------------------------------------------------------------------------------------------------- calls
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         known, function = getattr(self.values.get("self"), "known", None), node.func
@@ -599,7 +604,7 @@ class _Specialiser(ast.NodeTransformer):
         }
 
 
-# ------------------------------------------------------------------------------------------------------------------- values
+# ----------------------------------------------------------------------------------------------------- values
 
 
 def constant(value: object, text: str = "") -> ast.Constant:
