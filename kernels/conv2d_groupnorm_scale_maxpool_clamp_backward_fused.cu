@@ -8,12 +8,13 @@
 // With dz = dy·scale where the clamp lets it pass, every position's gradient is affine in v, and one of a
 // window has something more:
 //   dv = slope·dz·[selected] + constant + linear·v
-// slope and linear are of a (sample, group), constant of a (sample, channel). Let X be a position's patch: the
-// inputs of its filter, in units of 8 channels at a tap. Then v = weight·X, and
+// slope and linear are of a (sample, group), constant of a (sample, channel). Let X be a position's patch:
+// the inputs of its filter, in units of 8 channels at a tap. Then v = weight·X, and
 //   d_weight = Σ slope·dz·X + Σ constant·(ΣX) + weight·Σ linear·(ΣXXᵀ),
 // where the first sum goes over windows, and the others over samples. So the dense part needs nothing of dy
 // but its sums, and the sparse one none of them.
-//   strip_kernel, sample_kernel, total_kernel    all of that (…_weight_gradient.cuh)
+//   strip_kernel                     the sums, of a strip of a sample's rows (…_weight_gradient.cuh)
+//   sample_kernel, total_kernel      the gradients that they make (…_merge.cuh)
 // and only where x's gradient is asked for
 //   compose_kernel, input_gradient_kernel, border_kernel    the transposed convolution of dv
 //                                                (…_input_gradient.cuh)
@@ -23,18 +24,20 @@
 // of two: x by the tile in shared memory, dz by channel and row of windows. No more than 8 steps are added up
 // in a tensor core, which cuts off; the rest is in float32.
 //
-// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for a
-// product m16n8k16 (mma.sync) and 8 for a sparse m16n8k32, so that these times are the least, by arithmetic:
+// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for
+// a product m16n8k16 (mma.sync) and 8 for a sparse m16n8k32, so that these times are the least, by
+// arithmetic:
 //   strip_kernel            45 products for 16 positions, 108 sparse ones for two windows, 138 MB: 0.10 ms
-//   input_gradient_kernel   108 for the terms of 16 positions, 30 and 15 of half the depth for 16 pixels of dx,
-//                           206 MB: 0.12 ms
+//   input_gradient_kernel   108 for the terms of 16 positions, 30 and 15 of half the depth for 16 pixels of
+//                           dx, 206 MB: 0.12 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.
-#include "conv2d_groupnorm_scale_maxpool_clamp_weight_gradient.cuh"
+#include "conv2d_groupnorm_scale_maxpool_clamp_merge.cuh"
 
 #ifndef INPUT_COLUMNS  // the plan, as tiling.py makes it; else one for which a source compiles alone
 #define INPUT_COLUMNS 64
 #define INPUT_SHARED InputLayout::kBytes
 #endif
+#include "conv2d_groupnorm_scale_maxpool_clamp_border.cuh"
 #include "conv2d_groupnorm_scale_maxpool_clamp_input_gradient.cuh"
 
 namespace {
@@ -43,7 +46,7 @@ inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const f
                               const uint8_t* index, const float* conv_bias, const float* norm_weight,
                               const float* norm_bias, const float* scale, double low, double high,
                               Geometry geometry, GroupShape shape) {
-  const float* behind = kept + int64_t(shape.N) * shape.C * geometry.pooled_height() * geometry.pooled_width();
+  const float* behind = kept + int64_t(shape.N) * shape.C * geometry.pooled_size();
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(behind, shape.N, shape.C, shape.G);
   return {weight,    dy,          kept,      index, group_mean, group_rstd,
           conv_bias, norm_weight, norm_bias, scale, float(low), float(high)};
@@ -83,8 +86,8 @@ EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight
 }
 
 // dx, after `backward`, of which merged and partial are; what is behind the shift in partial is overwritten.
-// Rows of x are cut into strips of `rows`, a multiple of POOL_H, and columns into tiles of `stride`. The first
-// tile has as many columns of dx as of v, and so has the last; those between have kHaloW fewer.
+// Rows of x are cut into strips of `rows`, a multiple of POOL_H, and columns into tiles of `stride`. The
+// first tile has as many columns of dx as of v, and so has the last; those between have kHaloW fewer.
 EXPORT void backward_input(value_t* dx, const double* merged, float* partial, const output_t* dy,
                            const value_t* x, const value_t* weight, const float* kept, const uint8_t* index,
                            const float* conv_bias, const float* norm_weight, const float* norm_bias,

@@ -1,56 +1,29 @@
 // x's gradient, for conv2d_groupnorm_scale_maxpool_clamp_backward_fused.cu, which explains v, dv and units.
 //
-// dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. One position of a window
-// is selected in a channel, but nearly all in some of 64 channels, so the first part goes through tensor
-// cores like a dense one; its operand is made in registers, from a window's gradients and places. The rest
-// needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of CHANNELS_IN channels
-// to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
+// dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. One position of a
+// window is selected in a channel, but nearly all in some of 64 channels, so the first part goes through
+// tensor cores like a dense one; its operand is made in registers, from a window's gradients and places. The
+// rest needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of CHANNELS_IN
+// channels to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
 //   compose_kernel          that filter, and the products of the filters' taps that make it up
-//   input_gradient_kernel   both parts; of pixels at the border, only the first
-//   border_kernel           the second one there, where only a share of the taps is
+//                           (…_compose.cuh)
+//   input_gradient_kernel   both parts; of pixels at the border, only the first (…_input_operands.cuh: what
+//                           is in shared memory)
+//   border_kernel           the second one there, where only a share of the taps is (…_border.cuh)
+//
 // A warp has 8 columns of dv, all rows of windows one after the other, and all channels. A product's rows are
-// 8 columns of two rows of v, so that terms of a column add up in registers; through shared memory go those
-// for the columns beside it.
+// 8 columns of two rows of v. A position of v reaches KERNEL_W columns of dx: what it adds there is a term.
+// Terms add up in registers down a column of v and, across columns, in shared memory.
 #pragma once
-#include "conv2d_groupnorm_scale_maxpool_clamp_weight_gradient.cuh"
+#include "conv2d_groupnorm_scale_maxpool_clamp_input_operands.cuh"
 
 namespace {
 
-constexpr int kInputColumns = INPUT_COLUMNS;  // of a tile
-constexpr int kInputWarps = kInputColumns / 8, kInputThreads = kInputWarps * 32;
-constexpr int kInputChannels = kPlanes * 8;
-constexpr int kFilterSteps = CHANNELS_OUT / 16;             // products of 16 channels
-constexpr int kHaloH = KERNEL_H - 1, kHaloW = KERNEL_W - 1;  // of dx beyond v, and of x beyond dx
-constexpr int kReachH = 2 * kHaloH + 1, kReachW = 2 * kHaloW + 1;  // of the composed filter
+constexpr int kRowTiles = (POOL_H + 1) / 2;  // of products: two rows each
+// Of the filter's columns, and of products' tiles: those whose sums are in registers together.
+constexpr int kGroupColumns = KERNEL_H > 9 ? 1 : 9 / KERNEL_H < KERNEL_W ? 9 / KERNEL_H : KERNEL_W;
+constexpr int kGroupTiles = KERNEL_H > 9 ? 1 : 2;
 
-// -------------------------------------------------------------------------------------------------- composing
-
-// Operands of products and the like, in the order in which lanes have them; memory that `backward` has used.
-struct Composed {
-  uint4* filters;   // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
-  uint4* composed;  // (N, kPlanes out, kPlanes in, KERNEL_W, kReachH, 32): the filter, scaled by sample
-  float* products;  // (N, kTaps, kDepth, kInputChannels): Σ linear·(a tap's weight)·(a depth's weight)
-  float* constants;  // (N, kTaps, kInputChannels): Σ constant·(a tap's weight)
-  float* levels;     // (N, kInputChannels): those, of all taps
-  float* unscale;    // (CHANNELS_OUT): what undoes the scale of `filters`
-  int* exponents;    // (N): the scale of `composed`
-  static constexpr int kFilters = kFilterSteps * kUnits * 32;
-  static constexpr int kOfSample = kPlanes * kPlanes * KERNEL_W * kReachH * 32;
-  Composed(float* partial, int64_t N)
-      : filters(reinterpret_cast<uint4*>(partial + (N * CHANNELS_IN + 3) / 4 * 4)),  // behind the shift
-        composed(filters + kFilters),
-        products(reinterpret_cast<float*>(composed + N * kOfSample)),
-        constants(products + N * kDepth * kDepth),
-        levels(constants + N * kDepth),
-        unscale(levels + N * kInputChannels),
-        exponents(reinterpret_cast<int*>(unscale + CHANNELS_OUT)) {}
-};
-
-// A lane's share of B, 16×8, from its four values: depths 2t, 2t + 1, 2t + 8, 2t + 9 of the lane's column.
-__device__ __forceinline__ uint4 fragment(const float (&values)[4]) {
-  const Halves first = split(values[0], values[1]), second = split(values[2], values[3]);
-  return make_uint4(first.high, second.high, first.low, second.low);
-}
 // d += a·b, each the sum of two halves.
 __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t (&high)[4],
                                                    const uint32_t (&low)[4], uint4 b) {
@@ -59,448 +32,160 @@ __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t
   multiply_add(d, high, b.x, b.y);
 }
 
-constexpr int kComposeThreads = 768;
-// Channels out that are in shared memory at a time.
-constexpr int kChunk = CHANNELS_OUT <= 64 && kDepth <= 72 ? CHANNELS_OUT : 16;
+// The products for a row of windows, and the rows of dx under it. A thread has one column of v, and of dx,
+// and two channels in of each plane.
+struct InputProducts {
+  const InputTile& tile;
+  const InputStage& operands;
+  unsigned char* const shared;
 
-__device__ __forceinline__ float filter_value(const value_t* weight, int c, int depth) {
-  const value_t* filter = weight + c * (CHANNELS_IN * kTaps);
-  return input_channel(depth) < CHANNELS_IN ? float(filter[place_in_filter(depth)]) : 0.f;
-}
-
-// A lane's four channels of a step lie side by side: the depths of a product may come in any order that is the
-// same for both operands.
-__device__ inline void pack_filters(Composed to, const value_t* weight, int* exponents) {
-  const int lane = threadIdx.x % 32;
-  for (int c = threadIdx.x / 32; c < CHANNELS_OUT; c += kComposeThreads / 32) {
-    float largest = 0;
-    for (int i = lane; i < CHANNELS_IN * kTaps; i += 32)
-      largest = fmaxf(largest, fabsf(float(weight[c * (CHANNELS_IN * kTaps) + i])));
-    const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(largest));
-    exponents[c] = fitting_exponent(__uint_as_float(bits));
-    if (lane == 0) to.unscale[c] = power_of_two(-exponents[c]);
-  }
-  __syncthreads();  // all exponents are there
-  for (int i = threadIdx.x; i < Composed::kFilters; i += kComposeThreads) {
-    const int own = i % 32, depth = i / 32 % kUnits * 8 + own / 4, first = i / 32 / kUnits * 16 + own % 4 * 4;
-    float values[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-      values[k] = filter_value(weight, first + k, depth) * power_of_two(exponents[first + k]);
-    to.filters[i] = fragment(values);
-  }
-}
-
-// A block per sample, and one for what all of them share.
-__global__ void __launch_bounds__(kComposeThreads)
-compose_kernel(Composed to, const value_t* weight, Merged merged, GroupShape shape) {
-  __shared__ float chunk[kChunk][kDepth];
-  __shared__ float linear[kChunk];
-  __shared__ int exponents[CHANNELS_OUT];
-  __shared__ int largest;
-  const int n = blockIdx.x;
-  if (n == shape.N) {
-    pack_filters(to, weight, exponents);
-    return;
-  }
-  if (threadIdx.x == 0) largest = 0;
-  float* const products = to.products + int64_t(n) * kDepth * kDepth;
-  float* const constants = to.constants + int64_t(n) * kDepth;
-  for (int first = 0; first < kTaps * kDepth; first += kComposeThreads) {
-    const int item = first + threadIdx.x, tap = item / kDepth, depth = item % kDepth;
-    double sum[kInputChannels] = {}, constant = 0;
-    for (int c = 0; c < CHANNELS_OUT; c += kChunk) {
-      __syncthreads();  // the last chunk has been read
-      for (int i = threadIdx.x; i < kChunk * kDepth; i += kComposeThreads)
-        chunk[i / kDepth][i % kDepth] = filter_value(weight, c + i / kDepth, i % kDepth);
-      if (threadIdx.x < kChunk)
-        linear[threadIdx.x] = float(merged.linear[n * shape.G + (c + threadIdx.x) / shape.channels()]);
-      __syncthreads();  // this one is there
-      if (item >= kTaps * kDepth) continue;
-#pragma unroll 4
-      for (int begin = 0; begin < kChunk; begin += 4) {  // in float32; the rest in double
-        float part[kInputChannels] = {};
-#pragma unroll
-        for (int k = begin; k < begin + 4; k++) {
-          const float factor = linear[k] * chunk[k][depth];
-#pragma unroll
-          for (int i = 0; i < kInputChannels; i++)
-            part[i] += factor * chunk[k][(i / 8 * kTaps + tap) * 8 + i % 8];
-        }
-#pragma unroll
-        for (int i = 0; i < kInputChannels; i++) sum[i] += part[i];
-      }
-      if (item < kDepth)
-        for (int k = 0; k < kChunk; k++)
-          constant += merged.constant[n * CHANNELS_OUT + c + k] * chunk[k][depth];
-    }
-    if (item >= kTaps * kDepth) continue;
-#pragma unroll
-    for (int i = 0; i < kInputChannels; i++) products[item * kInputChannels + i] = float(sum[i]);
-    if (item < kDepth)  // a unit's plane and tap
-      constants[depth / 8 % kTaps * kInputChannels + depth / 8 / kTaps * 8 + depth % 8] = float(constant);
-  }
-  __syncthreads();  // all products are there, and constants
-  if (threadIdx.x < kInputChannels) {
-    double level = 0;
-    for (int tap = 0; tap < kTaps; tap++) level += constants[tap * kInputChannels + threadIdx.x];
-    to.levels[n * kInputChannels + threadIdx.x] = float(level);
-  }
-  // The composed filter where its taps are `row` and `column` more than those of v's position.
-  const auto value = [&](int channel, int from, int row, int column) {
-    double sum = 0;
-    for (int tap = 0; tap < kTaps; tap++) {
-      const int h = tap / KERNEL_W + row - kHaloH, w = tap % KERNEL_W + column - kHaloW;
-      if (unsigned(h) < KERNEL_H && unsigned(w) < KERNEL_W)
-        sum += products[(tap * kDepth + (from / 8 * kTaps + h * KERNEL_W + w) * 8 + from % 8) *
-                            kInputChannels + channel];
-    }
-    return float(sum);
-  };
-  // Depths of a product: 8 channels at one column, and at the next.
-  const auto for_fragments = [&](auto act) {
-    for (int i = threadIdx.x; i < Composed::kOfSample; i += kComposeThreads) {
-      const int lane = i % 32, row = i / 32 % kReachH, column = i / 32 / kReachH % KERNEL_W * 2;
-      const int planes = i / 32 / kReachH / KERNEL_W;
-      const int channel = planes / kPlanes * 8 + lane / 4, from = planes % kPlanes * 8 + lane % 4 * 2;
-      float values[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) values[k] = value(channel, from + k % 2, row, column + k / 2);
-      act(i, values);
-    }
-  };
-  for_fragments([&](int, const float(&values)[4]) {
-    float magnitude = 0;
-    for (float each : values) magnitude = fmaxf(magnitude, fabsf(each));
-    atomicMax(&largest, __float_as_int(magnitude));
-  });
-  __syncthreads();  // complete
-  const int exponent = fitting_exponent(__int_as_float(largest));
-  if (threadIdx.x == 0) to.exponents[n] = exponent;
-  for_fragments([&](int i, float(&values)[4]) {
-    for (float& each : values) each *= power_of_two(exponent);
-    to.composed[int64_t(n) * Composed::kOfSample + i] = fragment(values);
-  });
-}
-
-// ----------------------------------------------------------------------------------------------------- a tile
-
-constexpr int kInputWindows = kInputColumns / POOL_W + 2;  // above a tile, which may cut two of them
-constexpr int kQuads = CHANNELS_OUT / 4, kSlotPitch = kQuads + 1;  // odd, so no bank conflicts
-constexpr int kRing = POOL_H + 2 * kHaloH;                      // rows of x
-constexpr int kRingColumns = kInputColumns + 2 * kHaloW;
-constexpr int kRingRow = kRingColumns * 16, kRingPlane = kRing * kRingRow, kRingPart = kPlanes * kRingPlane;
-constexpr int kRowTiles = (POOL_H + 1) / 2;  // of products: two rows each
-constexpr int kSumRows = POOL_H + kHaloH;    // of dx under a row of windows
-constexpr int kGroupColumns = KERNEL_H > 9 ? 1 : 9 / KERNEL_H < KERNEL_W ? 9 / KERNEL_H : KERNEL_W;
-constexpr int kGroupTiles = KERNEL_H > 9 ? 1 : 2;  // of products, whose sums are in registers together
-constexpr int kNoItem = 1 << 20;                   // of a tile's windows
-constexpr int kOfZeros = 126;                      // exponent
-
-constexpr int kSlots = kInputWindows * kSlotPitch;
-
-struct InputLayout {  // of shared memory: where each part begins
-  static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
-  static constexpr int kValues = kPixels + 2 * kRingPart;
-  static constexpr int kPlaces = kValues + kSlots * 16, kTerms = kPlaces + kSlots * 8;
-  static constexpr int kTermPlane = kSumRows * kRingColumns * 8;  // float32 of a plane and a filter's column
-  static constexpr int kBytes = kTerms + kPlanes * KERNEL_W * kTermPlane * 4;
-};
-static_assert(InputLayout::kBytes == INPUT_SHARED, "what was planned with");
-
-// A place in a ring, for one less than twice as large.
-template <int kSize> __device__ __forceinline__ int wrapped(int at) {
-  return int(min(unsigned(at), unsigned(at - kSize)));
-}
-
-// Two places as float16 that are not zero and normal, so that one instruction compares both.
-__device__ __forceinline__ uint32_t pair_of(int first, int second) {
-  return 0x3c003c00 | first | second << 16;
-}
-__device__ __forceinline__ uint32_t equal_halves(uint32_t a, uint32_t b) {
-  return __heq2_mask(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-}
-
-// dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of
-// POOL_H; tiles of `stride` columns; samples, the first fastest.
-__global__ void __launch_bounds__(kInputThreads, 2)
-input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Saved saved,
-                      GroupShape shape, Geometry geometry, int tiles, int stride) {
-#if __CUDA_ARCH__ >= 800
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ int largest[2][2];  // magnitudes of gradients and of x, as bits; rows of windows take turns
-  __shared__ Channel channels[CHANNELS_OUT];
-  __shared__ float unscale[CHANNELS_OUT];
-  __shared__ int composed_exponent;
-  __shared__ float levels[kInputChannels];
-  __shared__ float shifts[kInputChannels];
-  const uint4* const filters = reinterpret_cast<const uint4*>(shared);
-  const uint4* const composed_filter = reinterpret_cast<const uint4*>(shared + InputLayout::kComposed);
-  unsigned char* const pixels = shared + InputLayout::kPixels;
-  uint4* const held_values = reinterpret_cast<uint4*>(shared + InputLayout::kValues);
-  uint2* const held_places = reinterpret_cast<uint2*>(shared + InputLayout::kPlaces);
-  float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
-  // Uniform, so that they take no registers of threads.
-  const auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };
-  const int strip = uniform(blockIdx.x % geometry.strips), job = uniform(blockIdx.x / geometry.strips);
-  const int tile = uniform(job % tiles), n = uniform(job / tiles);
-  const int height = geometry.height(), width = geometry.width();
-  const int64_t plane_size = int64_t(geometry.H) * geometry.W;
-  const value_t* sample = x + int64_t(n) * CHANNELS_IN * plane_size;
-  const int64_t pooled_size = int64_t(geometry.pooled_height()) * geometry.pooled_width();
-  // Rows of x that are written; columns likewise. The tile's first column of v, and how much further right
-  // the first of x is: the first tile has all columns of v that it needs from its own on, others end with
-  // them.
-  const int row_begin = strip * geometry.rows, row_end = min(geometry.H, row_begin + geometry.rows);
-  const int column_begin = tile * stride, column_end = min(geometry.W, column_begin + stride);
-  const int ahead = tile ? kHaloW : 0, first_column = column_begin - ahead;
-  const int first_window = first_column / POOL_W;
-  const int last_window = (first_column + kInputColumns - 1) / POOL_W;
-  const int windows = min(last_window + 1, geometry.pooled_width()) - first_window;
-
-  for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
-    reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
-  for (int i = threadIdx.x; i < Composed::kOfSample; i += kInputThreads)
-    reinterpret_cast<uint4*>(shared + InputLayout::kComposed)[i] =
-        composed.composed[int64_t(n) * Composed::kOfSample + i];
-  for (int c = threadIdx.x; c < CHANNELS_OUT; c += kInputThreads)
-    channels[c] = channel_of(saved, shape, n, c), unscale[c] = composed.unscale[c];
-  // Zeros where no window is, and beside the tile's columns.
-  for (int i = threadIdx.x; i < (InputLayout::kBytes - InputLayout::kValues) / 4; i += kInputThreads)
-    reinterpret_cast<uint32_t*>(shared + InputLayout::kValues)[i] = 0;
-  if (threadIdx.x < kInputChannels) {
-    levels[threadIdx.x] = composed.levels[n * kInputChannels + threadIdx.x];
-    shifts[threadIdx.x] = threadIdx.x < CHANNELS_IN ? shift[n * CHANNELS_IN + threadIdx.x] : 0.f;
-  }
-  if (threadIdx.x < 4) (&largest[0][0])[threadIdx.x] = 0;
-  if (threadIdx.x == 0) composed_exponent = composed.exponents[n];
-  __syncthreads();  // all of that is there
-
-  // What a thread has of a row of windows: four channels of one. Its loads, and what becomes of it in shared
-  // memory; returns the largest magnitude.
-  struct Gradients {
-    float dy[4], extreme[4];
-    int place[4];
-  };
-  const auto load_gradients = [&](int item, int window_row) {
-    const int window = item % 16 + item / (16 * kQuads) * 16, quad = item / 16 % kQuads;
-    const int64_t first = (int64_t(n) * CHANNELS_OUT + quad * 4) * pooled_size +
-                          int64_t(window_row) * geometry.pooled_width() + first_window + window;
-    Gradients raw;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int64_t at = window < windows ? first + i * pooled_size : 0;
-      raw.dy[i] = float(saved.dy[at]), raw.extreme[i] = saved.extreme[at], raw.place[i] = saved.index[at];
-    }
-    return raw;
-  };
-  const auto hold_gradients = [&](int item, const Gradients& raw, float factor) {
-    const int window = item % 16 + item / (16 * kQuads) * 16, quad = item / 16 % kQuads;
-    if (window >= windows) return 0.f;
-    float gradients[4], unused[3] = {}, magnitude = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int c = quad * 4 + i;
-      gradients[i] = unscale[c] * selected_gradient(saved, channels[c], raw.dy[i], raw.extreme[i], unused);
-      magnitude = fmaxf(magnitude, fabsf(gradients[i]));
-    }
-    const Halves halves[2] = {split(gradients[0] * factor, gradients[1] * factor),
-                              split(gradients[2] * factor, gradients[3] * factor)};
-    const int slot = window * kSlotPitch + quad;
-    held_values[slot] = make_uint4(halves[0].high, halves[1].high, halves[0].low, halves[1].low);
-    held_places[slot] = make_uint2(pair_of(raw.place[0], raw.place[1]), pair_of(raw.place[2], raw.place[3]));
-    return magnitude;
-  };
-  // Likewise the pixel `item` of the rows of x from `begin` on, less the shift; zeros outside of x.
-  struct Pixel {
-    float values[kInputChannels];
-    bool inside;
-  };
-  const auto load_pixel = [&](int item, int begin) {
-    const int row = begin + item / kRingColumns, column = column_begin - kHaloW + item % kRingColumns;
-    const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
-    const value_t* from = sample + (inside ? int64_t(row) * geometry.W + column : 0);
-    Pixel pixel;
-    pixel.inside = inside;
-#pragma unroll
-    for (int c = 0; c < kInputChannels; c++)
-      pixel.values[c] = c < CHANNELS_IN ? float(from[c * plane_size]) : 0.f;
-    return pixel;
-  };
-  const auto hold_pixel = [&](int item, int begin, const Pixel& pixel, float factor) {
-    unsigned char* const to =
-        pixels + (begin + item / kRingColumns + kRing) % kRing * kRingRow + item % kRingColumns * 16;
-    float magnitude = 0;
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; plane++) {
-      Halves halves[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int c = plane * 8 + 2 * i;
-        const float first = pixel.inside ? pixel.values[c] - shifts[c] : 0.f;
-        const float second = pixel.inside ? pixel.values[c + 1] - shifts[c + 1] : 0.f;
-        halves[i] = split(first * factor, second * factor);
-        magnitude = fmaxf(magnitude, fmaxf(fabsf(first), fabsf(second)));
-      }
-      *reinterpret_cast<uint4*>(to + plane * kRingPlane) =
-          make_uint4(halves[0].high, halves[1].high, halves[2].high, halves[3].high);
-      *reinterpret_cast<uint4*>(to + plane * kRingPlane + kRingPart) =
-          make_uint4(halves[0].low, halves[1].low, halves[2].low, halves[3].low);
-    }
-    return magnitude;
-  };
-  // All of a row of windows, or of the rows of x from `begin` on, from a thread's `item` on.
-  const auto stage_gradients = [&](int item, int window_row, float factor) {
-    float magnitude = 0;
-#pragma unroll 1
-    for (; item < (windows + 15) / 16 * 16 * kQuads; item += kInputThreads)
-      magnitude = fmaxf(magnitude, hold_gradients(item, load_gradients(item, window_row), factor));
-    return magnitude;
-  };
-  const auto stage_pixels = [&](int item, int begin, int count, float factor) {
-    float magnitude = 0;
-#pragma unroll 1
-    for (; item < count; item += kInputThreads)
-      magnitude = fmaxf(magnitude, hold_pixel(item, begin, load_pixel(item, begin), factor));
-    return magnitude;
-  };
-  const auto publish = [&](int* to, float magnitude) {
-    const unsigned of_warp = __reduce_max_sync(~0u, __float_as_uint(magnitude));
-    if (threadIdx.x % 32 == 0) atomicMax(to, int(of_warp));
-  };
-  // Does the scale hold what is that large? If not, one that has room for more.
-  const auto outgrown = [&](int& exponent, int magnitude) {
-    const float largest = __int_as_float(magnitude);
-    if (uniform(largest == 0 || fitting_exponent(largest) >= exponent)) return false;
-    exponent = uniform(fitting_exponent(largest, kTop - 2));
-    return true;
-  };
-
-  int exponent = kOfZeros, x_exponent = kOfZeros;
-  const int first_row = max(0, row_begin - kHaloH) / POOL_H * POOL_H;
-  // What products read for the rows from `row` on, by the scales that there are: few rows outgrow them. A
-  // thread's first loads are under way before the products of the rows before have been added up.
-  struct Ahead {
-    Gradients gradients;
-    Pixel pixels[2];
-  };
-  const auto is_pooled = [&](int row) { return row < row_end && row / POOL_H < geometry.pooled_height(); };
-  const auto first_of_x = [&](int row) { return row <= row_begin ? row - kHaloH : row + kHaloH; };
-  const auto load_ahead = [&](int row) {
-    const int item = thread_index_anew(), begin = first_of_x(row);
-    return Ahead{load_gradients(is_pooled(row) ? item : kNoItem, row / POOL_H),
-                 {load_pixel(item, begin), load_pixel(item + kInputThreads, begin)}};
-  };
-  const auto stage = [&](int row, const Ahead& ahead) {
-    const int item = thread_index_anew(), turn = row / POOL_H % 2, begin = first_of_x(row);
-    const int count = row >= row_begin ? (row + POOL_H + kHaloH - begin) * kRingColumns : 0;
-    const float factor = power_of_two(exponent), x_factor = power_of_two(x_exponent);
-    float magnitude = 0, of_x = 0;
-    if (is_pooled(row))
-      magnitude = fmaxf(hold_gradients(item, ahead.gradients, factor),
-                        stage_gradients(item + kInputThreads, row / POOL_H, factor));
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int own = item + i * kInputThreads;
-      if (own < count) of_x = fmaxf(of_x, hold_pixel(own, begin, ahead.pixels[i], x_factor));
-    }
-    of_x = fmaxf(of_x, stage_pixels(item + 2 * kInputThreads, begin, count, x_factor));
-    publish(&largest[turn][0], magnitude), publish(&largest[turn][1], of_x);
-  };
-  // After a barrier: the same anew if they did.
-  const auto rescale = [&](int row) {
-    const int turn = row / POOL_H % 2, item = thread_index_anew();
-    const bool again = outgrown(exponent, largest[turn][0]), x_again = outgrown(x_exponent, largest[turn][1]);
-    if (again) stage_gradients(item, row / POOL_H, power_of_two(exponent));
-    if (x_again) stage_pixels(item, row - kHaloH, kRing * kRingColumns, power_of_two(x_exponent));
-    if (again || x_again) __syncthreads();  // all of that is there
-  };
-  // Row r of terms from `row` on, of the filter's column kw, for this thread's column of v and two channels.
-  const auto term = [&](int plane, int kw, int row, int r) {
+  // Row r of terms from `row` on, of the filter's column kw, for this thread.
+  __device__ __forceinline__ float2* term(int plane, int kw, int row, int r) const {
+    float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
     return reinterpret_cast<float2*>(terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
                                      wrapped<kSumRows>(row % kSumRows + r) * (kRingColumns * 8) + kHaloW * 8 +
                                      2 * thread_index_anew());
-  };
-  // Terms of selected positions, from the rows of windows at `row`.
-  const auto add_selected = [&](int row) {
-    const int window_row = row / POOL_H;
-    const int lane = thread_index_anew() % 32, own_column = first_column + thread_index_anew() / 4;
-    const int own_slot = (own_column / POOL_W - first_window) * kSlotPitch + lane % 4;
-    const uint4* const own_values = held_values + own_slot;
-    const uint2* const own_places = held_places + own_slot;
-    const float unscale_terms = power_of_two(-exponent);
-    for_constants<kPlanes>([&](auto plane_constant) {
-      constexpr int plane = decltype(plane_constant)::value;
-      for_constants<(KERNEL_W + kGroupColumns - 1) / kGroupColumns>([&](auto group_constant) {
-        constexpr int first_kw = decltype(group_constant)::value * kGroupColumns;
-        constexpr int kColumns = KERNEL_W - first_kw < kGroupColumns ? KERNEL_W - first_kw : kGroupColumns;
-        float sums[kColumns][kSumRows][2];
-#pragma unroll
-        for (int i = 0; i < kColumns * kSumRows * 2; i++) (&sums[0][0][0])[i] = -0.f;  // adds nothing
-        if (window_row < geometry.pooled_height())
-#pragma unroll
-          for (int first = 0; first < POOL_H; first += 2 * kGroupTiles) {
-            float d[kColumns][KERNEL_H][kGroupTiles][4];
-#pragma unroll
-            for (int i = 0; i < kColumns * KERNEL_H * kGroupTiles * 4; i++) (&d[0][0][0][0])[i] = 0;
-            const uint32_t place = pair_of(own_column % POOL_W, own_column % POOL_W);
-#pragma unroll 1  // more take more registers than there are
-            for (int step = 0; step < kFilterSteps; step++) {
-              const uint4 values = own_values[step * 4];
-              const uint2 places = own_places[step * 4];
-              uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
-#pragma unroll
-              for (int m = 0; m < kGroupTiles; m++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                  const uint32_t own = place + (first + 2 * m + half) * POOL_W * 0x10001;
-                  const uint32_t here = equal_halves(places.x, own), next = equal_halves(places.y, own);
-                  high[m][half] = values.x & here, high[m][half + 2] = values.y & next;
-                  low[m][half] = values.z & here, low[m][half + 2] = values.w & next;
-                }
-#pragma unroll
-              for (int kw = 0; kw < kColumns; kw++)
-#pragma unroll
-                for (int kh = 0; kh < KERNEL_H; kh++) {
-                  const int unit = plane * kTaps + kh * KERNEL_W + first_kw + kw;
-                  const uint4 b = filters[(step * kUnits + unit) * 32 + lane];
-#pragma unroll
-                  for (int m = 0; m < kGroupTiles; m++)
-                    if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], low[m], b.x, b.y);
-#pragma unroll
-                  for (int m = 0; m < kGroupTiles; m++)
-                    if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.z, b.w);
-#pragma unroll
-                  for (int m = 0; m < kGroupTiles; m++)
-                    if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.x, b.y);
-                }
-            }
-#pragma unroll
-            for (int kw = 0; kw < kColumns; kw++)
-#pragma unroll
-              for (int kh = 0; kh < KERNEL_H; kh++)
-#pragma unroll
-                for (int i = 0; i < kGroupTiles * 4; i++) {
-                  const int of_window = first + i / 2;  // row
-                  if (of_window < POOL_H) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
-                }
-          }
-#pragma unroll
-        for (int kw = 0; kw < kColumns; kw++)
-#pragma unroll
-          for (int r = 0; r < kSumRows; r++) {
-            float2* const to = term(plane, first_kw + kw, row, r);
-            const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
-            *to = make_float2(before.x + sums[kw][r][0] * unscale_terms,
-                              before.y + sums[kw][r][1] * unscale_terms);
-          }
+  }
+
+  // The terms of selected positions, from the row of windows at `row`.
+  __device__ __forceinline__ void add_selected(int row) const {
+    for_constants<kPlanes>([&](auto plane) {
+      for_constants<(KERNEL_W + kGroupColumns - 1) / kGroupColumns>([&](auto group) {
+        add_selected<decltype(plane)::value, decltype(group)::value * kGroupColumns>(row);
       });
     });
-  };
+  }
+
   // The composed filter's share of as many rows of dx, on top of the terms that this thread reads, too.
-  const auto add_composed = [&](int row) {
+  __device__ __forceinline__ void add_composed(int row) const {
     float dense[kPlanes][kRowTiles][4] = {};
-    const int ring_row = (row - kHaloH + kRing) % kRing;  // where row - kHaloH is
+    multiply_composed(dense, (row - kHaloH + kRing) % kRing);
+    const PowerOfTwo unscale_dense(-(operands.x_exponent + operands.storage.composed_exponent));
+    const int thread = thread_index_anew(), own_x = tile.first_column + tile.ahead + thread / 4;
+    if (kHaloW <= own_x && own_x < tile.width)
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; plane++)
+#pragma unroll
+      for (int r = 0; r < POOL_H; r++) {
+        if (row + r < kHaloH || row + r >= tile.height) continue;
+        float2* const to = term(plane, tile.ahead, row, r);
+        const float* own = dense[plane][r / 2] + r % 2 * 2;
+        const float* level = operands.storage.levels + plane * 8 + thread % 4 * 2;
+        *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
+                          to->y + (unscale_dense(own[1]) + level[1]));
+      }
+  }
+
+  // Those rows of dx, whose terms are complete.
+  __device__ __forceinline__ void write(value_t* dx, int row) const {
+    const Geometry& geometry = tile.geometry;
+    const int thread = thread_index_anew(), own_x = tile.first_column + tile.ahead + thread / 4;
+    if (own_x >= tile.column_end) return;
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; plane++) {
+      const int c = plane * 8 + thread % 4 * 2;
+      const int64_t of_channel = (int64_t(tile.n) * CHANNELS_IN + c) * geometry.plane_size();
+      value_t* to = dx + of_channel + int64_t(row) * geometry.W + own_x;
+#pragma unroll
+      for (int r = 0; r < POOL_H; r++, to += geometry.W) {
+        float2 sum = make_float2(0, 0);
+#pragma unroll
+        for (int kw = 0; kw < KERNEL_W; kw++) {
+          const float2 one = term(plane, kw, row, r)[(tile.ahead - kw) * 4];
+          sum.x += one.x, sum.y += one.y;
+        }
+        if (row + r >= geometry.H) continue;
+        if (c < CHANNELS_IN) to[0] = value_t(sum.x);
+        if (c + 1 < CHANNELS_IN) to[geometry.plane_size()] = value_t(sum.y);
+      }
+    }
+  }
+
+ private:
+  // Those of a plane of channels in, and of the filter's columns from kFirst on.
+  template <int kPlane, int kFirst> __device__ __forceinline__ void add_selected(int row) const {
+    constexpr int kCount = KERNEL_W - kFirst < kGroupColumns ? KERNEL_W - kFirst : kGroupColumns;
+    const float unscale = power_of_two(-operands.exponent);
+    float sums[kCount][kSumRows][2];
+#pragma unroll
+    for (int i = 0; i < kCount * kSumRows * 2; i++) (&sums[0][0][0])[i] = -0.f;  // adds nothing
+    if (row / POOL_H < tile.geometry.pooled_height())
+#pragma unroll
+      for (int first = 0; first < POOL_H; first += 2 * kGroupTiles) {
+        float d[kCount][KERNEL_H][kGroupTiles][4];
+        multiply_selected<kPlane, kFirst>(d, first);
+#pragma unroll
+        for (int kw = 0; kw < kCount; kw++)
+#pragma unroll
+          for (int kh = 0; kh < KERNEL_H; kh++)
+#pragma unroll
+            for (int i = 0; i < kGroupTiles * 4; i++) {
+              const int of_window = first + i / 2;  // row
+              if (of_window < POOL_H) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
+            }
+      }
+#pragma unroll
+    for (int kw = 0; kw < kCount; kw++)
+#pragma unroll
+      for (int r = 0; r < kSumRows; r++) {
+        float2* const to = term(kPlane, kFirst + kw, row, r);
+        const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
+        *to = make_float2(before.x + sums[kw][r][0] * unscale, before.y + sums[kw][r][1] * unscale);
+      }
+  }
+
+  // d = the products of the windows' gradients at their rows from `first` on, by column and row of the
+  // filter and pair of rows.
+  template <int kPlane, int kFirst, int kCount>
+  __device__ __forceinline__ void multiply_selected(float (&d)[kCount][KERNEL_H][kGroupTiles][4],
+                                                    int first) const {
+    const uint4* const filters = reinterpret_cast<const uint4*>(shared);
+    const int lane = thread_index_anew() % 32, column = tile.first_column + thread_index_anew() / 4;
+    const int slot = (column / POOL_W - tile.first_window) * kSlotPitch + lane % 4;
+    const uint4* const values_at = reinterpret_cast<const uint4*>(shared + InputLayout::kValues) + slot;
+    const uint2* const places_at = reinterpret_cast<const uint2*>(shared + InputLayout::kPlaces) + slot;
+    const uint32_t place = pair_of(column % POOL_W, column % POOL_W);
+#pragma unroll
+    for (int i = 0; i < kCount * KERNEL_H * kGroupTiles * 4; i++) (&d[0][0][0][0])[i] = 0;
+#pragma unroll 1  // more take more registers than there are
+    for (int step = 0; step < kFilterSteps; step++) {
+      const uint4 values = values_at[step * 4];
+      const uint2 places = places_at[step * 4];
+      uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
+#pragma unroll
+      for (int m = 0; m < kGroupTiles; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const uint32_t own = place + (first + 2 * m + half) * POOL_W * 0x10001;
+          const uint32_t here = equal_halves(places.x, own), next = equal_halves(places.y, own);
+          high[m][half] = values.x & here, high[m][half + 2] = values.y & next;
+          low[m][half] = values.z & here, low[m][half + 2] = values.w & next;
+        }
+#pragma unroll
+      for (int kw = 0; kw < kCount; kw++)
+#pragma unroll
+        for (int kh = 0; kh < KERNEL_H; kh++) {
+          const int unit = kPlane * kTaps + kh * KERNEL_W + kFirst + kw;
+          const uint4 b = filters[(step * kUnits + unit) * 32 + lane];
+#pragma unroll
+          for (int m = 0; m < kGroupTiles; m++)
+            if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], low[m], b.x, b.y);
+#pragma unroll
+          for (int m = 0; m < kGroupTiles; m++)
+            if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.z, b.w);
+#pragma unroll
+          for (int m = 0; m < kGroupTiles; m++)
+            if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.x, b.y);
+        }
+    }
+  }
+
+  // Adds the products of the composed filter and x for POOL_H rows of dx, the first of which needs x from
+  // ring_row on.
+  __device__ __forceinline__ void multiply_composed(float (&dense)[kPlanes][kRowTiles][4],
+                                                    int ring_row) const {
+    const uint4* const composed_filter = reinterpret_cast<const uint4*>(shared + InputLayout::kComposed);
+    unsigned char* const pixels = shared + InputLayout::kPixels;
 #pragma unroll
     for (int from = 0; from < kPlanes; from++) {
       constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
@@ -546,226 +231,57 @@ input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Compose
         }
       }
     }
-    const PowerOfTwo unscale_dense(-(x_exponent + composed_exponent));
-    const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
-    if (kHaloW <= own_x && own_x < width)
-#pragma unroll
-      for (int plane = 0; plane < kPlanes; plane++)
-#pragma unroll
-        for (int r = 0; r < POOL_H; r++) {
-          if (row + r < kHaloH || row + r >= height) continue;
-          float2* const to = term(plane, ahead, row, r);
-          const float* own = dense[plane][r / 2] + r % 2 * 2;
-          const float* level = levels + plane * 8 + thread % 4 * 2;
-          *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
-                            to->y + (unscale_dense(own[1]) + level[1]));
-        }
-  };
-  const auto write = [&](int row) {
-    const int thread = thread_index_anew(), own_x = first_column + ahead + thread / 4;
-    if (own_x < column_end)
-#pragma unroll
-      for (int plane = 0; plane < kPlanes; plane++) {
-        const int c = plane * 8 + thread % 4 * 2;
-        value_t* to = dx + (int64_t(n) * CHANNELS_IN + c) * plane_size + int64_t(row) * geometry.W + own_x;
-#pragma unroll
-        for (int r = 0; r < POOL_H; r++, to += geometry.W) {
-          float2 sum = make_float2(0, 0);
-#pragma unroll
-          for (int kw = 0; kw < KERNEL_W; kw++) {
-            const float2 one = term(plane, kw, row, r)[(ahead - kw) * 4];
-            sum.x += one.x, sum.y += one.y;
-          }
-          if (row + r >= geometry.H) continue;
-          if (c < CHANNELS_IN) to[0] = value_t(sum.x);
-          if (c + 1 < CHANNELS_IN) to[plane_size] = value_t(sum.y);
-        }
-      }
-  };
-  Ahead next = load_ahead(first_row);
-  for (int row = first_row; row < row_end; row += POOL_H) {
-    stage(row, next);
+  }
+};
+
+// Everything that stays in shared memory; zeros where no window is, and beside the tile's columns.
+__device__ __forceinline__ void fill_shared(unsigned char* shared, InputStorage& storage,
+                                            const Composed& composed, const float* shift, const Saved& saved,
+                                            const GroupShape& shape, int n) {
+  for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
+    reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
+  for (int i = threadIdx.x; i < Composed::kOfSample; i += kInputThreads)
+    reinterpret_cast<uint4*>(shared + InputLayout::kComposed)[i] =
+        composed.composed[int64_t(n) * Composed::kOfSample + i];
+  for (int c = threadIdx.x; c < CHANNELS_OUT; c += kInputThreads)
+    storage.channels[c] = channel_of(saved, shape, n, c), storage.unscale[c] = composed.unscale[c];
+  for (int i = threadIdx.x; i < (InputLayout::kBytes - InputLayout::kValues) / 4; i += kInputThreads)
+    reinterpret_cast<uint32_t*>(shared + InputLayout::kValues)[i] = 0;
+  if (threadIdx.x < kInputChannels) {
+    storage.levels[threadIdx.x] = composed.levels[n * kInputChannels + threadIdx.x];
+    storage.shifts[threadIdx.x] = threadIdx.x < CHANNELS_IN ? shift[n * CHANNELS_IN + threadIdx.x] : 0.f;
+  }
+  if (threadIdx.x < 4) (&storage.largest[0][0])[threadIdx.x] = 0;
+  if (threadIdx.x == 0) storage.composed_exponent = composed.exponents[n];
+}
+
+// dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of
+// POOL_H; tiles of `stride` columns; samples, the first fastest.
+__global__ void __launch_bounds__(kInputThreads, 2)
+input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Saved saved,
+                      GroupShape shape, Geometry geometry, int tiles, int stride) {
+#if __CUDA_ARCH__ >= 800
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ InputStorage storage;
+  const InputTile tile(geometry, tiles, stride);
+  fill_shared(shared, storage, composed, shift, saved, shape, tile.n);
+  __syncthreads();  // all of that is there
+  InputStage operands{tile, saved, x, storage, shared};
+  const InputProducts products{tile, operands, shared};
+  int row = tile.first_row();
+  InputStage::Ahead next = operands.load_ahead(row);
+  for (; row < tile.row_end; row += POOL_H) {
+    operands.stage(row, next);
     __syncthreads();  // that is there; and terms have been read
-    if (threadIdx.x < 2) largest[(row / POOL_H + 1) % 2][threadIdx.x] = 0;
-    rescale(row);
-    add_selected(row);
-    if (row >= row_begin) add_composed(row);
-    next = load_ahead(row + POOL_H);
+    if (threadIdx.x < 2) storage.largest[(row / POOL_H + 1) % 2][threadIdx.x] = 0;
+    operands.rescale(row);
+    products.add_selected(row);
+    if (row >= tile.row_begin) products.add_composed(row);
+    next = operands.load_ahead(row + POOL_H);
     __syncthreads();  // all terms are there, and what was staged has been read
-    if (row >= row_begin) write(row);
+    if (row >= tile.row_begin) products.write(dx, row);
   }
 #endif
-}
-
-// ----------------------------------------------------------------------------------------------------- border
-
-// Pixels of x some of whose positions are outside of v. Those for which the same taps are left make a class,
-// with a composed filter of its own: classes count rows (or columns) before the first with all taps, all with
-// all of them as one, and those behind.
-struct Range {
-  int begin, end;          // rows of x
-  int first_tap, last_tap;  // whose positions are in v
-};
-__device__ __forceinline__ Range range_of(int own, int halo, int size) {
-  const int inside = size - halo;  // positions
-  if (own == halo) return {halo, inside, 0, halo};
-  const int at = own < halo ? own : max(inside, halo) + own - halo - 1;
-  return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
-}
-
-// Of an edge's pixels, threads have the same one in pairs, and share out the filter's rows.
-constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128, kBorderThreads = 2 * kBorderPixels;
-constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
-constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
-constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * kReachW;
-constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
-constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
-constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
-
-// What a pixel of x gets from the taps in `rows` and `columns`, for one channel: of few pixels, at corners.
-__device__ inline float corner_gradient(const value_t* x, const float* shift, Composed composed,
-                                        Geometry geometry, int n, int out, Range rows, Range columns) {
-  const int H = geometry.H, W = geometry.W;
-  const value_t* const sample = x + int64_t(n) * CHANNELS_IN * H * W;
-  float total = 0;
-  for (int kh = rows.first_tap; kh <= rows.last_tap; kh++)
-    for (int kw = columns.first_tap; kw <= columns.last_tap; kw++) {
-      const int64_t tap = int64_t(n) * kTaps + kh * KERNEL_W + kw;
-      const float* const products = composed.products + tap * (kDepth * kInputChannels) + out;
-      float sum = composed.constants[tap * kInputChannels + out];
-#pragma unroll 2
-      for (int unit = 0; unit < kUnits; unit++) {
-        const int row = rows.begin - kh + unit % kTaps / KERNEL_W;
-        const int column = columns.begin - kw + unit % KERNEL_W;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-          const int c = unit / kTaps * 8 + i;
-          if (c < CHANNELS_IN)
-            sum += (float(sample[(int64_t(c) * H + row) * W + column]) - shift[n * CHANNELS_IN + c]) *
-                   products[(unit * 8 + i) * kInputChannels];
-        }
-      }
-      total += sum;
-    }
-  return total;
-}
-
-// Grid: samples, of which there may be more than a grid has rows; edges and, last, all corners.
-__global__ void __launch_bounds__(kBorderThreads, 4)
-border_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ float level[kInputChannels];
-  __shared__ float halves[kBorderPixels][kInputChannels + 1];
-  float* const filter = reinterpret_cast<float*>(shared);
-  float* const pixels = filter + kBorderFilter;
-  const int n = blockIdx.x, edge = blockIdx.y, H = geometry.H, W = geometry.W;
-  const int64_t plane_size = int64_t(H) * W;
-  const auto add = [&](int channel, int row, int column, float value) {
-    value_t* const to = dx + (int64_t(n) * CHANNELS_IN + channel) * plane_size + int64_t(row) * W + column;
-    *to = value_t(float(*to) + value);
-  };
-  if (edge == kEdges) {
-    for (int i = threadIdx.x; i < 4 * kHaloH * kHaloW * CHANNELS_IN; i += kBorderThreads) {
-      constexpr int kOfRow = 2 * kHaloW + !kHaloW;  // corners
-      const int h = i / CHANNELS_IN / kOfRow, w = i / CHANNELS_IN % kOfRow;
-      const Range rows = range_of(h + (h >= kHaloH), kHaloH, H);
-      const Range columns = range_of(w + (w >= kHaloW), kHaloW, W);
-      if (rows.begin < rows.end && columns.begin < columns.end)
-        add(i % CHANNELS_IN, rows.begin, columns.begin,
-            corner_gradient(x, shift, composed, geometry, n, i % CHANNELS_IN, rows, columns));
-    }
-    return;
-  }
-  const bool down = edge >= 2 * kHaloH;  // a column
-  const int own = down ? edge - 2 * kHaloH : edge;
-  const Range rows = range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, H);
-  const Range columns = range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, W);
-  if (rows.begin >= rows.end || columns.begin >= columns.end) return;
-  // A sum over those taps of which `real` says so; all loads under way at once.
-  const auto sum_of_taps = [&](const float* from, auto real, auto index) {
-    float sum = 0;
-#pragma unroll
-    for (int tap = 0; tap < kTaps; tap++) {
-      const int kh = tap / KERNEL_W, kw = tap % KERNEL_W;
-      const bool counts = rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw &&
-                          kw <= columns.last_tap && real(kh, kw);
-      const float one = from[counts ? index(tap, kh, kw) : 0];
-      sum += counts ? one : 0.f;
-    }
-    return sum;
-  };
-  const float* const products = composed.products + int64_t(n) * kDepth * kDepth;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
-    const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
-    const int at = i / kInputChannels / kInputChannels;
-    const int below = at / kReachW - kHaloH, right = at % kReachW - kHaloW;
-    filter[i] = sum_of_taps(
-        products,
-        [&](int kh, int kw) { return unsigned(kh + below) < KERNEL_H && unsigned(kw + right) < KERNEL_W; },
-        [&](int tap, int kh, int kw) {
-          const int unit = in / 8 * kTaps + (kh + below) * KERNEL_W + kw + right;
-          return (tap * kDepth + unit * 8 + in % 8) * kInputChannels + out;
-        });
-  }
-  if (threadIdx.x < kInputChannels)
-    level[threadIdx.x] = sum_of_taps(
-        composed.constants + int64_t(n) * kDepth, [](int, int) { return true; },
-        [](int tap, int, int) { return tap * kInputChannels + int(threadIdx.x); });
-
-  const Range along = down ? rows : columns;
-  const int own_pixel = threadIdx.x % kBorderPixels, second = threadIdx.x / kBorderPixels;
-  for (int first = along.begin; first < along.end; first += kBorderPixels) {
-    const int count = min(kBorderPixels, along.end - first);
-    const int top = (down ? first : rows.begin) - kHaloH, left = (down ? columns.begin : first) - kHaloW;
-    const int pitch = (down ? 1 : count) + 2 * kHaloW, height = (down ? count : 1) + 2 * kHaloH;
-    __syncthreads();  // the pixels have been read
-#pragma unroll 2
-    for (int i = threadIdx.x; i < height * pitch; i += kBorderThreads) {
-      const int row = top + i / pitch, column = left + i % pitch;
-      const bool inside = unsigned(row) < unsigned(H) && unsigned(column) < unsigned(W);
-      const int64_t at = inside ? int64_t(row) * W + column : 0;
-      const value_t* from = x + int64_t(n) * CHANNELS_IN * plane_size + at;
-#pragma unroll
-      for (int c = 0; c < kInputChannels; c++) {
-        const float value = c < CHANNELS_IN ? float(from[c * plane_size]) - shift[n * CHANNELS_IN + c] : 0.f;
-        pixels[i * kPixelPitch + c] = inside ? value : 0.f;
-      }
-    }
-    __syncthreads();  // they are there, and the filter
-    float sum[kInputChannels] = {};
-    if (own_pixel < count) {
-      for (int kh = kHaloH - rows.last_tap + second; kh < kReachH - rows.first_tap; kh += 2)
-        for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
-          const int at = ((down ? own_pixel : 0) + kh) * pitch + (down ? 0 : own_pixel) + kw;
-          const float* from = pixels + at * kPixelPitch;
-          const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
-#pragma unroll
-          for (int c = 0; c < kInputChannels; c += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(from + c);
-            const float of_pixel[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-#pragma unroll
-              for (int i = 0; i < kInputChannels; i += 4) {
-                const float4 factor =
-                    *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
-                sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
-                sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
-              }
-          }
-        }
-      if (second)
-#pragma unroll
-        for (int i = 0; i < kInputChannels; i++) halves[own_pixel][i] = sum[i];
-    }
-    __syncthreads();  // the second halves are there
-    if (!second && own_pixel < count)
-#pragma unroll
-      for (int i = 0; i < CHANNELS_IN; i++)
-        add(i, top + kHaloH + (down ? own_pixel : 0), left + kHaloW + (down ? 0 : own_pixel),
-            level[i] + (sum[i] + halves[own_pixel][i]));
-  }
 }
 
 }  // namespace

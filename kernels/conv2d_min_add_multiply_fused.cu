@@ -56,7 +56,7 @@ EXPORT void forward(output_t* y, int32_t* saved, uint8_t* workspace, const value
   pack_weight_kernel<<<agreed ? kPaddedOut : 0, 128, 0, stream>>>(
       reinterpret_cast<operand_t*>(packed_weight), exponents, largest, weight, N);
   if (!agreed) return;
-  const Arguments args{y,       saved_gates(largest, N), x, packed_weight, exponents, largest, conv_bias, bias,
-                       float(constant), float(scale), N, H, W};
+  const Arguments args{y,         saved_gates(largest, N), x, packed_weight,   exponents,    largest,
+                       conv_bias, bias, float(constant), float(scale), N, H, W};
   convolve(args, reinterpret_cast<uint4*>(next), stream);
 }

@@ -3,7 +3,7 @@
 //
 //   pack_input_kernel    x (N, CHANNELS_IN, H, W) to operands (N, kPlanes, kParts, H, W, 8)
 //   repack_input_kernel  the samples which the first scale does not fit once more; mostly there are none
-//   convolve_kernel      a block computes kBlockChannels channels of a tile, kTileRows rows of kTileWidth pixels.
+//   convolve_kernel      a block computes kBlockChannels channels of a tile: kTileRows rows of kTileWidth.
 //                        In shared memory are the pixels that it needs under all taps, of a group of input
 //                        channels, and a pipeline of weights, tap by tap
 //

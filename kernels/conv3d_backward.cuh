@@ -2,6 +2,7 @@
 // conv3d_input_gradient.cuh), once the problem knows its coefficients.
 #pragma once
 #include "conv3d_input_gradient.cuh"
+#include "conv3d_weight_gradient.cuh"
 #include "launch.cuh"
 
 // How `dv_slots` jobs' worth of scratch for dv are used: those of whole samples, where x needs a gradient.
@@ -15,7 +16,6 @@ struct BackwardPlan {
   // That fill the GPU, and share out all jobs.
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
-
 
 // dx and d_weight, where they are not null. d_level as in merge_kernel, input_room as in InputTiling.
 template <class Problem>

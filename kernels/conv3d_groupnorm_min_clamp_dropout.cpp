@@ -2,6 +2,7 @@
 // and layouts of conv3d_groupnorm_min_clamp_dropout.cu; a thread takes whole planes, a piece of kPiece
 // elements at a time.
 #include "cpu.h"
+#include "direct_gradient.h"
 #include "philox.h"
 #include "winograd.h"
 
@@ -114,7 +115,14 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
       double gradient = 0, product = 0;
       if (active[plane])
         for_each_piece(plane, normalise, [&](int64_t first, int64_t count, const accumulate_t* dz) {
-          for (int64_t i = 0; i < count; i++)
+          const int64_t whole = count / kLanes * kLanes;
+          Lanes sums = {}, products = {};  // float32 over a piece
+          for (int64_t i = 0; i < whole; i += kLanes) {
+            const Lanes gradients = load_lanes(dz + i);
+            sums += gradients, products += gradients * (load_lanes(v + first + i) + normalise.offset);
+          }
+          for (int lane = 0; lane < kLanes; lane++) gradient += sums[lane], product += products[lane];
+          for (int64_t i = whole; i < count; i++)
             gradient += dz[i], product += dz[i] * normalise.centred(accumulate_t(v[first + i]));
         });
       sums[plane] = gradient, sums[N * C + plane] = product;
@@ -136,4 +144,13 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
       });
     }
   });
+}
+
+// The gradient of the filters (C, Cin, depth, 3, 3) from that of v and x (N, Cin, D, H, W).
+EXPORT void filter_gradient(value_t* dweight, const value_t* dv, const value_t* x, int64_t N, int64_t Cin,
+                            int64_t C, int64_t D, int64_t H, int64_t W, int64_t depth) {
+  direct::filter_gradient(dweight, x, {N, Cin, C, D, H, W, depth},
+                          [=](accumulate_t* values, int64_t, int64_t at, int64_t count) {
+                            for (int64_t i = 0; i < count; i++) values[i] = accumulate_t(dv[at + i]);
+                          });
 }

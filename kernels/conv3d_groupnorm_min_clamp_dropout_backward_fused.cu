@@ -146,35 +146,18 @@ struct SumsStorage {
 };
 static_assert(kPlanned<SumsStorage>);
 
-struct SumsEpilogue {
-  DropoutProblem::Selected selected;
+struct SumsEpilogue : SelectedEpilogue<DropoutProblem::Selected> {
   SumsStorage& storage;
-  float unit[2];
   Sums sums[2];
   __device__ SumsEpilogue(const DropoutProblem::Selected& selected, SumsStorage& storage)
-      : selected(selected), storage(storage) {}
-  __device__ void start(float scale) {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      unit[r] = 1 / scale * (1 / storage.mainloop.weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
-      sums[r] = {0, 0, 0, 0};
-    }
+      : SelectedEpilogue(selected), storage(storage) {}
+  __device__ void start(float x_scale) {
+    SelectedEpilogue::start(x_scale, storage.mainloop.weight_scale);
+    sums[0] = sums[1] = {0, 0, 0, 0};
   }
-  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
-  }
-  __device__ __forceinline__ void expect(int plane, int q, int positions) {
-    selected.expect(plane, q, positions);
-  }
-  __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[j][i] *= unit[i / 2];
     float dz[kFragments][4];
-    selected(dz, v, plane, q);
+    select(dz, v, plane, q);
 #pragma unroll
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
@@ -188,14 +171,9 @@ struct SumsEpilogue {
   }
   __device__ __forceinline__ void finish() const {
     const int lane = threadIdx.x % 32;
-    const auto channel_sum = [](float v) {
-      v += __shfl_xor_sync(~0u, v, 1);
-      return v + __shfl_xor_sync(~0u, v, 2);
-    };
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float most = fmaxf(sums[r].most, __shfl_xor_sync(~0u, sums[r].most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float most = channel_most(sums[r].most);
       const Sums all{channel_sum(sums[r].dz), channel_sum(sums[r].product), channel_sum(sums[r].centred),
                      most};
       if (lane % 4 == 0) storage.sums[threadIdx.x / 32][lane / 4 + r * 8] = all;

@@ -47,10 +47,7 @@ template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
       unit[r] = 1 / scale * (1 / storage.weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
   }
   // Sums start at zero: values that started at an outlier would be as inexact as it is.
-  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
-  }
+  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const { clear(c); }
   // Four elements of channel lane / kLanes + i·kChannels.
   __device__ __forceinline__ void store(int i) {
     const int lane = threadIdx.x % 32;

@@ -14,6 +14,21 @@
 #include "conv3d_operands.cuh"
 #include "conv3d_stage.cuh"
 
+// For epilogues: sums that start at zero; and of a channel's values in its four lanes the sum and the largest
+// magnitude, in each of them.
+__device__ __forceinline__ void clear(float (&sum)[kFragments][4]) {
+#pragma unroll
+  for (int j = 0; j < kFragments; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
+}
+__device__ __forceinline__ float channel_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+__device__ __forceinline__ float channel_most(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
 template <class Weights = RegisterWeights> struct Mainloop {
   static constexpr int kAhead = kDepth + 1;  // the plane of x that is split while an output plane is computed
   const Block block;

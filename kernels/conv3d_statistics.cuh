@@ -55,10 +55,6 @@ struct StatisticsEpilogue {
   }
   __device__ __forceinline__ void finish() const {
     const int lane = threadIdx.x % 32;
-    const auto channel_sum = [](float v) {
-      v += __shfl_xor_sync(~0u, v, 1);
-      return v + __shfl_xor_sync(~0u, v, 2);
-    };
     const float all = channel_sum(count);
 #pragma unroll
     for (int r = 0; r < 2; r++) {

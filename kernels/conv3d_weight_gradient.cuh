@@ -1,19 +1,9 @@
-// The backward pass of a small 3-D convolution (conv3d_tile.cuh) that a normalisation follows. The
-// convolution v of x - shift is computed again, tile by tile, and from it the gradient
-//   dv = slope·dz + constant + linear·v
-// by channel of a sample, where dz, the gradient of the normalised value, is the problem's.
+// The weight's gradient of a small 3-D convolution that a normalisation follows, and dv for that of x
+// (conv3d_gradient.cuh).
 //
 //   gradient_kernel        a job is a tile and 16 output channels: dv times the tile's patches, the weight's
 //                          gradient of the job; and dv into scratch, where x needs a gradient
 //   merge_kernel           the weight's gradient, from that of all jobs, in a fixed order
-//   input_gradient_kernel  dx, from dv of whole samples (conv3d_input_gradient.cuh)
-//
-// A problem is a class, copied to kernels, with
-//   coefficients           NormGradient (N, kOut)
-//   active(n)              does any element of sample n get a gradient? If not, its dv is zero
-//   selected(tile, first_channel)   a functor: after expect(plane, q, positions), with the mainloop's
-//                          arguments, (dz, v, plane, q) gives dz of a turn's elements (mainloop's layout),
-//                          where v is in real units; elements past the tile's get any number
 //
 // A warp's sums v are fragments D of one product and, two side by side, as dv fragments A of the next: dv
 // stays in registers, the pixels in the ring serve both products, the weights lie in shared memory.
@@ -22,35 +12,9 @@
 // scale comes from a bound of |dv|, which may be 2^10 times too large: halves then still hold 20 bits of the
 // largest dv, and smaller ones to the same absolute precision.
 #pragma once
-#include <float.h>
-
-#include "conv3d_mainloop.cuh"
-
-struct alignas(16) NormGradient {
-  float slope, constant, linear;
-  float bound;  // of |dv|, if that is finite
-};
-// From what it consists of: the largest |dz| and |v - mean|, and v - mean = v + offset.
-__device__ inline NormGradient norm_gradient(double slope, double constant, double linear, double offset,
-                                             double most_dz, double most_centred) {
-  const double bound = fabs(slope) * most_dz + fabs(constant) + fabs(linear) * most_centred;
-  return {float(slope), float(constant + linear * offset), float(linear),
-          bound > FLT_MAX ? FLT_MAX : float(bound)};
-}
+#include "conv3d_gradient.cuh"
 
 constexpr int kFilters = 16 * kIn * kTaps;  // elements of 16 output channels' weights
-constexpr int kJobsPerTile = kOut / 16;
-
-// dv of a job: [plane][turn][fragment][lane], four values each, as the mainloop's; zero past the tile's
-// positions.
-struct DvLayout {
-  int turns;  // from plane to plane
-  HOST_DEVICE explicit DvLayout(const Convolution& c) : turns(c.turns()) {}
-  HOST_DEVICE int64_t turn(int plane, int turn) const {
-    return (int64_t(plane) * turns + turn) * kFragments * 32;
-  }
-  HOST_DEVICE int64_t of_job(const Convolution& c) const { return turn(c.depth, 0); }  // float4
-};
 
 struct BackwardStorage {
   uint4 weights[kWeightWords / 2][32];
@@ -61,8 +25,9 @@ static_assert(kPlanned<BackwardStorage>);
 
 // ---------------------------------------------------------------------------------------------- dv · patches
 
-// A turn's 32 positions are two steps of a product's depth, its columns 8 taps of an input channel: fragments
-// A are dv, fragments B words of the ring's pixels, halves of two neighbours put together.
+// The products dv · patches of a tile: rows are 16 channels out, columns 8 taps of a channel in, and the
+// depth is positions, a turn's 32 in two steps. Fragments A are dv as the mainloop leaves its sums; a
+// register of B, two neighbouring positions' halves, is put together from words of the ring's pixels.
 struct WeightProducts {
   static constexpr int kTiles = (kTaps + 7) / 8;
   static constexpr int kValues = kSplit ? 2 * kIn : kIn;  // halves of a pixel: highs, then lows
@@ -180,8 +145,8 @@ __device__ __forceinline__ float dv_scale(const NormGradient& own) {
 
 // An epilogue (conv3d_mainloop.cuh) that forms dv; where they are wanted, stores it, with its largest
 // magnitude, and multiplies it with the patches.
-template <class Selected> struct GradientEpilogue {
-  Selected selected;
+template <class Selected> struct GradientEpilogue : SelectedEpilogue<Selected> {
+  using Base = SelectedEpilogue<Selected>;
   BackwardStorage& storage;
   const NormGradient* coefficients;  // of the 16 channels
   float4* dv;                        // of the job, or null
@@ -189,40 +154,27 @@ template <class Selected> struct GradientEpilogue {
   const DvLayout layout;
   const int first_plane;
   WeightProducts products;
-  float unit[2], slope[2], linear[2], constant[2], most[2], scale[2];
+  float slope[2], linear[2], constant[2], most[2], scale[2];
 
   __device__ __forceinline__ GradientEpilogue(const Selected& selected, BackwardStorage& storage,
                                               const NormGradient* coefficients, float4* dv,
                                               bool weight_wanted, const Block& block)
-      : selected(selected), storage(storage), coefficients(coefficients), dv(dv),
+      : Base(selected), storage(storage), coefficients(coefficients), dv(dv),
         weight_wanted(weight_wanted), layout(block.c), first_plane(block.tile.first_plane), products(block) {}
   __device__ __forceinline__ void start(float x_scale) {
+    Base::start(x_scale, storage.mainloop.weight_scale);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int channel = threadIdx.x % 32 / 4 + 8 * r;
-      const NormGradient own = coefficients[channel];
-      unit[r] = 1 / x_scale * (1 / storage.mainloop.weight_scale[channel]);
+      const NormGradient own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
       slope[r] = own.slope, linear[r] = own.linear, constant[r] = own.constant;
       scale[r] = dv_scale(own), most[r] = 0;
     }
     products.start();
   }
-  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
-  }
-  __device__ __forceinline__ void expect(int plane, int q, int positions) {
-    selected.expect(plane, q, positions);
-  }
-  __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
     const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < kFragments; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[j][i] *= unit[i / 2];
     float dz[kFragments][4];
-    selected(dz, v, plane, q);
+    Base::select(dz, v, plane, q);
 #pragma unroll
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
@@ -252,8 +204,7 @@ template <class Selected> struct GradientEpilogue {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float all = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
-      all = fmaxf(all, __shfl_xor_sync(~0u, all, 2));
+      const float all = channel_most(most[r]);
       if (lane % 4 == 0) storage.most[threadIdx.x / 32][lane / 4 + 8 * r] = all;
     }
   }

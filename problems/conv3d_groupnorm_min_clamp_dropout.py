@@ -81,6 +81,7 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     plan.convolve = library.convolution(a.x, a.weight, plan.kernels)
     plan.sizes = len(a.weight), a.groups, math.prod(library.output_size(a.x, a.weight))
     plan.samples = library.samples_per_piece(a.x, a.weight, saving)
+    plan.direct = plan.kernels if library.sums_directly(a.x, a.weight) else None
     return plan
 
 
@@ -96,11 +97,14 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
 
 
 def _backward(dy: Tensor, a: Arguments, statistics, active, v, *, plan, needs) -> tuple:
+    if library.device_type(v) == "cpu" and not active.any():  # every gradient is zero
+        zeros = library.gradient_shapes(*a[:5])
+        return *[t.zero_() if need else None for t, need in zip(zeros, needs)], None
     N, dv, gradients = v.shape[0], torch.empty_like(v), plan.gradients(a)
     scratch = torch.empty(N * (5 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
     inputs = dy.contiguous(), v, statistics, active, *plan.parameters(a), a.seed
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, N, *plan.sizes)
-    dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
+    dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs, direct=plan.direct)
     return dx, dw, *plan.as_parameters(a, gradients), None
 
 

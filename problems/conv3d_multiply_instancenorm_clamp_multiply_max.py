@@ -77,6 +77,7 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     plan.convolve = library.convolution(a.x, a.weight, plan.kernels)
     plan.sizes = len(a.weight), math.prod(library.output_size(a.x, a.weight))
     plan.samples = library.samples_per_piece(a.x, a.weight, saving)
+    plan.sums_directly = library.sums_directly(a.x, a.weight)
     return plan
 
 
@@ -89,12 +90,23 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
 
 
 def _backward(dy: Tensor, a: Arguments, index, winner, statistics, v, *, plan, needs) -> tuple:
-    N, (C, S), dv, gradients = v.shape[0], plan.sizes, torch.empty_like(v), plan.gradients(a)
+    N, (C, S), gradients, directly = (
+        v.shape[0],
+        plan.sizes,
+        plan.gradients(a),
+        plan.sums_directly and needs[1],
+    )
+    dv = v.new_empty(v.shape if needs[0] or not directly else 0)
     scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, index, winner, statistics, *plan.parameters(a)
-    plan.kernels.backward(dv, *gradients, scratch, *inputs, *a[4:], a.multiplier.numel(), N, C, S)
-    dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
-    return dx, dw, *plan.as_parameters(a, gradients)
+    inputs = dy.contiguous(), v, index, winner, statistics, *plan.parameters(a), *a[4:], a.multiplier.numel()
+    if directly:
+        dw, sizes = a.weight.new_empty(a.weight.shape), library.filter_sizes(a.x, a.weight)
+        plan.kernels.convolve_backward(dv, dw, *gradients, scratch, *inputs, a.x.contiguous(), *sizes)
+    else:
+        plan.kernels.backward(dv, *gradients, scratch, *inputs, N, C, S)
+    needs = [needs[0], needs[1] and not directly]
+    dx, library_dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
+    return dx, dw if directly else library_dw, *plan.as_parameters(a, gradients)
 
 
 epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backward, plan=_plan)

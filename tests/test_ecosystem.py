@@ -311,6 +311,7 @@ def test_fake_and_meta_tensors(name):
 def test_profiler_shows_our_names(name):
     """Those of the launchers, <kernels>_<hash>::forward, and of the node of the gradient."""
     model, x = numerics.small(name)
+    numerics.give_gradients(model, x)
     new = numerics.twin_of(model)
     new(x).sum().backward()
     with torch.profiler.profile() as profile:

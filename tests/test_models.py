@@ -313,20 +313,27 @@ def test_pool_without_the_convolutions_output_loses_no_digits_to_a_mean():
     assert (ours - exact).norm() < (theirs - exact).norm() / 10
 
 
-def test_pool_without_the_convolutions_output_gives_each_gradient_by_itself():
+@pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT, POOL])
+def test_our_own_gradient_of_filters_gives_each_gradient_by_itself(name):
     """The same bits, whatever else is asked for, and with however many threads."""
-    model, x = numerics.sized(POOL, known(POOL).winograd)
-    twin, g = numerics.twin_of(model), torch.randn_like(model(x))
-    every = results(twin, x, g)
+    model, x = numerics.sized(name, known(name).winograd)
+    numerics.give_gradients(model, x)
+    twin, y = numerics.twin_of(model), model(x)
+    g, threads = torch.randn_like(y), torch.get_num_threads()
     leaves = {"x": x.clone().requires_grad_(), **dict(twin.named_parameters())}
-    threads = torch.get_num_threads()
+
+    def gradients(asked):
+        for key, leaf in leaves.items():
+            leaf.requires_grad_(key in asked)
+        torch.manual_seed(1)
+        found = torch.autograd.grad(twin(leaves["x"]), [leaves[key] for key in asked], g)
+        return dict(zip(asked, found))
+
+    every = gradients([*leaves])
     try:
         for count, asked in ((1, [*leaves]), (3, [*leaves]), *((2, [key]) for key in leaves)):
             torch.set_num_threads(count)
-            for key, leaf in leaves.items():
-                leaf.requires_grad_(key in asked)
-            gradients = torch.autograd.grad(twin(leaves["x"]), [leaves[key] for key in asked], g)
-            for key, gradient in zip(asked, gradients):
+            for key, gradient in gradients(asked).items():
                 assert torch.equal(gradient, every[key]), f"{key} with {count} threads"
     finally:
         torch.set_num_threads(threads)
@@ -339,6 +346,52 @@ def test_rule_by_winograd_a_few_planes_at_a_time():
     model, x = numerics.sized(INSTANCE_NORM, size)
     assert library.winograd_applies(x, model.conv.weight)
     numerics.assert_rule(model, x)
+
+
+# Whose filters' gradients are direct sums (kernels/direct_gradient.h).
+DIRECT = [
+    (INSTANCE_NORM, (3, 24, (2, 3, 3), (24, 1, 1, 1), -1.0, 1.0), (2, 3, 4, 20, 141)),
+    (INSTANCE_NORM, (8, 16, 3, (1,), -0.5, 0.7), (3, 8, 5, 19, 22)),
+    (DROPOUT, (1, 8, (1, 3, 3), 2, -0.3, 1.0, 0.2), (3, 1, 3, 18, 33)),
+    (DROPOUT, (4, 24, 3, 4, -0.3, 1.0, 0.2), (1, 4, 4, 20, 30)),
+]
+every_direct = pytest.mark.parametrize("name, arguments, shape", DIRECT)
+
+
+@every_direct
+@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1e15, 0), (1e-6, 0)])
+def test_rule_where_gradients_of_filters_are_direct_sums(name, arguments, shape, scale, shift):
+    model, x = numerics.sized(name, numerics.Size(arguments, shape))
+    numerics.ties(model, x)
+    numerics.assert_rule(model, x * scale + shift)
+
+
+@every_direct
+def test_direct_sums_lose_no_digits_to_their_number(name, arguments, shape, monkeypatch):
+    """Eager's are less exact by more than twice, and its library is not asked for them."""
+    model, x = numerics.sized(name, numerics.Size(arguments, (8, *shape[1:])))
+    numerics.ties(model, x)
+    model.eval()
+    twin, g = numerics.twin_of(model), torch.rand_like(model(x))
+    exact = results(copy.deepcopy(model).double(), x.double(), g.double())["conv.weight"]
+    theirs = results(model, x, g)["conv.weight"]
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", None)
+    (ours,) = torch.autograd.grad(twin(x), twin.conv.weight, g)
+    assert (ours - exact).norm() < (theirs - exact).norm() / 2
+
+
+def test_dropout_without_ties_has_no_gradients_to_compute(monkeypatch):
+    """Where no element lets one pass, all are zero, x's in eager's layout; a value that is not finite makes them NaN as in eager."""
+    model, x = numerics.small(DROPOUT)
+    twin, x = numerics.twin_of(model), x.contiguous(memory_format=torch.channels_last_3d)
+    found, expected = results(twin, x), results(model, x)
+    assert found["x"].stride() == expected["x"].stride()
+    for key in found.keys() - {"output"}:
+        assert not found[key].any() and found[key].shape == expected[key].shape, key
+    x[1, 0, 2, 3, 4] = math.inf
+    numerics.assert_equal({k: v for k, v in results(twin, x).items() if k != "output"}, results(model, x))
+    monkeypatch.setattr(library, "convolve_backward", None)
+    results(twin, x.nan_to_num(0, 0, 0))
 
 
 # ---------------------------------------------------------------------------------------------------------- the contract

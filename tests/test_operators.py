@@ -127,6 +127,39 @@ def test_winograd_gradients_at_random_sizes(data):
         assert error <= 2 * eager_error + 4.8e-7 * exact.norm()
 
 
+@given(st.data())
+def test_direct_gradients_at_random_sizes(data):
+    """Those of 3-D filters by themselves, a few rows or a part of one at a time; what lies behind the result stays as it was."""
+    ranges = (0, 3), (1, 8), (1, 40), (1, 3), (1, 3), (3, 40), (3, 300)
+    N, Cin, C, depth, D, H, W = [data.draw(st.integers(*each)) for each in ranges]
+    x, dv = (
+        numerics.random_input((N, Cin, D + depth - 1, H, W)),
+        numerics.random_input((N, C, D, H - 2, W - 2), seed=2),
+    )
+    weight = x.new_empty(C, Cin, depth, 3, 3)
+    dw = x.new_full((weight.numel() + 64,), math.pi)
+    operators.load(DROPOUT, x, x.dtype).filter_gradient(dw[:-64], dv, x, *library.filter_sizes(x, weight))
+    assert (dw[-64:] == math.pi).all()
+
+    def by_library(*operands):
+        return library.convolve_backward(*operands, torch.contiguous_format, [False, True])[1]
+
+    exact = by_library(*[t.double() for t in (dv, x, weight)])
+    error, eager_error = ((t - exact).norm() for t in (dw[:-64].view_as(weight), by_library(dv, x, weight)))
+    assert error <= 2 * eager_error + 1e-7 * exact.norm()
+
+
+def test_direct_gradients_where_something_is_not_finite():
+    """An infinite pixel and a gradient of NaN reach the sums that have them, and no others: of their channel, and of the taps that see the pixel."""
+    x, dv = numerics.random_input((2, 3, 4, 20, 40)), numerics.random_input((2, 20, 2, 18, 38), seed=2)
+    x[1, 1, 0, 0, 7], dv[0, 5, 1, 17, 37] = math.inf, math.nan
+    dw, kernels = x.new_empty(20, 3, 3, 3, 3), operators.load(DROPOUT, x, x.dtype)
+    kernels.filter_gradient(dw, dv, x, *library.filter_sizes(x, dw))
+    odd = torch.zeros_like(dw, dtype=torch.bool)
+    odd[:, 1, 0, 0], odd[5] = True, True
+    assert torch.equal(~dw.isfinite(), odd) and dw[5].isnan().all() and dw[4, 1, 0, 0].isinf().all()
+
+
 _SOME = st.sampled_from([(True, True), (True, False), (False, True), (False, False)])
 
 
