@@ -141,6 +141,12 @@ COLOURS = {
     "epilogue": "#e69f00", "fused": "#d55e00",
 }  # fmt: skip
 OTHER_PEERS, OURS = "#009e73", "#d55e00"
+LABEL = {
+    "facecolor": "#ffffff",
+    "edgecolor": "none",
+    "alpha": 0.85,
+    "pad": 1.0,
+}  # behind what may lie over lines
 STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -319,7 +325,7 @@ def _factor_axis(axis, low: float, high: float) -> None:
     """A logarithmic axis of factors, with room for a bar's label on the right."""
     axis.set_xscale("log")
     axis.set_xlim(min(0.8, low * 0.8), max(high, 1.5) ** 1.7 * 2.2)
-    _factor_ticks(axis, low * 0.8, high * 1.3)
+    _factor_ticks(axis, low * 0.8, max(high * 1.3, 2))
     axis.axvline(1, color="#222222", linewidth=1)
 
 
@@ -349,19 +355,19 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
                 if not rung["ok"]:
                     error = rung.get("error")
                     text += f" · error {error:,.3g} × eager’s" if error else " · wrong"
-                axis.annotate(text, (max(speedup, guess or 1, 1), y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+                axis.annotate(text, (max(speedup, guess or 1, 1), y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8, bbox=LABEL)  # fmt: skip
                 shown += [speedup, guess or 1.0]
             for name, speedup in peers.items():
-                axis.axvline(speedup, color=COLOURS["compile-cl"], linestyle="--", linewidth=1.2)
+                axis.axvline(speedup, color=COLOURS["compile-cl"], linestyle="--", linewidth=1.2, zorder=0)
                 axis.annotate(f" {name} {speedup:.2f}×", (speedup, len(rungs) - 0.45), fontsize=7.5, color=COLOURS["compile-cl"], va="center")  # fmt: skip
             _factor_axis(axis, min(shown), max(shown))
             axis.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
             axis.set_ylim(len(rungs) - 0.3, -0.6)
-        axes[0].set_xlabel(
-            "eager = 1 · diamond: predicted"
-            + " · dashed: the best peer" * any(peers for *_, peers in ladders),
-            fontsize=8,
-        )
+        every = [rung for _, rungs, _ in ladders for rung in rungs]
+        legend = "eager = 1" + " · diamond: predicted" * any(rung["predicted_ms"] for rung in every)
+        legend += " · dashed: the best peer" * any(peers for *_, peers in ladders)
+        legend += " · hatched: less exact than the rule" * any(not rung["ok"] for rung in every)
+        axes[0].set_xlabel(legend, fontsize=8)
     return figure
 
 
@@ -390,7 +396,7 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
             )
         for name, peak in peaks.items():
             axis.annotate(f"{name}: {_per_second(peak, 'FLOP')}", (high, peak / 1e9), xytext=(0, 3), textcoords="offset points", ha="right", fontsize=8)  # fmt: skip
-        axis.annotate(f"memory: {_per_second(memory, 'B')}", (low, low * memory / 1e9), xytext=(6, 2), textcoords="offset points", fontsize=8)  # fmt: skip
+        axis.annotate(f"memory: {_per_second(memory, 'B')}", (low, low * memory / 1e9), xytext=(8, -3), textcoords="offset points", va="top", fontsize=8)  # fmt: skip
         for number, (x, point) in enumerate(zip(intensity, points)):
             y = point["operations"] / point["ms"] / 1e9
             axis.plot(
@@ -417,8 +423,9 @@ def passes(variants: dict[str, dict[str, tuple[float, float]]]):
     with pyplot.rc_context(STYLE):
         figure, [axis] = _figure(1, 1.2 + 0.55 * len(variants), "Passes over memory")
         longest = max(sum(map(sum, lines.values())) for lines in variants.values()) / 1e6
+        furthest = 1.15 * longest
         for y, lines in enumerate(variants.values()):
-            left = 0.0
+            left, unnamed = 0.0, []
             for number, (line, sizes) in enumerate(lines.items()):
                 colour = (COLOURS["compile"], "#e3e3e3")[number % 2]
                 for size, hatch in zip(sizes, (None, "....")):
@@ -435,10 +442,14 @@ def passes(variants: dict[str, dict[str, tuple[float, float]]]):
                     left += size / 1e6
                 middle = left - sum(sizes) / 2e6
                 if sum(sizes) / 1e6 > 0.011 * longest * len(line):  # there is room for its name
-                    box = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
-                    axis.text(middle, y, line, ha="center", va="center", fontsize=7.5, bbox=box)
+                    axis.text(middle, y, line, ha="center", va="center", fontsize=7.5, bbox=LABEL)
+                else:
+                    unnamed.append(line)
             axis.annotate(f"{left:,.4g} MB", (left, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, weight="bold")  # fmt: skip
-        axis.set_xlim(0, longest * 1.15)
+            if unnamed:
+                axis.annotate("narrow: " + ", ".join(unnamed), (left, y), xytext=(5, -11), textcoords="offset points", va="center", fontsize=7.5)  # fmt: skip
+                furthest = max(furthest, 1.35 * left)
+        axis.set_xlim(0, furthest)
         axis.set_yticks(range(len(variants)), list(variants))
         axis.set_ylim(len(variants) - 0.5, -0.5)
         axis.set_xlabel("MB; plain: read, dotted: written", fontsize=8)
@@ -491,6 +502,7 @@ def builds(rows: list[dict], title: str):
         axis.set_xlim(0, 1.3 * max(row["usual_s"] for row in rows))
         axis.set_yticks(range(len(rows)), [textwrap.fill(row["name"].replace("_", " "), 24) for row in rows])
         axis.set_ylim(len(rows) - 0.5, -0.5)
+        axis.set_xlabel("seconds", fontsize=8)
     return figure
 
 
@@ -499,7 +511,7 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
     from matplotlib import pyplot, ticker
 
     with pyplot.rc_context(STYLE):
-        figure, [axis] = _figure(1, 3.6, title)
+        (figure, [axis]), ends = _figure(1, 3.6, title), []
         for number, (name, points) in enumerate(series.items()):
             colour = (
                 OURS
@@ -508,14 +520,10 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
                 if name.startswith("eager")
                 else OTHER_PEERS
             )
-            style = "-" if number % 2 == 0 else "--"
+            style = ("-", "--", "-.", ":")[number % 4]
             marker = "os^D"[number % 4] if len(points) < 20 else None
             axis.plot(list(points), list(points.values()), style, marker=marker, color=colour, markersize=4.5)
-            end = list(points.items())[-1]
-            side = (6, 5 - 10 * (number % 2))  # two curves may end at one point
-            axis.annotate(
-                name, end, xytext=side, textcoords="offset points", va="center", fontsize=8, color=colour
-            )
+            ends.append((list(points.items())[-1], name, colour))
         if log:
             axis.set(xscale="log", yscale="log")
             ticks = sorted({tick for points in series.values() for tick in points})
@@ -525,5 +533,18 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
             axis.yaxis.set_major_formatter("{x:g}")
         axis.set(xlabel=x, ylabel=y)
         first, last = axis.get_xlim()
-        axis.set_xlim(first, last * (last / first) ** 0.2 if log else last + 0.2 * (last - first))
+        axis.set_xlim(first, last * (last / first) ** 0.3 if log else last + 0.2 * (last - first))
+        _name_at_ends(axis, ends)
     return figure
+
+
+def _name_at_ends(axis, ends: list[tuple[tuple[float, float], str, str]]) -> None:
+    """Names curves where they end, each (end, name, colour), in lines of their own where ends are close."""
+    height, line = 190, 11  # points, of the axis and of a line of text
+    low, high = map(axis.transScale.transform, zip([1, 1], axis.get_ylim()))
+    place = lambda end: (axis.transScale.transform(end)[1] - low[1]) / (high[1] - low[1]) * height  # noqa: E731
+    above = -math.inf
+    for end, name, colour in sorted(ends, key=lambda each: each[0][1]):
+        above = max(place(end), above + line)
+        side = 6, above - place(end)
+        axis.annotate(name, end, xytext=side, textcoords="offset points", va="center", fontsize=8, color=colour, bbox=LABEL)  # fmt: skip

@@ -170,7 +170,7 @@ def _unit(
         if not path.is_file():
             raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
         origin, source = str(path), read(path)
-    launchers = tuple(parse_launchers(source, origin))
+    launchers = tuple(parse_launchers(source, origin, first_line))
     headers: dict[Path, Header] = {}
     gather(
         '#include "host.h"\n#include "scalar.h"\n', KERNELS, [], headers

@@ -24,22 +24,25 @@ class BuildError(RuntimeError):
 
     def __init__(self, message: str, log: str = "", log_path: str = ""):
         super().__init__(message)
-        self.log, self.log_path = log, log_path
+        self.log, self.log_path, self._log_is_shown = log, log_path, False
 
     def _repr_html_(self) -> str:
         style = "background: #fdecee; color: #8c0018; padding: 0.5em"  # its own background: pages are light or dark
-        first = f'<pre style="{style}">{html.escape(str(self))}</pre>'
+        return f'<pre style="{style}">{html.escape(str(self))}</pre>{self._log_html()}'
+
+    def _log_html(self) -> str:
+        """The whole log, folded."""
         log = f"<details><summary>the compiler's log</summary><pre>{html.escape(self.log)}</pre></details>"
-        return first + log if self.log else first
+        return log if self.log else ""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback through this module."""
-        if not in_notebook():
-            return [f"BuildError: {self}"]
-        from IPython.display import HTML, display
+        """What IPython shows instead of a traceback through this module; above it, in a notebook, the log."""
+        if in_notebook() and self.log and not self._log_is_shown:  # IPython asks twice
+            from IPython.display import HTML, display
 
-        display(HTML(self._repr_html_()))
-        return [f"BuildError: {str(self).splitlines()[0]}"]
+            self._log_is_shown = True
+            display(HTML(self._log_html()))
+        return [f"BuildError: {self}"]
 
 
 def at_line(origin: str, text: str, line: int, column: int | None, message: str) -> str:

@@ -113,8 +113,8 @@ _LAUNCHER = re.compile(r"EXPORT\s+void\s+([A-Za-z_]\w*)\s*\(([^()]*)\)")
 _TYPE = re.compile(r"(const )?([\w:]+)( const)?( \*)?( const)?")
 
 
-def parse_launchers(source: str, origin: str = "source") -> list[Launcher]:
-    """The launchers that `source` exports, in order.
+def parse_launchers(source: str, origin: str = "source", first_line: int = 1) -> list[Launcher]:
+    """The launchers that `source`, which starts at `first_line` of `origin`, exports, in order.
 
     Raises BuildError where there is none, or where what is marked EXPORT can't be one.
     """
@@ -131,8 +131,9 @@ def parse_launchers(source: str, origin: str = "source") -> list[Launcher]:
                 raise ValueError(f"{launcher.name} is exported a second time, with other parameters")
         except ValueError as error:
             start = found.start(1) if found else mark.start()
-            line, column = code.count("\n", 0, start) + 1, start - code.rfind("\n", 0, start)
-            raise BuildError(at_line(origin, source, line, column, str(error))) from None
+            line, column = code.count("\n", 0, start) + first_line, start - code.rfind("\n", 0, start)
+            text = "\n" * (first_line - 1) + source
+            raise BuildError(at_line(origin, text, line, column, str(error))) from None
     if not launchers:
         raise BuildError(
             f"{origin}: expected at least one launcher, `EXPORT void name(float* y, const float* x, int64_t n)`"

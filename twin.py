@@ -364,7 +364,8 @@ class Kept:
             needs_gradient = _needs_gradient(x, *operands)
             autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
             situation = needs_gradient, autocast, *map(type, operands), *described(x, *operands)
-        except (AttributeError, KeyError):  # a parameter is missing, or none: the decision says what follows
+        except (AttributeError, KeyError, RuntimeError):
+            # A parameter is missing, none, or (a lazy module's) without a shape yet: the decision says what follows.
             return twin._compute(x, twin.plan(x).variant)
         if (plan := self.plans.get(situation)) is not None:
             run, constants = plan

@@ -15,13 +15,24 @@
 
 using Places = decltype(Lanes{} > Lanes{});  // integers of the same width: masks, and places in a window
 
-// Running sums over some pixels, shifted by the first.
+// Running sums over some pixels, shifted by the first: a piece of about kPiece pixels in lanes, pieces in double,
+// because an error in a variance grows with the number of values that are added one by one.
+constexpr int64_t kPiece = 64;
+
 struct LaneSums {
   Lanes shift, sum = {}, square = {};
-  accumulate_t count = 0;
+  int64_t count = 0;
+  double sums[kLanes] = {}, squares[kLanes] = {};
   void add(Lanes value) {
     const Lanes d = value - shift;
     count += 1, sum += d, square += d * d;
+  }
+  void end_piece() {
+    for (int j = 0; j < kLanes; j++) sums[j] += sum[j], squares[j] += square[j];
+    sum = square = Lanes{};
+  }
+  Moments<double> moments(int j) const {
+    return Moments<double>::from_shifted(count, shift[j], sums[j], squares[j]);
   }
 };
 
@@ -34,6 +45,7 @@ template <bool kPlaces, class Load>
 static void pool_lanes(value_t* extreme, index_t* index, Moments<double>* moments, const Load& load,
                        int lanes, int64_t height, int64_t W, int64_t plane, const accumulate_t* direction) {
   const int64_t windows = height < POOL_H ? 0 : W / POOL_W;
+  constexpr int64_t kWindows = std::max<int64_t>(1, kPiece / (POOL_H * POOL_W));  // of a piece
   Lanes way = {};
   for (int j = 0; j < lanes; j++) way[j] = direction[j];
   LaneSums sums{load(0)};
@@ -57,11 +69,15 @@ static void pool_lanes(value_t* extreme, index_t* index, Moments<double>* moment
     for (int j = 0; j < lanes; j++) extreme[j * plane + p] = value_t(selected[j]);
     if (kPlaces)
       for (int j = 0; j < lanes; j++) index[j * plane + p] = index_t(place[j]);
+    if ((p + 1) % kWindows == 0) sums.end_piece();
   }
   for (int64_t h = 0; h < height; h++)
-    for (int64_t w = windows * POOL_W; w < W; w++) sums.add(load(h * W + w));
-  for (int j = 0; j < lanes; j++)
-    moments[j] = Moments<double>::from_shifted(sums.count, sums.shift[j], sums.sum[j], sums.square[j]);
+    for (int64_t w = windows * POOL_W; w < W; w++) {
+      sums.add(load(h * W + w));
+      if ((w + 1) % kPiece == 0) sums.end_piece();
+    }
+  sums.end_piece();
+  for (int j = 0; j < lanes; j++) moments[j] = sums.moments(j);
 }
 
 // The same for all channels; rows (height, W, C).

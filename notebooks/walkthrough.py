@@ -7,6 +7,7 @@ turn with eager, set beside its prediction, and drawn. Where there is no GPU, th
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import html
 import inspect
@@ -52,6 +53,11 @@ def environment() -> str:
 
 def _machine(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else charts.cpu_name()
+
+
+def measured(device: str) -> str:
+    """This machine and today's date, for the titles of pictures."""
+    return f"{_machine(device)}, {datetime.date.today().isoformat()}"
 
 
 def batch_size(problem, device: str) -> int:
@@ -222,7 +228,7 @@ def batches(problem, device: str, sizes: tuple[int, ...] | None = None) -> None:
     tell("")
     picture(
         charts.against(
-            found, "batch size", "ms", f"Time against batch size · {_machine(device)}, {problem.name}"
+            found, "batch size", "ms", f"Time against batch size · {measured(device)} · {problem.name}"
         )
     )
 
@@ -255,7 +261,8 @@ def right(problem, device: str, phases=("forward", "train_dx"), variants=None) -
     folded = "".join(
         f"<li>{2 * error.share:.2f} × eager’s: {html.escape(str(error))}</li>" for error in errors
     )
-    box = f'<details><summary style="color: #1a7f37; font-weight: bold">{line}</summary><ul>{folded}</ul></details>'
+    style = "background: #e9f7ec; color: #14532d; font-weight: bold"  # its own background: pages are light or dark
+    box = f'<details><summary style="{style}">{line}</summary><ul>{folded}</ul></details>'
     display({"text/plain": line, "text/html": box}, raw=True)
     return found
 
@@ -382,18 +389,21 @@ class Ladder:
 
     def draw(self) -> None:
         """All rungs so far: speed-up over eager, with its prediction; beside it the recorded rungs where there is no GPU."""
-        here = f"{_machine(self.device)}, {self.phase}, batch {len(self.x)}"
-        ladders = [(here, [row for row in self.rows if row["ms"]], self._peers())]
+        situation = f"{self.phase}, batch {len(self.x)}"
+        ladders = [
+            (f"{measured(self.device)}, {situation}", [row for row in self.rows if row["ms"]], self._peers())
+        ]
         if self.recorded:
             names = [row["name"] for row in self.rows]
             rows = [row for row in self.recorded["rows"] if row["name"] in names]
             title = f"{self.recorded['title']}, {self.recorded['date'][:10]}"
             ladders.append((title, rows, {}))
-        data = {"name": f"{self.problem.name}-{self.phase}", "title": here, "rows": self.rows}
+        title = f"{_machine(self.device)}, {situation}"  # the record has a date
+        data = {"name": f"{self.problem.name}-{self.phase}", "title": title, "rows": self.rows}
         picture(charts.ladder(ladders), **({RUNGS: data} if self.device == "cuda" else {}))
 
     def roofline(self) -> None:
         """Every rung whose bytes are known under this machine's roofs, as measured; or under the recorded ones."""
         work = self.problem.operations(self.model, self.x)
         points = [row | {"operations": work} for row in self.rows if row["ms"] and row["bytes"]]
-        picture(charts.roofline(points, roofs(self.device), _machine(self.device)))
+        picture(charts.roofline(points, roofs(self.device), measured(self.device)))

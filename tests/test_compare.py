@@ -7,7 +7,10 @@ Sizes are small; times are never asserted. What the checks find is tested in tes
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import json
+import types
 
 import pytest
 import torch
@@ -202,6 +205,16 @@ def test_any_pair(phase):
     for wrong, complaint in ((WrongGate(), "output: error"), (PackedGate(), "does not follow")):
         (row,) = compare.compare_pair(reference, wrong, gate_inputs, **options | {"variants": ["candidate"]})
         assert row["ok"] is False and complaint in row["reason"] and row["median_ms"] is None
+
+
+@pytest.mark.parametrize("tick, in_a_row", [(compare.IN_A_ROW / 10, 5), (compare.IN_A_ROW, 1)])
+def test_short_calls_are_timed_in_a_row(tick, in_a_row, monkeypatch):
+    """None pays for what another contestant left in the caches; long ones are not repeated."""
+    made, ticks = [], itertools.count()
+    monkeypatch.setattr(compare, "clock", types.SimpleNamespace(perf_counter=lambda: next(ticks) * tick))
+    calls = {name: functools.partial(made.append, name) for name in ("a", "b")}
+    compare._cpu_rounds(calls, 2)
+    assert made == (["a"] * in_a_row + ["b"] * in_a_row) * 2
 
 
 def test_a_pair_is_shown_as_problems_are(tmp_path):

@@ -440,6 +440,7 @@ def test_notebook_cells():
         CELL.format(10, ""),
         use,
         CELL.format(10, " + nonsense"),
+        "%%cpp plus\n\nEXPORT void f(strange y) {}",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     with warnings.catch_warnings():
@@ -450,12 +451,11 @@ def test_notebook_cells():
     assert texts[4] == "[21.0, 21.0] [11.0, 11.0]\n", notebook.cells[4].outputs
     progress = notebook.cells[3].outputs[0].data["text/plain"]
     assert re.fullmatch(r"inline_loader: plus \(cpu\), defines changed: built, [\d.]+ s", progress)
-    displays = [output for output in notebook.cells[5].outputs if output.output_type == "display_data"]
-    assert (
-        "&lt;plus&gt;:3:" in displays[-1].data["text/html"] and "nonsense" in displays[-1].data["text/html"]
-    )
-    (error,) = [output for output in notebook.cells[5].outputs if output.output_type == "error"]
+    progress, log, error = notebook.cells[5].outputs  # each once
+    assert progress.data["text/plain"].endswith(" s") and "nonsense" in log.data["text/html"]
     assert error.ename == "BuildError" and "<plus>:3:" in error.traceback[0]
+    (error,) = notebook.cells[6].outputs  # no compiler ran, and the lines are counted as compilers do
+    assert "<plus>:3:13: error: expected parameters" in error.traceback[0]
 
 
 def test_terminal_shows_one_line_that_moves(cache, compiler):

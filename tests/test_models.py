@@ -217,6 +217,12 @@ def test_rule_by_winograd_at_random_sizes(N, Cin, C, H, W):
     numerics.assert_rule(*numerics.sized(POOL, size))
 
 
+def test_rule_in_long_rows():
+    """The pool works by rows of windows, and a row's statistics are sums of many values."""
+    size = numerics.Size((4, 8, 3, 4, (8, 1, 1), 2, 0.0, 1.0), (1, 4, 6, 30000))
+    numerics.assert_rule(*numerics.sized(POOL, size))
+
+
 @pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1e15, 0), (1e-6, 0)])
 @pytest.mark.parametrize("size", [numerics.WINOGRAD_DX, numerics.WINOGRAD_MANY], ids=lambda size: size.reason)
 def test_rule_where_winograd_gives_the_gradient_of_x(size, scale, shift, monkeypatch):

@@ -5,6 +5,7 @@ What is in a record is tested in test_compare.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -186,6 +187,9 @@ def test_a_ladder_shows_prediction_and_error():
         "4.00× · 2 ms · predicted 1",
     ]
     assert hatches_of(figure) == [False, True, False]
+    assert "predicted" in figure.axes[0].get_xlabel() and "hatched" in figure.axes[0].get_xlabel()
+    figure = charts.ladder([("here", [right | {"predicted_ms": None}], {})])
+    assert figure.axes[0].get_xlabel() == "eager = 1", "no legend of what is not there"
 
 
 def test_a_roofline_puts_work_over_bytes():
@@ -214,4 +218,19 @@ def test_the_lessons_other_pictures():
         "ours, from the cache 0.1 s",
     ]
     figure = charts.against({"eager": {1: 2.0, 2: 4.0}, "ours": {1: 1.0, 2: 1.0}}, "batch", "ms", "here")
-    assert texts_of(figure) == ["eager", "ours"]
+    assert sorted(texts_of(figure)) == ["eager", "ours"]
+
+
+def test_curves_that_end_at_one_place_are_named_one_above_another():
+    curves = {name: {1: 1.0, 2: end} for name, end in (("a", 4.0), ("b", 4.01), ("c", 4.0), ("d", 1.0))}
+    for log in (True, False):
+        figure = charts.against(curves, "batch", "ms", "here", log=log)
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+        assert len(boxes) == 4
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_narrow_pieces_are_named_beside_their_bar():
+    figure = charts.passes({"eager": {"wide": (90e6, 9e6), "thin": (1e5, 1e5)}})
+    assert "narrow: thin" in texts_of(figure)

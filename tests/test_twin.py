@@ -274,6 +274,18 @@ def test_changed_modules(name, label, moment):
             twin(x)
 
 
+@every_name
+def test_lazy_convolution(name):
+    """Eager gives it its shape; then the kernels run."""
+    model, twin, x = pair(name)
+    kind = nn.LazyConv2d if x.dim() == 4 else nn.LazyConv3d
+    twin.conv = kind(twin.conv.out_channels, 3)
+    assert twin(x).isfinite().all()
+    model.conv = twin.conv
+    assert twin.plan(x).variant == "epilogue"
+    assert_same(twin, model, x, exact=False)
+
+
 @pytest.mark.parametrize(
     "value", [None, torch.tensor(0.25), float("nan"), float("inf"), -0.75, 1, True], ids=str
 )
