@@ -1,11 +1,14 @@
-"""What an exported cell holds beside its problem's own functions: building the kernels, choosing a plan, autograd, reasons why not.
+"""What an exported cell holds beside its problem's own functions: building the kernels, choosing a plan,
+autograd, reasons why not.
 
-export.py copies these functions as text, their names made private, with what they reach. What is declared here without a value stands for
-the problem's own: its plan, forward and backward, the checks of its ModelNew, and what is known when the cell is written.
+export.py copies these functions as text, their names made private, with what they reach. What is declared
+here without a value stands for the problem's own: its plan, forward and backward, the checks of its ModelNew,
+and what is known when the cell is written.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -23,10 +26,9 @@ CTYPE: str  # that in C
 SUMS: torch.dtype  # in which the kernels sum, and take parameters by channel
 FILTERS: tuple[int, ...]  # the shape of the convolution's weight
 GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers among the constants
-SIZE: list[int]  # the convolution's
+SIZE: tuple[int, ...]  # the convolution's
 OWN: str  # the parameter by channel that is the model's own, or ""
 TENSORS: int  # how many of the operator's arguments are tensors
-SAVES: bool  # does forward save for backward?
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
 Arguments: type
 make_plan: Callable
@@ -45,19 +47,20 @@ def run(model, tensors, constants):
     seen = [
         (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
     ]  # as loader_operators.described
-    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, _precision(tensors[0])
+    tf32 = [_precision(tensors[0])] if DEVICE == "cuda" else []
+    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, *tf32
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
             raise RuntimeError(f"ModelNew can't run: {reason}")
         plan = plans[key] = make_plan(Arguments(*tensors, *constants), saving=saving)
     if saving:
         return Function.apply(plan, *tensors, *constants)
-    y = forward(Arguments(*tensors, *constants), plan=plan, **({"saving": False} if SAVES else {}))
-    return y[0] if SAVES else y
+    return forward(Arguments(*tensors, *constants), plan=plan, saving=False)[0]
 
 
 def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
-    """What stands in the kernels' way, or something false for what does not; what comes after an obstacle is not looked at."""
+    """What stands in the kernels' way, or something false for what does not; what comes after an obstacle is
+    not looked at."""
     conv, given = model.conv, {(t.device, t.dtype) for t in [batch, *model.parameters()]}
     yield batch.device.type != DEVICE and f"x is on {batch.device}, its kernels are for {DEVICE}"
     yield given != {(batch.device, DTYPE)} and f"its kernels take {DTYPE}, not {given}"
@@ -71,7 +74,8 @@ def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
 
 
 def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
-    """The one obstacle for fused kernels that a block of any GPU from 8.0 on, of 99 kB of shared memory or more, has room for."""
+    """The one obstacle for fused kernels that a block of any GPU from 8.0 on, of 99 kB of shared memory or
+    more, has room for."""
     return (
         torch.cuda.get_device_capability(batch.device) < (8, 0)
         and "it needs a GPU of capability 8.0 or later"
@@ -89,8 +93,7 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, plan, *arguments):
-        result = forward(Arguments(*arguments), plan=plan, **({"saving": True} if SAVES else {}))
-        y, *saved = result if SAVES else (result,)
+        y, *saved = forward(Arguments(*arguments), plan=plan, saving=True)
         ctx.save_for_backward(*arguments[:TENSORS], *saved)
         ctx.plan, ctx.constants = plan, arguments[TENSORS:]
         return y
@@ -110,7 +113,8 @@ class Function(torch.autograd.Function):
 
 
 class Plan(SimpleNamespace):
-    """What need not be decided anew for such arguments, as operators.Plan; parameters by channel have an element for each, results are contiguous."""
+    """What need not be decided anew for such arguments, as operators.Plan; parameters by channel have an
+    element for each, results are contiguous."""
 
     def __init__(self, name, a, parameters, outputs, defines=None, folder=None, **own):
         self._last, self._outputs = 2 + len(parameters), [(shape, dtype) for shape, dtype, *_ in outputs]
@@ -132,9 +136,20 @@ class Plan(SimpleNamespace):
         return [gradient.to(DTYPE) for gradient in gradients]
 
 
+def never(*anything) -> bool:
+    """What is asked is not so here."""
+    return False
+
+
 def whole(count: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...]]:
     """All at a time, as library.pieces has it on a GPU."""
     return (tensors,)
+
+
+def when_needed(name: str, a: tuple, out_dtype: torch.dtype, **defines) -> Callable[[], SimpleNamespace]:
+    """What loads a build when it is called first."""
+    x = a.x.new_empty(0)
+    return functools.cache(lambda: load(name, x, out_dtype, **defines))
 
 
 def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> SimpleNamespace:

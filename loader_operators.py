@@ -103,7 +103,7 @@ class Operator:
             if kind not in _SCHEMA_TYPES:
                 known = ", ".join(getattr(each, "__name__", str(each)) for each in _SCHEMA_TYPES)
                 raise TypeError(f"{name}: expected {parameter} annotated with one of {known}, got {kind!r}")
-        self.name = name
+        self.name, self.forward = name, forward
         self.parameters = ", ".join(f"{_SCHEMA_TYPES[kind]} {parameter}" for parameter, kind in types.items())
         self.tensors = kinds.count(Tensor)  # arguments, the first ones
         if Tensor in kinds[self.tensors :]:

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import export
+import export_layout
+import export_python
 import inline_loader
 
 ROOT = Path(export.__file__).resolve().parent
@@ -304,7 +306,7 @@ def builds(name: str, monkeypatch, capability=(9, 0), shared=227 << 10) -> tuple
     for each in ("gradient_sums", "weight_gradient", "input_gradient"):
         setattr(launchers, each, lambda *arguments: None)
 
-    def load(name, x, out_dtype, **defines):
+    def load(name, x, **defines):
         found[name] = defines
         return launchers
 
@@ -389,11 +391,75 @@ def test_epilogue_on_a_gpu_and_other_dtypes(name):
     assert len(besides(text).splitlines()) <= export.LINES
 
 
-def test_facts_of_a_name_hold_for_every_call():
-    """Folding takes `weight` for the convolution's in every function, so no function may call something else that."""
-    source = "def inner(weight): return weight.shape\ndef outer(a):\n    return inner({})"
-    for given in "a.weight", "a.weight.contiguous()", "a.weight[:1]":
-        export._check_names({node.name: node for node in ast.parse(source.format(given)).body})
-    for given in "a.weight.transpose(0, 1)", "a.weight.shape", "turned":
-        with pytest.raises(ValueError, match="as its weight: expected the model's weight"):
-            export._check_names({node.name: node for node in ast.parse(source.format(given)).body})
+# ------------------------------------------------------------------------------------------------------------- the functions
+
+
+def doubled(a, times=2):
+    return [each * times for each in a]
+
+
+def outer(a, size, flag):
+    """What is asked here: one of both. The rest is left out."""
+    width = size[1]
+    if flag:
+        return doubled(a, times=1 + width)
+    return doubled(a, 3)
+
+
+def caller(a, size):
+    return outer(a, (size, 4), False), outer(a, (size, 5), FLAG)
+
+
+FLAG = True
+
+
+def program(**bound) -> dict[str, str]:
+    """What `caller` reaches, as text."""
+    bound = {(__name__, name): value for name, value in bound.items()}
+    definitions = export_python.Program(lambda module: module == __name__, bound, {}).build(caller)
+    definitions = export_layout.tidied(definitions, "_caller")
+    return {name: export_layout.source_of(node, docstrings=True) for name, node in definitions.items()}
+
+
+def test_a_parameter_is_known_where_all_calls_agree():
+    found = program()
+    assert found["_caller"].endswith("return (_outer(a, (size, 4), False), _outer(a, (size, 5), True))")
+    assert '"""What is asked here."""' in found["_outer"], "the first sentence, up to a colon"
+    assert "if flag:" in found["_outer"] and "size" in found["_outer"]
+    found = program(FLAG=False)
+    assert found["_caller"].endswith("return (_doubled(a), _doubled(a))") and "each * 3" in found["_doubled"]
+
+
+def test_what_is_known_is_computed():
+    program = export_python.Program(
+        lambda module: module == __name__, {}, {caller: {"size": export_python.Value(7)}}
+    )
+    program.build(caller)
+    assert "size" not in ast.unparse(program.definitions["_caller"].body[-1])
+    calls = {
+        "sum(range(4))": "6",
+        "time.time()": "time.time()",
+        "x + 0": "x",
+        "y and 1 < 2": "y",
+        "y or 'no'": "y or 'no'",
+    }
+    for text, expected in calls.items():
+        names = SimpleNamespace(__globals__={"__name__": __name__, "time": __import__("time")})
+        specialiser = export_python._Specialiser(program, names)
+        specialiser.local = {"x", "y"}
+        node = specialiser.visit(ast.parse(text, mode="eval").body)
+        written = ast.unparse(export_python._Writer(program).visit(node))
+        assert written.replace("_time", "time") == expected
+
+
+def test_a_branch_that_needs_what_a_cell_cannot_hold_raises():
+    text = "def f(x):\n    if x:\n        return THING\n    return 1"
+    exec(text, names := {"THING": object(), "__name__": __name__})
+    names["f"].source = text
+    definitions = export_python.Program(lambda module: module == __name__, {}, {}).build(names["f"])
+    assert f"raise RuntimeError({export_python.NOT_HERE!r})".replace("'", '"') in ast.unparse(
+        definitions["_f"]
+    ).replace("'", '"')
+    names["f"].source = "def f(x):\n    return THING"
+    with pytest.raises(export_python.Missing, match="THING"):
+        export_python.Program(lambda module: module == __name__, {}, {}).build(names["f"])
