@@ -113,14 +113,9 @@ def convolve(x: Tensor, weight: Tensor, layout: torch.memory_format = torch.cont
     return v.contiguous(memory_format=layout)
 
 
-def winograd_applies(x: Tensor, weight: Tensor) -> bool:
-    """Is kernels/winograd.h faster than the library's convolution of x, and as exact?"""
-    return winograd_suits(x, weight)
-
-
-def winograd_suits(image: Tensor, filters: Tensor) -> bool:
-    """The same of any convolution. On a CPU, with 3×3 filters, and channels enough to make transforming cheap. Up to 128 terms of a
-    sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
+def winograd_applies(image: Tensor, filters: Tensor) -> bool:
+    """Is kernels/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to make
+    transforming cheap. Up to 128 terms of a sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
     """
     if device_type(image) != "cpu" or image.dtype != torch.float32 or filters.shape[-2:] != (3, 3):
         return False
@@ -146,7 +141,7 @@ def input_gradient_by_winograd(dv: Tensor, weight: Tensor, kernels) -> Tensor | 
     """dx in 2-D, of dv with as many zeros around it as a filter reaches: its convolution with the filters turned round. None where that
     is not faster than the library."""
     turned = weight.flip(2, 3).transpose(0, 1).contiguous()
-    if not winograd_suits(dv, turned):
+    if not winograd_applies(dv, turned):
         return None
     return convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), kernels).squeeze(2)
 
