@@ -41,11 +41,13 @@ PHASES_SHOWN = ("forward_grad", "train")  # as users meet them
 
 def record(rows: list[dict]) -> dict:
     """The rows of one run together with what they were measured on."""
-    gpu = torch.cuda.is_available()
+    gpu, (script, *arguments) = torch.cuda.is_available(), sys.argv
+    if Path(script).resolve().is_relative_to(ROOT):
+        script = str(Path(script).resolve().relative_to(ROOT))
     commit = compare.output_of("git", "rev-parse", "HEAD") or None
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", script, *arguments]),
         "gpu": torch.cuda.get_device_name() if gpu else None,
         "driver": driver(),
         "cpu": charts.cpu_name(),
