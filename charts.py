@@ -141,12 +141,8 @@ COLOURS = {
     "epilogue": "#e69f00", "fused": "#d55e00",
 }  # fmt: skip
 OTHER_PEERS, OURS = "#009e73", "#d55e00"
-LABEL = {
-    "facecolor": "#ffffff",
-    "edgecolor": "none",
-    "alpha": 0.85,
-    "pad": 1.0,
-}  # behind what may lie over lines
+# Behind what may lie over lines.
+LABEL = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 1.0}
 STYLE = {
     "font.size": 9,
     "axes.spines.top": False,

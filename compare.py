@@ -404,9 +404,8 @@ def _timings(calls, measure, seconds: float) -> dict[str, Timing]:
     return timings
 
 
-IN_A_ROW = (
-    1e-3  # seconds, of short calls: a single one would pay for what the contestant before left in the caches
-)
+# Seconds of short calls: a single one would pay for what the contestant before left in the caches.
+IN_A_ROW = 1e-3
 
 
 def _cpu_rounds(calls, rounds) -> dict[str, list[float]]:

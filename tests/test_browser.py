@@ -52,7 +52,7 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.setenv("LESSON_BATCH", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (folder := tmp_path / "empty").mkdir()
-    options = ["--no-browser", "--port=0", "--expose-app-in-browser", "--allow-root"]  # fmt: skip
+    options = ["--no-browser", "--port=0", "--expose-app-in-browser", "--allow-root"]
     command = [sys.executable, "-m", "jupyterlab", *options]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as server:
         lines = iter(server.stderr.readline, "")
