@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pygments
 import torch
-from IPython.display import HTML, Markdown, display
+from IPython.display import HTML, display
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from torch import nn
@@ -150,13 +150,6 @@ def picture(figure, **more) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=100)
     display({"image/png": png.getvalue(), "text/plain": "picture"} | more, raw=True)
-
-
-def megabytes(passes: dict[str, tuple[float, float]]) -> Markdown:
-    """The passes as a table, with their sum."""
-    rows = {**passes, "**in all**": total(passes)}
-    lines = [f"| {name} | {read / 1e6:.1f} | {written / 1e6:.1f} |" for name, (read, written) in rows.items()]
-    return Markdown("\n".join(["| | MB read | MB written |", "|:--|--:|--:|", *lines]))
 
 
 def total(passes: dict[str, tuple[float, float]]) -> tuple[float, float]:
