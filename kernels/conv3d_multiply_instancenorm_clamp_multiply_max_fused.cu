@@ -74,20 +74,32 @@ struct Winners {
   index_t* index;  // both of the sample's first plane, at the tile's first row
   float* centred;
 };
-struct Candidate {
-  float value, centred;
-  int channel;
-  // The maximum of two, and of equal ones the first channel's, as of NaNs.
-  __device__ __forceinline__ Candidate maximum(const Candidate& other) const {
-    const bool replaced = other.channel < channel ? !replaces_maximum(value, other.value)
-                                                  : replaces_maximum(other.value, value);
-    return choose(replaced, other, *this);
+
+// The values at kCount positions of the 8 lanes g that share t, combined by `op`: a lane gets those at its
+// own position. Each step halves the positions that a lane has, as long as there are two.
+template <int kCount, class T, class Op>
+__device__ __forceinline__ T combined(T (&values)[kCount], const Op& op) {
+  const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+  for (int step = 0, count = kCount; step < 3; step++, count = (count + 1) / 2) {
+    const bool upper = g >> step & 1;
+    if (count > 1) {
+#pragma unroll
+      for (int i = 0; i < count / 2; i++) {
+        const T mine = upper ? values[count / 2 + i] : values[i];
+        const T other = upper ? values[i] : values[count / 2 + i];
+        values[i] = op(mine, __shfl_xor_sync(~0u, other, 4 << step));
+      }
+    } else {
+      values[0] = op(values[0], __shfl_xor_sync(~0u, values[0], 4 << step));
+    }
   }
-  // By member: a choice of a place in memory would keep both out of registers.
-  __device__ __forceinline__ static Candidate choose(bool first, const Candidate& a, const Candidate& b) {
-    return {first ? a.value : b.value, first ? a.centred : b.centred, first ? a.channel : b.channel};
-  }
-};
+  return values[0];
+}
+// Lane g's own one of 8 positions: g's bits in reverse, so that it is also the lane g that a position belongs
+// to.
+static_assert(kFragments == 4, "as many positions as there are lanes g");
+HOST_DEVICE constexpr int own_position(int g) { return g % 2 * 4 + g / 2 % 2 * 2 + g / 4; }
 
 // Normalises, and takes the maximum over channels.
 template <bool kSaving> struct MaximumEpilogue {
@@ -114,16 +126,23 @@ template <bool kSaving> struct MaximumEpilogue {
     }
     for (int m = 4; m < 32; m *= 2) low = max_nan(low, __shfl_xor_sync(~0u, low, m));
   }
-  // Of a channel of the 16, whose held sum is v.
-  __device__ __forceinline__ static Candidate candidate(const float4& own, float v, int channel) {
-    return {max_nan(min_nan((v + own.y) * own.z, own.x), own.w), v + own.y, channel};
-  }
-  // The best of 16 channels, whose v - mean is in units of its sums, unless one before them is as good.
-  __device__ __forceinline__ void store(int64_t at, const Candidate& best) const {
-    const output_t value = output_t(best.value);
+  // The best of 16 channels, with its v - mean in units of its sums, unless one before them is as good.
+  __device__ __forceinline__ void store(int64_t at, float best, int channel, float v) const {
+    const output_t value = output_t(best);
     if (first_channel > 0 && !replaces_maximum(float(value), float(y[at]))) return;
-    y[at] = value, winners.index[at] = index_t(first_channel + best.channel);
-    winners.centred[at] = best.centred * unit * (1 / weight_scale[best.channel]);
+    y[at] = value, winners.index[at] = index_t(first_channel + channel);
+    winners.centred[at] = v * unit * (1 / weight_scale[channel]);
+  }
+  // The first of the 16 channels that is as good as the best; where that is NaN, which equals nothing, the
+  // first NaN.
+  __device__ __forceinline__ static int first_best(const float (&values)[16], float best) {
+    int channel = 16;
+#pragma unroll
+    for (int c = 15; c >= 0; c--) channel = values[c] == best ? c : channel;
+    if (channel < 16) return channel;
+#pragma unroll
+    for (int c = 15; c >= 0; c--) channel = values[c] != values[c] ? c : channel;
+    return channel;
   }
   // What is held, a thread per two positions.
   __device__ __forceinline__ void take_held(const Held& held, const Tile& tile, int plane_turns) const {
@@ -136,26 +155,26 @@ template <bool kSaving> struct MaximumEpilogue {
       const int turn = held.first + i / kTurn, plane = turn / plane_turns;
       const int q = turn % plane_turns * kTurn + i % kTurn;
       const int64_t at = int64_t(tile.first_plane + plane) * plane_size + q;
-      if constexpr (kSaving) {
+      float best[2] = {low, low}, values[2][16];
+#pragma unroll
+      for (int channel = 0; channel < 16; channel++) {
+        const float4 own = scaled[channel];
 #pragma unroll
         for (int u = 0; u < 2; u++) {
-          Candidate best = candidate(scaled[0], u ? v[0].y : v[0].x, 0);
-#pragma unroll
-          for (int channel = 1; channel < 16; channel++)
-            best = best.maximum(candidate(scaled[channel], u ? v[channel].y : v[channel].x, channel));
-          if (q + u < tile.positions) store(at + u, best);
+          const float value = min_nan(((u ? v[channel].y : v[channel].x) + own.y) * own.z, own.x);
+          values[u][channel] = kSaving ? max_nan(value, own.w) : value;
+          best[u] = max_nan(best[u], values[u][channel]);
         }
-      } else {
-        float best[2] = {low, low};
+      }
 #pragma unroll
-        for (int channel = 0; channel < 16; channel++) {
-          const float4 own = scaled[channel];
-          best[0] = max_nan(best[0], min_nan((v[channel].x + own.y) * own.z, own.x));
-          best[1] = max_nan(best[1], min_nan((v[channel].y + own.y) * own.z, own.x));
+      for (int u = 0; u < 2; u++) {
+        if (q + u >= tile.positions) continue;
+        if constexpr (kSaving) {
+          const int channel = first_best(values[u], best[u]);
+          store(at + u, best[u], channel, held.values[channel * held.pitch + i + u] + scaled[channel].y);
+        } else {
+          y[at + u] = output_t(best[u]);
         }
-#pragma unroll
-        for (int u = 0; u < 2; u++)
-          if (q + u < tile.positions) y[at + u] = output_t(best[u]);
       }
     }
   }
@@ -167,64 +186,77 @@ template <bool kSaving> struct MaximumEpilogue {
   __device__ __forceinline__ void expect(int, int, int) {}
   __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void finish() {}
-  // The larger of this lane's two channels, at a position.
-  __device__ __forceinline__ auto larger(float first, float second) const {
-    if constexpr (kSaving) {
-      const int g = threadIdx.x % 32 / 4;
-      const Candidate one{max_nan(value(0, first), own_low[0]), first, g};
-      return one.maximum({max_nan(value(1, second), own_low[1]), second, g + 8});
-    } else {
-      return max_nan(value(0, first), value(1, second));
-    }
-  }
-  __device__ __forceinline__ static float chosen(bool first, float a, float b) { return first ? a : b; }
-  __device__ __forceinline__ static Candidate chosen(bool first, const Candidate& a, const Candidate& b) {
-    return Candidate::choose(first, a, b);
-  }
-  // The larger one of a lane's and another's.
-  __device__ __forceinline__ static float exchanged(float mine, float other, int mask) {
-    return max_nan(mine, __shfl_xor_sync(~0u, other, mask));
-  }
-  __device__ __forceinline__ static Candidate exchanged(const Candidate& mine, const Candidate& other,
-                                                        int mask) {
-    return mine.maximum({__shfl_xor_sync(~0u, other.value, mask), __shfl_xor_sync(~0u, other.centred, mask),
-                         __shfl_xor_sync(~0u, other.channel, mask)});
-  }
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    std::conditional_t<kSaving, Candidate, float> best[2 * kFragments];  // positions 2t, 2t + 1 of each 8
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, own = own_position(g);
+    float values[8][2], best[8];  // of both channels, at positions 2t, 2t + 1 of each 8; the larger
 #pragma unroll
-    for (int j = 0; j < kFragments; j++)
+    for (int i = 0; i < 8; i++) {
 #pragma unroll
-      for (int u = 0; u < 2; u++) best[2 * j + u] = larger(v[j][u], v[j][2 + u]);
-    // Over the 8 lanes g: each step halves the positions that a lane keeps, as long as there are two.
-    int kept = 0;
-    bool owner = true;
-#pragma unroll
-    for (int step = 0, count = 2 * kFragments; step < 3; step++, count = (count + 1) / 2) {
-      const bool upper = g >> step & 1;
-      if (count > 1) {
-#pragma unroll
-        for (int i = 0; i < count / 2; i++) {
-          const auto mine = chosen(upper, best[count / 2 + i], best[i]);
-          const auto other = chosen(upper, best[i], best[count / 2 + i]);
-          best[i] = exchanged(mine, other, 4 << step);
-        }
-        kept += upper ? count / 2 : 0;
-      } else {
-        best[0] = exchanged(best[0], best[0], 4 << step);
-        owner &= !upper;
+      for (int r = 0; r < 2; r++) {
+        values[i][r] = value(r, v[i / 2][i % 2 + 2 * r]);
+        if (kSaving) values[i][r] = max_nan(values[i][r], own_low[r]);
       }
+      best[i] = max_nan(values[i][0], values[i][1]);
     }
-    const int position = q + kept / 2 * 8 + 2 * t + kept % 2;
-    if (!owner || position >= positions) return;
+    float all = combined(best, [](float a, float b) { return max_nan(a, b); });
+    if constexpr (!kSaving) {
+      all = max_nan(all, low);
+    }
+    const int position = q + own / 2 * 8 + 2 * t + own % 2;
     const int64_t at = int64_t(plane) * plane_size + position;
     if constexpr (kSaving) {
-      store(at, best[0]);
-    } else {
-      const float all = max_nan(best[0], low);
+      const int channel = winner(values, all);
+      const float centred = value_of(v, channel);
+      if (position < positions) store(at, all, channel, centred);
+    } else if (position < positions) {
       y[at] = output_t(first_channel == 0 ? all : max_nan(all, float(y[at])));
     }
+  }
+
+ private:
+  // The lane that has another's position of those with the same t.
+  __device__ __forceinline__ static int owner(int i) { return own_position(i) * 4 + threadIdx.x % 4; }
+
+  // Which of the 16 channels at the lane's position have a value for which `of(value, i)`, a bit each.
+  template <class Of>
+  __device__ __forceinline__ static uint32_t channels_with(const float (&values)[8][2], const Of& of) {
+    const int g = threadIdx.x % 32 / 4;
+    uint32_t masks[4];  // of two positions each
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      masks[j] = 0;
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        if (of(values[2 * j + k / 2][k % 2], 2 * j + k / 2)) masks[j] |= 1u << (8 * k);
+      masks[j] <<= g;
+    }
+    return combined(masks, [](uint32_t a, uint32_t b) { return a | b; }) >> g / 4 * 16 & 0xffff;
+  }
+  // The first channel at the lane's position that is as good as the best; where that is NaN, which equals
+  // nothing, the first NaN.
+  __device__ __forceinline__ static int winner(const float (&values)[8][2], float best) {
+    float bests[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) bests[i] = __shfl_sync(~0u, best, owner(i));
+    uint32_t mask = channels_with(values, [&](float value, int i) { return value == bests[i]; });
+    if (__any_sync(~0u, mask == 0)) {
+      const uint32_t nans = channels_with(values, [](float value, int) { return value != value; });
+      mask = mask ? mask : nans;
+    }
+    return __ffs(mask) - 1;
+  }
+  // v of that channel at the lane's position.
+  __device__ __forceinline__ static float value_of(const float (&v)[kFragments][4], int channel) {
+    const uint32_t second = __ballot_sync(~0u, channel >= 8);  // of a lane's two channels
+    const int from = channel % 8 * 4 + threadIdx.x % 4, own = own_position(threadIdx.x % 32 / 4);
+    float result = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float given = second >> owner(i) & 1 ? v[i / 2][i % 2 + 2] : v[i / 2][i % 2];
+      const float taken = __shfl_sync(~0u, given, from);
+      result = i == own ? taken : result;
+    }
+    return result;
   }
 };
 

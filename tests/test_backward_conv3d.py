@@ -105,6 +105,22 @@ def test_dropout_where_one_channel_ties_off_its_mean(gpu):
         torch.testing.assert_close(found.double(), right, rtol=0, atol=2e-6 * right.abs().max().item())
 
 
+@pytest.mark.parametrize("channels_out", [16, 32])
+@pytest.mark.parametrize("cache", [1 << 16, 1 << 22], ids=["sums computed twice", "sums held"])
+def test_instance_norm_where_all_channels_tie_the_first_wins(cache, channels_out, gpu):
+    """Every z is below the lower bound, so that every channel has the same value."""
+    model = numerics.build(INSTANCE_NORM, (3, channels_out, 3, (channels_out, 1, 1, 1), 50.0, 60.0)).train()
+    torch.nn.init.ones_(model.multiplier)
+    x = numerics.random_input((2, 3, 6, 9, 11))
+    gpu(cache=cache)
+    y = numerics.twin_of(model, "fused")(x)
+    dy = torch.rand_like(y)
+    [gradient] = torch.autograd.grad(y, [model.multiplier], dy)
+    expected = torch.zeros_like(model.multiplier)
+    expected[0] = 50 * dy.sum()
+    torch.testing.assert_close(gradient, expected)
+
+
 @every_name
 def test_gradients_do_not_depend_on_which_are_asked_for(name, gpu):
     """Bitwise, from run to run, too; and an empty batch has gradients of zero."""
