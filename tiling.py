@@ -135,17 +135,18 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 
 
 def plan_volume(
-    N: int, x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool
+    N: int, x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool, staged: int = 0
 ) -> tuple[dict[str, int], VolumeTiling]:
     """A build's definitions, and what keeps all multiprocessors busy with the fewest rows and planes read twice, for N samples of sizes
-    without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for stores of 16 bytes."""
+    without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for stores of 16 bytes.
+    `staged`: bytes of shared memory that a block needs beside its tile's and its own arrays."""
     (_, _, *size), (_, _, kd, kh, kw), device = x.shape, weight.shape, device_properties(x.device.index)
     OD, OH, OW = size[0] - kd + 1, size[1] - kh + 1, size[2] - kw + 1
     unit, best = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1, None
     for slabs in range(1, OH + 1):
         rows = ceil_div(ceil_div(OH, slabs), unit) * unit
         pitch, stage, raw, shared = volume_layout(rows, x, weight)
-        if shared > device.shared - static_shared:
+        if shared > device.shared - static_shared - staged:
             continue
         for chunks in (1, 2, 4, 8):
             depth = ceil_div(OD, chunks)

@@ -134,7 +134,7 @@ strip_kernel(Partial partial, const value_t* x, Saved saved, GroupShape shape, G
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ int largest;
-  __shared__ float shift[kPlanes * 8];
+  __shared__ __align__(16) float shift[kPlanes * 8];  // read by 16 bytes: with no other array's
   __shared__ Channel channels[kBlockChannels];
   __shared__ float sums[kThreads];
   Stage stage(shared, &largest);

@@ -27,10 +27,26 @@ __device__ inline float scaled_bound(float bound, float m) {
   return m == 0 && isinf(bound) ? 0.f : bound * m;
 }
 
+// Sums by channel in memory, of a turn's positions or of more. Stores of 8 channels meet no bank conflict, and
+// fill sectors.
+constexpr int kPad = 8;
+constexpr int kStagedPitch = kTurn + kPad, kStaged = 16 * kStagedPitch;  // a warp's own, of one turn
+#ifdef STAGED_SHARED  // what was planned with
+static_assert(STAGED_SHARED == kBlockWarps * kStaged * int(sizeof(float)));
+#endif
+__device__ __forceinline__ void put(float* values, int pitch, const float (&v)[kFragments][4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int j = 0; j < kFragments; j++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      *reinterpret_cast<float2*>(values + (g + 8 * r) * pitch + 8 * j + 2 * t) =
+          make_float2(v[j][2 * r], v[j][2 * r + 1]);
+}
+
 // Sums at `turns` of a tile's turns, from `first` on, where there is room for `most`.
 struct Held {
-  static constexpr int kPad = 8;  // stores of 8 channels then meet no bank conflict, and fill sectors
-  float* values;                  // [16][pitch]
+  float* values;  // [16][pitch]
   int first, turns, pitch;
   __device__ static int pitch_of(int most) { return most * kTurn + kPad; }
   __device__ Held(float* values, int first, int turns, int most)
@@ -39,18 +55,24 @@ struct Held {
                                        int turn) const {
     turn -= first;
     if (turn < 0 || turn >= turns) return;
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float* const to = values + g * pitch + turn * kTurn + 2 * t;
+    float shifted[kFragments][4];
 #pragma unroll
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-        *reinterpret_cast<float2*>(to + 8 * r * pitch + 8 * j) =
-            make_float2(v[j][2 * r] + shift[r], v[j][2 * r + 1] + shift[r]);
+      for (int i = 0; i < 4; i++) shifted[j][i] = v[j][i] + shift[i / 2];
+    put(values + turn * kTurn, pitch, shifted);
   }
 };
 // For how many turns have so many `values` room?
-inline int held_turns(int64_t values) { return int(max(values / 16 - Held::kPad, int64_t(0)) / kTurn); }
+inline int held_turns(int64_t values) { return int(max(values / 16 - kPad, int64_t(0)) / kTurn); }
+
+struct SharedStorage {
+  float4 scaled[16];  // high, initial, factor, low (below)
+  float units[16];    // of the sums
+  Coefficients coefficients[16];
+  MainloopStorage mainloop;
+};
+static_assert(kPlanned<SharedStorage>);
 
 // ------------------------------------------------------------------------------------------------- epilogues
 
@@ -75,107 +97,137 @@ struct Winners {
   float* centred;
 };
 
-// The values at kCount positions of the 8 lanes g that share t, combined by `op`: a lane gets those at its
-// own position. Each step halves the positions that a lane has, as long as there are two.
-template <int kCount, class T, class Op>
-__device__ __forceinline__ T combined(T (&values)[kCount], const Op& op) {
+// The maxima of the 8 lanes g that share t, at 8 positions, where a lane has its own channels' maxima: a lane
+// gets that of its own position.
+__device__ __forceinline__ float combined_maximum(float (&best)[8]) {
   const int g = threadIdx.x % 32 / 4;
 #pragma unroll
-  for (int step = 0, count = kCount; step < 3; step++, count = (count + 1) / 2) {
+  for (int step = 0, count = 4; step < 3; step++, count /= 2) {  // each halves the positions that a lane has
     const bool upper = g >> step & 1;
-    if (count > 1) {
 #pragma unroll
-      for (int i = 0; i < count / 2; i++) {
-        const T mine = upper ? values[count / 2 + i] : values[i];
-        const T other = upper ? values[i] : values[count / 2 + i];
-        values[i] = op(mine, __shfl_xor_sync(~0u, other, 4 << step));
-      }
-    } else {
-      values[0] = op(values[0], __shfl_xor_sync(~0u, values[0], 4 << step));
+    for (int i = 0; i < count; i++) {
+      const float mine = upper ? best[count + i] : best[i], other = upper ? best[i] : best[count + i];
+      best[i] = max_nan(mine, __shfl_xor_sync(~0u, other, 4 << step));
     }
   }
-  return values[0];
+  return best[0];
 }
-// Lane g's own one of 8 positions: g's bits in reverse, so that it is also the lane g that a position belongs
-// to.
+// Lane g's own one of 8 positions: g's bits in reverse.
 static_assert(kFragments == 4, "as many positions as there are lanes g");
 HOST_DEVICE constexpr int own_position(int g) { return g % 2 * 4 + g / 2 % 2 * 2 + g / 4; }
 
+// The largest of some channels' values, and the first that has it; NaN, and the first such, where there is one.
+struct Winner {
+  float value;
+  int channel;
+  Winner() = default;
+  __device__ __forceinline__ explicit Winner(const float (&values)[8]) {
+    float pairs[4], fours[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) pairs[i] = max_nan(values[2 * i], values[2 * i + 1]);
+#pragma unroll
+    for (int i = 0; i < 2; i++) fours[i] = max_nan(pairs[2 * i], pairs[2 * i + 1]);
+    value = max_nan(fours[0], fours[1]);
+    // Down again: into the first half wherever the winner is there, which first halves' maxima say.
+    const bool four = !is_largest(fours[0]), pair = !is_largest(four ? pairs[2] : pairs[0]);
+    const float first = four ? values[4] : values[0], third = four ? values[6] : values[2];
+    const bool odd = !is_largest(pair ? third : first);
+    channel = four * 4 + pair * 2 + odd;
+  }
+  // Channels from `from` on come behind these.
+  __device__ __forceinline__ void join(const Winner& other, int from) {
+    if (!replaces_maximum(other.value, value)) return;
+    value = other.value, channel = from + other.channel;
+  }
+
+ private:
+  // A NaN makes the maximum NaN.
+  __device__ __forceinline__ bool is_largest(float of) const { return of == value || of != of; }
+};
+
 // Normalises, and takes the maximum over channels.
 template <bool kSaving> struct MaximumEpilogue {
-  const Coefficients* coefficients;  // [16], in shared memory, as are the following
-  const float* weight_scale;
-  float4* scaled;  // high, initial, factor
-  output_t* y;     // of the sample's first plane, at the tile's first row
+  SharedStorage& storage;
+  float* staged;  // in shared memory, kStaged for each warp, where the winner is saved
+  output_t* y;    // of the sample's first plane, at the tile's first row
   Winners winners;
   int plane_size, first_channel;
-  float unit;                            // of the sums, but for the channel's
   float low;                             // the largest of all channels
-  float own_low[2];                      // where the winner is saved
   float high[2], initial[2], factor[2];  // of channels g, g + 8; the last two in units of the sums
   __device__ void start(float scale) {
-    low = -INFINITY, unit = 1 / scale;
+    low = -INFINITY;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const Coefficients own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
-      low = max_nan(low, own.low), high[r] = own.high, own_low[r] = own.low;
-      const float w_scale = weight_scale[threadIdx.x % 32 / 4 + 8 * r];
+      const Coefficients own = storage.coefficients[threadIdx.x % 32 / 4 + 8 * r];
+      low = max_nan(low, own.low), high[r] = own.high;
+      const float w_scale = storage.mainloop.weight_scale[threadIdx.x % 32 / 4 + 8 * r];
       initial[r] = own.offset * scale * w_scale, factor[r] = own.slope * (1 / scale) * (1 / w_scale);
-      if (threadIdx.x < 32 && threadIdx.x % 4 == 0)
-        scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], own.low);
+      if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
+        storage.scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], own.low);
+        if (kSaving) storage.units[threadIdx.x / 4 + 8 * r] = 1 / scale * (1 / w_scale);
+      }
     }
     for (int m = 4; m < 32; m *= 2) low = max_nan(low, __shfl_xor_sync(~0u, low, m));
+    if (kSaving) __syncthreads();  // what take() reads is there
   }
-  // The best of 16 channels, with its v - mean in units of its sums, unless one before them is as good.
-  __device__ __forceinline__ void store(int64_t at, float best, int channel, float v) const {
-    const output_t value = output_t(best);
+  // Of kCount neighbouring positions, of which the first `real` count, the first being element `at` of y: the
+  // maximum over channels of their sums [16][pitch], which are less the mean already if kCentred.
+  template <int kCount, bool kCentred>
+  __device__ __forceinline__ void reduce(const float* sums, int pitch, int64_t at, int real) const {
+    struct alignas(4 * kCount) Positions {
+      float at[kCount];
+    };
+    Winner largest[kCount];
+    float best[kCount];
+#pragma unroll
+    for (int u = 0; u < kCount; u++) best[u] = low;
+#pragma unroll
+    for (int from = 0; from < 16; from += 8) {
+      float values[kCount][8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const Positions v = *reinterpret_cast<const Positions*>(sums + (from + i) * pitch);
+        const float4 own = storage.scaled[from + i];
+#pragma unroll
+        for (int u = 0; u < kCount; u++) {
+          const float value = min_nan((kCentred ? v.at[u] : v.at[u] + own.y) * own.z, own.x);
+          values[u][i] = max_nan(value, own.w), best[u] = max_nan(best[u], value);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kCount; u++) {
+        const Winner of_half(values[u]);
+        if (from == 0) largest[u] = of_half;
+        else largest[u].join(of_half, from);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kCount; u++) {
+      if (u >= real) continue;
+      if constexpr (kSaving) {
+        const int channel = largest[u].channel;
+        const float sum = sums[channel * pitch + u];
+        save(at + u, largest[u], kCentred ? sum : sum + storage.scaled[channel].y);
+      } else {
+        y[at + u] = output_t(best[u]);
+      }
+    }
+  }
+  // The best of 16 channels, and its v - mean in units of its sums, unless one before them is as good.
+  __device__ __forceinline__ void save(int64_t at, const Winner& winner, float centred) const {
+    const output_t value = output_t(winner.value);
     if (first_channel > 0 && !replaces_maximum(float(value), float(y[at]))) return;
-    y[at] = value, winners.index[at] = index_t(first_channel + channel);
-    winners.centred[at] = v * unit * (1 / weight_scale[channel]);
-  }
-  // The first of the 16 channels that is as good as the best; where that is NaN, which equals nothing, the
-  // first NaN.
-  __device__ __forceinline__ static int first_best(const float (&values)[16], float best) {
-    int channel = 16;
-#pragma unroll
-    for (int c = 15; c >= 0; c--) channel = values[c] == best ? c : channel;
-    if (channel < 16) return channel;
-#pragma unroll
-    for (int c = 15; c >= 0; c--) channel = values[c] != values[c] ? c : channel;
-    return channel;
+    y[at] = value, winners.index[at] = index_t(first_channel + winner.channel);
+    winners.centred[at] = centred * storage.units[winner.channel];
   }
   // What is held, a thread per two positions.
   __device__ __forceinline__ void take_held(const Held& held, const Tile& tile, int plane_turns) const {
 #pragma unroll 1
     for (int i = 2 * thread_index_anew(); i < held.turns * kTurn; i += 2 * kBlock) {
-      float2 v[16];
-#pragma unroll
-      for (int channel = 0; channel < 16; channel++)
-        v[channel] = *reinterpret_cast<const float2*>(held.values + channel * held.pitch + i);
       const int turn = held.first + i / kTurn, plane = turn / plane_turns;
       const int q = turn % plane_turns * kTurn + i % kTurn;
       const int64_t at = int64_t(tile.first_plane + plane) * plane_size + q;
-      float best[2] = {low, low}, values[2][16];
-#pragma unroll
-      for (int channel = 0; channel < 16; channel++) {
-        const float4 own = scaled[channel];
-#pragma unroll
-        for (int u = 0; u < 2; u++) {
-          const float value = min_nan(((u ? v[channel].y : v[channel].x) + own.y) * own.z, own.x);
-          values[u][channel] = kSaving ? max_nan(value, own.w) : value;
-          best[u] = max_nan(best[u], values[u][channel]);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < 2; u++) {
-        if (q + u >= tile.positions) continue;
-        if constexpr (kSaving) {
-          const int channel = first_best(values[u], best[u]);
-          store(at + u, best[u], channel, held.values[channel * held.pitch + i + u] + scaled[channel].y);
-        } else {
-          y[at + u] = output_t(best[u]);
-        }
-      }
+      reduce<2, false>(held.values + i, held.pitch, at, tile.positions - q);
     }
   }
   __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
@@ -187,89 +239,30 @@ template <bool kSaving> struct MaximumEpilogue {
   __device__ __forceinline__ void meanwhile(int) {}
   __device__ __forceinline__ void finish() {}
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, own = own_position(g);
-    float values[8][2], best[8];  // of both channels, at positions 2t, 2t + 1 of each 8; the larger
+    const int64_t at = int64_t(plane) * plane_size + q;
+    if constexpr (kSaving) {  // by way of memory: a thread then has a position's 16 channels
+      const int lane = thread_index_anew() % 32;
+      float* const own = staged + thread_index_anew() / 32 * kStaged;
+      __syncwarp();  // the turn before has been read
+      put(own, kStagedPitch, v);
+      __syncwarp();  // this one is there
+      reduce<1, true>(own + lane, kStagedPitch, at + lane, positions - q - lane);
+    } else {
+      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, own = own_position(g);
+      float best[8];  // of both channels, at positions 2t, 2t + 1 of each 8
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        values[i][r] = value(r, v[i / 2][i % 2 + 2 * r]);
-        if (kSaving) values[i][r] = max_nan(values[i][r], own_low[r]);
-      }
-      best[i] = max_nan(values[i][0], values[i][1]);
+      for (int i = 0; i < 8; i++) best[i] = max_nan(value(0, v[i / 2][i % 2]), value(1, v[i / 2][i % 2 + 2]));
+      const float all = max_nan(combined_maximum(best), low);
+      const int position = own / 2 * 8 + 2 * t + own % 2;
+      output_t& to = y[at + position];
+      if (q + position < positions) to = output_t(first_channel == 0 ? all : max_nan(all, float(to)));
     }
-    float all = combined(best, [](float a, float b) { return max_nan(a, b); });
-    if constexpr (!kSaving) {
-      all = max_nan(all, low);
-    }
-    const int position = q + own / 2 * 8 + 2 * t + own % 2;
-    const int64_t at = int64_t(plane) * plane_size + position;
-    if constexpr (kSaving) {
-      const int channel = winner(values, all);
-      const float centred = value_of(v, channel);
-      if (position < positions) store(at, all, channel, centred);
-    } else if (position < positions) {
-      y[at] = output_t(first_channel == 0 ? all : max_nan(all, float(y[at])));
-    }
-  }
-
- private:
-  // The lane that has another's position of those with the same t.
-  __device__ __forceinline__ static int owner(int i) { return own_position(i) * 4 + threadIdx.x % 4; }
-
-  // Which of the 16 channels at the lane's position have a value for which `of(value, i)`, a bit each.
-  template <class Of>
-  __device__ __forceinline__ static uint32_t channels_with(const float (&values)[8][2], const Of& of) {
-    const int g = threadIdx.x % 32 / 4;
-    uint32_t masks[4];  // of two positions each
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      masks[j] = 0;
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        if (of(values[2 * j + k / 2][k % 2], 2 * j + k / 2)) masks[j] |= 1u << (8 * k);
-      masks[j] <<= g;
-    }
-    return combined(masks, [](uint32_t a, uint32_t b) { return a | b; }) >> g / 4 * 16 & 0xffff;
-  }
-  // The first channel at the lane's position that is as good as the best; where that is NaN, which equals
-  // nothing, the first NaN.
-  __device__ __forceinline__ static int winner(const float (&values)[8][2], float best) {
-    float bests[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) bests[i] = __shfl_sync(~0u, best, owner(i));
-    uint32_t mask = channels_with(values, [&](float value, int i) { return value == bests[i]; });
-    if (__any_sync(~0u, mask == 0)) {
-      const uint32_t nans = channels_with(values, [](float value, int) { return value != value; });
-      mask = mask ? mask : nans;
-    }
-    return __ffs(mask) - 1;
-  }
-  // v of that channel at the lane's position.
-  __device__ __forceinline__ static float value_of(const float (&v)[kFragments][4], int channel) {
-    const uint32_t second = __ballot_sync(~0u, channel >= 8);  // of a lane's two channels
-    const int from = channel % 8 * 4 + threadIdx.x % 4, own = own_position(threadIdx.x % 32 / 4);
-    float result = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float given = second >> owner(i) & 1 ? v[i / 2][i % 2 + 2] : v[i / 2][i % 2];
-      const float taken = __shfl_sync(~0u, given, from);
-      result = i == own ? taken : result;
-    }
-    return result;
   }
 };
 
 // ---------------------------------------------------------------------------------------------------- kernel
 
 enum Phases { kStatistics = 1, kApply = 2 };
-
-struct SharedStorage {
-  float4 scaled[16];
-  Coefficients coefficients[16];
-  MainloopStorage mainloop;
-};
-static_assert(kPlanned<SharedStorage>);
 
 // Of a channel of sample n, from the statistics of all its tiles, merged in their order.
 __device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c,
@@ -305,7 +298,8 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
   const int in_scratch_turns = min(scratch_turns, turns - in_shared_turns);
   const int unheld = turns - in_scratch_turns - in_shared_turns;
   float* const own_scratch = scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns);
-  float* const rest_of_shared = reinterpret_cast<float*>(shared + (c.shared + 15) / 16);
+  float* const staged = reinterpret_cast<float*>(shared + (c.shared + 15) / 16);
+  float* const rest_of_shared = staged + (kSaving ? kBlockWarps * kStaged : 0);
   const Held in_scratch(own_scratch, unheld, in_scratch_turns, scratch_turns);
   const Held in_shared(rest_of_shared, unheld + in_scratch_turns, in_shared_turns, shared_turns);
 #pragma unroll 1
@@ -331,9 +325,7 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
         if (kSaving && tile.slot == 0)
           moments[tile.n * kOut + channel] = all.mean, moments[(N + tile.n) * kOut + channel] = all.m2;
       }
-      MaximumEpilogue<kSaving> epilogue;
-      epilogue.coefficients = storage.coefficients, epilogue.scaled = storage.scaled;
-      epilogue.weight_scale = storage.mainloop.weight_scale;
+      MaximumEpilogue<kSaving> epilogue{storage, staged};
       epilogue.plane_size = c.OH * c.OW, epilogue.first_channel = first_channel;
       const int64_t first = tile.n * c.OD * int64_t(epilogue.plane_size) + tile.first_row * c.OW;
       epilogue.y = y + first, epilogue.winners = {index + first, centred + first};
@@ -364,10 +356,12 @@ EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments,
   const auto kernel = index ? fused_kernel<true> : fused_kernel<false>;
   const int all = allow_shared(kernel);
   const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
+  const int staged = index ? kBlockWarps * kStaged * int(sizeof(float)) : 0;
+  const int64_t laid_out = (int64_t(c.shared) + 15) / 16 * 16 + staged;
   int shared_turns = 0, scratch_turns = 0;
   if (one_launch && kOut == 16) {
     const int most = c.depth * c.turns();
-    shared_turns = min(held_turns((all - (c.shared + 15) / 16 * 16) / int(sizeof(float))), most);
+    shared_turns = min(held_turns((all - laid_out) / int(sizeof(float))), most);
     scratch_turns = min(held_turns(held / blocks), most - shared_turns);
     const int last_round = (most - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
     if (last_round) scratch_turns -= min(scratch_turns, kBlockWarps - last_round);
@@ -377,7 +371,7 @@ EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments,
   cooperative.val.cooperative = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = unsigned(blocks), config.blockDim = kBlock, config.stream = stream;
-  config.dynamicSmemBytes = shared_turns ? all : c.shared;
+  config.dynamicSmemBytes = shared_turns ? all : laid_out;
   config.attrs = &cooperative, config.numAttrs = meet;
   const auto launch = [&](int phases) {
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);

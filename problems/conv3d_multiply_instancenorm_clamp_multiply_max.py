@@ -17,6 +17,7 @@ from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
+STAGED_SHARED = 30 << 10  # bytes, for backward: each warp's sums, on their way to threads that have a position's channels
 SUMMED = 3200  # positions that a block sums up in backward
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
@@ -122,11 +123,12 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     N, _, *size = a.x.shape
-    defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=False)
+    staged = STAGED_SHARED if saving else 0
+    defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=False, staged=staged)
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
     scratch = 2 * N * tiles.slots * len(a.weight) + held  # statistics of each block first
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    defines["INDEX_T"] = operators.index_type(len(a.weight))[0]
+    defines |= {"INDEX_T": operators.index_type(len(a.weight))[0], "STAGED_SHARED": STAGED_SHARED}
     numbers = a.low, a.high, a.eps, held, N, *size, *tiles.launch
     return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
 
@@ -160,7 +162,8 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstance
             return "instance_norm has an affine or running statistics"
 
     def _fused_obstacle(self, x, dtype):
-        return tiling.volume_obstacle(x, self.conv.weight, dtype, max(STATIC_SHARED, tiling.BACKWARD_SHARED))
+        own_shared = max(STATIC_SHARED + STAGED_SHARED, tiling.BACKWARD_SHARED)
+        return tiling.volume_obstacle(x, self.conv.weight, dtype, own_shared)
 
 
 PROBLEM = Problem(

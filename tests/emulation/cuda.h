@@ -62,18 +62,11 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return unsigned(*std::max_element(all, all + 32));
 }
 inline bool __any_sync(unsigned, bool value) { return __reduce_max_sync(~0u, value); }
-inline unsigned __ballot_sync(unsigned, bool value) {
-  const uint64_t* const all = emulation::of_all_lanes(value);
-  unsigned lanes = 0;
-  for (int lane = 0; lane < 32; lane++) lanes |= unsigned(all[lane]) << lane;
-  return lanes;
-}
 inline void __threadfence() {}
 template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }
 template <class T> void __stcs(T* at, T value) { *at = value; }
 template <class T> T __ldcg(const T* at) { return *at; }
-inline int __ffs(int value) { return __builtin_ffs(value); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = uint64_t(b) << 32 | a;
   unsigned result = 0;
