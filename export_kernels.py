@@ -21,15 +21,16 @@ _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
 
 
 def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, str]:
-    """The text of each of `stems`, files <stem>.cu or <stem>.cpp in `folder`; headers that several include are the text of "", to be put in front.
+    """The text of each of `stems`, files <stem>.cu or <stem>.cpp in `folder`; headers that all include, and all in the same way, are the
+    text of "", to be put in front.
 
     The formula's line is marked, in the first. Raises ValueError where no line of it is.
     """
     sources = [folder / (f"{stem}.cu" if device == "cuda" else f"{stem}.cpp") for stem in stems]
     closures = [_closure(source, folder) for source in sources]
-    shared = (
-        [path for path in closures[0] if all(path in closure for closure in closures)] if stems[1:] else []
-    )
+    own = [path for source in sources for path in _headers_by_macro(source, folder)]
+    common = [path for path in closures[0] if all(path in closure for closure in closures)]
+    shared = [path for path in common if path not in own] if stems[1:] else []
     seen: set[Path] = set()
     scalar, host = [_inlined(KERNELS / name, folder, seen) for name in ("scalar.h", "host.h")]
     headers = [_inlined(path, folder, seen) for path in shared if path not in seen]
@@ -100,6 +101,20 @@ def _closure(path: Path, folder: Path) -> list[Path]:
             header = _header(include[1], folder)
             found |= dict.fromkeys([*_closure(header, folder), header])
     return list(found)
+
+
+def _headers_by_macro(source: Path, folder: Path) -> list[Path]:
+    """Of the headers of ours that `source` includes, directly or not, those that hang on a macro of its own, defined before they are
+    included, and those that include one of these. A macro under its own #ifndef is the build's: there it is the same for all."""
+    above = source.read_text(encoding="utf-8").split('#include "', 1)[0]
+    guarded = re.findall(r"^#ifndef (\w+)", above, flags=re.M)
+    macros = {*re.findall(r"^#(?:define|undef) (\w+)", above, flags=re.M)}.difference(guarded)
+    word = re.compile(rf"\b({'|'.join(macros) or '(?!)'})\b")
+    return [
+        path
+        for path in _closure(source, folder)
+        if any(word.search(each.read_text(encoding="utf-8")) for each in (path, *_closure(path, folder)))
+    ]
 
 
 def _inlined(path: Path, folder: Path, seen: set[Path]) -> str:

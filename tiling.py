@@ -487,7 +487,7 @@ def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[st
     sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
     piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
     workspace = gemm_workspace(tiles, (piece, outputs, height, width), transposed.shape, True)
-    return gemm_defines(tiles, transposed.shape), piece, workspace
+    return {**gemm_defines(tiles, transposed.shape), "TRANSPOSED": 1}, piece, workspace
 
 
 def gemm_by_mma(filters: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:

@@ -12,7 +12,9 @@
 #include <algorithm>
 #include <utility>
 
+#ifndef TRANSPOSED  // as the plan says; else what a source needs that compiles alone
 #define TRANSPOSED 1
+#endif
 #ifndef WGMMA
 #define WGMMA 0
 #endif
@@ -20,6 +22,8 @@
 #include "conv2d_min_add_multiply_mainloop_mma.cuh"
 
 namespace {
+
+static_assert(TRANSPOSED && !WGMMA, "what the headers above must have been told");
 
 constexpr int kPackWarps = kPackThreads / 32;  // a plane of 8 channels each
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import export
+import export_kernels
 import export_layout
 import export_python
 import inline_loader
@@ -146,7 +147,24 @@ def test_kernels_are_those_of_the_repository(name, device):
         assert max(counts) == 1, f"{path.name} is nowhere twice"
 
 
+def test_a_header_that_hangs_on_a_source_s_own_macro_is_not_shared(tmp_path):
+    launcher = "// The formula of a.\nEXPORT void {}(float* y, int64_t n, cudaStream_t stream) {{}}\n"
+    (tmp_path / "size.cuh").write_text("#ifndef SIZE\n#define SIZE 1\n#endif\nconstexpr int kSize = SIZE;\n")
+    (tmp_path / "user.cuh").write_text('#include "size.cuh"\nconstexpr int kTwice = 2 * kSize;\n')
+    (tmp_path / "other.cuh").write_text("constexpr int kOther = 1;\n")
+    includes = '#include "other.cuh"\n#include "user.cuh"\n'
+    (tmp_path / "a.cu").write_text(includes + launcher.format("f"))
+    (tmp_path / "b.cu").write_text("#define SIZE 2\n" + includes + launcher.format("g"))
+    texts = export_kernels.kernels(["a", "b"], "cuda", tmp_path)
+    assert "kOther =" in texts[""] and not {"kSize =", "kTwice ="} & set(re.findall(r"k\w+ =", texts[""]))
+    assert (
+        texts["b"].index("#define SIZE 2") < texts["b"].index("kSize = SIZE") < texts["b"].index("kTwice =")
+    )
+    assert "kTwice =" in texts["a"]
+
+
 # ------------------------------------------------------------------------------------------------------------ that it runs
+
 
 def prepared(model, ties):
     """Nothing random in it; of dropout all elements tie, or some do."""
@@ -263,7 +281,9 @@ def run(folder, name: str, device: str, edit) -> None:
     (folder / "empty").mkdir()
     problem = export.models.PROBLEMS[name]
     torch.manual_seed(3)
-    torch.save(all_results(problem.get_model(device=device), problem.get_inputs, device), folder / "expected.pt")
+    torch.save(
+        all_results(problem.get_model(device=device), problem.get_inputs, device), folder / "expected.pt"
+    )
     (folder / "empty" / "cell.py").write_text(cell(name, device), encoding="utf-8")
     helpers = map(inspect.getsource, (prepared, results, all_results))
     (folder / "empty" / "run.py").write_text("\n\n".join(["import torch", *helpers, RUN]), encoding="utf-8")
@@ -331,27 +351,26 @@ def test_nvcc_compiles_what_the_cell_holds(name, tmp_path, monkeypatch):
     found, namespace = builds(name, monkeypatch)
     assert found.keys() == namespace["_BUILDS"].keys(), "every text is built, and nothing else"
     for build, defines in found.items():
+        macros = "".join(f"#define {key} {value}\n" for key, value in defines.items())
         source = tmp_path / f"{build}.cu"
-        text = "".join(text for _, text in namespace["_BUILDS"][build])
-        source.write_text(
-            "".join(f"#define {key} {value}\n" for key, value in defines.items()) + text, encoding="utf-8"
-        )
-        command = [
-            NVCC,
-            "-cubin",
-            "-arch=sm_90a",
-            "-std=c++17",
-            "--expt-relaxed-constexpr",
-            f"-I{torch.__path__[0]}/include",
-        ]
-        command += [
-            "-I" + f"{torch.__path__[0]}/include/torch/csrc/api/include",
-            "-o",
-            str(tmp_path / "out.cubin"),
-            str(source),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
+        source.write_text(macros + "".join(text for _, text in namespace["_BUILDS"][build]), encoding="utf-8")
+        original = tmp_path / "original.cu"
+        original.write_text(f'{macros}#include "{export.models.PROBLEMS[name].kernels / build}.cu"\n')
+        same = machine_code(source) == machine_code(original)
+        assert same, f"{build}: another code than the repository's source gives"
+
+
+def machine_code(source: Path) -> list[str]:
+    """What nvcc makes of each kernel of a CUDA source, in PTX, in any order, without the names of kernels and places."""
+    include = f"{torch.__path__[0]}/include"
+    command = [NVCC, "-ptx", "-arch=sm_90a", "-std=c++17", "--expt-relaxed-constexpr", "-DEXPORT="]
+    command += [f"-I{each}" for each in (include, f"{include}/torch/csrc/api/include", inline_loader.KERNELS)]
+    found = source.with_suffix(".ptx")
+    done = subprocess.run([*command, "-o", str(found), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = re.findall(r"\.entry.*?\n\}\n", found.read_text(), flags=re.S)
+    assert kernels
+    return sorted(re.sub(r"\b_Z\w+|\$\w+", "name", kernel) for kernel in kernels)
 
 
 def test_flags_are_the_loader_s(monkeypatch):
