@@ -133,8 +133,10 @@ def test_outputs_are_those_of_a_gpu(path):
     notebook = nbformat.read(path, as_version=4)
     stamp = notebook.metadata["stamp"]
     assert stamp["gpu"] and stamp["driver"] and stamp["torch"] and stamp["commit"]
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert stamp["gpu"] in text_of([cell for cell in notebook.cells if cell.cell_type == "code"])
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.id for cell in code if cell.execution_count is None] == [], "it ran to the end"
+    outputs = [output for cell in code for output in cell.outputs]
+    assert stamp["gpu"] in text_of(code)
     assert outputs and not [output for output in outputs if output.output_type == "error"]
 
 
