@@ -335,7 +335,7 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
 
     with pyplot.rc_context(STYLE):
         tallest = max(len(rungs) for _, rungs, _ in ladders)
-        figure, axes = _figure(len(ladders), 1.1 + 0.36 * tallest, "Speed-up over eager PyTorch, rung by rung", 7.6 + 3 * (len(ladders) - 1))  # fmt: skip
+        figure, axes = _figure(len(ladders), 1.1 + 0.36 * tallest, "Speed-up over eager PyTorch", 7.6 + 3 * (len(ladders) - 1))  # fmt: skip
         for axis, (title, rungs, peers) in zip(axes, ladders):
             axis.set_title(title, loc="left", fontsize=9)
             shown = [1.0, *peers.values()]
