@@ -166,9 +166,15 @@ def passes(variants: dict[str, dict[str, tuple[float, float]]]) -> None:
 
 
 def record(name: str | None = None) -> dict:
-    """A record of benchmarks/results/ by its file's name, or the newest of a GPU; its `name` and `machine` (what ran, and when) beside."""
+    """A record of benchmarks/results/ by its file's name, or of those that have the most, by problem and phase, the newest of a GPU; its
+    `name` and `machine` (what ran, and when) beside."""
     records = {path.stem: item for path, item in report.records_in()}
-    name = name or next(key for key in reversed(records) if records[key]["gpu"])
+    extent = {
+        key: len({(row["problem"], row["phase"]) for row in item["rows"]})
+        for key, item in records.items()
+        if item["gpu"]
+    }
+    name = name or next(key for key in reversed(extent) if extent[key] == max(extent.values()))
     item = records[name]
     return item | {"name": name, "machine": f"{item['gpu'] or item['cpu']}, {item['date'][:10]}"}
 
