@@ -364,7 +364,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
 #pragma unroll
     for (int i = 0; i < KERNEL_H - 1; i++) await_row();
 #pragma unroll 1
-    for (; tile < stop; tile++, to += OW) {
+    for (; tile < stop; tile++, to += OW, words += SAVES ? gate_row(OW, CHANNELS_OUT) : 0) {
       await_row();
       if (kSharers > 1 && tile % kSharers != turn) {
         release();
@@ -379,10 +379,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
       release();
       const Gates<16> gates =
           apply_epilogue(sums, epilogues[lane / 4], epilogues[lane / 4 + 8], args.constant, args.scale);
-      if constexpr (SAVES) {
-        store_gates(words, gates, CHANNELS_OUT - channel, OW - place.column);
-        words += gate_row(OW, CHANNELS_OUT);
-      }
+      if constexpr (SAVES) store_gates(words, gates, CHANNELS_OUT - channel, OW - place.column);
       store_tile(to, staging, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW - place.column,
                  runs_on && tile != start, runs_on && tile + 1 != stop);
     }

@@ -124,6 +124,21 @@ def test_operands_are_rounded_as_for_tf32(arguments, shape, gpu, runs_tf32):
         assert 1e-4 < (ours[name] - exact[name]).norm() / exact[name].norm() < 5e-4
 
 
+@pytest.mark.parametrize(
+    "arguments, shape", [((5, 20, 3), (3, 5, 11, 68)), ((6, 100, (2, 5)), (2, 6, 6, 140))], ids=str
+)
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+def test_what_forward_by_wgmma_saves(arguments, shape, multiprocessors, gpu, runs_tf32):
+    """Two consumers that share tiles, and two that share channels; blocks that begin anywhere in a sample."""
+    model, x = case(arguments, shape)
+    gpu(architecture=900, multiprocessors=multiprocessors, shared=227 << 10)
+    assert tiling.plan_gemm(x, model.conv.weight, x.dtype, split=False, aligned=True).wgmma
+    dy = apart(model, x, torch.randn_like(model(x)))
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    assert_near(ours, gradients(model, x, dy, tf32), 3e-7)
+    assert (ours["output"] - model(x)).norm() < 5e-4 * ours["output"].norm()
+
+
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("of_x, of_dy", [(1e15, 1e-38), (1e-15, 1e20), ("apart", "apart")], ids=str)
 def test_rule_at_any_magnitude(split, of_x, of_dy, gpu, request):

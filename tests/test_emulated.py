@@ -1,8 +1,7 @@
 """The CUDA kernels without a GPU: their sources, run by tests/emulation on the CPU, against float64.
 
 Operators are told that CPU tensors are on a GPU, with a device that is made up, and do all that they do there; the library's
-convolutions are the CPU's. Small problems alone: a product of tensor cores takes microseconds. wgmma is not emulated, so min-add's fused
-kernel runs by mma.sync.
+convolutions are the CPU's. Small problems alone: a product of tensor cores takes microseconds.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return unsigned(*std::max_element(all, all + 32));
 }
 inline bool __any_sync(unsigned, bool value) { return __reduce_max_sync(~0u, value); }
+inline bool __all_sync(unsigned, bool value) { return !__any_sync(~0u, !value); }
 inline void __threadfence() {}
 template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }

@@ -1,10 +1,10 @@
-// What kernels/tensor_core.cuh offers from sm_80 on, but for wgmma, in C++ for emulation/cuda.h.
+// What kernels/tensor_core.cuh offers, in C++ for emulation/cuda.h. A product by wgmma is complete at once.
 #pragma once
 #include <type_traits>
 
 #include "scalar.h"
 
-#define TENSOR_CORE_WGMMA 0
+#define TENSOR_CORE_WGMMA 1
 
 namespace tensor_core {
 
@@ -73,7 +73,58 @@ inline void invalidate(uint64_t* barrier) { memset(barrier, 0xff, sizeof *barrie
 template <int kCount> void sync_threads(int barrier) { emulation::meet_at(barrier, kCount); }
 template <int kCount> void signal_threads(int barrier) { emulation::arrive_at(barrier, kCount); }
 inline void publish_barriers() {}
+inline void copy_bulk_out(void* global, const void* shared, int bytes) {
+  const bool aligned = uintptr_t(global) % 16 == 0 && uintptr_t(shared) % 16 == 0 && bytes % 16 == 0;
+  if (aligned && emulation::is_shared(shared, bytes)) memcpy(global, shared, bytes);
+  else emulation::failure = "a copy that is not aligned, or not of shared memory";
+}
+inline void commit_bulk_copies() {}
+inline void await_bulk_reads() {}
 inline void await_previous_kernel() {}
+
+// ----------------------------------------------------------------------------------------------------- wgmma
+
+template <int kCount> void give_registers_but() {}
+template <int kCount> void take_registers_to() {}
+inline void publish_shared() {}
+inline void begin_products() {}
+inline void commit_products() {}
+// The products of four warps end together.
+template <int kPending> void await_products() {
+  static_assert(kPending == 0);
+  emulation::meet_at(12 + threadIdx.x / 128, 128);
+}
+template <int kTiles> void hold(float (&)[kTiles][4]) {}
+
+// The address, and how far behind a column's first 8 values of k the second 8 lie.
+inline uint64_t describe(uint32_t address, uint32_t k_stride) {
+  return uint64_t(address >> 4) | uint64_t(k_stride >> 4) << 16;
+}
+// Of an operand in shared memory: 2 k's values from 2t on, of the first (0) or the second (1) 8, of a column.
+inline uint32_t described(uint64_t operand, int half, int column) {
+  const char* const at = shared_pointer(uint32_t(operand & 0xffff) * 16 + half * uint32_t(operand >> 16) * 16);
+  uint32_t word;
+  const char* const from = at + column * 16 + emulation::lane() % 4 * 4;
+  if (emulation::is_shared(from, 4)) memcpy(&word, from, 4);
+  else emulation::failure = "an operand that is not in shared memory";
+  return word;
+}
+template <class Operand = half_t, int kTiles>
+void multiply_add(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate = true) {
+  for (int j = 0; j < kTiles; j++) {
+    const int column = 8 * j + emulation::lane() / 4;
+    const uint32_t of_b[] = {described(b, 0, column), described(b, 1, column)};
+    if (!accumulate) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0;
+    emulation::product(d[j], a, of_b, 16, std::is_same_v<Operand, bfloat16_t>);
+  }
+}
+template <class Operand = half_t, int kTiles>
+void multiply_add(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate = true) {
+  const int row = threadIdx.x / 32 % 4 * 16 + emulation::lane() / 4;
+  const uint32_t of_a[] = {described(a, 0, row), described(a, 0, row + 8), described(a, 1, row),
+                           described(a, 1, row + 8)};
+  multiply_add<Operand>(d, of_a, b, accumulate);
+}
 
 // -------------------------------------------------------------------------------------------- floating point
 
