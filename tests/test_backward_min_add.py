@@ -92,9 +92,10 @@ def test_shares_and_pieces(multiprocessors, gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_rule_in_16_bits(dtype, gpu):
+@pytest.mark.parametrize("architecture", [800, 900])
+def test_rule_in_16_bits(dtype, architecture, gpu):
     model, x = small(MIN_ADD, dtype=dtype)
-    gpu()
+    gpu(architecture=architecture)
     numerics.assert_rule(model, x, "fused")
 
 
@@ -131,7 +132,7 @@ def test_operands_are_rounded_as_for_tf32(arguments, shape, gpu, runs_tf32):
 def test_what_forward_by_wgmma_saves(arguments, shape, multiprocessors, gpu, runs_tf32):
     """Two consumers that share tiles, and two that share channels; blocks that begin anywhere in a sample."""
     model, x = case(arguments, shape)
-    gpu(architecture=900, multiprocessors=multiprocessors, shared=227 << 10)
+    gpu(architecture=900, multiprocessors=multiprocessors)
     assert tiling.plan_gemm(x, model.conv.weight, x.dtype, split=False, aligned=True).wgmma
     dy = apart(model, x, torch.randn_like(model(x)))
     ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)

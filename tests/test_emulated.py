@@ -186,7 +186,9 @@ def remembers_nothing():
 def gpu(remembers_nothing, monkeypatch, folder):
     """gpu(…) makes a GPU of the CPU, with so many multiprocessors, so much shared memory and so large an L2 cache."""
 
-    def become(*, architecture=800, multiprocessors=4, shared=163 << 10, cache=1 << 16, replaced=()):
+    def become(*, architecture=800, multiprocessors=4, shared=None, cache=1 << 16, replaced=()):
+        shared = shared or (227 if architecture >= 900 else 163) << 10
+
         def load(name, *, device, defines, **only_these):
             assert only_these == {"folder": None} and device == "cuda"
             kernels = build(name, architecture, defines, replaced, folder)
