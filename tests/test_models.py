@@ -999,6 +999,7 @@ MANY_CHANNELS = [
     many((2, 64, 9, 140), "even width in half", dtype=torch.float16),
     many((2, 64, 9, 141), "odd width in half", dtype=torch.float16, by_wgmma=False),
     many((2, 64, 9, 262), "even width in bfloat16", C=130, dtype=torch.bfloat16),
+    many((16, 64, 30, 130), "consumers that share many rows", C=40, dtype=torch.float16),
 ]
 every_many = pytest.mark.parametrize("many", MANY_CHANNELS, ids=str)
 
