@@ -76,8 +76,8 @@ struct PipelineState {
   }
 };
 
-// Two barriers per stage: `full` once all producer threads have written it, `empty` once all consumers have
-// read it.
+// Two barriers per stage: `full` once all producer threads have written it, `empty` once all consumers' warps
+// have read it. (One warp's word for four would not do: another that still waits for the stage could miss it.)
 struct Pipeline {
   uint8_t* operands;
   uint64_t *full, *empty;
@@ -334,7 +334,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
 
   PipelineState oldest, newest;  // of the current tile's rows; newest: the next to wait for
   const auto release = [&] {
-    if (threadIdx.x % kWarpgroup == 0) arrive(pipeline.empty + oldest.stage);
+    if (lane == 0) arrive(pipeline.empty + oldest.stage);
     oldest.advance();
   };
   const auto await_row = [&] {
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_kernel(Arguments args, b
   const TileScheduler tiles(args);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++)
-      initialize(pipeline.full + i, kWarpgroup), initialize(pipeline.empty + i, kConsumers);
+      initialize(pipeline.full + i, kWarpgroup), initialize(pipeline.empty + i, kConsumers * 4);
     publish_barriers();
   }
   __syncthreads();  // the barriers are there
