@@ -17,9 +17,8 @@ from twin import Twin
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
-STAGED_SHARED = (
-    30 << 10
-)  # bytes, for backward: each warp's sums, on their way to threads that have a position's channels
+# Bytes, where backward follows: each warp's sums, on their way to threads that have a position's channels.
+STAGED_SHARED = 30 << 10
 SUMMED = 3200  # positions that a block sums up in backward
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
