@@ -482,8 +482,14 @@ def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[s
 def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int]:
     """A build's definitions, the samples of a piece, and bytes of workspace."""
     (N, _, H, W), (outputs, _, kh, kw), transposed = x.shape, weight.shape, weight.transpose(0, 1)
-    tiles = gemm_by_mma(transposed.shape, split, device_properties(x.device.index).shared)
+    capability, shared, *_ = device_properties(x.device.index)
     height, width = H - kh + 1, W - kw + 1
+    if not split and capability == (9, 0) and W <= _COLUMNS and N * H < 2**31 and height * width < 2**31:
+        tiles = input_gradient_by_wgmma(transposed.shape)
+        if x.shape[1] <= 64 and tiles.shared_bytes <= shared:
+            workspace = gemm_workspace(tiles, (N, outputs, height, width), transposed.shape, True)
+            return {**gemm_defines(tiles, transposed.shape), "TRANSPOSED": 1}, N, workspace
+    tiles = gemm_by_mma(transposed.shape, split, shared)
     sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
     piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
     workspace = gemm_workspace(tiles, (piece, outputs, height, width), transposed.shape, True)
@@ -516,6 +522,15 @@ def gemm_by_wgmma(filters: tuple[int, ...], value_bytes: int, out_bytes: int) ->
     results = 8 * 16 * (_COLUMNS * out_bytes + 32 + 16)
     raw = 2 * _round_up(channels * ceil_div(pitch * value_bytes, 4) * 4, 16)
     return GemmTiling(True, False, group, block, stages, rows + weights + results + raw)
+
+
+def input_gradient_by_wgmma(filters: Sequence[int]) -> GemmTiling:
+    """The transposed convolution: rows of g, one copy of the weights that are not in registers, constants of 2 · 64 channels."""
+    (_, channels, kh, kw), stages = filters, filters[2] + 1
+    group, pitch = _round_up(channels, 16), _COLUMNS + kw - 1
+    rows = stages * (pitch * group * 2 + 16)
+    weights = 64 * 16 * 2 * max(0, kh * kw * group // 16 - _REGISTER_STEPS)
+    return GemmTiling(True, False, group, 64, stages, rows + weights + 2 * 64 * 16)
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -18,13 +18,18 @@
 #ifndef WGMMA
 #define WGMMA 0
 #endif
+#if WGMMA
+#include "conv2d_min_add_multiply_mainloop_wgmma.cuh"
+#else
 #include "conv2d_min_add_multiply_gradient.cuh"
 #include "conv2d_min_add_multiply_mainloop_mma.cuh"
+#endif
 
 namespace {
 
-static_assert(TRANSPOSED && !WGMMA, "what the headers above must have been told");
+static_assert(TRANSPOSED, "what the headers above must have been told");
 
+#if !WGMMA
 constexpr int kPackWarps = kPackThreads / 32;  // a plane of 8 channels each
 
 // g to packed (samples, kPlanes, kParts, S, 8). dy, gates and largest from the first of the samples on. Grid:
@@ -51,6 +56,7 @@ pack_gradient_kernel(uint4* packed, const output_t* dy, const uint32_t* gates, c
     if (place.column + lane + i * 32 < width) pack_pixel(to + lane + i * 32, S, values[i]);
 #endif
 }
+#endif
 
 }  // namespace
 
@@ -71,18 +77,25 @@ EXPORT void input_gradient(value_t* dx, uint8_t* workspace, const output_t* dy, 
   // If not, a grid without blocks makes the launch fail, which is reported.
   pack_weight_kernel<<<agreed ? kPaddedOut : 0, 128, 0, stream>>>(
       reinterpret_cast<operand_t*>(packed_weight), exponents, nullptr, weight, 0);
+  uint32_t* const largest = const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(largest_g));
+  uint32_t* const gates = saved_gates(const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(saved)), N);
+#if WGMMA
+  const Arguments args{dx,      gates, nullptr,      packed_weight, exponents, largest, nullptr,
+                       nullptr, 0.f,   float(scale), N,             height,    width,   dy};
+  if (agreed && N > 0) convolve(args, packed, stream);
+#else
   for (int64_t first = 0; agreed && first < N; first += piece) {
     const int64_t samples = std::min(piece, N - first);
-    uint32_t* largest = const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(largest_g)) + first;
-    const uint32_t* gates = saved_gates(reinterpret_cast<const uint32_t*>(saved), N);
     const Strips strips(height, width);
     const dim3 grid(strips.count(1), ceil_div(kPlanes, kPackWarps), samples);
     pack_gradient_kernel<<<grid, kPackThreads, 0, stream>>>(
         packed, dy + first * CHANNELS_IN * height * width,
-        gates + gate_index(first, 0, 0, 0, height, width, CHANNELS_IN), largest, float(scale), height, width);
+        gates + gate_index(first, 0, 0, 0, height, width, CHANNELS_IN), largest + first, float(scale), height,
+        width);
     value_t* const out = dx + first * CHANNELS_OUT * H * W;
-    const Arguments args{out,     nullptr, nullptr, packed_weight, exponents, largest, nullptr,
+    const Arguments args{out,     nullptr, nullptr, packed_weight, exponents, largest + first, nullptr,
                          nullptr, 0.f,     0.f,     samples,       height,    width};
     convolve_packed(args, packed, stream);
   }
+#endif
 }

@@ -32,26 +32,28 @@ constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 // So many consumers have the same channels, and each takes every kSharers-th tile. If it is one, the two
 // compute different channels of the same tile, and multiply in turns.
 constexpr int kSharers = kConsumers * 64 / kBlockChannels;
-constexpr bool kInTurns = kSharers == 1;
+constexpr bool kInTurns = kSharers == 1 || TRANSPOSED;
 
 constexpr int kStages = STAGES;  // rows of operands: those of a tile, and those that come next
 constexpr int kStageBytes = kPlanes * kPitch * 16;  // [plane][pixel]
-constexpr int kRawRows = 2;                         // rows of x under way at a time
+constexpr int kRawRows = TRANSPOSED ? 0 : 2;        // rows of x under way at a time
 constexpr int kWordPixels = 4 / sizeof(value_t);    // x is copied by words of 4 bytes
 constexpr int kRawPitch = ceil_div(kPitch, kWordPixels);
 constexpr int kRawBytes = ceil_div(CHANNELS_IN * kRawPitch, 4) * 16;   // [channel][word]
 constexpr int kWeightBytes = (kSteps - kRegisterSteps) * 2 * 64 * 16;  // a consumer's: [step][plane][channel]
 constexpr int kSector = 32 / sizeof(output_t);                         // elements that are written at a time
 constexpr int kStagingPitch = kTileWidth + kSector;                    // from channel to channel: 8 banks on
-constexpr int kStagingBytes = 16 * kStagingPitch * sizeof(output_t);   // a warp's
+constexpr int kStagingBytes = TRANSPOSED ? 0 : 16 * kStagingPitch * int(sizeof(output_t));  // a warp's
+constexpr int kWeightCopies = TRANSPOSED ? 1 : kConsumers;  // of weights in shared memory
 
 // Shared memory: operands, weights, staging, epilogues, raw, full, empty.
-constexpr int kStagingAt = kStages * kStageBytes + kConsumers * kWeightBytes;
+constexpr int kStagingAt = kStages * kStageBytes + kWeightCopies * kWeightBytes;
 constexpr int kEpiloguesAt = kStagingAt + kConsumers * 4 * kStagingBytes;
 constexpr int kRawAt = kEpiloguesAt + kConsumers * 64 * sizeof(Epilogue);
 constexpr int kBarriersAt = kRawAt + kRawRows * kRawBytes;
 constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
-static_assert(!SPLIT && kGroups == 1 && kSteps <= 36 && kStages > KERNEL_H && kSharedBytes <= 227 << 10,
+static_assert(!SPLIT && kGroups == 1 && (TRANSPOSED ? kBlockChannels == 64 : kSteps <= 36) &&
+                  kStages > KERNEL_H && kSharedBytes <= 227 << 10,
               "planned where it can't run");
 static_assert(kSharedBytes == SHARED_BYTES, "Python planned another layout");
 
@@ -100,108 +102,15 @@ struct TileScheduler {
   }
 };
 
-// -------------------------------------------------------------------------------------------------- producer
+}  // namespace
 
-// Calls work(word, its first plane) for this thread's part of a row: all planes of a word of float32, half
-// the planes of a word of two halves. A thread converts what it has copied itself, so that raw rows need no
-// barrier.
-template <class Work> __device__ __forceinline__ void for_each_word(int words, const Work& work) {
-  for (int i = threadIdx.x; i < words * kWordPixels; i += kWarpgroup) {
-    if (kWordPixels == 1 || i < words) work(i, 0);
-    else work(i - words, kPlanes / 2);
-  }
-}
+#if TRANSPOSED
+#include "conv2d_min_add_multiply_gradient_producer.cuh"
+#else
+#include "conv2d_min_add_multiply_producer.cuh"
+#endif
 
-// A row of x, from `from` on, into `raw` [channel][word], in the background.
-__device__ __forceinline__ void fetch_row(uint32_t* raw, const value_t* from, int plane_size, int words) {
-  for_each_word(words, [&](int word, int plane) {
-    const value_t* at = from + int64_t(plane) * 8 * plane_size + word * kWordPixels;
-    uint32_t* to = raw + plane * 8 * kRawPitch + word;
-#pragma unroll 4
-    for (int c = 0; c < kPlanes * 8 / kWordPixels; c++, at += plane_size, to += kRawPitch)
-      if (CHANNELS_IN % 16 == 0 || plane * 8 + c < CHANNELS_IN) copy_async<4>(to, at);
-  });
-}
-
-// 8 channels of a pixel of float32, under a scale, to operands; and the largest finite magnitude so far.
-__device__ __forceinline__ void convert_pixel(
-    uint4* out, const uint32_t (&words)[8], float scale, float& largest) {
-  float value[8];
-#pragma unroll
-  for (int c = 0; c < 8; c++) {
-    value[c] = __uint_as_float(words[c]);
-    largest = larger_magnitude(largest, value[c]);
-    value[c] = scaled(value[c], scale);
-  }
-  pack_pixel(out, 0, value);
-}
-
-// The low (kHigh = 0) or the high halves of 8 words, 8 channels of two pixels: one of the pixels.
-template <int kHigh> __device__ __forceinline__ uint4 halves_of(const uint32_t (&words)[8]) {
-  constexpr int kSelector = kHigh ? 0x7632 : 0x5410;
-  return make_uint4(__byte_perm(words[0], words[1], kSelector), __byte_perm(words[2], words[3], kSelector),
-                    __byte_perm(words[4], words[5], kSelector), __byte_perm(words[6], words[7], kSelector));
-}
-
-// A raw row to a stage of the pipeline.
-__device__ __forceinline__ void convert_row(
-    uint8_t* stage, const uint32_t* raw, int words, float scale, float& largest) {
-  for_each_word(words, [&](int word, int first_plane) {
-    const uint32_t* in = raw + word;
-    uint4* out = reinterpret_cast<uint4*>(stage) + word * kWordPixels;
-#pragma unroll 1
-    for (int plane = first_plane; plane < first_plane + kPlanes / kWordPixels; plane++) {
-      uint32_t eight[8];
-#pragma unroll
-      for (int c = 0; c < 8; c++)
-        eight[c] = plane * 8 + c < CHANNELS_IN ? in[(plane * 8 + c) * kRawPitch] : 0;
-      if constexpr (kScaled) {
-        convert_pixel(out + plane * kPitch, eight, scale, largest);
-      } else {
-        out[plane * kPitch] = halves_of<0>(eight);
-        if (kPitch % 2 == 0 || word * 2 + 1 < kPitch) out[plane * kPitch + 1] = halves_of<1>(eight);
-      }
-    }
-  });
-}
-
-// Fills the pipeline, row by row. again: for the samples alone that need another scale than the first.
-__device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
-                                        const Pipeline& pipeline, uint8_t* all_raw, bool again) {
-  PipelineState next;
-  for (int tile = tiles.begin; tile < tiles.end;) {
-    const TilePlace place = tiles[tile];
-    const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + KERNEL_H - 1;
-    tile += count;
-    const int exponent = again ? sample_exponent(args.largest[place.n]) : kFirstExponent;
-    if (again && exponent == kFirstExponent) continue;
-    const int words = min((int(args.W) - place.column + kWordPixels - 1) / kWordPixels, kRawPitch);
-    const int plane_size = args.H * args.W;
-    const value_t* from =
-        args.x + (int64_t(place.n) * CHANNELS_IN * args.H + place.row) * args.W + place.column;
-    const auto raw = [&](int i) { return reinterpret_cast<uint32_t*>(all_raw + i % kRawRows * kRawBytes); };
-    const auto fetch = [&](int i) {
-      if (i < rows) fetch_row(raw(i), from + i * args.W, plane_size, words);
-      commit_copies();  // an empty group too, so that a count of pending groups means the same each time
-    };
-    const float scale = power_of_two(exponent);
-    float largest = 0.f;
-    for (int i = 0; i < kRawRows - 1; i++) fetch(i);
-    for (int i = 0; i < rows; i++) {
-      fetch(i + kRawRows - 1);
-      await(pipeline.empty + next.stage, next.parity ^ 1);
-      await_copies<kRawRows - 1>();  // row i has arrived
-      convert_row(pipeline.operands + next.stage * kStageBytes, raw(i), words, scale, largest);
-      publish_shared();
-      arrive(pipeline.full + next.stage);
-      next.advance();
-    }
-    if (kScaled && !again) {
-      const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
-      if (threadIdx.x % 32 == 0) atomicMax(&args.largest[place.n], bits);
-    }
-  }
-}
+namespace {
 
 // ------------------------------------------------------------------------------------------------- consumers
 
@@ -210,6 +119,7 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
 __device__ __forceinline__ void load_weights(
     uint32_t (&in_registers)[kRegisterSteps][4], uint8_t* in_shared, const uint4* packed, int channel) {
   const int lane = threadIdx.x % 32, row = channel % 64 + lane / 4;
+  const bool writes = kWeightCopies > 1 || threadIdx.x / kWarpgroup == 1;
 #pragma unroll
   for (int i = 0; i < kSteps; i++) {
     const uint4 four = packed[((blockIdx.y * kSteps + i) * kMTiles + channel / 16) * 32 + lane];
@@ -219,12 +129,14 @@ __device__ __forceinline__ void load_weights(
       uint8_t* to =
           in_shared + (((i - kRegisterSteps) * 2 + j / 2) * 64 + row + j % 2 * 8) * 16 + lane % 4 * 4;
       if (i < kRegisterSteps) in_registers[min(i, kRegisterSteps - 1)][j] = fragment[j];
-      else *reinterpret_cast<uint32_t*>(to) = fragment[j];
+      else if (writes) *reinterpret_cast<uint32_t*>(to) = fragment[j];
     }
   }
   if (kRegisterSteps < kSteps) {
     publish_shared();
-    sync_threads<kWarpgroup>(2 + threadIdx.x / kWarpgroup);  // the weights of all four warps are there
+    // The weights of all four warps are there.
+    if constexpr (kWeightCopies == 1) sync_threads<2 * kWarpgroup>(3);
+    else sync_threads<kWarpgroup>(2 + threadIdx.x / kWarpgroup);
   }
 }
 
@@ -251,20 +163,20 @@ __device__ __forceinline__ void multiply_tile(
   commit_products();
 }
 
-struct alignas(2 * sizeof(output_t)) Pair { output_t at[2]; };
+struct alignas(2 * sizeof(result_t)) Pair { result_t at[2]; };
 
 // Half of a lane's results, those of channel g + 8·kHalf of the warp, to that channel's `row` of staging.
 template <int kHalf>
-__device__ __forceinline__ void write_staging(output_t* row, const float (&values)[16][4], bool aligned) {
+__device__ __forceinline__ void write_staging(result_t* row, const float (&values)[16][4], bool aligned) {
   if (aligned) {
 #pragma unroll
     for (int j = 0; j < 16; j++)
       *reinterpret_cast<Pair*>(row + j * 8) =
-          Pair{output_t(values[j][kHalf * 2]), output_t(values[j][kHalf * 2 + 1])};
+          Pair{result_t(values[j][kHalf * 2]), result_t(values[j][kHalf * 2 + 1])};
   } else {
 #pragma unroll
     for (int j = 0; j < 16; j++)
-      row[j * 8] = output_t(values[j][kHalf * 2]), row[j * 8 + 1] = output_t(values[j][kHalf * 2 + 1]);
+      row[j * 8] = result_t(values[j][kHalf * 2]), row[j * 8 + 1] = result_t(values[j][kHalf * 2 + 1]);
   }
 }
 
@@ -276,7 +188,7 @@ __device__ __forceinline__ void write_staging(output_t* row, const float (&value
 // memory the next row of a channel may follow this one. Where this row continues the last in that way
 // (`continues`), the last one's rest, less than a sector, is still in staging and goes along; where the next
 // row will continue this one (`continued`), this one's rest waits for it. Threads store what is left.
-__device__ __forceinline__ void store_tile(output_t* to, output_t* staging, const float (&values)[16][4],
+__device__ __forceinline__ void store_tile(result_t* to, result_t* staging, const float (&values)[16][4],
                                            int64_t stride, int channels, int pixels, bool continues,
                                            bool continued) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -286,7 +198,7 @@ __device__ __forceinline__ void store_tile(output_t* to, output_t* staging, cons
   pixels = min(pixels, kTileWidth);
   // Lanes l and l + 16 see to channel l.
   const int channel = lane % 16, shift = shift_of(channel), end = shift + pixels;
-  output_t* const mine = staging + channel * kStagingPitch;
+  result_t* const mine = staging + channel * kStagingPitch;
   await_bulk_reads();
   __syncwarp();  // the last row's sectors have left staging
   if (continues) {
@@ -307,7 +219,7 @@ __device__ __forceinline__ void store_tile(output_t* to, output_t* staging, cons
   // Whole sectors: first … last - 1.
   const int first = continues || shift == 0 ? 0 : kSector, last = max(end / kSector * kSector, first);
   const bool real = channel < channels;
-  output_t* const out = to + channel * stride - shift;
+  result_t* const out = to + channel * stride - shift;
   if (real && lane < 16 && first < last)
     copy_bulk_out(out + first, mine + first, (last - first) * int(sizeof(output_t)));
   commit_bulk_copies();
@@ -319,6 +231,32 @@ __device__ __forceinline__ void store_tile(output_t* to, output_t* staging, cons
   }
 }
 
+// The same, for rows of dx: straight from registers, 32 bytes of a channel side by side.
+__device__ __forceinline__ void store_rows(result_t* to, const float (&values)[16][4], int64_t stride,
+                                           int channels, int pixels) {
+  struct alignas(2 * sizeof(result_t)) Two {
+    result_t at[2];
+  };
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const bool aligned = stride % 2 == 0 && uintptr_t(to) % sizeof(Two) == 0;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    if (g + 8 * half >= channels) continue;
+    result_t* const row = to + (g + 8 * half) * stride + 2 * t;
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+      const Two two{result_t(values[j][2 * half]), result_t(values[j][2 * half + 1])};
+      const int pixel = 8 * j + 2 * t;
+      if (aligned && pixel + 1 < pixels) {
+        *reinterpret_cast<Two*>(row + 8 * j) = two;
+      } else {
+        if (pixel < pixels) row[8 * j] = two.at[0];
+        if (pixel + 1 < pixels) row[8 * j + 1] = two.at[1];
+      }
+    }
+  }
+}
+
 // Multiplies, finishes and stores the tiles of a warpgroup's 64 channels.
 __device__ __forceinline__ void consume(const Arguments& args, const TileScheduler& tiles,
                                         const Pipeline& pipeline, uint8_t* shared, bool again) {
@@ -326,9 +264,9 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
   const int consumer = warp / 4, turn = consumer % kSharers;
   const int local_channel = consumer / kSharers * 64 + warp % 4 * 16;
   const int channel = blockIdx.y * kBlockChannels + local_channel;
-  output_t* const staging = reinterpret_cast<output_t*>(shared + kStagingAt + warp * kStagingBytes);
+  result_t* const staging = reinterpret_cast<result_t*>(shared + kStagingAt + warp * kStagingBytes);
   Epilogue* const epilogues = reinterpret_cast<Epilogue*>(shared + kEpiloguesAt) + warp * 16;
-  uint8_t* const in_shared = shared + kStages * kStageBytes + consumer * kWeightBytes;
+  uint8_t* const in_shared = shared + kStages * kStageBytes + consumer % kWeightCopies * kWeightBytes;
   uint32_t in_registers[kRegisterSteps][4];
   load_weights(in_registers, in_shared, args.packed_weight, local_channel);
 
@@ -344,20 +282,23 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
   const int OH = tiles.OH, OW = args.width();
   // Does a channel's next row follow this one in memory, and is it this consumer's?
   const bool runs_on = kSharers == 1 && tiles.strips == 1 && OW >= kSector;
-  // Consumers multiply in turns, so that one's epilogue and stores run beside the other's products.
-  if (consumer == 1) hand_on(1);
+  // Consumers multiply in turns, so that one's epilogue and stores run beside the other's products. The one
+  // whose turn it is not has signalled last; at the end as at the start.
+  const auto signalled_last = [&](int tile) { return kSharers == 1 ? 1 : (tile - 1) & 1; };
+  if (consumer == signalled_last(tiles.begin)) hand_on(consumer);
 #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.end;) {
     const TilePlace place = tiles[tile];
     const int start = tile, stop = min(tiles.end, tile - place.row + OH);
-    const int exponent = again ? sample_exponent(args.largest[place.n]) : kFirstExponent;
+    const bool own_exponent = again || (TRANSPOSED && kScaled);
+    const int exponent = own_exponent ? sample_exponent(args.largest[place.n]) : kFirstExponent;
     if (again && exponent == kFirstExponent) {
       tile = stop;
       continue;
     }
     if (lane < 16) epilogues[lane] = make_epilogue(args, channel + lane, exponent);
     __syncwarp();  // the epilogues are there
-    output_t* to =
+    result_t* to =
         args.y + ((int64_t(place.n) * CHANNELS_OUT + channel) * OH + place.row) * OW + place.column;
     uint32_t* words =
         args.gates + gate_index(place.n, channel, place.row, place.column, OH, OW, CHANNELS_OUT);
@@ -380,15 +321,18 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
       const Gates<16> gates =
           apply_epilogue(sums, epilogues[lane / 4], epilogues[lane / 4 + 8], args.constant, args.scale);
       if constexpr (SAVES) store_gates(words, gates, CHANNELS_OUT - channel, OW - place.column);
-      store_tile(to, staging, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW - place.column,
-                 runs_on && tile != start, runs_on && tile + 1 != stop);
+      if constexpr (TRANSPOSED)
+        store_rows(to, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW);
+      else
+        store_tile(to, staging, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW - place.column,
+                   runs_on && tile != start, runs_on && tile + 1 != stop);
     }
 #pragma unroll
     for (int i = 0; i < KERNEL_H - 1; i++) release();
     __syncwarp();  // everyone has read the epilogues of this sample
   }
-  if (consumer == 0) take_turn(0);  // the other's last signal
-  await_bulk_reads();               // shared memory must outlive the copies from it
+  if (consumer != signalled_last(tiles.end)) take_turn(consumer);  // the other's last signal
+  if (!TRANSPOSED) await_bulk_reads();  // shared memory must outlive the copies from it
 }
 
 #endif
@@ -406,10 +350,10 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_kernel(Arguments args, b
   }
   __syncthreads();  // the barriers are there
   if (threadIdx.x < kWarpgroup) {
-    give_registers_but<56>();
+    give_registers_but<TRANSPOSED ? 80 : 56>();
     produce(args, tiles, pipeline, shared + kRawAt, again);
   } else {
-    take_registers_to<224>();
+    take_registers_to<TRANSPOSED ? 216 : 224>();
     consume(args, tiles, pipeline, shared, again);
   }
 #endif
@@ -425,7 +369,7 @@ void convolve(const Arguments& args, uint4*, cudaStream_t stream) {
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   const dim3 grid(multiprocessors > kChannelBlocks ? multiprocessors / kChannelBlocks : 1, kChannelBlocks);
-  for (int pass = 0; pass < (kScaled ? 2 : 1); pass++)
+  for (int pass = 0; pass < (kScaled && !TRANSPOSED ? 2 : 1); pass++)
     convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, pass == 1);
 }
 

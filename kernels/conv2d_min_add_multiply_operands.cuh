@@ -75,6 +75,7 @@ struct Arguments {
   const accumulate_t *conv_bias, *bias;
   float constant, scale;
   int64_t N, H, W;
+  const output_t* dy;  // of which, and of the gates, a transposed convolution makes its input
 
   HOST_DEVICE int64_t height() const { return H + 2 * kPadRows - KERNEL_H + 1; }
   HOST_DEVICE int64_t width() const { return W + 2 * kPadColumns - KERNEL_W + 1; }
