@@ -282,10 +282,13 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
   const int OH = tiles.OH, OW = args.width();
   // Does a channel's next row follow this one in memory, and is it this consumer's?
   const bool runs_on = kSharers == 1 && tiles.strips == 1 && OW >= kSector;
-  // Consumers multiply in turns, so that one's epilogue and stores run beside the other's products. The one
-  // whose turn it is not has signalled last; at the end as at the start.
-  const auto signalled_last = [&](int tile) { return kSharers == 1 ? 1 : (tile - 1) & 1; };
-  if (consumer == signalled_last(tiles.begin)) hand_on(consumer);
+  // Consumers multiply in turns, so that one's epilogue and stores run beside the other's products. The first
+  // signal is of the one whose turn it is not. (Cases apart, because else the first one spills registers.)
+  if constexpr (kSharers == 1) {
+    if (consumer == 1) hand_on(1);
+  } else {
+    if (consumer == ((tiles.begin - 1) & 1)) hand_on(consumer);
+  }
 #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.end;) {
     const TilePlace place = tiles[tile];
@@ -331,7 +334,12 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
     for (int i = 0; i < KERNEL_H - 1; i++) release();
     __syncwarp();  // everyone has read the epilogues of this sample
   }
-  if (consumer != signalled_last(tiles.end)) take_turn(consumer);  // the other's last signal
+  // The other's last signal.
+  if constexpr (kSharers == 1) {
+    if (consumer == 0) take_turn(0);
+  } else {
+    if (consumer == (tiles.end & 1)) take_turn(consumer);
+  }
   if (!TRANSPOSED) await_bulk_reads();  // shared memory must outlive the copies from it
 }
 
