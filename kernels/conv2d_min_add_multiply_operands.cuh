@@ -21,17 +21,20 @@
 #ifndef TRANSPOSED
 #define TRANSPOSED 0  // is it the transposed convolution, from CHANNELS_IN to CHANNELS_OUT?
 #endif
+#ifndef WGMMA
+#define WGMMA 0  // does the mainloop multiply by wgmma?
+#endif
 #ifndef CHANNELS_IN  // the default problem
-#define CHANNELS_IN 64
-#define CHANNELS_OUT 128
+#define CHANNELS_IN (TRANSPOSED ? 128 : 64)
+#define CHANNELS_OUT (TRANSPOSED ? 64 : 128)
 #define KERNEL_H 3
 #define KERNEL_W 3
 #endif
 #ifndef TILE_WIDTH  // and the plan for it
 #define TILE_WIDTH 128                     // output pixels of a tile, part of a row
-#define GROUP (SPLIT ? 32 : 64)            // input channels that are in shared memory at a time
-#define BLOCK_CHANNELS 128                 // output channels of a block
-#define TILE_ROWS 1                        // output rows of a tile by mma.sync
+#define GROUP (SPLIT ? 32 : WGMMA ? CHANNELS_IN : 64)  // input channels in shared memory at a time
+#define BLOCK_CHANNELS CHANNELS_OUT        // output channels of a block
+#define TILE_ROWS (128 / BLOCK_CHANNELS)   // output rows of a tile by mma.sync
 #define STAGES (WGMMA ? KERNEL_H + 1 : 3)  // of the pipeline: rows of input by wgmma, else a tap's weights
 #define REGISTER_STEPS 30                  // by wgmma: products of depth 16 whose weights are in registers
 #define SHARED_BYTES kSharedBytes          // dynamic shared memory of a block: whatever it is

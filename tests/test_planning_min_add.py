@@ -102,12 +102,13 @@ def test_mma_is_built_as_planned(weight, value_bytes, split, reason, tmp_path):
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize("value_bytes, split", [(4, False), (4, True), (2, False)])
 def test_backward_hardly_spills(value_bytes, split, architecture, tmp_path, monkeypatch):
-    device = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
+    capability, by_wgmma = ((9, 0), not split) if architecture == "90a" else ((8, 0), False)
+    device = tiling.Device(capability, 227 << 10, 132, 60 << 20)
     monkeypatch.setattr(tiling, "device_properties", lambda index: device)
     x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
     of_weight, _ = tiling.plan_weight_gradient(x, weight, split)
     of_input, piece, _ = tiling.plan_input_gradient(x, weight, split)
-    assert piece == (8 if split else 16)
+    assert of_input["WGMMA"] == by_wgmma and piece == (128 if by_wgmma else 8 if split else 16)
     for source, defines in (("weight_gradient", of_weight), ("input_gradient", of_input)):
         defines = {"VALUE_T": TYPES[value_bytes], **defines}
         command = [NVCC, "-cubin", "-Xptxas=-v", f"-arch=sm_{architecture}", "-std=c++17", f"-I{KERNELS}"]
@@ -116,20 +117,27 @@ def test_backward_hardly_spills(value_bytes, split, architecture, tmp_path, monk
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", done.stderr)))
-        assert spilled <= (24 if split and source == "input_gradient" else 0), done.stderr
+        allowed = 92 if by_wgmma else 24 if split else 0
+        assert spilled <= (allowed if source == "input_gradient" else 0), done.stderr
 
 
 def test_what_training_takes(monkeypatch):
-    """Bytes beside inputs, results and gradients, at the default size: 66 MB of gates, 20 MB of sums, and pieces of 65 MB for dx."""
-    device = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
-    monkeypatch.setattr(tiling, "device_properties", lambda index: device)
+    """Bytes beside inputs, results and gradients, at the default size: 66 MB of gates and 20 MB of sums; dx by mma.sync takes pieces of 65 MB more."""
     x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
+
+    def planned(capability):
+        device = tiling.Device(capability, 227 << 10, 132, 60 << 20)
+        monkeypatch.setattr(tiling, "device_properties", lambda index: device)
+        _, piece, workspace = tiling.plan_input_gradient(x, weight, False)
+        return piece, workspace
+
+    packed_weight = 256 + 2 * 64 * 128 * 9
+    assert planned((8, 0)) == (16, 16 * 128 * 126 * 126 * 2 + packed_weight)
+    assert planned((9, 0)) == (128, packed_weight)
     saved = 4 * tiling.gemm_saved(x.shape, weight.shape)
     _, (_, shares, slot) = tiling.plan_weight_gradient(x, weight, False)
-    _, piece, workspace = tiling.plan_input_gradient(x, weight, False)
     assert saved == 512 + 128 * 126 * 2 * 128 * 16 and (shares, slot) == (66, 2 * 64 * 64 * 9)
-    assert workspace == 16 * 128 * 126 * 126 * 2 + 256 + 2 * 64 * 128 * 9
-    assert saved + 4 * shares * slot < 90e6 and saved + 4 * shares * slot + workspace < 155e6
+    assert saved + 4 * shares * slot < 90e6
 
 
 @pytest.mark.parametrize("by_wgmma, changed", [
