@@ -390,6 +390,7 @@ def plan_strips_backward(x, weight, pool, groups: int) -> tuple[dict[str, int], 
 # ------------------------------------------------------------------------------------------------------------------- gemm
 
 _REGISTER_STEPS = 30  # by wgmma: products of depth 16 whose weights are in registers
+_REGISTER_STEPS_OF_GRADIENT = 28  # where the consumers have 8 registers less
 
 
 class GemmTiling(NamedTuple):
@@ -529,8 +530,10 @@ def input_gradient_by_wgmma(filters: Sequence[int]) -> GemmTiling:
     (_, channels, kh, kw), stages = filters, filters[2] + 1
     group, pitch = _round_up(channels, 16), _COLUMNS + kw - 1
     rows = stages * (pitch * group * 2 + 16)
-    weights = 64 * 16 * 2 * max(0, kh * kw * group // 16 - _REGISTER_STEPS)
-    return GemmTiling(True, False, group, 64, stages, rows + weights + 2 * 64 * 16)
+    in_registers = _REGISTER_STEPS_OF_GRADIENT
+    weights = 64 * 16 * 2 * max(0, kh * kw * group // 16 - in_registers)
+    shared = rows + weights + 2 * 64 * 16
+    return GemmTiling(True, False, group, 64, stages, shared, register_steps=in_registers)
 
 
 def _round_up(size: int, unit: int) -> int:

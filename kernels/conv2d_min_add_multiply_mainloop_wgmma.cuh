@@ -29,6 +29,11 @@ constexpr int kRegisterSteps = kSteps < REGISTER_STEPS ? kSteps : REGISTER_STEPS
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;    // warpgroups that multiply, 64 channels × 128 pixels at a time
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+// Registers of a thread. A block starts with the same for each; were there fewer than its warpgroups ask for then,
+// they would wait for ever.
+constexpr int kProducerRegisters = TRANSPOSED ? 72 : 56, kConsumerRegisters = TRANSPOSED ? 216 : 224;
+constexpr int kStartRegisters = (64 << 10) / kThreads / 8 * 8;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kStartRegisters);
 // So many consumers have the same channels, and each takes every kSharers-th tile. If it is one, the two
 // compute different channels of the same tile, and multiply in turns.
 constexpr int kSharers = kConsumers * 64 / kBlockChannels;
@@ -358,10 +363,10 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_kernel(Arguments args, b
   }
   __syncthreads();  // the barriers are there
   if (threadIdx.x < kWarpgroup) {
-    give_registers_but<TRANSPOSED ? 80 : 56>();
+    give_registers_but<kProducerRegisters>();
     produce(args, tiles, pipeline, shared + kRawAt, again);
   } else {
-    take_registers_to<TRANSPOSED ? 216 : 224>();
+    take_registers_to<kConsumerRegisters>();
     consume(args, tiles, pipeline, shared, again);
   }
 #endif

@@ -32,11 +32,11 @@
 #endif
 #ifndef TILE_WIDTH  // and the plan for it
 #define TILE_WIDTH 128                     // output pixels of a tile, part of a row
-#define GROUP (SPLIT ? 32 : WGMMA ? CHANNELS_IN : 64)  // input channels in shared memory at a time
-#define BLOCK_CHANNELS CHANNELS_OUT        // output channels of a block
-#define TILE_ROWS (128 / BLOCK_CHANNELS)   // output rows of a tile by mma.sync
+#define GROUP (SPLIT ? 32 : WGMMA && TRANSPOSED ? 128 : 64)  // input channels in shared memory at a time
+#define BLOCK_CHANNELS (TRANSPOSED ? 64 : 128)               // output channels of a block
+#define TILE_ROWS (128 / BLOCK_CHANNELS)                     // output rows of a tile by mma.sync
 #define STAGES (WGMMA ? KERNEL_H + 1 : 3)  // of the pipeline: rows of input by wgmma, else a tap's weights
-#define REGISTER_STEPS 30                  // by wgmma: products of depth 16 whose weights are in registers
+#define REGISTER_STEPS (TRANSPOSED ? 28 : 30)  // by wgmma: products of depth 16 whose weights are in registers
 #define SHARED_BYTES kSharedBytes          // dynamic shared memory of a block: whatever it is
 #endif
 
