@@ -5,8 +5,9 @@ Both compilers are given the same text: CUDA's reads what the device runs, the h
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from inline_loader import KERNELS, RESTORED
@@ -27,23 +28,21 @@ def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, 
     The formula's line is marked, in the first. Raises ValueError where no line of it is.
     """
     sources = [folder / (f"{stem}.cu" if device == "cuda" else f"{stem}.cpp") for stem in stems]
-    closures = [_closure(source, folder) for source in sources]
+    homes = [_homes([source], folder) for source in sources]
     own = [path for source in sources for path in _headers_by_macro(source, folder)]
-    common = [path for path in closures[0] if all(path in closure for closure in closures)]
+    common = [path for path in homes[0] if all(each.get(path) == () for each in homes)]
     shared = [path for path in common if path not in own] if stems[1:] else []
     seen: set[Path] = set()
-    scalar, host = [_inlined(KERNELS / name, folder, seen) for name in ("scalar.h", "host.h")]
-    headers = [_inlined(path, folder, seen) for path in shared if path not in seen]
-    texts = {
-        "": _compiled_by(device, [scalar, host], headers, [_inlined(KERNELS / "pytorch.h", folder, seen)])
-    }
+    both = _inlined([KERNELS / "scalar.h", KERNELS / "host.h"], folder, seen, [])
+    headers = _inlined(shared, folder, seen, sources)
+    texts = {"": _compiled_by(device, both, headers, _inlined([KERNELS / "pytorch.h"], folder, seen, []))}
     for stem, source in zip(stems, sources):
         launchers = parse_launchers(source.read_text(encoding="utf-8"), source.name)
         generated = [
             _title("generated: the launchers as operators"),
             registration(launchers, NAMESPACE, device),
         ]
-        text = [_inlined(source, folder, set(seen)), *generated]
+        text = [*_inlined([source], folder, set(seen), shared), *generated]
         texts[stem] = _compiled_by(device, [], text, [REGISTERED])
     if len(stems) == 1:
         texts = {stems[0]: "\n".join(texts.values())}
@@ -95,12 +94,7 @@ def _title(name: str) -> str:
 
 def _closure(path: Path, folder: Path) -> list[Path]:
     """The headers of ours that `path` includes, directly or not, each after what it includes."""
-    found: dict[Path, None] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if include := _INCLUDE.match(line):
-            header = _header(include[1], folder)
-            found |= dict.fromkeys([*_closure(header, folder), header])
-    return list(found)
+    return list(dict.fromkeys(header for header, _ in _places(path, folder)))
 
 
 def _headers_by_macro(source: Path, folder: Path) -> list[Path]:
@@ -117,35 +111,59 @@ def _headers_by_macro(source: Path, folder: Path) -> list[Path]:
     ]
 
 
-def _inlined(path: Path, folder: Path, seen: set[Path]) -> str:
-    """The text of `path` with the headers of ours that it includes in their places, but for those `seen`."""
+def _homes(paths: list[Path], folder: Path) -> dict[Path, tuple]:
+    """The headers of ours that `paths` include, directly or not, each with the branches of #if in which all its includes stand."""
+    homes: dict[Path, tuple] = {}
+    for header, place in itertools.chain.from_iterable(_places(path, folder) for path in paths):
+        both = zip(homes.get(header, place), place)
+        homes[header] = tuple([a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)])
+    return homes
+
+
+def _inlined(paths: list[Path], folder: Path, seen: set[Path], others: list[Path]) -> list[str]:
+    """The texts of `paths` with the headers of ours that they include in their places, but for those `seen`. others: who else includes
+    them in the same build."""
+    homes = _homes([*paths, *others], folder)
+    return ["\n".join(_lines(path, folder, seen, homes)) for path in paths if path not in seen]
+
+
+def _lines(path: Path, folder: Path, seen: set[Path], homes: dict[Path, tuple], at: tuple = ()) -> list[str]:
+    """The lines of `path`, to which the branches `at` lead. What more than one branch of an #if needs comes before it."""
     seen.add(path)
     lines = [_title(path.name)]
-    text = [line for line in path.read_text(encoding="utf-8").splitlines() if line != "#pragma once"]
-    for number, line in enumerate(text):
-        if re.match(r"#[ \t]*if", line):  # what a header of one branch includes, the others may need as well
-            lines += _needed_by_branches(text[number:], folder, seen)
-        lines += _included(line, folder, seen) if _INCLUDE.match(line) else [line]
-    return "\n".join(lines)
-
-
-def _included(line: str, folder: Path, seen: set[Path]) -> list[str]:
-    """The header that an include asks for, if it is not there yet."""
-    header = _header(_INCLUDE.match(line)[1], folder)
-    return [] if header in seen else [_inlined(header, folder, seen)]
-
-
-def _needed_by_branches(text: Iterable[str], folder: Path, seen: set[Path]) -> list[str]:
-    """What those headers include that stand between the #if at the start of `text` and its #endif."""
-    depth, lines = 0, []
-    for line in text:
-        depth += bool(re.match(r"[ \t]*#[ \t]*if", line)) - bool(re.match(r"[ \t]*#[ \t]*endif", line))
-        if depth == 0:
-            break
+    for number, (line, branches) in enumerate(_branched(path)):
+        here, wanted = at + branches, []
         if include := _INCLUDE.match(line):
-            needed = [path for path in _closure(_header(include[1], folder), folder) if path not in seen]
-            lines += [_inlined(path, folder, seen) for path in needed if path not in seen]
+            wanted = [_header(include[1], folder)]
+        elif re.match(r"[ \t]*#[ \t]*if", line):
+            within = [h for h, place in _places(path, folder, at) if (path, number) in [b[:2] for b in place]]
+            wanted = [header for header in within if len(homes[header]) <= len(here)]
+        for header in wanted:
+            lines += _lines(header, folder, seen, homes, here) if header not in seen else []
+        lines += [] if include or line == "#pragma once" else [line]
     return lines
+
+
+def _branched(path: Path) -> Iterator[tuple[str, tuple]]:
+    """The lines of `path`, each with the branches of #if around it: (file, line of the #if, number of the branch)."""
+    branches: list[tuple] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        directive = re.match(r"[ \t]*#[ \t]*(if|el|endif)", line)
+        kind = directive and directive[1]
+        if kind in ("el", "endif"):
+            *branches, (_, opened, branch) = branches
+        yield line, tuple(branches)
+        if kind in ("if", "el"):
+            branches.append((path, number, 0) if kind == "if" else (path, opened, branch + 1))
+
+
+def _places(path: Path, folder: Path, at: tuple = ()) -> Iterator[tuple[Path, tuple]]:
+    """The headers of ours that `path` includes, directly or not, each after what it includes, with the branches that lead to it."""
+    for line, branches in _branched(path):
+        if include := _INCLUDE.match(line):
+            header = _header(include[1], folder)
+            yield from _places(header, folder, at + branches)
+            yield header, at + branches
 
 
 def _header(name: str, folder: Path) -> Path:

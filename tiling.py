@@ -481,20 +481,19 @@ def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[s
 
 
 def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int]:
-    """A build's definitions, the samples of a piece, and bytes of workspace."""
-    (N, _, H, W), (outputs, _, kh, kw), transposed = x.shape, weight.shape, weight.transpose(0, 1)
+    """A build's definitions, the samples of a piece, and bytes of workspace. By wgmma all samples are one piece: nothing is packed."""
+    (N, _, H, W), (outputs, channels, kh, kw) = x.shape, weight.shape
+    filters, height, width = (channels, outputs, kh, kw), H - kh + 1, W - kw + 1
     capability, shared, *_ = device_properties(x.device.index)
-    height, width = H - kh + 1, W - kw + 1
-    if not split and capability == (9, 0) and W <= _COLUMNS and N * H < 2**31 and height * width < 2**31:
-        tiles = input_gradient_by_wgmma(transposed.shape)
-        if x.shape[1] <= 64 and tiles.shared_bytes <= shared:
-            workspace = gemm_workspace(tiles, (N, outputs, height, width), transposed.shape, True)
-            return {**gemm_defines(tiles, transposed.shape), "TRANSPOSED": 1}, N, workspace
-    tiles = gemm_by_mma(transposed.shape, split, shared)
-    sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
-    piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
-    workspace = gemm_workspace(tiles, (piece, outputs, height, width), transposed.shape, True)
-    return {**gemm_defines(tiles, transposed.shape), "TRANSPOSED": 1}, piece, workspace
+    counted_in_int = N * H < 2**31 and height * width < 2**31
+    tiles, piece = input_gradient_by_wgmma(filters), N
+    fits = channels <= 64 and W <= _COLUMNS and counted_in_int and tiles.shared_bytes <= shared
+    if split or capability != (9, 0) or not fits:
+        tiles = gemm_by_mma(filters, split, shared)
+        sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
+        piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
+    workspace = gemm_workspace(tiles, (piece, outputs, height, width), filters, True)
+    return {**gemm_defines(tiles, filters), "TRANSPOSED": 1}, piece, workspace
 
 
 def gemm_by_mma(filters: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:

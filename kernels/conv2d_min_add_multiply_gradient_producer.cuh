@@ -5,8 +5,11 @@
 // A warp makes 8 channels × kStrip pixels at a time, and has the next ones under way meanwhile, in registers.
 #pragma once
 #include "conv2d_min_add_multiply_gradient.cuh"
+#include "conv2d_min_add_multiply_pipeline.cuh"
 
 namespace {
+
+#if TENSOR_CORE_WGMMA
 
 constexpr int kProducers = kWarpgroup / 32;  // warps
 // A row's strips. A tile has whole rows.
@@ -66,5 +69,7 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     }
   }
 }
+
+#endif
 
 }  // namespace

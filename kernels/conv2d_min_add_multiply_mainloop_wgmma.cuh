@@ -19,96 +19,7 @@
 // Bytes at the default size (128, 64, 128, 128), 3×3, 128 channels out: 537 MB read, 1040 MB written. Bound:
 // memory 0.37 ms at 4.28 TB/s, 300 GFLOP 0.30 ms.
 #pragma once
-#include "conv2d_min_add_multiply_epilogue.cuh"
-
-namespace {
-
-constexpr int kSteps = kTaps * kTapSteps;  // products of depth 16 per sum
-// The weights of so many stay in registers, the others' in shared memory.
-constexpr int kRegisterSteps = kSteps < REGISTER_STEPS ? kSteps : REGISTER_STEPS;
-constexpr int kWarpgroup = 128;  // threads
-constexpr int kConsumers = 2;    // warpgroups that multiply, 64 channels × 128 pixels at a time
-constexpr int kThreads = kWarpgroup * (1 + kConsumers);
-// Registers of a thread. A block starts with the same for each; were there fewer than its warpgroups ask for then,
-// they would wait for ever.
-constexpr int kProducerRegisters = TRANSPOSED ? 72 : 56, kConsumerRegisters = TRANSPOSED ? 216 : 224;
-constexpr int kStartRegisters = (64 << 10) / kThreads / 8 * 8;
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kStartRegisters);
-// So many consumers have the same channels, and each takes every kSharers-th tile. If it is one, the two
-// compute different channels of the same tile, and multiply in turns.
-constexpr int kSharers = kConsumers * 64 / kBlockChannels;
-constexpr bool kInTurns = kSharers == 1 || TRANSPOSED;
-
-constexpr int kStages = STAGES;  // rows of operands: those of a tile, and those that come next
-constexpr int kStageBytes = kPlanes * kPitch * 16;  // [plane][pixel]
-constexpr int kRawRows = TRANSPOSED ? 0 : 2;        // rows of x under way at a time
-constexpr int kWordPixels = 4 / sizeof(value_t);    // x is copied by words of 4 bytes
-constexpr int kRawPitch = ceil_div(kPitch, kWordPixels);
-constexpr int kRawBytes = ceil_div(CHANNELS_IN * kRawPitch, 4) * 16;   // [channel][word]
-constexpr int kWeightBytes = (kSteps - kRegisterSteps) * 2 * 64 * 16;  // a consumer's: [step][plane][channel]
-constexpr int kSector = 32 / sizeof(output_t);                         // elements that are written at a time
-constexpr int kStagingPitch = kTileWidth + kSector;                    // from channel to channel: 8 banks on
-constexpr int kStagingBytes = TRANSPOSED ? 0 : 16 * kStagingPitch * int(sizeof(output_t));  // a warp's
-constexpr int kWeightCopies = TRANSPOSED ? 1 : kConsumers;  // of weights in shared memory
-
-// Shared memory: operands, weights, staging, epilogues, raw, full, empty.
-constexpr int kStagingAt = kStages * kStageBytes + kWeightCopies * kWeightBytes;
-constexpr int kEpiloguesAt = kStagingAt + kConsumers * 4 * kStagingBytes;
-constexpr int kRawAt = kEpiloguesAt + kConsumers * 64 * sizeof(Epilogue);
-constexpr int kBarriersAt = kRawAt + kRawRows * kRawBytes;
-constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
-static_assert(!SPLIT && kGroups == 1 && (TRANSPOSED ? kBlockChannels == 64 : kSteps <= 36) &&
-                  kStages > KERNEL_H && kSharedBytes <= 227 << 10,
-              "planned where it can't run");
-static_assert(kSharedBytes == SHARED_BYTES, "Python planned another layout");
-
-#if TENSOR_CORE_WGMMA
-
-// -------------------------------------------------------------------------------------------------- pipeline
-
-// Named barriers: consumer c waits on 1 + c for its turn with the tensor cores; its four warps meet on 3 + c.
-__device__ __forceinline__ void take_turn(int consumer) {
-  if (kInTurns) sync_threads<2 * kWarpgroup>(1 + consumer);
-}
-__device__ __forceinline__ void hand_on(int consumer) {
-  if (kInTurns) signal_threads<2 * kWarpgroup>(2 - consumer);
-}
-
-// A place in the pipeline: a stage, and the parity of how often all stages have been gone through.
-struct PipelineState {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
-// Two barriers per stage: `full` once all producer threads have written it, `empty` once all consumers' warps
-// have read it. (One warp's word for four would not do: another that still waits for the stage could miss it.)
-struct Pipeline {
-  uint8_t* operands;
-  uint64_t *full, *empty;
-  __device__ __forceinline__ explicit Pipeline(uint8_t* shared)
-      : operands(shared), full(reinterpret_cast<uint64_t*>(shared + kBarriersAt)), empty(full + kStages) {}
-};
-
-// The block's tiles, begin … end - 1, counted through samples, strips and rows, the last fastest; and where
-// one lies.
-struct TilePlace { int n, column, row; };
-struct TileScheduler {
-  int OH, strips, begin, end;
-  __device__ __forceinline__ explicit TileScheduler(const Arguments& args)
-      : OH(args.height()), strips(ceil_div(args.width(), kTileWidth)) {
-    const int tiles = int(args.N) * strips * OH;
-    begin = int64_t(tiles) * blockIdx.x / gridDim.x, end = int64_t(tiles) * (blockIdx.x + 1) / gridDim.x;
-  }
-  __device__ __forceinline__ TilePlace operator[](int tile) const {
-    return {tile / OH / strips, tile / OH % strips * kTileWidth, tile % OH};
-  }
-};
-
-}  // namespace
-
+#include "conv2d_min_add_multiply_pipeline.cuh"
 #if TRANSPOSED
 #include "conv2d_min_add_multiply_gradient_producer.cuh"
 #else
@@ -117,7 +28,15 @@ struct TileScheduler {
 
 namespace {
 
-// ------------------------------------------------------------------------------------------------- consumers
+#if TENSOR_CORE_WGMMA
+
+// Named barriers: consumer c waits on 1 + c for its turn with the tensor cores; its four warps meet on 3 + c.
+__device__ __forceinline__ void take_turn(int consumer) {
+  if (kInTurns) sync_threads<2 * kWarpgroup>(1 + consumer);
+}
+__device__ __forceinline__ void hand_on(int consumer) {
+  if (kInTurns) signal_threads<2 * kWarpgroup>(2 - consumer);
+}
 
 // The weights of the warp's 16 channels, from `channel` of the block on: those of the first kRegisterSteps
 // products to registers, the others to the consumer's shared memory [step][plane][channel].
@@ -239,24 +158,21 @@ __device__ __forceinline__ void store_tile(result_t* to, result_t* staging, cons
 // The same, for rows of dx: straight from registers, 32 bytes of a channel side by side.
 __device__ __forceinline__ void store_rows(result_t* to, const float (&values)[16][4], int64_t stride,
                                            int channels, int pixels) {
-  struct alignas(2 * sizeof(result_t)) Two {
-    result_t at[2];
-  };
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool aligned = stride % 2 == 0 && uintptr_t(to) % sizeof(Two) == 0;
+  const bool aligned = stride % 2 == 0 && uintptr_t(to) % sizeof(Pair) == 0;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     if (g + 8 * half >= channels) continue;
     result_t* const row = to + (g + 8 * half) * stride + 2 * t;
 #pragma unroll
     for (int j = 0; j < 16; j++) {
-      const Two two{result_t(values[j][2 * half]), result_t(values[j][2 * half + 1])};
+      const Pair pair{result_t(values[j][2 * half]), result_t(values[j][2 * half + 1])};
       const int pixel = 8 * j + 2 * t;
       if (aligned && pixel + 1 < pixels) {
-        *reinterpret_cast<Two*>(row + 8 * j) = two;
+        *reinterpret_cast<Pair*>(row + 8 * j) = pair;
       } else {
-        if (pixel < pixels) row[8 * j] = two.at[0];
-        if (pixel + 1 < pixels) row[8 * j + 1] = two.at[1];
+        if (pixel < pixels) row[8 * j] = pair.at[0];
+        if (pixel + 1 < pixels) row[8 * j + 1] = pair.at[1];
       }
     }
   }

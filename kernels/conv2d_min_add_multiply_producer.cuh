@@ -1,9 +1,11 @@
 // The producer of conv2d_min_add_multiply_mainloop_wgmma.cuh: copies rows of x as they are, raw
 // [channel][word], and converts them into the stages of the pipeline, [plane][pixel] of 8 channels.
 #pragma once
-#include "conv2d_min_add_multiply_operands.cuh"
+#include "conv2d_min_add_multiply_pipeline.cuh"
 
 namespace {
+
+#if TENSOR_CORE_WGMMA
 
 // Calls work(word, its first plane) for this thread's part of a row: all planes of a word of float32, half
 // the planes of a word of two halves. A thread converts what it has copied itself, so that raw rows need no
@@ -105,5 +107,7 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     }
   }
 }
+
+#endif
 
 }  // namespace
