@@ -16,6 +16,8 @@ constexpr int kProducers = kWarpgroup / 32;  // warps
 constexpr int kRowStrips = ceil_div(kTileWidth - kPadColumns, kStrip);
 // A warp's units of a row: every kProducers-th plane, of each the strips. In pairs, for two buffers.
 constexpr int kUnits = ceil_div(ceil_div(kPlanes, kProducers) * kRowStrips, 2) * 2;
+constexpr int kRowsAhead = 2;  // that are asked for
+constexpr int kRowLines = kTileWidth * sizeof(output_t) / 128 + 1;  // of 128 bytes, in which a row of a channel lies
 
 __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
                                         const Pipeline& pipeline, uint8_t*, bool) {
@@ -32,6 +34,21 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + KERNEL_H - 1;
     tile += count;
     const float to_operand = power_of_two(kScaled ? sample_exponent(args.largest[place.n]) : 0);
+    // Rows are on their way to the L2 cache long before they are loaded: there are no registers for more loads at a time.
+    const auto prefetch = [&](int i) {
+      const int row = place.row + i - kPadRows, last = width * int(sizeof(output_t)) - 1;
+      if (i >= rows || unsigned(row) >= unsigned(args.H)) return;
+      const output_t* const dy = args.dy + (int64_t(place.n) * CHANNELS_IN * args.H + row) * width;
+#pragma unroll 1
+      for (int line = threadIdx.x; line < CHANNELS_IN * kRowLines; line += kWarpgroup)
+        prefetch_line(reinterpret_cast<const uint8_t*>(dy + line / kRowLines * args.H * width) +
+                      min(line % kRowLines * 128, last));
+      const uint32_t* const gates =
+          args.gates + gate_index(place.n, 0, row, 0, args.H, args.W, CHANNELS_IN);
+      if (threadIdx.x < gate_row(args.W, CHANNELS_IN) / 32) prefetch_line(gates + threadIdx.x * 32);
+    };
+#pragma unroll 1
+    for (int i = 0; i < kRowsAhead; i++) prefetch(i);
     const auto plane_of = [&](int unit) { return unit / kRowStrips * kProducers + warp; };
     const auto load = [&](GradientStrip<CHANNELS_IN>& strip, int i, int unit) {
       const int row = place.row + i - kPadRows, plane = plane_of(unit), column = unit % kRowStrips * kStrip;
@@ -54,6 +71,7 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     load(even, 0, 0);
 #pragma unroll 1
     for (int i = 0; i < rows; i++) {
+      prefetch(i + kRowsAhead);
       await(pipeline.empty + next.stage, next.parity ^ 1);
       uint4* const stage = reinterpret_cast<uint4*>(pipeline.operands + next.stage * kStageBytes);
 #pragma unroll 1
