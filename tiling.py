@@ -466,7 +466,8 @@ class WeightGradient(NamedTuple):
 
 def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], WeightGradient]:
     """A build's definitions, and the launches."""
-    multiprocessors, (C, channels, kh, kw) = device_properties(x.device.index).multiprocessors, weight.shape
+    (capability, shared, multiprocessors, _), (C, channels, kh, kw) = device_properties(x.device.index), weight.shape
+    wgmma = not split and capability == (9, 0) and shared >= 227 << 10
     # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
     taps = 3 if split else 9
     columns = ceil_div(kw, ceil_div(kw, taps))
@@ -476,8 +477,10 @@ def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[s
     sums, shares = [
         max(1, min(n, strips)) for n in (8 * multiprocessors // blocks_out, multiprocessors // blocks)
     ]
-    slot = blocks * rows * columns * min(64, _round_up(C, 16)) * 64
-    return {**spatial_defines(weight.shape), "SPLIT": int(split)}, WeightGradient(sums, shares, slot)
+    # By wgmma two warpgroups have as many taps each, and 64 channels of either kind.
+    of_block = _round_up(rows * columns, 2) * 64 if wgmma else rows * columns * min(64, _round_up(C, 16))
+    defines = {**spatial_defines(weight.shape), "SPLIT": int(split), "WGMMA": int(wgmma)}
+    return defines, WeightGradient(sums, shares, blocks * of_block * 64)
 
 
 def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int]:

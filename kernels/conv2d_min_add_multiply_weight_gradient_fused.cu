@@ -22,82 +22,35 @@
 //
 // Bytes at the default size: 1040 MB of dy and 66 MB of gates for each launch, 537 MB of x. Bound: memory
 // 0.26 ms for the sums; 300 GFLOP 0.46 ms by mma.sync for the weights' gradient, memory 0.38 ms.
+#ifndef WGMMA
+#define WGMMA 0
+#endif
 #include "conv2d_min_add_multiply_sums.cuh"
-#include "conv2d_min_add_multiply_weight_products.cuh"
+#if WGMMA
+#include "conv2d_min_add_multiply_weight_mainloop_wgmma.cuh"
+#else
+#include "conv2d_min_add_multiply_weight_mainloop_mma.cuh"
+#endif
 
 namespace {
-
-// A block's sums to slots [share][block][sum of a thread][thread]. Grid: shares, kBlocks.
-__global__ void __launch_bounds__(kThreads, 1)
-weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const uint32_t* gates,
-                       const uint32_t* largest_x, const uint32_t* largest_g, float scale, int64_t N,
-                       int64_t H, int64_t W) {
-#if __CUDA_ARCH__ >= 800
-  extern __shared__ uint4 shared[];
-  uint4* const gradients = shared + kSlots * kSlot;
-  const int common = common_exponent(largest_x, largest_g, N);
-  const Strips strips(H - KERNEL_H + 1, W - KERNEL_W + 1);
-  const int64_t count = strips.count(N);
-  const BlockPlace place(blockIdx.y);
-  Walk walk{dy, gates, x, strips, place, largest_x, largest_g, common, H, W,
-            count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
-  if (walk.goes_on()) walk.start();
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first plane, and so on. g: 8-15
-  // those of the second plane, 16-31 pixels 8-15 likewise. x: 8-15 pixels 8-15, 16-31 those of the next tap.
-  const uint32_t gradient_address =
-      shared_address(gradients) + 16 * (lane / 8 % 2 * kStrip + lane / 16 * 8 + lane % 8);
-  const uint32_t input_address = shared_address(shared) + 16 * (warp * kInputPitch + lane % 16 + lane / 16);
-  float sums[kBlockTaps][kOutTiles][4] = {};
-
-  Staged staged;
-  const auto load = [&] { staged.load(walk); };
-  const auto store = [&](int step) {
-    if (staged.pixels >= 0)
-      staged.store(shared + step % kSlots * kSlot, gradients + step % kStages * kStage, scale);
-  };
-  load();
-  store(0);
-  int pixels = staged.pixels;
-  load();
-  // Half of the warps convert the next step before their products, the others after them: so tensor cores are
-  // busy meanwhile.
-  const bool early = warp < kWarps / 2;
-#pragma unroll 1
-  for (int step = 0; pixels >= 0; step++) {
-    __syncthreads();  // the step's operands are there; and everyone is done with the last step
-    int next = staged.pixels;
-    if (early) store(step + 1), load();
-    uint32_t rows[kTapRows];
-#pragma unroll
-    for (int r = 0; r < kTapRows; r++) rows[r] = input_address + 16 * kSlot * ((step + r + 2) % kSlots);
-    if (place.channel_in + warp * 8 < CHANNELS_IN)
-      multiply(sums, gradient_address + 16 * kStage * (step % kStages), rows, pixels);
-    if (!early) store(step + 1), load();
-    pixels = next;
-  }
-  float* to = slots + (int64_t(blockIdx.x) * kBlocks + blockIdx.y) * kThreadSums * kThreads + threadIdx.x;
-#pragma unroll
-  for (int i = 0; i < kThreadSums; i++) to[i * kThreads] = sums[i / 4 / kOutTiles][i / 4 % kOutTiles][i % 4];
-#endif
-}
 
 // dweight, from the slots of all shares. Grid: sums of a thread, kBlocks.
 __global__ void __launch_bounds__(kThreads)
 merge_slots_kernel(value_t* dweight, const float* slots, const uint32_t* largest_x, const uint32_t* largest_g,
                    int64_t shares, int64_t N) {
-  const int i = blockIdx.x, tap = i / 4 / kOutTiles, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const BlockPlace place(blockIdx.y);
-  const int out = place.channel_out + i / 4 % kOutTiles * 16 + i / 2 % 2 * 8 + lane / 4;
-  const int in = place.channel_in + warp * 8 + lane % 4 * 2 + i % 2;
-  const int row = place.kernel_row + tap / kTapColumns, column = place.kernel_column + tap % kTapColumns;
+  const SumPlace of_block = sum_place(blockIdx.x, threadIdx.x);
+  const int out = place.channel_out + of_block.out, in = place.channel_in + of_block.in;
+  const int row = place.kernel_row + of_block.tap / kTapColumns;
+  const int column = place.kernel_column + of_block.tap % kTapColumns;
   const int exponent = -common_exponent(largest_x, largest_g, N);
+  if (of_block.tap >= kBlockTaps || out >= CHANNELS_OUT || in >= CHANNELS_IN || row >= KERNEL_H || column >= KERNEL_W)
+    return;
   double sum = 0;
   for (int64_t share = 0; share < shares; share++)
-    sum += slots[((share * kBlocks + blockIdx.y) * kThreadSums + i) * kThreads + threadIdx.x];
-  if (out < CHANNELS_OUT && in < CHANNELS_IN && row < KERNEL_H && column < KERNEL_W)
-    dweight[((int64_t(out) * CHANNELS_IN + in) * KERNEL_H + row) * KERNEL_W + column] =
-        value_t(PowerOfTwo(exponent)(float(sum)));
+    sum += slots[((share * kBlocks + blockIdx.y) * kThreadSums + blockIdx.x) * kThreads + threadIdx.x];
+  dweight[((int64_t(out) * CHANNELS_IN + in) * KERNEL_H + row) * KERNEL_W + column] =
+      value_t(PowerOfTwo(exponent)(float(sum)));
 }
 
 }  // namespace
@@ -126,7 +79,7 @@ EXPORT void weight_gradient(value_t* dweight, float* slots, const output_t* dy, 
   const uint32_t* largest = reinterpret_cast<const uint32_t*>(largest_g);
   const bool agreed = slot_elements == int64_t(kBlocks) * kThreadSums * kThreads;
   cudaFuncSetAttribute(weight_gradient_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  weight_gradient_kernel<<<dim3(agreed ? shares : 0, kBlocks), kThreads, kSharedBytes, stream>>>(
+  weight_gradient_kernel<<<dim3(agreed ? shares : 0, kBlocks), kBlockThreads, kSharedBytes, stream>>>(
       slots, dy, x, saved_gates(largest_x, N), largest_x, largest, float(scale), N, H, W);
   if (!agreed) return;
   merge_slots_kernel<<<dim3(kThreadSums, kBlocks), kThreads, 0, stream>>>(dweight, slots, largest_x, largest,

@@ -18,17 +18,23 @@ constexpr int kMostRows = kMostTaps / kTapColumns < 3 ? kMostTaps / kTapColumns 
 constexpr int kRowGroups = ceil_div(KERNEL_H, kMostRows);
 constexpr int kTapRows = ceil_div(KERNEL_H, kRowGroups);
 constexpr int kBlockTaps = kTapRows * kTapColumns;
-constexpr int kOutTiles = CHANNELS_OUT < kBlock ? ceil_div(CHANNELS_OUT, 16) : kBlock / 16;  // of 16 channels
-constexpr int kThreadSums = kBlockTaps * kOutTiles * 4;
 constexpr int kBlocks = kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
 
 // Shared memory, in units of 16 bytes, 8 channels of a pixel: rows of x [slot][part][plane][pixel], and g
-// [stage][part][plane][pixel].
+// [stage][part][plane][pixel]. By wgmma a row of x ends with the last 16 pixels of the strip as each tap's column
+// sees them [column][plane][pixel], zeros past the end.
+constexpr int kTailPixels = 16;
+constexpr int kPlaneWarps = kWarps / 2;  // by wgmma: warps that stage g, and as many that stage x
+constexpr int kRowsAhead = 2;
 constexpr int kInputPitch = kStrip + kTapColumns - 1;
-constexpr int kSlots = kTapRows + 1, kStages = 2;  // the rows in use and the next; likewise g
-constexpr int kSlot = kParts * kWarps * kInputPitch, kStage = kParts * kWarps * kStrip;
-constexpr int kSharedBytes = (kSlots * kSlot + kStages * kStage) * 16;
-static_assert(kSharedBytes <= 99 << 10, "any device from compute capability 8.0 on has so much");
+constexpr int kStages = WGMMA ? 4 : 2;          // of g: the row in use and those to come
+constexpr int kSlots = kTapRows - 1 + kStages;  // likewise of x
+constexpr int kTail = WGMMA ? kWarps * kTailPixels : 0;  // of a column
+constexpr int kSlot = kParts * kWarps * kInputPitch + kTapColumns * kTail, kStage = kParts * kWarps * kStrip;
+constexpr int kOperandBytes = (kSlots * kSlot + kStages * kStage) * 16;
+
+// The slot of x's row for the block's tap row r at a step.
+__device__ __forceinline__ int slot_of(int step, int r) { return (step + kStages + r) % kSlots; }
 
 // What is one of kBlocks.
 struct BlockPlace {
@@ -39,6 +45,9 @@ struct BlockPlace {
         kernel_row(block / kBlocksOut / kBlocksIn % kRowGroups * kTapRows),
         kernel_column(block / kBlocksOut / kBlocksIn / kRowGroups * kTapColumns) {}
 };
+
+// One of a block's sums: the tap, and the channels out and in.
+struct SumPlace { int tap, out, in; };
 
 // The least exponent of a sample's products, where g and x are each scaled as far up as operands go; to all
 // threads of the block. Samples of zeros don't count.
@@ -68,6 +77,13 @@ struct SampleScales {
 
 #if __CUDA_ARCH__ >= 800
 
+// What a walk says of a step: the pixels of g, 0 where there is no g, -1 where there is no such step; the pixels of the
+// strip; and the scales.
+struct Step {
+  int pixels = -1, across = 0;
+  SampleScales scales;
+};
+
 // A walk down strips, rows begin … end - 1 of all, counted along columns of strips. A step brings a row of x,
 // and g unless it is `ahead`: the first rows of a column of strips are other taps'.
 struct Walk {
@@ -77,30 +93,35 @@ struct Walk {
   const Strips& strips;
   const BlockPlace& place;
   const uint32_t *const largest_x, *const largest_g;
-  const int common;
+  const int common, plane;  // the plane of the block's to which dy, gates and x point
   const int64_t H, W, end;
   int64_t tile;
   SampleScales scales;
   int pixels, row, first, stop;  // of this column of strips: across, and the rows first … stop - 1
-  // Of the warp's plane, where the step's rows begin.
+  // Where the step's rows begin.
   const output_t* dy;
   const uint32_t* gates;
   const value_t* x;
 
   __device__ __forceinline__ bool goes_on() const { return tile < end; }
   __device__ __forceinline__ bool ahead() const { return row < first; }
+  __device__ __forceinline__ Step step() const {
+    if (!goes_on()) return {};
+    const int across = min(pixels, kStrip);
+    return {ahead() ? 0 : across, across, scales};
+  }
   __device__ __forceinline__ void start() {
     const int64_t column_of_strips = tile / strips.height, n = column_of_strips / strips.of_row;
-    const int column = int(column_of_strips % strips.of_row) * kStrip, warp = threadIdx.x / 32;
+    const int column = int(column_of_strips % strips.of_row) * kStrip;
     first = int(tile - column_of_strips * strips.height);
     stop = int(min(int64_t(strips.height), first + end - tile));
     row = first - (kTapRows - 1), pixels = strips.width - column;
     if constexpr (kScaled) { scales.set(largest_x[n], largest_g[n], common); }
-    const int plane = place.channel_out / 8 + warp;
-    dy = all_dy + GradientStrip<CHANNELS_OUT>::index({n, row, column}, strips, plane);
+    const int plane_out = place.channel_out / 8 + plane;
+    dy = all_dy + GradientStrip<CHANNELS_OUT>::index({n, row, column}, strips, plane_out);
     gates = all_gates +
-            gate_index(n, plane * 8, row, column, strips.height, strips.width, CHANNELS_OUT);
-    x = all_x + ((n * CHANNELS_IN + place.channel_in + warp * 8) * H + first + place.kernel_row) * W;
+            gate_index(n, plane_out * 8, row, column, strips.height, strips.width, CHANNELS_OUT);
+    x = all_x + ((n * CHANNELS_IN + place.channel_in + plane * 8) * H + first + place.kernel_row) * W;
     x += column + place.kernel_column;
   }
   __device__ __forceinline__ void advance() {
@@ -115,70 +136,107 @@ struct Walk {
   }
 };
 
-// A step's values in registers, a plane of 8 channels of either kind in a warp: what they are, and where they
-// go. Past the end of a row of x they may be anything: such pixels are masked (mask_taps).
-struct Staged {
-  GradientStrip<CHANNELS_OUT> gradient;
-  value_t input[kLanePixels][8] = {};
+// Asks for a row of a warp's two planes that comes kRowsAhead steps later: loads take a third of the time from the L2
+// cache, and there are no registers for more of them at a time. A row of a strip lies in kLines lines of 128 bytes.
+template <class T>
+__device__ __forceinline__ void prefetch_rows(const Walk& walk, const T* from, int64_t plane_size, int channels) {
+  constexpr int kLines = kStrip * sizeof(T) / 128 + 1;
+  if (walk.row + kRowsAhead >= walk.stop) return;
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < 16 * kLines; i += 32) {
+    const int channel = i / kLines % 8 + i / kLines / 8 * kPlaneWarps * 8;
+    if (channel < channels)
+      prefetch_line(from + channel * plane_size + min(i % kLines * 128 / int(sizeof(T)), walk.pixels - 1));
+  }
+}
+
+// A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers. planes: past the walk's.
+struct StagedGradient {
+  GradientStrip<CHANNELS_OUT> strip;
+
+  __device__ __forceinline__ void load(const Walk& walk, int planes) {
+    if (walk.ahead()) return;
+    const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
+    strip.load(walk.dy + planes * 8 * plane_size, walk.gates + planes * 32,
+               walk.place.channel_out / 8 + walk.plane + planes, plane_size, walk.pixels);
+  }
+  static __device__ __forceinline__ void prefetch(const Walk& walk) {
+    const int64_t rows = kRowsAhead * int64_t(walk.strips.width), plane_size = walk.strips.height * int64_t(walk.strips.width);
+    prefetch_rows(walk, walk.dy + rows, plane_size, CHANNELS_OUT - walk.place.channel_out - walk.plane * 8);
+    const uint32_t* const gates = walk.gates + kRowsAhead * gate_row(walk.strips.width, CHANNELS_OUT);
+    if (threadIdx.x % 32 < 2 && walk.row + kRowsAhead < walk.stop)
+      prefetch_line(gates + threadIdx.x % 2 * kPlaneWarps * 32);
+  }
+  // To a stage, as operands.
+  __device__ __forceinline__ void store(uint4* stage, int plane, const Step& step, float scale) const {
+    if (step.pixels == 0) return;
+    const int lane = threadIdx.x % 32;
+    float values[kLanePixels][8];
+    strip.for_each(scale, [&](int i, int c, float, float inner) {
+      values[i][c] = kScaled ? scaled(inner, step.scales.gradient) : inner;
+    });
+#pragma unroll
+    for (int i = 0; i < kLanePixels; i++)
+      pack_pixel(stage + plane * kStrip + lane + i * 32, kWarps * kStrip, values[i]);
+  }
+};
+
+// Likewise of a row of x. Past the end of a row its values may be anything: such pixels don't count (mask_taps,
+// store_tails).
+struct StagedInput {
+  value_t values[kLanePixels][8] = {};
   // Right of the strip: lane + 32 k is pixel·8 + channel.
   value_t edge[ceil_div((kTapColumns - 1) * 8, 32)] = {};
-  int pixels = -1;                                         // of g; -1 where there is no such step
-  SampleScales scales;
 
-  // The walk's step, and moves on.
-  __device__ __forceinline__ void load(Walk& walk) {
-    pixels = -1;
-    if (!walk.goes_on()) return;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    pixels = 0, scales = walk.scales;
-    if (!walk.ahead()) {
-      const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
-      gradient.load(walk.dy, walk.gates, walk.place.channel_out / 8 + warp, plane_size, walk.pixels);
-      pixels = min(walk.pixels, kStrip);
-    }
-    const int plane = walk.place.channel_in / 8 + warp;
+  __device__ __forceinline__ void load(const Walk& walk, int planes) {
+    const int lane = threadIdx.x % 32, plane = walk.place.channel_in / 8 + walk.plane + planes;
     const int real = walk.pixels + KERNEL_W - 1 - walk.place.kernel_column;  // pixels of x
-    load_strip<CHANNELS_IN>(input, walk.x, plane, walk.H * walk.W, real);
+    const value_t* const x = walk.x + planes * 8 * walk.H * walk.W;
+    load_strip<CHANNELS_IN>(values, x, plane, walk.H * walk.W, real);
 #pragma unroll
     for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) {
       const bool exists =
           i < (kTapColumns - 1) * 8 && plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real;
-      if (exists) edge[k] = walk.x[i % 8 * walk.H * walk.W + kStrip + i / 8];
+      if (exists) edge[k] = x[i % 8 * walk.H * walk.W + kStrip + i / 8];
     }
-    walk.advance();
   }
-
-  // To shared memory, as operands.
-  __device__ __forceinline__ void store(uint4* input_slot, uint4* gradient_stage, float scale) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float values[kLanePixels][8];
-    if (pixels > 0) {
-      gradient.for_each(scale, [&](int i, int c, float, float inner) {
-        values[i][c] = kScaled ? scaled(inner, scales.gradient) : inner;
-      });
-#pragma unroll
-      for (int i = 0; i < kLanePixels; i++)
-        pack_pixel(gradient_stage + warp * kStrip + lane + i * 32, kWarps * kStrip, values[i]);
-    }
-    uint4* const to = input_slot + warp * kInputPitch;
+  static __device__ __forceinline__ void prefetch(const Walk& walk) {
+    prefetch_rows(walk, walk.x + kRowsAhead * walk.W, walk.H * walk.W, CHANNELS_IN - walk.place.channel_in - walk.plane * 8);
+  }
+  // To a slot, as operands.
+  __device__ __forceinline__ void store(uint4* slot, int plane, const Step& step, float) const {
+    const int lane = threadIdx.x % 32;
+    const auto operand = [&](float value) { return kScaled ? scaled(value, step.scales.input) : value; };
+    uint4* const to = slot + plane * kInputPitch;
 #pragma unroll
     for (int i = 0; i < kLanePixels; i++) {
+      float of_pixel[8];
 #pragma unroll
-      for (int c = 0; c < 8; c++) {
-        const float value = float(input[i][c]);
-        values[i][c] = kScaled ? scaled(value, scales.input) : value;
-      }
-      pack_pixel(to + lane + i * 32, kWarps * kInputPitch, values[i]);
+      for (int c = 0; c < 8; c++) of_pixel[c] = operand(float(values[i][c]));
+      pack_pixel(to + lane + i * 32, kWarps * kInputPitch, of_pixel);
     }
 #pragma unroll
     for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) {
       if (i >= (kTapColumns - 1) * 8) continue;
-      const float value = float(edge[k]);
-      const Parts parts = split(kScaled ? scaled(value, scales.input) : value);
+      const Parts parts = split(operand(float(edge[k])));
 #pragma unroll
       for (int part = 0; part < kParts; part++)
         reinterpret_cast<operand_t*>(to + part * kWarps * kInputPitch + kStrip + i / 8)[i % 8] =
             parts.part[part];
+    }
+    if (kTail > 0 && step.across % kTailPixels) store_tails(slot, plane, step.across);
+  }
+
+  // Each column's last pixels, from the plane as it lies in the slot.
+  static __device__ __forceinline__ void store_tails(uint4* slot, int plane, int across) {
+    const int lane = threadIdx.x % 32, first = across / kTailPixels * kTailPixels;
+    const uint4* const from = slot + plane * kInputPitch + first;
+    uint4* const tails = slot + kWarps * kInputPitch + plane * kTailPixels;
+    __syncwarp();  // the plane is there
+#pragma unroll
+    for (int i = lane; i < kTapColumns * kTailPixels; i += 32) {
+      const int column = i / kTailPixels, pixel = i % kTailPixels;
+      tails[column * kTail + pixel] = first + pixel < across ? from[pixel + column] : make_uint4(0, 0, 0, 0);
     }
   }
 };

@@ -273,6 +273,12 @@ __device__ __forceinline__ uint64_t describe(uint32_t address, uint32_t k_stride
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(k_stride >> 4) << 16 | uint64_t(128 >> 4) << 32;
 }
 
+// Describes an operand of which 8 columns, of A 8 rows, lie side by side, 16 bytes, those of the next k behind them, and
+// the next 8 plane_pitch bytes on. Any multiple of 16 serves here, too.
+__device__ __forceinline__ uint64_t describe_transposed(uint32_t address, uint32_t plane_pitch) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(128 >> 4) << 16 | uint64_t(plane_pitch >> 4) << 32;
+}
+
 // After await_products, before the sums are read: keeps the compiler from reading them earlier.
 template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 #pragma unroll
@@ -305,6 +311,12 @@ template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
                                              bool accumulate = true) {
   WGMMA_OF_OPERAND(64, "%37", "{%32, %33, %34, %35}, %36, accumulate, 1, 1, 0", FRAGMENT(a), "l"(b));
+}
+// A and B as by describe_transposed.
+template <class Operand = half_t>
+__device__ __forceinline__ void multiply_add_transposed(float (&d)[8][4], uint64_t a, uint64_t b,
+                                                        bool accumulate = true) {
+  WGMMA_OF_OPERAND(64, "%34", "%32, %33, accumulate, 1, 1, 1, 1", "l"(a), "l"(b));
 }
 template <class Operand = half_t>
 __device__ __forceinline__ void multiply_add(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b,

@@ -125,6 +125,32 @@ def test_operands_are_rounded_as_for_tf32(arguments, shape, gpu, runs_tf32):
         assert 1e-4 < (ours[name] - exact[name]).norm() / exact[name].norm() < 5e-4
 
 
+@pytest.mark.parametrize("arguments, shape, reason", SIZES, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("multiprocessors", [1, 7])
+def test_by_wgmma_at_any_size(arguments, shape, reason, multiprocessors, gpu, runs_tf32):
+    model, x = case(arguments, shape)
+    gpu(architecture=900, multiprocessors=multiprocessors)
+    assert tiling.plan_weight_gradient(x, model.conv.weight, split=False)[0]["WGMMA"]
+    dy = apart(model, x, torch.randn_like(model(x)))
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    assert_near(ours, gradients(model, x, dy, tf32), 3e-7)
+
+
+@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("width", [50, 67])
+def test_what_lies_past_a_tap_s_row_does_not_count(width, architecture, gpu, runs_tf32):
+    """The last columns of x are not every tap's: infinite there, they make NaN of the gradients of the taps that reach them alone."""
+    model, x = case((5, 20, (2, 3)), (2, 5, 6, width))
+    x[..., -2:] = float("inf")
+    gpu(architecture=architecture)
+    dy = torch.zeros(2, 20, 5, width - 2)
+    dy[..., :5] = 1
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)["conv.weight"]
+    expected = gradients(model, x, dy)["conv.weight"]
+    assert expected[..., 0].isfinite().all() and not expected[..., 1:].isfinite().any()
+    assert torch.equal(ours.isfinite(), expected.isfinite())
+
+
 @pytest.mark.parametrize(
     "arguments, shape", [((5, 20, 3), (3, 5, 11, 68)), ((6, 100, (2, 5)), (2, 6, 6, 140))], ids=str
 )

@@ -127,6 +127,34 @@ void multiply_add(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate
   multiply_add<Operand>(d, of_a, b, accumulate);
 }
 
+// Likewise where planes of 8 columns lie so far apart, in a plane those of each k side by side.
+inline uint64_t describe_transposed(uint32_t address, uint32_t plane_pitch) {
+  return uint64_t(address >> 4) | uint64_t(plane_pitch >> 4) << 16;
+}
+inline uint32_t described_transposed(uint64_t operand, int half, int column) {
+  const int plane = column / 8, k = emulation::lane() % 4 * 2 + half * 8;
+  const char* const at = shared_pointer(uint32_t(operand & 0xffff) * 16 + plane * uint32_t(operand >> 16) * 16);
+  uint16_t two[2] = {};
+  for (int i = 0; i < 2; i++) {
+    const char* const from = at + (k + i) * 16 + column % 8 * 2;
+    if (emulation::is_shared(from, 2)) memcpy(two + i, from, 2);
+    else emulation::failure = "an operand that is not in shared memory";
+  }
+  return two[0] | uint32_t(two[1]) << 16;
+}
+template <class Operand = half_t, int kTiles>
+void multiply_add_transposed(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate = true) {
+  const int row = threadIdx.x / 32 % 4 * 16 + emulation::lane() / 4;
+  const uint32_t of_a[] = {described_transposed(a, 0, row), described_transposed(a, 0, row + 8),
+                           described_transposed(a, 1, row), described_transposed(a, 1, row + 8)};
+  for (int j = 0; j < kTiles; j++) {
+    const int column = 8 * j + emulation::lane() / 4;
+    const uint32_t of_b[] = {described_transposed(b, 0, column), described_transposed(b, 1, column)};
+    if (!accumulate) d[j][0] = d[j][1] = d[j][2] = d[j][3] = 0;
+    emulation::product(d[j], of_a, of_b, 16, std::is_same_v<Operand, bfloat16_t>);
+  }
+}
+
 // -------------------------------------------------------------------------------------------- floating point
 
 inline float min_nan(float a, float b) { return a != a || b != b ? NAN : min(a, b); }

@@ -1,0 +1,161 @@
+// The mainloop of the weights' gradient of min-add (…_weight_gradient_fused.cu) by wgmma, on compute capability 9.0
+// (sm_90a), where SPLIT=0.
+//
+// A block's warpgroups are specialised: two of them stage operands, row by row, in a pipeline; the other two, consumers,
+// have half of the taps each, 64 × 64 sums of a tap in registers. g is A, from registers; x is B, in shared memory as
+// it was staged: a tap's column is an offset of so many pixels. Only the last, less than 16 pixels of a row differ
+// from tap to tap (store_tails).
+#pragma once
+#include "conv2d_min_add_multiply_weight_operands.cuh"
+
+namespace {
+
+constexpr int kWarpgroup = 128, kConsumers = 2;  // threads; warpgroups that multiply
+constexpr int kBlockThreads = kThreads + kConsumers * kWarpgroup;
+constexpr int kConsumerTaps = ceil_div(kBlockTaps, kConsumers);  // of the first; the other has the rest
+// Registers of a thread; at first all have the same.
+constexpr int kProducerRegisters = 80, kConsumerRegisters[kConsumers] = {192, 160};
+static_assert(kProducerRegisters * kThreads + (kConsumerRegisters[0] + kConsumerRegisters[1]) * kWarpgroup <= 64 << 10);
+constexpr int kThreadSums = kConsumerTaps * 8 * 4;
+// Beside operands zeros, barriers, and each stage's pixels.
+constexpr int kSharedBytes = kOperandBytes + kTailPixels * 16 + kStages * (2 * 8 + 4);
+static_assert(!SPLIT && kSharedBytes <= 227 << 10, "planned where it can't run");
+
+// Which of a block's sums is sum i of a consumers' thread.
+__device__ __forceinline__ SumPlace sum_place(int i, int thread) {
+  const int lane = thread % 32, warp = thread / 32;
+  return {warp / 4 * kConsumerTaps + i / 32, warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4,
+          i / 4 % 8 * 8 + lane % 4 * 2 + i % 2};
+}
+
+#if TENSOR_CORE_WGMMA
+
+// Two barriers per stage: `full` once all producers have written it, `empty` once all consumers' warps have read it, and
+// with it the oldest row of x. pixels: of the stage's g; 0 where there is none, -1 where the walk has ended.
+struct StepPipeline {
+  uint64_t *full, *empty;
+  int* pixels;
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ explicit StepPipeline(uint4* behind_operands)
+      : full(reinterpret_cast<uint64_t*>(behind_operands)), empty(full + kStages),
+        pixels(reinterpret_cast<int*>(empty + kStages)) {}
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Stages a warp's planes of g or of x, every kPlaneWarps-th.
+template <class Staged>
+__device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint4* operands, int places,
+                                        int pitch, float scale) {
+  if (walk.goes_on()) walk.start();
+#pragma unroll 1
+  for (int place = 0;; place = place + 1 < places ? place + 1 : 0, pipeline.advance()) {
+    const Step step = walk.step();
+    Staged staged;
+    if (step.pixels >= 0) staged.load(walk, 0);
+    await(pipeline.empty + pipeline.stage, pipeline.parity ^ 1);
+    if (threadIdx.x == 0) pipeline.pixels[pipeline.stage] = step.pixels;
+    if (step.pixels >= 0) {
+      staged.store(operands + place * pitch, walk.plane, step, scale);
+      Staged::prefetch(walk);
+      staged.load(walk, kPlaneWarps);
+      staged.store(operands + place * pitch, walk.plane + kPlaneWarps, step, scale);
+      walk.advance();
+    }
+    publish_shared();
+    arrive(pipeline.full + pipeline.stage);
+    if (step.pixels < 0) return;
+  }
+}
+
+// Sums of the taps from kFirst on, a consumer's.
+template <int kFirst>
+__device__ __forceinline__ void consume(float* slots, StepPipeline& pipeline, uint32_t inputs,
+                                        uint32_t gradients, uint32_t zeros) {
+  constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
+  float sums[kConsumerTaps][8][4] = {};
+#pragma unroll 1
+  for (int step = 0;; step++, pipeline.advance()) {
+    await(pipeline.full + pipeline.stage, pipeline.parity);
+    const int pixels = __shfl_sync(0xffffffffu, pipeline.pixels[pipeline.stage], 0);
+    if (pixels < 0) break;
+    if (pixels > 0 && kTaps > 0) {
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kStrip / 16; k++) {
+        const uint64_t gradient =
+            describe_transposed(gradients + 16 * (pipeline.stage * kStage + k * 16), 16 * kStrip);
+        // Whole columns of 16 pixels as they lie, those at the end of a row from its tails, and zeros past it.
+        const int left = pixels - k * 16;
+        const uint32_t pitch = left >= 16 ? 16 * kInputPitch : left > 0 ? 16 * kTailPixels : 0;
+        const uint32_t column_pitch = left >= 16 ? 16 : left > 0 ? 16 * kTail : 0;
+        const uint32_t slot_pitch = left > 0 ? 16 * kSlot : 0;
+        const uint32_t from = left >= 16 ? inputs + 16 * 16 * k : left > 0 ? inputs + 16 * kWarps * kInputPitch : zeros;
+#pragma unroll
+        for (int i = 0; i < kTaps; i++) {
+          const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
+          const uint32_t at = from + slot_pitch * slot_of(step, row) + column * column_pitch;
+          multiply_add_transposed<operand_t>(sums[i], gradient, describe_transposed(at, pitch));
+        }
+      }
+      commit_products();
+      await_products<0>();
+    }
+    __syncwarp();  // all lanes have read
+    if (threadIdx.x % 32 == 0) arrive(pipeline.empty + pipeline.stage);
+  }
+  const int thread = threadIdx.x - kThreads;
+#pragma unroll
+  for (int i = 0; i < kTaps; i++) {
+    hold(sums[i]);
+#pragma unroll
+    for (int j = 0; j < 32; j++) slots[(i * 32 + j) * kThreads + thread] = sums[i][j / 4][j % 4];
+  }
+}
+
+#endif
+
+// A block's sums to slots [share][block][sum of a thread][thread]. Grid: shares, kBlocks.
+__global__ void __launch_bounds__(kBlockThreads, 1)
+weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const uint32_t* gates,
+                       const uint32_t* largest_x, const uint32_t* largest_g, float scale, int64_t N,
+                       int64_t H, int64_t W) {
+#if TENSOR_CORE_WGMMA
+  extern __shared__ uint4 shared[];
+  uint4* const gradients = shared + kSlots * kSlot;
+  uint4* const zeros = gradients + kStages * kStage;
+  StepPipeline pipeline(zeros + kTailPixels);
+  if (threadIdx.x < kTailPixels) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0), publish_shared();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++)
+      initialize(pipeline.full + i, kThreads), initialize(pipeline.empty + i, kConsumers * 4);
+    publish_barriers();
+  }
+  const int common = common_exponent(largest_x, largest_g, N);
+  __syncthreads();  // the barriers are there
+  if (threadIdx.x < kThreads) {
+    give_registers_but<kProducerRegisters>();
+    const Strips strips(H - KERNEL_H + 1, W - KERNEL_W + 1);
+    const int64_t count = strips.count(N);
+    const BlockPlace place(blockIdx.y);
+    Walk walk{dy, gates, x, strips, place, largest_x, largest_g, common, int(threadIdx.x / 32) % kPlaneWarps, H, W,
+              count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
+    if (threadIdx.x < kThreads / 2) produce<StagedGradient>(walk, pipeline, gradients, kStages, kStage, scale);
+    else produce<StagedInput>(walk, pipeline, shared, kSlots, kSlot, scale);
+  } else {
+    slots += (int64_t(blockIdx.x) * kBlocks + blockIdx.y) * kThreadSums * kThreads;
+    const uint32_t inputs = shared_address(shared), of_gradients = shared_address(gradients);
+    if (threadIdx.x < kThreads + kWarpgroup) {
+      take_registers_to<kConsumerRegisters[0]>();
+      consume<0>(slots, pipeline, inputs, of_gradients, shared_address(zeros));
+    } else {
+      take_registers_to<kConsumerRegisters[1]>();
+      consume<kConsumerTaps>(slots, pipeline, inputs, of_gradients, shared_address(zeros));
+    }
+  }
+#endif
+}
+
+}  // namespace
