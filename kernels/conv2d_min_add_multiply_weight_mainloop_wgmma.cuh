@@ -12,13 +12,16 @@ namespace {
 
 constexpr int kWarpgroup = 128, kConsumers = 2;  // threads; warpgroups that multiply
 constexpr int kBlockThreads = kThreads + kConsumers * kWarpgroup;
+constexpr int kWarpPlanes = 2, kPlaneWarps = kWarps / kWarpPlanes;  // half of the producers stage g, the others x
+constexpr int kAhead = 2;  // steps
 constexpr int kConsumerTaps = ceil_div(kBlockTaps, kConsumers);  // of the first; the other has the rest
 // Registers of a thread; at first all have the same.
 constexpr int kProducerRegisters = 80, kConsumerRegisters[kConsumers] = {192, 160};
 static_assert(kProducerRegisters * kThreads + (kConsumerRegisters[0] + kConsumerRegisters[1]) * kWarpgroup <= 64 << 10);
 constexpr int kThreadSums = kConsumerTaps * 8 * 4;
-// Beside operands zeros, barriers, and each stage's pixels.
-constexpr int kSharedBytes = kOperandBytes + kTailPixels * 16 + kStages * (2 * 8 + 4);
+// Shared memory: operands, zeros, raw planes, barriers, and each stage's pixels.
+constexpr int kRawBytes = (kAhead + 1) * kWarpPlanes * sizeof(RawPlane<float>);  // a warp's
+constexpr int kSharedBytes = kOperandBytes + kTailPixels * 16 + kWarps * kRawBytes + kStages * (2 * 8 + 4);
 static_assert(!SPLIT && kSharedBytes <= 227 << 10, "planned where it can't run");
 
 // Which of a block's sums is sum i of a consumers' thread.
@@ -45,28 +48,44 @@ struct StepPipeline {
   }
 };
 
-// Stages a warp's planes of g or of x, every kPlaneWarps-th.
+// Stages a warp's planes of g or of x, every kPlaneWarps-th, after copying them kAhead steps before to raw, where a warp
+// has [step][plane].
 template <class Staged>
-__device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint4* operands, int places,
-                                        int pitch, float scale) {
-  if (walk.goes_on()) walk.start();
-#pragma unroll 1
-  for (int place = 0;; place = place + 1 < places ? place + 1 : 0, pipeline.advance()) {
+__device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint4* operands, int places, int pitch,
+                                        typename Staged::Raw (*raw)[kWarpPlanes], float scale) {
+  Step steps[kAhead + 1];  // that is staged, and those that are on their way
+  int place = 0, slot = 0;
+  const auto copy = [&](int slot) {
     const Step step = walk.step();
-    Staged staged;
-    if (step.pixels >= 0) staged.load(walk, 0);
+#pragma unroll
+    for (int i = 0; i < kWarpPlanes; i++)
+      if (step.pixels >= 0) Staged::copy(raw[slot][i], walk, i * kPlaneWarps);
+    commit_copies();  // an empty group too, so that a count of pending groups means the same each time
+    if (step.pixels >= 0) walk.advance();
+    return step;
+  };
+  if (walk.goes_on()) walk.start();
+#pragma unroll
+  for (int i = 0; i < kAhead; i++) steps[i] = copy(i);
+#pragma unroll 1
+  for (;; pipeline.advance()) {
+    steps[kAhead] = copy(slot == 0 ? kAhead : slot - 1);
+    await_copies<kAhead>();
     await(pipeline.empty + pipeline.stage, pipeline.parity ^ 1);
-    if (threadIdx.x == 0) pipeline.pixels[pipeline.stage] = step.pixels;
-    if (step.pixels >= 0) {
-      staged.store(operands + place * pitch, walk.plane, step, scale);
-      Staged::prefetch(walk);
-      staged.load(walk, kPlaneWarps);
-      staged.store(operands + place * pitch, walk.plane + kPlaneWarps, step, scale);
-      walk.advance();
+    const int pixels = steps[0].pixels;
+    if (threadIdx.x == 0) pipeline.pixels[pipeline.stage] = pixels;
+#pragma unroll 1
+    for (int i = 0; i < kWarpPlanes && pixels >= 0; i++) {
+      Staged staged;
+      staged.load(raw[slot][i], steps[0]);
+      staged.store(operands + place * pitch, walk.plane + i * kPlaneWarps, steps[0], scale);
     }
     publish_shared();
     arrive(pipeline.full + pipeline.stage);
-    if (step.pixels < 0) return;
+    if (pixels < 0) return;
+#pragma unroll
+    for (int i = 0; i < kAhead; i++) steps[i] = steps[i + 1];
+    slot = slot == kAhead ? 0 : slot + 1, place = place + 1 == places ? 0 : place + 1;
   }
 }
 
@@ -126,8 +145,12 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
   extern __shared__ uint4 shared[];
   uint4* const gradients = shared + kSlots * kSlot;
   uint4* const zeros = gradients + kStages * kStage;
-  StepPipeline pipeline(zeros + kTailPixels);
-  if (threadIdx.x < kTailPixels) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0), publish_shared();
+  uint4* const raw = zeros + kTailPixels;
+  StepPipeline pipeline(raw + kWarps * kRawBytes / 16);
+  // Channels that don't exist stay zero in raw.
+  for (int i = threadIdx.x; i < kTailPixels + kWarps * kRawBytes / 16; i += kBlockThreads)
+    zeros[i] = make_uint4(0, 0, 0, 0);
+  publish_shared();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++)
       initialize(pipeline.full + i, kThreads), initialize(pipeline.empty + i, kConsumers * 4);
@@ -142,8 +165,13 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
     const BlockPlace place(blockIdx.y);
     Walk walk{dy, gates, x, strips, place, largest_x, largest_g, common, int(threadIdx.x / 32) % kPlaneWarps, H, W,
               count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
-    if (threadIdx.x < kThreads / 2) produce<StagedGradient>(walk, pipeline, gradients, kStages, kStage, scale);
-    else produce<StagedInput>(walk, pipeline, shared, kSlots, kSlot, scale);
+    uint4* const own = raw + threadIdx.x / 32 * (kRawBytes / 16);
+    if (threadIdx.x < kThreads / 2)
+      produce<StagedGradient>(walk, pipeline, gradients, kStages, kStage,
+                              reinterpret_cast<RawPlane<output_t>(*)[kWarpPlanes]>(own), scale);
+    else
+      produce<StagedInput>(walk, pipeline, shared, kSlots, kSlot,
+                           reinterpret_cast<RawPlane<value_t>(*)[kWarpPlanes]>(own), scale);
   } else {
     slots += (int64_t(blockIdx.x) * kBlocks + blockIdx.y) * kThreadSums * kThreads;
     const uint32_t inputs = shared_address(shared), of_gradients = shared_address(gradients);

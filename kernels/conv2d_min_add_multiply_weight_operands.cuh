@@ -24,10 +24,8 @@ constexpr int kBlocks = kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
 // [stage][part][plane][pixel]. By wgmma a row of x ends with the last 16 pixels of the strip as each tap's column
 // sees them [column][plane][pixel], zeros past the end.
 constexpr int kTailPixels = 16;
-constexpr int kPlaneWarps = kWarps / 2;  // by wgmma: warps that stage g, and as many that stage x
-constexpr int kRowsAhead = 2;
 constexpr int kInputPitch = kStrip + kTapColumns - 1;
-constexpr int kStages = WGMMA ? 4 : 2;          // of g: the row in use and those to come
+constexpr int kStages = WGMMA ? 3 : 2;          // of g: the row in use and those to come
 constexpr int kSlots = kTapRows - 1 + kStages;  // likewise of x
 constexpr int kTail = WGMMA ? kWarps * kTailPixels : 0;  // of a column
 constexpr int kSlot = kParts * kWarps * kInputPitch + kTapColumns * kTail, kStage = kParts * kWarps * kStrip;
@@ -136,18 +134,27 @@ struct Walk {
   }
 };
 
-// Asks for a row of a warp's two planes that comes kRowsAhead steps later: loads take a third of the time from the L2
-// cache, and there are no registers for more of them at a time. A row of a strip lies in kLines lines of 128 bytes.
-template <class T>
-__device__ __forceinline__ void prefetch_rows(const Walk& walk, const T* from, int64_t plane_size, int channels) {
-  constexpr int kLines = kStrip * sizeof(T) / 128 + 1;
-  if (walk.row + kRowsAhead >= walk.stop) return;
+// By wgmma: a plane of 8 channels of a row of g or x as it is, on its way to shared memory in the background. Each lane
+// reads what it has copied itself. Copies of 16 bits can't be, and are done at once.
+template <class T> struct RawPlane {
+  T values[8][kStrip];
+  T edge[64];          // of x, pixel·8 + channel
+  uint32_t words[32];  // of g's gates
+};
+template <class T> __device__ __forceinline__ void copy_raw(T* to, const T* from) {
+  if constexpr (sizeof(T) == 4) copy_async<4>(to, from);
+  else *to = *from;
+}
+template <int kChannels, class T>
+__device__ __forceinline__ void copy_strip(RawPlane<T>& to, const T* from, int plane, int64_t plane_size, int pixels) {
+  const int lane = threadIdx.x % 32;
+  from += lane;
 #pragma unroll
-  for (int i = threadIdx.x % 32; i < 16 * kLines; i += 32) {
-    const int channel = i / kLines % 8 + i / kLines / 8 * kPlaneWarps * 8;
-    if (channel < channels)
-      prefetch_line(from + channel * plane_size + min(i % kLines * 128 / int(sizeof(T)), walk.pixels - 1));
-  }
+  for (int c = 0; c < 8; c++, from += plane_size)
+#pragma unroll
+    for (int i = 0; i < kLanePixels; i++)
+      if ((kChannels % 64 == 0 || plane * 8 + c < kChannels) && lane + i * 32 < pixels)
+        copy_raw(&to.values[c][lane + i * 32], from + i * 32);
 }
 
 // A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers. planes: past the walk's.
@@ -160,12 +167,17 @@ struct StagedGradient {
     strip.load(walk.dy + planes * 8 * plane_size, walk.gates + planes * 32,
                walk.place.channel_out / 8 + walk.plane + planes, plane_size, walk.pixels);
   }
-  static __device__ __forceinline__ void prefetch(const Walk& walk) {
-    const int64_t rows = kRowsAhead * int64_t(walk.strips.width), plane_size = walk.strips.height * int64_t(walk.strips.width);
-    prefetch_rows(walk, walk.dy + rows, plane_size, CHANNELS_OUT - walk.place.channel_out - walk.plane * 8);
-    const uint32_t* const gates = walk.gates + kRowsAhead * gate_row(walk.strips.width, CHANNELS_OUT);
-    if (threadIdx.x % 32 < 2 && walk.row + kRowsAhead < walk.stop)
-      prefetch_line(gates + threadIdx.x % 2 * kPlaneWarps * 32);
+  using Raw = RawPlane<output_t>;
+  static __device__ __forceinline__ void copy(Raw& to, const Walk& walk, int planes) {
+    if (walk.ahead()) return;
+    const int plane = walk.place.channel_out / 8 + walk.plane + planes, lane = threadIdx.x % 32;
+    const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
+    copy_strip<CHANNELS_OUT>(to, walk.dy + planes * 8 * plane_size, plane, plane_size, walk.pixels);
+    if (CHANNELS_OUT % 64 == 0 || plane * 8 + lane / 4 < CHANNELS_OUT)
+      copy_raw(to.words + lane, walk.gates + planes * 32 + lane);
+  }
+  __device__ __forceinline__ void load(const Raw& from, const Step& step) {
+    strip.load(&from.values[0][0], from.words, 0, kStrip, step.pixels);
   }
   // To a stage, as operands.
   __device__ __forceinline__ void store(uint4* stage, int plane, const Step& step, float scale) const {
@@ -200,8 +212,22 @@ struct StagedInput {
       if (exists) edge[k] = x[i % 8 * walk.H * walk.W + kStrip + i / 8];
     }
   }
-  static __device__ __forceinline__ void prefetch(const Walk& walk) {
-    prefetch_rows(walk, walk.x + kRowsAhead * walk.W, walk.H * walk.W, CHANNELS_IN - walk.place.channel_in - walk.plane * 8);
+  using Raw = RawPlane<value_t>;
+  static __device__ __forceinline__ void copy(Raw& to, const Walk& walk, int planes) {
+    const int plane = walk.place.channel_in / 8 + walk.plane + planes;
+    const int real = walk.pixels + KERNEL_W - 1 - walk.place.kernel_column;
+    const value_t* const x = walk.x + planes * 8 * walk.H * walk.W;
+    copy_strip<CHANNELS_IN>(to, x, plane, walk.H * walk.W, real);
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < (kTapColumns - 1) * 8; i += 32)
+      if (plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real)
+        copy_raw(to.edge + i, x + i % 8 * walk.H * walk.W + kStrip + i / 8);
+  }
+  __device__ __forceinline__ void load(const Raw& from, const Step&) {
+    const int lane = threadIdx.x % 32;
+    load_strip<64>(values, &from.values[0][0], 0, kStrip, kStrip);
+#pragma unroll
+    for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) edge[k] = from.edge[i % 64];
   }
   // To a slot, as operands.
   __device__ __forceinline__ void store(uint4* slot, int plane, const Step& step, float) const {
