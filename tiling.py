@@ -467,7 +467,8 @@ class WeightGradient(NamedTuple):
 def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], WeightGradient]:
     """A build's definitions, and the launches."""
     (capability, shared, multiprocessors, _), (C, channels, kh, kw) = device_properties(x.device.index), weight.shape
-    wgmma = not split and capability == (9, 0) and shared >= 227 << 10
+    # Values of 16 bits can't be copied in the background, which is what it wins by.
+    wgmma = not split and x.element_size() == 4 and capability == (9, 0) and shared >= 227 << 10
     # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
     taps = 3 if split else 9
     columns = ceil_div(kw, ceil_div(kw, taps))
@@ -528,13 +529,13 @@ def gemm_by_wgmma(filters: tuple[int, ...], value_bytes: int, out_bytes: int) ->
 
 
 def input_gradient_by_wgmma(filters: Sequence[int]) -> GemmTiling:
-    """The transposed convolution: rows of g, one copy of the weights that are not in registers, constants of 2 · 64 channels."""
+    """The transposed convolution: rows of g, one copy of the weights that are not in registers, and for each of four producers 8 channels
+    of a row's last strip of g, as it is."""
     (_, channels, kh, kw), stages = filters, filters[2] + 1
-    group, pitch = _round_up(channels, 16), _COLUMNS + kw - 1
+    group, pitch, in_registers = _round_up(channels, 16), _COLUMNS + kw - 1, _REGISTER_STEPS_OF_GRADIENT
     rows = stages * (pitch * group * 2 + 16)
-    in_registers = _REGISTER_STEPS_OF_GRADIENT
     weights = 64 * 16 * 2 * max(0, kh * kw * group // 16 - in_registers)
-    shared = rows + weights + 2 * 64 * 16
+    shared = rows + weights + 4 * 8 * 4 * ((_COLUMNS - kw) % 64 + 1)
     return GemmTiling(True, False, group, 64, stages, shared, register_steps=in_registers)
 
 

@@ -44,6 +44,30 @@ __device__ __forceinline__ void load_strip(
   }
 }
 
+#if __CUDA_ARCH__ >= 800
+
+// To shared memory, in the background; values of 16 bits can't be, and are copied at once.
+template <class T> __device__ __forceinline__ void copy_raw(T* to, const T* from) {
+  if constexpr (sizeof(T) == 4) copy_async<4>(to, from);
+  else *to = *from;
+}
+
+// Likewise load_strip, to [channel][pixel]: each lane copies what it will load from there.
+template <int kChannels, class T, int kPitch>
+__device__ __forceinline__ void copy_strip(
+    T (&to)[8][kPitch], const T* from, int plane, int64_t plane_size, int pixels) {
+  const int lane = threadIdx.x % 32;
+  from += lane;
+#pragma unroll
+  for (int c = 0; c < 8; c++, from += plane_size)
+#pragma unroll
+    for (int i = 0; i < kLanePixels; i++)
+      if ((kChannels % 64 == 0 || plane * 8 + c < kChannels) && lane + i * 32 < pixels)
+        copy_raw(&to[c][lane + i * 32], from + i * 32);
+}
+
+#endif
+
 // dy and gates of 8 channels of a strip, as a warp holds them.
 template <int kChannels> struct GradientStrip {
   output_t dy[kLanePixels][8] = {};
@@ -61,6 +85,10 @@ template <int kChannels> struct GradientStrip {
     const int lane = threadIdx.x % 32;
     load_strip<kChannels>(dy, from, plane, plane_size, pixels);
     if (kChannels % 64 == 0 || plane * 8 + lane / 4 < kChannels) word = words[lane];
+    end_after(pixels);
+  }
+  __device__ __forceinline__ void end_after(int pixels) {
+    const int lane = threadIdx.x % 32;
     past = (lane < pixels ? 0 : 1) | (lane + 32 < pixels ? 0 : 0x100);
   }
   __device__ __forceinline__ void load(const output_t* all_dy, const uint32_t* gates, const StripPlace& at,

@@ -220,7 +220,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
       tile = stop;
       continue;
     }
-    if (lane < 16) epilogues[lane] = make_epilogue(args, channel + lane, exponent);
+    if (!TRANSPOSED && lane < 16) epilogues[lane] = make_epilogue(args, channel + lane, exponent);
     __syncwarp();  // the epilogues are there
     result_t* to =
         args.y + ((int64_t(place.n) * CHANNELS_OUT + channel) * OH + place.row) * OW + place.column;
@@ -242,12 +242,16 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
       await_products<0>();
       hold(sums);
       release();
+      if constexpr (TRANSPOSED) {  // the epilogues, scales alone, are read anew: shared memory has no room for them
+        apply_epilogue(sums, make_epilogue(args, channel + lane / 4, exponent),
+                       make_epilogue(args, channel + lane / 4 + 8, exponent), 0.f, 0.f);
+        store_rows(to, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW);
+        continue;
+      }
       const Gates<16> gates =
           apply_epilogue(sums, epilogues[lane / 4], epilogues[lane / 4 + 8], args.constant, args.scale);
       if constexpr (SAVES) store_gates(words, gates, CHANNELS_OUT - channel, OW - place.column);
-      if constexpr (TRANSPOSED)
-        store_rows(to, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW);
-      else
+      if constexpr (!TRANSPOSED)
         store_tile(to, staging, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW - place.column,
                    runs_on && tile != start, runs_on && tile + 1 != stop);
     }

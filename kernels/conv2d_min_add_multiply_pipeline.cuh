@@ -23,10 +23,15 @@ constexpr bool kInTurns = kSharers == 1 || TRANSPOSED;
 
 constexpr int kStages = STAGES;  // rows of operands: those of a tile, and those that come next
 constexpr int kStageBytes = kPlanes * kPitch * 16;  // [plane][pixel]
-constexpr int kRawRows = TRANSPOSED ? 0 : 2;        // rows of x under way at a time
+constexpr int kRawRows = TRANSPOSED ? 1 : 2;        // rows of x under way at a time
 constexpr int kWordPixels = 4 / sizeof(value_t);    // x is copied by words of 4 bytes
-constexpr int kRawPitch = ceil_div(kPitch, kWordPixels);
-constexpr int kRawBytes = ceil_div(CHANNELS_IN * kRawPitch, 4) * 16;   // [channel][word]
+// Of a row of g, in strips, every second unit is raw: with two strips, always of the second, shorter one.
+constexpr int kProducers = kWarpgroup / 32;  // warps
+constexpr int kRowStrips = ceil_div(kTileWidth - kPadColumns, kStrip);
+constexpr int kRawPitch =
+    TRANSPOSED ? kTileWidth - kPadColumns - (kRowStrips - 1) * kStrip : ceil_div(kPitch, kWordPixels);
+constexpr int kRawBytes = TRANSPOSED ? kProducers * 8 * kRawPitch * 4  // a warp's [channel][pixel]
+                                     : ceil_div(CHANNELS_IN * kRawPitch, 4) * 16;  // [channel][word]
 constexpr int kWeightBytes = (kSteps - kRegisterSteps) * 2 * 64 * 16;  // a consumer's: [step][plane][channel]
 constexpr int kSector = 32 / sizeof(output_t);                         // elements that are written at a time
 constexpr int kStagingPitch = kTileWidth + kSector;                    // from channel to channel: 8 banks on
@@ -36,7 +41,7 @@ constexpr int kWeightCopies = TRANSPOSED ? 1 : kConsumers;  // of weights in sha
 // Shared memory: operands, weights, staging, epilogues, raw, full, empty.
 constexpr int kStagingAt = kStages * kStageBytes + kWeightCopies * kWeightBytes;
 constexpr int kEpiloguesAt = kStagingAt + kConsumers * 4 * kStagingBytes;
-constexpr int kRawAt = kEpiloguesAt + kConsumers * 64 * sizeof(Epilogue);
+constexpr int kRawAt = kEpiloguesAt + (TRANSPOSED ? 0 : kConsumers * 64 * sizeof(Epilogue));
 constexpr int kBarriersAt = kRawAt + kRawRows * kRawBytes;
 constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
 static_assert(!SPLIT && kGroups == 1 && (TRANSPOSED ? kBlockChannels == 64 : kSteps <= 36) &&

@@ -135,27 +135,12 @@ struct Walk {
 };
 
 // By wgmma: a plane of 8 channels of a row of g or x as it is, on its way to shared memory in the background. Each lane
-// reads what it has copied itself. Copies of 16 bits can't be, and are done at once.
+// reads what it has copied itself.
 template <class T> struct RawPlane {
   T values[8][kStrip];
   T edge[64];          // of x, pixel·8 + channel
   uint32_t words[32];  // of g's gates
 };
-template <class T> __device__ __forceinline__ void copy_raw(T* to, const T* from) {
-  if constexpr (sizeof(T) == 4) copy_async<4>(to, from);
-  else *to = *from;
-}
-template <int kChannels, class T>
-__device__ __forceinline__ void copy_strip(RawPlane<T>& to, const T* from, int plane, int64_t plane_size, int pixels) {
-  const int lane = threadIdx.x % 32;
-  from += lane;
-#pragma unroll
-  for (int c = 0; c < 8; c++, from += plane_size)
-#pragma unroll
-    for (int i = 0; i < kLanePixels; i++)
-      if ((kChannels % 64 == 0 || plane * 8 + c < kChannels) && lane + i * 32 < pixels)
-        copy_raw(&to.values[c][lane + i * 32], from + i * 32);
-}
 
 // A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers. planes: past the walk's.
 struct StagedGradient {
@@ -172,7 +157,7 @@ struct StagedGradient {
     if (walk.ahead()) return;
     const int plane = walk.place.channel_out / 8 + walk.plane + planes, lane = threadIdx.x % 32;
     const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
-    copy_strip<CHANNELS_OUT>(to, walk.dy + planes * 8 * plane_size, plane, plane_size, walk.pixels);
+    copy_strip<CHANNELS_OUT>(to.values, walk.dy + planes * 8 * plane_size, plane, plane_size, walk.pixels);
     if (CHANNELS_OUT % 64 == 0 || plane * 8 + lane / 4 < CHANNELS_OUT)
       copy_raw(to.words + lane, walk.gates + planes * 32 + lane);
   }
@@ -217,7 +202,7 @@ struct StagedInput {
     const int plane = walk.place.channel_in / 8 + walk.plane + planes;
     const int real = walk.pixels + KERNEL_W - 1 - walk.place.kernel_column;
     const value_t* const x = walk.x + planes * 8 * walk.H * walk.W;
-    copy_strip<CHANNELS_IN>(to, x, plane, walk.H * walk.W, real);
+    copy_strip<CHANNELS_IN>(to.values, x, plane, walk.H * walk.W, real);
 #pragma unroll
     for (int i = threadIdx.x % 32; i < (kTapColumns - 1) * 8; i += 32)
       if (plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real)

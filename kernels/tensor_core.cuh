@@ -37,11 +37,6 @@ template <int kCount> __device__ __forceinline__ void load_shared(uint32_t* to, 
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(address) : "memory");
 }
 
-// Asks for the line of 128 bytes around `at`, in global memory, to be brought to the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at)));
-}
-
 #if __CUDA_ARCH__ >= 800 || !defined(__CUDA_ARCH__)
 
 // kBytes to shared memory in the background: 4 or 8, or 16, which bypass the L1 cache.

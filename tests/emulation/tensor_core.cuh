@@ -72,7 +72,6 @@ using emulation::arrive, emulation::await, emulation::copy_bulk, emulation::init
 inline void invalidate(uint64_t* barrier) { memset(barrier, 0xff, sizeof *barrier); }
 template <int kCount> void sync_threads(int barrier) { emulation::meet_at(barrier, kCount); }
 template <int kCount> void signal_threads(int barrier) { emulation::arrive_at(barrier, kCount); }
-inline void prefetch_line(const void*) {}
 inline void publish_barriers() {}
 inline void copy_bulk_out(void* global, const void* shared, int bytes) {
   const bool aligned = uintptr_t(global) % 16 == 0 && uintptr_t(shared) % 16 == 0 && bytes % 16 == 0;
