@@ -73,6 +73,14 @@ struct SampleScales {
   }
 };
 
+// By wgmma: a plane of 8 channels of a row of g or x as it is, on its way to shared memory in the background. Each lane
+// reads what it has copied itself.
+template <class T> struct RawPlane {
+  T values[8][kStrip];
+  T edge[64];          // of x, pixel·8 + channel
+  uint32_t words[32];  // of g's gates
+};
+
 #if __CUDA_ARCH__ >= 800
 
 // What a walk says of a step: the pixels of g, 0 where there is no g, -1 where there is no such step; the pixels of the
@@ -132,14 +140,6 @@ struct Walk {
     // Past the last row of x there are only rows of the filter that don't exist.
     if (KERNEL_H == kRowGroups * kTapRows || row + kTapRows - 1 + place.kernel_row < H) x += W;
   }
-};
-
-// By wgmma: a plane of 8 channels of a row of g or x as it is, on its way to shared memory in the background. Each lane
-// reads what it has copied itself.
-template <class T> struct RawPlane {
-  T values[8][kStrip];
-  T edge[64];          // of x, pixel·8 + channel
-  uint32_t words[32];  // of g's gates
 };
 
 // A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers. planes: past the walk's.
