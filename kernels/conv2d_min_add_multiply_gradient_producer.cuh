@@ -90,10 +90,12 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
         odd.word = odd_word;
         load_even(then_i, then_unit);
         await_copies<0>();
+        __syncwarp();  // everyone's copies are there
         const int pixels = pixels_of(i, unit + 1);
         load_strip<CHANNELS_IN>(odd.dy, &raw[0][0], plane_of(unit + 1), kRawPitch, pixels);
         odd.end_after(pixels);
         convert(stage, odd, unit + 1);
+        __syncwarp();  // everyone has read what is copied over
         copy_odd(then_i, then_unit + 1);
       }
       publish_shared();

@@ -73,8 +73,7 @@ struct SampleScales {
   }
 };
 
-// By wgmma: a plane of 8 channels of a row of g or x as it is, on its way to shared memory in the background. Each lane
-// reads what it has copied itself.
+// By wgmma: a plane of 8 channels of a row of g or x as it is, on its way in the background.
 template <class T> struct RawPlane {
   T values[8][kStrip];
   T edge[64];          // of x, pixel·8 + channel
@@ -159,7 +158,7 @@ struct StagedGradient {
     const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
     copy_strip<CHANNELS_OUT>(to.values, walk.dy + planes * 8 * plane_size, plane, plane_size, walk.pixels);
     if (CHANNELS_OUT % 64 == 0 || plane * 8 + lane / 4 < CHANNELS_OUT)
-      copy_raw(to.words + lane, walk.gates + planes * 32 + lane);
+      copy_async<4>(to.words + lane, walk.gates + planes * 32 + lane);
   }
   __device__ __forceinline__ void load(const Raw& from, const Step& step) {
     strip.load(&from.values[0][0], from.words, 0, kStrip, step.pixels);
@@ -206,7 +205,7 @@ struct StagedInput {
 #pragma unroll
     for (int i = threadIdx.x % 32; i < (kTapColumns - 1) * 8; i += 32)
       if (plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real)
-        copy_raw(to.edge + i, x + i % 8 * walk.H * walk.W + kStrip + i / 8);
+        copy_values(to.edge + i, x + i % 8 * walk.H * walk.W + kStrip + i / 8);
   }
   __device__ __forceinline__ void load(const Raw& from, const Step&) {
     const int lane = threadIdx.x % 32;
