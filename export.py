@@ -98,6 +98,7 @@ def _program(
         "SIZE": tuple([extent - taps + 1 for extent, taps in zip(sizes[1:], filters[2:])]),
         "OWN": next((name for name in cls.operands if "." not in name), ""),
         "TENSORS": operator.tensors,
+        "VARYING": operator.varying,
         "BUILDS": export_python.Name("_BUILDS"),
         "Arguments": arguments,
         "make_plan": operator._make_plan,
@@ -183,9 +184,12 @@ def _forward(problem: Problem) -> list[Callable]:
     """ModelNew's forward, and what gives the numbers that the operators take."""
     cls, found = problem.ModelNew, []
     operands = "".join(f", self.{name}" for name in cls.operands)
-    operands += "" if cls._drawn is twin.Twin._drawn else ", *self._drawn(x, constants)"
+    drawn, given = "", "constants"
+    if cls._drawn is not twin.Twin._drawn:
+        drawn = "    *seeds, number = self._drawn(x, constants, False)\n"
+        operands, given = operands + ", *seeds", given + ", (number,)"
     numbers = " ".join(f"{convert.__name__}(self.{name})," for name, convert in cls.constants.items())
-    call = f"    constants = self._constants()\n    return run(self, (x{operands}), constants)"
+    call = f"    constants = self._constants()\n{drawn}    return run(self, (x{operands}), {given})"
     names = {each.__name__: each for each in (plumbing.run, *cls.constants.values())}
     for text in (f"def forward(self, x):\n{call}", f"def numbers(self):\n    return ({numbers})"):
         exec(text, scope := {**names, "__name__": cls.__module__})

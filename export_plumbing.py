@@ -29,6 +29,7 @@ GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers am
 SIZE: tuple[int, ...]  # the convolution's
 OWN: str  # the parameter by channel that is the model's own, or ""
 TENSORS: int  # how many of the operator's arguments are tensors
+VARYING: int  # or numbers that are drawn at each call, which come next
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
 Arguments: type
 make_plan: Callable
@@ -41,7 +42,7 @@ fused_obstacle: Callable
 plans = {}  # by all that a plan depends on
 
 
-def run(model, tensors, constants):
+def run(model, tensors, constants, numbers=()):
     """Model's result by the kernels. Raises RuntimeError where they can't compute it, with the reason."""
     saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
     seen = [
@@ -52,10 +53,10 @@ def run(model, tensors, constants):
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
             raise RuntimeError(f"ModelNew can't run: {reason}")
-        plan = plans[key] = make_plan(Arguments(*tensors, *constants), saving=saving)
+        plan = plans[key] = make_plan(Arguments(*tensors, *numbers, *constants), saving=saving)
     if saving:
-        return Function.apply(plan, *tensors, *constants)
-    return forward(Arguments(*tensors, *constants), plan=plan, saving=False)[0]
+        return Function.apply(plan, *tensors, *numbers, *constants)
+    return forward(Arguments(*tensors, *numbers, *constants), plan=plan, saving=False)[0]
 
 
 def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
@@ -127,7 +128,7 @@ class Plan(SimpleNamespace):
         return tuple([p.to(SUMS).contiguous() for p in a[2 : self._last]])
 
     def operands(self, a):
-        return a.x.contiguous(), a.weight.contiguous(), *self.parameters(a), *a[self._last : TENSORS]
+        return a.x.contiguous(), a.weight.contiguous(), *self.parameters(a), *a[self._last : VARYING]
 
     def gradients(self, a):
         return [torch.empty(p.shape, dtype=SUMS, device=p.device) for p in a[2 : self._last]]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import get_type_hints
+from typing import NewType, get_type_hints
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ from torch.autograd import forward_ad
 import inline_loader
 
 NAMESPACE = "inline_kernels"
+Drawn = NewType("Drawn", int)  # a random number, another one at each call: no plan may look at it
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", list[int]: "SymInt[]"}
-_PLAIN = (Tensor, torch.nn.Parameter)
+_SCHEMA_TYPES |= {Drawn: "SymInt"}
+PLAIN = (Tensor, torch.nn.Parameter)
 _KEPT_PLANS = 256  # of an operator; past them it starts anew
 # By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
 _libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
@@ -42,8 +44,8 @@ def declare(
 ) -> Operator:
     """The operator `inline_kernels::<name>`. Declared again (an edited cell), it is the new one.
 
-    forward(*arguments) -> Tensor: its parameters are annotated with Tensor, float, int, bool or list[int], which makes the
-        operator's schema, tensors first. Where they are many: forward(a), annotated with a NamedTuple of such fields; all functions here then
+    forward(*arguments) -> Tensor: its parameters are annotated with Tensor, Drawn, float, int, bool or list[int], which makes the
+        operator's schema, tensors first, then numbers drawn. Where they are many: forward(a), annotated with a NamedTuple of such fields; all functions here then
         take that. What it returns shares no memory with what it is given. If it takes a keyword `saving`, it returns
         (result, *saved), tensors for backward, where that is True, and (result,) where it is False.
     shapes(*arguments): what forward returns, with the same shapes, dtypes and strides, but any values; `saving` likewise.
@@ -52,10 +54,10 @@ def declare(
     gradients(*arguments): tensors with the shapes, dtypes and strides of the gradients; by default those of the arguments.
 
     plan(*arguments, saving): what need not be decided anew for arguments with the same shapes, strides, dtypes, devices, alignment and
-        numbers: sizes, a tiling, which build of the kernels. It looks at no tensor's values. forward and backward are given what
+        numbers: sizes, a tiling, which build of the kernels. It looks at no tensor's values, and at nothing Drawn. forward and backward are given what
         it returns as the keyword `plan`. It is remembered until kernels are reloaded, as after an edit.
 
-    Raises TypeError if a parameter of forward is annotated otherwise, or a tensor comes after a number.
+    Raises TypeError if a parameter of forward is annotated otherwise, or a tensor or what is Drawn comes after a number.
     """
     return Operator(name, forward, shapes, backward, gradients, plan)
 
@@ -75,13 +77,15 @@ def _precision(x: Tensor) -> object:
     return library.enabled, library.conv.fp32_precision if hasattr(library, "conv") else library.allow_tf32
 
 
-def is_watched() -> bool:
-    """Does anything see operators by themselves, and not the work that they do? A compiler, a tracer, a dispatch mode, torch.func."""
+def is_watched(*tensors: Tensor) -> bool:
+    """Does anything see operators by themselves, and not the work that they do? A compiler, a tracer, a dispatch mode, torch.func; one of
+    the tensors, which is no plain one."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
+        or any([type(t) not in PLAIN for t in tensors])
     )
 
 
@@ -106,9 +110,10 @@ class Operator:
         self.name, self.forward = name, forward
         self.parameters = ", ".join(f"{_SCHEMA_TYPES[kind]} {parameter}" for parameter, kind in types.items())
         self.tensors = kinds.count(Tensor)  # arguments, the first ones
-        if Tensor in kinds[self.tensors :]:
+        self.varying = self.tensors + kinds.count(Drawn)  # from call to call
+        if Tensor in kinds[self.tensors :] or Drawn in kinds[self.varying :]:
             raise TypeError(
-                f"{name}: expected its tensors before all other parameters, got ({self.parameters})"
+                f"{name}: expected its tensors before all other parameters, then what is drawn, got ({self.parameters})"
             )
         self._spread = (lambda arguments: (together._make(arguments),)) if together else tuple
         self.saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
@@ -129,7 +134,7 @@ class Operator:
             [forward_ad.unpack_dual(t).tangent is not None for t in tensors]
         ):
             raise RuntimeError(f"{self.name} has no derivative in forward mode")
-        if is_watched() or any([type(t) not in _PLAIN for t in tensors]):
+        if is_watched(*tensors):
             return self.registered(*arguments)
         if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):
             return self.differentiable(*arguments)
@@ -142,7 +147,7 @@ class Operator:
         """What need not be decided anew for such arguments; None for an operator without plans."""
         if self._make_plan is None:
             return None
-        constants = [tuple(a) if isinstance(a, list) else a for a in arguments[self.tensors :]]
+        constants = [tuple(a) if isinstance(a, list) else a for a in arguments[self.varying :]]
         key = inline_loader.generation, saving, *described(*arguments[: self.tensors]), *constants
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= _KEPT_PLANS:

@@ -18,9 +18,10 @@ from torch import Tensor
 import inline_loader
 import library
 import loader_operators
-from loader_operators import Operator
+from loader_operators import Drawn, Operator
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_GOLDEN = 0x4F1BBCDCBFA53E0B  # 2⁶³ by the golden ratio: modulo 2⁶³ its multiples stay as far apart as can be
 _CTYPES = dict(zip(DTYPES, ("float", "double", "half_t", "bfloat16_t")))
 
 
@@ -61,6 +62,39 @@ def window_sides(size) -> tuple[int, int]:
     return sizes[0], sizes[-1]
 
 
+# --------------------------------------------------------------------------------------------------------- random numbers
+
+
+def drawn(x: Tensor, wanted: bool, watched: bool) -> tuple[Tensor, int]:
+    """By what x's kernels draw random numbers, where those are `wanted`: a seed, or, where that has no elements, a number.
+
+    On a GPU it is the number, a function of the state of PyTorch's generator, which lies on the host: nothing is launched. That state
+    moves on, so that the next call's is another one; whoever restores it (fork_rng, activation checkpointing) gets the same again. What
+    runs more often than it is called, a graph under capture or what a compiler watches, draws a seed on the device at each run.
+    """
+    if library.device_type(x) == "cuda" and not watched and not torch.cuda.is_current_stream_capturing():
+        generator = torch.cuda.default_generators[x.device.index]
+        return _no_seed(x.device), _number(generator) if wanted else 0
+    if wanted and torch.compiler.is_compiling():  # inductor knows no larger bounds on a GPU
+        return torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device).view(torch.int64), 0
+    seed = x.new_empty(int(wanted), dtype=torch.int64)
+    return seed.random_() if wanted else seed, 0
+
+
+def _number(generator: torch.Generator) -> int:
+    """One of 63 bits. Seeds less than 2³⁰ apart have none in common within 2³² draws, and none is the seed, by which PyTorch's own
+    random numbers are drawn."""
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)  # the least that it takes
+    return (generator.initial_seed() + (offset // 4 + 1) * _GOLDEN) % 2**63
+
+
+@functools.cache
+@torch.inference_mode(False)  # in which it could not be saved for backward
+def _no_seed(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=device)
+
+
 # ------------------------------------------------------------------------------------------------------- plans, operators
 
 Output = tuple  # (shape, dtype), and for a result the memory format that eager's has; a shape of 0: nobody keeps it
@@ -71,13 +105,13 @@ class Plan(SimpleNamespace):
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
     element for all channels, the others C. outputs: what forward writes; what nobody keeps has no elements. For `forward_fused`, `numbers`:
-    all that its launcher takes after the tensors.
+    all that its launcher takes after what varies.
     """
 
     def __init__(self, name, a: tuple, parameters, outputs: list[Output], defines=None, folder=None, **own):
         (_, self.y_dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
         self._sums, self._last = accumulate_dtype(a.x.dtype), 2 + len(parameters)
-        self._tensors = sum(isinstance(each, Tensor) for each in a)
+        self._varying = sum(kind in (Tensor, Drawn) for kind in get_type_hints(type(a)).values())
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
         self._ready, self.kernels = all(ready), load(name, a.x, self.y_dtype, folder, **defines or {})
         self.y_format, new = (*y_format, torch.contiguous_format)[0], a.x.new_empty
@@ -105,8 +139,8 @@ class Plan(SimpleNamespace):
         return tuple([p.to(self._sums).reshape(-1).expand(C).contiguous() for p in given])
 
     def operands(self, a: tuple) -> tuple[Tensor, ...]:
-        """All tensors as the kernels read them."""
-        return a.x.contiguous(), a.weight.contiguous(), *self.parameters(a), *a[self._last : self._tensors]
+        """All that varies from call to call, as the kernels take it: tensors, and numbers drawn."""
+        return a.x.contiguous(), a.weight.contiguous(), *self.parameters(a), *a[self._last : self._varying]
 
     def gradients(self, a: tuple) -> list[Tensor]:
         """Where the kernels write the gradients of the parameters by channel: in the dtype of sums, in the shape of each."""

@@ -23,11 +23,10 @@ from torch.autograd import forward_ad
 import inline_loader
 import library
 import tiling
-from loader_operators import Operator, described, is_watched
+from loader_operators import PLAIN, Operator, described, is_watched
 from operators import DTYPES
 
-_PLAIN = (Tensor, nn.Parameter)
-_TRACED = (*_PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
+_TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
 _GLOBAL_HOOKS = [
     table
     for name, table in vars(nn.modules.module).items()
@@ -85,8 +84,9 @@ class Twin:
         """Why "auto" leaves a pass that backward will follow to the epilogue, though the fused kernels run; or None."""
         return None if self.fused.saves else "backward will follow, and needs the convolution's output"
 
-    def _drawn(self, x: Tensor, constants: tuple) -> tuple[Tensor, ...]:
-        """Tensors that the operators take between operands and constants, drawn anew at each call."""
+    def _drawn(self, x: Tensor, constants: tuple, watched: bool) -> tuple:
+        """What the operators take between operands and constants, drawn anew at each call: tensors, then numbers. watched: as of
+        is_watched(x)."""
         return ()
 
     @staticmethod
@@ -148,7 +148,7 @@ class Twin:
         if variant == "eager":
             return super().forward(x)
         operator, constants, autocast = getattr(self, variant), self._constants(), _autocast_dtype(x)
-        arguments = *self._operands(), *self._drawn(x, constants), *constants
+        arguments = *self._operands(), *self._drawn(x, constants, is_watched(x)), *constants
         if autocast is None:
             return operator(x, *arguments)
         return self.run_autocast(operator, autocast, variant == "fused", x, *arguments)
@@ -371,7 +371,7 @@ class Kept:
             run, constants = plan
             if run is None:
                 return twin._compute(x, "eager")
-            return run(x, *operands, *twin._drawn(x, constants), *constants)
+            return run(x, *operands, *twin._drawn(x, constants, False), *constants)
         return self._decide(twin, x, operands, situation)
 
     def _decide(self, twin: Twin, x: Tensor, operands: list[Tensor], situation: tuple) -> Tensor:
@@ -382,7 +382,7 @@ class Kept:
             y, constants = twin._compute(x, variant), ()
         else:
             operator, constants = getattr(twin, variant), twin._constants()
-            drawn, plan = twin._drawn(x, constants), None
+            drawn, plan = twin._drawn(x, constants, False), None
             if autocast is None:
                 plan = operator.plan((x, *operands, *drawn, *constants), saving=needs_gradient)
             run = operator.bound(plan, needs_gradient)

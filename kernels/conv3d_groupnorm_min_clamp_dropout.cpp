@@ -29,16 +29,16 @@ static void philox_block(uint32_t (&lanes)[4 * kDraws], uint64_t seed, uint64_t 
     lanes[4 * i] = c0[i], lanes[4 * i + 1] = c1[i], lanes[4 * i + 2] = c2[i], lanes[4 * i + 3] = c3[i];
 }
 
-// Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. Without a seed all are
-// one.
-static void dropout_factors(float* factor, const int64_t* seed, double p, float scale, int64_t begin,
+// Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. All are one where p is
+// 0.
+static void dropout_factors(float* factor, uint64_t seed, double p, float scale, int64_t begin,
                             int64_t count) {
-  if (!seed) return std::fill(factor, factor + count, 1.0f);
+  if (p == 0) return std::fill(factor, factor + count, 1.0f);
   const int64_t skipped = begin % 4;  // of the first draw
   float drawn[kPiece + 2 * 4 * kDraws];
   for (int64_t i = 0; i < skipped + count; i += 4 * kDraws) {
     uint32_t lanes[4 * kDraws];
-    philox_block(lanes, *seed, begin / 4 + i / 4);
+    philox_block(lanes, seed, begin / 4 + i / 4);
     for (int k = 0; k < 4 * kDraws; k++) drawn[i + k] = dropout_keeps(lanes[k], p) ? scale : 0.0f;
   }
   std::copy(drawn + skipped, drawn + skipped + count, factor);
@@ -52,14 +52,15 @@ EXPORT void convolve(value_t* v, const value_t* x, const value_t* weight, int64_
 
 EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v,
                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
-                    int64_t N, int64_t C, int64_t G, int64_t S) {
+                    const int64_t* seed, int64_t number, double low, double high, double p, double eps,
+                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
   Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
   const auto [mean, m2, group_mean, group_rstd] =
       GroupStatistics(statistics ? statistics : own.data(), N, C, G);
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
+  const uint64_t drawn_by = seed_of(seed, number);
   plane_statistics(mean, m2, v, N * C, S);
   merge_groups(group_mean, group_rstd, mean, m2, conv_bias, eps, shape);
   host::parallel_for(N * C, 1, [=](int64_t begin, int64_t end) {
@@ -72,7 +73,7 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
         const int64_t count = std::min(kPiece, S - s0);
         const value_t* in = v + plane * S + s0;
         output_t* out = y + plane * S + s0;
-        dropout_factors(factor, seed, p, scale, offset + plane * S + s0, count);
+        dropout_factors(factor, drawn_by, p, scale, offset + plane * S + s0, count);
         for (int64_t i = 0; i < count; i++) {
           const accumulate_t z = normalise(accumulate_t(in[i]));
           any |= tail.gradient(z) != 0;
@@ -87,20 +88,21 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* scratch, const output_t* dy, const value_t* v,
                      const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low,
-                     double high, double p, int64_t N, int64_t C, int64_t G, int64_t S) {
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, int64_t number,
+                     double low, double high, double p, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
+  const uint64_t drawn_by = seed_of(seed, number);
   // dz, the gradient of group_norm's result, of a plane, a piece at a time: body(first, count, dz).
   const auto for_each_piece = [=](int64_t plane, const Normaliser& normalise, const auto& body) {
     float factor[kPiece];
     accumulate_t dz[kPiece];
     for (int64_t s0 = 0; s0 < S; s0 += kPiece) {
       const int64_t count = std::min(kPiece, S - s0), first = plane * S + s0;
-      if (active[plane]) dropout_factors(factor, seed, p, scale, first, count);
+      if (active[plane]) dropout_factors(factor, drawn_by, p, scale, first, count);
       for (int64_t i = 0; i < count; i++) {
         const accumulate_t gate = active[plane] ? tail.gradient(normalise(accumulate_t(v[first + i]))) : 0;
         dz[i] = gate != 0 ? accumulate_t(dy[first + i]) * factor[i] * gate : 0;

@@ -11,18 +11,18 @@
 
 using Tail = MinClamp<accumulate_t>;
 
-// Dropout of element i: times `scale` if kept, times zero if not (NaN stays NaN). Without a seed nothing is
-// dropped.
+// Dropout of element i: times `scale` if kept, times zero if not (NaN stays NaN). Where p is 0 all are kept,
+// and scale is 1.
 struct Dropout {
   const int64_t* seed;
-  double p;
+  int64_t number;  // seed_of(seed, number) is what is drawn by
+  float p;
   accumulate_t scale;
   // factor[j] for the elements first … first + 3; first is a multiple of 4.
   __device__ void factors(accumulate_t (&factor)[4], int64_t first) const {
-    const Philox4 random = seed ? philox(*seed, first / 4) : Philox4{};
+    const Philox4 random = p > 0 ? philox(seed_of(seed, number), first / 4) : Philox4{};
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      factor[j] = !seed ? accumulate_t(1) : dropout_keeps(random.lane[j], p) ? scale : accumulate_t(0);
+    for (int j = 0; j < 4; j++) factor[j] = dropout_keeps(random.lane[j], p) ? scale : accumulate_t(0);
   }
 };
 
@@ -119,7 +119,7 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
       dv[base + i] = value_t(0);
     return;
   }
-  for_each_element(shape.S, chunk, chunks, base, plane_active ? dropout : Dropout{nullptr, 0, 1},
+  for_each_element(shape.S, chunk, chunks, base, plane_active ? dropout : Dropout{nullptr, 0, 0, 1},
                    [&](int64_t i, accumulate_t factor) {
     const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
     const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
@@ -127,17 +127,17 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
   });
 }
 
-static Dropout dropout_from(const int64_t* seed, double p) {
-  return {seed, p, accumulate_t(p < 1 ? 1 / (1 - p) : 0)};
+static Dropout dropout_from(const int64_t* seed, int64_t number, double p) {
+  return {seed, number, float(p), accumulate_t(p < 1 ? 1 / (1 - p) : 0)};
 }
 
 // statistics as in GroupStatistics; active (N, C) zeroed by the caller, or without elements where no
-// gradient is wanted; seed (1), or without elements for no dropout; offset is the number of elements before y
-// in the whole.
+// gradient is wanted; seed (1), or without elements where the number counts; offset is the number of elements
+// before y in the whole.
 EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, const value_t* v,
                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                    const int64_t* seed, double low, double high, double p, double eps, int64_t offset,
-                    int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+                    const int64_t* seed, int64_t number, double low, double high, double p, double eps,
+                    int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   const unsigned chunks = chunks_for(S);
@@ -146,7 +146,7 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
                                                                   eps, shape);
   apply_kernel<<<N * C * chunks, kThreads, 0, stream>>>(
       y, active, v, group_mean, group_rstd, conv_bias, weight, bias,
-      Tail{accumulate_t(low), accumulate_t(high)}, dropout_from(seed, p), offset, shape, chunks,
+      Tail{accumulate_t(low), accumulate_t(high)}, dropout_from(seed, number, p), offset, shape, chunks,
       vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
 }
 
@@ -155,13 +155,14 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* scratch, const output_t* dy, const value_t* v,
                      const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, double low,
-                     double high, double p, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, int64_t number,
+                     double low, double high, double p, int64_t N, int64_t C, int64_t G, int64_t S,
+                     cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
-  const Dropout dropout = dropout_from(seed, p);
+  const Dropout dropout = dropout_from(seed, number, p);
   const unsigned chunks = chunks_for(S);
   backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, v, active, group_mean, group_rstd, conv_bias,
                                                        weight, bias, tail, dropout, shape);

@@ -13,15 +13,16 @@ struct alignas(16) Affine {
 };
 
 struct DropoutMask {
-  const int64_t* seed;  // null: nothing is dropped
-  uint32_t threshold;   // kept: lane >= threshold, which is dropout_keeps in integers
-  float scale;
+  const int64_t* seed;
+  int64_t number;      // seed_of(seed, number) is what is drawn by
+  uint32_t threshold;  // kept: lane >= threshold, which is dropout_keeps in integers; 0: all are
+  float scale;         // 1 where all are kept
 };
 
-inline DropoutMask dropout_mask(const int64_t* seed, double p) {
+inline DropoutMask dropout_mask(const int64_t* seed, int64_t number, double p) {
   const double kept_from = ceil(double(float(p)) * 0x1p24) * 256;  // p = 1 drops everything: its scale is 0
   const uint32_t threshold = kept_from >= 0x1p32 ? 0xffffffffu : uint32_t(kept_from);
-  return {seed, threshold, float(float(p) < 1 ? 1 / (1 - p) : 0)};
+  return {seed, number, threshold, float(float(p) < 1 ? 1 / (1 - p) : 0)};
 }
 
 // The only z with a gradient behind min and clamp, half of the result's: low. NaN, which no z equals, where

@@ -21,7 +21,7 @@
 __device__ __forceinline__ void kept_elements(uint32_t (&kept)[2], const DropoutMask& mask, uint64_t seed,
                                               int64_t first, int64_t apart) {
   kept[0] = kept[1] = ~0u;
-  if (!mask.seed) return;
+  if (!mask.threshold) return;
   const auto of_draw = [&](const Philox4& draw) {
     uint32_t bits = 0;
 #pragma unroll
@@ -127,7 +127,7 @@ struct DropoutProblem {
     const int before = tile.first_row * c.OW;
     const bool pairs =
         (plane | before | tile.positions) % 2 == 0 && uintptr_t(dy) % sizeof(Pair) == 0;
-    return {*this, {affines[own], affines[own + 8]}, mask.seed ? uint64_t(*mask.seed) : 0, c.OD * plane,
+    return {*this, {affines[own], affines[own + 8]}, seed_of(mask.seed, mask.number), c.OD * plane,
             own * c.OD * plane + before, int(plane), pairs};
   }
 };
@@ -254,18 +254,17 @@ __global__ void coefficients_kernel(NormGradient* coefficients, int32_t* any, fl
 }
 
 // dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; of the other
-// parameters (CHANNELS_OUT). affines and active as forward left them. scratch, one after the other: dv, a
+// parameters (CHANNELS_OUT). saved, seed and number: forward's. scratch, one after the other: dv, a
 // slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients by sample (3, N,
 // CHANNELS_OUT); sums (jobs, 16, 4), where a sample has slots · CHANNELS_OUT / 16 jobs; `partial` (jobs,
 // elements of 16 channels' weights); `most` (jobs, 16); any (N). rows to shared are the plan (convolution()),
 // input_room is for that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_norm_weight,
                      float* d_norm_bias, float* scratch, const output_t* dy, const value_t* x,
-                     const value_t* weight, const float* affines, const int32_t* active,
-                     const float* norm_weight, const int64_t* seed, double low, double high, double p,
-                     int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
-                     int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room,
-                     cudaStream_t stream) {
+                     const value_t* weight, const float* saved, const float* norm_weight,
+                     const int64_t* seed, int64_t number, double low, double high, double p, int64_t groups,
+                     int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch,
+                     int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
   auto* const dv = reinterpret_cast<float4*>(scratch);
@@ -275,8 +274,10 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
   float* const partial = reinterpret_cast<float*>(sums + plan.jobs * 16);
   float* const most = partial + plan.jobs * kFilters;
   auto* const any = reinterpret_cast<int32_t*>(most + plan.jobs * 16);
-  DropoutProblem problem{coefficients, reinterpret_cast<const Affine*>(affines), active, dy,
-                               dropout_mask(seed, p), tied_value(low, high)};
+  auto* const affines = reinterpret_cast<const Affine*>(saved);
+  auto* const active = reinterpret_cast<const int32_t*>(affines + N * kOut);
+  DropoutProblem problem{coefficients, affines, active, dy, dropout_mask(seed, number, p),
+                         tied_value(low, high)};
   allow_shared(sums_kernel);
   if (N > 0) {
     cudaMemsetAsync(any, 0, N * sizeof(int32_t), stream);

@@ -191,12 +191,11 @@ convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsign
 struct Tail {
   float low, high;
   DropoutMask mask;
-  int64_t before;  // elements before y in the whole
-  float tied;      // z that pass a gradient
+  float tied;  // z that pass a gradient
   __device__ __forceinline__ float operator()(float z, uint32_t random) const {
     // The formula of conv3d_groupnorm_min_clamp_dropout.
     const float value = min_nan(max_nan(min_nan(z, low), low), high);
-    return mask.seed ? value * (random >= mask.threshold ? mask.scale : 0.f) : value;
+    return value * (random >= mask.threshold ? mask.scale : 0.f);
   }
 };
 
@@ -211,8 +210,8 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
   constexpr int kAtOnce = 4;
   const unsigned channel = channels - 1 - blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Affine affine = affines[channel];
-  const uint64_t seed = tail.mask.seed ? uint64_t(*tail.mask.seed) : 0;
-  const int64_t whole = tail.before + channel * size;  // elements before this channel
+  const uint64_t seed = seed_of(tail.mask.seed, tail.mask.number);
+  const int64_t whole = channel * size;  // elements before this channel
   const int64_t first = whole / 4, count = (whole + size - 1) / 4 - first + 1;  // draws
   const int step = chunks * kThreads;
   bool any = !isfinite(affine.bias);
@@ -224,7 +223,7 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
     for (int j = 0; j < kAtOnce; j++)
       if (kVectors && i + j * step < count) four[j] = load_vector(y + (i + j * step) * kVector);
     Philox4 draws[kAtOnce] = {};
-    if (tail.mask.seed) {
+    if (tail.mask.threshold) {
       uint64_t counters[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; j++) counters[j] = first + i + j * step;
@@ -258,17 +257,16 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
   if (kFlags && __syncthreads_or(any) && threadIdx.x == 0) active[channel / kOut] = 1;
 }
 
-// y (N, CHANNELS_OUT, D', H', W'). affines (N, CHANNELS_OUT, 4), for backward, as is active (N): does any
-// element of a sample pass a gradient, or are statistics not finite? Without elements where no gradient is
-// wanted. scratch, one after the other: statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots`
-// tiles; tiles_done (N). seed (1), or without elements for no dropout; offset is the number of elements
-// before y in the whole; rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* affines, int32_t* active, float* scratch, const value_t* x,
-                    const value_t* weight, const float* conv_bias, const float* norm_weight,
-                    const float* norm_bias, const int64_t* seed, double low, double high, double p,
-                    double eps, int64_t offset, int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W,
-                    int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared,
-                    cudaStream_t stream) {
+// y (N, CHANNELS_OUT, D', H', W'). saved, for backward, one after the other: affines (N, CHANNELS_OUT, 4);
+// active (N): does any element of a sample pass a gradient, or are statistics not finite? tiles_done (N), which
+// is forward's own. Without elements where no gradient is wanted: they lie at the start of scratch then, which
+// holds the statistics (N, slots, CHANNELS_OUT, 2) of the `slots` tiles of each sample. seed (1), or without
+// elements where the number counts; rows to shared are the plan (convolution()).
+EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x, const value_t* weight,
+                    const float* conv_bias, const float* norm_weight, const float* norm_bias,
+                    const int64_t* seed, int64_t number, double low, double high, double p, double eps,
+                    int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
@@ -276,17 +274,18 @@ EXPORT void forward(output_t* y, float* affines, int32_t* active, float* scratch
   const auto convolve = vectors ? convolve_kernel<true> : convolve_kernel<false>;
   const GroupNorm norm{conv_bias, norm_weight, norm_bias, float(eps), int(groups)};
   allow_shared(convolve);
-  auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
-  auto* const of_channels = reinterpret_cast<Affine*>(affines);
-  auto* const tiles_done = reinterpret_cast<unsigned*>(scratch + N * c.slots() * kOut * 2);
-  cudaMemsetAsync(tiles_done, 0, N * sizeof(unsigned), stream);
-  if (active) cudaMemsetAsync(active, 0, N * sizeof(int32_t), stream);
+  float* const kept = saved ? saved : scratch;
+  auto* const affines = reinterpret_cast<Affine*>(kept);
+  auto* const active = reinterpret_cast<int32_t*>(affines + N * kOut);
+  auto* const tiles_done = reinterpret_cast<unsigned*>(active + N);
+  auto* const statistics = reinterpret_cast<TileStatistics*>(saved ? scratch : kept + N * (4 * kOut + 2));
+  cudaMemsetAsync(active, 0, 2 * N * sizeof(int32_t), stream);  // and tiles_done
   const dim3 grid(unsigned(N * c.slots()), kOut / 16);
-  convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, of_channels, tiles_done, norm, c);
-  const bool aligned = vectors_fit(y, size) && offset % 4 == 0;
-  const auto finish = active ? (aligned ? finish_kernel<true, true> : finish_kernel<false, true>)
-                             : (aligned ? finish_kernel<true, false> : finish_kernel<false, false>);
-  const Tail tail{float(low), float(high), dropout_mask(seed, p), offset, tied_value(low, high)};
+  convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, affines, tiles_done, norm, c);
+  const bool aligned = vectors_fit(y, size);
+  const auto finish = saved ? (aligned ? finish_kernel<true, true> : finish_kernel<false, true>)
+                            : (aligned ? finish_kernel<true, false> : finish_kernel<false, false>);
+  const Tail tail{float(low), float(high), dropout_mask(seed, number, p), tied_value(low, high)};
   const unsigned channels = unsigned(N * kOut), chunks = chunks_for(size);
-  finish<<<channels * chunks, kThreads, 0, stream>>>(y, active, of_channels, tail, size, channels, chunks);
+  finish<<<channels * chunks, kThreads, 0, stream>>>(y, active, affines, tail, size, channels, chunks);
 }

@@ -22,5 +22,8 @@ HOST_DEVICE Philox4 philox(uint64_t seed, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
+// What a mask is drawn by: the seed that lies on the device, or where there is none (null) the number.
+HOST_DEVICE uint64_t seed_of(const int64_t* seed, int64_t number) { return uint64_t(seed ? *seed : number); }
+
 // Is an element kept, given its lane of philox(seed, element / 4)? True with probability 1 - p.
 HOST_DEVICE bool dropout_keeps(uint32_t lane, double p) { return float(lane >> 8) * 0x1p-24f >= float(p); }

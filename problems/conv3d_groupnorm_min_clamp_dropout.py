@@ -12,6 +12,7 @@ import library
 import operators
 import tiling
 import volumes
+from loader_operators import Drawn
 from problems import Problem
 from twin import Twin
 
@@ -43,14 +44,16 @@ class Conv3dGroupNormMinClampDropout(nn.Module):
 
 
 class Arguments(NamedTuple):
-    """What the operators take. They return y (N, C, D', H', W') in norm's dtype. Which elements are dropped is a function of seed alone."""
+    """What the operators take. They return y (N, C, D', H', W') in norm's dtype. Which elements are dropped is a function of seed alone, or,
+    where seed has no elements, of number alone."""
 
     x: Tensor  # (N, Cin, D, H, W)
     weight: Tensor  # (C, Cin, kd, kh, kw)
     conv_bias: Tensor  # C elements
     norm_weight: Tensor
     norm_bias: Tensor
-    seed: Tensor  # an int64, or without elements where p is 0
+    seed: Tensor  # an int64, or without elements
+    number: Drawn  # of 63 bits
     groups: int
     low: float
     high: float
@@ -87,7 +90,7 @@ def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
     y, statistics, active = plan.outputs(a)
-    parameters = *plan.parameters(a), a.seed, *a.bounds(), a.p, a.eps
+    parameters = *plan.parameters(a), a.seed, a.number, *a.bounds(), a.p, a.eps
     active.zero_()
     for x, *outputs in library.pieces(plan.samples, a.x, y, statistics, active):
         v, offset = plan.convolve(x, a.weight), outputs[0].storage_offset()
@@ -102,7 +105,7 @@ def _backward(dy: Tensor, a: Arguments, statistics, active, v, *, plan, needs) -
         return *[t.zero_() if need else None for t, need in zip(zeros, needs)], None
     N, dv, gradients = v.shape[0], torch.empty_like(v), plan.gradients(a)
     scratch = torch.empty(N * (5 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, statistics, active, *plan.parameters(a), a.seed
+    inputs = dy.contiguous(), v, statistics, active, *plan.parameters(a), a.seed, a.number
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, N, *plan.sizes)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs, direct=plan.direct)
     return dx, dw, *plan.as_parameters(a, gradients), None
@@ -113,23 +116,29 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; for backward how each channel of a sample was normalised, and active: is any element of a sample tied or not finite?"""
-    N, C = a.x.shape[0], len(a.weight)
-    return [_outputs(a, False)[0], ((N, C, 4), torch.float32), ((N,) if saving else 0, torch.int32)]
+    """y; for backward how each channel of a sample was normalised (N, C, 4), whether any element of a sample is tied or not finite
+    (N, int32), and what forward counted there (N, int32)."""
+    return [_outputs(a, False)[0], (_kept(a) if saving else 0, torch.float32)]
+
+
+def _kept(a: Arguments) -> int:
+    return a.x.shape[0] * (4 * len(a.weight) + 2)
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C = a.x.shape, len(a.weight)
     defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=True)
-    scratch = N * (2 * C * tiles.slots + 1)  # statistics of each block, and which blocks are done
+    scratch = N * 2 * C * tiles.slots + (
+        0 if saving else _kept(a)
+    )  # statistics of each block, and what is not saved
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    numbers = *a.bounds(), a.p, a.eps, 0, a.groups, N, *size, *tiles.launch
+    numbers = *a.bounds(), a.p, a.eps, a.groups, N, *size, *tiles.launch
     return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
 
 
-def _fused_backward(dy: Tensor, a: Arguments, affines, active, *, plan, needs) -> tuple:
-    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), affines, active
-    inputs = *operands, plan.parameters(a)[1], a.seed, *a.bounds(), a.p, a.groups
+def _fused_backward(dy: Tensor, a: Arguments, saved, *, plan, needs) -> tuple:
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), saved
+    inputs = *operands, plan.parameters(a)[1], a.seed, a.number, *a.bounds(), a.p, a.groups
     own = dict(of_sample=7 * len(a.weight) + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
     return *volumes.backward(plan, f"{NAME}_backward_fused", a, inputs, needs, **own), None
 
@@ -138,6 +147,12 @@ fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_ba
 
 
 class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
+    """y = dropout(clamp(min(group_norm(conv(x)), min_value), min_value, max_value), dropout_p).
+
+    Its mask is not nn.Dropout's. On a GPU it is a function of the state of PyTorch's generator and of an element's place alone: the same after
+    the same torch.manual_seed, in every dtype, with every variant, with gradients or without.
+    """
+
     submodules = {"conv": nn.Conv3d, "norm": nn.GroupNorm, "dropout": nn.Dropout}
     operands = ("conv.weight", "conv.bias", "norm.weight", "norm.bias")
     constants = {"norm.num_groups": int}
@@ -148,13 +163,8 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
         groups, low, high, p, eps = super()._constants()
         return groups, low, high, p if self.dropout.training else 0.0, eps
 
-    def _drawn(self, x, constants):
-        """The seed; without elements where nothing is dropped."""
-        if constants[3] == 0 or not torch.compiler.is_compiling():
-            seed = x.new_empty(int(constants[3] > 0), dtype=torch.int64)
-            return (seed.random_() if constants[3] else seed,)
-        # inductor knows no larger bounds on a GPU
-        return (torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device).view(torch.int64),)
+    def _drawn(self, x, constants, watched):
+        return operators.drawn(x, constants[3] > 0, watched)
 
     def _tail_raises(self, x, size):
         odd = not 0 <= self.dropout.p <= 1

@@ -87,9 +87,10 @@ def test_dropout_where_one_channel_ties_off_its_mean(gpu):
     with torch.no_grad():
         norm.weight.copy_(torch.rand(16) + 0.5), norm.bias.copy_(torch.randn(16))
     gpu()
-    operands = x, conv.weight, conv.bias, norm.weight, norm.bias, seed, norm.num_groups
+    operands = x, conv.weight, conv.bias, norm.weight, norm.bias, seed, 0, norm.num_groups
     with torch.no_grad():
-        affine = dropout.fused.save(*operands, -9.0, 9.0, 0.0, norm.eps)[1][1, 3].double()
+        saved = dropout.fused.save(*operands, -9.0, 9.0, 0.0, norm.eps)[1]
+        affine = saved[: 2 * 16 * 4].view(2, 16, 4)[1, 3].double()
         v = conv(x)
         low = (3 * affine[1] + affine[2]).float().item()
     dy = torch.randn(v.shape)

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -182,6 +183,23 @@ def remembers_nothing():
     inline_loader.forget()
 
 
+class Generator:
+    """A GPU's, of which PyTorch keeps seed and offset on the host."""
+
+    def __init__(self):
+        self.seed, self.offset = 2024, 0
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        assert offset % 4 == 0, "what PyTorch asks for"
+        self.offset = offset
+
+
 @pytest.fixture
 def gpu(remembers_nothing, monkeypatch, folder):
     """gpu(…) makes a GPU of the CPU, with so many multiprocessors, so much shared memory and so large an L2 cache."""
@@ -199,6 +217,8 @@ def gpu(remembers_nothing, monkeypatch, folder):
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
         monkeypatch.setattr(tiling, "device_properties", lambda index: device)
+        monkeypatch.setattr(torch.cuda, "default_generators", {None: Generator()})  # no index: the CPU's
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         inline_loader.forget()
 
     return become
@@ -648,14 +668,119 @@ def test_repeats_are_bitwise_equal(name, emulated):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_dropout_draws_the_mask_of_the_other_variant(gpu):
+# --------------------------------------------------------------------------------------------------------- the dropout mask
+
+
+def test_dropout_draws_by_the_seed_or_the_number(gpu):
+    """Every variant, and every way to give the same 63 bits; the number counts where there is no seed."""
     model, x = small(DROPOUT)
     conv, norm = model.conv, model.norm
-    operands = conv.weight, conv.bias, norm.weight, norm.bias, torch.tensor([2024])
+    operands, nothing = (conv.weight, conv.bias, norm.weight, norm.bias), torch.empty(0, dtype=torch.int64)
     gpu()
+
+    def run(operator, seed, number):
+        with torch.no_grad():
+            return operator(x, *operands, seed, number, norm.num_groups, 0.25, 1.0, 0.2, 1e-5)
+
+    for bits in (2024, 2**63 - 1, 2**32 + 5):
+        ways = [(torch.tensor([bits]), 0), (torch.tensor([bits]), 7), (nothing, bits)]
+        found = [run(operator, *way) for way in ways for operator in (dropout.fused, dropout.epilogue)]
+        assert all(torch.equal(y, found[0]) for y in found) and 0.7 < (found[0] != 0).double().mean() < 0.9
+        assert not torch.equal(run(dropout.fused, nothing, bits ^ 1 << 40), found[0])
+
+
+@pytest.fixture
+def dropping(gpu):
+    """dropping(variant, …) is a module whose elements all tie, its input, and the made-up GPU's generator."""
+
+    def make(variant, dtype=torch.float32):
+        model, x = small(DROPOUT, dtype=dtype)  # of one size
+        with torch.no_grad():
+            model.norm.weight.zero_(), model.norm.bias.fill_(0.25)
+        model.min_value, model.dropout.p = 0.25, 0.2
+        gpu()
+        return numerics.twin_of(model.train(), variant), x, torch.cuda.default_generators[None]
+
+    return make
+
+
+def random_on_the_device(*arguments):
+    raise AssertionError("a launch")
+
+
+def mask_and_gradient(new, x):
+    """Which elements are kept, and those that the gradient says were: half a factor each, summed over a channel."""
+    y = new(x)
+    torch.manual_seed(0)
+    (gradient,) = torch.autograd.grad(y, new.norm.bias, torch.ones_like(y))
+    return y != 0, gradient * 2 * (1 - new.dropout.p)
+
+
+@pytest.mark.parametrize("variant", ["epilogue", "fused"])
+def test_dropout_draws_on_the_host(variant, dropping, monkeypatch):
+    """One step of the generator for each call, and nothing of the device; the same state gives the same mask, whatever else changes."""
+    new, x, generator = dropping(variant)
+    monkeypatch.setattr(torch.Tensor, "random_", random_on_the_device)
+    masks = []
+    for call in range(3):
+        kept, in_gradient = mask_and_gradient(new, x)
+        masks.append(kept)
+        assert generator.offset == 4 * (call + 1), "backward draws nothing"
+        torch.testing.assert_close(in_gradient, kept.sum((0, 2, 3, 4)).to(in_gradient))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
+    generator.offset = 4  # as fork_rng and checkpoint do
+    assert torch.equal(mask_and_gradient(new, x)[0], masks[1])
     with torch.no_grad():
-        fused, epilogue = (
-            operator(x, *operands, norm.num_groups, 0.25, 1.0, 0.2, 1e-5)
-            for operator in (dropout.fused, dropout.epilogue)
-        )
-    assert torch.equal(fused, epilogue) and 0.7 < (fused != 0).double().mean() < 0.9
+        assert torch.equal(new(x) != 0, masks[2])
+        generator.offset, generator.seed = 4, 2025
+        assert not torch.equal(new(x) != 0, masks[1])
+    for other, dtype in itertools.product(["epilogue", "fused"], [torch.float32, torch.float16]):
+        twin, x, generator = dropping(other, dtype)
+        generator.offset = 8
+        with torch.no_grad():
+            assert torch.equal(twin(x) != 0, masks[2]), (other, dtype)
+
+
+@pytest.mark.parametrize("variant", ["epilogue", "fused"])
+def test_dropout_that_drops_nothing_leaves_the_generator(variant, dropping, monkeypatch):
+    new, x, generator = dropping(variant)
+    monkeypatch.setattr(torch.Tensor, "random_", random_on_the_device)
+    with torch.inference_mode():  # whose tensors could not be saved
+        new.eval()(x)
+    new(x).sum().backward()
+    new.train().dropout.p = 0.0
+    new(x).sum().backward()
+    assert generator.offset == 0 and new(x).ne(0).all()
+
+
+@pytest.mark.parametrize("variant", ["epilogue", "fused"])
+def test_dropout_draws_on_the_device_under_capture(variant, dropping, monkeypatch):
+    """A replay draws what was launched, so the host's state must not be in it; decisions kept before the capture and after it serve both."""
+    new, x, generator = dropping(variant)
+    before, _ = mask_and_gradient(new, x)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    masks = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        kept, in_gradient = mask_and_gradient(new, x)
+        masks.append(kept)
+        torch.testing.assert_close(in_gradient, kept.sum((0, 2, 3, 4)).to(in_gradient))
+    assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])
+    assert generator.offset == 4
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    generator.offset = 0
+    assert torch.equal(mask_and_gradient(new, x)[0], before)
+
+
+@pytest.mark.parametrize("variant", ["epilogue", "fused"])
+def test_dropout_draws_on_the_device_where_something_watches(variant, dropping):
+    """A dispatch mode, and a compiler, whose code would keep a number."""
+    new, x, generator = dropping(variant)
+    with Recorder() as recorder, torch.no_grad():
+        new(x)
+    ((_, *arguments),) = recorder.calls.values()
+    assert arguments[4].numel() == 1 and arguments[5] == 0
+    compiled = torch.compile(new, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert not torch.equal(compiled(x), compiled(x))
+    assert generator.offset == 0

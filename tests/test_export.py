@@ -324,6 +324,9 @@ def builds(name: str, monkeypatch, capability=(9, 0), shared=227 << 10) -> tuple
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    generator = SimpleNamespace(initial_seed=lambda: 3, get_offset=lambda: 8, set_offset=[12].index)
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: generator})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     namespace, found = {}, {}
     exec(cell(name, "cuda"), namespace)
     launchers = SimpleNamespace(

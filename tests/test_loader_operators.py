@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import inline_loader
 import loader_operators
-from loader_operators import declare
+from loader_operators import Drawn, declare
 
 SOURCE = """
 EXPORT void forward(double* y, const double* x, const double* bias, double slope, int64_t rows, int64_t columns) {
@@ -407,6 +407,16 @@ def test_tensors_come_first():
         declare("tested_odd", odd, shapes=torch.empty_like)
 
 
+def test_what_is_drawn_comes_before_numbers():
+    def odd(x: Tensor, slope: float, number: Drawn) -> Tensor:
+        return x
+
+    with pytest.raises(
+        TypeError, match="tested_odd: .*then what is drawn, got .Tensor x, float slope, SymInt"
+    ):
+        declare("tested_odd", odd, shapes=torch.empty_like)
+
+
 @pytest.mark.parametrize("found", [1, 3])
 def test_another_number_of_gradients(found):
     operator = declare(
@@ -477,6 +487,34 @@ def test_plans_are_made_once(planned):
     inline_loader.forget()
     operator(x, 2.0, [1])
     assert len(made) == count + 1
+
+
+def test_a_plan_serves_whatever_is_drawn():
+    """Forward and backward get the number of their call, on all ways, and there is one plan with gradients and one without."""
+    made = []
+
+    def plan(x, number, factor, *, saving):
+        made.append(saving)
+        return SimpleNamespace()
+
+    def run(x: Tensor, number: Drawn, factor: float, *, plan) -> Tensor:
+        return x * number * factor
+
+    def back(dy, x, number, factor, *, needs, plan):
+        return [dy * number * factor]
+
+    shapes = lambda x, *rest: torch.empty_like(x)  # noqa: E731
+    operator = declare("tested_drawn", run, shapes=shapes, backward=back, plan=plan)
+    assert repr(operator).endswith("(Tensor x, SymInt number, float factor) -> Tensor>")
+    x = torch.ones(3, requires_grad=True)
+    kept = operator.bound(operator.plan((x, 9, 0.5), saving=True), True)
+    for call in (operator, operator.registered, kept):
+        results = [(number, call(x, number, 0.5)) for number in (2, 3, 2**62)]
+        for number, y in results:  # after all have been called
+            assert y[0] == number / 2 and torch.autograd.grad(y.sum(), x)[0][0] == number / 2
+    with torch.no_grad():
+        assert [operator(x, number, 0.5)[0] for number in (2, 4)] == [1, 2]
+    assert sorted(made) == [False, True]
 
 
 def test_plans_are_limited_in_number(planned, monkeypatch):

@@ -195,7 +195,7 @@ def test_gradcheck_where_min_ties():
     norm_weight, norm_bias = torch.zeros(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (x, weight, conv_bias, norm_weight, norm_bias)]
     no_seed = torch.empty(0, dtype=torch.int64)
-    y = models.PROBLEMS[DROPOUT].ModelNew.epilogue(*leaves, no_seed, 2, 0.25, 1.0, 0.0, 1e-5)
+    y = models.PROBLEMS[DROPOUT].ModelNew.epilogue(*leaves, no_seed, 0, 2, 0.25, 1.0, 0.0, 1e-5)
     g = torch.randn_like(y)
     plain = torch.nn.functional.group_norm(torch.conv3d(*leaves[:3]), 2, norm_weight, norm_bias, 1e-5)
     for ours, theirs in zip(torch.autograd.grad(y, leaves, g), torch.autograd.grad(plain, leaves, g)):
@@ -212,7 +212,7 @@ def test_parameters_of_another_length_are_refused(name):
 
     def run(index, parameter):
         changed = [*operands[:index], parameter, *operands[index + 1 :]]
-        return twin.epilogue(x, *changed, *twin._drawn(x, constants), *constants)
+        return twin.epilogue(x, *changed, *twin._drawn(x, constants, False), *constants)
 
     own = [i for i, key in enumerate(twin.operands) if "." not in key]
     for index in range(1, len(operands)):
@@ -290,6 +290,40 @@ def test_dropout_backward_uses_the_mask_of_forward(variant, device):
 
 
 @every_variant
+def test_dropout_is_drawn_again_where_the_state_is_restored(variant, device):
+    """By fork_rng, and by hand; forward with gradients or without."""
+    new, x = visible(device, variant=variant)
+    rng = torch.cuda if device == "cuda" else torch
+    new(x)
+    with torch.random.fork_rng(), torch.no_grad():
+        first = new(x)
+    state = rng.get_rng_state()
+    assert torch.equal(new(x), first)
+    second = new(x)
+    rng.set_rng_state(state)
+    assert torch.equal(new(x), first) and torch.equal(new(x), second) and not torch.equal(first, second)
+
+
+def test_numbers_drawn_by_different_states_are_different():
+    """What two states' numbers differ by is s + k * _GOLDEN for seeds s apart and draws k apart, all modulo 2⁶³. The multiples nearest to 0
+    are at denominators of convergents of _GOLDEN / 2⁶³."""
+    step, before, denominator, (number, rest) = operators._GOLDEN, 0, 1, (2**63, operators._GOLDEN)
+    nearest = []
+    while rest and denominator < 2**32:
+        nearest.append(min(denominator * step % 2**63, -denominator * step % 2**63))
+        before, denominator = denominator, number // rest * denominator + before
+        number, rest = rest, number % rest
+    assert step % 2 and len(nearest) > 30 and min(nearest) > 2**30
+    numbers = {operators._number(Generator(seed, 4 * draw)) for seed in range(30) for draw in range(100)}
+    assert len(numbers) == 3000 and all(30 <= number < 2**63 for number in numbers), "none is a seed"
+
+
+class Generator:
+    def __init__(self, seed, offset):
+        self.initial_seed, self.get_offset, self.set_offset = lambda: seed, lambda: offset, [offset + 4].index
+
+
+@every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
     """Of the seed alone: not of dtype, and not of whether a gradient is wanted."""
@@ -299,7 +333,7 @@ def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
     operands = [new.get_parameter(key) for key in new.operands]
 
     def run(x):
-        return operator(x, *operands, seed, *constants) != 0
+        return operator(x, *operands, seed, 0, *constants) != 0
 
     mask = run(x)
     with torch.no_grad():
