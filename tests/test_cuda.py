@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 import checks
 import honesty
@@ -185,6 +186,86 @@ def test_loading_inside_a_capture_is_refused():
             run(y)
     replay = capture(run, y)
     assert torch.equal(replay(torch.zeros_like(y)), torch.ones_like(y))
+
+
+# ------------------------------------------------------------------------------------------------------- the dropout mask
+
+
+def dropping(variant, dtype=torch.float32):
+    """A module in training whose gradients show its mask, as its output does, and its input."""
+    model, x = small(DROPOUT, "fused", device="cuda", dtype=dtype)
+    return numerics.twin_of(model.train(), variant, x), x
+
+
+def mask_and_gradients(run, new, x):
+    x = x.clone().requires_grad_()
+    new.zero_grad()
+    y = run(x)
+    y.float().square().sum().backward()
+    return [y != 0, x.grad, *[p.grad for p in new.parameters()]]
+
+
+@every_variant
+def test_dropout_draws_on_the_host(variant):
+    """The generator's state moves on by one call, and no kernel runs beside ours."""
+    new, x = dropping(variant)
+    generator = torch.cuda.default_generators[x.device.index]
+    with torch.no_grad():
+        new(x)
+        offset = generator.get_offset()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            new(x)
+            torch.cuda.synchronize()
+    assert generator.get_offset() == offset + 4
+    names = [event.key for event in profile.key_averages() if event.device_type.name == "CUDA"]
+    assert any("finish_kernel" in name or "apply_kernel" in name for name in names), names
+    assert not any("distribution" in name or "random" in name for name in names), names
+
+
+@numerics.steady_library()
+def test_dropout_masks_are_the_seed_s_alone():
+    """In each dtype, with every variant, with gradients and without; and gradients are those of the mask."""
+    found = []
+    for variant in ("epilogue", "fused"):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            new, x = dropping(variant, dtype)
+            torch.manual_seed(11)
+            mask, *gradients = mask_and_gradients(new, new, x)
+            torch.manual_seed(11)
+            again = mask_and_gradients(new, new, x)
+            assert all(map(torch.equal, [mask, *gradients], again)) and gradients[-1].any()
+            torch.manual_seed(11)
+            with torch.no_grad():
+                found += [mask, new(x) != 0]
+                assert not torch.equal(new(x) != 0, mask), "another one at the next call"
+    assert all(torch.equal(mask, found[0]) for mask in found)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@every_variant
+@numerics.steady_library()
+def test_checkpoint_draws_the_mask_again(variant, reentrant):
+    new, x = dropping(variant)
+    torch.manual_seed(5)
+    expected, after = mask_and_gradients(new, new, x), new(x)
+    torch.manual_seed(5)
+    again = mask_and_gradients(lambda x: checkpoint(new, x, use_reentrant=reentrant), new, x)
+    assert all(map(torch.equal, again, expected)) and not torch.equal(after != 0, expected[0])
+    assert torch.equal(new(x), after), "computing anew leaves the generator as it was"
+
+
+@every_variant
+def test_dropout_between_captures_draws_on_the_host_again(variant):
+    """What was decided for a module serves its calls under capture, whose replays draw on the device, and all others."""
+    new, x = dropping(variant)
+    with torch.no_grad():
+        torch.manual_seed(7)
+        calls = [new(x) for _ in range(2)]
+        replay = capture(new, x.clone())
+        masks = [replay(x) != 0, new(x) != 0, replay(x) != 0, new(x) != 0]
+        assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
+        torch.manual_seed(7)
+        assert all(torch.equal(new(x), call) for call in calls)
 
 
 # ------------------------------------------------------------------------------------------------------ streams and devices

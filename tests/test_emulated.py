@@ -186,8 +186,8 @@ def remembers_nothing():
 class Generator:
     """A GPU's, of which PyTorch keeps seed and offset on the host."""
 
-    def __init__(self):
-        self.seed, self.offset = 2024, 0
+    def manual_seed(self, seed):
+        self.seed, self.offset = seed, 0
 
     def initial_seed(self):
         return self.seed
@@ -217,7 +217,10 @@ def gpu(remembers_nothing, monkeypatch, folder):
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
         monkeypatch.setattr(tiling, "device_properties", lambda index: device)
-        monkeypatch.setattr(torch.cuda, "default_generators", {None: Generator()})  # no index: the CPU's
+        generator = Generator()
+        generator.manual_seed(torch.initial_seed())
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", generator.manual_seed)  # as torch.manual_seed does
+        monkeypatch.setattr(torch.cuda, "default_generators", {None: generator})  # no index: the CPU's
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         inline_loader.forget()
 
@@ -711,7 +714,6 @@ def random_on_the_device(*arguments):
 def mask_and_gradient(new, x):
     """Which elements are kept, and those that the gradient says were: half a factor each, summed over a channel."""
     y = new(x)
-    torch.manual_seed(0)
     (gradient,) = torch.autograd.grad(y, new.norm.bias, torch.ones_like(y))
     return y != 0, gradient * 2 * (1 - new.dropout.p)
 
@@ -721,6 +723,7 @@ def test_dropout_draws_on_the_host(variant, dropping, monkeypatch):
     """One step of the generator for each call, and nothing of the device; the same state gives the same mask, whatever else changes."""
     new, x, generator = dropping(variant)
     monkeypatch.setattr(torch.Tensor, "random_", random_on_the_device)
+    torch.manual_seed(0)
     masks = []
     for call in range(3):
         kept, in_gradient = mask_and_gradient(new, x)
@@ -732,13 +735,13 @@ def test_dropout_draws_on_the_host(variant, dropping, monkeypatch):
     assert torch.equal(mask_and_gradient(new, x)[0], masks[1])
     with torch.no_grad():
         assert torch.equal(new(x) != 0, masks[2])
-        generator.offset, generator.seed = 4, 2025
-        assert not torch.equal(new(x) != 0, masks[1])
+        torch.manual_seed(1)
+        assert not torch.equal(new(x) != 0, masks[0])
     for other, dtype in itertools.product(["epilogue", "fused"], [torch.float32, torch.float16]):
-        twin, x, generator = dropping(other, dtype)
-        generator.offset = 8
+        twin, x, _ = dropping(other, dtype)
+        torch.manual_seed(0)
         with torch.no_grad():
-            assert torch.equal(twin(x) != 0, masks[2]), (other, dtype)
+            assert torch.equal(twin(x) != 0, masks[0]), (other, dtype)
 
 
 @pytest.mark.parametrize("variant", ["epilogue", "fused"])
@@ -757,6 +760,7 @@ def test_dropout_that_drops_nothing_leaves_the_generator(variant, dropping, monk
 def test_dropout_draws_on_the_device_under_capture(variant, dropping, monkeypatch):
     """A replay draws what was launched, so the host's state must not be in it; decisions kept before the capture and after it serve both."""
     new, x, generator = dropping(variant)
+    torch.manual_seed(0)
     before, _ = mask_and_gradient(new, x)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     masks = []
@@ -766,9 +770,9 @@ def test_dropout_draws_on_the_device_under_capture(variant, dropping, monkeypatc
         masks.append(kept)
         torch.testing.assert_close(in_gradient, kept.sum((0, 2, 3, 4)).to(in_gradient))
     assert torch.equal(masks[0], masks[2]) and not torch.equal(masks[0], masks[1])
-    assert generator.offset == 4
+    assert generator.offset == 0, "no call since it was seeded"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    generator.offset = 0
+    torch.manual_seed(0)
     assert torch.equal(mask_and_gradient(new, x)[0], before)
 
 
