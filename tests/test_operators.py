@@ -326,16 +326,17 @@ class Generator:
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
-    """Of the seed alone: not of dtype, and not of whether a gradient is wanted."""
+    """Of the seed alone, or of a number in its place: not of dtype, and not of whether a gradient is wanted."""
     new, x = visible(device, dtype=dtype, variant=variant)
     seed = torch.tensor([12345], device=device)
     operator, constants = getattr(new, variant), new._constants()
     operands = [new.get_parameter(key) for key in new.operands]
 
-    def run(x):
-        return operator(x, *operands, seed, 0, *constants) != 0
+    def run(x, seed=seed, number=0):
+        return operator(x, *operands, seed, number, *constants) != 0
 
     mask = run(x)
+    assert torch.equal(mask, run(x, seed[:0], 12345)) and not torch.equal(mask, run(x, seed[:0], 12346))
     with torch.no_grad():
         assert torch.equal(mask, run(x))
     assert torch.equal(mask[:2], run(x[:2]))
