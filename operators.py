@@ -62,16 +62,11 @@ def window_sides(size) -> tuple[int, int]:
     return sizes[0], sizes[-1]
 
 
-# --------------------------------------------------------------------------------------------------------- random numbers
-
-
 def drawn(x: Tensor, wanted: bool, watched: bool) -> tuple[Tensor, int]:
-    """By what x's kernels draw random numbers, where those are `wanted`: a seed, or, where that has no elements, a number.
-
-    On a GPU it is the number, a function of the state of PyTorch's generator, which lies on the host: nothing is launched. That state
-    moves on, so that the next call's is another one; whoever restores it (fork_rng, activation checkpointing) gets the same again. What
-    runs more often than it is called, a graph under capture or what a compiler watches, draws a seed on the device at each run.
-    """
+    """By what x's kernels draw random numbers, where those are `wanted`: a seed, or, where that has no elements, a number. On a GPU it
+    is the number, a function of the state of PyTorch's generator, which lies on the host: nothing is launched. That state moves on, and
+    whoever restores it (fork_rng, activation checkpointing) gets the same again. What may run more often than it is called, a graph
+    under capture or what something watches, draws a seed on the device at each run."""
     if library.device_type(x) == "cuda" and not watched and not torch.cuda.is_current_stream_capturing():
         generator = torch.cuda.default_generators[x.device.index]
         return _no_seed(x.device), _number(generator) if wanted else 0

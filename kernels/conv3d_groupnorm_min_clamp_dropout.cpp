@@ -29,8 +29,8 @@ static void philox_block(uint32_t (&lanes)[4 * kDraws], uint64_t seed, uint64_t 
     lanes[4 * i] = c0[i], lanes[4 * i + 1] = c1[i], lanes[4 * i + 2] = c2[i], lanes[4 * i + 3] = c3[i];
 }
 
-// Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. All are one where p is
-// 0.
+// Dropout's factors of the elements begin … begin + count: `scale` if kept, else zero. All are one
+// where p is 0.
 static void dropout_factors(float* factor, uint64_t seed, double p, float scale, int64_t begin,
                             int64_t count) {
   if (p == 0) return std::fill(factor, factor + count, 1.0f);
@@ -88,8 +88,9 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* scratch, const output_t* dy, const value_t* v,
                      const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, int64_t number,
-                     double low, double high, double p, int64_t N, int64_t C, int64_t G, int64_t S) {
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed,
+                     int64_t number, double low, double high, double p, int64_t N, int64_t C, int64_t G,
+                     int64_t S) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;

@@ -155,9 +155,9 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* scratch, const output_t* dy, const value_t* v,
                      const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed, int64_t number,
-                     double low, double high, double p, int64_t N, int64_t C, int64_t G, int64_t S,
-                     cudaStream_t stream) {
+                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed,
+                     int64_t number, double low, double high, double p, int64_t N, int64_t C, int64_t G,
+                     int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
   const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;

@@ -52,7 +52,7 @@ struct alignas(2 * sizeof(output_t)) Pair {
 struct DropoutProblem {
   const NormGradient* coefficients;
   const Affine* affines;
-  const int32_t* flags;  // (N)
+  const float* flags;  // (N)
   const output_t* dy;
   DropoutMask mask;
   float tied;
@@ -211,7 +211,7 @@ sums_kernel(Sums* sums, DropoutProblem problem, int64_t jobs, const Convolution 
 // coefficients (N, kOut); any (N), zero before: is any of a sample's not zero? Where slopes are zero elements
 // may tie, and still no gradient gets through. And the parameters' gradients by sample, gradients (3, N,
 // kOut): of conv_bias, weight, bias. A thread per (sample, group).
-__global__ void coefficients_kernel(NormGradient* coefficients, int32_t* any, float* gradients,
+__global__ void coefficients_kernel(NormGradient* coefficients, float* any, float* gradients,
                                     const Sums* sums, DropoutProblem problem, const float* weight, int64_t N,
                                     int groups, const Convolution c) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / groups, all = N * kOut;
@@ -273,14 +273,14 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
   auto* const sums = reinterpret_cast<Sums*>(gradients + 3 * N * kOut);
   float* const partial = reinterpret_cast<float*>(sums + plan.jobs * 16);
   float* const most = partial + plan.jobs * kFilters;
-  auto* const any = reinterpret_cast<int32_t*>(most + plan.jobs * 16);
+  float* const any = most + plan.jobs * 16;
   auto* const affines = reinterpret_cast<const Affine*>(saved);
-  auto* const active = reinterpret_cast<const int32_t*>(affines + N * kOut);
+  const float* const active = saved + N * kOut * 4;
   DropoutProblem problem{coefficients, affines, active, dy, dropout_mask(seed, number, p),
                          tied_value(low, high)};
   allow_shared(sums_kernel);
   if (N > 0) {
-    cudaMemsetAsync(any, 0, N * sizeof(int32_t), stream);
+    cudaMemsetAsync(any, 0, N * sizeof(float), stream);
     sums_kernel<<<plan.blocks(), kBlock, c.shared, stream>>>(sums, problem, plan.jobs, c);
     coefficients_kernel<<<blocks_for(N * groups, 64), 64, 0, stream>>>(
         coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);

@@ -205,7 +205,7 @@ struct Tail {
 // finite.
 template <bool kVectors, bool kFlags>
 __global__ void __launch_bounds__(kThreads)
-finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, int64_t size, unsigned channels,
+finish_kernel(output_t* y, float* active, const Affine* affines, Tail tail, int64_t size, unsigned channels,
               unsigned chunks) {
   constexpr int kAtOnce = 4;
   const unsigned channel = channels - 1 - blockIdx.x / chunks, chunk = blockIdx.x % chunks;
@@ -258,10 +258,10 @@ finish_kernel(output_t* y, int32_t* active, const Affine* affines, Tail tail, in
 }
 
 // y (N, CHANNELS_OUT, D', H', W'). saved, for backward, one after the other: affines (N, CHANNELS_OUT, 4);
-// active (N): does any element of a sample pass a gradient, or are statistics not finite? tiles_done (N), which
-// is forward's own. Without elements where no gradient is wanted: they lie at the start of scratch then, which
-// holds the statistics (N, slots, CHANNELS_OUT, 2) of the `slots` tiles of each sample. seed (1), or without
-// elements where the number counts; rows to shared are the plan (convolution()).
+// active (N), 1 where an element of a sample passes a gradient or statistics are not finite, else 0;
+// tiles_done (N), forward's own. Without elements where no gradient is wanted: they lie at the start of
+// scratch then, which holds the statistics (N, slots, CHANNELS_OUT, 2) of the `slots` tiles of each sample.
+// seed (1), or without elements where the number counts; rows to shared are the plan (convolution()).
 EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x, const value_t* weight,
                     const float* conv_bias, const float* norm_weight, const float* norm_bias,
                     const int64_t* seed, int64_t number, double low, double high, double p, double eps,
@@ -276,10 +276,10 @@ EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x,
   allow_shared(convolve);
   float* const kept = saved ? saved : scratch;
   auto* const affines = reinterpret_cast<Affine*>(kept);
-  auto* const active = reinterpret_cast<int32_t*>(affines + N * kOut);
+  float* const active = kept + N * kOut * 4;
   auto* const tiles_done = reinterpret_cast<unsigned*>(active + N);
   auto* const statistics = reinterpret_cast<TileStatistics*>(saved ? scratch : kept + N * (4 * kOut + 2));
-  cudaMemsetAsync(active, 0, 2 * N * sizeof(int32_t), stream);  // and tiles_done
+  cudaMemsetAsync(active, 0, 2 * N * sizeof(float), stream);  // and tiles_done
   const dim3 grid(unsigned(N * c.slots()), kOut / 16);
   convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, affines, tiles_done, norm, c);
   const bool aligned = vectors_fit(y, size);

@@ -116,21 +116,17 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; for backward how each channel of a sample was normalised (N, C, 4), whether any element of a sample is tied or not finite
-    (N, int32), and what forward counted there (N, int32)."""
-    return [_outputs(a, False)[0], (_kept(a) if saving else 0, torch.float32)]
-
-
-def _kept(a: Arguments) -> int:
-    return a.x.shape[0] * (4 * len(a.weight) + 2)
+    """y; for backward, in one: how each channel of a sample was normalised (N, C, 4), is any element of a sample tied or not finite (N)?
+    And forward's counts (N)."""
+    kept = a.x.shape[0] * (4 * len(a.weight) + 2)
+    return [_outputs(a, False)[0], (kept if saving else 0, torch.float32)]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     (N, _, *size), C = a.x.shape, len(a.weight)
     defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=True)
-    scratch = N * 2 * C * tiles.slots + (
-        0 if saving else _kept(a)
-    )  # statistics of each block, and what is not saved
+    unsaved = 0 if saving else _fused_outputs(a, True)[1][0]
+    scratch = N * 2 * C * tiles.slots + unsaved  # statistics of each block, and what is not saved
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
     numbers = *a.bounds(), a.p, a.eps, a.groups, N, *size, *tiles.launch
     return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
@@ -149,8 +145,9 @@ fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_ba
 class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
     """y = dropout(clamp(min(group_norm(conv(x)), min_value), min_value, max_value), dropout_p).
 
-    Its mask is not nn.Dropout's. On a GPU it is a function of the state of PyTorch's generator and of an element's place alone: the same after
-    the same torch.manual_seed, in every dtype, with every variant, with gradients or without.
+    Its mask is not nn.Dropout's. It is a function of an element's place and of the state of PyTorch's generator alone: the same after the same
+    torch.manual_seed, in every dtype, with every variant, with gradients or without. CUDA graphs and compiled code, which draw on the device,
+    follow the seed to other masks.
     """
 
     submodules = {"conv": nn.Conv3d, "norm": nn.GroupNorm, "dropout": nn.Dropout}

@@ -233,6 +233,11 @@ if hasattr(model, "dropout"):
         y = model(x)
     kept = float((y != 0).float().mean())
     assert abs(kept - 0.8) < 0.01 and torch.allclose(y[y != 0], torch.tensor(0.25 / 0.8, device=DEVICE))
+    torch.manual_seed(9)
+    first, second = model(x), model(x)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        assert torch.equal(model(x), first) and not torch.equal(first, second), "the mask follows the seed"
     model.eval()
 
 messages = {}
