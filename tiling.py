@@ -466,7 +466,8 @@ class WeightGradient(NamedTuple):
 
 def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], WeightGradient]:
     """A build's definitions, and the launches."""
-    (capability, shared, multiprocessors, _), (C, channels, kh, kw) = device_properties(x.device.index), weight.shape
+    C, channels, kh, kw = weight.shape
+    capability, shared, multiprocessors, _ = device_properties(x.device.index)
     # Values of 16 bits can't be copied in the background, which is what it wins by.
     wgmma = not split and x.element_size() == 4 and capability == (9, 0) and shared >= 227 << 10
     # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
@@ -489,10 +490,16 @@ def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[st
     (N, _, H, W), (outputs, channels, kh, kw) = x.shape, weight.shape
     filters, height, width = (channels, outputs, kh, kw), H - kh + 1, W - kw + 1
     capability, shared, *_ = device_properties(x.device.index)
-    counted_in_int = N * H < 2**31 and height * width < 2**31
     tiles, piece = input_gradient_by_wgmma(filters), N
-    fits = channels <= 64 and W <= _COLUMNS and counted_in_int and tiles.shared_bytes <= shared
-    if split or capability != (9, 0) or not fits:
+    if (
+        split
+        or capability != (9, 0)
+        or tiles.shared_bytes > shared
+        or channels > 64  # more than a tile
+        or W > _COLUMNS
+        or height * width >= 2**31  # not counted in int
+        or N * H >= 2**31
+    ):
         tiles = gemm_by_mma(filters, split, shared)
         sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
         piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
