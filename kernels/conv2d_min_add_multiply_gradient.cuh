@@ -57,9 +57,10 @@ template <int kChannels, int kPixels, class T, int kPitch>
 __device__ __forceinline__ void copy_pieces(
     T (&to)[8][kPitch], const T* from, int plane, int64_t plane_size, int pixels) {
   constexpr int kOfRow = kStrip / kPixels, kChannelsAtOnce = kOfRow < 32 ? 32 / kOfRow : 1;
+  constexpr int kUnrolled = sizeof(T) == 4 ? 1 : 8;  // copies wait for nothing; loads should wait together
   const int lane = threadIdx.x % 32, first = lane / kOfRow;
   from += first * plane_size;
-#pragma unroll 1
+#pragma unroll(kUnrolled)
   for (int c = 0; c < 8; c += kChannelsAtOnce, from += kChannelsAtOnce * plane_size) {
     if (kChannels % 64 != 0 && plane * 8 + c + first >= kChannels) continue;  // blocks have 64 channels
 #pragma unroll
