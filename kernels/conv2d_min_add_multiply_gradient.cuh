@@ -46,38 +46,24 @@ __device__ __forceinline__ void load_strip(
 
 #if __CUDA_ARCH__ >= 800
 
-// To shared memory, in the background; values of 16 bits can't be copied so, and are copied at once.
-template <int kCount = 1, class T> __device__ __forceinline__ void copy_values(T* to, const T* from) {
-  if constexpr (sizeof(T) == 4) copy_async<4 * kCount>(to, from);
+// To shared memory, in the background; values of 16 bits can't be, and are copied at once.
+template <class T> __device__ __forceinline__ void copy_raw(T* to, const T* from) {
+  if constexpr (sizeof(T) == 4) copy_async<4>(to, from);
   else *to = *from;
 }
 
-// Pieces of kPixels pixels of a warp's 8 channels of a strip to [channel][pixel].
-template <int kChannels, int kPixels, class T, int kPitch>
-__device__ __forceinline__ void copy_pieces(
-    T (&to)[8][kPitch], const T* from, int plane, int64_t plane_size, int pixels) {
-  constexpr int kOfRow = kStrip / kPixels, kChannelsAtOnce = kOfRow < 32 ? 32 / kOfRow : 1;
-  constexpr int kUnrolled = sizeof(T) == 4 ? 1 : 8;  // copies wait for nothing; loads should wait together
-  const int lane = threadIdx.x % 32, first = lane / kOfRow;
-  from += first * plane_size;
-#pragma unroll(kUnrolled)
-  for (int c = 0; c < 8; c += kChannelsAtOnce, from += kChannelsAtOnce * plane_size) {
-    if (kChannels % 64 != 0 && plane * 8 + c + first >= kChannels) continue;  // blocks have 64 channels
-#pragma unroll
-    for (int pixel = lane % kOfRow * kPixels; pixel < kStrip; pixel += 32 * kPixels)
-      if (pixel < pixels) copy_values<kPixels>(&to[c + first][pixel], from + pixel);
-  }
-}
-
-// Likewise load_strip, through shared memory: as large pieces as rows allow, because each costs the same.
+// Likewise load_strip, to [channel][pixel]: each lane copies what it will load from there.
 template <int kChannels, class T, int kPitch>
 __device__ __forceinline__ void copy_strip(
     T (&to)[8][kPitch], const T* from, int plane, int64_t plane_size, int pixels) {
-  pixels = max(0, min(pixels, kStrip));
-  const uint64_t alignment = sizeof(T) == 4 ? (uint64_t(from) / 4 | plane_size | pixels) % 4 : 1;
-  if (kPitch % 4 == 0 && alignment == 0) copy_pieces<kChannels, 4>(to, from, plane, plane_size, pixels);
-  else if (kPitch % 2 == 0 && alignment % 2 == 0) copy_pieces<kChannels, 2>(to, from, plane, plane_size, pixels);
-  else copy_pieces<kChannels, 1>(to, from, plane, plane_size, pixels);
+  const int lane = threadIdx.x % 32;
+  from += lane;
+#pragma unroll
+  for (int c = 0; c < 8; c++, from += plane_size)
+#pragma unroll
+    for (int i = 0; i < kLanePixels; i++)
+      if ((kChannels % 64 == 0 || plane * 8 + c < kChannels) && lane + i * 32 < pixels)
+        copy_raw(&to[c][lane + i * 32], from + i * 32);
 }
 
 #endif

@@ -2,9 +2,9 @@
 // forward saved, with zeros around it, straight to the stages of the pipeline
 // (conv2d_min_add_multiply_mainloop_wgmma.cuh).
 //
-// A warp makes 8 channels × kStrip pixels at a time, units, which come in pairs. Of a pair one is on its way in
-// registers, the other in shared memory, where there is room for no more: the compiler waits for all loads at once, so
-// two units in registers would arrive one after the other.
+// A warp makes 8 channels × kStrip pixels at a time, units, which come in pairs. Of a pair one is on its
+// way in registers, the other in shared memory, where there is room for no more. (Two in registers would
+// arrive one after the other: nvcc lets both wait for all loads.)
 #pragma once
 #include "conv2d_min_add_multiply_gradient.cuh"
 #include "conv2d_min_add_multiply_pipeline.cuh"
@@ -40,7 +40,8 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     // How many pixels of g a unit has.
     const auto pixels_of = [&](int i, int unit) {
       const StripPlace at = place_of(i, unit);
-      return i < rows && unsigned(at.row) < unsigned(args.H) && plane_of(unit) < kPlanes ? width - at.column : 0;
+      return i < rows && unsigned(at.row) < unsigned(args.H) && plane_of(unit) < kPlanes ? width - at.column
+                                                                                         : 0;
     };
     const auto word_of = [&](int i, int unit) -> uint32_t {
       const StripPlace at = place_of(i, unit);
@@ -90,12 +91,10 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
         odd.word = odd_word;
         load_even(then_i, then_unit);
         await_copies<0>();
-        __syncwarp();  // everyone's copies are there
         const int pixels = pixels_of(i, unit + 1);
         load_strip<CHANNELS_IN>(odd.dy, &raw[0][0], plane_of(unit + 1), kRawPitch, pixels);
         odd.end_after(pixels);
         convert(stage, odd, unit + 1);
-        __syncwarp();  // everyone has read what is copied over
         copy_odd(then_i, then_unit + 1);
       }
       publish_shared();

@@ -5,6 +5,10 @@
 // products of depth 16 per sum, and kSharedBytes of shared memory. x starts at a word of 4 bytes, and its
 // rows are whole words. Tiles, and the pixels of a plane, are counted in int.
 //
+// Where TRANSPOSED, likewise the gradient of x, from g that a producer of its own makes
+// (_gradient_producer.cuh): of one tile of 64 channels and all of a row, both consumers have the same
+// channels and take every second row, and of the weights, twice as many, most are in shared memory.
+//
 // Blocks are persistent: they share all tiles of 128 pixels evenly. A block walks down strips of rows, so
 // that each row of input is read once and serves KERNEL_H tiles. Its three warpgroups are specialised:
 //   producer   copies rows of x as they are, raw [channel][word], and converts them into the stages of a
@@ -242,7 +246,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
       await_products<0>();
       hold(sums);
       release();
-      if constexpr (TRANSPOSED) {  // the epilogues, scales alone, are read anew: shared memory has no room for them
+      if constexpr (TRANSPOSED) {  // scales alone, read anew: shared memory has no room for them
         apply_epilogue(sums, make_epilogue(args, channel + lane / 4, exponent),
                        make_epilogue(args, channel + lane / 4 + 8, exponent), 0.f, 0.f);
         store_rows(to, sums, int64_t(OH) * OW, CHANNELS_OUT - channel, OW);

@@ -36,7 +36,7 @@
 #define BLOCK_CHANNELS (TRANSPOSED ? 64 : 128)               // output channels of a block
 #define TILE_ROWS (128 / BLOCK_CHANNELS)                     // output rows of a tile by mma.sync
 #define STAGES (WGMMA ? KERNEL_H + 1 : 3)  // of the pipeline: rows of input by wgmma, else a tap's weights
-#define REGISTER_STEPS (TRANSPOSED ? 28 : 30)  // by wgmma: products of depth 16 whose weights are in registers
+#define REGISTER_STEPS (TRANSPOSED ? 28 : 30)  // by wgmma: products of depth 16 with weights in registers
 #define SHARED_BYTES kSharedBytes          // dynamic shared memory of a block: whatever it is
 #endif
 

@@ -1,5 +1,6 @@
-// The pipeline of conv2d_min_add_multiply_mainloop_wgmma.cuh: how a block's warpgroups and its shared memory are
-// shared out, the stages between its producer and its consumers, and the tiles that it goes through.
+// The pipeline of conv2d_min_add_multiply_mainloop_wgmma.cuh: how a block's warpgroups and its shared
+// memory are shared out, the stages between its producer and its consumers, and the tiles that it goes
+// through.
 #pragma once
 #include "conv2d_min_add_multiply_epilogue.cuh"
 
@@ -11,8 +12,8 @@ constexpr int kRegisterSteps = kSteps < REGISTER_STEPS ? kSteps : REGISTER_STEPS
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;    // warpgroups that multiply, 64 channels × 128 pixels at a time
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
-// Registers of a thread. A block starts with the same for each; were there fewer than its warpgroups ask for then,
-// they would wait for ever.
+// Registers of a thread. A block starts with the same for each; were there fewer than its warpgroups ask
+// for then, they would wait for ever.
 constexpr int kProducerRegisters = TRANSPOSED ? 72 : 56, kConsumerRegisters = TRANSPOSED ? 216 : 224;
 constexpr int kStartRegisters = (64 << 10) / kThreads / 8 * 8;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kStartRegisters);
@@ -58,8 +59,9 @@ struct PipelineState {
   }
 };
 
-// Two barriers per stage: `full` once all producer threads have written it, `empty` once all consumers' warps
-// have read it. (One warp's word for four would not do: another that still waits for the stage could miss it.)
+// Two barriers per stage: `full` once all producer threads have written it, `empty` once all consumers'
+// warps have read it. (One warp's word for four would not do: another that still waits for the stage could
+// miss it.)
 struct Pipeline {
   uint8_t* operands;
   uint64_t *full, *empty;

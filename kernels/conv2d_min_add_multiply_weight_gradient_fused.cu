@@ -4,24 +4,26 @@
 //   gradient_sums    d_bias = sum of dy·scale, d_conv_bias = sum of g, over samples and pixels; and the
 //                    largest finite magnitude of g in each sample (…_sums.cuh)
 //   weight_gradient  dweight[co][ci][kh][kw] = sum over samples and pixels of g[co][p]·x[ci][p + (kh, kw)]
-//                    (operands: …_weight_operands.cuh, their products: …_weight_products.cuh)
+//                    (operands: …_weight_operands.cuh, their products: …_weight_mainloop_mma.cuh; of
+//                    float32 on compute capability 9.0, where not SPLIT: …_weight_mainloop_wgmma.cuh)
 //
 // x (N, CHANNELS_IN, H, W), dy (N, CHANNELS_OUT, H', W'), dweight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H,
 // KERNEL_W), all contiguous; saved as conv2d_min_add_multiply_fused.cu leaves it.
 //
-// The weights' gradient is a product on tensor cores, M = 64 channels out, N = 64 channels in × up to 9 taps
-// (3 where SPLIT), K = pixels. A block keeps M × N sums in registers and walks down strips of rows, its share
-// of all; warps have 8 channels in each. Per row of a strip it stages g and the one row of x that is new,
-// converted to operands, in shared memory; a ring holds the rows that the other taps need. What comes next is
-// on its way, in registers, during the products. Operands are those of forward (_operands.cuh), under powers
-// of two for each sample of g and x whose product is the same for all samples, since sums are over all
-// (SampleScales).
+// The weights' gradient is a product on tensor cores, M = 64 channels out, N = 64 channels in × up to 9
+// taps (3 where SPLIT), K = pixels. A block keeps M × N sums in registers and walks down strips of rows,
+// its share of all. Per row of a strip it stages g and the one row of x that is new, converted to operands,
+// in shared memory; a ring holds the rows that the other taps need. What comes next is on its way during
+// the products, by mma.sync in registers, by wgmma in shared memory. Operands are those of forward
+// (_operands.cuh), under powers of two for each sample of g and x whose product is the same for all
+// samples, since sums are over all (SampleScales).
 //
 // Where a row ends, zeros in g would not do, since 0·inf is NaN: x is zero there, too, for each tap's own
 // end.
 //
 // Bytes at the default size: 1040 MB of dy and 66 MB of gates for each launch, 537 MB of x. Bound: memory
-// 0.26 ms for the sums; 300 GFLOP 0.46 ms by mma.sync for the weights' gradient, memory 0.38 ms.
+// 0.26 ms for the sums; for the weights' gradient 300 GFLOP 0.46 ms by mma.sync, 0.34 ms by wgmma, memory
+// 0.38 ms.
 #ifndef WGMMA
 #define WGMMA 0
 #endif
@@ -44,8 +46,8 @@ merge_slots_kernel(value_t* dweight, const float* slots, const uint32_t* largest
   const int row = place.kernel_row + of_block.tap / kTapColumns;
   const int column = place.kernel_column + of_block.tap % kTapColumns;
   const int exponent = -common_exponent(largest_x, largest_g, N);
-  if (of_block.tap >= kBlockTaps || out >= CHANNELS_OUT || in >= CHANNELS_IN || row >= KERNEL_H || column >= KERNEL_W)
-    return;
+  if (of_block.tap >= kBlockTaps || row >= KERNEL_H || column >= KERNEL_W) return;
+  if (out >= CHANNELS_OUT || in >= CHANNELS_IN) return;
   double sum = 0;
   for (int64_t share = 0; share < shares; share++)
     sum += slots[((share * kBlocks + blockIdx.y) * kThreadSums + blockIdx.x) * kThreads + threadIdx.x];

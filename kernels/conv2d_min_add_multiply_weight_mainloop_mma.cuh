@@ -1,5 +1,5 @@
-// The mainloop of the weights' gradient of min-add (…_weight_gradient_fused.cu) by mma.sync. Warps have 8 channels
-// in each; all stage a step's operands, half of them before their products and half after them.
+// The mainloop of the weights' gradient of min-add (…_weight_gradient_fused.cu) by mma.sync. Warps have 8
+// channels in each; all stage a step's operands, half of them before their products and half after them.
 #pragma once
 #include "conv2d_min_add_multiply_weight_operands.cuh"
 
@@ -14,7 +14,8 @@ static_assert(kSharedBytes <= 99 << 10, "any device from compute capability 8.0 
 // Which of a block's sums is sum i of a thread.
 __device__ __forceinline__ SumPlace sum_place(int i, int thread) {
   const int lane = thread % 32, warp = thread / 32;
-  return {i / 4 / kOutTiles, i / 4 % kOutTiles * 16 + i / 2 % 2 * 8 + lane / 4, warp * 8 + lane % 4 * 2 + i % 2};
+  return {i / 4 / kOutTiles, i / 4 % kOutTiles * 16 + i / 2 % 2 * 8 + lane / 4,
+          warp * 8 + lane % 4 * 2 + i % 2};
 }
 
 #if __CUDA_ARCH__ >= 800

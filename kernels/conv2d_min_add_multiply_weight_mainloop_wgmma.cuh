@@ -1,10 +1,10 @@
-// The mainloop of the weights' gradient of min-add (…_weight_gradient_fused.cu) by wgmma, on compute capability 9.0
-// (sm_90a), where SPLIT=0.
+// The mainloop of the weights' gradient of min-add (…_weight_gradient_fused.cu) by wgmma, on compute
+// capability 9.0 (sm_90a), where SPLIT=0.
 //
-// A block's warpgroups are specialised: two of them stage operands, row by row, in a pipeline; the other two, consumers,
-// have half of the taps each, 64 × 64 sums of a tap in registers. g is A, from registers; x is B, in shared memory as
-// it was staged: a tap's column is an offset of so many pixels. Only the last, less than 16 pixels of a row differ
-// from tap to tap (store_tails).
+// A block's warpgroups are specialised: two of them stage operands, row by row, in a pipeline; the other
+// two, consumers, have half of the taps each, 64 × 64 sums of a tap in registers. g is A, x is B, both in
+// shared memory as they were staged: a tap's column is an offset of so many pixels. Only the last, less
+// than 16 pixels of a row differ from tap to tap (store_tails).
 #pragma once
 #include "conv2d_min_add_multiply_weight_operands.cuh"
 
@@ -12,12 +12,12 @@ namespace {
 
 constexpr int kWarpgroup = 128, kConsumers = 2;  // threads; warpgroups that multiply
 constexpr int kBlockThreads = kThreads + kConsumers * kWarpgroup;
-constexpr int kWarpPlanes = 2, kPlaneWarps = kWarps / kWarpPlanes;  // half of the producers stage g, the others x
+constexpr int kWarpPlanes = 2, kPlaneWarps = kWarps / kWarpPlanes;  // of the producers half stage g, half x
 constexpr int kAhead = 2;  // steps
 constexpr int kConsumerTaps = ceil_div(kBlockTaps, kConsumers);  // of the first; the other has the rest
 // Registers of a thread; at first all have the same.
 constexpr int kProducerRegisters = 80, kConsumerRegisters[kConsumers] = {192, 160};
-static_assert(kProducerRegisters * kThreads + (kConsumerRegisters[0] + kConsumerRegisters[1]) * kWarpgroup <= 64 << 10);
+static_assert(kProducerRegisters * 2 + kConsumerRegisters[0] + kConsumerRegisters[1] <= 65536 / kWarpgroup);
 constexpr int kThreadSums = kConsumerTaps * 8 * 4;
 // Shared memory: operands, zeros, raw planes, barriers, and each stage's pixels.
 constexpr int kRawBytes = (kAhead + 1) * kWarpPlanes * sizeof(RawPlane<float>);  // a warp's
@@ -33,8 +33,9 @@ __device__ __forceinline__ SumPlace sum_place(int i, int thread) {
 
 #if TENSOR_CORE_WGMMA
 
-// Two barriers per stage: `full` once all producers have written it, `empty` once all consumers' warps have read it, and
-// with it the oldest row of x. pixels: of the stage's g; 0 where there is none, -1 where the walk has ended.
+// Two barriers per stage: `full` once all producers have written it, `empty` once all consumers' warps have
+// read it, and with it the oldest row of x. pixels: of the stage's g; 0 where there is none, -1 where the
+// walk has ended.
 struct StepPipeline {
   uint64_t *full, *empty;
   int* pixels;
@@ -48,11 +49,11 @@ struct StepPipeline {
   }
 };
 
-// Stages a warp's planes of g or of x, every kPlaneWarps-th, after copying them kAhead steps before to raw, where a warp
-// has [step][plane].
+// Stages a warp's planes of g or of x, every kPlaneWarps-th, after copying them kAhead steps before to raw,
+// where a warp has [step][plane].
 template <class Staged>
-__device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint4* operands, int places, int pitch,
-                                        typename Staged::Raw (*raw)[kWarpPlanes], float scale) {
+__device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint4* operands, int places,
+                                        int pitch, typename Staged::Raw (*raw)[kWarpPlanes], float scale) {
   Step steps[kAhead + 1];  // that is staged, and those that are on their way
   int place = 0, slot = 0;
   const auto copy = [&](int slot) {
@@ -69,10 +70,8 @@ __device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint
   for (int i = 0; i < kAhead; i++) steps[i] = copy(i);
 #pragma unroll 1
   for (;; pipeline.advance()) {
-    __syncwarp();  // everyone has read what is copied over
     steps[kAhead] = copy(slot == 0 ? kAhead : slot - 1);
     await_copies<kAhead>();
-    __syncwarp();  // everyone's copies are there
     await(pipeline.empty + pipeline.stage, pipeline.parity ^ 1);
     const int pixels = steps[0].pixels;
     if (threadIdx.x == 0) pipeline.pixels[pipeline.stage] = pixels;
@@ -108,12 +107,14 @@ __device__ __forceinline__ void consume(float* slots, StepPipeline& pipeline, ui
       for (int k = 0; k < kStrip / 16; k++) {
         const uint64_t gradient =
             describe_transposed(gradients + 16 * (pipeline.stage * kStage + k * 16), 16 * kStrip);
-        // Whole columns of 16 pixels as they lie, those at the end of a row from its tails, and zeros past it.
+        // Whole columns of 16 pixels as they lie, those at the end of a row from its tails, and zeros past
+        // it.
         const int left = pixels - k * 16;
         const uint32_t pitch = left >= 16 ? 16 * kInputPitch : left > 0 ? 16 * kTailPixels : 0;
         const uint32_t column_pitch = left >= 16 ? 16 : left > 0 ? 16 * kTail : 0;
         const uint32_t slot_pitch = left > 0 ? 16 * kSlot : 0;
-        const uint32_t from = left >= 16 ? inputs + 16 * 16 * k : left > 0 ? inputs + 16 * kWarps * kInputPitch : zeros;
+        const uint32_t tails = inputs + 16 * kWarps * kInputPitch;
+        const uint32_t from = left >= 16 ? inputs + 16 * 16 * k : left > 0 ? tails : zeros;
 #pragma unroll
         for (int i = 0; i < kTaps; i++) {
           const int row = (kFirst + i) / kTapColumns, column = (kFirst + i) % kTapColumns;
@@ -165,7 +166,8 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
     const Strips strips(H - KERNEL_H + 1, W - KERNEL_W + 1);
     const int64_t count = strips.count(N);
     const BlockPlace place(blockIdx.y);
-    Walk walk{dy, gates, x, strips, place, largest_x, largest_g, common, int(threadIdx.x / 32) % kPlaneWarps, H, W,
+    const int plane = threadIdx.x / 32 % kPlaneWarps;
+    Walk walk{dy, gates, x, strips, place, largest_x, largest_g, common, plane, H, W,
               count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
     uint4* const own = raw + threadIdx.x / 32 * (kRawBytes / 16);
     if (threadIdx.x < kThreads / 2)

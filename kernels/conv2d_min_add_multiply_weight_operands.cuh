@@ -21,8 +21,8 @@ constexpr int kBlockTaps = kTapRows * kTapColumns;
 constexpr int kBlocks = kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
 
 // Shared memory, in units of 16 bytes, 8 channels of a pixel: rows of x [slot][part][plane][pixel], and g
-// [stage][part][plane][pixel]. By wgmma a row of x ends with the last 16 pixels of the strip as each tap's column
-// sees them [column][plane][pixel], zeros past the end.
+// [stage][part][plane][pixel]. By wgmma a row of x ends with the last 16 pixels of the strip as each tap's
+// column sees them [column][plane][pixel], zeros past the end.
 constexpr int kTailPixels = 16;
 constexpr int kInputPitch = kStrip + kTapColumns - 1;
 constexpr int kStages = WGMMA ? 3 : 2;          // of g: the row in use and those to come
@@ -73,7 +73,8 @@ struct SampleScales {
   }
 };
 
-// By wgmma: a plane of 8 channels of a row of g or x as it is, on its way in the background.
+// By wgmma: a plane of 8 channels of a row of g or x as it is, on its way to shared memory in the
+// background. Each lane reads what it has copied itself.
 template <class T> struct RawPlane {
   T values[8][kStrip];
   T edge[64];          // of x, pixel·8 + channel
@@ -82,8 +83,8 @@ template <class T> struct RawPlane {
 
 #if __CUDA_ARCH__ >= 800
 
-// What a walk says of a step: the pixels of g, 0 where there is no g, -1 where there is no such step; the pixels of the
-// strip; and the scales.
+// What a walk says of a step: the pixels of g, 0 where there is no g, -1 where there is no such step; the
+// pixels of the strip; and the scales.
 struct Step {
   int pixels = -1, across = 0;
   SampleScales scales;
@@ -141,7 +142,8 @@ struct Walk {
   }
 };
 
-// A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers. planes: past the walk's.
+// A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers. planes: past the
+// walk's.
 struct StagedGradient {
   GradientStrip<CHANNELS_OUT> strip;
 
@@ -158,7 +160,7 @@ struct StagedGradient {
     const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
     copy_strip<CHANNELS_OUT>(to.values, walk.dy + planes * 8 * plane_size, plane, plane_size, walk.pixels);
     if (CHANNELS_OUT % 64 == 0 || plane * 8 + lane / 4 < CHANNELS_OUT)
-      copy_async<4>(to.words + lane, walk.gates + planes * 32 + lane);
+      copy_raw(to.words + lane, walk.gates + planes * 32 + lane);
   }
   __device__ __forceinline__ void load(const Raw& from, const Step& step) {
     strip.load(&from.values[0][0], from.words, 0, kStrip, step.pixels);
@@ -177,8 +179,8 @@ struct StagedGradient {
   }
 };
 
-// Likewise of a row of x. Past the end of a row its values may be anything: such pixels don't count (mask_taps,
-// store_tails).
+// Likewise of a row of x. Past the end of a row its values may be anything: such pixels don't count
+// (mask_taps, store_tails).
 struct StagedInput {
   value_t values[kLanePixels][8] = {};
   // Right of the strip: lane + 32 k is pixel·8 + channel.
@@ -205,13 +207,13 @@ struct StagedInput {
 #pragma unroll
     for (int i = threadIdx.x % 32; i < (kTapColumns - 1) * 8; i += 32)
       if (plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real)
-        copy_values(to.edge + i, x + i % 8 * walk.H * walk.W + kStrip + i / 8);
+        copy_raw(to.edge + i, x + i % 8 * walk.H * walk.W + kStrip + i / 8);
   }
   __device__ __forceinline__ void load(const Raw& from, const Step&) {
     const int lane = threadIdx.x % 32;
     load_strip<64>(values, &from.values[0][0], 0, kStrip, kStrip);
 #pragma unroll
-    for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) edge[k] = from.edge[i % 64];
+    for (int k = 0; k < int(sizeof(edge) / sizeof(value_t)); k++) edge[k] = from.edge[(lane + k * 32) % 64];
   }
   // To a slot, as operands.
   __device__ __forceinline__ void store(uint4* slot, int plane, const Step& step, float) const {

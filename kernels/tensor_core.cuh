@@ -268,8 +268,8 @@ __device__ __forceinline__ uint64_t describe(uint32_t address, uint32_t k_stride
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(k_stride >> 4) << 16 | uint64_t(128 >> 4) << 32;
 }
 
-// Describes an operand of which 8 columns, of A 8 rows, lie side by side, 16 bytes, those of the next k behind them, and
-// the next 8 plane_pitch bytes on. Any multiple of 16 serves here, too.
+// Describes an operand of which 8 columns, of A 8 rows, lie side by side, 16 bytes, those of the next k
+// behind them, and the next 8 plane_pitch bytes on. Any multiple of 16 serves here, too.
 __device__ __forceinline__ uint64_t describe_transposed(uint32_t address, uint32_t plane_pitch) {
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(128 >> 4) << 16 | uint64_t(plane_pitch >> 4) << 32;
 }
