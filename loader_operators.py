@@ -275,6 +275,14 @@ def _caller(forward: Callable, plans: bool, saves: bool) -> Callable:
     return lambda arguments, plan, saving: (forward(*arguments),)
 
 
+def _one_by_one(gradients: Callable, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients for each dy of a batch that torch.autograd.grad(..., is_grads_batched=True) shows as one."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    found = zip(*[gradients(each) for each in torch._remove_batch_dim(dy, level, 0, 0)])
+    return tuple([f[0] if f[0] is None else torch._add_batch_dim(torch.stack(f), 0, level) for f in found])
+
+
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
     count = operator.tensors
@@ -308,6 +316,8 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
         others = (None,) * len(ctx.constants)
         if dy is None:  # whoever used the result has no gradient for it
             return None, *(None,) * count, *others
+        if torch._C._functorch.is_legacy_batchedtensor(dy):
+            return _one_by_one(functools.partial(gradients, ctx), dy)
         given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
         arguments, saved = given[:count] + ctx.constants, given[count:]
         if not is_watched():

@@ -785,6 +785,21 @@ def test_transformations_of_torch_func(name):
     assert_same(twin, model, x, exact=False)
 
 
+@every_name
+def test_a_batch_of_gradients(name):
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for: the same as one by one."""
+    _, twin, x = pair(name)
+    y, inputs = twin(x.requires_grad_()), [x, *twin.parameters()]
+    batch = torch.randn(3, *y.shape)
+    single = [torch.autograd.grad(y, inputs, dy, retain_graph=True) for dy in batch]
+    together = torch.autograd.grad(y, inputs, batch, retain_graph=True, is_grads_batched=True)
+    for gradients, expected in zip(together, zip(*single)):
+        assert torch.equal(gradients, torch.stack(expected))
+    [alone] = torch.autograd.grad(y, [twin.conv.bias], batch, is_grads_batched=True)  # no other is asked for
+    [bias] = [g for g, tensor in zip(together, inputs) if tensor is twin.conv.bias]
+    assert torch.equal(alone, bias)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @every_name
 def test_fake_tensors_and_traces(name):
