@@ -18,9 +18,6 @@
 #ifndef TRANSPOSED  // as the plan says; else what a source needs that compiles alone
 #define TRANSPOSED 1
 #endif
-#ifndef WGMMA
-#define WGMMA 0
-#endif
 #if WGMMA
 #include "conv2d_min_add_multiply_mainloop_wgmma.cuh"
 #else

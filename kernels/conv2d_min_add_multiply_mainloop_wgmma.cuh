@@ -5,9 +5,10 @@
 // products of depth 16 per sum, and kSharedBytes of shared memory. x starts at a word of 4 bytes, and its
 // rows are whole words. Tiles, and the pixels of a plane, are counted in int.
 //
-// Where TRANSPOSED, likewise the gradient of x, from g that a producer of its own makes
-// (_gradient_producer.cuh): of one tile of 64 channels and all of a row, both consumers have the same
-// channels and take every second row, and of the weights, twice as many, most are in shared memory.
+// Where TRANSPOSED it computes the gradient of x instead, from g, which another producer makes
+// (_gradient_producer.cuh). A tile is then 64 channels of a whole row. Both consumers have the same
+// channels, and take rows in turn. There are twice as many weights; one copy of most of them lies in shared
+// memory, for both.
 //
 // Blocks are persistent: they share all tiles of 128 pixels evenly. A block walks down strips of rows, so
 // that each row of input is read once and serves KERNEL_H tiles. Its three warpgroups are specialised:

@@ -24,9 +24,6 @@
 // Bytes at the default size: 1040 MB of dy and 66 MB of gates for each launch, 537 MB of x. Bound: memory
 // 0.26 ms for the sums; for the weights' gradient 300 GFLOP 0.46 ms by mma.sync, 0.34 ms by wgmma, memory
 // 0.38 ms.
-#ifndef WGMMA
-#define WGMMA 0
-#endif
 #include "conv2d_min_add_multiply_sums.cuh"
 #if WGMMA
 #include "conv2d_min_add_multiply_weight_mainloop_wgmma.cuh"

@@ -124,7 +124,7 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
   const auto load = [&] {
     staged = walk.step();
     if (staged.pixels < 0) return;
-    gradient.load(walk, 0), input.load(walk, 0);
+    gradient.load(walk), input.load(walk);
     walk.advance();
   };
   const auto store = [&](int step) {

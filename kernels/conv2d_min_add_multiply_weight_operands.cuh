@@ -142,16 +142,15 @@ struct Walk {
   }
 };
 
-// A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers. planes: past the
-// walk's.
+// A plane of 8 channels of a step's g on its way to shared memory, in a warp's registers: the walk's, or by
+// way of raw the one that lies so many `planes` past it.
 struct StagedGradient {
   GradientStrip<CHANNELS_OUT> strip;
 
-  __device__ __forceinline__ void load(const Walk& walk, int planes) {
+  __device__ __forceinline__ void load(const Walk& walk) {
     if (walk.ahead()) return;
     const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
-    strip.load(walk.dy + planes * 8 * plane_size, walk.gates + planes * 32,
-               walk.place.channel_out / 8 + walk.plane + planes, plane_size, walk.pixels);
+    strip.load(walk.dy, walk.gates, walk.place.channel_out / 8 + walk.plane, plane_size, walk.pixels);
   }
   using Raw = RawPlane<output_t>;
   static __device__ __forceinline__ void copy(Raw& to, const Walk& walk, int planes) {
@@ -186,16 +185,15 @@ struct StagedInput {
   // Right of the strip: lane + 32 k is pixel·8 + channel.
   value_t edge[ceil_div((kTapColumns - 1) * 8, 32)] = {};
 
-  __device__ __forceinline__ void load(const Walk& walk, int planes) {
-    const int lane = threadIdx.x % 32, plane = walk.place.channel_in / 8 + walk.plane + planes;
+  __device__ __forceinline__ void load(const Walk& walk) {
+    const int lane = threadIdx.x % 32, plane = walk.place.channel_in / 8 + walk.plane;
     const int real = walk.pixels + KERNEL_W - 1 - walk.place.kernel_column;  // pixels of x
-    const value_t* const x = walk.x + planes * 8 * walk.H * walk.W;
-    load_strip<CHANNELS_IN>(values, x, plane, walk.H * walk.W, real);
+    load_strip<CHANNELS_IN>(values, walk.x, plane, walk.H * walk.W, real);
 #pragma unroll
     for (int i = lane, k = 0; k < int(sizeof(edge) / sizeof(value_t)); i += 32, k++) {
       const bool exists =
           i < (kTapColumns - 1) * 8 && plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real;
-      if (exists) edge[k] = x[i % 8 * walk.H * walk.W + kStrip + i / 8];
+      if (exists) edge[k] = walk.x[i % 8 * walk.H * walk.W + kStrip + i / 8];
     }
   }
   using Raw = RawPlane<value_t>;
