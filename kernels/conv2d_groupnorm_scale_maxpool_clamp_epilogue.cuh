@@ -18,16 +18,17 @@ struct WindowsEpilogue {
   const Geometry& geometry;
   const int columns, pooled_columns, first_channel, first_own;  // of the tile; of the block, of the warp
   float* out;                                                   // the next row of windows
-  int window_row;  // the next of the rows of a window
+  int window_row;        // the next of the rows of a window
+  uint32_t left, right;  // places of its first two columns; both are kept, so that to choose is one instruction
   float shift[2], sum[2], square[2];
   float best[2][kTiles][kKept];
-  // Where they come from: the row of the window, doubled, and the column of the pair; or where both columns
-  // are kept, the row alone, in four bits.
+  // Where they come from: the place in the window of the row and of the pair's column, as if the pair were the
+  // first; or where both columns are kept, the row alone, in four bits.
   uint32_t origins[kSaving ? 2 * kTiles * kKept / kPacked : 1];
 
   // The first row of windows begins at first_out.
   __device__ __forceinline__ void start(float* first_out) {
-    out = first_out, window_row = 0;
+    out = first_out, window_row = 0, left = 0, right = 1;
 #pragma unroll
     for (int half = 0; half < 2; half++) shift[half] = sum[half] = square[half] = 0;
 #pragma unroll
@@ -56,13 +57,13 @@ struct WindowsEpilogue {
       for (int i = 0; i < 4; i++) sum[i / 2] += d[j][i], square[i / 2] += d[j][i] * d[j][i];
     take_maxima(d);
     if (window_row == POOL_H - 1) stage_maxima();
-    window_row++;
+    window_row++, left += POOL_W, right += POOL_W;
   }
 
   // Writes the row of windows that is complete.
   __device__ __forceinline__ void flush() {
     const int lane = threadIdx.x % 32;
-    window_row = 0;
+    window_row = 0, left = 0, right = 1;
     __syncwarp();  // these windows have been written
 #pragma unroll
     for (int p = 0; p < kTile / POOL_W; p += 32) {
@@ -132,7 +133,7 @@ struct WindowsEpilogue {
           if (kSaving) {
             uint32_t& origin = origins[((half * kTiles + j) * kKept + k) / kPacked];
             const uint32_t own = 15u << (k + j * kKept) % kPacked * 4;
-            const uint32_t changed = kKept == 1 ? 2 * window_row + (d[j][half * 2 + 1] > d[j][half * 2])
+            const uint32_t changed = kKept == 1 ? (d[j][half * 2 + 1] > d[j][half * 2] ? right : left)
                                                 : (origin & ~own) | (window_row * 0x11111111u & own);
             origin = value > best[half][j][k] ? changed : origin;
           }
@@ -180,23 +181,27 @@ struct WindowsEpilogue {
 #pragma unroll
     for (int i = kWidth - 1; i >= 0; i--) {
       const int origin = staged_origins[first + i];
-      const int own = kKept == 1 ? origin / 2 * POOL_W + 2 * i + origin % 2 : origin * POOL_W + i;
-      if (from[i] == maximum) place = min(place, own);
+      const int own = kKept == 1 ? origin + 2 * i : origin * POOL_W + i;
+      if (from[i] == maximum) place = i == kWidth - 1 ? own : min(place, own);
     }
   }
   // Of kBatch channels from the warp's `first` on, a window each, if it is `wanted`; moves `to` on.
   __device__ __forceinline__ void write_windows(float*& to, const float (&maximum)[kBatch],
                                                 const int (&place)[kBatch], bool wanted, int first) const {
     const int64_t stride = int64_t(geometry.pooled_height()) * geometry.pooled_width();
+    if (wanted) {
+      float* value = to;
+      uint8_t* origin = kSaving ? index + (to - extreme) : nullptr;
 #pragma unroll
-    for (int r = 0; r < kBatch; r++, to += stride) {
-      const int own = first_own + first + r;
-      const float2 power = storage.unscale[own];
-      if (wanted && (CHANNELS_OUT % 64 == 0 || first_channel + own < CHANNELS_OUT)) {
-        *to = maximum[r] * power.x * power.y;
-        if (kSaving) index[to - extreme] = uint8_t(place[r]);
+      for (int r = 0; r < kBatch; r++, value += stride, origin += stride) {
+        const int own = first_own + first + r;
+        if (CHANNELS_OUT % 64 && first_channel + own >= CHANNELS_OUT) break;
+        const float2 power = storage.unscale[own];
+        *value = maximum[r] * power.x * power.y;
+        if (kSaving) *origin = uint8_t(place[r]);
       }
     }
+    to += kBatch * stride;
   }
 };
 
