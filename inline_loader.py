@@ -461,7 +461,7 @@ def {name}({all}, /):
     try:
         if _is_grad_enabled() and ({requires_grad}):
             raise RuntimeError(_NO_GRADIENT)
-        _operator({all})
+        _run({all})
     except Exception:
         _check_tensors({tensors})
         raise
@@ -489,6 +489,7 @@ def _call(launcher: Launcher, operator: Callable) -> Callable:
         "_is_compiling": torch.compiler.is_compiling,
         "_is_grad_enabled": torch.is_grad_enabled,
         "_operator": operator,
+        "_run": operator._op,  # what it calls, without a detour through Python
         "_check_tensors": check_tensors,
         "_increment_version": torch._C._increment_version,
         "_NO_GRADIENT": f"{launcher.name}: an argument requires a gradient, and a launcher has none: give it one with "

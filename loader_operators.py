@@ -292,7 +292,7 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
             result, *saved = operator.save_registered(*arguments)
         else:
             ctx.plan = plan = operator.plan(arguments, True) if plan is None else plan
-            result, *saved = operator.save(*arguments, plan=plan)
+            result, *saved = operator._call(operator._spread(arguments), plan, True)
         ctx.save_for_backward(*arguments[:count], *saved)
         ctx.constants = arguments[count:]
         ctx.set_materialize_grads(False)

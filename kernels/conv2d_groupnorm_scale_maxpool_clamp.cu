@@ -171,7 +171,5 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
   backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, coefficients, group_mean,
                                                            group_rstd, conv_bias, weight, bias, scale, low,
                                                            high, shape, image, chunks);
-  accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
-  for (int i = 0; i < 4; i++)
-    sum_rows_kernel<<<i < 3 ? C : scales, kThreads, 0, stream>>>(totals[i], gradients + i * N * C, N, C);
+  sum_rows({{d_conv_bias, C}, {d_weight, C}, {d_bias, C}, {d_scale, scales}}, gradients, N, C, stream);
 }

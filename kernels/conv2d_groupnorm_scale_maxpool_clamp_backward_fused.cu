@@ -52,10 +52,6 @@ inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const f
           conv_bias, norm_weight, norm_bias, scale, float(low), float(high)};
 }
 
-template <class Kernel> void allow(Kernel kernel, int bytes) {
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-}
-
 }  // namespace
 
 // The gradients of weight and, summed over the samples, of the parameters; d_scale has `scales` elements,
@@ -75,14 +71,13 @@ EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight
   const Merged sums(merged, N, G);
   const Partial parts(partial, N, strips);
   const unsigned blocks = geometry.cover(geometry.tile_rows()) ? unsigned(strips * N * kStripBlocks) : 0;
-  allow(strip_kernel, StripLayout::kBytes);
+  allow_shared<strip_kernel>();
   strip_kernel<<<blocks, kThreads, StripLayout::kBytes, stream>>>(parts, x, saved, shape, geometry);
   sample_kernel<<<N, kSampleThreads, 0, stream>>>(sums, parts, saved, shape, geometry);
   total_kernel<<<CHANNELS_OUT * (kDepth + 4) / 32, kThreads, 0, stream>>>(
       d_weight, d_conv_bias, d_norm_weight, d_norm_bias, d_scale, sums, scales > 1, int(N));
   if (scales == 1)
-    sum_rows_kernel<<<1, kThreads, 0, stream>>>(d_scale, sums.gradients + 3 * N * CHANNELS_OUT, N,
-                                                CHANNELS_OUT);
+    sum_rows({{d_scale, 1}}, sums.gradients + 3 * N * CHANNELS_OUT, N, CHANNELS_OUT, stream);
 }
 
 // dx, after `backward`, of which merged and partial are; what is behind the shift in partial is overwritten.
@@ -103,7 +98,7 @@ EXPORT void backward_input(value_t* dx, const double* merged, float* partial, co
   const bool fits = stride + (tiles > 2 ? kHaloW : 0) <= kInputColumns && rows % POOL_H == 0;
   const unsigned blocks = geometry.cover(int(H)) && cut && fits ? unsigned(strips * tiles * N) : 0;
   const dim3 border(unsigned(N), kEdges + 1);
-  allow(input_gradient_kernel, InputLayout::kBytes), allow(border_kernel, kBorderShared);
+  allow_shared<input_gradient_kernel>(), allow_shared<border_kernel>();
   compose_kernel<<<unsigned(N + 1), kComposeThreads, 0, stream>>>(
       composed, weight, Merged(const_cast<double*>(merged), N, G), shape);
   input_gradient_kernel<<<blocks, kInputThreads, InputLayout::kBytes, stream>>>(

@@ -189,6 +189,5 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bia
   min_add_multiply_backward_kernel<<<N * chunks * channel_tiles, kThreads, 0, stream>>>(
       dv, sums, dy, v, conv_bias, constant, scale, N, C, S, position_tiles, channel_tiles, unsigned(chunks),
       tf32, vectors_fit(dv, C) && vectors_fit(dy, S));
-  sum_rows_kernel<<<C, kThreads, 0, stream>>>(d_conv_bias, sums, N * chunks, C);
-  sum_rows_kernel<<<biases, kThreads, 0, stream>>>(d_bias, sums + N * chunks * C, N * chunks, C);
+  sum_rows({{d_conv_bias, C}, {d_bias, biases}}, sums, N * chunks, C, stream);
 }

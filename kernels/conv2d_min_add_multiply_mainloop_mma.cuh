@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kThreads) convolve_kernel(Arguments args, cons
 int64_t packed_input_bytes(int64_t N, int64_t S) { return int64_t(kPlanes) * 8 * 2 * kParts * N * S; }
 
 void convolve_packed(const Arguments& args, const uint4* packed_x, cudaStream_t stream) {
-  cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  allow_shared<convolve_kernel>();
   const dim3 grid(args.N * args.bands() * args.strips(), kChannelBlocks);
   convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, packed_x);
 }

@@ -302,10 +302,8 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_kernel(Arguments args, b
 int64_t packed_input_bytes(int64_t, int64_t) { return 0; }  // x is read as it is
 
 void convolve(const Arguments& args, uint4*, cudaStream_t stream) {
-  int device = 0, multiprocessors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  cudaFuncSetAttribute(convolve_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  allow_shared<convolve_kernel>();
   const dim3 grid(multiprocessors > kChannelBlocks ? multiprocessors / kChannelBlocks : 1, kChannelBlocks);
   for (int pass = 0; pass < (kScaled && !TRANSPOSED ? 2 : 1); pass++)
     convolve_kernel<<<grid, kThreads, kSharedBytes, stream>>>(args, pass == 1);

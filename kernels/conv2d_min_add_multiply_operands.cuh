@@ -7,6 +7,7 @@
 #pragma once
 #include <type_traits>
 
+#include "launch.cuh"
 #include "operands.cuh"
 #include "tensor_core.cuh"
 

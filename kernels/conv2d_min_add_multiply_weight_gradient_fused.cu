@@ -64,9 +64,7 @@ EXPORT void gradient_sums(accumulate_t* d_conv_bias, accumulate_t* d_bias, int32
       sums, reinterpret_cast<uint32_t*>(largest_g), dy,
       reinterpret_cast<const uint32_t*>(saved_gates(saved, N)), float(scale), N, H - KERNEL_H + 1,
       W - KERNEL_W + 1);
-  sum_rows_kernel<<<CHANNELS_OUT, kThreads, 0, stream>>>(d_conv_bias, sums, shares, int64_t(CHANNELS_OUT));
-  sum_rows_kernel<<<biases, kThreads, 0, stream>>>(d_bias, sums + shares * CHANNELS_OUT, shares,
-                                                   int64_t(CHANNELS_OUT));
+  sum_rows({{d_conv_bias, CHANNELS_OUT}, {d_bias, biases}}, sums, shares, CHANNELS_OUT, stream);
 }
 
 // slots (shares, slot_elements) is scratch; the launch fails if that is not what a share takes.
@@ -77,7 +75,7 @@ EXPORT void weight_gradient(value_t* dweight, float* slots, const output_t* dy, 
   const uint32_t* largest_x = reinterpret_cast<const uint32_t*>(saved);
   const uint32_t* largest = reinterpret_cast<const uint32_t*>(largest_g);
   const bool agreed = slot_elements == int64_t(kBlocks) * kThreadSums * kThreads;
-  cudaFuncSetAttribute(weight_gradient_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  allow_shared<weight_gradient_kernel>();
   weight_gradient_kernel<<<dim3(agreed ? shares : 0, kBlocks), kBlockThreads, kSharedBytes, stream>>>(
       slots, dy, x, saved_gates(largest_x, N), largest_x, largest, float(scale), N, H, W);
   if (!agreed) return;

@@ -24,7 +24,7 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
                           int64_t input_room, const Convolution& c, cudaStream_t stream) {
   if (!dx && !d_weight) return;
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
-  allow_shared(gradient_kernel<Problem>), allow_shared(input_gradient_kernel<Problem>);
+  allow_shared<gradient_kernel<Problem>>(), allow_shared<input_gradient_kernel<Problem>>();
   for (int64_t first = 0; first < plan.N; first += samples) {
     const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
     const int64_t first_job = first * plan.jobs_of_sample;

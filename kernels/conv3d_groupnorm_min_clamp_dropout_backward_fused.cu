@@ -181,15 +181,16 @@ struct SumsEpilogue : SelectedEpilogue<DropoutProblem::Selected> {
   }
 };
 
-// sums (jobs, 16). The blocks share out the jobs.
+// sums (jobs, 16); any (N), zeros for coefficients_kernel. The blocks share out the jobs.
 __global__ void __launch_bounds__(kBlock, 1)
-sums_kernel(Sums* sums, DropoutProblem problem, int64_t jobs, const Convolution c) {
+sums_kernel(Sums* sums, float* any, DropoutProblem problem, int64_t jobs, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ SumsStorage storage;
 #pragma unroll 1
   for (int64_t job = blockIdx.x; job < jobs; job += gridDim.x) {
     const Tile tile(c, unsigned(job / kJobsPerTile));
     const int first_channel = int(job % kJobsPerTile) * 16;
+    if (threadIdx.x == 0) any[tile.n] = 0;
     if (!problem.active(tile.n)) continue;
     Mainloop<SharedWeights> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared),
                                      first_channel, SharedWeights(storage.weights[0]));
@@ -208,7 +209,7 @@ sums_kernel(Sums* sums, DropoutProblem problem, int64_t jobs, const Convolution 
   }
 }
 
-// coefficients (N, kOut); any (N), zero before: is any of a sample's not zero? Where slopes are zero elements
+// coefficients (N, kOut); any (N), zeros before: is any of a sample's not zero? Where slopes are zero elements
 // may tie, and still no gradient gets through. And the parameters' gradients by sample, gradients (3, N,
 // kOut): of conv_bias, weight, bias. A thread per (sample, group).
 __global__ void coefficients_kernel(NormGradient* coefficients, float* any, float* gradients,
@@ -278,17 +279,14 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
   const float* const active = saved + N * kOut * 4;
   DropoutProblem problem{coefficients, affines, active, dy, dropout_mask(seed, number, p),
                          tied_value(low, high)};
-  allow_shared(sums_kernel);
+  allow_shared<sums_kernel>();
   if (N > 0) {
-    cudaMemsetAsync(any, 0, N * sizeof(float), stream);
-    sums_kernel<<<plan.blocks(), kBlock, c.shared, stream>>>(sums, problem, plan.jobs, c);
+    sums_kernel<<<plan.blocks(), kBlock, c.shared, stream>>>(sums, any, problem, plan.jobs, c);
     coefficients_kernel<<<blocks_for(N * groups, 64), 64, 0, stream>>>(
         coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
   problem.flags = any;
   convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_room, c,
                        stream);
-  float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias};
-  for (int i = 0; i < 3; i++)
-    sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(totals[i], gradients + i * N * kOut, N, kOut);
+  sum_rows({{d_conv_bias, kOut}, {d_norm_weight, kOut}, {d_norm_bias, kOut}}, gradients, N, kOut, stream);
 }

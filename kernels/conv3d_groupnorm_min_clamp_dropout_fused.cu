@@ -273,7 +273,7 @@ EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x,
   const bool vectors = vectors_fit(y, plane) && rows * c.OW % 4 == 0;
   const auto convolve = vectors ? convolve_kernel<true> : convolve_kernel<false>;
   const GroupNorm norm{conv_bias, norm_weight, norm_bias, float(eps), int(groups)};
-  allow_shared(convolve);
+  vectors ? allow_shared<convolve_kernel<true>>() : allow_shared<convolve_kernel<false>>();
   float* const kept = saved ? saved : scratch;
   auto* const affines = reinterpret_cast<Affine*>(kept);
   float* const active = kept + N * kOut * 4;

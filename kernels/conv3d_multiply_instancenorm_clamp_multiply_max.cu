@@ -159,6 +159,5 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_mul
                                                                          conv_bias, multiplier, eps, N, C, S);
   backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, sums, mean, m2, conv_bias,
                                                            multiplier, low, high, eps, N, C, S, chunks);
-  sum_rows_kernel<<<C, kThreads, 0, stream>>>(d_conv_bias, zeros, N, C);
-  sum_rows_kernel<<<multipliers, kThreads, 0, stream>>>(d_multiplier, gradients, N, C);
+  sum_rows({{d_multiplier, multipliers}, {d_conv_bias, C}}, gradients, N, C, stream);  // and zeros
 }

@@ -186,6 +186,5 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
   }
   const InstanceNormProblem problem{coefficients, index, winner};
   convolution_backward(dx, d_weight, dv, most, partial, nullptr, problem, plan, input_room, c, stream);
-  sum_rows_kernel<<<kOut, kThreads, 0, stream>>>(d_conv_bias, zeros, N, kOut);
-  sum_rows_kernel<<<unsigned(multipliers), kThreads, 0, stream>>>(d_multiplier, gradients, N, kOut);
+  sum_rows({{d_multiplier, multipliers}, {d_conv_bias, kOut}}, gradients, N, kOut, stream);  // and zeros
 }

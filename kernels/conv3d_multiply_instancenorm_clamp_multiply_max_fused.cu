@@ -354,7 +354,7 @@ EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments,
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t blocks = N * c.slots();
   const auto kernel = index ? fused_kernel<true> : fused_kernel<false>;
-  const int all = allow_shared(kernel);
+  const int all = index ? allow_shared<fused_kernel<true>>() : allow_shared<fused_kernel<false>>();
   const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
   const int staged = index ? kBlockWarps * kStaged * int(sizeof(float)) : 0;
   const int64_t laid_out = (int64_t(c.shared) + 15) / 16 * 16 + staged;

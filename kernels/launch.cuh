@@ -11,13 +11,19 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 }
 
 // Lets blocks of a kernel have as much shared memory as there is, and returns how much of it is dynamic. As
-// much as one launch needs would not do for a thread that launches the same kernel at the same time.
-template <class Kernel> inline int allow_shared(Kernel kernel) {
+// much as one launch needs would not do for a thread that launches the same kernel at the same time. A thread
+// asks once, until it turns to another device: that takes about as long as a launch.
+template <auto kernel> inline int allow_shared() {
+  thread_local int known = -1, most = 0;  // the device, and what there is
+  int device = 0;
+  cudaGetDevice(&device);
+  if (device == known) return most;
   cudaFuncAttributes attributes{};
   cudaFuncGetAttributes(&attributes, kernel);
-  const int most =
-      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+  most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
+  const bool allowed =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) == cudaSuccess;
+  known = allowed ? device : -1;
   return most;
 }
 

@@ -51,13 +51,24 @@ __device__ inline Moments<double> block_merge(Moments<double> moments) {
   return moments;
 }
 
-// totals (count), of C or 1 elements, from values (rows, C): summed over the rows, and over all where there
-// is one, in double and in a fixed order. A block per total.
-template <class T>
+// What values (rows, C) are summed to: C sums over the rows, or 1 over all.
+struct RowSums {
+  accumulate_t* at;
+  int64_t count;
+};
+template <int kCount> struct ManyRowSums {
+  RowSums of[kCount];
+};
+
+// Each of `sums` of its own of values (kCount, rows, C), in double and in a fixed order. A block per sum.
+template <int kCount, class T>
 __global__ void __launch_bounds__(kThreads)
-sum_rows_kernel(accumulate_t* totals, const T* values, int64_t rows, int64_t C) {
+sum_rows_kernel(ManyRowSums<kCount> sums, const T* values, int64_t rows, int64_t C) {
   __shared__ double partial[kThreads];
-  const bool all = gridDim.x == 1;
+  const RowSums own = sums.of[blockIdx.y];
+  if (blockIdx.x >= own.count) return;
+  values += blockIdx.y * rows * C;
+  const bool all = own.count == 1;
   const int64_t first = all ? 0 : blockIdx.x, step = all ? 1 : C, end = rows * C;
   double sum = 0;
   for (int64_t i = first + threadIdx.x * step; i < end; i += kThreads * step) sum += values[i];
@@ -66,5 +77,12 @@ sum_rows_kernel(accumulate_t* totals, const T* values, int64_t rows, int64_t C) 
     __syncthreads();  // the sums of twice as many threads are there
     if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) totals[blockIdx.x] = accumulate_t(partial[0]);
+  if (threadIdx.x == 0) own.at[blockIdx.x] = accumulate_t(partial[0]);
+}
+
+template <int kCount, class T>
+void sum_rows(const RowSums (&sums)[kCount], const T* values, int64_t rows, int64_t C, cudaStream_t stream) {
+  ManyRowSums<kCount> all;
+  for (int i = 0; i < kCount; i++) all.of[i] = sums[i];
+  sum_rows_kernel<<<dim3(unsigned(C), kCount), kThreads, 0, stream>>>(all, values, rows, C);
 }

@@ -141,19 +141,19 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; the v that each window selects, then the statistics, which forward needs, too; for backward its index there, if there is room."""
+    """y; for backward the v that each window selects, then the statistics; and its index there, if there is room."""
     y, *_ = _outputs(a, saving)
-    kept = math.prod(y[0]) + 2 * a.x.shape[0] * (len(a.weight) + a.groups)
+    kept = math.prod(y[0]) + 2 * len(a.x) * (len(a.weight) + a.groups) if saving else 0
     saving = saving and tiling.strips_fit(a.x, a.weight, a.pool, True)
-    return [y, ((kept,), torch.float32), (y[0] if saving else 0, torch.uint8)]
+    return [y, (kept, torch.float32), (y[0] if saving else 0, torch.uint8)]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
-    N, _, *size = a.x.shape
     defines, tiles = tiling.plan_strips(a.x, a.weight, a.pool, saving)
-    scratch = (N, len(a.weight), tiles.tiles * tiles.strips, 3), torch.float32  # statistics of each strip
-    outputs = [*_fused_outputs(a, saving), scratch]
-    numbers = a.low, a.high, a.eps, N, a.groups, *size, *tiles.launch
+    unsaved = 0 if saving else _fused_outputs(a, True)[1][0]
+    scratch = len(a.x) * len(a.weight) * tiles.tiles * tiles.strips * 3 + unsaved  # statistics of each strip
+    outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
+    numbers = a.low, a.high, a.eps, len(a.x), a.groups, *a.x.shape[2:], *tiles.launch
     plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
     if tiles.saves:
         defines, plan.tiles = tiling.plan_strips_backward(a.x, a.weight, a.pool, a.groups)

@@ -36,5 +36,5 @@ EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* sums, const output_t* dy, const value_t* v,
                      const accumulate_t* conv_bias, int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
   relu_hardswish_backward_kernel<<<N * C, kThreads, 0, stream>>>(dv, sums, dy, v, conv_bias, C, S);
-  sum_rows_kernel<<<C, kThreads, 0, stream>>>(d_conv_bias, sums, N, C);
+  sum_rows({{d_conv_bias, C}}, sums, N, C, stream);
 }
