@@ -19,12 +19,15 @@ gradient_sums_kernel(double* sums, uint32_t* largest, const output_t* dy, const 
   int64_t strip = strips.count(N) * blockIdx.x / gridDim.x;
   StripPlace place = strips[strip];
   double inner_sums[8] = {}, outer_sums[8] = {};
+  GradientStrip<CHANNELS_OUT> ahead;  // the strip at `place`, on its way while the one before is summed
+  if (strip < end) ahead.load(dy, gates, place, strips, plane);
   while (strip < end) {
     const int64_t n = place.n;
     float largest_of_sample = 0.f;  // of finite magnitudes
-    for (; strip < end && place.n == n; strip++, strips.advance(place)) {
-      GradientStrip<CHANNELS_OUT> gradient;
-      gradient.load(dy, gates, place, strips, plane);
+    while (strip < end && place.n == n) {
+      const GradientStrip<CHANNELS_OUT> gradient = ahead;
+      ahead = {}, strips.advance(place);
+      if (++strip < end) ahead.load(dy, gates, place, strips, plane);
       float inner_sum[8] = {}, outer_sum[8] = {}, largest_of_strip = 0.f;
       gradient.for_each(scale, [&](int, int c, float outer, float inner) {
         inner_sum[c] += inner, outer_sum[c] += outer;
