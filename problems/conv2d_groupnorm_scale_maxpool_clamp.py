@@ -143,7 +143,7 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; for backward the v that each window selects, then the statistics; and its index there, if there is room."""
     y, *_ = _outputs(a, saving)
-    kept = math.prod(y[0]) + 2 * len(a.x) * (len(a.weight) + a.groups) if saving else 0
+    kept = math.prod(y[0]) + 2 * a.x.shape[0] * (len(a.weight) + a.groups) if saving else 0
     saving = saving and tiling.strips_fit(a.x, a.weight, a.pool, True)
     return [y, (kept, torch.float32), (y[0] if saving else 0, torch.uint8)]
 
