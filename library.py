@@ -91,9 +91,9 @@ def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
     it did from 14 thousand positions on, up to the 254 thousand that were tried (cuDNN on an H200, the same record). Eager's layout
     stays in float32 here and there with fewer positions, fewer channels and other filters.
     """
-    (C, channels, height, width), positions = weight.shape, len(x) * math.prod(output_size(x, weight))
+    (C, channels, height, width), size = weight.shape, output_size(x, weight)
     small = height <= 3 and 1 < width <= 3
-    return may_run_tf32(x) and channels >= 64 and C >= 128 and small and positions >= 2**16
+    return may_run_tf32(x) and channels >= 64 and C >= 128 and small and len(x) * math.prod(size) >= 2**16
 
 
 def convolves_channels_last(x: Tensor, weight: Tensor) -> bool:

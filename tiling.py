@@ -418,21 +418,24 @@ def gemm_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
 def plan_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype, *, split: bool, aligned: bool) -> GemmTiling:
     """The plan for sizes without an obstacle. aligned: does x start at a multiple of 4 bytes?"""
     (N, channels, H, W), (_, _, kh, kw), itemsize = x.shape, weight.shape, x.element_size()
-    capability, shared, *_ = device_properties(x.device.index)
     one_group = channels <= 64 and kh * kw * ceil_div(channels, 16) <= 36
     counted_in_int = N * (H - kh + 1) * ceil_div(W - kw + 1, _COLUMNS) < 2**31 and H * W < 2**31
     whole_words = aligned and W * itemsize % 4 == 0
-    if not split and capability == (9, 0) and one_group and counted_in_int and whole_words:
-        plan = gemm_by_wgmma(weight.shape, itemsize, out_dtype.itemsize)
-        if plan.shared_bytes <= shared:
-            return plan
-    return gemm_by_mma(weight.shape, split, shared)
+    plan = gemm_by_wgmma(weight.shape, itemsize, out_dtype.itemsize)
+    if one_group and counted_in_int and whole_words and _runs_wgmma(x, split, plan.shared_bytes):
+        return plan
+    return gemm_by_mma(weight.shape, split, device_properties(x.device.index).shared)
+
+
+def _runs_wgmma(x: Tensor, split: bool, shared_bytes: int) -> bool:
+    """Has x's GPU wgmma and so much shared memory? Of split operands there are no such kernels."""
+    capability, shared, *_ = device_properties(x.device.index)
+    return not split and capability == (9, 0) and shared_bytes <= shared
 
 
 def gemm_defines(plan: GemmTiling, filters: Sequence[int]) -> dict[str, int]:
     """What a build takes from the plan, and what the plan assumes of the kernel."""
-    own = {name.upper(): int(value) for name, value in plan._asdict().items()}
-    return {**spatial_defines(filters), **own}
+    return spatial_defines(filters) | {name.upper(): int(value) for name, value in plan._asdict().items()}
 
 
 def gemm_workspace(plan: GemmTiling, image: Sequence[int], filters: Sequence[int], saving: bool) -> int:
@@ -458,53 +461,43 @@ def _strips(image: Sequence[int], filters: Sequence[int]) -> int:
 _PIECE_BYTES = 64 << 20  # of packed gradients: what the L2 cache of a large GPU holds, or little more
 
 
-class WeightGradient(NamedTuple):
-    sums: int  # shares of the sums over positions
-    shares: int  # of the products …
-    slot: int  # … each with so many sums
-
-
-def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], WeightGradient]:
-    """A build's definitions, and the launches."""
-    C, channels, kh, kw = weight.shape
-    capability, shared, multiprocessors, _ = device_properties(x.device.index)
+def plan_weight_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int, int]:
+    """A build's definitions, shares of the sums over positions, shares of the products, and the sums of each."""
+    (C, channels, kh, kw), W = weight.shape, x.shape[3]
+    multiprocessors = device_properties(x.device.index).multiprocessors
     # Values of 16 bits can't be copied in the background, which is what it wins by.
-    wgmma = not split and x.element_size() == 4 and capability == (9, 0) and shared >= 227 << 10
+    wgmma = x.element_size() == 4 and _runs_wgmma(x, split, 227 << 10)
     # A block has 64 channels of either kind and some taps, of 3 rows at most; a filter's rows and columns are shared out evenly.
     taps = 3 if split else 9
     columns = ceil_div(kw, ceil_div(kw, taps))
     rows = ceil_div(kh, ceil_div(kh, min(taps // columns, 3)))
-    blocks_out, strips = ceil_div(C, 64), max(1, _strips(x.shape, weight.shape))
+    blocks_out, strips = ceil_div(C, 64), _strips(x.shape, weight.shape)
     blocks = blocks_out * ceil_div(channels, 64) * ceil_div(kh, rows) * ceil_div(kw, columns)
     sums, shares = [
         max(1, min(n, strips)) for n in (8 * multiprocessors // blocks_out, multiprocessors // blocks)
     ]
     # By wgmma two warpgroups have as many taps each, and 64 channels of either kind.
     of_block = _round_up(rows * columns, 2) * 64 if wgmma else rows * columns * min(64, _round_up(C, 16))
-    defines = {**spatial_defines(weight.shape), "SPLIT": int(split), "WGMMA": int(wgmma)}
-    return defines, WeightGradient(sums, shares, blocks * of_block * 64)
+    # Pixels that wgmma copies at a time: all strips begin at a multiple of so many, if x and dy begin at one of 16 bytes.
+    of_x = 4 if wgmma and columns == kw and W % 4 == 0 else 1
+    of_dy = 2 if wgmma and (W - kw + 1) % 2 == 0 else 1
+    own = {"SPLIT": int(split), "WGMMA": int(wgmma), "COPIED_X": of_x, "COPIED_DY": of_dy}
+    return spatial_defines(weight.shape) | own, sums, shares, blocks * of_block * 64
 
 
 def plan_input_gradient(x: Tensor, weight: Tensor, split: bool) -> tuple[dict[str, int], int, int]:
     """A build's definitions, the samples of a piece, and bytes of workspace. By wgmma all samples are one piece: nothing is packed."""
     (N, _, H, W), (outputs, channels, kh, kw) = x.shape, weight.shape
     filters, height, width = (channels, outputs, kh, kw), H - kh + 1, W - kw + 1
-    capability, shared, *_ = device_properties(x.device.index)
     tiles, piece = input_gradient_by_wgmma(filters), N
-    if (
-        split
-        or capability != (9, 0)
-        or tiles.shared_bytes > shared
-        or channels > 64  # more than a tile
-        or W > _COLUMNS
-        or height * width >= 2**31  # not counted in int
-        or N * H >= 2**31
-    ):
-        tiles = gemm_by_mma(filters, split, shared)
+    one_tile = channels <= 64 and W <= _COLUMNS
+    counted_in_int = height * width < 2**31 and N * H < 2**31
+    if not (one_tile and counted_in_int and _runs_wgmma(x, split, tiles.shared_bytes)):
+        tiles = gemm_by_mma(filters, split, device_properties(x.device.index).shared)
         sample = _round_up(outputs, tiles.group) * height * width * (4 if split else 2)
         piece = max(1, min(N, _PIECE_BYTES // sample, 2**16 - 1))
     workspace = gemm_workspace(tiles, (piece, outputs, height, width), filters, True)
-    return {**gemm_defines(tiles, filters), "TRANSPOSED": 1}, piece, workspace
+    return gemm_defines(tiles, filters) | {"TRANSPOSED": 1}, piece, workspace
 
 
 def gemm_by_mma(filters: Sequence[int], split: bool, room: float = math.inf) -> GemmTiling:

@@ -46,24 +46,27 @@ __device__ __forceinline__ void load_strip(
 
 #if __CUDA_ARCH__ >= 800
 
-// To shared memory, in the background; values of 16 bits can't be, and are copied at once.
-template <class T> __device__ __forceinline__ void copy_raw(T* to, const T* from) {
-  if constexpr (sizeof(T) == 4) copy_async<4>(to, from);
+// kCount values to shared memory, in the background; fewer than 4 bytes can't be, and are copied at once.
+template <int kCount = 1, class T> __device__ __forceinline__ void copy_raw(T* to, const T* from) {
+  constexpr int kBytes = kCount * sizeof(T);
+  if constexpr (kBytes >= 4) copy_async<kBytes>(to, from);
   else *to = *from;
 }
 
-// Likewise load_strip, to [channel][pixel]: each lane copies what it will load from there.
-template <int kChannels, class T, int kPitch>
+// Likewise load_strip, to [channel][pixel], kPixels at a time: `from`, plane_size and `pixels` are multiples
+// of so many. A lane copies others' pixels, too.
+template <int kChannels, int kPixels = 1, class T, int kPitch>
 __device__ __forceinline__ void copy_strip(
     T (&to)[8][kPitch], const T* from, int plane, int64_t plane_size, int pixels) {
-  const int lane = threadIdx.x % 32;
-  from += lane;
+  constexpr int kLanes = kStrip / kPixels < 32 ? kStrip / kPixels : 32;  // side by side in a row
+  const int lane = threadIdx.x % 32, own = lane / kLanes, first = lane % kLanes * kPixels;
+  from += first;
 #pragma unroll
-  for (int c = 0; c < 8; c++, from += plane_size)
+  for (int c = 0; c < 8; c += 32 / kLanes, from += 32 / kLanes * plane_size)
 #pragma unroll
-    for (int i = 0; i < kLanePixels; i++)
-      if ((kChannels % 64 == 0 || plane * 8 + c < kChannels) && lane + i * 32 < pixels)
-        copy_raw(&to[c][lane + i * 32], from + i * 32);
+    for (int i = 0; i < kStrip; i += kLanes * kPixels)
+      if ((kChannels % 64 == 0 || plane * 8 + c + own < kChannels) && first + i < pixels)
+        copy_raw<kPixels>(&to[c + own][first + i], from + own * plane_size + i);
 }
 
 #endif

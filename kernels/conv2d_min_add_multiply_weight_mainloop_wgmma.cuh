@@ -70,8 +70,10 @@ __device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint
   for (int i = 0; i < kAhead; i++) steps[i] = copy(i);
 #pragma unroll 1
   for (;; pipeline.advance()) {
+    __syncwarp();  // all lanes have read what is copied over
     steps[kAhead] = copy(slot == 0 ? kAhead : slot - 1);
     await_copies<kAhead>();
+    __syncwarp();  // all lanes' copies are there
     await(pipeline.empty + pipeline.stage, pipeline.parity ^ 1);
     const int pixels = steps[0].pixels;
     if (threadIdx.x == 0) pipeline.pixels[pipeline.stage] = pixels;

@@ -5,6 +5,12 @@
 #include "conv2d_min_add_multiply_gradient.cuh"
 #include "reduce.cuh"
 
+// Pixels of a row of x and of dy that are copied at a time, by wgmma.
+#ifndef COPIED_X  // as the plan says; else what a source needs that compiles alone
+#define COPIED_X 1
+#define COPIED_DY 1
+#endif
+
 namespace {
 
 constexpr int kBlock = kWarps * 8;  // channels of either kind in a block
@@ -74,7 +80,7 @@ struct SampleScales {
 };
 
 // By wgmma: a plane of 8 channels of a row of g or x as it is, on its way to shared memory in the
-// background. Each lane reads what it has copied itself.
+// background.
 template <class T> struct RawPlane {
   T values[8][kStrip];
   T edge[64];          // of x, pixel·8 + channel
@@ -157,7 +163,8 @@ struct StagedGradient {
     if (walk.ahead()) return;
     const int plane = walk.place.channel_out / 8 + walk.plane + planes, lane = threadIdx.x % 32;
     const int64_t plane_size = int64_t(walk.strips.height) * walk.strips.width;
-    copy_strip<CHANNELS_OUT>(to.values, walk.dy + planes * 8 * plane_size, plane, plane_size, walk.pixels);
+    const output_t* const dy = walk.dy + planes * 8 * plane_size;
+    copy_strip<CHANNELS_OUT, COPIED_DY>(to.values, dy, plane, plane_size, walk.pixels);
     if (CHANNELS_OUT % 64 == 0 || plane * 8 + lane / 4 < CHANNELS_OUT)
       copy_raw(to.words + lane, walk.gates + planes * 32 + lane);
   }
@@ -201,7 +208,7 @@ struct StagedInput {
     const int plane = walk.place.channel_in / 8 + walk.plane + planes;
     const int real = walk.pixels + KERNEL_W - 1 - walk.place.kernel_column;
     const value_t* const x = walk.x + planes * 8 * walk.H * walk.W;
-    copy_strip<CHANNELS_IN>(to.values, x, plane, walk.H * walk.W, real);
+    copy_strip<CHANNELS_IN, COPIED_X>(to.values, x, plane, walk.H * walk.W, real);
 #pragma unroll
     for (int i = threadIdx.x % 32; i < (kTapColumns - 1) * 8; i += 32)
       if (plane * 8 + i % 8 < CHANNELS_IN && kStrip + i / 8 < real)

@@ -165,13 +165,13 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
     workspace = tiling.gemm_workspace(tiles, x.shape, weight.shape, saving)
-    defines = {**tiling.gemm_defines(tiles, weight.shape), "SAVES": int(saving)}
+    defines = tiling.gemm_defines(tiles, weight.shape) | {"SAVES": int(saving)}
     outputs, (N, _, H, W) = [*_fused_outputs(a, saving), (workspace, torch.uint8)], x.shape
     numbers = operators.rounded(a.constant, x.dtype), a.scale, workspace, N, H, W
     plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
     if saving:
         split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
-        defines, plan.tiles = tiling.plan_weight_gradient(x, weight, split)
+        defines, plan.sums, plan.shares, plan.slot = tiling.plan_weight_gradient(x, weight, split)
         plan.for_weight = operators.when_needed(f"{NAME}_weight_gradient_fused", a, a.bias.dtype, **defines)
         defines, plan.piece, plan.workspace = tiling.plan_input_gradient(x, weight, split)
         plan.for_input = operators.when_needed(f"{NAME}_input_gradient_fused", a, a.bias.dtype, **defines)
@@ -179,15 +179,16 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
-    dy, new, tiles, sizes = dy.contiguous(), a.x.new_empty, plan.tiles, (len(a.x), *a.x.shape[2:])
+    new, sizes = a.x.new_empty, (len(a.x), *a.x.shape[2:])
+    # Copied by up to 16 bytes.
+    dy, x = [t.clone() if t.data_ptr() % 16 else t for t in (dy.contiguous(), a.x.contiguous())]
     gradients, kernels, largest = plan.gradients(a), plan.for_weight(), new(len(a.x), dtype=torch.int32)
-    sums, dx, dw = new((2, tiles.sums, len(a.weight)), dtype=torch.float64), None, None
-    inputs = dy, saved, a.scale, a.bias.numel(), tiles.sums
-    kernels.gradient_sums(*gradients, largest, sums, *inputs, *sizes)
+    sums, dx, dw = new((2, plan.sums, len(a.weight)), dtype=torch.float64), None, None
+    kernels.gradient_sums(*gradients, largest, sums, dy, saved, a.scale, a.bias.numel(), plan.sums, *sizes)
     if needs[1]:
-        dw, slots = new(a.weight.shape), new((tiles.shares, tiles.slot), dtype=torch.float32)
-        inputs = dy, a.x.contiguous(), saved, largest, a.scale
-        kernels.weight_gradient(dw, slots, *inputs, tiles.slot, tiles.shares, *sizes)
+        dw, slots = new(a.weight.shape), new((plan.shares, plan.slot), dtype=torch.float32)
+        inputs = dy, x, saved, largest, a.scale
+        kernels.weight_gradient(dw, slots, *inputs, plan.slot, plan.shares, *sizes)
     if needs[0]:
         dx, workspace = new(a.x.shape), new(plan.workspace, dtype=torch.uint8)
         inputs = dy, a.weight.contiguous(), saved, largest, a.scale

@@ -136,6 +136,27 @@ def test_by_wgmma_at_any_size(arguments, shape, reason, multiprocessors, gpu, ru
     assert_near(ours, gradients(model, x, dy, tf32), 3e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("first_of_x, first_of_dy", [(1, 0), (0, 1), (2, 2), (4, 3)])
+def test_by_wgmma_wherever_x_and_dy_begin(first_of_x, first_of_dy, dtype, gpu, runs_tf32):
+    """At any element of their memory: the same bits as where both are aligned. Of an x in float32 y may be in `dtype`."""
+
+    def moved(t, first):
+        return torch.cat([t.new_empty(first), t.flatten()])[first:].view(t.shape)
+
+    model, x = usual()
+    gpu(architecture=900)
+    dy = apart(model, x, torch.randn_like(model(x))).to(dtype)
+    weight, operands = model.conv.weight, (model.conv.weight, model.conv.bias, model.bias.to(dtype))
+
+    def weight_gradient(x, dy):
+        return torch.autograd.grad(min_add.fused(x, *operands, 0.1, 2.0), weight, dy)[0]
+
+    ours = weight_gradient(x, dy)
+    assert torch.equal(weight_gradient(moved(x, first_of_x), moved(dy, first_of_dy)), ours)
+    assert_near({"conv.weight": ours}, gradients(model, x, dy.float(), tf32), 3e-7, ["conv.weight"])
+
+
 @pytest.mark.parametrize("architecture", [800, 900])
 @pytest.mark.parametrize("width", [50, 67])
 def test_what_lies_past_a_tap_s_row_does_not_count(width, architecture, gpu, runs_tf32):

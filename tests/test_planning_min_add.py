@@ -107,7 +107,7 @@ def test_backward_hardly_spills(value_bytes, split, architecture, tmp_path, monk
     monkeypatch.setattr(tiling, "device_properties", lambda index: device)
     dtype = torch.float32 if value_bytes == 4 else torch.float16
     x, weight = (torch.empty(s, dtype=dtype, device="meta") for s in ((128, 64, 128, 128), (128, 64, 3, 3)))
-    of_weight, _ = tiling.plan_weight_gradient(x, weight, split)
+    of_weight, *_ = tiling.plan_weight_gradient(x, weight, split)
     of_input, piece, _ = tiling.plan_input_gradient(x, weight, split)
     assert of_input["WGMMA"] == by_wgmma and piece == (128 if by_wgmma else 8 if split else 16)
     spilled_by_inputs = 24 if split else 36 if by_wgmma and value_bytes == 2 else 0
@@ -136,7 +136,7 @@ def test_what_training_takes(monkeypatch):
     assert planned((8, 0)) == (16, 16 * 128 * 126 * 126 * 2 + packed_weight)
     assert planned((9, 0)) == (128, packed_weight)
     saved = 4 * tiling.gemm_saved(x.shape, weight.shape)
-    _, (_, shares, slot) = tiling.plan_weight_gradient(x, weight, False)
+    _, _, shares, slot = tiling.plan_weight_gradient(x, weight, False)
     assert saved == 512 + 128 * 126 * 2 * 128 * 16 and (shares, slot) == (66, 2 * 64 * 64 * 10)
     assert saved + 4 * shares * slot < 90e6
 
@@ -170,6 +170,28 @@ def test_where_wgmma_is_planned(by_wgmma, changed, monkeypatch):
     plan = tiling.plan_gemm(x, weight, torch.float32, split=given["split"], aligned=given["aligned"])
     assert plan.wgmma == by_wgmma and plan.split == given["split"]
     assert plan == tiling.gemm_by_mma(weight.shape, given["split"]) or by_wgmma
+
+
+@pytest.mark.parametrize("copied, changed", [
+    ((4, 2), {}),
+    ((1, 2), {"x": (2, 64, 9, 138)}),
+    ((1, 1), {"x": (2, 64, 9, 139)}),
+    ((4, 1), {"weight": (128, 64, 3, 2)}),
+    ((4, 2), {"weight": (128, 64, 1, 9)}),
+    ((1, 2), {"weight": (128, 64, 1, 11)}),  # two blocks of columns: the second begins at column 6
+    ((1, 1), {"split": True}),
+    ((1, 1), {"capability": (8, 0)}),
+    ((1, 1), {"dtype": torch.float16}),
+], ids=str)  # fmt: skip
+def test_how_many_pixels_are_copied_at_a_time(copied, changed, monkeypatch):
+    """By wgmma as many as all strips of x and of dy begin at a multiple of."""
+    given = {"x": (2, 64, 9, 140), "weight": (128, 64, 3, 3), "dtype": torch.float32, **changed}
+    device = tiling.Device(given.get("capability", (9, 0)), 227 << 10, 132, 60 << 20)
+    monkeypatch.setattr(tiling, "device_properties", lambda index: device)
+    x = torch.empty(given["x"], dtype=given["dtype"], device="meta")
+    weight = torch.empty(given["weight"], device="meta")
+    defines, *_ = tiling.plan_weight_gradient(x, weight, given.get("split", False))
+    assert (defines["COPIED_X"], defines["COPIED_DY"]) == copied
 
 
 def test_workspace():
