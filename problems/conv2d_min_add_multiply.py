@@ -187,8 +187,7 @@ def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.
     kernels.gradient_sums(*gradients, largest, sums, dy, saved, a.scale, a.bias.numel(), plan.sums, *sizes)
     if needs[1]:
         dw, slots = new(a.weight.shape), new((plan.shares, plan.slot), dtype=torch.float32)
-        inputs = dy, x, saved, largest, a.scale
-        kernels.weight_gradient(dw, slots, *inputs, plan.slot, plan.shares, *sizes)
+        kernels.weight_gradient(dw, slots, dy, x, saved, largest, a.scale, plan.slot, plan.shares, *sizes)
     if needs[0]:
         dx, workspace = new(a.x.shape), new(plan.workspace, dtype=torch.uint8)
         inputs = dy, a.weight.contiguous(), saved, largest, a.scale

@@ -8,12 +8,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import inline_loader
 import library
 import models
 import numerics
 import operators
+import tiling
 from numerics import (
     DROPOUT,
     INSTANCE_NORM,
@@ -55,6 +58,25 @@ def test_opcheck(name, layout, device):
     for asked in ([True] * len(needs), [True, False] * len(needs), [False, True] * len(needs)):
         some = [need and ask for need, ask in zip(needs, asked)]  # whole numbers have no gradient
         torch.library.opcheck(backward, (dy, *map(_detached, arguments), saved, some))
+
+
+@every_name
+def test_shapes_leave_the_batch_size_open(name, monkeypatch):
+    """Of the fused operator, with and without what is saved: else a compiled model would be compiled anew for each size."""
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    monkeypatch.setattr(
+        tiling, "device_properties", lambda index: tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
+    )
+    model, x = numerics.small(name, "fused")
+    twin, mode = numerics.twin_of(model), FakeTensorMode(shape_env=ShapeEnv())
+    sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (x.dim() - 1))
+    constants = twin._constants()
+    drawn = twin._drawn(x, constants, True)
+    operands = [mode.from_tensor(p, static_shapes=True) for p in twin._operands()]
+    symbolic = mode.from_tensor(x, symbolic_context=sizes)
+    for saving in (False, True):
+        y, *_ = twin.fused.shapes(symbolic, *operands, *drawn, *constants, saving=saving)
+        assert isinstance(y.shape[0], torch.SymInt)
 
 
 @given(st.data())
