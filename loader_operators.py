@@ -28,6 +28,8 @@ Drawn = NewType("Drawn", int)  # a random number, another one at each call: no p
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", list[int]: "SymInt[]"}
 _SCHEMA_TYPES |= {Drawn: "SymInt"}
 PLAIN = (Tensor, torch.nn.Parameter)
+# What torch.backends.cudnn.conv.fp32_precision asks, which takes a microsecond; before torch 2.9 there is none.
+_precision_of = getattr(torch._C, "_get_fp32_precision_getter", None)
 _KEPT_PLANS = 256  # of an operator; past them it starts anew
 # By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
 _libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
@@ -73,8 +75,8 @@ def _precision(x: Tensor) -> object:
     """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
     if not x.is_cuda:
         return None
-    library = torch.backends.cudnn
-    return library.enabled, library.conv.fp32_precision if hasattr(library, "conv") else library.allow_tf32
+    precision = _precision_of("cuda", "conv") if _precision_of else torch.backends.cudnn.allow_tf32
+    return torch._C._get_cudnn_enabled(), precision
 
 
 def is_watched(*tensors: Tensor) -> bool:
