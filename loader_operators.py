@@ -28,8 +28,6 @@ Drawn = NewType("Drawn", int)  # a random number, another one at each call: no p
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", list[int]: "SymInt[]"}
 _SCHEMA_TYPES |= {Drawn: "SymInt"}
 PLAIN = (Tensor, torch.nn.Parameter)
-# What torch.backends.cudnn.conv.fp32_precision asks, which takes a microsecond; before torch 2.9 there is none.
-_precision_of = getattr(torch._C, "_get_fp32_precision_getter", None)
 _KEPT_PLANS = 256  # of an operator; past them it starts anew
 # By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
 _libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
@@ -75,8 +73,10 @@ def _precision(x: Tensor) -> object:
     """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
     if not x.is_cuda:
         return None
-    precision = _precision_of("cuda", "conv") if _precision_of else torch.backends.cudnn.allow_tf32
-    return torch._C._get_cudnn_enabled(), precision
+    library, enabled = torch.backends.cudnn, torch._C._get_cudnn_enabled()
+    if hasattr(library, "conv"):  # its fp32_precision is a Python property, and takes a microsecond
+        return enabled, torch._C._get_fp32_precision_getter("cuda", "conv")
+    return enabled, library.allow_tf32
 
 
 def is_watched(*tensors: Tensor) -> bool:
