@@ -216,8 +216,7 @@ by how much. What of ours fails its check gets no time. How it is measured stand
 top of checks.py, as honest at that of honesty.py. Number 83's training says little about kernels by default: nothing ties there, so that all
 gradients are zero and backward leaves at a flag that forward computes. In the row with all ties the norm's slopes are zero: its own gradients are there
 to compute, the convolution's are zero behind them. Where elements tie at other slopes, a step took 1.95 ms (results/trials/backward_steps.json).
-The H200's record has 31's training as it was by mma.sync; by wgmma a step with the gradient of x takes 2.70 ms of the GPU's time where it took 3.47
-(results/trials/min_add_by_wgmma.json). The records in results/ have all phases and variants.
+The records in results/ have all phases and variants.
 """
 
 
