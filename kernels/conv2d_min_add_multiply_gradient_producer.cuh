@@ -17,15 +17,15 @@ namespace {
 constexpr int kUnits = ceil_div(ceil_div(kPlanes, kProducers) * kRowStrips, 2) * 2;
 
 __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
-                                        const Pipeline& pipeline, uint8_t* all_raw, bool) {
+                                        const Pipeline<kStages>& pipeline, uint8_t* shared, bool) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = int(args.W);
   // What no unit writes: the zeros on both sides of a row.
   for (int i = threadIdx.x; i < kStages * kStageBytes / 16; i += kWarpgroup)
-    reinterpret_cast<uint4*>(pipeline.operands)[i] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
   sync_threads<kWarpgroup>(4);
-  auto& raw = reinterpret_cast<output_t (*)[8][kRawPitch]>(all_raw)[warp];
+  auto& raw = reinterpret_cast<output_t (*)[8][kRawPitch]>(shared + kRawAt)[warp];
   const Strips strips(args.H, args.W);
-  PipelineState next;
+  PipelineState<kStages> next;
 #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.end;) {
     const TilePlace place = tiles[tile];
@@ -80,8 +80,8 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     load_even(0, 0), copy_odd(0, 1);
 #pragma unroll 1
     for (int i = 0; i < rows; i++) {
-      await(pipeline.empty + next.stage, next.parity ^ 1);
-      uint4* const stage = reinterpret_cast<uint4*>(pipeline.operands + next.stage * kStageBytes);
+      pipeline.producer_acquire(next);
+      uint4* const stage = reinterpret_cast<uint4*>(shared + next.stage * kStageBytes);
 #pragma unroll 1
       for (int unit = 0; unit < kUnits; unit += 2) {
         const bool same_row = unit + 2 < kUnits;
@@ -97,8 +97,7 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
         convert(stage, odd, unit + 1);
         copy_odd(then_i, then_unit + 1);
       }
-      publish_shared();
-      arrive(pipeline.full + next.stage);
+      pipeline.producer_commit(next);
       next.advance();
     }
   }

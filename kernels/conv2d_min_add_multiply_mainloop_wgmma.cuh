@@ -185,7 +185,7 @@ __device__ __forceinline__ void store_rows(result_t* to, const float (&values)[1
 
 // Multiplies, finishes and stores the tiles of a warpgroup's 64 channels.
 __device__ __forceinline__ void consume(const Arguments& args, const TileScheduler& tiles,
-                                        const Pipeline& pipeline, uint8_t* shared, bool again) {
+                                        const Pipeline<kStages>& pipeline, uint8_t* shared, bool again) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
   const int consumer = warp / 4, turn = consumer % kSharers;
   const int local_channel = consumer / kSharers * 64 + warp % 4 * 16;
@@ -196,13 +196,13 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
   uint32_t in_registers[kRegisterSteps][4];
   load_weights(in_registers, in_shared, args.packed_weight, local_channel);
 
-  PipelineState oldest, newest;  // of the current tile's rows; newest: the next to wait for
+  PipelineState<kStages> oldest, newest;  // of the current tile's rows; newest: the next to wait for
   const auto release = [&] {
-    if (lane == 0) arrive(pipeline.empty + oldest.stage);
+    pipeline.consumer_release(oldest);
     oldest.advance();
   };
   const auto await_row = [&] {
-    await(pipeline.full + newest.stage, newest.parity);
+    pipeline.consumer_wait(newest);
     newest.advance();
   };
   const int OH = tiles.OH, OW = args.width();
@@ -242,7 +242,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
       }
       float sums[16][4];
       take_turn(consumer);
-      multiply_tile(sums, in_registers, in_shared, pipeline.operands, oldest.stage);
+      multiply_tile(sums, in_registers, in_shared, shared, oldest.stage);
       hand_on(consumer);
       await_products<0>();
       hold(sums);
@@ -279,17 +279,13 @@ __global__ void __launch_bounds__(kThreads, 1) convolve_kernel(Arguments args, b
 #if TENSOR_CORE_WGMMA
   extern __shared__ uint4 all_shared[];
   uint8_t* const shared = reinterpret_cast<uint8_t*>(all_shared);
-  const Pipeline pipeline(shared);
+  const Pipeline<kStages> pipeline(shared + kBarriersAt);
   const TileScheduler tiles(args);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++)
-      initialize(pipeline.full + i, kWarpgroup), initialize(pipeline.empty + i, kConsumers * 4);
-    publish_barriers();
-  }
+  if (threadIdx.x == 0) pipeline.initialize(kWarpgroup);
   __syncthreads();  // the barriers are there
   if (threadIdx.x < kWarpgroup) {
     give_registers_but<kProducerRegisters>();
-    produce(args, tiles, pipeline, shared + kRawAt, again);
+    produce(args, tiles, pipeline, shared, again);
   } else {
     take_registers_to<kConsumerRegisters>();
     consume(args, tiles, pipeline, shared, again);

@@ -1,16 +1,15 @@
-// The pipeline of conv2d_min_add_multiply_mainloop_wgmma.cuh: how a block's warpgroups and its shared
-// memory are shared out, the stages between its producer and its consumers, and the tiles that it goes
-// through.
+// What the producer and the consumers of conv2d_min_add_multiply_mainloop_wgmma.cuh share: how a block's
+// warpgroups and its shared memory are shared out, and the tiles that it goes through.
 #pragma once
 #include "conv2d_min_add_multiply_epilogue.cuh"
+#include "conv2d_min_add_multiply_stages.cuh"
 
 namespace {
 
 constexpr int kSteps = kTaps * kTapSteps;  // products of depth 16 per sum
 // The weights of so many stay in registers, the others' in shared memory.
 constexpr int kRegisterSteps = kSteps < REGISTER_STEPS ? kSteps : REGISTER_STEPS;
-constexpr int kWarpgroup = 128;  // threads
-constexpr int kConsumers = 2;    // warpgroups that multiply, 64 channels × 128 pixels at a time
+// Each consumer multiplies 64 channels × 128 pixels at a time.
 constexpr int kThreads = kWarpgroup * (1 + kConsumers);
 // Registers of a thread. A block starts with the same for each; were there fewer than its warpgroups ask
 // for then, they would wait for ever.
@@ -49,25 +48,6 @@ static_assert(!SPLIT && kGroups == 1 && (TRANSPOSED ? kBlockChannels == 64 : kSt
                   kStages > KERNEL_H && kSharedBytes <= 227 << 10,
               "planned where it can't run");
 static_assert(kSharedBytes == SHARED_BYTES, "Python planned another layout");
-
-// A place in the pipeline: a stage, and the parity of how often all stages have been gone through.
-struct PipelineState {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
-// Two barriers per stage: `full` once all producer threads have written it, `empty` once all consumers'
-// warps have read it. (One warp's word for four would not do: another that still waits for the stage could
-// miss it.)
-struct Pipeline {
-  uint8_t* operands;
-  uint64_t *full, *empty;
-  __device__ __forceinline__ explicit Pipeline(uint8_t* shared)
-      : operands(shared), full(reinterpret_cast<uint64_t*>(shared + kBarriersAt)), empty(full + kStages) {}
-};
 
 // The block's tiles, begin … end - 1, counted through samples, strips and rows, the last fastest; and where
 // one lies.

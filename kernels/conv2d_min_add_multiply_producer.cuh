@@ -72,8 +72,8 @@ __device__ __forceinline__ void convert_row(
 
 // Fills the pipeline, row by row. again: for the samples alone that need another scale than the first.
 __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
-                                        const Pipeline& pipeline, uint8_t* all_raw, bool again) {
-  PipelineState next;
+                                        const Pipeline<kStages>& pipeline, uint8_t* shared, bool again) {
+  PipelineState<kStages> next;
   for (int tile = tiles.begin; tile < tiles.end;) {
     const TilePlace place = tiles[tile];
     const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + KERNEL_H - 1;
@@ -84,7 +84,9 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     const int plane_size = args.H * args.W;
     const value_t* from =
         args.x + (int64_t(place.n) * CHANNELS_IN * args.H + place.row) * args.W + place.column;
-    const auto raw = [&](int i) { return reinterpret_cast<uint32_t*>(all_raw + i % kRawRows * kRawBytes); };
+    const auto raw = [&](int i) {
+      return reinterpret_cast<uint32_t*>(shared + kRawAt + i % kRawRows * kRawBytes);
+    };
     const auto fetch = [&](int i) {
       if (i < rows) fetch_row(raw(i), from + i * args.W, plane_size, words);
       commit_copies();  // an empty group too, so that a count of pending groups means the same each time
@@ -94,11 +96,10 @@ __device__ __forceinline__ void produce(const Arguments& args, const TileSchedul
     for (int i = 0; i < kRawRows - 1; i++) fetch(i);
     for (int i = 0; i < rows; i++) {
       fetch(i + kRawRows - 1);
-      await(pipeline.empty + next.stage, next.parity ^ 1);
+      pipeline.producer_acquire(next);
       await_copies<kRawRows - 1>();  // row i has arrived
-      convert_row(pipeline.operands + next.stage * kStageBytes, raw(i), words, scale, largest);
-      publish_shared();
-      arrive(pipeline.full + next.stage);
+      convert_row(shared + next.stage * kStageBytes, raw(i), words, scale, largest);
+      pipeline.producer_commit(next);
       next.advance();
     }
     if (kScaled && !again) {

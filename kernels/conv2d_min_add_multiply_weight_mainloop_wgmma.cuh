@@ -6,11 +6,11 @@
 // shared memory as they were staged: a tap's column is an offset of so many pixels. Only the last, less
 // than 16 pixels of a row differ from tap to tap (store_tails).
 #pragma once
+#include "conv2d_min_add_multiply_stages.cuh"
 #include "conv2d_min_add_multiply_weight_operands.cuh"
 
 namespace {
 
-constexpr int kWarpgroup = 128, kConsumers = 2;  // threads; warpgroups that multiply
 constexpr int kBlockThreads = kThreads + kConsumers * kWarpgroup;
 constexpr int kWarpPlanes = 2, kPlaneWarps = kWarps / kWarpPlanes;  // of the producers half stage g, half x
 constexpr int kAhead = 2;  // steps
@@ -33,29 +33,22 @@ __device__ __forceinline__ SumPlace sum_place(int i, int thread) {
 
 #if TENSOR_CORE_WGMMA
 
-// Two barriers per stage: `full` once all producers have written it, `empty` once all consumers' warps have
-// read it, and with it the oldest row of x. pixels: of the stage's g; 0 where there is none, -1 where the
-// walk has ended.
-struct StepPipeline {
-  uint64_t *full, *empty;
+// Each stage's operands and the pixels of its g: 0 where there is none, -1 where the walk has ended. A stage
+// that is empty again leaves room for a row of x, too: the oldest is read for the last time with it.
+struct StepPipeline : Pipeline<kStages> {
   int* pixels;
-  int stage = 0;
-  uint32_t parity = 0;
   __device__ __forceinline__ explicit StepPipeline(uint4* behind_operands)
-      : full(reinterpret_cast<uint64_t*>(behind_operands)), empty(full + kStages),
-        pixels(reinterpret_cast<int*>(empty + kStages)) {}
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
+      : Pipeline(behind_operands), pixels(reinterpret_cast<int*>(empty + kStages)) {}
 };
 
 // Stages a warp's planes of g or of x, every kPlaneWarps-th, after copying them kAhead steps before to raw,
 // where a warp has [step][plane].
 template <class Staged>
-__device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint4* operands, int places,
+__device__ __forceinline__ void produce(Walk& walk, const StepPipeline& pipeline, uint4* operands, int places,
                                         int pitch, typename Staged::Raw (*raw)[kWarpPlanes], float scale) {
   Step steps[kAhead + 1];  // that is staged, and those that are on their way
   int place = 0, slot = 0;
+  PipelineState<kStages> state;
   const auto copy = [&](int slot) {
     const Step step = walk.step();
 #pragma unroll
@@ -69,22 +62,21 @@ __device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint
 #pragma unroll
   for (int i = 0; i < kAhead; i++) steps[i] = copy(i);
 #pragma unroll 1
-  for (;; pipeline.advance()) {
+  for (;; state.advance()) {
     __syncwarp();  // all lanes have read what is copied over
     steps[kAhead] = copy(slot == 0 ? kAhead : slot - 1);
     await_copies<kAhead>();
     __syncwarp();  // all lanes' copies are there
-    await(pipeline.empty + pipeline.stage, pipeline.parity ^ 1);
+    pipeline.producer_acquire(state);
     const int pixels = steps[0].pixels;
-    if (threadIdx.x == 0) pipeline.pixels[pipeline.stage] = pixels;
+    if (threadIdx.x == 0) pipeline.pixels[state.stage] = pixels;
 #pragma unroll 1
     for (int i = 0; i < kWarpPlanes && pixels >= 0; i++) {
       Staged staged;
       staged.load(raw[slot][i], steps[0]);
       staged.store(operands + place * pitch, walk.plane + i * kPlaneWarps, steps[0], scale);
     }
-    publish_shared();
-    arrive(pipeline.full + pipeline.stage);
+    pipeline.producer_commit(state);
     if (pixels < 0) return;
 #pragma unroll
     for (int i = 0; i < kAhead; i++) steps[i] = steps[i + 1];
@@ -94,21 +86,22 @@ __device__ __forceinline__ void produce(Walk& walk, StepPipeline& pipeline, uint
 
 // Sums of the taps from kFirst on, a consumer's.
 template <int kFirst>
-__device__ __forceinline__ void consume(float* slots, StepPipeline& pipeline, uint32_t inputs,
+__device__ __forceinline__ void consume(float* slots, const StepPipeline& pipeline, uint32_t inputs,
                                         uint32_t gradients, uint32_t zeros) {
   constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
   float sums[kConsumerTaps][8][4] = {};
+  PipelineState<kStages> state;
 #pragma unroll 1
-  for (int step = 0;; step++, pipeline.advance()) {
-    await(pipeline.full + pipeline.stage, pipeline.parity);
-    const int pixels = __shfl_sync(0xffffffffu, pipeline.pixels[pipeline.stage], 0);
+  for (int step = 0;; step++, state.advance()) {
+    pipeline.consumer_wait(state);
+    const int pixels = __shfl_sync(0xffffffffu, pipeline.pixels[state.stage], 0);
     if (pixels < 0) break;
     if (pixels > 0 && kTaps > 0) {
       begin_products();
 #pragma unroll
       for (int k = 0; k < kStrip / 16; k++) {
         const uint64_t gradient =
-            describe_transposed(gradients + 16 * (pipeline.stage * kStage + k * 16), 16 * kStrip);
+            describe_transposed(gradients + 16 * (state.stage * kStage + k * 16), 16 * kStrip);
         // Whole columns of 16 pixels as they lie, those at the end of a row from its tails, and zeros past
         // it.
         const int left = pixels - k * 16;
@@ -128,7 +121,7 @@ __device__ __forceinline__ void consume(float* slots, StepPipeline& pipeline, ui
       await_products<0>();
     }
     __syncwarp();  // all lanes have read
-    if (threadIdx.x % 32 == 0) arrive(pipeline.empty + pipeline.stage);
+    pipeline.consumer_release(state);
   }
   const int thread = threadIdx.x - kThreads;
 #pragma unroll
@@ -151,16 +144,12 @@ weight_gradient_kernel(float* slots, const output_t* dy, const value_t* x, const
   uint4* const gradients = shared + kSlots * kSlot;
   uint4* const zeros = gradients + kStages * kStage;
   uint4* const raw = zeros + kTailPixels;
-  StepPipeline pipeline(raw + kWarps * kRawBytes / 16);
+  const StepPipeline pipeline(raw + kWarps * kRawBytes / 16);
   // Channels that don't exist stay zero in raw.
   for (int i = threadIdx.x; i < kTailPixels + kWarps * kRawBytes / 16; i += kBlockThreads)
     zeros[i] = make_uint4(0, 0, 0, 0);
   publish_shared();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++)
-      initialize(pipeline.full + i, kThreads), initialize(pipeline.empty + i, kConsumers * 4);
-    publish_barriers();
-  }
+  if (threadIdx.x == 0) pipeline.initialize(kThreads);
   const int common = common_exponent(largest_x, largest_g, N);
   __syncthreads();  // the barriers are there
   if (threadIdx.x < kThreads) {
