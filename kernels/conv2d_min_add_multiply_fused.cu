@@ -18,7 +18,7 @@
 //
 //   _operands.cuh        sizes, scales, conversion to operands, packed weights
 //   _mainloop_wgmma.cuh  the convolution and its launch on compute capability 9.0, where it fits: WGMMA=1
-//   _pipeline.cuh, _producer.cuh  its stages and tiles, and who fills the stages
+//   _stages.cuh, _pipeline.cuh, _producer.cuh  its stages, its tiles, and who fills the stages
 //   _mainloop_mma.cuh    the same from compute capability 8.0 on, for any size
 //   _epilogue.cuh        from sums to results
 // Which mainloop runs is planned in Python alone.

@@ -43,6 +43,24 @@ __device__ __forceinline__ void hand_on(int consumer) {
   if (kInTurns) signal_threads<2 * kWarpgroup>(2 - consumer);
 }
 
+// Consumers multiply in turns, so that one's epilogue and stores run beside the other's products. The first
+// signal is of the one whose turn it is not, and the last one is taken at the end. (Cases apart, because else
+// the first one spills registers.)
+__device__ __forceinline__ void begin_turns(int consumer, int begin) {
+  if constexpr (kSharers == 1) {
+    if (consumer == 1) hand_on(1);
+  } else {
+    if (consumer == ((begin - 1) & 1)) hand_on(consumer);
+  }
+}
+__device__ __forceinline__ void end_turns(int consumer, int end) {
+  if constexpr (kSharers == 1) {
+    if (consumer == 0) take_turn(0);
+  } else {
+    if (consumer == (end & 1)) take_turn(consumer);
+  }
+}
+
 // The weights of the warp's 16 channels, from `channel` of the block on: those of the first kRegisterSteps
 // products to registers, the others to the consumer's shared memory [step][plane][channel].
 __device__ __forceinline__ void load_weights(
@@ -208,13 +226,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
   const int OH = tiles.OH, OW = args.width();
   // Does a channel's next row follow this one in memory, and is it this consumer's?
   const bool runs_on = kSharers == 1 && tiles.strips == 1 && OW >= kSector;
-  // Consumers multiply in turns, so that one's epilogue and stores run beside the other's products. The first
-  // signal is of the one whose turn it is not. (Cases apart, because else the first one spills registers.)
-  if constexpr (kSharers == 1) {
-    if (consumer == 1) hand_on(1);
-  } else {
-    if (consumer == ((tiles.begin - 1) & 1)) hand_on(consumer);
-  }
+  begin_turns(consumer, tiles.begin);
 #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.end;) {
     const TilePlace place = tiles[tile];
@@ -264,12 +276,7 @@ __device__ __forceinline__ void consume(const Arguments& args, const TileSchedul
     for (int i = 0; i < KERNEL_H - 1; i++) release();
     __syncwarp();  // everyone has read the epilogues of this sample
   }
-  // The other's last signal.
-  if constexpr (kSharers == 1) {
-    if (consumer == 0) take_turn(0);
-  } else {
-    if (consumer == (tiles.end & 1)) take_turn(consumer);
-  }
+  end_turns(consumer, tiles.end);
   if (!TRANSPOSED) await_bulk_reads();  // shared memory must outlive the copies from it
 }
 
