@@ -24,6 +24,7 @@ import copy
 import inspect
 import math
 import re
+import sys
 import textwrap
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from export_layout import applied, arguments_of, branch, copied, free, spread, without_docstring
+from export_layout import arguments_of, branch, copied, free, without_docstring
 
 NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
 _PLAIN = bool, int, float, str, type(None), type(...), torch.dtype, torch.memory_format
@@ -141,15 +142,6 @@ class Program:
             self.results[key] = value if value is not None and is_literal(value) else None
         return self.results[key] and copied(self.results[key])
 
-    def applied(self, call: ast.expr) -> ast.expr | None:
-        """The expression that a call of a function of ours is, if it is one."""
-        function = (
-            call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Constant) else None
-        )
-        if not self.is_code(function) or inspect.isclass(function):
-            return None
-        return applied(self.definitions[self.name_of(function)], call)
-
     def join(self, owner: dict, name: str, known: object) -> None:
         """Takes down what one more place gives for `name`."""
         common = _common(owner[name], known) if name in owner else known
@@ -166,9 +158,10 @@ class Program:
             return constant(Name(self.name_of(value, name)))
         if isinstance(value, (ModuleType, Path)):  # the file has its kernels in itself
             return constant(value, value.__name__) if isinstance(value, ModuleType) else constant(None)
-        if value is Missing or not (self.can_write(value) or hasattr(value, "__name__")):
+        text = "" if self.can_write(value) else qualified_name(value)
+        if text is None:
             raise Missing(f"{names['__name__']}.{name} is nothing that the file can hold")
-        return constant(value, f"{getattr(value, '__module__', '')}.{name}")
+        return constant(value, text)
 
     def attribute(self, node: ast.Attribute) -> ast.expr:
         """An attribute of a known value. Of others' modules it is known where it is code or a dtype: settings
@@ -194,12 +187,9 @@ class Program:
         return type(value) in (*_PLAIN, Name) or self.is_code(value)
 
     def is_pure(self, node: ast.AST) -> bool:
-        """Does a call, or a method, of known values give the same whenever it is computed?"""
-        if isinstance(node, ast.Attribute):
-            is_fixed = isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, tuple))
-            return is_fixed or node.attr in ("items", "values", "keys")
-        if not isinstance(node, ast.Call) or isinstance(node.func, ast.Attribute):
-            return True
+        """Does a call of known values give the same whenever it is computed? Of methods this isn't known."""
+        if not isinstance(node, ast.Call):
+            return not isinstance(node, ast.Attribute)
         function = node.func.value if isinstance(node.func, ast.Constant) else None
         if self.is_code(function):
             return bool(node.args) and (hasattr(function, "_fields") or not inspect.isclass(function))
@@ -324,12 +314,8 @@ class _Specialiser(ast.NodeTransformer):
             body = ast.parse(f"raise RuntimeError({NOT_HERE!r})").body
         return branch(test, body, self.block(node.orelse))
 
-    def visit_For(self, node: ast.For) -> ast.stmt | list[ast.stmt]:
-        """A loop of one turn is its body."""
-        node.iter = self.visit(node.iter)
-        if isinstance(node.iter, ast.Tuple) and len(node.iter.elts) == 1:
-            return self.block([ast.Assign([node.target], node.iter.elts[0]), *node.body])
-        return ast.For(self.visit(node.target), node.iter, self.block(node.body), [])
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        return ast.For(self.visit(node.target), self.visit(node.iter), self.block(node.body), [])
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt | list:
         """Without an obstacle, alone or (is it there?, what it is), that never is."""
@@ -437,8 +423,7 @@ class _Specialiser(ast.NodeTransformer):
             ]
         if isinstance(known, tuple):
             return [at(_item(node, i), each) for i, each in enumerate(known)]
-        whole = self.program.applied(node)
-        return None if whole is None else self.items(whole)
+        return None
 
     def visit_Tuple(self, node: ast.Tuple | ast.List) -> ast.expr:
         self.generic_visit(node)
@@ -463,28 +448,16 @@ class _Specialiser(ast.NodeTransformer):
         self.generic_visit(node)
         pairs = []
         for key, value in zip(node.keys, node.values):
-            value = self.program.applied(value) or value if key is None else value
             is_open = key is None and isinstance(value, ast.Dict)
             pairs += zip(value.keys, value.values) if is_open else [(key, value)]
-        return ast.Dict([key for key, _ in pairs], [value for _, value in pairs])
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        self.generic_visit(node)
-        for i, part in enumerate(node.values):
-            is_known = isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Constant)
-            if is_known and part.conversion == -1 and not part.format_spec:
-                node.values[i] = ast.Constant(str(part.value.value))
-        return node
+        return ast.Dict(*map(list, zip(*pairs))) if pairs else node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """Without a factor of 1 or a term of 0."""
+        """Without a factor of 1 or a term of 0 on the right."""
         self.generic_visit(node)
         neutral = {ast.Mult: 1, ast.FloorDiv: 1, ast.Add: 0}.get(type(node.op))
-        left, right = [getattr(each, "value", None) for each in (node.left, node.right)]
-        if type(right) is int and right == neutral:
-            return node.left
-        is_first = type(left) is int and left == neutral and not isinstance(node.op, ast.FloorDiv)
-        return node.right if is_first else node
+        right = getattr(node.right, "value", None)
+        return node.left if type(right) is int and right == neutral else node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         """Up to what decides, without what doesn't."""
@@ -520,8 +493,7 @@ class _Specialiser(ast.NodeTransformer):
             node.args.insert(0, ast.Name("self", ast.Load()))
         node.func = self.visit(node.func)
         node.args = self.unpacked([self.visit(each) for each in node.args])
-        keywords = [self.visit(each) for each in node.keywords]
-        node.keywords = [each for keyword in keywords for each in spread(keyword)]
+        node.keywords = [self.visit(each) for each in node.keywords]
         if isinstance(node.func, ast.Attribute):
             return self.call_method(node)
         function = node.func.value if isinstance(node.func, ast.Constant) else None
@@ -529,8 +501,6 @@ class _Specialiser(ast.NodeTransformer):
         known = getattr(first, "known", None)
         if function is len and known is not None:
             return at(node, Value(len(known)) if isinstance(known, tuple) else known.get("len()"))
-        if function is tuple and isinstance(first, (ast.Tuple, ast.List)):
-            return ast.Tuple(first.elts, ast.Load())
         if function is getattr and len(node.args) == 2 and isinstance(node.args[1], ast.Constant):
             return self.visit_Attribute(ast.Attribute(first, node.args[1].value, ast.Load()))
         if self.program.is_code(function) and not self.program.value_of(node):
@@ -605,6 +575,13 @@ class _Specialiser(ast.NodeTransformer):
 
 
 # ----------------------------------------------------------------------------------------------------- values
+
+
+def qualified_name(value: object) -> str | None:
+    """Where others' function or class is found, whatever it is called here."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    found = getattr(sys.modules.get(module), name or "", Missing)
+    return f"{module}.{name}" if value is not Missing and found is value else None
 
 
 def constant(value: object, text: str = "") -> ast.Constant:
