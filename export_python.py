@@ -22,6 +22,7 @@ import ast
 import builtins
 import copy
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -34,7 +35,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from export_layout import arguments_of, branch, copied, free, without_docstring
+from export_layout import arguments_of, branch, copied, free, is_open, without_docstring
 
 NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
 _PLAIN = bool, int, float, str, type(None), type(...), torch.dtype, torch.memory_format
@@ -190,7 +191,7 @@ class Program:
         """Does a call of known values give the same whenever it is computed? Of methods this isn't known."""
         if not isinstance(node, ast.Call):
             return not isinstance(node, ast.Attribute)
-        function = node.func.value if isinstance(node.func, ast.Constant) else None
+        function = called(node)
         if self.is_code(function):
             return bool(node.args) and (hasattr(function, "_fields") or not inspect.isclass(function))
         return callable(function) and function in _PURE
@@ -367,7 +368,7 @@ class _Specialiser(ast.NodeTransformer):
         stays."""
         if isinstance(value, ast.List):
             return name not in self.changing and is_literal(value)
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Constant) and value.func.value is len:
+        if called(value) is len:
             value = getattr(value.args[0], "value", value.args[0])
         is_known = isinstance(value, ast.Constant) and not isinstance(value.value, ModuleType)
         return is_known or isinstance(value, ast.Name) and value.id in self.once
@@ -391,14 +392,14 @@ class _Specialiser(ast.NodeTransformer):
         node.value = self.visit(node.value)
         if isinstance(node.value, ast.Constant) and is_read(node):
             return self.program.attribute(node)
-        known = getattr(node.value, "known", None)
-        return at(node, known.get(f".{node.attr}")) if isinstance(known, dict) and is_read(node) else node
+        known = details(node.value)
+        return at(node, known.get(f".{node.attr}")) if known and is_read(node) else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
-        known, cut = getattr(node.value, "known", None), node.slice
+        known, cut = details(node.value), node.slice
         parts = [cut.lower, cut.upper, cut.step] if isinstance(cut, ast.Slice) else [cut]
-        if isinstance(known, dict) and ".shape" in known and isinstance(cut, ast.Slice):
+        if ".shape" in known and isinstance(cut, ast.Slice):
             return at(node, known) if known["len()"] is None else node  # some samples
         items = self.items(node.value)
         if items is None or not all(part is None or isinstance(part, ast.Constant) for part in parts):
@@ -407,7 +408,7 @@ class _Specialiser(ast.NodeTransformer):
         found = items[slice(*values)] if isinstance(cut, ast.Slice) else items[values[0]]
         if not isinstance(found, list):
             return found
-        is_worse = isinstance(known, dict) and any(getattr(each, "known", None) is None for each in found)
+        is_worse = known and any(getattr(each, "known", None) is None for each in found)
         return node if is_worse else ast.Tuple(found, ast.Load())
 
     def items(self, node: ast.expr) -> list[ast.expr] | None:
@@ -417,13 +418,12 @@ class _Specialiser(ast.NodeTransformer):
         if isinstance(node, (ast.Tuple, ast.List)):
             return None if any(isinstance(each, ast.Starred) for each in node.elts) else [*node.elts]
         known = getattr(node, "known", None)
-        if isinstance(known, dict) and "fields" in known:
-            return [
-                at(ast.Attribute(node, name, ast.Load()), known.get(f".{name}")) for name in known["fields"]
-            ]
         if isinstance(known, tuple):
             return [at(_item(node, i), each) for i, each in enumerate(known)]
-        return None
+        fields = details(node).get("fields")
+        return fields and [
+            at(ast.Attribute(node, each, ast.Load()), known.get(f".{each}")) for each in fields
+        ]
 
     def visit_Tuple(self, node: ast.Tuple | ast.List) -> ast.expr:
         self.generic_visit(node)
@@ -436,9 +436,7 @@ class _Specialiser(ast.NodeTransformer):
         """The items in the place of *(…), but of an instance."""
         found = []
         for node in nodes:
-            is_many = isinstance(node, ast.Starred) and not isinstance(
-                getattr(node.value, "known", None), dict
-            )
+            is_many = isinstance(node, ast.Starred) and not details(node.value)
             items = self.items(node.value) if is_many else None
             found += [node] if items is None else items
         return found
@@ -467,15 +465,11 @@ class _Specialiser(ast.NodeTransformer):
             is_known = isinstance(last, ast.Constant)
             if is_known and bool(last.value) == decisive and (not values or last.value is decisive):
                 return last
-            if (
-                not is_known
-                or bool(last.value) == decisive
-                or each is node.values[-1]
-                and type(last.value) is str
-            ):
+            is_reason = each is node.values[-1] and is_known and type(last.value) is str
+            if not is_known or bool(last.value) == decisive or is_reason:
                 values.append(last)
-                if is_known:
-                    break
+            if is_known and bool(last.value) == decisive:
+                break
         return ast.BoolOp(node.op, values) if len(values) > 1 else values[0] if values else last
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
@@ -487,7 +481,7 @@ class _Specialiser(ast.NodeTransformer):
     # -------------------------------------------------------------------------------------------------- calls
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        known, function = getattr(self.values.get("self"), "known", None), node.func
+        known, function = details(self.values.get("self")), node.func
         if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "super()" and known:
             node.func = self.super_method(known["class"], function.attr)
             node.args.insert(0, ast.Name("self", ast.Load()))
@@ -496,8 +490,7 @@ class _Specialiser(ast.NodeTransformer):
         node.keywords = [self.visit(each) for each in node.keywords]
         if isinstance(node.func, ast.Attribute):
             return self.call_method(node)
-        function = node.func.value if isinstance(node.func, ast.Constant) else None
-        first = node.args[0] if node.args else None
+        function, first = called(node), node.args[0] if node.args else None
         known = getattr(first, "known", None)
         if function is len and known is not None:
             return at(node, Value(len(known)) if isinstance(known, tuple) else known.get("len()"))
@@ -514,14 +507,10 @@ class _Specialiser(ast.NodeTransformer):
         return constant(self.program.bound.get(method, method))
 
     def call_method(self, node: ast.Call) -> ast.expr:
-        known, name = getattr(node.func.value, "known", None), node.func.attr
-        if (
-            name == "contiguous"
-            and node.keywords
-            and is_value(node.keywords[0].value, torch.contiguous_format)
-        ):
-            node.keywords = []  # the default
-        if not isinstance(known, dict):
+        known, name = details(node.func.value), node.func.attr
+        if name == "contiguous":  # without the default
+            node.keywords = [k for k in node.keywords if not is_value(k.value, torch.contiguous_format)]
+        if not known:
             return node
         method = getattr(known.get("class"), name, None)
         method = self.program.bound.get(method, method)
@@ -558,20 +547,13 @@ class _Specialiser(ast.NodeTransformer):
         """What is known of what a call gives for each parameter."""
         source, defaults = self.program.source(function), inspect.signature(function).parameters
         names, counts = arguments_of(source), stored(source)
-        starred = [i for i, each in enumerate(node.args) if isinstance(each, ast.Starred)]
-        is_open = starred or any(each.arg is None for each in node.keywords)
-        values = dict(
-            zip([each.arg for each in source.args.args][skipped:], node.args[: (*starred, None)[0]])
-        )
+        apart = itertools.takewhile(lambda each: not isinstance(each, ast.Starred), node.args)
+        values = dict(zip([each.arg for each in source.args.args][skipped:], apart))
         values |= {each.arg: each.value for each in node.keywords}
-        if not is_open:
-            absent = [
-                each for each in names if each not in values and defaults[each].default is not inspect._empty
-            ]
-            values |= {each: constant(defaults[each].default) for each in absent}
-        return {
-            each: known_of(values[each]) if each in values and counts[each] == 1 else None for each in names
-        }
+        for each in () if is_open(node) else set(names) - set(values):
+            if defaults[each].default is not inspect._empty:
+                values[each] = constant(defaults[each].default)
+        return {each: known_of(values.get(each)) if counts[each] == 1 else None for each in names}
 
 
 # ----------------------------------------------------------------------------------------------------- values
@@ -588,6 +570,17 @@ def constant(value: object, text: str = "") -> ast.Constant:
     node = ast.Constant(value)
     node.text = text
     return node
+
+
+def called(node: ast.AST) -> object:
+    """The known function or class that `node` calls, or None."""
+    return node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Constant) else None
+
+
+def details(node: ast.AST) -> dict[str, object]:
+    """What is known of a node's attributes and methods."""
+    known = getattr(node, "known", None)
+    return known if isinstance(known, dict) else {}
 
 
 def literal(value: object) -> ast.expr:
