@@ -12,7 +12,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 // Lets blocks of a kernel have as much shared memory as there is, and returns how much of it is dynamic. As
 // much as one launch needs would not do for a thread that launches the same kernel at the same time. A thread
-// asks once, until it turns to another device: that takes about as long as a launch.
+// asks once, until it turns to another device, since to ask takes microseconds.
 template <auto kernel> inline int allow_shared() {
   thread_local int known = -1, most = 0;  // the device, and what there is
   int device = 0;
