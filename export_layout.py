@@ -1,9 +1,11 @@
-"""Definitions by name, out of which nobody knows any more how they came about: without what nobody reads, in
-order, as text.
+"""The specialised definitions of a cell, made short, and as text.
 
-A function whose result is one expression is put where it is called, if that is one place, and a value that
-only the next line reads into that line; parameters, attributes and methods that nobody reads go. What calls
-comes before what is called.
+tidied: definitions by name, as syntax trees, to those that a root reaches, what calls before what is called.
+Until nothing changes any more,
+- names, parameters, attributes and methods that nobody reads go;
+- a value that only the next line reads moves into that line;
+- a function that is one expression moves to where it is called, if that is one place or it but calls another.
+What the definitions compute stays as it is. source_of: one of them as text, no line wider than WIDTH.
 """
 
 from __future__ import annotations
@@ -216,8 +218,9 @@ def _opened(node: ast.AST) -> list[ast.AST]:
 
 def arguments_of(node: ast.AST) -> list[str]:
     """The parameters of a function, but for *names and **names."""
-    given = node.args if isinstance(node, ast.FunctionDef) else ast.arguments([], [], None, [], [], None, [])
-    return [each.arg for each in [*given.args, *given.kwonlyargs]]
+    if not isinstance(node, ast.FunctionDef):
+        return []
+    return [each.arg for each in [*node.args.args, *node.args.kwonlyargs]]
 
 
 def applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:

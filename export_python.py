@@ -1,19 +1,22 @@
 """The repository's own functions as definitions of one file, specialised: for a device, a dtype and sizes
 that are known beforehand.
 
-Each function is taken from its source and gone through with what is known of its parameters. A known value
-stands in the place of its name; what can be computed is, by the functions themselves; a branch never taken
-goes. What a call gives is known in the function called, as far as all its calls agree: where a later one
-gives something else, all is begun anew, with less known. (export_layout.py takes away what nobody reads
-then.)
+Program(is_ours, bound, known).build(root) gives the syntax trees of all of ours that `root` reaches, by name.
+A _Specialiser goes through one function: a known value, an ast.Constant, stands in the place of its name;
+what can be computed is; a branch never taken goes. A _Writer then writes the values that are left as text.
+What a call gives is known in the function called, as far as all its calls agree: where a later one gives
+something else, all is begun anew, with less known. (export_layout.py takes away what nobody reads then.)
 
-Of an expression whose value isn't known something else may be: `known` is a Value; or a tuple of what is
-known of its items; or a dict of what is known of its attributes and methods, by ".name" and ".name()", which
-may have "fields", its items' names, and "class", whose methods become functions; or None.
+What is known of an expression is
+- a Value: all of it;
+- a tuple: this of its items;
+- a dict: this of its attributes and methods, by ".name" and ".name()", and of "len()"; "fields", its items'
+  names; "class", whose methods become functions; "set", for a namespace that our functions fill;
+- None: nothing.
 
 It is for programs like ours. Expressions have no side effects, but for calls that stand alone; a parameter's
 attributes stay what they are; our functions that have arguments, all of them known, give the same for the
-same.
+same. A global of others is written as the place where Python finds it; Missing is raised where there is none.
 """
 
 from __future__ import annotations
