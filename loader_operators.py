@@ -154,7 +154,8 @@ class Operator:
         if (plan := self._plans.get(key)) is None:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make_plan(*self._spread(arguments), saving=saving)
+            with torch.inference_mode(False):  # else nothing outside of it could write to tensors of the plan
+                plan = self._plans[key] = self._make_plan(*self._spread(arguments), saving=saving)
         return plan
 
     def run(self, *arguments) -> Tensor:

@@ -560,6 +560,16 @@ def test_inference_mode_and_back(name):
 
 
 @every_name
+def test_a_plan_made_in_inference_mode_serves_outside(name):
+    _, twin, x = pair(name, called=False)
+    inline_loader.forget()  # the plans of other tests
+    with torch.inference_mode():
+        inside = twin(x)
+    with torch.no_grad():
+        assert torch.equal(twin(x), inside)
+
+
+@every_name
 def test_threads_with_different_shapes(name):
     """On one module, whose kept plans they share, some with gradients."""
     _, twin, x = pair(name)
