@@ -39,6 +39,8 @@ from problems import Problem
 
 VARIANTS = "epilogue", "fused"
 LINES = 250  # beside the kernels
+# With docstrings? Line ends between definitions of the plumbing, and at most anywhere. The first that fits.
+SPACINGS = (True, 2, 3), (False, 2, 3), (False, 1, 3), (False, 1, 2)
 
 
 def cell(
@@ -54,17 +56,9 @@ def cell(
     program, forward = _program(problem, device, variant, dtype)
     definitions = export_layout.tidied(program.build(forward), "_forward")
     kernels = _kernels(problem, device, variant, definitions)
-    model_new, head = (
-        _model_new(definitions.pop("_forward")),
-        _head(problem, device, variant, dtype, program.modules),
-    )
-    top = [head, _model(problem), model_new, _inputs(problem), kernels]
-    for docstrings, apart, gap in (
-        (True, 2, 3),
-        (False, 2, 3),
-        (False, 1, 3),
-        (False, 1, 2),
-    ):  # as there is room
+    head, model_new = _head(problem, device, variant, dtype, program.modules), definitions.pop("_forward")
+    top = [head, _model(problem), _model_new(model_new), _inputs(problem), kernels]
+    for docstrings, apart, gap in SPACINGS:
         parts = [*top, _plumbing(definitions, docstrings, "\n" * apart)]
         found = re.sub(r"\n{3}", "\n" * gap, "\n\n\n".join(part.strip("\n") for part in parts)) + "\n"
         if re.sub(r'r"""\n.*?"""', "", found, flags=re.S).count("\n") <= LINES:
@@ -273,10 +267,8 @@ def _plumbing(definitions: dict[str, ast.stmt], docstrings: bool, apart: str) ->
     """The definitions, constants first."""
     constants = [node for node in definitions.values() if isinstance(node, ast.Assign)]
     others = [node for node in definitions.values() if not isinstance(node, ast.Assign)]
-    lines = [
-        "# Plumbing: plans for what is given, autograd, the build.",
-        *map(export_layout.source_of, constants),
-    ]
+    title = "# Plumbing: plans for what is given, autograd, the build."
+    lines = [title, *map(export_layout.source_of, constants)]
     return apart.join(["\n".join(lines), *[export_layout.source_of(node, docstrings) for node in others]])
 
 

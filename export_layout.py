@@ -1,9 +1,11 @@
-"""Definitions by name, out of which nobody knows any more how they came about: without what nobody reads, in
-order, as text.
+"""The specialised definitions of a cell, made short, and as text.
 
-A function whose result is one expression is put where it is called, if that is one place, and a value that
-only the next line reads into that line; parameters, attributes and methods that nobody reads go. What calls
-comes before what is called.
+tidied: definitions by name, as syntax trees, to those that a root reaches, what calls before what is called.
+Until nothing changes any more,
+- names, parameters, attributes and methods that nobody reads go;
+- a value that only the next line reads moves into that line;
+- a function that is one expression moves to where it is called, if that is one place or it but calls another.
+What the definitions compute stays as it is. source_of: one of them as text, no line wider than WIDTH.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def tidied(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
     before = None
     while before != (before := "\n".join(map(source_of, definitions.values()))):
         definitions = _reached(definitions, root)
-        nodes = [each for node in definitions.values() for each in ast.walk(node)]
+        nodes = _nodes(definitions)
         _without_attributes(definitions, nodes)
         for function in [each for each in nodes if isinstance(each, ast.FunctionDef)]:
             while _without_names(function) or _joined(function):
@@ -31,15 +33,17 @@ def tidied(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
         for name in [each for each in definitions if each != root]:
             _without_parameters(definitions[name], name, definitions)
         definitions = _inlined(definitions, root)
-    for node in [
-        node for name, node in definitions.items() if name != root and arguments_of(node)[:1] == ["self"]
-    ]:
-        for each in ast.walk(node):  # a model's method, once
-            if isinstance(each, ast.arg) and each.arg == "self":
-                each.arg = "model"
-            elif isinstance(each, ast.Name) and each.id == "self":
-                each.id = "model"
+    for name, node in definitions.items():
+        if name != root and arguments_of(node)[:1] == ["self"]:  # a model's method, once
+            for each in ast.walk(node):
+                field = {ast.arg: "arg", ast.Name: "id"}.get(type(each))
+                if field and getattr(each, field) == "self":
+                    setattr(each, field, "model")
     return definitions
+
+
+def _nodes(definitions: dict[str, ast.stmt]) -> list[ast.AST]:
+    return [each for node in definitions.values() for each in ast.walk(node)]
 
 
 def _reached(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
@@ -81,12 +85,9 @@ def _without_parameters(node: ast.stmt, name: str, definitions: dict[str, ast.st
     with it is to call it."""
     methods = [each for each in getattr(node, "body", []) if getattr(each, "name", "") == "__init__"]
     function, skipped = (methods[0], 1) if methods else (node, 0)
-    nodes = [each for node in definitions.values() for each in ast.walk(node)]
-    calls, uses = (
-        _calls(name, nodes),
-        [each for each in nodes if isinstance(each, ast.Name) and each.id == name],
-    )
-    if not isinstance(function, ast.FunctionDef) or len(calls) < len(uses):
+    nodes = _nodes(definitions)
+    calls, uses = _calls(name, nodes), sum(isinstance(each, ast.Name) and each.id == name for each in nodes)
+    if not isinstance(function, ast.FunctionDef) or len(calls) < uses:
         return
     given, read = function.args, {name for each in function.body for name in free(each)}
     for i in reversed(range(skipped, len(given.args))):
@@ -110,19 +111,13 @@ def _take_away(calls: list[ast.Call], name: str, position: int | None) -> None:
 
 def _without_names(function: ast.FunctionDef) -> bool:
     """Takes out the assignments to names that nobody reads; True if there was one."""
-    read = {
-        each.id
-        for each in ast.walk(function)
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-    }
-    before = ast.dump(function)
+    read, before = _read(function), ast.dump(function)
 
     def is_unread(target: ast.expr) -> bool:
         parts = [each for each in ast.walk(target) if isinstance(each, ast.expr)]
         names = {each.id for each in parts if isinstance(each, ast.Name)}
-        return (
-            all(isinstance(each, (ast.Name, ast.Tuple, ast.Starred)) for each in parts) and not names & read
-        )
+        are_names = all(isinstance(each, (ast.Name, ast.Tuple, ast.Starred)) for each in parts)
+        return are_names and not names & read
 
     class Remove(ast.NodeTransformer):
         def visit_Assign(self, node):
@@ -174,7 +169,7 @@ def _surely(node: ast.AST) -> Iterable[ast.AST]:
 def _inlined(definitions: dict[str, ast.stmt], root: str) -> dict[str, ast.stmt]:
     """With one expression in the place of a call, if there is one: of a function called once, or that but
     calls another."""
-    nodes = [each for node in definitions.values() for each in ast.walk(node)]
+    nodes = _nodes(definitions)
     uses = Counter(each.id for each in nodes if isinstance(each, ast.Name))
     for name in [each for each in definitions if each != root]:
         for call in _calls(name, nodes):
@@ -223,11 +218,9 @@ def _opened(node: ast.AST) -> list[ast.AST]:
 
 def arguments_of(node: ast.AST) -> list[str]:
     """The parameters of a function, but for *names and **names."""
-    return (
-        [each.arg for each in [*node.args.args, *node.args.kwonlyargs]]
-        if isinstance(node, ast.FunctionDef)
-        else []
-    )
+    if not isinstance(node, ast.FunctionDef):
+        return []
+    return [each.arg for each in [*node.args.args, *node.args.kwonlyargs]]
 
 
 def applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:
@@ -236,9 +229,7 @@ def applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:
     is_one = isinstance(function, ast.FunctionDef) and len(body) == 1 and isinstance(body[0], ast.Return)
     if not is_one or function.decorator_list or function.args.vararg or function.args.kwarg:
         return None
-    if any(isinstance(each, ast.Starred) for each in call.args) or any(
-        each.arg is None for each in call.keywords
-    ):
+    if is_open(call):
         return None
     given, names = function.args, [each.arg for each in function.args.args]
     values = dict(zip(names[len(names) - len(given.defaults) :], given.defaults))
@@ -248,12 +239,8 @@ def applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:
     reads = Counter(each.id for each in nodes if isinstance(each, ast.Name))
     is_repeated = any(isinstance(each, (ast.comprehension, ast.Lambda, ast.Yield)) for each in nodes)
     for name in arguments_of(function):
-        if (
-            values.get(name) is None
-            or (is_repeated or reads[name] > 1)
-            and reads[name]
-            and not _is_plain(values[name])
-        ):
+        is_once = not reads[name] or reads[name] == 1 and not is_repeated
+        if values.get(name) is None or not (is_once or _is_plain(values[name])):
             return None
 
     class Put(ast.NodeTransformer):
@@ -261,6 +248,12 @@ def applied(function: ast.stmt, call: ast.Call) -> ast.expr | None:
             return copied(values.get(node.id, node))
 
     return Put().visit(copied(body[0].value))
+
+
+def is_open(call: ast.Call) -> bool:
+    """Does it give *items or **keywords?"""
+    starred = [each for each in call.args if isinstance(each, ast.Starred)]
+    return bool(starred) or any(each.arg is None for each in call.keywords)
 
 
 def copied(node: ast.AST) -> ast.AST:
@@ -299,9 +292,12 @@ def free(node: ast.AST) -> set[str]:
     nodes = [*ast.walk(node)]
     bound = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
     bound |= {each.arg for each in nodes if isinstance(each, ast.arg)}
-    return {
-        each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
-    } - bound
+    return _read(node) - bound
+
+
+def _read(node: ast.AST) -> set[str]:
+    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+    return {each.id for each in names if isinstance(each.ctx, ast.Load)}
 
 
 def without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -118,11 +118,11 @@ class Plan(SimpleNamespace):
     element for each, results are contiguous."""
 
     def __init__(self, name, a, parameters, outputs, defines=None, folder=None, **own):
-        self._last, self._outputs = 2 + len(parameters), [(shape, dtype) for shape, dtype, *_ in outputs]
-        super().__init__(kernels=load(name, a.x, DTYPE, **defines or {}), **own)
+        kernels = load(name, a.x, DTYPE, **defines or {})
+        super().__init__(kernels=kernels, _last=2 + len(parameters), _outputs=outputs, **own)
 
     def outputs(self, a):
-        return [a.x.new_empty(shape, dtype=dtype) for shape, dtype in self._outputs]
+        return [a.x.new_empty(shape, dtype=dtype) for shape, dtype, *_ in self._outputs]
 
     def parameters(self, a):
         return tuple([p.to(SUMS).contiguous() for p in a[2 : self._last]])

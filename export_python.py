@@ -1,19 +1,22 @@
 """The repository's own functions as definitions of one file, specialised: for a device, a dtype and sizes
 that are known beforehand.
 
-Each function is taken from its source and gone through with what is known of its parameters. A known value
-stands in the place of its name; what can be computed is, by the functions themselves; a branch never taken
-goes. What a call gives is known in the function called, as far as all its calls agree: where a later one
-gives something else, all is begun anew, with less known. (export_layout.py takes away what nobody reads
-then.)
+Program(is_ours, bound, known).build(root) gives the syntax trees of all of ours that `root` reaches, by name.
+A _Specialiser goes through one function: a known value, an ast.Constant, stands in the place of its name;
+what can be computed is; a branch never taken goes. A _Writer then writes the values that are left as text.
+What a call gives is known in the function called, as far as all its calls agree: where a later one gives
+something else, all is begun anew, with less known. (export_layout.py takes away what nobody reads then.)
 
-Of an expression whose value isn't known something else may be: `known` is a Value; or a tuple of what is
-known of its items; or a dict of what is known of its attributes and methods, by ".name" and ".name()", which
-may have "fields", its items' names, and "class", whose methods become functions; or None.
+What is known of an expression is
+- a Value: all of it;
+- a tuple: this of its items;
+- a dict: this of its attributes and methods, by ".name" and ".name()", and of "len()"; "fields", its items'
+  names; "class", whose methods become functions; "set", for a namespace that our functions fill;
+- None: nothing.
 
 It is for programs like ours. Expressions have no side effects, but for calls that stand alone; a parameter's
 attributes stay what they are; our functions that have arguments, all of them known, give the same for the
-same.
+same. A global of others is written as the place where Python finds it; Missing is raised where there is none.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ import ast
 import builtins
 import copy
 import inspect
+import itertools
 import math
 import re
+import sys
 import textwrap
 from collections import Counter, namedtuple
 from collections.abc import Callable
@@ -33,7 +38,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from export_layout import applied, arguments_of, branch, copied, free, spread, without_docstring
+from export_layout import arguments_of, branch, copied, free, is_open, without_docstring
 
 NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
 _PLAIN = bool, int, float, str, type(None), type(...), torch.dtype, torch.memory_format
@@ -141,15 +146,6 @@ class Program:
             self.results[key] = value if value is not None and is_literal(value) else None
         return self.results[key] and copied(self.results[key])
 
-    def applied(self, call: ast.expr) -> ast.expr | None:
-        """The expression that a call of a function of ours is, if it is one."""
-        function = (
-            call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Constant) else None
-        )
-        if not self.is_code(function) or inspect.isclass(function):
-            return None
-        return applied(self.definitions[self.name_of(function)], call)
-
     def join(self, owner: dict, name: str, known: object) -> None:
         """Takes down what one more place gives for `name`."""
         common = _common(owner[name], known) if name in owner else known
@@ -166,9 +162,10 @@ class Program:
             return constant(Name(self.name_of(value, name)))
         if isinstance(value, (ModuleType, Path)):  # the file has its kernels in itself
             return constant(value, value.__name__) if isinstance(value, ModuleType) else constant(None)
-        if value is Missing or not (self.can_write(value) or hasattr(value, "__name__")):
+        text = "" if self.can_write(value) else qualified_name(value)
+        if text is None:
             raise Missing(f"{names['__name__']}.{name} is nothing that the file can hold")
-        return constant(value, f"{getattr(value, '__module__', '')}.{name}")
+        return constant(value, text)
 
     def attribute(self, node: ast.Attribute) -> ast.expr:
         """An attribute of a known value. Of others' modules it is known where it is code or a dtype: settings
@@ -194,13 +191,10 @@ class Program:
         return type(value) in (*_PLAIN, Name) or self.is_code(value)
 
     def is_pure(self, node: ast.AST) -> bool:
-        """Does a call, or a method, of known values give the same whenever it is computed?"""
-        if isinstance(node, ast.Attribute):
-            is_fixed = isinstance(node.value, ast.Constant) and isinstance(node.value.value, (str, tuple))
-            return is_fixed or node.attr in ("items", "values", "keys")
-        if not isinstance(node, ast.Call) or isinstance(node.func, ast.Attribute):
-            return True
-        function = node.func.value if isinstance(node.func, ast.Constant) else None
+        """Does a call of known values give the same whenever it is computed? Of methods this isn't known."""
+        if not isinstance(node, ast.Call):
+            return not isinstance(node, ast.Attribute)
+        function = called(node)
         if self.is_code(function):
             return bool(node.args) and (hasattr(function, "_fields") or not inspect.isclass(function))
         return callable(function) and function in _PURE
@@ -324,12 +318,8 @@ class _Specialiser(ast.NodeTransformer):
             body = ast.parse(f"raise RuntimeError({NOT_HERE!r})").body
         return branch(test, body, self.block(node.orelse))
 
-    def visit_For(self, node: ast.For) -> ast.stmt | list[ast.stmt]:
-        """A loop of one turn is its body."""
-        node.iter = self.visit(node.iter)
-        if isinstance(node.iter, ast.Tuple) and len(node.iter.elts) == 1:
-            return self.block([ast.Assign([node.target], node.iter.elts[0]), *node.body])
-        return ast.For(self.visit(node.target), node.iter, self.block(node.body), [])
+    def visit_For(self, node: ast.For) -> ast.stmt:
+        return ast.For(self.visit(node.target), self.visit(node.iter), self.block(node.body), [])
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt | list:
         """Without an obstacle, alone or (is it there?, what it is), that never is."""
@@ -381,7 +371,7 @@ class _Specialiser(ast.NodeTransformer):
         stays."""
         if isinstance(value, ast.List):
             return name not in self.changing and is_literal(value)
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Constant) and value.func.value is len:
+        if called(value) is len:
             value = getattr(value.args[0], "value", value.args[0])
         is_known = isinstance(value, ast.Constant) and not isinstance(value.value, ModuleType)
         return is_known or isinstance(value, ast.Name) and value.id in self.once
@@ -405,14 +395,14 @@ class _Specialiser(ast.NodeTransformer):
         node.value = self.visit(node.value)
         if isinstance(node.value, ast.Constant) and is_read(node):
             return self.program.attribute(node)
-        known = getattr(node.value, "known", None)
-        return at(node, known.get(f".{node.attr}")) if isinstance(known, dict) and is_read(node) else node
+        known = details(node.value)
+        return at(node, known.get(f".{node.attr}")) if known and is_read(node) else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
-        known, cut = getattr(node.value, "known", None), node.slice
+        known, cut = details(node.value), node.slice
         parts = [cut.lower, cut.upper, cut.step] if isinstance(cut, ast.Slice) else [cut]
-        if isinstance(known, dict) and ".shape" in known and isinstance(cut, ast.Slice):
+        if ".shape" in known and isinstance(cut, ast.Slice):
             return at(node, known) if known["len()"] is None else node  # some samples
         items = self.items(node.value)
         if items is None or not all(part is None or isinstance(part, ast.Constant) for part in parts):
@@ -421,7 +411,7 @@ class _Specialiser(ast.NodeTransformer):
         found = items[slice(*values)] if isinstance(cut, ast.Slice) else items[values[0]]
         if not isinstance(found, list):
             return found
-        is_worse = isinstance(known, dict) and any(getattr(each, "known", None) is None for each in found)
+        is_worse = known and any(getattr(each, "known", None) is None for each in found)
         return node if is_worse else ast.Tuple(found, ast.Load())
 
     def items(self, node: ast.expr) -> list[ast.expr] | None:
@@ -431,14 +421,12 @@ class _Specialiser(ast.NodeTransformer):
         if isinstance(node, (ast.Tuple, ast.List)):
             return None if any(isinstance(each, ast.Starred) for each in node.elts) else [*node.elts]
         known = getattr(node, "known", None)
-        if isinstance(known, dict) and "fields" in known:
-            return [
-                at(ast.Attribute(node, name, ast.Load()), known.get(f".{name}")) for name in known["fields"]
-            ]
         if isinstance(known, tuple):
             return [at(_item(node, i), each) for i, each in enumerate(known)]
-        whole = self.program.applied(node)
-        return None if whole is None else self.items(whole)
+        fields = details(node).get("fields")
+        return fields and [
+            at(ast.Attribute(node, each, ast.Load()), known.get(f".{each}")) for each in fields
+        ]
 
     def visit_Tuple(self, node: ast.Tuple | ast.List) -> ast.expr:
         self.generic_visit(node)
@@ -451,9 +439,7 @@ class _Specialiser(ast.NodeTransformer):
         """The items in the place of *(…), but of an instance."""
         found = []
         for node in nodes:
-            is_many = isinstance(node, ast.Starred) and not isinstance(
-                getattr(node.value, "known", None), dict
-            )
+            is_many = isinstance(node, ast.Starred) and not details(node.value)
             items = self.items(node.value) if is_many else None
             found += [node] if items is None else items
         return found
@@ -463,28 +449,16 @@ class _Specialiser(ast.NodeTransformer):
         self.generic_visit(node)
         pairs = []
         for key, value in zip(node.keys, node.values):
-            value = self.program.applied(value) or value if key is None else value
             is_open = key is None and isinstance(value, ast.Dict)
             pairs += zip(value.keys, value.values) if is_open else [(key, value)]
-        return ast.Dict([key for key, _ in pairs], [value for _, value in pairs])
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
-        self.generic_visit(node)
-        for i, part in enumerate(node.values):
-            is_known = isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Constant)
-            if is_known and part.conversion == -1 and not part.format_spec:
-                node.values[i] = ast.Constant(str(part.value.value))
-        return node
+        return ast.Dict(*map(list, zip(*pairs))) if pairs else node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """Without a factor of 1 or a term of 0."""
+        """Without a factor of 1 or a term of 0 on the right."""
         self.generic_visit(node)
         neutral = {ast.Mult: 1, ast.FloorDiv: 1, ast.Add: 0}.get(type(node.op))
-        left, right = [getattr(each, "value", None) for each in (node.left, node.right)]
-        if type(right) is int and right == neutral:
-            return node.left
-        is_first = type(left) is int and left == neutral and not isinstance(node.op, ast.FloorDiv)
-        return node.right if is_first else node
+        right = getattr(node.right, "value", None)
+        return node.left if type(right) is int and right == neutral else node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         """Up to what decides, without what doesn't."""
@@ -494,15 +468,11 @@ class _Specialiser(ast.NodeTransformer):
             is_known = isinstance(last, ast.Constant)
             if is_known and bool(last.value) == decisive and (not values or last.value is decisive):
                 return last
-            if (
-                not is_known
-                or bool(last.value) == decisive
-                or each is node.values[-1]
-                and type(last.value) is str
-            ):
+            is_reason = each is node.values[-1] and is_known and type(last.value) is str
+            if not is_known or bool(last.value) == decisive or is_reason:
                 values.append(last)
-                if is_known:
-                    break
+            if is_known and bool(last.value) == decisive:
+                break
         return ast.BoolOp(node.op, values) if len(values) > 1 else values[0] if values else last
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
@@ -514,23 +484,19 @@ class _Specialiser(ast.NodeTransformer):
     # -------------------------------------------------------------------------------------------------- calls
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        known, function = getattr(self.values.get("self"), "known", None), node.func
+        known, function = details(self.values.get("self")), node.func
         if isinstance(function, ast.Attribute) and ast.unparse(function.value) == "super()" and known:
             node.func = self.super_method(known["class"], function.attr)
             node.args.insert(0, ast.Name("self", ast.Load()))
         node.func = self.visit(node.func)
         node.args = self.unpacked([self.visit(each) for each in node.args])
-        keywords = [self.visit(each) for each in node.keywords]
-        node.keywords = [each for keyword in keywords for each in spread(keyword)]
+        node.keywords = [self.visit(each) for each in node.keywords]
         if isinstance(node.func, ast.Attribute):
             return self.call_method(node)
-        function = node.func.value if isinstance(node.func, ast.Constant) else None
-        first = node.args[0] if node.args else None
+        function, first = called(node), node.args[0] if node.args else None
         known = getattr(first, "known", None)
         if function is len and known is not None:
             return at(node, Value(len(known)) if isinstance(known, tuple) else known.get("len()"))
-        if function is tuple and isinstance(first, (ast.Tuple, ast.List)):
-            return ast.Tuple(first.elts, ast.Load())
         if function is getattr and len(node.args) == 2 and isinstance(node.args[1], ast.Constant):
             return self.visit_Attribute(ast.Attribute(first, node.args[1].value, ast.Load()))
         if self.program.is_code(function) and not self.program.value_of(node):
@@ -544,14 +510,10 @@ class _Specialiser(ast.NodeTransformer):
         return constant(self.program.bound.get(method, method))
 
     def call_method(self, node: ast.Call) -> ast.expr:
-        known, name = getattr(node.func.value, "known", None), node.func.attr
-        if (
-            name == "contiguous"
-            and node.keywords
-            and is_value(node.keywords[0].value, torch.contiguous_format)
-        ):
-            node.keywords = []  # the default
-        if not isinstance(known, dict):
+        known, name = details(node.func.value), node.func.attr
+        if name == "contiguous":  # without the default
+            node.keywords = [k for k in node.keywords if not is_value(k.value, torch.contiguous_format)]
+        if not known:
             return node
         method = getattr(known.get("class"), name, None)
         method = self.program.bound.get(method, method)
@@ -588,29 +550,40 @@ class _Specialiser(ast.NodeTransformer):
         """What is known of what a call gives for each parameter."""
         source, defaults = self.program.source(function), inspect.signature(function).parameters
         names, counts = arguments_of(source), stored(source)
-        starred = [i for i, each in enumerate(node.args) if isinstance(each, ast.Starred)]
-        is_open = starred or any(each.arg is None for each in node.keywords)
-        values = dict(
-            zip([each.arg for each in source.args.args][skipped:], node.args[: (*starred, None)[0]])
-        )
+        apart = itertools.takewhile(lambda each: not isinstance(each, ast.Starred), node.args)
+        values = dict(zip([each.arg for each in source.args.args][skipped:], apart))
         values |= {each.arg: each.value for each in node.keywords}
-        if not is_open:
-            absent = [
-                each for each in names if each not in values and defaults[each].default is not inspect._empty
-            ]
-            values |= {each: constant(defaults[each].default) for each in absent}
-        return {
-            each: known_of(values[each]) if each in values and counts[each] == 1 else None for each in names
-        }
+        for each in () if is_open(node) else set(names) - set(values):
+            if defaults[each].default is not inspect._empty:
+                values[each] = constant(defaults[each].default)
+        return {each: known_of(values.get(each)) if counts[each] == 1 else None for each in names}
 
 
 # ----------------------------------------------------------------------------------------------------- values
+
+
+def qualified_name(value: object) -> str | None:
+    """Where others' function or class is found, whatever it is called here."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    found = getattr(sys.modules.get(module), name or "", Missing)
+    return f"{module}.{name}" if value is not Missing and found is value else None
 
 
 def constant(value: object, text: str = "") -> ast.Constant:
     node = ast.Constant(value)
     node.text = text
     return node
+
+
+def called(node: ast.AST) -> object:
+    """The known function or class that `node` calls, or None."""
+    return node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Constant) else None
+
+
+def details(node: ast.AST) -> dict[str, object]:
+    """What is known of a node's attributes and methods."""
+    known = getattr(node, "known", None)
+    return known if isinstance(known, dict) else {}
 
 
 def literal(value: object) -> ast.expr:

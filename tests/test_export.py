@@ -496,3 +496,25 @@ def test_a_branch_that_needs_what_a_cell_cannot_hold_raises():
     names["f"].source = "def f(x):\n    return THING"
     with pytest.raises(export_python.Missing, match="THING"):
         export_python.Program(lambda module: module == __name__, {}, {}).build(names["f"])
+
+
+def test_others_functions_are_written_as_where_they_are_found():
+    """A module may have one under a name of its own; what is found nowhere by its name, a method of some value, can't be written."""
+
+    def written(value):
+        text = "def f(x):\n    return OURS(x)"
+        exec(text, names := {"OURS": value, "__name__": __name__})
+        names["f"].source = text
+        definitions = export_python.Program(lambda module: module == __name__, {}, {}).build(names["f"])
+        return ast.unparse(definitions["_f"].body[-1])
+
+    assert written(getattr(torch._C, "_get_cudnn_enabled", None)) == "return torch._C._get_cudnn_enabled(x)"
+    assert written(os.path.basename) == f"return _{os.path.__name__}.basename(x)"
+    assert written(len) == "return len(x)"
+    for value in (
+        [].append,
+        functools.partial(len),
+        SimpleNamespace(__name__="basename", __module__="posixpath"),
+    ):
+        with pytest.raises(export_python.Missing, match="OURS"):
+            written(value)
