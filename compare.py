@@ -572,8 +572,11 @@ def compare_pair(
     compared in eval mode. peers, variants (out of "candidate" and the peers' names), seed and tell are as in
     `compare`; cases: (label, prepare(model, *inputs)), situations that random parameters don't reach.
 
-    Raises ValueError where the parameters don't match.
+    Raises ValueError where the parameters don't match, TypeError if the reference is no module or returns something
+    else than one tensor.
     """
+    if not isinstance(reference, nn.Module):
+        raise TypeError(f"expected a module as the reference, got {reference!r}")
     device = pick_device(device)[0]
     inputs = lambda: [t.to(device, copy=True) for t in checks.inputs_of(make_inputs())]  # noqa: E731
     dtype = next((t.dtype for t in inputs() if t.is_floating_point()), torch.float32)
@@ -589,6 +592,10 @@ def compare_pair(
         ("candidate",), cases, peers=_peers(peers),
     )  # fmt: skip
     twin("candidate", contest.model())  # raises what does not match
+    with torch.no_grad():
+        out = contest.model()(*contest.inputs())
+    if not isinstance(out, Tensor):
+        raise TypeError(f"expected the reference to return one tensor, got a {type(out).__name__}")
     skipped = () if device == "cuda" else ("max-autotune", EXACT)
     names = variants or [name for name in (*contest.peers, "candidate") if name not in skipped]
     return [row for phase in phases for row in _rows(contest, phase, names, bool(variants), seed, tell)]

@@ -162,6 +162,9 @@ def _unit(
     first_line: int = 1,
 ) -> Unit:
     _check_device(device)
+    for what, text in {"a name": name, "the text of a source": source or ""}.items():
+        if not isinstance(text, str):
+            raise TypeError(f"expected {what}, got {text!r}")
     if not re.fullmatch(r"[A-Za-z]\w*", name, flags=re.A):
         raise ValueError(f"expected a name of ASCII letters, digits and underscores, got {name!r}")
     origin, folder = f"<{name}>", Path(folder or KERNELS)
@@ -512,7 +515,7 @@ def load(
 
     Each combination of `defines` (macros) is a build of its own.
     Raises BuildError if it can't be built, FileNotFoundError if there is no such source, ValueError for a bad name or device,
-    PermissionError where the cache folder is not safe to load code from.
+    TypeError for a name or source that is no text, PermissionError where the cache folder is not safe to load code from.
     """
     return _load(name, source, folder, device, defines or {})
 

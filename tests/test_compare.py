@@ -267,6 +267,23 @@ def test_a_pair_whose_parameters_do_not_match(candidate, message):
         compare.compare_pair(Gate(), candidate, gate_inputs, device="cpu")
 
 
+class Both(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+@pytest.mark.parametrize(
+    "reference, message",
+    [
+        (torch.relu, "expected a module as the reference, got <built-in"),
+        (Both(), "return one tensor, got a tuple"),
+    ],
+)
+def test_a_pair_that_cannot_be_compared(reference, message):
+    with pytest.raises(TypeError, match=message):
+        compare.compare_pair(reference, nn.Identity(), lambda: [torch.rand(3, 4)], device="cpu")
+
+
 @pytest.mark.parametrize("name", ["checks", "honesty", "compare"])
 def test_imports_no_model_and_no_problem(name):
     text = (compare.FOLDER / f"{name}.py").read_text()

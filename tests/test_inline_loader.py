@@ -129,6 +129,16 @@ def test_operators_work_under_torch_compile():
     assert twice(torch.tensor([1.0, -3.0])).tolist() == [3.0, -5.0]
 
 
+@pytest.mark.parametrize("name, source, message", [
+    (3, "", "expected a name, got 3"),
+    ("paths", Path("kernel.cpp"), "expected the text of a source, got PosixPath"),
+    ("paths", b"EXPORT void f() {}", "expected the text of a source, got b'EXPORT"),
+], ids=str)  # fmt: skip
+def test_what_is_no_text(name, source, message):
+    with pytest.raises(TypeError, match=message):
+        inline_loader.load(name, source=source)
+
+
 # ------------------------------------------------------------------------------------------------------- the right code
 
 
