@@ -86,6 +86,11 @@ def eager_runs_tf32(x: Tensor, weight: Tensor) -> bool:
     return may_run_tf32(x) and channels >= 64 and C >= 128 and width > 1
 
 
+def aligned(t: Tensor) -> Tensor:
+    """t as kernels read it that copy up to 16 bytes at a time: contiguous, and at a multiple of so many."""
+    return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t.contiguous()
+
+
 def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
     """Does a GPU's library run TF32 in forward and backward, in every layout? For filters of two or three columns and up to three rows
     it did from 14 thousand positions on, up to the 254 thousand that were tried (cuDNN on an H200, the same record). Eager's layout

@@ -70,7 +70,7 @@ EXPORT void gradient_sums(accumulate_t* d_conv_bias, accumulate_t* d_bias, int32
 // slots (shares, slot_elements) is scratch; the launch fails if that is not what a share takes.
 EXPORT void weight_gradient(value_t* dweight, float* slots, const output_t* dy, const value_t* x,
                             const int32_t* saved, const int32_t* largest_g, double scale,
-                            int64_t slot_elements, int64_t shares, int64_t N, int64_t H, int64_t W,
+                            int64_t shares, int64_t slot_elements, int64_t N, int64_t H, int64_t W,
                             cudaStream_t stream) {
   const uint32_t* largest_x = reinterpret_cast<const uint32_t*>(saved);
   const uint32_t* largest = reinterpret_cast<const uint32_t*>(largest_g);

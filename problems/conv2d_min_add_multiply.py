@@ -171,7 +171,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
     if saving:
         split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
-        defines, plan.sums, plan.shares, plan.slot = tiling.plan_weight_gradient(x, weight, split)
+        defines, plan.sums, *plan.slots = tiling.plan_weight_gradient(x, weight, split)
         plan.for_weight = operators.when_needed(f"{NAME}_weight_gradient_fused", a, a.bias.dtype, **defines)
         defines, plan.piece, plan.workspace = tiling.plan_input_gradient(x, weight, split)
         plan.for_input = operators.when_needed(f"{NAME}_input_gradient_fused", a, a.bias.dtype, **defines)
@@ -179,15 +179,13 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 
 def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
-    new, sizes = a.x.new_empty, (len(a.x), *a.x.shape[2:])
-    # Copied by up to 16 bytes.
-    dy, x = [t.clone() if t.data_ptr() % 16 else t for t in (dy.contiguous(), a.x.contiguous())]
+    dy, new, sizes = library.aligned(dy), a.x.new_empty, (len(a.x), *a.x.shape[2:])
     gradients, kernels, largest = plan.gradients(a), plan.for_weight(), new(len(a.x), dtype=torch.int32)
     sums, dx, dw = new((2, plan.sums, len(a.weight)), dtype=torch.float64), None, None
     kernels.gradient_sums(*gradients, largest, sums, dy, saved, a.scale, a.bias.numel(), plan.sums, *sizes)
     if needs[1]:
-        dw, slots = new(a.weight.shape), new((plan.shares, plan.slot), dtype=torch.float32)
-        kernels.weight_gradient(dw, slots, dy, x, saved, largest, a.scale, plan.slot, plan.shares, *sizes)
+        dw, x, slots = new(a.weight.shape), library.aligned(a.x), new(plan.slots, dtype=torch.float32)
+        kernels.weight_gradient(dw, slots, dy, x, saved, largest, a.scale, *plan.slots, *sizes)
     if needs[0]:
         dx, workspace = new(a.x.shape), new(plan.workspace, dtype=torch.uint8)
         inputs = dy, a.weight.contiguous(), saved, largest, a.scale
