@@ -115,7 +115,7 @@ def _program(
     known |= {plumbing.Plan: plan, operator.forward: {"plan": plan}, operator._backward: {"plan": plan}}
     known |= _known_of_models(model, x, weight, whole)
     known |= dict.fromkeys((forward, constants, cls._constants, cls._drawn), {"self": {"class": cls}})
-    known[loader_operators._precision] = {"x": {".is_cuda": x[".is_cuda"]}}
+    known[loader_operators.precision] = {"x": {".is_cuda": x[".is_cuda"]}}
     folder, files = Path(__file__).parent, {k: getattr(v, "__file__", None) for k, v in sys.modules.items()}
     ours = {name for name, file in files.items() if file and Path(file).parent == folder}
     return export_python.Program({*ours, cls.__module__}.__contains__, bound, known), forward

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 
 from export_kernels import NAMESPACE
-from loader_operators import _precision
+from loader_operators import precision
 
 DEVICE: str  # "cpu" or "cuda"
 DTYPE: torch.dtype  # of x, the parameters and the result
@@ -48,7 +48,7 @@ def run(model, tensors, constants, numbers=()):
     seen = [
         (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
     ]  # as loader_operators.described
-    tf32 = [_precision(tensors[0])] if DEVICE == "cuda" else []
+    tf32 = [precision(tensors[0])] if DEVICE == "cuda" else []
     key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, *tf32
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):

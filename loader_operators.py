@@ -64,12 +64,12 @@ def declare(
 
 def described(*tensors: Tensor) -> tuple:
     """All of plain tensors that a plan may depend on: shapes, strides, dtypes, devices and alignment; and whether TF32 is allowed."""
-    return *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors], _precision(
+    return *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors], precision(
         tensors[0]
     )
 
 
-def _precision(x: Tensor) -> object:
+def precision(x: Tensor) -> object:
     """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
     if not x.is_cuda:
         return None

@@ -68,8 +68,9 @@ def drawn(x: Tensor, wanted: bool, watched: bool) -> tuple[Tensor, int]:
     whoever restores it (fork_rng, activation checkpointing) gets the same again. What may run more often than it is called, a graph
     under capture or what something watches, draws a seed on the device at each run."""
     if library.device_type(x) == "cuda" and not watched and not torch.cuda.is_current_stream_capturing():
-        generator = torch.cuda.default_generators[x.device.index]
-        return _no_seed(x.device), _number(generator) if wanted else 0
+        device = x.device
+        generator = torch.cuda.default_generators[device.index]
+        return _no_seed(device), _number(generator) if wanted else 0
     if wanted and torch.compiler.is_compiling():  # inductor knows no larger bounds on a GPU
         return torch.randint(2**31 - 1, (2,), dtype=torch.int32, device=x.device).view(torch.int64), 0
     seed = x.new_empty(int(wanted), dtype=torch.int64)
@@ -145,6 +146,8 @@ class Plan(SimpleNamespace):
 
     def as_parameters(self, a: tuple, gradients: list[Tensor]) -> list[Tensor]:
         """Those gradients in the dtypes of the parameters."""
+        if self._ready:
+            return gradients
         return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(gradients, a[2 : self._last])]
 
 

@@ -1,14 +1,14 @@
 // y = dropout(clamp(min(group_norm(conv(x)), low), low, high), p), forward, with the convolution inside.
 //
 // x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W); y (N,
-// CHANNELS_OUT, D', H', W'). Two launches:
-//   convolve_kernel   once: the sums, rounded to y's dtype, in y's own place; and their statistics, which the
-//                     block that completes a sample merges, in a fixed order: bitwise the same in each run
+// CHANNELS_OUT, D', H', W'). Three launches:
+//   convolve_kernel   once: the sums, rounded to y's dtype, in y's own place; and their statistics by tile
+//   merge_kernel      merges a sample's statistics, in a fixed order: bitwise the same in each run
 //   finish_kernel     normalises, applies min, clamp and dropout in place
 // Every value is computed, though min and clamp make most of them equal. The mask is that of
 // conv3d_groupnorm_min_clamp_dropout.cu for the same seed.
 //
-// At the default size (128, 3, 16, 64, 64), 3×3×3, 16 channels: 101 MB in, 441 MB out, which the second
+// At the default size (128, 3, 16, 64, 64), 3×3×3, 16 channels: 101 MB in, 441 MB out, which the last
 // launch reads and writes once more; bound by memory, 0.127 ms at 4.28 TB/s if it did not.
 #include "conv3d_groupnorm_min_clamp_dropout.cuh"
 #include "conv3d_statistics.cuh"
@@ -102,73 +102,16 @@ template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
   }
 };
 
-// A block has written its tile of a sample, and `tiles_done` counts the sample's: is it the last one? Then it
-// may read what all have written. All threads call it. `last`: shared memory.
-__device__ inline bool is_last_tile(bool& last, unsigned* tiles_done, unsigned tiles) {
-  __syncthreads();  // all threads have written
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(tiles_done, 1) == tiles - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  return last;
-}
-
-struct Channel {
-  Moments<double> moments;
-  double constant;  // what shifting x and the bias add
-};
-
 struct SharedStorage {
-  union {
-    alignas(16) float staging[kBlockWarps][16 * kStagingPitch];
-    Channel channels[kOut];  // after the mainloop
-  };
+  alignas(16) float staging[kBlockWarps][16 * kStagingPitch];
   MainloopStorage mainloop;
-  bool last;
 };
 static_assert(kPlanned<SharedStorage>);
 
-// affines (N, kOut) of sample n, from its statistics, merged in a fixed order; eight threads per channel.
-// `channels`: shared memory.
-__device__ inline void find_affines(Affine* affines, Channel (&channels)[kOut],
-                                    const TileStatistics* statistics, const Convolution& c,
-                                    const GroupNorm& norm, int64_t n) {
-  const int eighth = threadIdx.x % 8;
-  for (int channel = threadIdx.x / 8; channel < kOut; channel += kBlock / 8) {
-    Moments<float> own{0, 0, 0};
-    for (int slot = eighth; slot < c.slots(); slot += 8)
-      own = own.merge(moments_of(statistics, c, n, slot, channel));
-    own = merge_lanes<8>(own);
-    if (eighth == 0) {
-      double level = norm.conv_bias[channel];  // in double: it may be many times the spread
-      for (int i = 0; i < kIn; i++) {
-        double taps = 0;
-        for (int tap = 0; tap < kTaps; tap++) taps += double(c.weight[(channel * kIn + i) * kTaps + tap]);
-        level += taps * double(shift_of(c, n, i));
-      }
-      channels[channel] = {{double(c.OD) * c.OH * c.OW, double(own.mean) + level, double(own.m2)}, level};
-    }
-  }
-  __syncthreads();
-  const int per_group = kOut / norm.groups;
-  for (int channel = threadIdx.x; channel < kOut; channel += kBlock) {
-    Moments<double> all{0, 0, 0};
-    for (int i = 0; i < per_group; i++)
-      all = all.merge(channels[channel / per_group * per_group + i].moments);
-    const float deviation = sqrtf(float(all.variance()) + norm.eps);
-    const double offset = channels[channel].constant - all.mean;
-    const float slope = norm.weight[channel] / deviation, bias = float(offset * slope + norm.bias[channel]);
-    affines[n * kOut + channel] = {float(offset), slope, bias, 1 / deviation};
-  }
-}
-
-// Grid (N · slots, kOut / 16). tiles_done (N) is zero at the start.
+// Grid (N · slots, kOut / 16).
 template <bool kVectors>
 __global__ void __launch_bounds__(kBlock, 1)
-convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsigned* tiles_done,
-                GroupNorm norm, const Convolution c) {
+convolve_kernel(output_t* y, TileStatistics* statistics, const Convolution c) {
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
   const Tile tile(c, blockIdx.x);
@@ -182,8 +125,57 @@ convolve_kernel(output_t* y, TileStatistics* statistics, Affine* affines, unsign
   epilogue.staging = storage.staging[threadIdx.x / 32];
   mainloop.run(epilogue, tile.planes * mainloop.turns());
   epilogue.write(statistics, c, tile, first_channel);
-  if (is_last_tile(storage.last, tiles_done + tile.n, c.slots() * (kOut / 16)))
-    find_affines(affines, storage.channels, statistics, c, norm, tile.n);
+}
+
+struct Channel {
+  Moments<double> moments;
+  double constant;  // what shifting x and the bias add
+};
+
+// What shifting x and the bias add to a channel of sample n: in double, it may be many times the spread. Eight
+// lanes share the work, and all have the result.
+__device__ inline double constant_of(const Convolution& c, const GroupNorm& norm, int64_t n, int channel) {
+  double level = 0;
+  for (int i = 0; i < kIn; i++) {
+    double taps = 0;
+    for (int tap = threadIdx.x % 8; tap < kTaps; tap += 8)
+      taps += double(c.weight[(channel * kIn + i) * kTaps + tap]);
+    level += taps * double(shift_of(c, n, i));
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 8; lanes *= 2) level += __shfl_xor_sync(~0u, level, lanes);
+  return level + norm.conv_bias[channel];
+}
+
+// affines (N, kOut), from the statistics of a sample's tiles, merged in a fixed order; active (N) becomes 0.
+// Grid: N; eight threads for a channel.
+__global__ void __launch_bounds__(kThreads)
+merge_kernel(Affine* affines, float* active, const TileStatistics* statistics, GroupNorm norm,
+             const Convolution c) {
+  __shared__ Channel channels[kOut];
+  const int64_t n = blockIdx.x;
+  const int eighth = threadIdx.x % 8;
+  for (int channel = threadIdx.x / 8; channel < kOut; channel += kThreads / 8) {  // whole warps
+    Moments<float> own{0, 0, 0};
+    for (int slot = eighth; slot < c.slots(); slot += 8)
+      own = own.merge(moments_of(statistics, c, n, slot, channel));
+    own = merge_lanes<8>(own);
+    const double level = constant_of(c, norm, n, channel);
+    if (eighth == 0)
+      channels[channel] = {{double(c.OD) * c.OH * c.OW, double(own.mean) + level, double(own.m2)}, level};
+  }
+  __syncthreads();
+  const int per_group = kOut / norm.groups;
+  for (int channel = threadIdx.x; channel < kOut; channel += kThreads) {
+    Moments<double> all{0, 0, 0};
+    for (int i = 0; i < per_group; i++)
+      all = all.merge(channels[channel / per_group * per_group + i].moments);
+    const float deviation = sqrtf(float(all.variance()) + norm.eps);
+    const double offset = channels[channel].constant - all.mean;
+    const float slope = norm.weight[channel] / deviation, bias = float(offset * slope + norm.bias[channel]);
+    affines[n * kOut + channel] = {float(offset), slope, bias, 1 / deviation};
+  }
+  if (threadIdx.x == 0) active[n] = 0;
 }
 
 // ------------------------------------------------------------------------------------------- what follows it
@@ -258,9 +250,9 @@ finish_kernel(output_t* y, float* active, const Affine* affines, Tail tail, int6
 }
 
 // y (N, CHANNELS_OUT, D', H', W'). saved, for backward, one after the other: affines (N, CHANNELS_OUT, 4);
-// active (N), 1 where an element of a sample passes a gradient or statistics are not finite, else 0;
-// tiles_done (N), forward's own. Without elements where no gradient is wanted: they lie at the start of
-// scratch then, which holds the statistics (N, slots, CHANNELS_OUT, 2) of the `slots` tiles of each sample.
+// active (N), 1 where an element of a sample passes a gradient or statistics are not finite, else 0. Without
+// elements where no gradient is wanted: they lie in scratch then, behind the statistics (N, slots,
+// CHANNELS_OUT, 2) of the `slots` tiles of each sample.
 // seed (1), or without elements where the number counts; rows to shared are the plan (convolution()).
 EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x, const value_t* weight,
                     const float* conv_bias, const float* norm_weight, const float* norm_bias,
@@ -274,14 +266,13 @@ EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x,
   const auto convolve = vectors ? convolve_kernel<true> : convolve_kernel<false>;
   const GroupNorm norm{conv_bias, norm_weight, norm_bias, float(eps), int(groups)};
   vectors ? allow_shared<convolve_kernel<true>>() : allow_shared<convolve_kernel<false>>();
-  float* const kept = saved ? saved : scratch;
+  auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
+  float* const kept = saved ? saved : scratch + N * c.slots() * kOut * 2;
   auto* const affines = reinterpret_cast<Affine*>(kept);
   float* const active = kept + N * kOut * 4;
-  auto* const tiles_done = reinterpret_cast<unsigned*>(active + N);
-  auto* const statistics = reinterpret_cast<TileStatistics*>(saved ? scratch : kept + N * (4 * kOut + 2));
-  cudaMemsetAsync(active, 0, 2 * N * sizeof(float), stream);  // and tiles_done
   const dim3 grid(unsigned(N * c.slots()), kOut / 16);
-  convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, affines, tiles_done, norm, c);
+  convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, c);
+  merge_kernel<<<unsigned(N), kThreads, 0, stream>>>(affines, active, statistics, norm, c);
   const bool aligned = vectors_fit(y, size);
   const auto finish = saved ? (aligned ? finish_kernel<true, true> : finish_kernel<false, true>)
                             : (aligned ? finish_kernel<true, false> : finish_kernel<false, false>);

@@ -544,8 +544,8 @@ def test_tf32_is_part_of_a_situation():
     found = []
     for allowed in (True, False, True):
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
-            found.append(loader_operators._precision(on_gpu))
+            found.append(loader_operators.precision(on_gpu))
     assert found[0] == found[2] != found[1]
     with torch.backends.cudnn.flags(enabled=False):
-        assert loader_operators._precision(on_gpu) not in found
-    assert loader_operators._precision(torch.ones(1)) is None
+        assert loader_operators.precision(on_gpu) not in found
+    assert loader_operators.precision(torch.ones(1)) is None

@@ -575,7 +575,7 @@ def test_threads_with_different_shapes(name):
     _, twin, x = pair(name)
     parts = [x, x[:1], x[..., :-1].contiguous(), torch.cat([x, x])]
     expected = [twin(part).detach() for part in parts]
-    twin._kept.plans.clear()
+    twin._kept.situations.clear()
 
     def run(number):
         part, right = parts[number % 4], expected[number % 4]
@@ -681,7 +681,7 @@ def test_keeps_a_limited_number_of_situations(name, decisions, monkeypatch):
         for count in (1, 2, 3, 4, 5, 1, 2):
             part = torch.cat([x, x])[:count]
             torch.testing.assert_close(twin(part), model(part), rtol=1e-4, atol=1e-4)
-            assert len(twin._kept.plans) <= 3
+            assert len(twin._kept.situations) <= 3
     assert decisions() == 7
 
 
