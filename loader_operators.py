@@ -69,14 +69,17 @@ def described(*tensors: Tensor) -> tuple:
     )
 
 
+_conv_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+
+
 def precision(x: Tensor) -> object:
     """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
     if not x.is_cuda:
         return None
-    library, enabled = torch.backends.cudnn, torch._C._get_cudnn_enabled()
-    if hasattr(library, "conv"):  # its fp32_precision is a Python property, and takes a microsecond
-        return enabled, torch._C._get_fp32_precision_getter("cuda", "conv")
-    return enabled, library.allow_tf32
+    enabled = torch._C._get_cudnn_enabled()
+    if _conv_precision:  # behind torch.backends.cudnn.conv.fp32_precision, a property in Python that takes a microsecond
+        return enabled, _conv_precision("cuda", "conv")
+    return enabled, torch.backends.cudnn.allow_tf32
 
 
 def is_watched(*tensors: Tensor) -> bool:
@@ -87,7 +90,7 @@ def is_watched(*tensors: Tensor) -> bool:
         or torch._C._get_tracing_state()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
-        or any([type(t) not in PLAIN for t in tensors])
+        or (tensors and any([type(t) not in PLAIN for t in tensors]))
     )
 
 
