@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 
 from export_kernels import NAMESPACE
-from loader_operators import precision
+from loader_operators import described
 
 DEVICE: str  # "cpu" or "cuda"
 DTYPE: torch.dtype  # of x, the parameters and the result
@@ -45,11 +45,7 @@ plans = {}  # by all that a plan depends on
 def run(model, tensors, constants, numbers=()):
     """Model's result by the kernels. Raises RuntimeError where they can't compute it, with the reason."""
     saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-    seen = [
-        (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors
-    ]  # as loader_operators.described
-    tf32 = [precision(tensors[0])] if DEVICE == "cuda" else []
-    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *seen, *tf32
+    key = saving, torch.is_autocast_enabled(DEVICE), *constants, *described(*tensors)
     if (plan := plans.get(key)) is None:
         if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
             raise RuntimeError(f"ModelNew can't run: {reason}")

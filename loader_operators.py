@@ -64,9 +64,8 @@ def declare(
 
 def described(*tensors: Tensor) -> tuple:
     """All of plain tensors that a plan may depend on: shapes, strides, dtypes, devices and alignment; and whether TF32 is allowed."""
-    return *[(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors], precision(
-        tensors[0]
-    )
+    seen = [(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors]
+    return *seen, precision(tensors[0])
 
 
 _conv_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
