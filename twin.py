@@ -33,7 +33,7 @@ _GLOBAL_HOOKS = [
     for name, table in vars(nn.modules.module).items()
     if name.startswith(("_global_forward", "_global_backward")) and isinstance(table, dict)
 ]
-_KEPT_PLANS = 16  # situations of one module, the last met
+_KEPT_SITUATIONS = 16  # situations of one module, the last met
 
 
 class Plan(NamedTuple):
@@ -394,7 +394,7 @@ class Kept:
             y = run(*tensors, *drawn, *constants)
         situation.decided, situation.run, situation.constants = True, run, constants
         if situation.holds(tensors):  # not, where a parameter stands for two
-            self.situations = [situation, *self.situations[: _KEPT_PLANS - 1]]
+            self.situations = [situation, *self.situations[: _KEPT_SITUATIONS - 1]]
         return y
 
 

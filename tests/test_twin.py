@@ -675,7 +675,7 @@ def test_decides_anew_when_something_changed(name, decisions):
 
 @every_name
 def test_keeps_a_limited_number_of_situations(name, decisions, monkeypatch):
-    monkeypatch.setattr(twins, "_KEPT_PLANS", 3)
+    monkeypatch.setattr(twins, "_KEPT_SITUATIONS", 3)
     model, twin, x = pair(name, called=False)
     with torch.no_grad():
         for count in (1, 2, 3, 4, 5, 1, 2):
