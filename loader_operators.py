@@ -76,7 +76,9 @@ def precision(x: Tensor) -> object:
     if not x.is_cuda:
         return None
     enabled = torch._C._get_cudnn_enabled()
-    if _conv_precision:  # behind torch.backends.cudnn.conv.fp32_precision, a property in Python that takes a microsecond
+    if (
+        _conv_precision
+    ):  # behind torch.backends.cudnn.conv.fp32_precision, a property in Python that takes a microsecond
         return enabled, _conv_precision("cuda", "conv")
     return enabled, torch.backends.cudnn.allow_tf32
 
