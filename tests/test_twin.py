@@ -674,6 +674,76 @@ def test_decides_anew_when_something_changed(name, decisions):
 
 
 @every_name
+def test_what_a_situation_consists_of(name, decisions, monkeypatch):
+    """Each of these is met for the first time once, and known the second time: also TF32's setting, which counts on a GPU."""
+    model, twin, x = pair(name)
+    setting = ["float32"]
+    monkeypatch.setattr(twins, "precision", lambda x: setting[0])
+    shifted = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    frozen = [*twin.parameters()][-1]
+
+    def frozen_call():
+        frozen.requires_grad_(False)
+        try:
+            return twin(x)
+        finally:
+            frozen.requires_grad_(True)
+
+    def cast_to(dtype):
+        with torch.autocast("cpu", dtype=dtype):
+            return twin(x), model(x)
+
+    def tf32_call():
+        setting[0] = "tf32"
+        try:
+            return twin(x)
+        finally:
+            setting[0] = "float32"
+
+    calls = {
+        "gradients": lambda: twin(x),
+        "none": torch.no_grad()(lambda: twin(x)),
+        "inference": torch.inference_mode()(lambda: twin(x)),
+        "x's gradient": lambda: twin(x.clone().requires_grad_()),
+        "a frozen parameter": frozen_call,
+        "another alignment": lambda: twin(shifted),
+        "other strides": lambda: twin(x.transpose(-1, -2).contiguous().transpose(-1, -2)),
+        "autocast": lambda: cast_to(torch.bfloat16),
+        "to another dtype": lambda: cast_to(torch.float16),
+        "TF32": tf32_call,
+    }
+    twin._kept = None
+    decisions()
+    for label, call in calls.items():
+        call()
+        assert decisions() == 1, label
+    for label, call in calls.items():
+        call()
+        assert decisions() == 0, label
+    for dtype in (torch.bfloat16, torch.float16):
+        ours, eager = cast_to(dtype)
+        assert ours.dtype == eager.dtype
+    assert twin(x).requires_grad and not calls["none"]().requires_grad
+
+
+@every_name
+def test_a_parameter_that_stands_for_two(name, decisions):
+    """PyTorch's guards know no such situation, so it is decided at each call, and nothing is kept of it."""
+    model, twin, x = pair(name, called=False)
+    bound = [
+        operand.rpartition(".") for operand in twin.operands if operand.endswith("bias") and "." in operand
+    ]
+    if len(bound) < 2:
+        pytest.skip("it has one bias")
+    for module in (model, twin):
+        (first, _, last), (other, _, its) = bound[:2]
+        setattr(module.get_submodule(other), its, getattr(module.get_submodule(first), last))
+    for _ in range(3):
+        torch.testing.assert_close(twin(x), model(x), rtol=1e-4, atol=1e-4)
+        assert decisions() == 1 and not twin._kept.situations
+
+
+@every_name
 def test_keeps_a_limited_number_of_situations(name, decisions, monkeypatch):
     monkeypatch.setattr(twins, "_KEPT_SITUATIONS", 3)
     model, twin, x = pair(name, called=False)
