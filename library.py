@@ -54,6 +54,11 @@ def result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.mem
     return channels_last(x) if follows and is_channels_last(x, weight) else torch.contiguous_format
 
 
+def aligned(t: Tensor) -> Tensor:
+    """t as kernels read it that copy up to 16 bytes at a time: contiguous, and at a multiple of so many."""
+    return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t.contiguous()
+
+
 def to_channels_last(t: Tensor, kernels, round_to_tf32: bool = False) -> Tensor:
     """t (N, C, H, W) with channels-last strides, by our own `transpose`, a launcher: the library's takes twice as long."""
     if t.is_contiguous(memory_format=torch.channels_last):
@@ -84,11 +89,6 @@ def eager_runs_tf32(x: Tensor, weight: Tensor) -> bool:
     but for filters one column wide (benchmarks/results/trials/tf32.json)."""
     C, channels, _, width = weight.shape
     return may_run_tf32(x) and channels >= 64 and C >= 128 and width > 1
-
-
-def aligned(t: Tensor) -> Tensor:
-    """t as kernels read it that copy up to 16 bytes at a time: contiguous, and at a multiple of so many."""
-    return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t.contiguous()
 
 
 def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
