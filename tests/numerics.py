@@ -399,6 +399,23 @@ def results(module, x: torch.Tensor, g: torch.Tensor | None = None) -> dict[str,
     return {"output": y.detach(), **dict(zip(leaves, gradients))}
 
 
+def pair(name: str, called: bool = True) -> tuple[torch.nn.Module, torch.nn.Module, torch.Tensor]:
+    """A reference model that has gradients, its twin, which keeps plans if it has been called, and an input."""
+    model, x = small(name)
+    ties(model, x)
+    twin = models.PROBLEMS[name].ModelNew.from_eager(model.eval())
+    if called:
+        call_both(twin, x)
+    return model, twin, x
+
+
+def call_both(twin: torch.nn.Module, x: torch.Tensor) -> None:
+    """With gradients and without."""
+    results(twin, x)
+    with torch.no_grad():
+        twin(x)
+
+
 def assert_equal(ours: dict, theirs: dict) -> None:
     """Two answers of `results`, bitwise equal; NaN equals NaN."""
     for key, value in ours.items():
