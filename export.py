@@ -104,7 +104,7 @@ def _program(
     }
     forward, constants = _forward(problem)
     bound = {(plumbing.__name__, key): value for key, value in values.items()}
-    bound |= {getattr(operators, name): getattr(plumbing, name) for name in ("Plan", "load", "when_needed")}
+    bound |= {getattr(operators, name): getattr(plumbing, name) for name in ("Plan", "load")}
     bound |= dict.fromkeys((library.is_channels_last, torch.compiler.is_compiling), plumbing.never)
     bound |= {library.pieces: plumbing.whole} if device == "cuda" else {}
     bound[twin.Twin._constants] = constants

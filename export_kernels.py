@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inline_loader import KERNELS, RESTORED
-from loader_source import REGISTER, parse_launchers, registration
+from loader_source import REGISTER, REGISTRATION, parse_launchers, registration
 
 NAMESPACE = "_NAMESPACE_"  # on the host side, in the place of the build's name
-REGISTERED = f"""extern "C" void {REGISTER}(const inline_loader::Host*);
+REGISTERED = f"""{REGISTRATION};
 static const bool registered = ({REGISTER}(&inline_loader::pytorch), true);
 """
 FORMULA = "// THE FORMULA: edit the next line, run the cell again. (The gradient has lines of its own.)"

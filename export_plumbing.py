@@ -113,9 +113,15 @@ class Plan(SimpleNamespace):
     """What need not be decided anew for such arguments, as operators.Plan; parameters by channel have an
     element for each, results are contiguous."""
 
-    def __init__(self, name, a, parameters, outputs, defines=None, folder=None, **own):
+    def __init__(self, name, a, parameters, outputs, defines=None, folder=None, numbers=(), **own):
         kernels = load(name, a.x, DTYPE, **defines or {})
-        super().__init__(kernels=kernels, _last=2 + len(parameters), _outputs=outputs, **own)
+        last, x = 2 + len(parameters), a.x.new_empty(0)
+        super().__init__(kernels=kernels, _last=last, _x=x, _outputs=outputs, **own)
+        self.launch = lambda *given: kernels.forward(*given, *numbers)
+
+    def when_needed(self, name, defines: dict, launcher: str, *numbers) -> Callable:
+        kernels = functools.cache(lambda: load(name, self._x, DTYPE, **defines))
+        return lambda *given: getattr(kernels(), launcher)(*given, *numbers)
 
     def outputs(self, a):
         return [a.x.new_empty(shape, dtype=dtype) for shape, dtype, *_ in self._outputs]
@@ -141,12 +147,6 @@ def never(*anything) -> bool:
 def whole(count: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...]]:
     """All at a time, as library.pieces has it on a GPU."""
     return (tensors,)
-
-
-def when_needed(name: str, a: tuple, out_dtype: torch.dtype, **defines) -> Callable[[], SimpleNamespace]:
-    """What loads a build when it is called first."""
-    x = a.x.new_empty(0)
-    return functools.cache(lambda: load(name, x, out_dtype, **defines))
 
 
 def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> SimpleNamespace:

@@ -44,18 +44,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import loader_cache as cache
 import loader_source
 import loader_toolchain as toolchain
+from loader_launch import Operators
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
 from loader_report import BuildError, Status, first_error, in_notebook
 from loader_source import REGISTER, Header, Launcher, gather, macros, parse_launchers, read, registration
 from loader_toolchain import STABLE_ABI
 
 HERE = Path(__file__).resolve().parent
-INSTALLED = HERE / "inline_loader_headers"  # by pip: host.h, pytorch.h and scalar.h alone
+INSTALLED = HERE / "inline_loader_headers"  # by pip: what every build takes alone
 KERNELS = INSTALLED if INSTALLED.is_dir() else HERE / "kernels"
 
 
@@ -210,14 +210,17 @@ def _unit(
 
 
 def _host_unit(device: str) -> Unit:
-    """PyTorch's side of the launchers for `device`, kernels/pytorch.h."""
+    """PyTorch's side of the launchers for `device`: kernels/pytorch.h, kernels/bound.h."""
     headers: dict[Path, Header] = {}
     text = f"""#define STABLE_ABI {int(STABLE_ABI)}
 {"#define WITH_CUDA" * (device == "cuda")}
-#include "pytorch.h"
+#include "bound.h"
 extern "C" {{
 __attribute__((visibility("default"))) extern const inline_loader::Host {HOST};
 const inline_loader::Host {HOST} = inline_loader::pytorch;
+__attribute__((visibility("default"))) const char* {LAUNCH}(const inline_loader::Bound* bound, const inline_loader::Argument* first) {{
+  return inline_loader::launch(*bound, first);
+}}
 }}
 """
     source = gather(text, KERNELS, [KERNELS], headers)
@@ -229,7 +232,7 @@ const inline_loader::Host {HOST} = inline_loader::pytorch;
     )
 
 
-HOST = "inline_loader_pytorch"
+HOST, LAUNCH = "inline_loader_pytorch", "inline_loader_launch"
 
 
 def _common_parts(device: str, headers: Mapping[Path, Header]) -> dict[str, object]:
@@ -418,6 +421,8 @@ def _temporary() -> str:
 
 _loaded: dict[tuple, Operators] = {}
 _loading: dict[str, threading.Lock] = {}
+# Of a namespace: what launches by the address of a launcher, and those addresses.
+_addresses: dict[str, tuple[Callable, list[int]]] = {}
 generation = (
     0  # rises whenever what is loaded is forgotten, for whoever remembers something that depends on it
 )
@@ -428,78 +433,6 @@ def forget() -> None:
     global generation
     generation += 1
     _loaded.clear()
-
-
-class Operators:
-    """The operators of one loaded library, as attributes: `kernels.forward(y, v, ...)`. A single one can be called directly.
-
-    They write to their arguments and return nothing, which is all that torch.compile needs to know of them. They have no
-    gradient: an argument that requires one is refused where PyTorch would record it.
-    """
-
-    def __init__(self, unit: Unit):
-        self.__unit = unit  # no launcher has such a name
-        operators = getattr(torch.ops, unit.namespace)
-        calls = [_call(each, getattr(operators, each.operator).default) for each in unit.launchers]
-        for launcher, call in zip(unit.launchers, calls):
-            setattr(self, launcher.name, call)
-        self.__single = calls[0] if len(calls) == 1 else None
-
-    def __call__(self, *arguments, **keywords):
-        if self.__single is None:
-            names = ", ".join(f"{self.__unit.name}.{launcher.name}" for launcher in self.__unit.launchers)
-            raise TypeError(f"{self.__unit.name} has several operators, call one of {names}")
-        return self.__single(*arguments, **keywords)
-
-    def __repr__(self) -> str:
-        calls = ", ".join(launcher.schema for launcher in self.__unit.launchers)
-        return f"<{self.__unit.name} for {self.__unit.device}: {calls}>"
-
-
-# Written out for its parameters, because it is called often: a loop over them would cost more than all else here.
-CALL = """
-def {name}({all}, /):
-    if _is_compiling():
-        return _operator({all})
-    try:
-        if _is_grad_enabled() and ({requires_grad}):
-            raise RuntimeError(_NO_GRADIENT)
-        _run({all})
-    except Exception:
-        _check_tensors({tensors})
-        raise
-    _increment_version(({written}))
-"""
-
-
-def _call(launcher: Launcher, operator: Callable) -> Callable:
-    """`operator` as autograd has to know it: what it writes to gets a new version, what requires a gradient is refused."""
-    tensors = [p.registered for p in launcher.parameters if p.pointer]
-
-    def check_tensors(*arguments) -> None:
-        for name, argument in zip(tensors, arguments):
-            if not isinstance(argument, Tensor):
-                raise TypeError(f"{launcher.name}: {name}: expected a tensor, got {argument!r}") from None
-
-    code = CALL.format(
-        name=launcher.operator,
-        all=", ".join(p.registered for p in launcher.parameters),
-        tensors=", ".join(tensors),
-        requires_grad=" or ".join(f"{name}.requires_grad" for name in tensors),
-        written="".join(f"{p.registered}, " for p in launcher.parameters if p.pointer and not p.const),
-    )
-    names = {
-        "_is_compiling": torch.compiler.is_compiling,
-        "_is_grad_enabled": torch.is_grad_enabled,
-        "_operator": operator,
-        "_run": operator._op,  # what it calls, without a detour through Python
-        "_check_tensors": check_tensors,
-        "_increment_version": torch._C._increment_version,
-        "_NO_GRADIENT": f"{launcher.name}: an argument requires a gradient, and a launcher has none: give it one with "
-        "loader_operators.declare(..., backward=...), or call it under torch.no_grad()",
-    }
-    exec(code, names)
-    return names[launcher.operator]
 
 
 def load(
@@ -566,9 +499,12 @@ def _load_unit(unit: Unit, place: str = "") -> Operators:
                 )
             with ThreadPoolExecutor(1) as pool:
                 host = pool.submit(_host_side, unit.device)
-                register = getattr(_library(unit, place), REGISTER)
-                register(ctypes.c_void_p(host.result()))
-    return Operators(unit)
+                register, host = getattr(_library(unit, place), REGISTER), host.result()
+            register.restype = ctypes.POINTER(ctypes.c_void_p)
+            addresses = register(ctypes.byref(ctypes.c_char.in_dll(host, HOST)))
+            launch = ctypes.CFUNCTYPE(*[ctypes.c_char_p] * 3)((LAUNCH, host))
+            _addresses[unit.namespace] = launch, addresses[: len(unit.launchers)]
+    return Operators(unit, *_addresses.get(unit.namespace, ()))
 
 
 def _library(unit: Unit, place: str = "") -> ctypes.CDLL:
@@ -595,13 +531,13 @@ def _load_cached(folder: Path) -> ctypes.CDLL | None:
 _host_sides: dict[str, ctypes.CDLL] = {}
 
 
-def _host_side(device: str) -> int:
-    """The address of PyTorch's side of the launchers for `device`. It is compiled if need be, once for all builds."""
+def _host_side(device: str) -> ctypes.CDLL:
+    """PyTorch's side of the launchers for `device`. It is compiled if need be, once for all builds."""
     unit = _host_unit(device)
     with _loading.setdefault(unit.namespace, threading.Lock()):
         if unit.key not in _host_sides:
             _host_sides[unit.key] = _library(unit)
-    return ctypes.addressof(ctypes.c_char.in_dll(_host_sides[unit.key], HOST))
+    return _host_sides[unit.key]
 
 
 def clear_cache() -> int:

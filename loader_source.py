@@ -29,6 +29,10 @@ class Parameter:
     const: bool
 
     @property
+    def written(self) -> bool:
+        return self.pointer and not self.const
+
+    @property
     def declared(self) -> str:
         return f"{'const ' if self.const else ''}{self.ctype}{'*' if self.pointer else ''}"
 
@@ -238,7 +242,7 @@ def registration(
     halves: bool = True,
 ) -> str:
     """The C++ behind the kernels that gives `launchers` to PyTorch as operators `namespace::name` for `device` ("cpu" or "cuda"),
-    as soon as it is called with PyTorch's side.
+    as soon as it is called with PyTorch's side, and returns them.
 
     Their types are written with the macros `defines`, which end there. halves: has scalar.h its types of 16 bits?
     """
@@ -263,9 +267,10 @@ def registration(
             *parts,
             *[f"#undef {name.partition('(')[0]}" for name in defines],
             f"constexpr const inline_loader::Launcher* inline_loader_entries[] = {{{', '.join(entries)}}};",
-            f'extern "C" __attribute__((visibility("default"))) void {REGISTER}(const inline_loader::Host* given) {{',
+            f"{REGISTRATION} {{",
             "  inline_loader::host = given;",
             f'  given->add("{namespace}", "{device.upper()}", inline_loader_entries, {len(launchers)});',
+            "  return inline_loader_entries;",
             "}",
             "",
         ]
@@ -273,4 +278,6 @@ def registration(
 
 
 REGISTER = "inline_loader_register"
+REGISTRATION = f"""extern "C" __attribute__((visibility("default")))
+const inline_loader::Launcher* const* {REGISTER}(const inline_loader::Host* given)"""
 HALVES = {"half_t": 5, "bfloat16_t": 15}  # of scalar.h, on a CPU

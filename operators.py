@@ -100,21 +100,45 @@ class Plan(SimpleNamespace):
     """How an operator runs for arguments of one kind: its `kernels`, what it allocates, and whatever a problem adds.
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
-    element for all channels, the others C. outputs: what forward writes; what nobody keeps has no elements. For `forward_fused`, `numbers`:
-    all that its launcher takes after what varies.
+    element for all channels, the others C. outputs: what forward writes; what nobody keeps has no elements. numbers: for `forward_fused`, all
+    that the launcher takes after what varies.
     """
 
-    def __init__(self, name, a: tuple, parameters, outputs: list[Output], defines=None, folder=None, **own):
+    def __init__(
+        self,
+        name,
+        a: tuple,
+        parameters,
+        outputs: list[Output],
+        defines=None,
+        folder=None,
+        numbers=None,
+        **own,
+    ):
         (_, self.y_dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
         self._sums, self._last = accumulate_dtype(a.x.dtype), 2 + len(parameters)
         self._varying = sum(kind in (Tensor, Drawn) for kind in get_type_hints(type(a)).values())
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
         self._ready, self.kernels = all(ready), load(name, a.x, self.y_dtype, folder, **defines or {})
         self._as_given = self._ready and a.x.is_contiguous() and a.weight.is_contiguous()
-        self.y_format, new = (*y_format, torch.contiguous_format)[0], a.x.new_empty
+        self.y_format, new, self._x = (*y_format, torch.contiguous_format)[0], a.x.new_empty, a.x.new_empty(0)
         sizes = [((size,) if isinstance(size, int) else size, dtype) for size, dtype, *_ in outputs]
         self._outputs = [new(0, dtype=each[1]) if each[0] == (0,) else each for each in sizes]
+        if numbers is not None:
+            self.launch = self.kernels.forward.bound(*numbers)
         super().__init__(**own)
+
+    def when_needed(self, name: str, defines: dict, launcher: str, *numbers) -> Callable[..., None]:
+        """What launches `launcher` of other kernels, `name`, with `numbers` behind what it is called with. They are built at its first call,
+        which may never come."""
+        x, dtype, bound = self._x, self.y_dtype, None
+
+        def launch(*arguments) -> None:
+            nonlocal bound
+            bound = bound or getattr(load(name, x, dtype, **defines), launcher).bound(*numbers)
+            bound(*arguments)
+
+        return launch
 
     def outputs(self, a: tuple) -> list[Tensor]:
         """What forward writes, contiguous."""
@@ -144,7 +168,7 @@ class Plan(SimpleNamespace):
 
     def gradients(self, a: tuple) -> list[Tensor]:
         """Where the kernels write the gradients of the parameters by channel: in the dtype of sums, in the shape of each."""
-        layout = dict(dtype=self._sums, memory_format=torch.contiguous_format)
+        layout = {} if self._ready else dict(dtype=self._sums, memory_format=torch.contiguous_format)
         return [torch.empty_like(p, **layout) for p in a[2 : self._last]]
 
     def as_parameters(self, a: tuple, gradients: list[Tensor]) -> list[Tensor]:
@@ -189,7 +213,7 @@ def declare_fused(name: str, *, plan: Callable, **functions: Callable) -> Operat
 def forward_fused(a: tuple, *, plan: Plan, saving: bool) -> tuple[Tensor, ...]:
     """One launcher takes the result, what is saved and scratch, which are the plan's outputs, all operands and the plan's numbers."""
     y, *saved, scratch = plan.outputs(a)
-    plan.kernels.forward(y, *saved, scratch, *plan.operands(a), *plan.numbers)
+    plan.launch(y, *saved, scratch, *plan.operands(a))
     y = y.contiguous(memory_format=plan.y_format)
     return (y, *saved) if saving else (y,)
 
@@ -200,8 +224,3 @@ def backward_of(operator: Operator, dy: Tensor, a: tuple, needs: list[bool]) -> 
     with torch.autocast(dy.device.type, enabled=False):
         _, *saved = operator.save(*a)
         return operator.backward(dy, a, saved, needs)
-
-
-def when_needed(name: str, a: tuple, dtype: torch.dtype, **defines) -> Callable[[], inline_loader.Operators]:
-    """The kernels `name`, for a function to ask for: they are built when it first does, which may be never."""
-    return functools.cache(functools.partial(load, name, a.x.new_empty(0), dtype, **defines))

@@ -62,28 +62,46 @@ inline std::string dtype_name(int kind) {
   }
 }
 
+#ifdef WITH_CUDA
+inline void* current_stream(int device) {
+#if STABLE_ABI
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+#else
+  return c10::cuda::getCurrentCUDAStream(device).stream();
+#endif
+}
+#endif
+
+inline bool takes_stream(const Launcher& launcher) { return launcher.kinds[launcher.count - 1] == kStream; }
+
+// Runs a launcher on its tensors' device, on PyTorch's current stream there, which is its last argument where it takes one.
+inline void launch(const Launcher& launcher, int device, Argument* arguments) {
+#ifdef WITH_CUDA
+  DeviceGuard guard(device);
+  if (takes_stream(launcher)) arguments[launcher.count - 1].data = current_stream(device);
+#endif
+  launcher.run(arguments);
+#ifdef WITH_CUDA
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string(launcher.names[2]) + ": the launch failed: " + cudaGetErrorString(error));
+#endif
+}
+
 // One call of a launcher's operator.
 class Call {
  public:
   Call(const Launcher& launcher, Stack stack)
-      : launcher_(launcher), stack_(stack),
-        count_(launcher.count - (launcher.kinds[launcher.count - 1] == kStream)) {
+      : launcher_(launcher), stack_(stack), count_(launcher.count - takes_stream(launcher)) {
     tensors_.reserve(count_);
     arguments_.resize(launcher.count);
     for (int i = 0; i < count_; i++) arguments_[i] = argument(i);
   }
 
   void run() {
-#ifdef WITH_CUDA
-    DeviceGuard guard(device_);
-    if (count_ < launcher_.count) arguments_[count_].data = stream();
-#endif
-    launcher_.run(arguments_.data());
-#ifdef WITH_CUDA
-    cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess)
-      throw std::runtime_error(std::string(launcher_.names[2]) + ": the launch failed: " + cudaGetErrorString(error));
-#endif
+    launch(launcher_, device_, arguments_.data());
 #if !STABLE_ABI
     torch::jit::drop(*stack_, count_);
 #endif
@@ -125,18 +143,6 @@ class Call {
 #endif
     return tensor.numel() == 0 ? nullptr : const_cast<void*>(static_cast<const void*>(tensor.data_ptr()));
   }
-
-#ifdef WITH_CUDA
-  void* stream() const {
-#if STABLE_ABI
-    void* stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
-    return stream;
-#else
-    return c10::cuda::getCurrentCUDAStream(device_).stream();
-#endif
-  }
-#endif
 
   [[noreturn]] void fail(int index, const std::string& what) const {
     throw std::runtime_error(std::string(launcher_.names[2]) + ": " + launcher_.names[3 + index] + ": " + what);

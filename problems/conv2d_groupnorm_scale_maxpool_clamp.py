@@ -87,11 +87,10 @@ def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     """How such an input is convolved, and by what the rest is computed."""
-    ctype, _ = operators.index_type(math.prod(a.pool))
-    defines = {"POOL_H": a.pool[0], "POOL_W": a.pool[1], "INDEX_T": ctype}
+    index_type, _ = operators.index_type(math.prod(a.pool))
+    defines = {"POOL_H": a.pool[0], "POOL_W": a.pool[1], "INDEX_T": index_type}
     plan = operators.Plan(NAME, a, PARAMETERS, _outputs(a, saving)[:-1], defines)
-    plan.winograd = _by_winograd(a)
-    plan.gram = _by_gram(a)
+    plan.winograd, plan.gram = _by_winograd(a), _by_gram(a)
     plan.by_pixel = library.device_type(a.x) == "cpu"  # is v (N, H', W', C), or (N, C, H', W')? As is faster
     plan.v_format = torch.channels_last if plan.by_pixel else torch.contiguous_format
     # The library convolves in v's layout, too, but for an input that its weight dwarfs.
@@ -153,26 +152,27 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     unsaved = 0 if saving else _fused_outputs(a, True)[1][0]
     scratch = len(a.x) * len(a.weight) * tiles.tiles * tiles.strips * 3 + unsaved  # statistics of each strip
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    numbers = a.low, a.high, a.eps, len(a.x), a.groups, *a.x.shape[2:], *tiles.launch
+    bounds, sizes = (a.low, a.high), (len(a.x), a.groups, *a.x.shape[2:])
+    numbers = *bounds, a.eps, *sizes, *tiles.launch
     plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
     if tiles.saves:
-        defines, plan.tiles = tiling.plan_strips_backward(a.x, a.weight, a.pool, a.groups)
-        plan.for_backward = operators.when_needed(f"{NAME}_backward_fused", a, a.scale.dtype, **defines)
+        defines, tiles = tiling.plan_strips_backward(a.x, a.weight, a.pool, a.groups)
+        build, plan.tiles = (f"{NAME}_backward_fused", defines), tiles
+        plan.backward = plan.when_needed(*build, "backward", *bounds, a.scale.numel(), *sizes, *tiles[:2])
+        plan.backward_input = plan.when_needed(*build, "backward_input", *bounds, *sizes, *tiles.input_launch)
     return plan
 
 
 def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tuple:
     if index.numel() == 0:
         return operators.backward_of(epilogue, dy, a, needs)
-    kernels, tiles, gradients, dx = plan.for_backward(), plan.tiles, plan.gradients(a), None
-    dw = torch.empty_like(a.weight, memory_format=torch.contiguous_format)
+    tiles, gradients, dx, dw = plan.tiles, plan.gradients(a), None, a.weight.new_empty(*a.weight.shape)
     scratch = kept.new_empty(tiles.merged, dtype=torch.float64), kept.new_empty(tiles.partial)
     inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, index, *plan.parameters(a)
-    bounds, sizes = (a.low, a.high), (len(a.x), a.groups, *a.x.shape[2:])
-    kernels.backward(dw, *gradients, *scratch, *inputs, *bounds, a.scale.numel(), *sizes, *tiles[:2])
+    plan.backward(dw, *gradients, *scratch, *inputs)
     if needs[0] and tiles.input_columns:
         dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
-        kernels.backward_input(dx, *scratch, *inputs, *bounds, *sizes, *tiles.input_launch)
+        plan.backward_input(dx, *scratch, *inputs)
         dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
     elif needs[0]:
         dx, *_ = operators.backward_of(epilogue, dy, a, [True, *[False] * (len(needs) - 1)])

@@ -166,30 +166,32 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
     workspace = tiling.gemm_workspace(tiles, x.shape, weight.shape, saving)
     defines = tiling.gemm_defines(tiles, weight.shape) | {"SAVES": int(saving)}
-    outputs, (N, _, H, W) = [*_fused_outputs(a, saving), (workspace, torch.uint8)], x.shape
-    numbers = operators.rounded(a.constant, x.dtype), a.scale, workspace, N, H, W
+    outputs, sizes = [*_fused_outputs(a, saving), (workspace, torch.uint8)], (len(x), *x.shape[2:])
+    numbers = operators.rounded(a.constant, x.dtype), a.scale, workspace, *sizes
     plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
     if saving:
         split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
         defines, plan.sums, *plan.slots = tiling.plan_weight_gradient(x, weight, split)
-        plan.for_weight = operators.when_needed(f"{NAME}_weight_gradient_fused", a, a.bias.dtype, **defines)
-        defines, plan.piece, plan.workspace = tiling.plan_input_gradient(x, weight, split)
-        plan.for_input = operators.when_needed(f"{NAME}_input_gradient_fused", a, a.bias.dtype, **defines)
+        build, biases = (f"{NAME}_weight_gradient_fused", defines), a.bias.numel()
+        plan.sum_gradients = plan.when_needed(*build, "gradient_sums", a.scale, biases, plan.sums, *sizes)
+        plan.weight_gradient = plan.when_needed(*build, "weight_gradient", a.scale, *plan.slots, *sizes)
+        defines, piece, room = tiling.plan_input_gradient(x, weight, split)
+        build, plan.workspace = (f"{NAME}_input_gradient_fused", defines), room
+        plan.input_gradient = plan.when_needed(*build, "input_gradient", a.scale, piece, room, *sizes)
     return plan
 
 
 def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
-    dy, new, sizes = library.aligned(dy), a.x.new_empty, (len(a.x), *a.x.shape[2:])
-    gradients, kernels, largest = plan.gradients(a), plan.for_weight(), new(len(a.x), dtype=torch.int32)
-    sums, dx, dw = new((2, plan.sums, len(a.weight)), dtype=torch.float64), None, None
-    kernels.gradient_sums(*gradients, largest, sums, dy, saved, a.scale, a.bias.numel(), plan.sums, *sizes)
+    dy, new, gradients, dx, dw = library.aligned(dy), a.x.new_empty, plan.gradients(a), None, None
+    largest = new(len(a.x), dtype=torch.int32)
+    sums = new(2, plan.sums, len(a.weight), dtype=torch.float64)
+    plan.sum_gradients(*gradients, largest, sums, dy, saved)
     if needs[1]:
-        dw, x, slots = new(a.weight.shape), library.aligned(a.x), new(plan.slots, dtype=torch.float32)
-        kernels.weight_gradient(dw, slots, dy, x, saved, largest, a.scale, *plan.slots, *sizes)
+        dw, slots = new(*a.weight.shape), new(*plan.slots, dtype=torch.float32)
+        plan.weight_gradient(dw, slots, dy, library.aligned(a.x), saved, largest)
     if needs[0]:
-        dx, workspace = new(a.x.shape), new(plan.workspace, dtype=torch.uint8)
-        inputs = dy, a.weight.contiguous(), saved, largest, a.scale
-        plan.for_input().input_gradient(dx, workspace, *inputs, plan.piece, plan.workspace, *sizes)
+        dx, workspace = new(*a.x.shape), new(plan.workspace, dtype=torch.uint8)
+        plan.input_gradient(dx, workspace, dy, a.weight.contiguous(), saved, largest)
         dx = dx.contiguous(memory_format=plan.y_format)
     return dx, dw, *plan.as_parameters(a, gradients)
 

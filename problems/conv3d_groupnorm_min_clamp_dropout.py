@@ -133,9 +133,9 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 def _fused_backward(dy: Tensor, a: Arguments, saved, *, plan, needs) -> tuple:
     operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), saved
-    inputs = *operands, plan.parameters(a)[1], a.seed, a.number, *a.bounds(), a.p, a.groups
+    inputs, numbers = (*operands, plan.parameters(a)[1], a.seed, a.number), (*a.bounds(), a.p, a.groups)
     own = dict(of_sample=7 * len(a.weight) + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
-    return *volumes.backward(plan, f"{NAME}_backward_fused", a, inputs, needs, **own), None
+    return *volumes.backward(plan, f"{NAME}_backward_fused", a, inputs, numbers, needs, **own), None
 
 
 fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)

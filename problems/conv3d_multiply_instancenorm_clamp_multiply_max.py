@@ -140,8 +140,10 @@ def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, 
     # coefficients and gradients; dz of the channels that won; sums by part
     of_sample = 6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED)
     operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
-    inputs = *operands, *plan.parameters(a), *a[4:], a.multiplier.numel()
-    return volumes.backward(plan, f"{NAME}_backward_fused", a, inputs, needs, of_sample=of_sample, **defines)
+    inputs, numbers = (*operands, *plan.parameters(a)), (*a[4:], a.multiplier.numel())
+    return volumes.backward(
+        plan, f"{NAME}_backward_fused", a, inputs, numbers, needs, of_sample=of_sample, **defines
+    )
 
 
 fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)

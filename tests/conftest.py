@@ -120,7 +120,7 @@ def kernels_folder(tmp_path, monkeypatch) -> Path:
     """In the place of kernels/."""
     folder = tmp_path / "kernels"
     folder.mkdir()
-    for name in ("host.h", "pytorch.h", "scalar.h"):
+    for name in ("bound.h", "host.h", "pytorch.h", "scalar.h"):
         shutil.copy(ROOT / "kernels" / name, folder)
     monkeypatch.setattr(inline_loader, "KERNELS", folder)
     return folder

@@ -83,6 +83,7 @@ class Emulated:
             failure = self.library.emulation_failure()
             assert not failure, failure.decode()
 
+        call.bound = lambda *last: lambda *first: call(*first, *last)
         return call
 
 

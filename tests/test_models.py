@@ -1044,9 +1044,8 @@ def test_way_with_many_channels(many, allow_tf32, capability, made_up, monkeypat
     """On GPUs whose kernels do nothing."""
     model, x = numerics.sized(MIN_ADD, many.size, dtype=many.dtype)
     made_up(capability)
-    monkeypatch.setattr(
-        operators, "load", lambda *arguments, **defines: SimpleNamespace(forward=lambda *arguments: None)
-    )
+    launcher = SimpleNamespace(bound=lambda *numbers: lambda *arguments: None)
+    monkeypatch.setattr(operators, "load", lambda *arguments, **defines: SimpleNamespace(forward=launcher))
     new = numerics.twin_of(model)
     with watched_builds(many, allow_tf32):
         assert new._fused_obstacle(x, x.dtype) is None

@@ -1,0 +1,34 @@
+// Launches what is launched again and again, from Python past PyTorch's operators. It checks nothing: inline_loader.py's `bound` has.
+#pragma once
+#include <algorithm>
+#include "pytorch.h"
+
+namespace inline_loader {
+
+// A launcher whose last arguments are known.
+struct Bound {
+  const Launcher* launcher;
+  int64_t device;    // of its tensors; -1: the CPU
+  int64_t first;     // how many arguments come before the last
+  Argument last[1];  // or more
+};
+
+// Returns what went wrong, until the thread's next call, or null.
+inline const char* launch(const Bound& bound, const Argument* first) {
+  const Launcher& launcher = *bound.launcher;
+  std::vector<Argument> arguments(launcher.count);
+  std::copy_n(first, bound.first, arguments.begin());
+  std::copy_n(bound.last, launcher.count - takes_stream(launcher) - bound.first, arguments.begin() + bound.first);
+  thread_local std::string what;
+  try {
+    launch(launcher, int(bound.device), arguments.data());
+    return nullptr;
+  } catch (const std::exception& error) {
+    what = error.what();
+  } catch (...) {
+    what = std::string(launcher.names[2]) + ": an exception that is no std::exception";
+  }
+  return what.c_str();
+}
+
+}  // namespace inline_loader

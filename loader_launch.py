@@ -1,0 +1,141 @@
+"""The launchers of a loaded library as Python functions: PyTorch's operators, which check what they are given, and what launches again.
+
+kernels.forward(y, x, 0.5, 1024)            # checks, launches
+launch = kernels.forward.bound(0.5, 1024)   # the last arguments are known
+launch(y, x)                                # checks as the operator does, launches
+launch(y, x)                                # launches, at a third of the time: its tensors are like those before
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._dynamo.guards import TensorGuards
+
+from loader_source import Launcher
+
+
+class Operators:
+    """The operators of one loaded library, as attributes: `kernels.forward(y, v, ...)`. A single one can be called directly.
+
+    They write to their arguments and return nothing, which is all that torch.compile needs to know of them. They have no
+    gradient: an argument that requires one is refused where PyTorch would record it.
+
+    `kernels.forward.bound(*last)` is a function of the arguments before those, which come first tensors, then numbers; the last are
+    numbers. It does what `kernels.forward` does, for who calls it again and again: tensors like those of the call before (PyTorch's
+    guards compare classes, shapes, strides, dtypes, devices) are not checked another time. A profiler sees the operator all the same.
+    """
+
+    def __init__(self, unit, launch: Callable | None = None, addresses: Sequence[int] = ()):
+        """unit: as in inline_loader. launch(bound, first): as in kernels/bound.h. addresses: of the launchers. Without them, as where
+        another copy of the loader has loaded the library, what is bound checks each time."""
+        self.__unit = unit  # no launcher has such a name
+        operators = getattr(torch.ops, unit.namespace)
+        calls = [_call(each, getattr(operators, each.operator).default) for each in unit.launchers]
+        for launcher, call, address in zip(unit.launchers, calls, addresses or [None] * len(calls)):
+            setattr(self, launcher.name, call)
+            call.bound = functools.partial(_bound, launcher, call, launch, address)
+        self.__single = calls[0] if len(calls) == 1 else None
+
+    def __call__(self, *arguments, **keywords):
+        if self.__single is None:
+            names = ", ".join(f"{self.__unit.name}.{launcher.name}" for launcher in self.__unit.launchers)
+            raise TypeError(f"{self.__unit.name} has several operators, call one of {names}")
+        return self.__single(*arguments, **keywords)
+
+    def __repr__(self) -> str:
+        calls = ", ".join(launcher.schema for launcher in self.__unit.launchers)
+        return f"<{self.__unit.name} for {self.__unit.device}: {calls}>"
+
+
+# Written out for its parameters, because it is called often: a loop over them would cost more than all else here.
+CALL = """
+def {name}({all}, /):
+    if _is_compiling():
+        return _operator({all})
+    try:
+        if _is_grad_enabled() and ({requires_grad}):
+            raise RuntimeError(_NO_GRADIENT)
+        _run({all})
+    except Exception:
+        _check_tensors({tensors})
+        raise
+    _increment_version(({written}))
+"""
+
+
+def _call(launcher: Launcher, operator: Callable) -> Callable:
+    """`operator` as autograd has to know it: what it writes to gets a new version, what requires a gradient is refused."""
+    tensors = [p.registered for p in launcher.parameters if p.pointer]
+
+    def check_tensors(*arguments) -> None:
+        for name, argument in zip(tensors, arguments):
+            if not isinstance(argument, Tensor):
+                raise TypeError(f"{launcher.name}: {name}: expected a tensor, got {argument!r}") from None
+
+    code = CALL.format(
+        name=launcher.operator,
+        all=", ".join(p.registered for p in launcher.parameters),
+        tensors=", ".join(tensors),
+        requires_grad=" or ".join(f"{name}.requires_grad" for name in tensors),
+        written="".join(f"{p.registered}, " for p in launcher.parameters if p.written),
+    )
+    names = {
+        "_is_compiling": torch.compiler.is_compiling,
+        "_is_grad_enabled": torch.is_grad_enabled,
+        "_operator": operator,
+        "_run": operator._op,  # what it calls, without a detour through Python
+        "_check_tensors": check_tensors,
+        "_increment_version": torch._C._increment_version,
+        "_NO_GRADIENT": f"{launcher.name}: an argument requires a gradient, and a launcher has none: give it one with "
+        "loader_operators.declare(..., backward=...), or call it under torch.no_grad()",
+    }
+    exec(code, names)
+    return names[launcher.operator]
+
+
+# An Argument (kernels/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
+_FORMATS = {"int64_t": "q", "double": "d", "bool": "?7x"}
+
+
+def _bound(
+    launcher: Launcher, call: Callable, launch: Callable | None, address: int | None, *last
+) -> Callable:
+    """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the last."""
+    formats = ["Q" if p.pointer else _FORMATS[p.ctype] for p in launcher.parameters]
+    count, split = formats.count("Q"), len(formats) - len(last)
+    if "Q" in formats[count:] or split < count:
+        raise TypeError(f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}")
+    if launch is None:
+        return lambda *first: call(*first, *last)
+    pack = struct.Struct("=" + "".join(formats[:split])).pack
+    written = [i for i, p in enumerate(launcher.parameters) if p.written]
+    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/bound.h).
+    known = (lambda *tensors: False), False, b""
+
+    def check(*first) -> None:
+        nonlocal known
+        call(*first, *last)
+        tensors = first[:count]
+        alike = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        head = address, tensors[0].get_device(), split
+        bound = struct.pack("=Qqq" + "".join(formats[split:]), *head, *last)
+        known = alike, any([t.requires_grad for t in tensors]), bound
+
+    def again(*first) -> None:
+        tensors, (alike, requires_grad, bound) = first[:count], known
+        if not alike(*tensors):
+            check(*first)
+        elif (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
+            call(*first, *last)
+        elif problem := launch(bound, pack(*map(Tensor.data_ptr, tensors), *first[count:])):
+            raise RuntimeError(problem.decode())
+        else:
+            torch._C._increment_version(tuple([tensors[i] for i in written]))
+
+    return again
