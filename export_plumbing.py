@@ -115,12 +115,12 @@ class Plan(SimpleNamespace):
 
     def __init__(self, name, a, parameters, outputs, defines=None, folder=None, numbers=(), **own):
         kernels = load(name, a.x, DTYPE, **defines or {})
-        last, x = 2 + len(parameters), a.x.new_empty(0)
-        super().__init__(kernels=kernels, _last=last, _x=x, _outputs=outputs, **own)
+        last, none = 2 + len(parameters), a.x.new_empty(0)
+        super().__init__(kernels=kernels, _last=last, none=none, _outputs=outputs, **own)
         self.launch = lambda *given: kernels.forward(*given, *numbers)
 
     def when_needed(self, name, defines: dict, launcher: str, *numbers) -> Callable:
-        kernels = functools.cache(lambda: load(name, self._x, DTYPE, **defines))
+        kernels = functools.cache(lambda: load(name, self.none, DTYPE, **defines))
         return lambda *given: getattr(kernels(), launcher)(*given, *numbers)
 
     def outputs(self, a):

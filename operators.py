@@ -101,7 +101,7 @@ class Plan(SimpleNamespace):
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
     element for all channels, the others C. outputs: what forward writes; what nobody keeps has no elements. numbers: for `forward_fused`, all
-    that the launcher takes after what varies.
+    that the launcher takes after what varies. `none`: like x without elements, in the place of what nobody wants.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class Plan(SimpleNamespace):
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
         self._ready, self.kernels = all(ready), load(name, a.x, self.y_dtype, folder, **defines or {})
         self._as_given = self._ready and a.x.is_contiguous() and a.weight.is_contiguous()
-        self.y_format, new, self._x = (*y_format, torch.contiguous_format)[0], a.x.new_empty, a.x.new_empty(0)
+        self.y_format, new = (*y_format, torch.contiguous_format)[0], a.x.new_empty
+        self.none = new(0)
         sizes = [((size,) if isinstance(size, int) else size, dtype) for size, dtype, *_ in outputs]
         self._outputs = [new(0, dtype=each[1]) if each[0] == (0,) else each for each in sizes]
         if numbers is not None:
@@ -131,7 +132,7 @@ class Plan(SimpleNamespace):
     def when_needed(self, name: str, defines: dict, launcher: str, *numbers) -> Callable[..., None]:
         """What launches `launcher` of other kernels, `name`, with `numbers` behind what it is called with. They are built at its first call,
         which may never come."""
-        x, dtype, bound = self._x, self.y_dtype, None
+        x, dtype, bound = self.none, self.y_dtype, None
 
         def launch(*arguments) -> None:
             nonlocal bound

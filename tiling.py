@@ -334,8 +334,7 @@ class StripsBackward(NamedTuple):
 
     strips: int
     rows: int  # of as many rows of x as a window has
-    merged: int  # elements of what is summed up in float64 …
-    partial: int  # … and of the strips' parts in float32
+    scratch: int  # float64, for what is summed up in it and for the strips' parts, in float32
     input_columns: int  # of v, in a tile of the kernel for x's gradient; 0 where its filters leave no room
     input_launch: tuple[int, ...]  # its tiles and columns from one to the next, strips and rows of x
 
@@ -372,7 +371,7 @@ def plan_strips_backward(x, weight, pool, groups: int) -> tuple[dict[str, int], 
         return ceil_div(rows, each), each
 
     strips, rows = share(ceil_div(H, pool[0]), N * ceil_div(C, _CHANNELS) * ceil_div(ceil_div(units, 5), 2))
-    merged = N * (C * (8 * units + 5) + groups)
+    merged = _round_up(N * (C * (8 * units + 5) + groups), 2)
     parts = N * (strips + 2 * (kh - 1)) * gram + N * strips * C * (8 * units + 2)
     partial = ceil_div(N * channels, 4) * 4 + max(parts, _composed_size(weight, N))
     columns = _input_columns(x, weight, pool)
@@ -384,7 +383,7 @@ def plan_strips_backward(x, weight, pool, groups: int) -> tuple[dict[str, int], 
     of_tile = columns or _COLUMNS // 8
     shared = {"INPUT_COLUMNS": of_tile, "INPUT_SHARED": input_gradient_shared(weight, pool, of_tile)}
     defines = {**spatial_defines(weight.shape), "POOL_H": pool[0], "POOL_W": pool[1], **shared}
-    return defines, StripsBackward(strips, rows, merged, partial, columns, launch)
+    return defines, StripsBackward(strips, rows, merged + ceil_div(partial, 2), columns, launch)
 
 
 # ------------------------------------------------------------------------------------------------------------------- gemm

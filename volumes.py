@@ -23,7 +23,7 @@ def backward(plan, name: str, a: tuple, inputs, numbers, needs, *, of_sample, of
         )
         kept[dx_wanted] = plan.when_needed(name, planned | defines, "backward", *numbers, *last), scratch
     launch, scratch = kept[dx_wanted]
-    dx, dw = [t.new_empty(*t.shape if need else (0,)) for t, need in zip(a[:2], needs)]
+    dx, dw = [t.new_empty(*t.shape) if need else plan.none for t, need in zip(a[:2], needs)]
     gradients = plan.gradients(a)
     launch(dx, dw, *gradients, a.x.new_empty(scratch, dtype=torch.float32), *inputs)
     dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True)) if dx_wanted else dx

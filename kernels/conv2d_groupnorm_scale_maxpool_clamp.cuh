@@ -1,6 +1,7 @@
-// The problem that a source of pool with the convolution inside is for, unless a build says another: the
-// default one.
+// What the sources of pool with the convolution inside share: which problem they are for, unless a build says
+// another, the default one; and what forward keeps for backward.
 #pragma once
+#include "normalisation.h"
 
 #ifndef CHANNELS_IN
 #define CHANNELS_IN 8
@@ -10,3 +11,14 @@
 #define POOL_H 4
 #define POOL_W 4
 #endif
+
+// One after the other: v of the position that each window selects, like y, which has `count` elements; v's
+// statistics; the selected position's place in the window, by rows, like y.
+struct Kept {
+  float* extreme;
+  GroupStatistics<float> statistics;
+  uint8_t* index;
+  Kept(float* kept, int64_t count, int64_t N, int64_t G)
+      : extreme(kept), statistics(kept + count, N, CHANNELS_OUT, G),
+        index(reinterpret_cast<uint8_t*>(statistics.group_rstd + N * G)) {}
+};

@@ -2,8 +2,7 @@
 // the fused forward keeps: neither the convolution nor its gradient is ever written.
 //
 // x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), dy (N, CHANNELS_OUT, PH,
-// PW), contiguous. v (N, CHANNELS_OUT, OH, OW) is the convolution without its bias; extreme and index, like
-// dy, are the v that each window selects and its place there, by rows; statistics as in GroupStatistics.
+// PW), contiguous. v (N, CHANNELS_OUT, OH, OW) is the convolution without its bias; kept is what forward left.
 //
 // With dz = dy·scale where the clamp lets it pass, every position's gradient is affine in v, and one of a
 // window has something more:
@@ -43,33 +42,33 @@
 namespace {
 
 inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const float* kept,
-                              const uint8_t* index, const float* conv_bias, const float* norm_weight,
-                              const float* norm_bias, const float* scale, double low, double high,
-                              Geometry geometry, GroupShape shape) {
-  const float* behind = kept + int64_t(shape.N) * shape.C * geometry.pooled_size();
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(behind, shape.N, shape.C, shape.G);
-  return {weight,    dy,          kept,      index, group_mean, group_rstd,
+                              const float* conv_bias, const float* norm_weight, const float* norm_bias,
+                              const float* scale, double low, double high, Geometry geometry,
+                              GroupShape shape) {
+  const int64_t selected = int64_t(shape.N) * shape.C * geometry.pooled_size();
+  const auto [extreme, statistics, index] = Kept(const_cast<float*>(kept), selected, shape.N, shape.G);
+  return {weight, dy, extreme, index, statistics.group_mean, statistics.group_rstd,
           conv_bias, norm_weight, norm_bias, scale, float(low), float(high)};
 }
 
 }  // namespace
 
 // The gradients of weight and, summed over the samples, of the parameters; d_scale has `scales` elements,
-// CHANNELS_OUT or 1. kept and index are forward's. `merged` and `partial` have room for what Merged and
-// Partial say. Rows of x are cut into tiles of POOL_H, and those into `strips` of `rows`, the last of what is
-// left; a plan that does not cover them makes no blocks, and the launch fails.
+// CHANNELS_OUT or 1. scratch has room for what Merged and then Partial say. Rows of x are cut into tiles of
+// POOL_H, and those into `strips` of `rows`, the last of what is left; a plan that does not cover them makes no
+// blocks, and the launch fails.
 EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias,
-                     float* d_scale, double* merged, float* partial, const output_t* dy, const value_t* x,
-                     const value_t* weight, const float* kept, const uint8_t* index, const float* conv_bias,
+                     float* d_scale, double* scratch, const output_t* dy, const value_t* x,
+                     const value_t* weight, const float* kept, const float* conv_bias,
                      const float* norm_weight, const float* norm_bias, const float* scale, double low,
-                     double high, int64_t scales, int64_t N, int64_t G, int64_t H, int64_t W, int64_t strips,
+                     double high, int64_t N, int64_t G, int64_t H, int64_t W, int64_t scales, int64_t strips,
                      int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
-  const Saved saved = saved_by_forward(weight, dy, kept, index, conv_bias, norm_weight, norm_bias, scale, low,
-                                       high, geometry, shape);
-  const Merged sums(merged, N, G);
-  const Partial parts(partial, N, strips);
+  const Saved saved = saved_by_forward(weight, dy, kept, conv_bias, norm_weight, norm_bias, scale, low, high,
+                                       geometry, shape);
+  const Merged sums(scratch, N, G);
+  const Partial parts(Merged::end(scratch, N, G), N, strips);
   const unsigned blocks = geometry.cover(geometry.tile_rows()) ? unsigned(strips * N * kStripBlocks) : 0;
   allow_shared<strip_kernel>();
   strip_kernel<<<blocks, kThreads, StripLayout::kBytes, stream>>>(parts, x, saved, shape, geometry);
@@ -80,19 +79,19 @@ EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight
     sum_rows({{d_scale, 1}}, sums.gradients + 3 * N * CHANNELS_OUT, N, CHANNELS_OUT, stream);
 }
 
-// dx, after `backward`, of which merged and partial are; what is behind the shift in partial is overwritten.
+// dx, after `backward`, whose scratch it takes; what is behind the shift in Partial is overwritten.
 // Rows of x are cut into strips of `rows`, a multiple of POOL_H, and columns into tiles of `stride`. The
 // first tile has as many columns of dx as of v, and so has the last; those between have kHaloW fewer.
-EXPORT void backward_input(value_t* dx, const double* merged, float* partial, const output_t* dy,
-                           const value_t* x, const value_t* weight, const float* kept, const uint8_t* index,
-                           const float* conv_bias, const float* norm_weight, const float* norm_bias,
-                           const float* scale, double low, double high, int64_t N, int64_t G, int64_t H,
-                           int64_t W, int64_t tiles, int64_t stride, int64_t strips, int64_t rows,
-                           cudaStream_t stream) {
+EXPORT void backward_input(value_t* dx, double* scratch, const output_t* dy, const value_t* x,
+                           const value_t* weight, const float* kept, const float* conv_bias,
+                           const float* norm_weight, const float* norm_bias, const float* scale, double low,
+                           double high, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles,
+                           int64_t stride, int64_t strips, int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
-  const Saved saved = saved_by_forward(weight, dy, kept, index, conv_bias, norm_weight, norm_bias, scale, low,
-                                       high, geometry, shape);
+  const Saved saved = saved_by_forward(weight, dy, kept, conv_bias, norm_weight, norm_bias, scale, low, high,
+                                       geometry, shape);
+  float* const partial = Merged::end(scratch, N, G);
   const Composed composed(partial, N);
   const bool cut = (tiles - 1) * stride < W && W <= tiles * stride;
   const bool fits = stride + (tiles > 2 ? kHaloW : 0) <= kInputColumns && rows % POOL_H == 0;
@@ -100,7 +99,7 @@ EXPORT void backward_input(value_t* dx, const double* merged, float* partial, co
   const dim3 border(unsigned(N), kEdges + 1);
   allow_shared<input_gradient_kernel>(), allow_shared<border_kernel>();
   compose_kernel<<<unsigned(N + 1), kComposeThreads, 0, stream>>>(
-      composed, weight, Merged(const_cast<double*>(merged), N, G), shape);
+      composed, weight, Merged(scratch, N, G), shape);
   input_gradient_kernel<<<blocks, kInputThreads, InputLayout::kBytes, stream>>>(
       dx, x, partial, composed, saved, shape, geometry, int(tiles), int(stride));
   border_kernel<<<border, kBorderThreads, kBorderShared, stream>>>(dx, x, partial, composed, geometry);

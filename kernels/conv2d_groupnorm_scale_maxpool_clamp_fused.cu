@@ -233,22 +233,22 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
 
 }  // namespace
 
-// kept, one after the other: extreme like y, then as GroupStatistics; and index, like y: for backward, or without
-// elements where nobody wants them. scratch: what is not kept, then partial (N, C, tiles·strips, 3).
+// kept, as Kept: for backward, or without elements where nobody wants it. scratch: what is not kept, but the
+// index, then partial (N, C, tiles·strips, 3).
 // Columns of v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left
 // (tiling.py's StripTiling); a plan that does not cover v makes no blocks, and the launch fails.
-EXPORT void forward(output_t* y, float* kept, uint8_t* index, float* scratch, const value_t* x,
-                    const value_t* weight, const accumulate_t* conv_bias, const accumulate_t* norm_weight,
+EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, const value_t* weight,
+                    const accumulate_t* conv_bias, const accumulate_t* norm_weight,
                     const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
-                    double eps, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles, int64_t strips,
+                    int64_t N, int64_t G, int64_t H, int64_t W, double eps, int64_t tiles, int64_t strips,
                     int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
-  float* const extreme = kept ? kept : scratch;
-  float* const statistics = extreme + N * CHANNELS_OUT * pooled;
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, CHANNELS_OUT, G);
-  float* const partial = kept ? scratch : statistics + 2 * N * (CHANNELS_OUT + G);
+  const auto [extreme, statistics, index] =
+      Kept(kept ? kept : scratch, N * CHANNELS_OUT * pooled, N, G);
+  const auto [mean, m2, group_mean, group_rstd] = statistics;
+  float* const partial = kept ? scratch : reinterpret_cast<float*>(index);
   allow_shared<convolve_kernel>();
   const int64_t blocks =
       geometry.complete() ? N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks() : 0;

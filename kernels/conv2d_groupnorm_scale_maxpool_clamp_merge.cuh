@@ -15,6 +15,10 @@ struct Merged {
         gradients(linear + N * G),                // (4, N, CHANNELS_OUT) of conv_bias, norm, scale
         weight(gradients + 4 * N * CHANNELS_OUT)  // (N, CHANNELS_OUT, kDepth)
   {}
+  // What comes behind, from a multiple of 16 bytes on.
+  static float* end(double* from, int64_t N, int64_t G) {
+    return reinterpret_cast<float*>(from + (N * (CHANNELS_OUT * (kDepth + 5) + G) + 1) / 2 * 2);
+  }
 };
 
 constexpr int kSampleThreads = 512;

@@ -54,11 +54,12 @@ merge_slots_kernel(value_t* dweight, const float* slots, const uint32_t* largest
 
 }  // namespace
 
-// d_bias has `biases` elements, CHANNELS_OUT or 1. largest_g (N) is for the other launchers. sums (2, shares,
-// CHANNELS_OUT) is scratch.
-EXPORT void gradient_sums(accumulate_t* d_conv_bias, accumulate_t* d_bias, int32_t* largest_g, double* sums,
+// d_bias has `biases` elements, CHANNELS_OUT or 1. largest_g (N) is for the other launchers; behind it, from a
+// multiple of 8 bytes on, is scratch: sums (2, shares, CHANNELS_OUT) in double.
+EXPORT void gradient_sums(accumulate_t* d_conv_bias, accumulate_t* d_bias, int32_t* largest_g,
                           const output_t* dy, const int32_t* saved, double scale, int64_t biases,
                           int64_t shares, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
+  double* const sums = reinterpret_cast<double*>(largest_g + (N + 1) / 2 * 2);
   cudaMemsetAsync(largest_g, 0, N * 4, stream);
   gradient_sums_kernel<<<dim3(shares, kBlocksOut), kThreads, 0, stream>>>(
       sums, reinterpret_cast<uint32_t*>(largest_g), dy,

@@ -11,6 +11,7 @@
 //
 // At the default size (128, 3, 16, 32, 32): 25 MB of x, 15 of dy, index and centred; 2.1 G products of a
 // weight and an element each for v, the weight's gradient and dx.
+#include "conv3d_multiply_instancenorm_clamp_multiply_max.cuh"
 #include "conv3d_backward.cuh"
 #include "normalisation.h"
 #include "reduce.cuh"
@@ -153,21 +154,21 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 }
 
 // dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias
-// (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. index, centred and moments as
-// forward left them. scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
+// (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. kept as forward left it.
+// scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
 // CHANNELS_OUT, 4); gradients and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels'
 // weights); `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 4). rows to shared are the plan
 // (convolution()), input_room is for that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
-                     const output_t* dy, const value_t* x, const value_t* weight, const index_t* index,
-                     const float* centred, const float* moments, const float* conv_bias,
-                     const float* multiplier, double low, double high, double eps, int64_t multipliers,
-                     int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch,
-                     int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room,
-                     cudaStream_t stream) {
+                     const output_t* dy, const value_t* x, const value_t* weight, const float* kept,
+                     const float* conv_bias, const float* multiplier, double low, double high, double eps,
+                     int64_t multipliers, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows,
+                     int64_t depth, int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots,
+                     int64_t input_room, cudaStream_t stream) {
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
   const int64_t S = int64_t(c.OD) * c.OH * c.OW;
+  const auto [centred, moments, index] = Kept(const_cast<float*>(kept), N, S);
   auto* const dv = reinterpret_cast<float4*>(scratch);
   auto* const coefficients = reinterpret_cast<NormGradient*>(dv + plan.dv_values);
   float* const gradients = reinterpret_cast<float*>(coefficients + N * kOut);

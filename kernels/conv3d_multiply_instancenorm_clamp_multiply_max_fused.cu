@@ -13,6 +13,7 @@
 // At the default size (128, 3, 16, 32, 32), 3×3×3, 16 channels: 25 MB in, 6.5 MB out, 0.007 ms at 4.28 TB/s.
 #include <cooperative_groups.h>
 
+#include "conv3d_multiply_instancenorm_clamp_multiply_max.cuh"
 #include "conv3d_statistics.cuh"
 #include "normalisation.h"
 
@@ -340,23 +341,21 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
   }
 }
 
-// y (N, D', H', W'). For backward, or without elements where no gradient is wanted: index (N, D', H', W'),
-// which channel won, and centred, its v - mean; moments (2, N, CHANNELS_OUT) of v, the convolution of x -
-// shift: mean and sum of squared deviations. scratch: statistics (N, slots, CHANNELS_OUT, 2), where a sample
-// has `slots` tiles; then `held` values, any number, where sums are held. rows to shared are the plan
-// (convolution()).
-EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments, float* scratch,
-                    const value_t* x, const value_t* weight, const float* conv_bias, const float* multiplier,
-                    double low, double high, double eps, int64_t held, int64_t N, int64_t D, int64_t H,
-                    int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared,
-                    cudaStream_t stream) {
+// y (N, D', H', W'). kept for backward, as Kept, or without elements where no gradient is wanted. scratch:
+// statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then `held` values, any number,
+// where sums are held. rows to shared are the plan (convolution()).
+EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, const value_t* weight,
+                    const float* conv_bias, const float* multiplier, double low, double high, double eps,
+                    int64_t held, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+  const Kept parts(kept, N, int64_t(c.OD) * c.OH * c.OW);
   const int64_t blocks = N * c.slots();
-  const auto kernel = index ? fused_kernel<true> : fused_kernel<false>;
-  const int all = index ? allow_shared<fused_kernel<true>>() : allow_shared<fused_kernel<false>>();
+  const auto kernel = kept ? fused_kernel<true> : fused_kernel<false>;
+  const int all = kept ? allow_shared<fused_kernel<true>>() : allow_shared<fused_kernel<false>>();
   const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
-  const int staged = index ? kBlockWarps * kStaged * int(sizeof(float)) : 0;
+  const int staged = kept ? kBlockWarps * kStaged * int(sizeof(float)) : 0;
   const int64_t laid_out = (int64_t(c.shared) + 15) / 16 * 16 + staged;
   int shared_turns = 0, scratch_turns = 0;
   if (one_launch && kOut == 16) {
@@ -376,8 +375,8 @@ EXPORT void forward(output_t* y, index_t* index, float* centred, float* moments,
   const auto launch = [&](int phases) {
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
     float* const sums = scratch + blocks * kOut * 2;
-    cudaLaunchKernelEx(&config, kernel, y, index, centred, moments, statistics, sums, N, conv_bias,
-                       multiplier, float(low), float(high), float(eps), phases, scratch_turns, shared_turns,
+    cudaLaunchKernelEx(&config, kernel, y, parts.index, parts.centred, parts.moments, statistics, sums, N,
+                       conv_bias, multiplier, float(low), float(high), float(eps), phases, scratch_turns, shared_turns,
                        c);
   };
   if (one_launch) launch(kStatistics | kApply);

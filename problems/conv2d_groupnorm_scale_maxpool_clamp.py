@@ -139,40 +139,40 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
-def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; for backward the v that each window selects, then the statistics; and its index there, if there is room."""
-    y, *_ = _outputs(a, saving)
-    kept = math.prod(y[0]) + 2 * a.x.shape[0] * (len(a.weight) + a.groups) if saving else 0
-    saving = saving and tiling.strips_fit(a.x, a.weight, a.pool, True)
-    return [y, (kept, torch.float32), (y[0] if saving else 0, torch.uint8)]
+def _fused_outputs(a: Arguments, saving: bool, index: bool = True) -> list[operators.Output]:
+    """y; for backward, in one: the v that each window selects, the statistics, and its index in the window, a byte."""
+    y, *_ = _outputs(a, False)
+    selected, statistics = math.prod(y[0]), 2 * a.x.shape[0] * (len(a.weight) + a.groups)
+    kept = selected + statistics + (tiling.ceil_div(selected, 4) if index else 0)
+    return [y, (kept if saving else 0, torch.float32)]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     defines, tiles = tiling.plan_strips(a.x, a.weight, a.pool, saving)
-    unsaved = 0 if saving else _fused_outputs(a, True)[1][0]
+    unsaved = 0 if saving else _fused_outputs(a, True, index=False)[1][0]
     scratch = len(a.x) * len(a.weight) * tiles.tiles * tiles.strips * 3 + unsaved  # statistics of each strip
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    bounds, sizes = (a.low, a.high), (len(a.x), a.groups, *a.x.shape[2:])
-    numbers = *bounds, a.eps, *sizes, *tiles.launch
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
-    if tiles.saves:
-        defines, tiles = tiling.plan_strips_backward(a.x, a.weight, a.pool, a.groups)
-        build, plan.tiles = (f"{NAME}_backward_fused", defines), tiles
-        plan.backward = plan.when_needed(*build, "backward", *bounds, a.scale.numel(), *sizes, *tiles[:2])
-        plan.backward_input = plan.when_needed(*build, "backward_input", *bounds, *sizes, *tiles.input_launch)
+    numbers = a.low, a.high, len(a.x), a.groups, *a.x.shape[2:]
+    of_forward = dict(numbers=(*numbers, a.eps, *tiles.launch), saves=tiles.saves)
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, **of_forward)
+    if plan.saves:
+        defines, plan.tiles = tiling.plan_strips_backward(a.x, a.weight, a.pool, a.groups)
+        build = f"{NAME}_backward_fused", defines
+        plan.backward = plan.when_needed(*build, "backward", *numbers, a.scale.numel(), *plan.tiles[:2])
+        plan.backward_input = plan.when_needed(*build, "backward_input", *numbers, *plan.tiles.input_launch)
     return plan
 
 
-def _fused_backward(dy: Tensor, a: Arguments, kept, index, *, plan, needs) -> tuple:
-    if index.numel() == 0:
+def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
+    if not plan.saves:
         return operators.backward_of(epilogue, dy, a, needs)
-    tiles, gradients, dx, dw = plan.tiles, plan.gradients(a), None, a.weight.new_empty(*a.weight.shape)
-    scratch = kept.new_empty(tiles.merged, dtype=torch.float64), kept.new_empty(tiles.partial)
-    inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, index, *plan.parameters(a)
-    plan.backward(dw, *gradients, *scratch, *inputs)
-    if needs[0] and tiles.input_columns:
+    gradients, dx, dw = plan.gradients(a), None, a.weight.new_empty(*a.weight.shape)
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, *plan.parameters(a)
+    inputs = kept.new_empty(plan.tiles.scratch, dtype=torch.float64), *operands
+    plan.backward(dw, *gradients, *inputs)
+    if needs[0] and plan.tiles.input_columns:
         dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
-        plan.backward_input(dx, *scratch, *inputs)
+        plan.backward_input(dx, *inputs)
         dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
     elif needs[0]:
         dx, *_ = operators.backward_of(epilogue, dy, a, [True, *[False] * (len(needs) - 1)])

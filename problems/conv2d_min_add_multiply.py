@@ -171,9 +171,10 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
     if saving:
         split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
-        defines, plan.sums, *plan.slots = tiling.plan_weight_gradient(x, weight, split)
+        defines, shares, *plan.slots = tiling.plan_weight_gradient(x, weight, split)
+        plan.largest = len(x) + len(x) % 2 + 4 * shares * len(weight)  # of each sample; sums of two words
         build, biases = (f"{NAME}_weight_gradient_fused", defines), a.bias.numel()
-        plan.sum_gradients = plan.when_needed(*build, "gradient_sums", a.scale, biases, plan.sums, *sizes)
+        plan.sum_gradients = plan.when_needed(*build, "gradient_sums", a.scale, biases, shares, *sizes)
         plan.weight_gradient = plan.when_needed(*build, "weight_gradient", a.scale, *plan.slots, *sizes)
         defines, piece, room = tiling.plan_input_gradient(x, weight, split)
         build, plan.workspace = (f"{NAME}_input_gradient_fused", defines), room
@@ -183,9 +184,8 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
     dy, new, gradients, dx, dw = library.aligned(dy), a.x.new_empty, plan.gradients(a), None, None
-    largest = new(len(a.x), dtype=torch.int32)
-    sums = new(2, plan.sums, len(a.weight), dtype=torch.float64)
-    plan.sum_gradients(*gradients, largest, sums, dy, saved)
+    largest = new(plan.largest, dtype=torch.int32)
+    plan.sum_gradients(*gradients, largest, dy, saved)
     if needs[1]:
         dw, slots = new(*a.weight.shape), new(*plan.slots, dtype=torch.float32)
         plan.weight_gradient(dw, slots, dy, library.aligned(a.x), saved, largest)

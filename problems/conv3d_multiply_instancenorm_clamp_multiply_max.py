@@ -116,10 +116,11 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; for backward the index and v - mean of the channels that won, like y, and v's mean and variance by channel."""
+    """y; for backward, in one: v - mean of the channels that won, like y, v's mean and variance by channel, and those channels' indices."""
     y, (_, index_dtype), *_ = _outputs(a, False)
-    won, moments = (y[0], (2, a.x.shape[0], len(a.weight))) if saving else (0, 0)
-    return [y, (won, index_dtype), (won, torch.float32), (moments, torch.float32)]
+    won = math.prod(y[0])
+    kept = won + 2 * a.x.shape[0] * len(a.weight) + tiling.ceil_div(won * index_dtype.itemsize, 4)
+    return [y, (kept if saving else 0, torch.float32)]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
@@ -134,12 +135,12 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
 
 
-def _fused_backward(dy: Tensor, a: Arguments, index, centred, moments, *, plan, needs) -> tuple:
-    S, C = math.prod(index.shape[1:]), len(a.weight)
+def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
+    S, C = math.prod(library.output_size(a.x, a.weight)), len(a.weight)
     defines = {"INDEX_T": operators.index_type(C)[0], "SUMMED_POSITIONS": SUMMED}
     # coefficients and gradients; dz of the channels that won; sums by part
     of_sample = 6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED)
-    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), index, centred, moments
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept
     inputs, numbers = (*operands, *plan.parameters(a)), (*a[4:], a.multiplier.numel())
     return volumes.backward(
         plan, f"{NAME}_backward_fused", a, inputs, numbers, needs, of_sample=of_sample, **defines
