@@ -6,7 +6,8 @@
 A source marks its launchers: `EXPORT void name(float* out, const float* x, double a, int64_t n)`. For each one the loader
 adds an operator (kernels/host.h) that checks its tensors, sets the device, takes PyTorch's current stream, calls the launcher and
 checks the launch. What that takes of PyTorch (kernels/pytorch.h) is compiled once on a machine, beside the first build. Pointers become tensors (those without const are written to), int64_t becomes
-int, double becomes float; a last `cudaStream_t stream` is filled in.
+int, double becomes float; a last `cudaStream_t stream` is filled in. What is launched again and again binds its last arguments:
+`kernels.forward.bound(0.5, 2.0, ...)` (loader_launch.py).
 
 kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels/<name>.cpp the CPU launchers; `source=`
 takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME.

@@ -100,21 +100,11 @@ class Plan(SimpleNamespace):
     """How an operator runs for arguments of one kind: its `kernels`, what it allocates, and whatever a problem adds.
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
-    element for all channels, the others C. outputs: what forward writes; what nobody keeps has no elements. numbers: for `forward_fused`, all
+    element for all channels, the others C. outputs: an Output of each that forward writes; what nobody keeps has no elements. numbers: for `forward_fused`, all
     that the launcher takes after what varies. `none`: like x without elements, in the place of what nobody wants.
     """
 
-    def __init__(
-        self,
-        name,
-        a: tuple,
-        parameters,
-        outputs: list[Output],
-        defines=None,
-        folder=None,
-        numbers=None,
-        **own,
-    ):
+    def __init__(self, name, a: tuple, parameters, outputs, defines=None, folder=None, numbers=None, **own):
         (_, self.y_dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
         self._sums, self._last = accumulate_dtype(a.x.dtype), 2 + len(parameters)
         self._varying = sum(kind in (Tensor, Drawn) for kind in get_type_hints(type(a)).values())

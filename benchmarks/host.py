@@ -3,13 +3,15 @@
     python benchmarks/host.py [NAME ...] [--device auto] [--variant auto] [--json FILE]
 
 Phases: `forward` under no_grad; `forward_grad`, gradients on, no backward; `train`, forward + backward of the
-parameters. The model is in training mode, as a fresh one is; x needs no gradient.
+parameters. The model is in training mode, as a fresh one is; x needs no gradient. `least`: the same of a module
+whose autograd.Function launches nothing, but allocates a result and gradients: what PyTorch takes for itself.
 
 On a GPU, at the problem's sizes and batch 1: `us`, the wall time until a call returns, in bursts short enough
 to fit into the GPU's queue, with a synchronize between bursts, so that the host never waits for the GPU; and
 `loop_us`, a call's share of a loop of 100 calls with a synchronize at its end. On a CPU, at batch 1 and the
 smallest extents of at least 4 that the model takes, with one thread: `us`, the thread's own time. Medians;
-eager and ours take turns, burst by burst.
+all take turns, burst by burst. Of `train` on a GPU also with the engine in the calling thread, by
+torch.autograd.set_multithreading_enabled(False), as `one thread`.
 """
 
 from __future__ import annotations
@@ -37,16 +39,45 @@ LOOP = 100  # calls
 WARM_UP = 1.0  # seconds of all calls together, the first of which compiles
 
 
+class Nothing(torch.autograd.Function):
+    """A result and gradients of the right shapes, with any values."""
+
+    @staticmethod
+    def forward(ctx, shape, x, *parameters):
+        ctx.save_for_backward(*parameters)
+        return x.new_empty(*shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None, None, *[torch.empty_like(parameter) for parameter in ctx.saved_tensors]
+
+
+class Least(torch.nn.Module):
+    """Shares `model`'s parameters, and gives results of its shape for x, by nothing but allocating them."""
+
+    def __init__(self, model: torch.nn.Module, x: torch.Tensor):
+        super().__init__()
+        with torch.no_grad():
+            self.model, self.shape = model, tuple(model(x).shape)
+
+    def forward(self, x):
+        return Nothing.apply(self.shape, x, *self.model.parameters())
+
+
 def contestants(problem, device: str, variant: str) -> tuple[dict[str, torch.nn.Module], torch.Tensor]:
-    """Eager and ours, which shares its parameters, and their input."""
+    """Eager, ours and the least, which share their parameters, and their input."""
     torch.manual_seed(0)
     model = problem.Model(*problem.get_init_inputs()).to(device)
     ours = problem.ModelNew.from_eager(model)
     ours.variant = variant
     channels, *extents = problem.input_shape[1:]
-    if device == "cuda":
-        return {"eager": model, "ours": ours}, torch.rand(1, channels, *extents, device=device)
-    return {"eager": model, "ours": ours}, smallest_input(model, channels, len(extents))
+    on_gpu = device == "cuda"
+    x = (
+        torch.rand(1, channels, *extents, device=device)
+        if on_gpu
+        else smallest_input(model, channels, len(extents))
+    )
+    return {"eager": model, "ours": ours, "least": Least(model, x)}, x
 
 
 def smallest_input(model: torch.nn.Module, channels: int, dimensions: int) -> torch.Tensor:
@@ -105,12 +136,16 @@ def measure(problem, device: str, variant: str, seconds: float) -> list[dict]:
         with torch.set_grad_enabled(phase != "forward"):
             calls = {name: call_of(module, x, phase) for name, module in modules.items()}
             warm_up(calls, x)
-            us = compare.host_times(calls, device, seconds, now)
+            us, one_thread = compare.host_times(calls, device, seconds, now), dict.fromkeys(calls)
             loop = loop_microseconds(calls, x) if x.is_cuda else dict.fromkeys(calls)
+            if phase == "train" and x.is_cuda:
+                with torch.autograd.set_multithreading_enabled(False):
+                    one_thread = compare.host_times(calls, device, seconds, now)
             plan = str(modules["ours"].plan(x))
         rows.append({
             "problem": problem.name, "number": problem.number, "phase": phase, "device": device, "shape": list(x.shape),
-            "eager_us": us["eager"], "us": us["ours"], "ratio": us["ours"] / us["eager"],
+            "eager_us": us["eager"], "us": us["ours"], "ratio": us["ours"] / us["eager"], "least_us": us["least"],
+            "one_thread_us": one_thread["ours"], "least_one_thread_us": one_thread["least"],
             "eager_loop_us": loop["eager"], "loop_us": loop["ours"],
             "loop_ratio": loop["ours"] / loop["eager"] if x.is_cuda else None, "plan": plan,
         })  # fmt: skip
@@ -119,13 +154,18 @@ def measure(problem, device: str, variant: str, seconds: float) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     in_loop = rows[0]["loop_us"] is not None
-    columns = f"{'eager':>10}{'ours':>9}{'ratio':>8}" * (1 + in_loop)
-    lines = [f"{'':68}{'µs of a call':>27}" + f"{'in a loop':>27}" * in_loop]
+    compared, threads = f"{'eager':>10}{'ours':>9}{'ratio':>8}", f"{'ours':>10}{'least':>9}"
+    columns = f"{compared}{'least':>9}" + (compared + threads) * in_loop
+    lines = [f"{'':68}{'µs of a call':>36}" + f"{'in a loop':>27}{'one thread':>19}" * in_loop]
     lines.append(f"{'problem':54}{'phase':14}{columns}  plan")
     for row in rows:
-        figures = f"{row['eager_us']:10.1f}{row['us']:9.1f}{row['ratio']:8.2f}"
+        figures = f"{row['eager_us']:10.1f}{row['us']:9.1f}{row['ratio']:8.2f}{row['least_us']:9.1f}"
         if in_loop:
             figures += f"{row['eager_loop_us']:10.1f}{row['loop_us']:9.1f}{row['loop_ratio']:8.2f}"
+            one_thread = row["one_thread_us"], row["least_one_thread_us"]
+            figures += "".join(
+                f"{us:{width}.1f}" if us else " " * width for us, width in zip(one_thread, (10, 9))
+            )
         title = f"{row['number']} {row['problem'].replace('_', ' ')}"
         lines.append(f"{title:54}{row['phase']:14}{figures}  {row['plan'].split(':')[0]}")
     for phase in PHASES:
