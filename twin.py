@@ -372,6 +372,8 @@ class Kept:
             return twin._compute(x, twin.plan(x).variant)
         if not situation.decided:
             return self._decide(twin, tensors, situation)
+        if situation is not self.situations[0]:
+            self._put_first(situation)
         if situation.run is None:
             return twin._compute(x, "eager")
         constants = situation.constants
@@ -394,8 +396,12 @@ class Kept:
             y = run(*tensors, *drawn, *constants)
         situation.decided, situation.run, situation.constants = True, run, constants
         if situation.holds(tensors):  # not, where a parameter stands for two
-            self.situations = [situation, *self.situations[: _KEPT_SITUATIONS - 1]]
+            self._put_first(situation)
         return y
+
+    def _put_first(self, situation: Situation) -> None:
+        others = [other for other in self.situations if other is not situation]
+        self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
 
 
 class Situation:
