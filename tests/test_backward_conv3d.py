@@ -12,7 +12,7 @@ import numerics
 import problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import tiling
 from numerics import DROPOUT, INSTANCE_NORM
-from test_emulated import folder, gpu, pytestmark, remembers_nothing  # noqa: F401
+from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 every_name = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])

@@ -13,7 +13,7 @@ import numerics
 import problems.conv2d_min_add_multiply as min_add
 import tiling
 from numerics import MIN_ADD
-from test_emulated import INF, NAN, folder, gpu, pytestmark, remembers_nothing, small  # noqa: F401
+from test_emulated import INF, NAN, folder, gpu, guarded, pytestmark, remembers_nothing, small  # noqa: F401
 
 
 def case(arguments: tuple, shape: tuple, **options) -> tuple[torch.nn.Module, torch.Tensor]:

@@ -9,7 +9,7 @@ import checks
 import numerics
 import tiling
 from numerics import POOL
-from test_emulated import folder, gpu, pytestmark, remembers_nothing  # noqa: F401
+from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 
 SMALL = (5, 16, 3, 4, (16, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 9, 13)
 
@@ -30,6 +30,10 @@ def assert_gradients(model, x, module=None):
     "arguments, shape",
     [
         SMALL,
+        (
+            (5, 16, 3, 1, (16, 1, 1), (2, 3), -0.5, 1.0),
+            (3, 5, 9, 13),
+        ),  # an odd number of what is summed up in double
         ((8, 64, 3, 16, (64, 1, 1), 4, 0.0, 1.0), (2, 8, 15, 18)),
         ((8, 80, 3, 80, (80, 1, 1), 4, 0.0, 1.0), (1, 8, 11, 14)),  # a group per channel, two blocks
         ((3, 16, 1, 1, (1,), (8, 8), -0.5, 1.0), (2, 3, 17, 34)),  # windows of four products, one scale

@@ -202,7 +202,25 @@ class Generator:
 
 
 @pytest.fixture
-def gpu(remembers_nothing, monkeypatch, folder):
+def guarded(monkeypatch):
+    """Allocations by new_empty hold NaN, with bytes behind them that nothing may write to."""
+    behind, new_empty = [], torch.Tensor.new_empty
+
+    def guarded_empty(self, *size, dtype=None):
+        if type(self) not in (torch.Tensor, torch.nn.Parameter):  # fake ones
+            return new_empty(self, *size, dtype=dtype)
+        found = new_empty(self, *size, dtype=dtype)
+        memory = torch.full((found.nbytes + 64,), 255, dtype=torch.uint8)
+        behind.append(memory[found.nbytes :])
+        return found.set_(memory.untyped_storage(), 0, found.shape, found.stride())
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
+    yield
+    assert all((each == 255).all() for each in behind), "something was written past its end"
+
+
+@pytest.fixture
+def gpu(remembers_nothing, guarded, monkeypatch, folder):
     """gpu(…) makes a GPU of the CPU, with so many multiprocessors, so much shared memory and so large an L2 cache."""
 
     def become(*, architecture=800, multiprocessors=4, shared=None, cache=1 << 16, replaced=()):
