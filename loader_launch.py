@@ -3,9 +3,9 @@
     kernels.forward(y, x, 0.5, 1024)            # checks, launches
     launch = kernels.forward.bound(0.5, 1024)   # the last arguments are known
     launch(y, x)                                # checks as the operator does, launches
-    launch(y, x)                                # launches, at a third of the time: its tensors are like those before
+    launch(y, x)                                # launches: its tensors are like those before
 
-An operator with 24 arguments takes 5.8 µs of a CPU, which is more than some kernels take (benchmarks/NOTES.md).
+An operator with 24 arguments takes 5.8 µs of a CPU, a launch past it half of that (benchmarks/NOTES.md, "The call").
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-// Launches what is launched again and again, from Python past PyTorch's operators. It checks nothing: inline_loader.py's `bound` has.
+// Launches what is launched again and again, from Python past PyTorch's operators. It checks nothing: `bound` of
+// loader_launch.py has.
 #pragma once
 #include <algorithm>
 #include "pytorch.h"
@@ -16,9 +17,10 @@ struct Bound {
 // Returns what went wrong, until the thread's next call, or null.
 inline const char* launch(const Bound& bound, const Argument* first) {
   const Launcher& launcher = *bound.launcher;
+  const int64_t given = launcher.count - takes_stream(launcher);
   std::vector<Argument> arguments(launcher.count);
   std::copy_n(first, bound.first, arguments.begin());
-  std::copy_n(bound.last, launcher.count - takes_stream(launcher) - bound.first, arguments.begin() + bound.first);
+  std::copy_n(bound.last, given - bound.first, arguments.begin() + bound.first);
   thread_local std::string what;
   try {
     launch(launcher, int(bound.device), arguments.data());

@@ -47,8 +47,8 @@ inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const f
                               GroupShape shape) {
   const int64_t selected = int64_t(shape.N) * shape.C * geometry.pooled_size();
   const auto [extreme, statistics, index] = Kept(const_cast<float*>(kept), selected, shape.N, shape.G);
-  return {weight, dy, extreme, index, statistics.group_mean, statistics.group_rstd,
-          conv_bias, norm_weight, norm_bias, scale, float(low), float(high)};
+  return {weight,    dy,          extreme,   index, statistics.group_mean, statistics.group_rstd,
+          conv_bias, norm_weight, norm_bias, scale, float(low),            float(high)};
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 #pragma once
 #include "conv3d_tile.cuh"
 
-// One after the other: v - mean of the channels that won, like y (N, S); moments (2, N, kOut) of v, the convolution of
-// x - shift: mean and sum of squared deviations; which channel won, like y.
+// One after the other: v - mean of the channels that won, like y (N, S); moments (2, N, kOut) of v, the
+// convolution of x - shift: mean and sum of squared deviations; which channel won, like y.
 struct Kept {
   float *centred, *moments;
   index_t* index;

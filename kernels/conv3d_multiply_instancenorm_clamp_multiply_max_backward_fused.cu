@@ -154,11 +154,11 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 }
 
 // dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias
-// (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. kept as forward left it.
-// scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
-// CHANNELS_OUT, 4); gradients and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels'
-// weights); `most` (jobs, 16); winner, like y; sums (N, parts, CHANNELS_OUT, 4). rows to shared are the plan
-// (convolution()), input_room is for that of dx (InputTiling).
+// (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. kept as forward left it. scratch,
+// one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients
+// and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels' weights); `most` (jobs, 16); winner,
+// like y; sums (N, parts, CHANNELS_OUT, 4). rows to shared are the plan (convolution()), input_room is for
+// that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
                      const output_t* dy, const value_t* x, const value_t* weight, const float* kept,
                      const float* conv_bias, const float* multiplier, double low, double high, double eps,

@@ -350,7 +350,7 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
                     int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
   const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
-  const Kept parts(kept, N, int64_t(c.OD) * c.OH * c.OW);
+  const Kept parts(kept ? kept : scratch, N, int64_t(c.OD) * c.OH * c.OW);  // written to where there is one
   const int64_t blocks = N * c.slots();
   const auto kernel = kept ? fused_kernel<true> : fused_kernel<false>;
   const int all = kept ? allow_shared<fused_kernel<true>>() : allow_shared<fused_kernel<false>>();
@@ -376,8 +376,8 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
     float* const sums = scratch + blocks * kOut * 2;
     cudaLaunchKernelEx(&config, kernel, y, parts.index, parts.centred, parts.moments, statistics, sums, N,
-                       conv_bias, multiplier, float(low), float(high), float(eps), phases, scratch_turns, shared_turns,
-                       c);
+                       conv_bias, multiplier, float(low), float(high), float(eps), phases, scratch_turns,
+                       shared_turns, c);
   };
   if (one_launch) launch(kStatistics | kApply);
   else launch(kStatistics), launch(kApply);
