@@ -153,20 +153,14 @@ def test_threads_share_one():
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_current_stream_runs_it():
+    """While that one is captured, nothing runs; the graph then does, with what x holds by then."""
     launch, x = affine("cuda").bound(2.0, 2**20, 256), torch.ones(2**20, device="cuda")
-    y, stream = torch.empty_like(x), torch.cuda.Stream()
-    launch(y, x, 0)
+    launch(y := torch.empty_like(x), x, 0)
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        launch(y, x, 5)
-        assert not stream.query()
-    assert (y == 2).all()  # the default stream does not wait for it
-    stream.synchronize()
-    assert (y == 7).all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch(y, x, 9)
+    assert (y == 2).all()
     x.fill_(3), graph.replay()
     assert (y == 15).all()
 
