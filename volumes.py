@@ -17,10 +17,8 @@ def backward(plan, name: str, a: tuple, inputs, numbers, needs, *, of_sample, of
     if dx_wanted not in kept:
         (N, _, *size), (planned, tiles) = a.x.shape, tiling.plan_volume_backward(a.x, a.weight, dx=dx_wanted)
         of_filters = 16 * math.prod(a.weight.shape[1:]) + 16  # the weights' gradients, and dv's largest
-        scratch, last = (
-            tiles.dv + N * of_sample + tiles.jobs * (of_job + of_filters),
-            (N, *size, *tiles.launch),
-        )
+        scratch = tiles.dv + N * of_sample + tiles.jobs * (of_job + of_filters)
+        last = N, *size, *tiles.launch
         kept[dx_wanted] = plan.when_needed(name, planned | defines, "backward", *numbers, *last), scratch
     launch, scratch = kept[dx_wanted]
     dx, dw = [t.new_empty(*t.shape) if need else plan.none for t, need in zip(a[:2], needs)]

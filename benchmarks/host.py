@@ -71,12 +71,10 @@ def contestants(problem, device: str, variant: str) -> tuple[dict[str, torch.nn.
     ours = problem.ModelNew.from_eager(model)
     ours.variant = variant
     channels, *extents = problem.input_shape[1:]
-    on_gpu = device == "cuda"
-    x = (
-        torch.rand(1, channels, *extents, device=device)
-        if on_gpu
-        else smallest_input(model, channels, len(extents))
-    )
+    if device == "cuda":
+        x = torch.rand(1, channels, *extents, device=device)
+    else:
+        x = smallest_input(model, channels, len(extents))
     return {"eager": model, "ours": ours, "least": Least(model, x)}, x
 
 
