@@ -121,7 +121,7 @@ class Plan(SimpleNamespace):
 
     def when_needed(self, name, defines: dict, launcher: str, *numbers) -> Callable:
         kernels = functools.cache(lambda: load(name, self.none, DTYPE, **defines))
-        return lambda *given: getattr(kernels(), launcher)(*given, *numbers)
+        return lambda: lambda *given: getattr(kernels(), launcher)(*given, *numbers)
 
     def outputs(self, a):
         return [a.x.new_empty(shape, dtype=dtype) for shape, dtype, *_ in self._outputs]

@@ -112,19 +112,23 @@ class Operator:
                 raise TypeError(f"{name}: expected {parameter} annotated with one of {known}, got {kind!r}")
         self.name, self.forward = name, forward
         self.parameters = ", ".join(f"{_SCHEMA_TYPES[kind]} {parameter}" for parameter, kind in types.items())
-        self.tensors = kinds.count(Tensor)  # arguments, the first ones
+        self.count, self.tensors = len(kinds), kinds.count(Tensor)  # of arguments; tensors are the first
         self.varying = self.tensors + kinds.count(Drawn)  # from call to call
         if Tensor in kinds[self.tensors :] or Drawn in kinds[self.varying :]:
             raise TypeError(
                 f"{name}: expected its tensors before all other parameters, then what is drawn, got ({self.parameters})"
             )
-        self._spread = (lambda arguments: (together._make(arguments),)) if together else tuple
+        # What every function here takes; _make would check the number of arguments a second time.
+        self._arguments = functools.partial(tuple.__new__, together or tuple)
+        if not together:
+            forward, shapes, gradients, plan = map(_taking_one, (forward, shapes, gradients, plan))
         self.saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
-        call = _caller(forward, bool(plan), self.saves)
+        call = _forward_of(forward, bool(plan), self.saves)
         self._call = (
             call if backward else torch.no_grad()(call)
         )  # launchers refuse what would lose its gradient
-        self._shapes, self._backward, self._gradients = shapes, backward, gradients
+        self._backward = backward and _backward_of(backward, bool(plan), bool(together))
+        self._shapes, self._gradients = shapes, gradients
         function = _differentiable(self) if backward else None
         self._differentiable = function and function.apply
         # The same without its look for torch.func, 4 µs of a call: for who knows that nothing watches.
@@ -132,6 +136,8 @@ class Operator:
         self.registered = self._register()
 
     def __call__(self, *arguments) -> Tensor:
+        if len(arguments) != self.count:
+            raise TypeError(f"{self.name}: expected ({self.parameters}), got {len(arguments)} arguments")
         tensors = arguments[: self.tensors]
         if forward_ad._current_level >= 0 and any(
             [forward_ad.unpack_dual(t).tangent is not None for t in tensors]
@@ -156,7 +162,7 @@ class Operator:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
             with torch.inference_mode(False):  # else nothing outside of it could write to tensors of the plan
-                plan = self._plans[key] = self._make_plan(*self._spread(arguments), saving=saving)
+                plan = self._plans[key] = self._make_plan(self._arguments(arguments), saving=saving)
         return plan
 
     def run(self, *arguments) -> Tensor:
@@ -165,16 +171,19 @@ class Operator:
 
     def differentiable(self, *arguments) -> Tensor:
         """The result, through which gradients flow, of plain tensors that nothing watches."""
-        return self._differentiable(None, *arguments) if self._differentiable else self.run(*arguments)
+        if not self._differentiable:
+            return self.run(*arguments)
+        return self._differentiable((None, arguments[self.varying :]), *arguments[: self.varying])
 
-    def bound(self, plan: object, needs_gradient: bool) -> Callable:
-        """`differentiable` or `run` as short as can be, for arguments of one `plan`."""
-        if plan is None:
-            return self.differentiable if needs_gradient else self.run
+    def bound(self, plan: object, constants: tuple, needs_gradient: bool) -> Callable:
+        """`differentiable` or `run` as a function of what varies from call to call, as short as can be. plan: of such arguments, or
+        None, if each call is to find its own."""
         if needs_gradient and self._apply:
-            return functools.partial(self._apply, plan)
-        call, spread = self._call, self._spread
-        return lambda *arguments: call(spread(arguments), plan, False)[0]
+            return functools.partial(self._apply, (plan, constants))
+        if plan is None:
+            return lambda *varying: self.run(*varying, *constants)
+        call, arguments = self._call, self._arguments
+        return lambda *varying: call(arguments(varying + constants), plan=plan, saving=False)[0]
 
     def save(self, *arguments, plan: object = None) -> list[Tensor]:
         """The result, and what backward needs beside the arguments."""
@@ -183,7 +192,7 @@ class Operator:
     def _run(self, arguments: Sequence, plan: object, saving: bool) -> Sequence[Tensor]:
         if plan is None and self._make_plan:
             plan = self.plan(arguments, saving)
-        return self._call(self._spread(arguments), plan, saving)
+        return self._call(self._arguments(arguments), plan=plan, saving=saving)
 
     def backward(
         self,
@@ -194,26 +203,26 @@ class Operator:
         plan: object = None,
     ) -> list[Tensor | None]:
         """The gradient of each tensor argument that needs one, else None. plan: of `save`, for the same arguments."""
-        options = {"needs": needs}
-        if self._make_plan:
-            options["plan"] = self.plan(arguments, True) if plan is None else plan
-        found = self._backward(dy, *self._spread(arguments), *saved, **options)
-        if len(found) != len(needs):
-            raise RuntimeError(
-                f"{self.name}: expected backward to give {len(needs)} gradients, got {len(found)}"
-            )
+        plan = self.plan(arguments, True) if plan is None else plan
+        found = self._backward(dy, self._arguments(arguments), *saved, plan=plan, needs=needs)
+        self.check_count(found)
         return [gradient if need else None for gradient, need in zip(found, needs)]
+
+    def check_count(self, gradients: Sequence) -> None:
+        if len(gradients) != self.tensors:
+            expected = f"expected backward to give {self.tensors} gradients"
+            raise RuntimeError(f"{self.name}: {expected}, got {len(gradients)}")
 
     def shapes(self, *arguments, saving: bool) -> list[Tensor]:
         """What `save` returns, or the result alone, with any values."""
         if self.saves:
-            return list(self._shapes(*self._spread(arguments), saving=saving))
-        return [self._shapes(*self._spread(arguments))]
+            return list(self._shapes(self._arguments(arguments), saving=saving))
+        return [self._shapes(self._arguments(arguments))]
 
     def gradients(self, *arguments) -> list[Tensor]:
         """What `backward` returns, with any values."""
         if self._gradients:
-            return list(self._gradients(*self._spread(arguments)))
+            return list(self._gradients(self._arguments(arguments)))
         return [torch.empty_like(t) for t in arguments[: self.tensors]]
 
     def _register(self) -> Callable:
@@ -268,15 +277,32 @@ class Operator:
         return operator
 
 
-def _caller(forward: Callable, plans: bool, saves: bool) -> Callable:
-    """call(arguments, plan, saving) -> (result, *saved), whichever of the keywords forward takes."""
+def _taking_one(function: Callable | None) -> Callable | None:
+    """A function of many arguments as one that takes them in one."""
+    return function and (lambda a, **keywords: function(*a, **keywords))
+
+
+def _forward_of(forward: Callable, plans: bool, saves: bool) -> Callable:
+    """forward(a, *, plan, saving) -> (result, *saved), whichever of the keywords the given one takes."""
     if plans and saves:
-        return lambda arguments, plan, saving: forward(*arguments, plan=plan, saving=saving)
+        return forward
     if plans:
-        return lambda arguments, plan, saving: (forward(*arguments, plan=plan),)
+        return lambda a, *, plan, saving: (forward(a, plan=plan),)
     if saves:
-        return lambda arguments, plan, saving: forward(*arguments, saving=saving)
-    return lambda arguments, plan, saving: (forward(*arguments),)
+        return lambda a, *, plan, saving: forward(a, saving=saving)
+    return lambda a, *, plan, saving: (forward(a),)
+
+
+def _backward_of(backward: Callable, plans: bool, together: bool) -> Callable:
+    """backward(dy, a, *saved, plan, needs), likewise."""
+    if plans and together:
+        return backward
+
+    def called(dy, a, *saved, plan, needs):
+        planned = {"plan": plan} if plans else {}
+        return backward(dy, *((a,) if together else a), *saved, needs=needs, **planned)
+
+    return called
 
 
 def _one_by_one(gradients: Callable, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -289,47 +315,54 @@ def _one_by_one(gradients: Callable, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
-    count = operator.tensors
+    count, others = operator.tensors, (None,) * (operator.varying - operator.tensors)
 
-    def forward(ctx, plan, *arguments):
+    def forward(ctx, bound, *varying):
+        plan, constants = bound
+        arguments = varying + constants
         if plan is None and is_watched():
             result, *saved = operator.save_registered(*arguments)
         else:
-            ctx.plan = plan = operator.plan(arguments, True) if plan is None else plan
-            result, *saved = operator._call(operator._spread(arguments), plan, True)
-        ctx.save_for_backward(*arguments[:count], *saved)
-        ctx.constants = arguments[count:]
+            plan = operator.plan(arguments, True) if plan is None else plan
+            result, *saved = operator._call(operator._arguments(arguments), plan=plan, saving=True)
+        ctx.save_for_backward(*varying[:count], *saved)
+        ctx.plan, ctx.numbers = plan, arguments[count:]
         ctx.set_materialize_grads(False)
         return result
 
     def backward(ctx, dy):
-        return Once.apply(ctx, dy, *ctx.saved_tensors) if torch.is_grad_enabled() else gradients(ctx, dy)
+        if dy is None or torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
+            return backward_seldom(ctx, dy)
+        given, needs, plan = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1], ctx.plan
+        arguments, saved = given[:count] + ctx.numbers, given[count:]
+        if is_watched():
+            found = operator.backward_registered(dy, arguments, saved, needs)
+            found = [gradient if need else None for gradient, need in zip(found, needs)]
+        elif plan is None:
+            found = operator.backward(dy, arguments, saved, needs)
+        else:  # and PyTorch leaves the gradients alone that nobody needs
+            found = operator._backward(dy, operator._arguments(arguments), *saved, plan=plan, needs=needs)
+            operator.check_count(found)
+        return None, *found, *others
+
+    def backward_seldom(ctx, dy):
+        if dy is None:  # whoever used the result has no gradient for it
+            return None, *(None,) * count, *others
+        if torch.is_grad_enabled():
+            return Once.apply(ctx, dy, *ctx.saved_tensors)
+        return _one_by_one(functools.partial(backward, ctx), dy)
 
     class Once(torch.autograd.Function):
         """The gradients, where somebody asked for their graph: whoever goes back through it meets an error on every way."""
 
         @staticmethod
         def forward(_, ctx, dy, *given):
-            return gradients(ctx, dy)
+            found = zip(backward(ctx, dy), ctx.needs_input_grad)
+            return tuple([gradient if need else None for gradient, need in found])
 
         @staticmethod
         def backward(_, *ddy):
             raise RuntimeError(f"{operator.name} can't be differentiated twice")
-
-    def gradients(ctx, dy):
-        others = (None,) * len(ctx.constants)
-        if dy is None:  # whoever used the result has no gradient for it
-            return None, *(None,) * count, *others
-        if torch._C._functorch.is_legacy_batchedtensor(dy):
-            return _one_by_one(functools.partial(gradients, ctx), dy)
-        given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
-        arguments, saved = given[:count] + ctx.constants, given[count:]
-        if not is_watched():
-            found = operator.backward(dy, arguments, saved, needs, getattr(ctx, "plan", None))
-        else:
-            found = operator.backward_registered(dy, arguments, saved, needs)
-            found = [gradient if need else None for gradient, need in zip(found, needs)]
-        return None, *found, *others
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(operator.name, (torch.autograd.Function,), methods)  # profilers show <name>Backward

@@ -110,6 +110,8 @@ class Plan(SimpleNamespace):
         self._varying = sum(kind in (Tensor, Drawn) for kind in get_type_hints(type(a)).values())
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
         self._ready, self.kernels = all(ready), load(name, a.x, self.y_dtype, folder, **defines or {})
+        layout = {} if self._ready else dict(dtype=self._sums, memory_format=torch.contiguous_format)
+        self._gradient = functools.partial(torch.empty_like, **layout)
         self._as_given = self._ready and a.x.is_contiguous() and a.weight.is_contiguous()
         self.y_format, new = (*y_format, torch.contiguous_format)[0], a.x.new_empty
         self.none = new(0)
@@ -119,17 +121,11 @@ class Plan(SimpleNamespace):
             self.launch = self.kernels.forward.bound(*numbers)
         super().__init__(**own)
 
-    def when_needed(self, name: str, defines: dict, launcher: str, *numbers) -> Callable[..., None]:
-        """What launches `launcher` of other kernels, `name`, with `numbers` behind what it is called with. They are built at its first call,
-        which may never come."""
-        x, dtype, bound = self.none, self.y_dtype, None
-
-        def launch(*arguments) -> None:
-            nonlocal bound
-            bound = bound or getattr(load(name, x, dtype, **defines), launcher).bound(*numbers)
-            bound(*arguments)
-
-        return launch
+    def when_needed(self, name: str, defines: dict, launcher: str, *numbers) -> Callable[[], Callable]:
+        """Gives, when it is called, the `launcher` of other kernels, `name`, with `numbers` as its last arguments. They are built at the
+        first call, which may never come."""
+        x, dtype = self.none, self.y_dtype
+        return functools.cache(lambda: getattr(load(name, x, dtype, **defines), launcher).bound(*numbers))
 
     def outputs(self, a: tuple) -> list[Tensor]:
         """What forward writes, contiguous."""
@@ -141,9 +137,10 @@ class Plan(SimpleNamespace):
 
         Raises RuntimeError where one has another number of elements.
         """
-        given, C = a[2 : self._last], len(a.weight)
+        given = a[2 : self._last]
         if self._ready:
             return given
+        C = len(a.weight)
         for name, parameter in zip(self._names, given):
             if parameter.numel() != C and not (name.endswith("?") and parameter.numel() == 1):
                 expected = f"{C} elements, one per channel" + (", or 1" if name.endswith("?") else "")
@@ -159,8 +156,7 @@ class Plan(SimpleNamespace):
 
     def gradients(self, a: tuple) -> list[Tensor]:
         """Where the kernels write the gradients of the parameters by channel: in the dtype of sums, in the shape of each."""
-        layout = {} if self._ready else dict(dtype=self._sums, memory_format=torch.contiguous_format)
-        return [torch.empty_like(p, **layout) for p in a[2 : self._last]]
+        return [*map(self._gradient, a[2 : self._last])]
 
     def as_parameters(self, a: tuple, gradients: list[Tensor]) -> list[Tensor]:
         """Those gradients in the dtypes of the parameters."""
@@ -192,21 +188,17 @@ def declare(name: str, forward: Callable, *, outputs: Callable, **functions: Cal
 
 
 def declare_fused(name: str, *, plan: Callable, **functions: Callable) -> Operator:
-    """Likewise <name>_fused, whose forward is `forward_fused`."""
+    """Likewise <name>_fused, of whose forward the plan says all: one launcher takes the result, what is saved and scratch, which are the
+    plan's outputs, all operands and the plan's numbers."""
 
     def forward(a, *, plan, saving):
-        return forward_fused(a, plan=plan, saving=saving)
+        y, *saved, scratch = plan.outputs(a)
+        plan.launch(y, *saved, scratch, *plan.operands(a))
+        y = y.contiguous(memory_format=plan.y_format)
+        return (y, *saved) if saving else (y,)
 
     forward.__annotations__["a"] = get_type_hints(plan)["a"]
     return declare(f"{name}_fused", forward, plan=plan, **functions)
-
-
-def forward_fused(a: tuple, *, plan: Plan, saving: bool) -> tuple[Tensor, ...]:
-    """One launcher takes the result, what is saved and scratch, which are the plan's outputs, all operands and the plan's numbers."""
-    y, *saved, scratch = plan.outputs(a)
-    plan.launch(y, *saved, scratch, *plan.operands(a))
-    y = y.contiguous(memory_format=plan.y_format)
-    return (y, *saved) if saving else (y,)
 
 
 def backward_of(operator: Operator, dy: Tensor, a: tuple, needs: list[bool]) -> list[Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -10,19 +11,28 @@ import library
 import tiling
 
 
-def backward(plan, name: str, a: tuple, inputs, numbers, needs, *, of_sample, of_job=0, **defines) -> tuple:
-    """The gradients of x, weight and the parameters by channel, where forward ran by `plan`: by the kernels `name`, which take the
-    problem's `inputs`, `numbers` and `defines`. of_sample, of_job: float32 of its scratch, for a sample, and for a tile's 16 channels."""
-    dx_wanted, kept = needs[0], vars(plan).setdefault("backward", {})
-    if dx_wanted not in kept:
-        (N, _, *size), (planned, tiles) = a.x.shape, tiling.plan_volume_backward(a.x, a.weight, dx=dx_wanted)
-        of_filters = 16 * math.prod(a.weight.shape[1:]) + 16  # the weights' gradients, and dv's largest
-        scratch = tiles.dv + N * of_sample + tiles.jobs * (of_job + of_filters)
-        last = N, *size, *tiles.launch
-        kept[dx_wanted] = plan.when_needed(name, planned | defines, "backward", *numbers, *last), scratch
-    launch, scratch = kept[dx_wanted]
-    dx, dw = [t.new_empty(*t.shape) if need else plan.none for t, need in zip(a[:2], needs)]
+def plan_backward(plan, name: str, a: tuple, *numbers, of_sample, of_job=0, **defines) -> tuple[tuple, tuple]:
+    """For `backward`, without and with the gradient of x: what gives the launcher of the kernels `name`, a build with `defines`, which take the
+    problem's own `numbers` first, and how many float32 of scratch they need: of_sample and of_job are the problem's own of them, for a
+    sample and for a tile's 16 channels."""
+    room = of_sample, of_job + 16 * math.prod(a.weight.shape[1:]) + 16  # weights' gradients, dv's largest
+    return tuple([_planned(plan, name, a, numbers, room, defines, dx) for dx in (False, True)])
+
+
+def _planned(plan, name, a, numbers, room, defines, dx: bool) -> tuple[Callable, int]:
+    (N, _, *size), (of_sample, of_job) = a.x.shape, room
+    of_tiles, tiles = tiling.plan_volume_backward(a.x, a.weight, dx=dx)
+    last = *numbers, N, *size, *tiles.launch
+    launch = plan.when_needed(name, of_tiles | defines, "backward", *last)
+    return launch, tiles.dv + N * of_sample + tiles.jobs * of_job
+
+
+def backward(plan, a: tuple, inputs: tuple, needs) -> tuple:
+    """The gradients of x, weight and the parameters by channel, by `plan.backward`, whose kernels take the problem's own `inputs`."""
+    (launch, scratch), new = plan.backward[needs[0]], a.x.new_empty
+    dx = new(*a.x.shape) if needs[0] else plan.none
+    dw = new(*a.weight.shape) if needs[1] else plan.none
     gradients = plan.gradients(a)
-    launch(dx, dw, *gradients, a.x.new_empty(scratch, dtype=torch.float32), *inputs)
-    dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True)) if dx_wanted else dx
+    launch()(dx, dw, *gradients, new(scratch, dtype=torch.float32), *inputs)
+    dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True)) if needs[0] else dx
     return dx, dw, *plan.as_parameters(a, gradients)

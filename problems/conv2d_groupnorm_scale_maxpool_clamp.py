@@ -167,12 +167,15 @@ def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
     if not plan.saves:
         return operators.backward_of(epilogue, dy, a, needs)
     gradients, dx, dw = plan.gradients(a), None, a.weight.new_empty(*a.weight.shape)
-    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, *plan.parameters(a)
-    inputs = kept.new_empty(plan.tiles.scratch, dtype=torch.float64), *operands
-    plan.backward(dw, *gradients, *inputs)
+    (x, weight, *parameters), scratch = (
+        plan.operands(a),
+        kept.new_empty(plan.tiles.scratch, dtype=torch.float64),
+    )
+    inputs = scratch, dy.contiguous(), x, weight, kept, *parameters
+    plan.backward()(dw, *gradients, *inputs)
     if needs[0] and plan.tiles.input_columns:
         dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
-        plan.backward_input(dx, *inputs)
+        plan.backward_input()(dx, *inputs)
         dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
     elif needs[0]:
         dx, *_ = operators.backward_of(epilogue, dy, a, [True, *[False] * (len(needs) - 1)])

@@ -185,13 +185,13 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
     dy, new, gradients, dx, dw = library.aligned(dy), a.x.new_empty, plan.gradients(a), None, None
     largest = new(plan.largest, dtype=torch.int32)
-    plan.sum_gradients(*gradients, largest, dy, saved)
+    plan.sum_gradients()(*gradients, largest, dy, saved)
     if needs[1]:
         dw, slots = new(*a.weight.shape), new(*plan.slots, dtype=torch.float32)
-        plan.weight_gradient(dw, slots, dy, library.aligned(a.x), saved, largest)
+        plan.weight_gradient()(dw, slots, dy, library.aligned(a.x), saved, largest)
     if needs[0]:
         dx, workspace = new(*a.x.shape), new(plan.workspace, dtype=torch.uint8)
-        plan.input_gradient(dx, workspace, dy, a.weight.contiguous(), saved, largest)
+        plan.input_gradient()(dx, workspace, dy, a.weight.contiguous(), saved, largest)
         dx = dx.contiguous(memory_format=plan.y_format)
     return dx, dw, *plan.as_parameters(a, gradients)
 

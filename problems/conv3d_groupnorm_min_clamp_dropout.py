@@ -128,14 +128,19 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     scratch = N * 2 * C * tiles.slots + unsaved  # statistics of each block, and what is not saved
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
     numbers = *a.bounds(), a.p, a.eps, a.groups, N, *size, *tiles.launch
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
+    if saving:
+        own = dict(of_sample=7 * C + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
+        numbers = *a.bounds(), a.p, a.groups
+        plan.backward = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+    return plan
 
 
 def _fused_backward(dy: Tensor, a: Arguments, saved, *, plan, needs) -> tuple:
-    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), saved
-    inputs, numbers = (*operands, plan.parameters(a)[1], a.seed, a.number), (*a.bounds(), a.p, a.groups)
-    own = dict(of_sample=7 * len(a.weight) + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
-    return *volumes.backward(plan, f"{NAME}_backward_fused", a, inputs, numbers, needs, **own), None
+    x, weight, _, norm_weight, _, seed, number = plan.operands(a)
+    return *volumes.backward(
+        plan, a, (dy.contiguous(), x, weight, saved, norm_weight, seed, number), needs
+    ), None
 
 
 fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)

@@ -130,21 +130,22 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
     scratch = 2 * N * tiles.slots * len(a.weight) + held  # statistics of each block first
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    defines |= {"INDEX_T": operators.index_type(len(a.weight))[0], "STAGED_SHARED": STAGED_SHARED}
-    numbers = a.low, a.high, a.eps, held, N, *size, *tiles.launch
-    return operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
+    index, numbers = {"INDEX_T": operators.index_type(len(a.weight))[0]}, (a.low, a.high, a.eps)
+    defines |= index | {"STAGED_SHARED": STAGED_SHARED}
+    last = *numbers, held, N, *size, *tiles.launch
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=last)
+    if saving:
+        S, C = math.prod(library.output_size(a.x, a.weight)), len(a.weight)
+        # coefficients and gradients; dz of the channels that won; sums by part
+        own = dict(of_sample=6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), SUMMED_POSITIONS=SUMMED, **index)
+        numbers = *numbers, a.multiplier.numel()
+        plan.backward = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+    return plan
 
 
 def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
-    S, C = math.prod(library.output_size(a.x, a.weight)), len(a.weight)
-    defines = {"INDEX_T": operators.index_type(C)[0], "SUMMED_POSITIONS": SUMMED}
-    # coefficients and gradients; dz of the channels that won; sums by part
-    of_sample = 6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED)
-    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept
-    inputs, numbers = (*operands, *plan.parameters(a)), (*a[4:], a.multiplier.numel())
-    return volumes.backward(
-        plan, f"{NAME}_backward_fused", a, inputs, numbers, needs, of_sample=of_sample, **defines
-    )
+    x, weight, *parameters = plan.operands(a)
+    return volumes.backward(plan, a, (dy.contiguous(), x, weight, kept, *parameters), needs)
 
 
 fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)

@@ -417,13 +417,44 @@ def test_what_is_drawn_comes_before_numbers():
         declare("tested_odd", odd, shapes=torch.empty_like)
 
 
+def test_another_number_of_arguments():
+    with pytest.raises(TypeError, match="leaky_relu: expected .Tensor x, Tensor bias, float slope., got 2"):
+        leaky_relu(*operands()[:2])
+
+
+def test_gradients_that_nobody_needs():
+    """Whatever backward gives in their place: nothing is recorded of it, nobody is given it."""
+    shared = torch.zeros(0)
+
+    def back(dy, x, bias, slope, *, needs, plan):
+        return [dy if need else shared for need in needs]
+
+    def run(x: Tensor, bias: Tensor, slope: float, *, plan) -> Tensor:
+        return x + bias
+
+    operator = declare(
+        "tested_needs", run, shapes=shapes, backward=back, plan=lambda *given, saving: "a plan"
+    )
+    x, bias, slope = operands(needs=(True, False))
+    for graph in (False, True):
+        y = operator(x, bias, slope)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=graph)
+        assert torch.equal(dx, torch.ones_like(x)) and bias.grad is None
+        assert not shared.requires_grad and shared.grad_fn is None
+
+
 @pytest.mark.parametrize("found", [1, 3])
-def test_another_number_of_gradients(found):
+@pytest.mark.parametrize("plans", [False, True])
+def test_another_number_of_gradients(found, plans):
+    def run(x: Tensor, bias: Tensor, slope: float, *, plan) -> Tensor:
+        return forward(x, bias, slope)
+
     operator = declare(
         "tested_count",
-        forward,
+        run if plans else forward,
         shapes=shapes,
-        backward=lambda dy, *given, needs: [dy] * found,
+        backward=lambda dy, *given, needs, plan=None: [dy] * found,
+        plan=(lambda *given, saving: "a plan") if plans else None,
     )
     for call in (operator, operator.registered):
         y = call(*operands())
@@ -507,7 +538,11 @@ def test_a_plan_serves_whatever_is_drawn():
     operator = declare("tested_drawn", run, shapes=shapes, backward=back, plan=plan)
     assert repr(operator).endswith("(Tensor x, SymInt number, float factor) -> Tensor>")
     x = torch.ones(3, requires_grad=True)
-    kept = operator.bound(operator.plan((x, 9, 0.5), saving=True), True)
+    bound = operator.bound(operator.plan((x, 9, 0.5), saving=True), (0.5,), True)
+
+    def kept(x, number, factor):
+        return bound(x, number)
+
     for call in (operator, operator.registered, kept):
         results = [(number, call(x, number, 0.5)) for number in (2, 3, 2**62)]
         for number, y in results:  # after all have been called
@@ -529,13 +564,19 @@ def test_bound_operators_follow_one_plan(planned):
     """The short ways for who has the plan."""
     operator, made = planned
     x = torch.randn(4, 6, requires_grad=True)
-    plan = operator.plan((x, 2.0, [1]), saving=False)
-    quiet, loud = operator.bound(plan, False), operator.bound(plan, True)
-    assert torch.equal(quiet(x, 2.0, [1]), x * 2)
-    loud(x, 2.0, [1]).sum().backward()
+    constants = 2.0, [1]
+    plan = operator.plan((x, *constants), saving=False)
+    quiet, loud = operator.bound(plan, constants, False), operator.bound(plan, constants, True)
+    assert torch.equal(quiet(x), x * 2)
+    loud(x).sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0)) and len(made) == 1
-    unplanned = leaky_relu.bound(None, True)
-    assert_as_torch(unplanned, *operands())
+    for needs_gradient in (True, False):
+        *tensors, slope = operands(needs=(needs_gradient, needs_gradient))
+        unplanned = leaky_relu.bound(None, (slope,), needs_gradient)
+        assert torch.equal(unplanned(*tensors), in_torch(*tensors, slope))
+        assert unplanned(*tensors).requires_grad == needs_gradient
+    unplanned = leaky_relu.bound(None, operands()[2:], True)
+    assert_as_torch(lambda *given: unplanned(*given[:2]), *operands())
 
 
 def test_tf32_is_part_of_a_situation():
