@@ -17,15 +17,16 @@ struct BackwardPlan {
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
 
-// dx and d_weight, where they are not null. d_level as in merge_kernel, input_room as in InputTiling.
-template <class Problem>
-void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* most, float* partial,
+// dx and d_weight, where they are not null, and those of the parameters. by_sample and d_level as in merge_kernel,
+// input_room as in InputTiling.
+template <class Problem, int kCount>
+void convolution_backward(value_t* dx, value_t* d_weight, const ParameterGradients<kCount>& parameters,
+                          float4* dv, float* most, float* partial, const float* by_sample,
                           const float* d_level, const Problem& problem, const BackwardPlan& plan,
                           int64_t input_room, const Convolution& c, cudaStream_t stream) {
-  if (!dx && !d_weight) return;
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
   allow_shared<gradient_kernel<Problem>>(), allow_shared<input_gradient_kernel<Problem>>();
-  for (int64_t first = 0; first < plan.N; first += samples) {
+  for (int64_t first = 0; first < plan.N && (dx || d_weight); first += samples) {
     const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
     const int64_t first_job = first * plan.jobs_of_sample;
     const unsigned gradient_blocks = dx ? unsigned(jobs) : plan.blocks();
@@ -39,8 +40,7 @@ void convolution_backward(value_t* dx, value_t* d_weight, float4* dv, float* mos
     input_gradient_kernel<Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
                                                                                      first, tiling, c);
   }
-  if (!d_weight) return;
-  const unsigned blocks = blocks_for(kOut * kIn * kTaps, kMergeColumns);
-  merge_kernel<Problem><<<blocks, kMergeColumns * kMergeRows, 0, stream>>>(d_weight, partial, d_level,
-                                                                           problem, plan.N, c);
+  const unsigned blocks = blocks_for(kOut * kIn * kTaps + kCount * kOut, kMergeColumns);
+  merge_kernel<<<blocks, kMergeColumns * kMergeRows, 0, stream>>>(d_weight, parameters, partial, by_sample,
+                                                                  d_level, problem, plan.N, c);
 }

@@ -14,7 +14,6 @@
 // and dx.
 #include "conv3d_backward.cuh"
 #include "conv3d_groupnorm_min_clamp_dropout.cuh"
-#include "reduce.cuh"
 
 // Which of 32 elements are kept, a bit each: from `first` on, and 4·apart further. A draw serves four of
 // them; the four lanes of a channel share theirs.
@@ -286,7 +285,7 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
   problem.flags = any;
-  convolution_backward(dx, d_weight, dv, most, partial, gradients, problem, plan, input_room, c,
-                       stream);
-  sum_rows({{d_conv_bias, kOut}, {d_norm_weight, kOut}, {d_norm_bias, kOut}}, gradients, N, kOut, stream);
+  const ParameterGradients<3> parameters{{{d_conv_bias, kOut}, {d_norm_weight, kOut}, {d_norm_bias, kOut}}};
+  convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, gradients, problem, plan,
+                       input_room, c, stream);
 }

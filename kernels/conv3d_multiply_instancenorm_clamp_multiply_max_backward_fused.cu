@@ -14,7 +14,6 @@
 #include "conv3d_multiply_instancenorm_clamp_multiply_max.cuh"
 #include "conv3d_backward.cuh"
 #include "normalisation.h"
-#include "reduce.cuh"
 
 struct InstanceNormProblem {
   const NormGradient* coefficients;
@@ -186,6 +185,7 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, gradients, zeros, sums, moments, conv_bias, multiplier, eps, N, S, parts);
   }
   const InstanceNormProblem problem{coefficients, index, winner};
-  convolution_backward(dx, d_weight, dv, most, partial, nullptr, problem, plan, input_room, c, stream);
-  sum_rows({{d_multiplier, multipliers}, {d_conv_bias, kOut}}, gradients, N, kOut, stream);  // and zeros
+  const ParameterGradients<2> parameters{{{d_multiplier, multipliers}, {d_conv_bias, kOut}}};  // of zeros
+  convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, nullptr, problem, plan,
+                       input_room, c, stream);
 }

@@ -255,30 +255,53 @@ gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsign
   }
 }
 
+// The gradients of a parameter by channel: kOut of them, each a sum over the samples, or one, over all.
+struct ParameterGradient {
+  float* total;
+  int64_t count;
+};
+template <int kCount> struct ParameterGradients {
+  ParameterGradient of[kCount];
+};
+
 constexpr int kMergeColumns = 32, kMergeRows = 16;
 
-// d_weight (kOut, kIn, kDepth, kHeight, kWidth) from `partial`. What x is shifted by counts for as much as
-// the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements /
-// kMergeColumns, a thread per element and share of the samples.
-template <class Problem>
+// d_weight (kOut, kIn, kDepth, kHeight, kWidth), if it is not null, from `partial`, and the parameters' gradients
+// from those by sample, by_sample (kCount, N, kOut). What x is shifted by counts for as much as the gradient of the
+// convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements of both, one after the other,
+// / kMergeColumns; a thread per element and share of the samples.
+template <class Problem, int kCount>
 __global__ void __launch_bounds__(kMergeColumns * kMergeRows)
-merge_kernel(value_t* d_weight, const float* partial, const float* d_level, Problem problem, int64_t N,
-             const Convolution c) {
+merge_kernel(value_t* d_weight, const ParameterGradients<kCount> parameters, const float* partial,
+             const float* by_sample, const float* d_level, Problem problem, int64_t N, const Convolution c) {
   __shared__ double sums[kMergeRows][kMergeColumns];
+  constexpr int kWeights = kOut * kIn * kTaps;
   const int column = threadIdx.x % kMergeColumns, row = threadIdx.x / kMergeColumns;
-  const int element = blockIdx.x * kMergeColumns + column, channel = element / (kIn * kTaps);
+  const int element = blockIdx.x * kMergeColumns + column;
+  const bool of_weight = element < kWeights;
+  const int parameter = (element - kWeights) / kOut;  // of the others, and whose channel that is
+  const int channel = of_weight ? element / (kIn * kTaps) : (element - kWeights) % kOut;
+  const bool is_own = of_weight ? d_weight != nullptr
+                                : parameter < kCount && channel < parameters.of[parameter].count;
   double sum = 0;
-  for (int64_t n = row; n < N && element < kOut * kIn * kTaps; n += kMergeRows) {
-    if (!problem.active(n)) continue;
-    const int64_t job = n * c.slots() * kJobsPerTile + channel / 16;
-    for (int slot = 0; slot < c.slots(); slot++)
-      sum += double(partial[(job + slot * kJobsPerTile) * kFilters + element % kFilters]);
-    if (kSplit && d_level)
-      sum += double(d_level[n * kOut + channel]) * double(shift_of(c, n, element / kTaps % kIn));
+  if (is_own && of_weight) {
+    for (int64_t n = row; n < N; n += kMergeRows) {
+      if (!problem.active(n)) continue;
+      const int64_t job = n * c.slots() * kJobsPerTile + channel / 16;
+      for (int slot = 0; slot < c.slots(); slot++)
+        sum += double(partial[(job + slot * kJobsPerTile) * kFilters + element % kFilters]);
+      if (kSplit && d_level)
+        sum += double(d_level[n * kOut + channel]) * double(shift_of(c, n, element / kTaps % kIn));
+    }
+  } else if (is_own) {
+    const float* const values = by_sample + parameter * N * kOut + channel;
+    const int64_t step = parameters.of[parameter].count == 1 ? 1 : kOut;
+    for (int64_t i = row * step; i < N * kOut; i += kMergeRows * step) sum += double(values[i]);
   }
   sums[row][column] = sum;
   __syncthreads();
-  if (row || element >= kOut * kIn * kTaps) return;
+  if (row || !is_own) return;
   for (int i = 1; i < kMergeRows; i++) sum += sums[i][column];
-  d_weight[element] = value_t(float(sum));
+  if (of_weight) d_weight[element] = value_t(float(sum));
+  else parameters.of[parameter].total[channel] = float(sum);
 }
