@@ -285,6 +285,11 @@ def with_table(text: str, item: dict) -> str:
     return f"{before}<!-- table -->\n{front_table(item)}{marker}{after}"
 
 
+def _is_missing(row: dict) -> bool:
+    """Was a peer's package not installed?"""
+    return row["peer"] and (row["reason"] or "").startswith("raised ImportError")
+
+
 def write_readme() -> None:
     """Brings README.md, RESULTS.md and their pictures up to the newest records."""
     records, folder = newest_records(), PAGE.parent
@@ -293,7 +298,7 @@ def write_readme() -> None:
     README.write_text(with_table(README.read_text(encoding="utf-8"), newest), encoding="utf-8")
     PAGE.write_text(page(records), encoding="utf-8")
     charts.overview(newest["rows"], phases, title).savefig(folder / PICTURE, dpi=110)
-    shown = [row for row in newest["rows"] if row["phase"] == phases[0]]
+    shown = [row for row in newest["rows"] if row["phase"] == phases[0] and not _is_missing(row)]
     charts.plot(shown, title).savefig(folder / PLOT, dpi=110)
 
 
