@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from operator import attrgetter, is_, or_
 from typing import NamedTuple
@@ -34,6 +35,8 @@ _GLOBAL_HOOKS = [
     if name.startswith(("_global_forward", "_global_backward")) and isinstance(table, dict)
 ]
 _KEPT_SITUATIONS = 16  # situations of one module, the last met
+# Does a dictionary's version rise with whatever is assigned? From Python 3.13 on not with an object's attribute.
+_HAS_VERSIONS = sys.version_info < (3, 13)
 
 
 class Plan(NamedTuple):
@@ -321,9 +324,9 @@ def _convolved_dtype(tensor: Tensor) -> torch.dtype:
 class Kept:
     """What a twin's decisions depend on, as it was, and the decisions: one for each situation met.
 
-    Attributes of the twin and of its submodules are compared by identity, so that whatever is assigned anew is seen; hooks by
-    whether there are any. A list among those that count can be changed in place, so nothing is kept then. There is no way from
-    here to the twin, whose memory is therefore free as soon as nobody else holds it.
+    Attributes of the twin and of its submodules are compared by identity, so that whatever is assigned anew is seen, if a
+    version says that something has been; hooks by whether there are any. A list among those that count can be changed in place,
+    so nothing is kept then. There is no way from here to the twin, whose memory is therefore free as soon as nobody else holds it.
     """
 
     def __init__(self, twin: Twin):
@@ -337,7 +340,7 @@ class Kept:
         read = [id(parameters) for parameters, _ in self.sources]
         tables = [table for m in modules for table in (vars(m), m._parameters, m._buffers) if table]
         self.tables = [vars(twin), twin._modules, *[table for table in tables if id(table) not in read]]
-        self.versions = [*map(dict_version, self.tables)]
+        self.versions = _HAS_VERSIONS and [*map(dict_version, self.tables)]
         self.values = [[*table.values()] for table in self.tables]
         self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
         counted = [*map(vars(twin).get, twin.constants), *[v for m in modules for v in vars(m).values()]]
@@ -353,8 +356,8 @@ class Kept:
             cls.forward for cls in self.classes
         ] != self.forwards:
             return False
-        versions = [*map(dict_version, self.tables)]
-        if versions != self.versions:  # something was assigned, the same perhaps
+        versions = _HAS_VERSIONS and [*map(dict_version, self.tables)]
+        if not versions or versions != self.versions:  # something was assigned, the same perhaps
             for table, values in zip(self.tables, self.values):
                 if len(table) != len(values) or not all(map(is_, table.values(), values)):
                     return False
