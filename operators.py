@@ -100,7 +100,7 @@ class Plan(SimpleNamespace):
     """How an operator runs for arguments of one kind: its `kernels`, what it allocates, and whatever a problem adds.
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
-    element for all channels, the others C. outputs: an Output of each that forward writes; what nobody keeps has no elements. numbers: for `forward_fused`, all
+    element for all channels, the others C. outputs: an Output of each that forward writes; what nobody keeps has no elements. numbers: for `declare_fused`, all
     that the launcher takes after what varies. `none`: like x without elements, in the place of what nobody wants.
     """
 
@@ -191,14 +191,14 @@ def declare_fused(name: str, *, plan: Callable, **functions: Callable) -> Operat
     """Likewise <name>_fused, of whose forward the plan says all: one launcher takes the result, what is saved and scratch, which are the
     plan's outputs, all operands and the plan's numbers."""
 
-    def forward(a, *, plan, saving):
+    def forward_fused(a, *, plan, saving):
         y, *saved, scratch = plan.outputs(a)
         plan.launch(y, *saved, scratch, *plan.operands(a))
         y = y.contiguous(memory_format=plan.y_format)
         return (y, *saved) if saving else (y,)
 
-    forward.__annotations__["a"] = get_type_hints(plan)["a"]
-    return declare(f"{name}_fused", forward, plan=plan, **functions)
+    forward_fused.__annotations__["a"] = get_type_hints(plan)["a"]
+    return declare(f"{name}_fused", forward_fused, plan=plan, **functions)
 
 
 def backward_of(operator: Operator, dy: Tensor, a: tuple, needs: list[bool]) -> list[Tensor | None]:

@@ -352,9 +352,8 @@ class Kept:
         """Is the module what it was?"""
         if type(twin) is not self.cls or twin.variant is not self.variant or any(self.hooks):
             return False
-        if [*map(type, self.modules)] != self.classes or [
-            cls.forward for cls in self.classes
-        ] != self.forwards:
+        classes, forwards = [*map(type, self.modules)], [cls.forward for cls in self.classes]
+        if classes != self.classes or forwards != self.forwards:
             return False
         versions = _HAS_VERSIONS and [*map(dict_version, self.tables)]
         if not versions or versions != self.versions:  # something was assigned, the same perhaps
