@@ -3,7 +3,8 @@
 //
 //   gradient_kernel        a job is a tile and 16 output channels: dv times the tile's patches, the weight's
 //                          gradient of the job; and dv into scratch, where x needs a gradient
-//   merge_kernel           the weight's gradient, from that of all jobs, in a fixed order
+//   merge_kernel           the gradients of weight and parameters, from those of all jobs and samples, in a
+//                          fixed order
 //
 // A warp's sums v are fragments D of one product and, two side by side, as dv fragments A of the next: dv
 // stays in registers, the pixels in the ring serve both products, the weights lie in shared memory.
