@@ -80,6 +80,14 @@ def test_random_sizes_devices_and_pieces(name, gpu, monkeypatch):
     run()
 
 
+@pytest.mark.parametrize("multiplier", [(1,), ()], ids=["one element", "a number"])
+def test_instance_norm_with_one_multiplier_for_all_channels(multiplier, gpu):
+    """Its gradient is summed over them, and is all that is written of it."""
+    model = numerics.build(INSTANCE_NORM, (3, 32, 3, multiplier, -1.0, 1.0)).train()
+    gpu()
+    assert_gradients(model, numerics.random_input((3, 3, 6, 9, 11)))
+
+
 def test_dropout_where_one_channel_ties_off_its_mean(gpu):
     """A bound that is one of the normalised values as the kernel rounds them: the sum of dz·(v - mean) counts."""
     model, x = drawn(DROPOUT, 3, 16, 3, (2, 3, 6, 9, 11))
