@@ -105,6 +105,8 @@ class Operator:
         together = next(iter(types.values()), None)
         together = together if isinstance(together, type) and hasattr(together, "_fields") else None
         types = get_type_hints(together) if together else types
+        defaults = [p.default for p in parameters.values() if p.name in types and p.default is not p.empty]
+        self._defaults = tuple(together._field_defaults.values() if together else defaults)  # of the last
         kinds = list(types.values())
         for parameter, kind in types.items():
             if kind not in _SCHEMA_TYPES:
@@ -118,7 +120,7 @@ class Operator:
             raise TypeError(
                 f"{name}: expected its tensors before all other parameters, then what is drawn, got ({self.parameters})"
             )
-        # What every function here takes; _make would check the number of arguments a second time.
+        # What every function here takes. _make would count the arguments, as `__call__` and the schema do.
         self._arguments = functools.partial(tuple.__new__, together or tuple)
         if not together:
             forward, shapes, gradients, plan = map(_taking_one, (forward, shapes, gradients, plan))
@@ -136,8 +138,10 @@ class Operator:
         self.registered = self._register()
 
     def __call__(self, *arguments) -> Tensor:
-        if len(arguments) != self.count:
-            raise TypeError(f"{self.name}: expected ({self.parameters}), got {len(arguments)} arguments")
+        if missing := self.count - len(arguments):
+            if not 0 < missing <= len(self._defaults):
+                raise TypeError(f"{self.name}: expected ({self.parameters}), got {len(arguments)} arguments")
+            arguments += self._defaults[-missing:]
         tensors = arguments[: self.tensors]
         if forward_ad._current_level >= 0 and any(
             [forward_ad.unpack_dual(t).tangent is not None for t in tensors]
@@ -205,13 +209,10 @@ class Operator:
         """The gradient of each tensor argument that needs one, else None. plan: of `save`, for the same arguments."""
         plan = self.plan(arguments, True) if plan is None else plan
         found = self._backward(dy, self._arguments(arguments), *saved, plan=plan, needs=needs)
-        self.check_count(found)
-        return [gradient if need else None for gradient, need in zip(found, needs)]
-
-    def check_count(self, gradients: Sequence) -> None:
-        if len(gradients) != self.tensors:
+        if len(found) != self.tensors:
             expected = f"expected backward to give {self.tensors} gradients"
-            raise RuntimeError(f"{self.name}: {expected}, got {len(gradients)}")
+            raise RuntimeError(f"{self.name}: {expected}, got {len(found)}")
+        return [gradient if need else None for gradient, need in zip(found, needs)]
 
     def shapes(self, *arguments, saving: bool) -> list[Tensor]:
         """What `save` returns, or the result alone, with any values."""
@@ -333,16 +334,13 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     def backward(ctx, dy):
         if dy is None or torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
             return backward_seldom(ctx, dy)
-        given, needs, plan = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1], ctx.plan
+        given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
         arguments, saved = given[:count] + ctx.numbers, given[count:]
-        if is_watched():
+        if not is_watched():
+            found = operator.backward(dy, arguments, saved, needs, ctx.plan)
+        else:
             found = operator.backward_registered(dy, arguments, saved, needs)
             found = [gradient if need else None for gradient, need in zip(found, needs)]
-        elif plan is None:
-            found = operator.backward(dy, arguments, saved, needs)
-        else:  # and PyTorch leaves the gradients alone that nobody needs
-            found = operator._backward(dy, operator._arguments(arguments), *saved, plan=plan, needs=needs)
-            operator.check_count(found)
         return None, *found, *others
 
     def backward_seldom(ctx, dy):
@@ -357,8 +355,7 @@ def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
 
         @staticmethod
         def forward(_, ctx, dy, *given):
-            found = zip(backward(ctx, dy), ctx.needs_input_grad)
-            return tuple([gradient if need else None for gradient, need in found])
+            return backward(ctx, dy)
 
         @staticmethod
         def backward(_, *ddy):

@@ -167,11 +167,8 @@ def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
     if not plan.saves:
         return operators.backward_of(epilogue, dy, a, needs)
     gradients, dx, dw = plan.gradients(a), None, a.weight.new_empty(*a.weight.shape)
-    (x, weight, *parameters), scratch = (
-        plan.operands(a),
-        kept.new_empty(plan.tiles.scratch, dtype=torch.float64),
-    )
-    inputs = scratch, dy.contiguous(), x, weight, kept, *parameters
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, *plan.parameters(a)
+    inputs = kept.new_empty(plan.tiles.scratch, dtype=torch.float64), *operands
     plan.backward()(dw, *gradients, *inputs)
     if needs[0] and plan.tiles.input_columns:
         dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)

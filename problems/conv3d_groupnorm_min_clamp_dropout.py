@@ -132,15 +132,14 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     if saving:
         own = dict(of_sample=7 * C + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
         numbers = *a.bounds(), a.p, a.groups
-        plan.backward = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
     return plan
 
 
 def _fused_backward(dy: Tensor, a: Arguments, saved, *, plan, needs) -> tuple:
-    x, weight, _, norm_weight, _, seed, number = plan.operands(a)
-    return *volumes.backward(
-        plan, a, (dy.contiguous(), x, weight, saved, norm_weight, seed, number), needs
-    ), None
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), saved
+    inputs = *operands, plan.parameters(a)[1], a.seed, a.number
+    return *volumes.backward(plan, a, inputs, needs), None
 
 
 fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)

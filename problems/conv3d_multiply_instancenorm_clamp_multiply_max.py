@@ -139,13 +139,13 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
         # coefficients and gradients; dz of the channels that won; sums by part
         own = dict(of_sample=6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), SUMMED_POSITIONS=SUMMED, **index)
         numbers = *numbers, a.multiplier.numel()
-        plan.backward = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
     return plan
 
 
 def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
-    x, weight, *parameters = plan.operands(a)
-    return volumes.backward(plan, a, (dy.contiguous(), x, weight, kept, *parameters), needs)
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept
+    return volumes.backward(plan, a, (*operands, *plan.parameters(a)), needs)
 
 
 fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)

@@ -418,6 +418,21 @@ def test_fused_forward_and_backward(name, gpu):
 
 
 @every_name
+def test_saved_tensors_that_come_back_in_other_strides(name, gpu):
+    """As a user's hooks may give them back, from another device, say."""
+    model, x = small(name)
+    gpu()
+    twin, found = numerics.twin_of(model, "fused"), []
+    x.requires_grad_()
+    for unpack in (lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() > 1 else t):
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = twin(x)
+        found.append(torch.autograd.grad(y.square().sum(), [x, *twin.parameters()]))
+    assert all(map(torch.equal, *found))
+
+
+@every_name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck(name, dtype, gpu):
     """What the fused operators return has the dtypes and layouts that they announce."""

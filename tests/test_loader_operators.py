@@ -422,24 +422,49 @@ def test_another_number_of_arguments():
         leaky_relu(*operands()[:2])
 
 
-def test_gradients_that_nobody_needs():
-    """Whatever backward gives in their place: nothing is recorded of it, nobody is given it."""
-    shared = torch.zeros(0)
+def test_arguments_left_out():
+    """Those that forward has a default for; each way is given all of them."""
 
-    def back(dy, x, bias, slope, *, needs, plan):
+    def run(x: Tensor, factor: float = 2.0, shift: float = 1.0) -> Tensor:
+        return x * factor + shift
+
+    def back(dy, x, factor, shift, *, needs):
+        return [dy * factor]
+
+    operator = declare("tested_defaults", run, shapes=lambda x, *rest: torch.empty_like(x), backward=back)
+    x = torch.ones(3, requires_grad=True)
+    for call in (operator, torch.compile(operator, fullgraph=True, backend="aot_eager")):
+        for given, result in (((), 3), ((5.0,), 6), ((5.0, 0.0), 5)):
+            y = call(x, *given)
+            assert y[0] == result and torch.autograd.grad(y.sum(), x)[0][0] == (given or (2.0,))[0]
+    with pytest.raises(TypeError, match="tested_defaults: expected .Tensor x, float .*, got 0 arguments"):
+        operator()
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_gradients_that_nobody_needs(plans):
+    """Whatever backward gives in their place: nobody is given it, no anomaly is seen in it, nothing is recorded of it."""
+    shared = torch.full((1,), float("nan"))
+
+    def back(dy, x, bias, slope, *, needs, plan=None):
         return [dy if need else shared for need in needs]
 
-    def run(x: Tensor, bias: Tensor, slope: float, *, plan) -> Tensor:
+    def planned(x: Tensor, bias: Tensor, slope: float, *, plan) -> Tensor:
         return x + bias
 
-    operator = declare(
-        "tested_needs", run, shapes=shapes, backward=back, plan=lambda *given, saving: "a plan"
-    )
+    def run(x: Tensor, bias: Tensor, slope: float) -> Tensor:
+        return x + bias
+
+    plan = (lambda *given, saving: "a plan") if plans else None
+    run = planned if plans else run
+    operator = declare("tested_needs", run, shapes=shapes, backward=back, plan=plan)
     x, bias, slope = operands(needs=(True, False))
     for graph in (False, True):
-        y = operator(x, bias, slope)
-        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=graph)
-        assert torch.equal(dx, torch.ones_like(x)) and bias.grad is None
+        y, seen = operator(x, bias, slope), []
+        y.grad_fn.register_hook(lambda given, _, seen=seen: seen.extend(given))
+        with torch.autograd.set_detect_anomaly(True):
+            (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=graph)
+        assert torch.equal(dx, torch.ones_like(x)) and [t is None for t in seen] == [False, True]
         assert not shared.requires_grad and shared.grad_fn is None
 
 
