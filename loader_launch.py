@@ -118,7 +118,7 @@ def _bound(
         return lambda *first: call(*first, *last)
     pack = struct.Struct("=" + "".join(formats[:split])).pack
     written = [i for i, p in enumerate(launcher.parameters) if p.written]
-    of_them = itemgetter(*written) if len(written) > 1 else lambda tensors: [tensors[i] for i in written]
+    written_of = itemgetter(*written) if len(written) > 1 else lambda tensors: [tensors[i] for i in written]
     # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/bound.h).
     known = (lambda *tensors: False), False, b""
 
@@ -140,6 +140,6 @@ def _bound(
         elif problem := launch(bound, pack(*map(Tensor.data_ptr, tensors), *first[count:])):
             raise RuntimeError(problem.decode())
         else:
-            torch._C._increment_version(of_them(tensors))
+            torch._C._increment_version(written_of(tensors))
 
     return again
