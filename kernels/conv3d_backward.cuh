@@ -17,10 +17,10 @@ struct BackwardPlan {
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
 
-// dx and d_weight, where they are not null, and those of the parameters. by_sample and d_level as in merge_kernel,
+// dx and d_weight, where they are not null, and the parameters' gradients. by_sample and d_level as in merge_kernel,
 // input_room as in InputTiling.
 template <class Problem, int kCount>
-void convolution_backward(value_t* dx, value_t* d_weight, const ParameterGradients<kCount>& parameters,
+void convolution_backward(value_t* dx, value_t* d_weight, const ManyRowSums<kCount>& parameters,
                           float4* dv, float* most, float* partial, const float* by_sample,
                           const float* d_level, const Problem& problem, const BackwardPlan& plan,
                           int64_t input_room, const Convolution& c, cudaStream_t stream) {

@@ -285,7 +285,7 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
   problem.flags = any;
-  const ParameterGradients<3> parameters{{{d_conv_bias, kOut}, {d_norm_weight, kOut}, {d_norm_bias, kOut}}};
+  const ManyRowSums<3> parameters{{{d_conv_bias, kOut}, {d_norm_weight, kOut}, {d_norm_bias, kOut}}};
   convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, gradients, problem, plan,
                        input_room, c, stream);
 }

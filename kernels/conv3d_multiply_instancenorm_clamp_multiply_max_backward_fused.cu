@@ -185,7 +185,8 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, gradients, zeros, sums, moments, conv_bias, multiplier, eps, N, S, parts);
   }
   const InstanceNormProblem problem{coefficients, index, winner};
-  const ParameterGradients<2> parameters{{{d_multiplier, multipliers}, {d_conv_bias, kOut}}};  // of zeros
+  // The convolution's bias has no gradient: its sum is of zeros.
+  const ManyRowSums<2> parameters{{{d_multiplier, multipliers}, {d_conv_bias, kOut}}};
   convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, nullptr, problem, plan,
                        input_room, c, stream);
 }

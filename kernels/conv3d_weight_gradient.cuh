@@ -14,6 +14,7 @@
 // largest dv, and smaller ones to the same absolute precision.
 #pragma once
 #include "conv3d_gradient.cuh"
+#include "reduce.cuh"
 
 constexpr int kFilters = 16 * kIn * kTaps;  // elements of 16 output channels' weights
 
@@ -256,24 +257,15 @@ gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsign
   }
 }
 
-// The gradients of a parameter by channel: kOut of them, each a sum over the samples, or one, over all.
-struct ParameterGradient {
-  float* total;
-  int64_t count;
-};
-template <int kCount> struct ParameterGradients {
-  ParameterGradient of[kCount];
-};
-
 constexpr int kMergeColumns = 32, kMergeRows = 16;
 
-// d_weight (kOut, kIn, kDepth, kHeight, kWidth), if it is not null, from `partial`, and the parameters' gradients
-// from those by sample, by_sample (kCount, N, kOut). What x is shifted by counts for as much as the gradient of the
-// convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements of both, one after the other,
-// / kMergeColumns; a thread per element and share of the samples.
+// d_weight (kOut, kIn, kDepth, kHeight, kWidth), if it is not null, from `partial`, and the parameters' gradients,
+// kOut or 1 of each, from those by sample, by_sample (kCount, N, kOut). What x is shifted by counts for as much as
+// the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements of both,
+// one after the other, / kMergeColumns; a thread per element and share of the samples.
 template <class Problem, int kCount>
 __global__ void __launch_bounds__(kMergeColumns * kMergeRows)
-merge_kernel(value_t* d_weight, const ParameterGradients<kCount> parameters, const float* partial,
+merge_kernel(value_t* d_weight, const ManyRowSums<kCount> parameters, const float* partial,
              const float* by_sample, const float* d_level, Problem problem, int64_t N, const Convolution c) {
   __shared__ double sums[kMergeRows][kMergeColumns];
   constexpr int kWeights = kOut * kIn * kTaps;
@@ -304,5 +296,5 @@ merge_kernel(value_t* d_weight, const ParameterGradients<kCount> parameters, con
   if (row || !is_own) return;
   for (int i = 1; i < kMergeRows; i++) sum += sums[i][column];
   if (of_weight) d_weight[element] = value_t(float(sum));
-  else parameters.of[parameter].total[channel] = float(sum);
+  else parameters.of[parameter].at[channel] = float(sum);
 }
