@@ -45,7 +45,7 @@ def declare(
     """The operator `inline_kernels::<name>`. Declared again (an edited cell), it is the new one.
 
     forward(*arguments) -> Tensor: its parameters are annotated with Tensor, Drawn, float, int, bool or list[int], which makes the
-        operator's schema, tensors first, then numbers drawn. Where they are many: forward(a), annotated with a NamedTuple of such fields; all functions here then
+        operator's schema, tensors first, then numbers drawn; what has a default may be left out. Where they are many: forward(a), annotated with a NamedTuple of such fields; all functions here then
         take that. What it returns shares no memory with what it is given. If it takes a keyword `saving`, it returns
         (result, *saved), tensors for backward, where that is True, and (result,) where it is False.
     shapes(*arguments): what forward returns, with the same shapes, dtypes and strides, but any values; `saving` likewise.
@@ -126,9 +126,8 @@ class Operator:
             forward, shapes, gradients, plan = map(_taking_one, (forward, shapes, gradients, plan))
         self.saves, self._make_plan, self._plans = "saving" in parameters, plan, {}
         call = _forward_of(forward, bool(plan), self.saves)
-        self._call = (
-            call if backward else torch.no_grad()(call)
-        )  # launchers refuse what would lose its gradient
+        # Launchers refuse what would lose its gradient.
+        self._call = call if backward else torch.no_grad()(call)
         self._backward = backward and _backward_of(backward, bool(plan), bool(together))
         self._shapes, self._gradients = shapes, gradients
         function = _differentiable(self) if backward else None
@@ -279,7 +278,7 @@ class Operator:
 
 
 def _taking_one(function: Callable | None) -> Callable | None:
-    """A function of many arguments as one that takes them in one."""
+    """A function of many arguments as one that takes them as one tuple."""
     return function and (lambda a, **keywords: function(*a, **keywords))
 
 

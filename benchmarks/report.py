@@ -285,9 +285,10 @@ def with_table(text: str, item: dict) -> str:
     return f"{before}<!-- table -->\n{front_table(item)}{marker}{after}"
 
 
-def _is_missing(row: dict) -> bool:
-    """Was a peer's package not installed?"""
-    return row["peer"] and (row["reason"] or "").startswith("raised ImportError")
+def _drawn(item: dict, phase: str) -> list[dict]:
+    """The rows of a phase, but for peers whose package was not installed."""
+    missing = [row["peer"] and (row["reason"] or "").startswith("raised ImportError") for row in item["rows"]]
+    return [row for row, absent in zip(item["rows"], missing) if row["phase"] == phase and not absent]
 
 
 def write_readme() -> None:
@@ -298,8 +299,7 @@ def write_readme() -> None:
     README.write_text(with_table(README.read_text(encoding="utf-8"), newest), encoding="utf-8")
     PAGE.write_text(page(records), encoding="utf-8")
     charts.overview(newest["rows"], phases, title).savefig(folder / PICTURE, dpi=110)
-    shown = [row for row in newest["rows"] if row["phase"] == phases[0] and not _is_missing(row)]
-    charts.plot(shown, title).savefig(folder / PLOT, dpi=110)
+    charts.plot(_drawn(newest, phases[0]), title).savefig(folder / PLOT, dpi=110)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -88,6 +88,16 @@ def test_the_page_quotes_the_best_exact_peer_and_the_fastest(ours, factors, row)
     assert "| 8 ms (GPU 4) | compile 4 ms (GPU 2) | compile-cl 3 ms (GPU 1.5), error 900 × eager’s |" in text
 
 
+def test_peers_that_are_not_installed_are_not_drawn(row):
+    rows = rows_of(row, eager=3.0, compile=None, compile_cl=None, fused=None)
+    failed = {"ok": None, "reason": "raised ImportError: no such package"}
+    rows[1] |= failed
+    rows[2] |= failed | {"reason": "raised RuntimeError: no such kernel"}
+    rows[3] |= failed
+    drawn = [row["variant"] for row in report._drawn(record(rows), "forward_grad")]
+    assert drawn == ["eager", "compile-cl", "fused"] and not report._drawn(record(rows), "train")
+
+
 def test_the_page_says_what_fails(row):
     rows = rows_of(row, ["fused"], eager=8.0, fused=None)
     assert "| fails its check | – | – | – | 8 ms (GPU 4) |" in report.page([record(rows, gpu=GPU)])
