@@ -12,6 +12,9 @@ the 4 units are those of what was summed, or more exactly 4 times what is lost i
 intermediate result, all of which eager stores, is rounded once to the dtype at hand and all else is done in
 float64. Where nothing cancels, that is less than 4 units of the largest value, and changes nothing.
 
+Where magnitudes leave a gap (a mask of -1e9 beside logits), what lies below it is judged by itself. What is
+not finite in float64 or in eager must be there, too, as it is in one of them.
+
 Which branch a comparison takes (relu, min, clamp, a max pool, …) may hang on rounding, and either is right:
 there the check sends no gradient (see `Edges`). Dropout is judged as a model's last step, by which of its
 results are zero.
@@ -37,6 +40,8 @@ from torch.overrides import TorchFunctionMode
 PHASES = ("forward", "forward_grad", "train", "train_dx")
 PIECE = 16  # samples that the reference takes at a time, where it treats each on its own
 DRAWS, MANY_DRAWS, NEAR = 4, 16, 4.0  # see `judged_on_draws`
+GAP = 2.0**10  # between magnitudes that are judged apart
+ENOUGH = 1000  # pairs, for what they say of chance
 
 # ---------------------------------------------------------------------------------------------------- calling
 
@@ -63,10 +68,11 @@ def leaves_of(module: Callable, model: nn.Module) -> dict[str, Tensor]:
 
 
 def call(
-    module: Callable, leaves: dict[str, Tensor], x: Tensor | Sequence[Tensor], phase: str, g: Tensor | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+    module: Callable, leaves: dict[str, Tensor], x: Tensor | Sequence[Tensor], phase: str, g: Tensor | None, *,
+    backward: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The output, and for the incoming gradient g the gradients of `leaves` (in the phase train_dx also of
-    the inputs), by name.
+    the inputs), by name; backward: as out.backward(g) adds them up.
 
     x is one input or a list. Raises RuntimeError if the output needs no gradient where a leaf does.
     """
@@ -83,8 +89,23 @@ def call(
         raise RuntimeError("the output needs no gradient")
     if not has_backward(phase):
         return out.detach(), {}
+    if backward:
+        return out.detach(), _added_up(out, leaves, g)
     gradients = torch.autograd.grad(out, list(leaves.values()), g, allow_unused=True, materialize_grads=True)
     return out.detach(), dict(zip(leaves, gradients))
+
+
+def _added_up(out: Tensor, leaves: dict[str, Tensor], g: Tensor) -> dict[str, Tensor]:
+    """The gradients of `leaves` as out.backward(g) leaves them there, from where they are taken again."""
+    before = [t.grad for t in leaves.values()]
+    for t in leaves.values():
+        t.grad = None
+    try:
+        out.backward(g)
+        return {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves.items()}
+    finally:
+        for t, grad in zip(leaves.values(), before):
+            t.grad = grad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +242,6 @@ def mean_of(draws: Iterable[Error], alike: bool = False) -> Error:
 
 def distance(out: Tensor, r: Tensor) -> tuple[float, float, tuple[int, ...]]:
     """`norm`, `max` and `place` of an Error."""
-    if out.shape != r.shape:
-        raise ValueError(f"expected the shape {tuple(r.shape)}, got {tuple(out.shape)}")
     if not r.numel():
         return 0.0, 0.0, ()
     difference = out.double() - r
@@ -231,24 +250,70 @@ def distance(out: Tensor, r: Tensor) -> tuple[float, float, tuple[int, ...]]:
 
 
 def judged(
-    label: str,
-    quantity: str,
-    r: Tensor,
-    eager: tuple,
-    ours: tuple,
-    dtype: torch.dtype,
-    lost: tuple[float, float] = (0.0, 0.0),
-) -> Error:
-    """The Error of a result of `dtype`, r being the reference, from eager's and our `distance` to it.
+    label: str, quantity: str, r: Tensor, eager: Tensor, ours: Tensor, dtype: torch.dtype, lost: Sequence[Tensor] = ()
+) -> Error:  # fmt: skip
+    """The Error of our result beside eager's, both of `dtype`, r being the reference: of the magnitudes that are
+    judged apart, those nearest to their limit.
 
-    lost: what rounding loses where terms cancel, as ‖·‖ and max |·| (see `lost_to_rounding`).
+    lost: what rounding loses where terms cancel (see `lost_to_rounding`). Raises ValueError if shapes differ.
     """
-    ulp = torch.finfo(dtype).eps
+    for t in (eager, ours):
+        if t.shape != r.shape:
+            raise ValueError(f"expected the shape {tuple(r.shape)}, got {tuple(t.shape)}")
+    r, eager, ours = _finite(r, eager, ours)
+    found = []
+    for chosen in magnitudes(r):
+        tensors = r, eager, ours, *lost
+        if chosen is not None:
+            tensors = [t.masked_fill(~chosen, 0) for t in tensors]
+        found.append(_judged_alike(label, quantity, *tensors[:3], dtype, tensors[3:]))
+    return max(found, key=lambda error: error.share)
+
+
+def _judged_alike(label, quantity, r, eager, ours, dtype, lost) -> Error:
+    theirs, of_ours, ulp = distance(eager, r), distance(ours, r), torch.finfo(dtype).eps
     norm, size = (r.norm().item(), r.abs().max().item()) if r.numel() else (0.0, 0.0)
-    summed = max(norm, lost[0] / ulp)
+    lost_norm = fmean(t.norm().item() for t in lost) if lost else 0.0
+    lost_max = fmean(t.abs().max().item() for t in lost) if lost else 0.0
+    summed = max(norm, lost_norm / ulp)
     share = (norm or 1.0) / (summed or 1.0)  # errors in norm are shares of what was summed
-    limits = 2 * share * eager[0] + 4 * ulp * bool(summed), 2 * eager[1] + 4 * max(ulp * size, lost[1])
-    return Error(label, quantity, share * ours[0], ours[1], share * eager[0], eager[1], *limits, ours[2])
+    limits = 2 * share * theirs[0] + 4 * ulp * bool(summed), 2 * theirs[1] + 4 * max(ulp * size, lost_max)
+    figures = share * of_ours[0], of_ours[1], share * theirs[0], theirs[1]
+    return Error(label, quantity, *figures, *limits, of_ours[2])
+
+
+def _finite(r: Tensor, eager: Tensor, ours: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three, with zeros where one is not finite and ours is as eager's or as r."""
+    odd = ~(r.isfinite() & eager.isfinite() & ours.isfinite())
+    if odd.any():
+        settled = odd & (equal(ours, eager) | equal(ours, r))
+        r, eager, ours = (t.masked_fill(settled, 0) for t in (r, eager, ours))
+    return r, eager, ours
+
+
+def equal(a: Tensor, b: Tensor) -> Tensor:
+    """Where a and b hold the same number, or both none."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+def magnitudes(r: Tensor) -> list[Tensor | None]:
+    """The elements of r that are judged together, as masks: all (None), or those above and below each gap between
+    their magnitudes, below which lie two at least, and not only a few. Zeros belong to what is above the first."""
+    sample = r.flatten()[:: max(1, r.numel() >> 20)].abs()
+    sample = sample[(sample > 0) & sample.isfinite()].double().sort().values
+    if len(sample) < 3 or sample[0] * GAP > sample[-1]:
+        return [None]
+    gaps = (sample[1:] > GAP * sample[:-1]).nonzero().flatten().tolist()
+    cuts, below = [], 0
+    for gap in gaps:
+        if gap + 1 - below >= max(2, len(sample) / 64):
+            cuts.append((sample[gap] * sample[gap + 1]).sqrt().item())
+            below = gap + 1
+    if not cuts:
+        return [None]
+    size, edges = r.abs(), [0.0, *cuts, math.inf]
+    masks = [(size > low) & (size <= high) for low, high in zip(edges, edges[1:])]
+    return [*masks[:-1], ~torch.stack(masks[:-1]).any(0)]
 
 
 def errors_of(
@@ -266,39 +331,70 @@ def errors_of(
     `module` has the parameters of `model`, a reference; x is one input or a list; label names the case;
     cancelling: gradients are judged by the size of what is summed. Uses torch's random numbers.
     """
-    inputs, p = inputs_of(x), dropout_of(model)
-    dtype = dtype_of(model, inputs)
-    plain, _, edges = reference_of(model, inputs, "forward", None, None)
-    g = torch.randn_like(plain, dtype=dtype).masked_fill_(edges, 0) if has_backward(phase) else None
-    results, references = [], []
-    runs = [as_contestant(run, model) for run in (model, module)]
-    for run in runs:
-        out, gradients = run.call(inputs, phase, g)
-        results.append(named(out, gradients))
-        keep = (out != 0) if p else None  # each run drops elements of its own choice
-        if g is None and keep is None:
-            references.append(named(plain, {}))
-        elif keep is not None or not references:
-            references.append(named(*reference_of(model, inputs, phase, g, keep)[:2]))
-    r = references[-1]
-    eager, ours = (
-        {name: distance(result[name], exact[name]) for name in r}
-        for result, exact in zip(results, (references[0], r))
-    )
+    inputs, g = inputs_of(x), gradient_for(model, x, phase)
+    contestant, results = as_contestant(module, model), []
+    for run in (
+        contestant,
+        as_contestant(model, model),
+    ):  # ours first: eager's result is not there to be found
+        with kept_buffers(model, run.module):
+            results.append(named(*run.call(inputs, phase, g)))
+    found, complaints = errors_between(label, *results, model, inputs, phase, g, cancelling=cancelling)
+    if p := dropout_of(model):
+        plain, keep = reference_of(model, inputs, "forward", None, None)[0], results[0]["output"] != 0
+        with kept_buffers(model, contestant.module):
+            again = contestant.call(inputs, "forward", None)[0] != 0
+        bad = [*bad_mask(keep, plain != 0, p), *_same_mask(keep, again, plain != 0)]
+        complaints += [f"{label}: {text}" for text in bad]
+    return found, complaints
 
+
+def gradient_for(model: nn.Module, x: Tensor | Sequence[Tensor], phase: str) -> Tensor | None:
+    """A random incoming gradient, zero where rounding decides what it meets (see `Edges`); None in a phase without
+    backward."""
+    if not has_backward(phase):
+        return None
+    out, _, edges = reference_of(model, x, "forward", None, None)
+    return torch.randn_like(out, dtype=dtype_of(model, inputs_of(x))).masked_fill_(edges, 0)
+
+
+def errors_between(
+    label: str, ours: dict, eager: dict, model: nn.Module, inputs: list[Tensor], phase: str, g: Tensor | None, *,
+    cancelling: bool = False,
+) -> tuple[list[Error], list[str]]:  # fmt: skip
+    """What `errors_of` gives, of results that are there: ours and eager's, as `named` gives them, of `model` on
+    `inputs`."""
+    dtype, references = dtype_of(model, inputs), []
+    for results in (ours, eager):  # with dropout each drops elements of its own choice
+        keep = (results["output"] != 0) if dropout_of(model) else None
+        if keep is not None or not references:
+            references.append(named(*reference_of(model, inputs, phase, g, keep)[:2]))
+    r, r_eager, keep = references[0], references[-1], (ours["output"] != 0) if dropout_of(model) else None
     lost = lost_to_rounding(model, inputs, phase, g, keep, r, dtype) if cancelling and g is not None else {}
-    found = [
-        judged(label, name, r[name], eager[name], ours[name], dtype, lost.get(name, (0.0, 0.0))) for name in r
-    ]
-    complaints = [
-        f"{name} is {results[1][name].dtype}, expected {t.dtype}"
-        for name, t in results[0].items()
-        if results[1][name].dtype != t.dtype
-    ]
-    if p:
-        again = runs[1].call(inputs, "forward", None)[0] != 0
-        complaints += _bad_mask(keep, again, plain != 0, p)
-    return found, [f"{label}: {text}" for text in complaints]
+    found, complaints = [], []
+    for name, exact in r.items():
+        theirs = eager[name]
+        if keep is not None:  # as far from its own reference as it is
+            theirs = exact + (theirs - r_eager[name])
+        found.append(judged(label, name, exact, theirs, ours[name], dtype, lost.get(name, ())))
+        for kind in (type, lambda t: t.dtype):
+            if kind(ours[name]) != kind(eager[name]):
+                complaints.append(f"{label}: {name} is {kind(ours[name])}, expected {kind(eager[name])}")
+    return found, complaints
+
+
+@contextlib.contextmanager
+def kept_buffers(*modules: Callable) -> Iterator[None]:
+    """The modules' buffers are afterwards what they were before."""
+    owners = [each for module in modules if isinstance(module, nn.Module) for each in module.modules()]
+    before = [(m._buffers, key, t, t.detach().clone()) for m in owners for key, t in m._buffers.items() if t is not None]  # fmt: skip
+    try:
+        yield
+    finally:
+        for buffers, key, t, values in before:
+            buffers[key] = t
+            if not equal(t, values).all():
+                t.data.copy_(values)
 
 
 def dropout_of(model: nn.Module) -> float:
@@ -307,13 +403,42 @@ def dropout_of(model: nn.Module) -> float:
     return drops[0] if drops else 0.0
 
 
-def _bad_mask(keep, again, visible, p) -> Iterable[str]:
-    """What is wrong with a dropout mask, seen where the output before dropout is not zero."""
-    total = int(visible.sum())
-    kept = int((keep & visible).sum())
-    if abs(kept - total * (1 - p)) > 6 * math.sqrt(total * p * (1 - p)):
-        yield f"kept {kept} of {total} elements, expected a share of {1 - p:g}"
-    if total > 1000 and torch.equal(keep, again):
+def bad_mask(keep: Tensor, visible: Tensor, p: float) -> Iterator[str]:
+    """What is wrong with a dropout mask, where `visible` says that what it met was not zero: it keeps a share of
+    1 - p of all, and of each sample and channel, and elements independently of each other."""
+    for kept, total, where in _shares(keep & visible, visible):
+        if abs(kept - total * (1 - p)) > 6 * math.sqrt(total * p * (1 - p)) + 6:
+            yield f"kept {kept} of {total} elements{where}, expected a share of {1 - p:g}"
+            return
+    first, seen = (t.flatten()[: 1 << 22] for t in (keep, visible))
+    if seen.sum() >= ENOUGH:
+        # How often two elements at each distance are kept or dropped alike, as a sum of products of mean 0.
+        m = torch.where(seen, first.float() - (1 - p), 0.0)
+        pairs, both = (_correlations(t)[1:] for t in (m, seen.float()))
+        far = (both >= ENOUGH) & (pairs.abs() > 8 * p * (1 - p) * both.clamp(min=0).sqrt())
+        if far.any():
+            distance = int(far.nonzero()[0]) + 1
+            yield f"elements at a distance of {distance} are not dropped independently of each other"
+
+
+def _shares(kept: Tensor, visible: Tensor) -> Iterator[tuple[int, int, str]]:
+    """How many of all, of each sample and of each channel were kept, the most unlikely one of each kind."""
+    yield int(kept.sum()), int(visible.sum()), ""
+    for dim, where in ((0, "of sample"), (1, "of channel"))[: kept.dim()]:
+        of, total = (t.movedim(dim, 0).flatten(1).sum(1) for t in (kept, visible))
+        share = of.sum() / total.sum().clamp(min=1)
+        index = int(((of - share * total).abs() / total.clamp(min=1).sqrt()).argmax()) if len(of) else 0
+        if len(of):
+            yield int(of[index]), int(total[index]), f" {where} {index}"
+
+
+def _correlations(t: Tensor) -> Tensor:
+    """The sum of products of elements of t at each distance."""
+    return torch.fft.irfft(torch.fft.rfft(t, 2 * len(t)).abs().square(), 2 * len(t))[: len(t)]
+
+
+def _same_mask(keep: Tensor, again: Tensor, visible: Tensor) -> Iterator[str]:
+    if int(visible.sum()) > 1000 and torch.equal(keep, again):
         yield "two calls dropped the same elements"
 
 
@@ -333,8 +458,19 @@ def reference_of(
 
     keep is the dropout mask; there is none in eval mode.
     """
-    inputs, edges = inputs_of(x), []
-    near = min(1024 * torch.finfo(dtype_of(model, inputs)).eps, 2**-6)
+    return _reference_in(torch.float64, model, inputs_of(x), phase, g, keep)
+
+
+def edges_of(model: nn.Module, inputs: list[Tensor]) -> Tensor:
+    """The edges alone, found in float32 at least, without TF32: their bounds are far wider than its rounding."""
+    precise = torch.promote_types(dtype_of(model, inputs), torch.float32)
+    with without_tf32():
+        return _reference_in(precise, model, inputs, "forward", None, None)[2]
+
+
+def _reference_in(precise, model, inputs, phase, g, keep) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """`reference_of` in the floating-point type `precise`."""
+    edges, near = [], min(1024 * torch.finfo(dtype_of(model, inputs)).eps, 2**-6)
 
     def run(double, *inputs):
         if phase != "forward":
@@ -344,8 +480,8 @@ def reference_of(
             edges.append(marks.of(out))
         return forward_ad.unpack_dual(out).primal
 
-    out, gradients = _in_float64(model, inputs, phase, g, keep, run)
-    return out, gradients, torch.cat(edges) if edges else torch.zeros_like(out, dtype=torch.bool)
+    out, gradients = _computed_in(precise, model, inputs, phase, g, keep, run)
+    return out, gradients, _joined(edges) if edges else torch.zeros_like(out, dtype=torch.bool)
 
 
 def lost_to_rounding(
@@ -356,9 +492,9 @@ def lost_to_rounding(
     keep: Tensor | None,
     r: dict,
     dtype: torch.dtype,
-) -> dict[str, tuple[float, float]]:
-    """How far each gradient of the results r moves, as ‖·‖ and max |·|, if those of intermediate results are
-    rounded to dtype."""
+) -> dict[str, list[Tensor]]:
+    """By how much each gradient of the results r moves, in one or several draws, if those of intermediate results
+    are rounded to dtype."""
 
     def run(double, *inputs):
         with _RoundedGradients(dtype):
@@ -367,48 +503,63 @@ def lost_to_rounding(
     runs = (
         4 if r["output"].numel() < 10**5 else 1
     )  # of few elements the mean of several, because one may have lost little
-    moved = [named(*_in_float64(model, inputs, phase, g, keep, run)) for _ in range(runs)]
-    differences = {name: [each[name] - exact for each in moved] for name, exact in r.items() if exact.numel()}
-    return {
-        name: (fmean(t.norm().item() for t in each), fmean(t.abs().max().item() for t in each))
-        for name, each in differences.items()
-    }
+    moved = [named(*_computed_in(torch.float64, model, inputs, phase, g, keep, run)) for _ in range(runs)]
+    return {name: [each[name] - exact for each in moved] for name, exact in r.items() if exact.numel()}
 
 
-def _in_float64(model, inputs, phase, g, keep, run) -> tuple[Tensor, dict[str, Tensor]]:
-    """`call` of run(model, *inputs), all in float64, a few samples at a time where the model treats each on
-    its own."""
-    double = copy.deepcopy(model).double()
+def _computed_in(precise, model, inputs, phase, g, keep, run) -> tuple[Tensor, dict[str, Tensor]]:
+    """`call` of run(model, *inputs), all in the type `precise`, a few samples at a time where the model treats
+    each on its own."""
+    double = copy.deepcopy(model)._apply(lambda t: _in(precise, t))
     for module in double.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()
-    inputs = [t.double() if t.is_floating_point() else t for t in inputs]
-    size = PIECE if _treats_samples_alone(double, inputs) else max(len(inputs[0]), 1)
-    leaves = leaves_of(double, double)
+    inputs = [_in(precise, t) for t in inputs]
+    apart, leaves = _treats_samples_alone(double, inputs), leaves_of(double, double)
     outs, of_inputs, of_leaves = [], [], {}
-    for start in range(0, max(len(inputs[0]), 1), size):
-        part = slice(start, start + size)
+    for part in _pieces(len(inputs[0])) if apart else (...,):
 
         def piece(*inputs, part=part):
             out = run(double, *inputs)
-            return out if keep is None else out * keep[part] / (1 - dropout_of(model))
+            return out if keep is None else out * keep[part] / ((1 - dropout_of(model)) or 1)
 
-        g_part = None if g is None else g[part].double()
+        g_part = None if g is None else _in(precise, g[part])
         out, gradients = call(piece, leaves, [t[part] for t in inputs], phase, g_part)
         outs.append(out)
         of_inputs.append({name: t for name, t in gradients.items() if name not in leaves})
         of_leaves = {name: gradients[name] + of_leaves.get(name, 0) for name in leaves if name in gradients}
-    joined = {name: torch.cat([each[name] for each in of_inputs]) for name in of_inputs[0]}
-    return torch.cat(outs), of_leaves | joined
+    joined = {name: _joined([each[name] for each in of_inputs]) for name in of_inputs[0]}
+    return _joined(outs), of_leaves | joined
+
+
+def _in(precise: torch.dtype, t: Tensor) -> Tensor:
+    """t in the type `precise`, or in the complex one made of it; as it is, if it holds no such numbers."""
+    return t.to(precise.to_complex() if t.is_complex() else precise) if (t.is_complex() or t.is_floating_point()) else t  # fmt: skip
+
+
+def _pieces(count: int) -> list[slice]:
+    return [slice(start, start + PIECE) for start in range(0, count, PIECE)]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _treats_samples_alone(double: nn.Module, inputs: list[Tensor]) -> bool:
-    """Is a sample's result the same without the others?"""
-    if len(inputs[0]) <= PIECE:
+    """Is a sample's result the same without the others, and is nothing else changed by it?"""
+    counts = {len(t) if t.dim() else 0 for t in inputs}
+    if len(counts) > 1 or not counts or max(counts) <= PIECE:
         return False
-    with torch.no_grad():
-        alone, among = (double(*(t[:size] for t in inputs))[:1].nan_to_num() for size in (1, PIECE))
-    return bool((alone - among).abs().max() <= 1e-9 * alone.abs().max())
+    before = [t.clone() for t in double.buffers()]
+    try:
+        with torch.no_grad(), kept_buffers(double):
+            alone, among = (double(*(t[:size] for t in inputs)) for size in (1, PIECE))
+            if len(among) != PIECE or not all(map(torch.equal, before, double.buffers())):
+                return False
+    except Exception:  # its batch is fixed, or has to have more samples than one
+        return False
+    alone, among = (t[:1].nan_to_num() for t in (alone, among))
+    return bool((alone - among).abs().max() <= 1e-9 * alone.abs().max()) if alone.numel() else False
 
 
 class _RoundedGradients(TorchFunctionMode):
@@ -424,8 +575,13 @@ class _RoundedGradients(TorchFunctionMode):
         for t in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None:
                 scale = 1 + torch.rand(()).item()
-                t.register_hook(lambda g, scale=scale: (g * scale).to(self.dtype).double() / scale)
+                t.register_hook(lambda g, scale=scale: self.rounded(g * scale) / scale)
         return out
+
+    def rounded(self, g: Tensor) -> Tensor:
+        if g.is_complex():
+            return torch.complex(self.rounded(g.real), self.rounded(g.imag))
+        return g.to(self.dtype).to(g.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ close calls

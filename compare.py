@@ -19,7 +19,8 @@ Times: contestants alternate (A B A B) in one process, after a warm-up. `median_
 events, its cache overwritten before; `call_ms` the time as called: synchronize, write 256 MB, event, call,
 event, synchronize; both are medians. On a CPU both are the wall time, caches as the runs before leave them.
 `host_us` is how long the host takes to launch a call. The time of allocating results, of reordering weights
-and of launching counts.
+and of launching counts. Each call is given new inputs, some of the parameters' elements have changed, and of what
+it gives chance decides afterwards whether it is judged (see `Deal`): what is timed is what is right.
 
 A row is a dict: problem, number, variant, peer (is it one?), auto (is it what runs by default?), device
 ("cuda" or "cpu"), dtype, phase, inputs ("default", or the label of a special case), shape (of the first
@@ -39,11 +40,12 @@ import copy
 import functools
 import math
 import os
+import random
 import statistics
 import subprocess
 import sys
 import time as clock
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,12 +56,12 @@ if __package__:  # inline_compare, as pip installs it: there is no model in it
     from . import checks
     from .charts import cpu_name, plot, table
     from .checks import PHASES, Contestant, Error, has_backward
-    from .honesty import dishonesty
+    from .honesty import Probe, changes, dishonesty, put_back, surroundings
 else:
     import checks
     from charts import cpu_name, plot, table
     from checks import PHASES, Contestant, Error, has_backward
-    from honesty import dishonesty
+    from honesty import Probe, changes, dishonesty, put_back, surroundings
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -290,7 +292,7 @@ def check(
     if not isinstance(problem, Contest):
         problem = contest_of(problem, device=device, batch_size=batch_size, dtype=dtype)
     contest, seed = problem, new_seed() if seed is None else seed
-    result = Check(variant, seed, [], [])
+    result, before = Check(variant, seed, [], []), surroundings(contest.model())
 
     def errors(case: tuple[str, Callable], phase: str, number: int, cancelling: bool) -> list[Error]:
         label, prepare = case
@@ -315,11 +317,13 @@ def check(
             if case is not _LARGE_MEAN or all(math.isfinite(error.eager_max) for error in found):
                 result.errors.extend(found)
         model, inputs = contest.drawn(seed, telling[1])
-        twin = contest.twin(variant, model.eval())
+        twin = contest.twin(variant, model)
         result.complaints.extend(dishonesty(twin, model, inputs, phase, contest.inputs))
     except Exception as error:  # whatever a variant raises is the finding
         message = (str(error).strip() or "no message").splitlines()[0]
         result.complaints.append(f"raised {type(error).__name__}: {message}")
+    result.complaints.extend(changes(before))
+    put_back(before)
     return result
 
 
@@ -348,26 +352,136 @@ class Timing(NamedTuple):
     runs: int
 
 
-class Call(NamedTuple):
-    """One call of a contestant, to be timed; its settings are made before."""
+class Call:
+    """One call of a contestant, to be timed; its settings are made before. Where there is a `deal`, it gives each call
+    other inputs, and judges results."""
 
-    contestant: Contestant
-    inputs: list[Tensor]
-    phase: str
-    g: Tensor | None
+    __slots__ = ("contestant", "inputs", "phase", "g", "deal")
+
+    def __init__(self, contestant: Contestant, inputs: list[Tensor], phase: str, g: Tensor | None, deal=None):
+        self.contestant, self.inputs, self.phase, self.g, self.deal = contestant, inputs, phase, g, deal
 
     def __call__(self):
         return checks.call(self.contestant.module, self.contestant.leaves, self.inputs, self.phase, self.g)
 
     @classmethod
-    def of(cls, contestant: Contestant, inputs: list[Tensor], phase: str, g: Tensor | None) -> Call:
+    def of(
+        cls,
+        contestant: Contestant,
+        inputs: list[Tensor],
+        phase: str,
+        g: Tensor | None,
+        deal: Deal | None = None,
+    ) -> Call:
         """With the inputs in the contestant's layout, and an incoming gradient, given in any, in that of its
         output."""
         inputs = contestant.given(inputs)
         if g is not None:
             out, _ = contestant.call(inputs, phase, g)
             g = torch.empty_like(out).copy_(g)
-        return cls(contestant, inputs, phase, g)
+        return cls(contestant, inputs, phase, g, deal)
+
+
+# Calls whose results are judged, as chance has it: of each kind of timing so many on average, and in all at least.
+JUDGED, JUDGED_AT_LEAST = 4, 2
+POKED = 4  # parameters at most, of which an element changes from call to call
+
+
+class Deal:
+    """What the calls that are timed are given, and whether they gave what is right.
+
+    Before a call all values of the inputs are drawn anew, now in other memory, now in the same; random elements of the
+    parameters change, and so does the incoming gradient, which is zero where rounding decides what it meets. When
+    its clock has stopped, chance decides whether a call of ours is judged: beside eager, or, one of `JUDGED`, by the
+    rule. Half of the changes are made behind autograd's back, which counts none of them.
+    """
+
+    def __init__(self, model: nn.Module, draw: Callable[[], list[Tensor]]):
+        self.model, self.draw = model, draw
+        self.eager = checks.as_contestant(model, model)
+        self.chance, self.share = random.SystemRandom(), 0.0  # of which no seed is known
+        self.buffers = [(t, t.clone()) for t in model.buffers()]  # with their values before the last call
+        self.errors: dict[Call, list[list[Error]]] = {}
+        self.complaints: dict[Call, list[str]] = {}
+        self.judged: dict[Call, int] = {}
+
+    def watch(self, call: Call) -> None:
+        """The results of `call` are ours, to be judged."""
+        self.errors[call], self.complaints[call], self.judged[call] = [], [], 0
+
+    @torch.no_grad()
+    def prepare(self, call: Call) -> None:
+        """New values for a call's inputs, parameters and incoming gradient."""
+        new = call.contestant.given(self.draw())
+        for i, (old, t) in enumerate(zip(call.inputs, new)):
+            if self.chance.random() < 0.5 and old.shape == t.shape and old.stride() == t.stride():
+                old.data.copy_(t)
+            else:
+                call.inputs[i] = t
+        parameters = [p for p in self.model.parameters() if p.numel()]
+        for p in self.chance.sample(parameters, min(POKED, len(parameters))):
+            p = p.data if self.chance.random() < 0.5 else p
+            to, of = ([self.chance.randrange(extent) for extent in p.shape] for _ in range(2))
+            p[tuple(to)] = p[tuple(of)] * self.chance.uniform(0.75, 1.25)
+        for t, values in self.buffers:
+            values.copy_(t)
+        if call.g is not None:
+            call.g.normal_()
+            if call in self.errors:
+                call.g.masked_fill_(checks.edges_of(self.model, call.inputs), 0)
+
+    def seen(self, call: Call, results: tuple[Tensor, dict[str, Tensor]]) -> None:
+        """What a call gave: judged, if chance has it."""
+        if call in self.errors and self.chance.random() < self.share:
+            self.judge(call, results, exactly=self.judged[call] % JUDGED == 0)
+
+    def judge(self, call: Call, results: tuple[Tensor, dict[str, Tensor]], exactly: bool) -> None:
+        self.judged[call] += 1
+        ours = {name: t.clone() for name, t in checks.named(*results).items()}
+        with checks.kept_buffers(self.model):
+            for t, values in self.buffers:
+                t.data.copy_(values)
+            if not exactly:
+                probe = Probe(call.contestant.module, self.model, call.inputs, call.phase, call.g)
+                if found := probe.strange(ours):
+                    self.complaints[call].append(f"a timed call gave something else: {found}")
+                return
+            with checks.kept_buffers(self.model):
+                eager = checks.named(*self.eager.call(call.inputs, call.phase, call.g))
+            found, complaints = checks.errors_between(
+                "a timed call", ours, eager, self.model, call.inputs, call.phase, call.g, cancelling=True
+            )
+        self.errors[call].append(found)
+        self.complaints[call] += complaints
+
+    def verdict(self, call: Call) -> list[str]:
+        """What is wrong with the results of timed calls. As in a check, a mean that misses by little is judged again
+        on more."""
+        draws = self.errors[call]
+
+        def worst(alike: bool = False) -> Error:
+            means = [checks.mean_of(same, alike) for same in zip(*draws)]
+            return max(means, key=lambda error: error.share)
+
+        found = worst()
+        if 1 < found.share <= checks.NEAR:
+            while len(draws) < checks.MANY_DRAWS:
+                self.prepare(call)
+                with _settings(call):
+                    results = call()
+                self.judge(call, results, exactly=True)
+            found = worst(alike=worst().share <= checks.NEAR)
+        return [*dict.fromkeys(self.complaints[call])] + [str(found)] * (not found.share <= 1)
+
+
+def _prepare(run: Callable) -> None:
+    if isinstance(run, Call) and run.deal:
+        run.deal.prepare(run)
+
+
+def _seen(run: Callable, results) -> None:
+    if isinstance(run, Call) and run.deal:
+        run.deal.seen(run, results)
 
 
 def _settings(run: Callable) -> contextlib.AbstractContextManager:
@@ -395,13 +509,32 @@ def call_times(
 
 def _timings(calls, measure, seconds: float) -> dict[str, Timing]:
     start = clock.perf_counter()
-    measure(calls, 1)
+    first = measure(calls, 1)
     rounds = min(30, max(7, int(seconds / (clock.perf_counter() - start))))
+    with _judging(calls, rounds * min(map(len, first.values()))) as enough:
+        times = measure(calls, rounds)
+        while not enough():
+            for name, values in measure(calls, 1).items():
+                times[name] += values
     timings = {}
-    for name, values in measure(calls, rounds).items():
+    for name, values in times.items():
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         timings[name] = Timing(median, low, high, rounds)
     return timings
+
+
+@contextlib.contextmanager
+def _judging(calls: dict[str, Callable], expected: int) -> Iterator[Callable[[], bool]]:
+    """Results are judged, `JUDGED` of so many calls on average; gives what says whether they were enough."""
+    deals = {run.deal for run in calls.values() if isinstance(run, Call) and run.deal}
+    least = [(deal, call, n + JUDGED_AT_LEAST) for deal in deals for call, n in deal.judged.items()]
+    for deal in deals:
+        deal.share = JUDGED / expected
+    try:
+        yield lambda: all(deal.judged[call] >= n for deal, call, n in least)
+    finally:
+        for deal in deals:
+            deal.share = 0.0
 
 
 # Seconds of short calls: a single one would pay for what the contestant before left in the caches.
@@ -412,13 +545,15 @@ def _cpu_rounds(calls, rounds) -> dict[str, list[float]]:
     times = {name: [] for name in calls}
     for _ in range(rounds):
         for name, run in calls.items():
-            now = clock.perf_counter()
-            end = now + IN_A_ROW
-            while now < end:
+            spent = 0.0
+            while spent < IN_A_ROW:
+                _prepare(run)
                 start = clock.perf_counter()
-                run()
-                now = clock.perf_counter()
-                times[name].append((now - start) * 1e3)
+                results = run()
+                took = clock.perf_counter() - start
+                _seen(run, results)
+                times[name].append(took * 1e3)
+                spent += took
     return times
 
 
@@ -444,20 +579,25 @@ def _called_rounds(calls, rounds) -> dict[str, list[float]]:
     for _ in range(rounds):
         for name, run in calls.items():
             for _ in range(CALLS):
-                torch.cuda.synchronize()
-                start, end = _between_events(run, cache)
-                torch.cuda.synchronize()
+                start, end = _between_events(run, cache, idle=True)
                 times[name].append(start.elapsed_time(end))
     return times
 
 
-def _between_events(run, cache: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _between_events(run, cache: Tensor, idle=False) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """The events before and after a call. idle: the GPU has nothing else to do, and the call is over."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _prepare(run)
     with _settings(run):
+        if idle:
+            torch.cuda.synchronize()
         cache.zero_()
         start.record()
-        run()
+        results = run()
         end.record()
+        if idle:
+            torch.cuda.synchronize()
+    _seen(run, results)
     return start, end
 
 
@@ -472,17 +612,27 @@ def host_times(
 ) -> dict[str, float]:
     """Microseconds until each of `calls` returns: the median, in turn, in bursts that fit into the GPU's
     queue, so that none waits for the GPU. The calls have run before; now() gives nanoseconds."""
-    times = {name: [] for name in calls}
-    start = clock.perf_counter()
-    while clock.perf_counter() - start < seconds:
+
+    def burst():
         for name, run in calls.items():
-            with _settings(run):
-                for _ in range(BURST):
+            for _ in range(BURST):
+                _prepare(run)
+                with _settings(run):
                     before = now()
-                    run()
+                    results = run()
                     times[name].append(now() - before)
+                _seen(run, results)
+                del results
             if device == "cuda":
                 torch.cuda.synchronize()
+
+    times = {name: [] for name in calls}
+    start = clock.perf_counter()
+    burst()
+    bursts = seconds / (clock.perf_counter() - start)
+    with _judging(calls, int(max(bursts, 1) * BURST)) as enough:
+        while clock.perf_counter() - start < seconds or not enough():
+            burst()
     return {name: statistics.median(values) / 1e3 for name, values in times.items()}
 
 
@@ -566,19 +716,26 @@ def compare_pair(
     """Checks and times `candidate`, the faster twin of `reference`, beside `PEERS`: a row for each phase and
     contestant, as `compare` gives.
 
-    make_inputs() draws fresh inputs, a list of tensors whose first dimension is the batch; the two are called
-    with them. Parameters are matched by name; both are copied, and checked with random parameters, in the
-    mode the reference is in. Dropout is judged as a model's last step; a pair that drops elsewhere is
-    compared in eval mode. peers, variants (out of "candidate" and the peers' names), seed and tell are as in
-    `compare`; cases: (label, prepare(model, *inputs)), situations that random parameters don't reach.
+    make_inputs() draws fresh inputs, a tensor or a list; the two are called with them. Parameters are matched by
+    name; both are copied, and checked with random parameters, in the mode the reference is in. Dropout is judged as
+    a model's last step; a pair that drops elsewhere is compared in eval mode. peers, variants (out of "candidate" and
+    the peers' names), seed and tell are as in `compare`; cases: (label, prepare(model, *inputs)), situations that
+    random parameters don't reach.
 
-    Raises ValueError where the parameters don't match, TypeError if the reference is no module or returns something
-    else than one tensor.
+    Raises ValueError where the parameters don't match, or where the reference can't be judged by: it fails in one of the
+    phases, changes its inputs, or is random but for a dropout at its end; TypeError if it is no module, can't be
+    copied, or returns something else than one tensor of real floating-point numbers.
     """
     if not isinstance(reference, nn.Module):
         raise TypeError(f"expected a module as the reference, got {reference!r}")
     device = pick_device(device)[0]
-    inputs = lambda: [t.to(device, copy=True) for t in checks.inputs_of(make_inputs())]  # noqa: E731
+
+    def inputs():
+        made = checks.inputs_of(make_inputs())
+        if not made or not all(isinstance(t, Tensor) for t in made):
+            raise TypeError(f"expected make_inputs to give a tensor, or a list of them, got {made!r}")
+        return [t.to(device, copy=True) for t in made]
+
     dtype = next((t.dtype for t in inputs() if t.is_floating_point()), torch.float32)
 
     def twin(variant, model):
@@ -591,14 +748,51 @@ def compare_pair(
         name or type(candidate).__name__, None, device, dtype, lambda: copy.deepcopy(reference).to(device), inputs, twin,
         ("candidate",), cases, peers=_peers(peers),
     )  # fmt: skip
+    for phase in phases:
+        _judge_reference(contest, phase)
     twin("candidate", contest.model())  # raises what does not match
-    with torch.no_grad():
-        out = contest.model()(*contest.inputs())
-    if not isinstance(out, Tensor):
-        raise TypeError(f"expected the reference to return one tensor, got a {type(out).__name__}")
     skipped = () if device == "cuda" else ("max-autotune", EXACT)
     names = variants or [name for name in (*contest.peers, "candidate") if name not in skipped]
     return [row for phase in phases for row in _rows(contest, phase, names, bool(variants), seed, tell)]
+
+
+def _judge_reference(contest: Contest, phase: str) -> None:
+    """Raises what `compare_pair` promises where the reference can't be judged by in this phase."""
+    try:
+        model, inputs = contest.model(), contest.inputs()
+        before = [t.clone() for t in inputs]
+        out = model(*inputs)
+        if not isinstance(out, Tensor):
+            raise TypeError(f"expected the reference to return one tensor, got a {type(out).__name__}")
+        if not out.is_floating_point():
+            raise TypeError(f"expected the reference to return floating-point numbers, got {out.dtype}")
+        if any(not torch.equal(t, was) for t, was in zip(inputs, before) if not t.isnan().any()):
+            raise ValueError("expected a reference that leaves its inputs as they are")
+        copy.deepcopy(model)
+    except (RuntimeError, IndexError) as error:
+        raise TypeError(f"expected a reference that runs and can be copied: {error}") from error
+    eager, g = checks.as_contestant(model, model), torch.ones_like(out) if has_backward(phase) else None
+    if g is not None and not (
+        eager.leaves or phase == "train_dx" and any(t.is_floating_point() for t in inputs)
+    ):
+        raise ValueError(
+            f"expected floating-point numbers that have a gradient in the phase {phase}: parameters, or in train_dx inputs"
+        )
+    outs = []
+    try:
+        for _ in range(2):
+            with checks.kept_buffers(model):
+                outs.append(eager.call(inputs, phase, g)[0])
+    except RuntimeError as error:
+        raise ValueError(f"expected a reference that runs in the phase {phase}: {error}") from error
+    if p := checks.dropout_of(model):  # eager's own results, with what each dropped
+        whole = Probe(model, model, inputs, "forward").without_dropout()(*inputs)
+        outs = [torch.where(each != 0, each - whole / ((1 - p) or 1), 0) for each in outs]
+        outs = [each.masked_fill(each.abs() < 1e-3 * whole.abs().max(), 0) for each in outs]
+    if not bool(checks.equal(*outs).all()):
+        raise ValueError(
+            "expected a reference whose only random step is an nn.Dropout at its end; compare others in eval mode"
+        )
 
 
 @contextlib.contextmanager
@@ -638,12 +832,17 @@ def _rows(contest: Contest, phase: str, names: Iterable[str], asked: bool, seed,
         row["auto"] = row["variant"] in (default, "auto")
     tell(f"{contest.name} {phase}: timing")
     timed = [row for row in rows if (row["peer"] and row["ok"] is not None) or row["ok"]]
-    _time_rows(contest, phase, timed, model, inputs)
+    _time_rows(contest, phase, timed, model, contest.inputs)
     for label, prepare in contest.timed_cases if has_backward(phase) else ():
-        model, inputs = contest.model(), contest.inputs()
-        prepare(model, *inputs)
-        copies = [row | {"inputs": label} for row in timed]
-        _time_rows(contest, phase, copies, model, inputs)
+        model = contest.model()
+
+        def prepared(model=model, prepare=prepare):
+            inputs = contest.inputs()
+            prepare(model, *inputs)
+            return inputs
+
+        copies = [row | {"inputs": label} for row in timed if row["ok"] or row["peer"]]
+        _time_rows(contest, phase, copies, model, prepared)
         rows += copies
     return rows
 
@@ -661,21 +860,32 @@ def _plan(contest: Contest, variant: str, model, inputs, phase: str) -> tuple[st
 
 
 def _time_rows(
-    contest: Contest, phase: str, rows: list[dict], model: nn.Module, inputs: list[Tensor]
+    contest: Contest, phase: str, rows: list[dict], model: nn.Module, draw: Callable[[], list[Tensor]]
 ) -> None:
-    """Puts the times of the rows' variants into them."""
+    """Puts the times of the rows' variants into them, and what is wrong with what timed calls of ours gave: then they
+    have none."""
     if not rows:
         return
-    device = contest.device
+    device, deal, inputs = contest.device, Deal(model, draw), draw()
     with torch.no_grad():
         g = torch.randn_like(model(*inputs)) if has_backward(phase) else None
     contestants = {row["variant"]: contest.contestant(row["variant"], model) for row in rows}
-    calls = {name: Call.of(contestant, inputs, phase, g) for name, contestant in contestants.items()}
+    calls = {name: Call.of(contestant, inputs, phase, g, deal) for name, contestant in contestants.items()}
+    for row in rows:
+        if not row["peer"]:
+            deal.watch(calls[row["variant"]])
+    before = surroundings(model)
     timings = time(calls, device)
     if device == "cuda":
         called, host = call_times(calls, device), host_times(calls, device)
+    changed = changes(before)
+    put_back(before)
     for row in rows:
         name = row["variant"]
+        wrong = deal.verdict(calls[name]) + changed if not row["peer"] else []
+        if wrong:
+            row.update(ok=False, reason="; ".join(wrong))
+            continue
         timing, eager = timings[name], timings.get("eager")
         row.update(median_ms=timing.median, low_ms=timing.low, high_ms=timing.high, runs=timing.runs)
         row["call_ms"] = called[name].median if device == "cuda" else timing.median

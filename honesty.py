@@ -1,20 +1,30 @@
 """Does a module compute what it claims? What no error shows, because the results may be right all the same.
 
-    complaints = list(dishonesty(twin, model.eval(), x, "train"))
+    complaints = list(dishonesty(twin, model, x, "train"))
 
-A module is honest if its results are those of the input, of the parameters and of the shape at hand, whatever
-it was called with before; if NaN reaches what it reaches in eager; if it leaves input and parameters alone,
-returns memory of its own and writes all of it, and reads none that it has not written; if repeats are equal
-to the bit (`REPEATS` of them); and if on a GPU it waits for what its stream does. Each of these is a function
-of a `Probe`.
+A module is honest if its results are those of the input, of the parameters, of the buffers and of the shape at
+hand, whatever it was called with before; if NaN reaches what it reaches in eager; if it leaves input and
+parameters alone and changes of everything else what eager changes; if it returns memory of its own and writes all
+of it, and reads none that it has not written; if repeats are equal to the bit (`REPEATS` of them); and if on a GPU
+it waits for what its stream does. Each of these is a function of a `Probe`.
+
+All is tried in the mode that the reference is in, and beside it: what eager can't do is not asked for. With
+dropout, eager drops what ours has dropped, if that is as random as it should be.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
+import os
+import random
 import re
+import statistics
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,9 +34,11 @@ from torch import Tensor, nn
 import inline_loader
 
 if __package__:  # as pip installs it
-    from .checks import call, dtype_of, has_backward, inputs_of, leaves_of, named, reference_of
+    from . import checks
+    from .checks import call, dtype_of, has_backward, inputs_of, kept_buffers, leaves_of, named
 else:
-    from checks import call, dtype_of, has_backward, inputs_of, leaves_of, named, reference_of
+    import checks
+    from checks import call, dtype_of, has_backward, inputs_of, kept_buffers, leaves_of, named
 
 REPEATS = 100
 SLEEPS = 10**8, 10**9  # cycles of a GPU: each far longer than the host takes to launch everything
@@ -34,9 +46,9 @@ SLEEPS = 10**8, 10**9  # cycles of a GPU: each far longer than the host takes to
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What honesty is tried on: `module`, which shares the parameters of `model` (a reference in eval mode),
-    random inputs x (one or a list) and an incoming gradient g (None in a phase without backward). draw()
-    gives other inputs like x."""
+    """What honesty is tried on: `module`, which shares the parameters and buffers of `model`, a reference, random
+    inputs x (one or a list) and an incoming gradient g (None in a phase without backward). draw() gives other
+    inputs like x."""
 
     module: Callable
     model: nn.Module
@@ -58,11 +70,9 @@ class Probe:
         (see `checks.Edges`). Without backward, the phase is one that has none."""
         phase = "forward" if has_backward(self.phase) and not backward else self.phase
         probe = dataclasses.replace(self, x=x, phase=phase, g=None)
-        if not has_backward(phase):
-            return probe
-        out, _, edges = reference_of(self.model, x, "forward", None, None)
-        g = torch.randn_like(out, dtype=dtype_of(self.model, probe.inputs)).masked_fill_(edges, 0)
-        return dataclasses.replace(probe, g=g)
+        with contextlib.suppress(Exception):  # if eager can't compute this, `strange` asks for nothing
+            probe = dataclasses.replace(probe, g=checks.gradient_for(self.model, x, phase))
+        return probe
 
     def others(self) -> list[Tensor]:
         """Other inputs of the same shapes."""
@@ -70,45 +80,75 @@ class Probe:
             return [torch.rand_like(t) if t.is_floating_point() else t.clone() for t in self.inputs]
         return [t.to(like.device) for t, like in zip(inputs_of(self.draw()), self.inputs)]
 
-    def results(self, run: Callable | None = None) -> dict[str, Tensor]:
-        """Output and gradients of `module`, or of `run`, by name."""
+    def results(self, run: Callable | None = None, backward: bool = False) -> dict[str, Tensor]:
+        """Output and gradients of `module`, or of `run`, by name; backward: added up, as an optimizer finds them.
+        Buffers are afterwards as before."""
         run = run or self.module
-        return named(*call(run, leaves_of(run, self.model), self.x, self.phase, self.g))
+        with kept_buffers(self.model, run):
+            return named(
+                *call(run, leaves_of(run, self.model), self.x, self.phase, self.g, backward=backward)
+            )
 
     def strange(self, ours: dict[str, Tensor] | None = None) -> str:
-        """Which of our results are nothing like eager's, in words; empty if none is. A coarse look, where
-        `errors_of` is exact."""
-        ours, theirs = ours or self.results(), self.results(self.model)
+        """Which of our results are nothing like eager's, in words; empty if none is, or if eager can't compute
+        this. A coarse look, where `errors_of` is exact."""
+        try:
+            theirs = self.results(self.model)
+        except Exception:
+            return ""
+        ours = ours or self.results()
+        found, mask = [], []
+        if p := checks.dropout_of(self.model):
+            whole = dataclasses.replace(self, phase="forward").results(self.without_dropout())["output"]
+            keep = ours["output"] != 0
+            if keep.shape == whole.shape:
+                mask += checks.bad_mask(keep, (whole != 0) & whole.isfinite(), p)
+                theirs = self.results(self.without_dropout(keep / ((1 - p) or 1)))
         gradients = [t.norm().item() for name, t in theirs.items() if name != "output"]
         precision = torch.finfo(dtype_of(self.model, self.inputs)).eps
-        found = []
         for name, expected in theirs.items():
             if ours[name].shape != expected.shape:
                 found.append(f"{name} of shape {list(ours[name].shape)}, expected {list(expected.shape)}")
                 continue
             # A gradient jumps where rounding decides a comparison, and one much smaller than the largest is
             # all rounding.
-            near, floor = (max(1e-2, 16 * precision), 0) if name == "output" else (0.3, 1e-3 * max(gradients))
-            by_sample = name == "output" or re.fullmatch(r"gradient of x\d*", name) is not None
-            pair = (t if by_sample else t[None] for t in (ours[name], expected))
-            rows = _far(*pair, near, floor).nonzero().flatten().tolist()
-            if rows:
+            output = name == "output"
+            near, floor = (max(1e-2, 16 * precision), 0) if output else (0.3, 1e-3 * max(gradients))
+            by_sample = expected.dim() > 0 and (output or re.fullmatch(r"gradient of x\d*", name) is not None)
+            pair = [t if by_sample else t[None] for t in (ours[name], expected)]
+            wrong = torch.zeros(len(pair[0]), dtype=torch.bool, device=expected.device)
+            for chosen in checks.magnitudes(pair[1]) if output else (None,):
+                wrong |= _far(*pair, near, floor, chosen)
+            if rows := wrong.nonzero().flatten().tolist():
                 found.append(name + (f" of sample {_listed(rows)}" if by_sample else ""))
-        return "; ".join(found)
+        return "; ".join(found + mask)
+
+    def without_dropout(self, scale: Tensor | float = 1) -> Callable:
+        """The reference with its dropout left out, its output times `scale`."""
+
+        def run(*inputs):
+            with _evaluation(*[m for m in self.model.modules() if isinstance(m, nn.Dropout)]):
+                return self.model(*inputs) * scale
+
+        return run
 
 
 def _listed(rows: list[int]) -> str:
     return ", ".join(map(str, rows[:8])) + f" and {len(rows) - 8} more" * (len(rows) > 8)
 
 
-def _far(ours: Tensor, theirs: Tensor, near: float, floor: float) -> Tensor:
-    """For each row, is only one of the two NaN somewhere, or are they further apart than `near` of theirs
-    plus `floor`?"""
+def _far(ours: Tensor, theirs: Tensor, near: float, floor: float, chosen: Tensor | None = None) -> Tensor:
+    """For each row, is only one of the two NaN somewhere, is only one infinite in a place, or are they further
+    apart than `near` of theirs plus `floor`, in the elements `chosen`?"""
     ours, theirs = (
         t.to(torch.promote_types(t.dtype, torch.float32))[:, None].flatten(1) for t in (ours, theirs)
     )
+    nan = ours.isnan() | theirs.isnan()
+    infinite = ours.isinf() | theirs.isinf()
     wrong = ours.isnan().any(1) != theirs.isnan().any(1)
-    distance, size = (t.masked_fill(t.isnan(), 0).norm(dim=1) for t in (ours - theirs, theirs))
+    wrong |= (infinite & ~nan & (ours != theirs)).any(1)
+    ignored = nan | infinite if chosen is None else nan | infinite | ~chosen[:, None].flatten(1)
+    distance, size = (t.masked_fill(ignored, 0).norm(dim=1) for t in (ours - theirs, theirs))
     return wrong | (distance > near * size + floor)
 
 
@@ -121,26 +161,43 @@ def dishonesty(
 ) -> Iterator[str]:
     """What is wrong with how `module` computes, beyond its errors, one complaint at a time.
 
-    `module` is any callable that shares the parameters of `model`, a reference model in eval mode; x, one
-    input or a list, is random, and draw() gives others like it (if None, even random numbers are). Uses
-    torch's random numbers. The parameters are changed meanwhile and put back.
+    `module` is any callable that shares the parameters and buffers of `model`, a reference; x, one input or a list,
+    is random, and draw() gives others like it (if None, even random numbers are). Uses torch's random numbers. The
+    parameters and buffers are changed meanwhile and put back.
     """
     probe = Probe(module, model, x, phase, draw=draw).on(x)
     inputs = {"its input" if len(probe.inputs) == 1 else f"input {i}": t for i, t in enumerate(probe.inputs)}
-    given = {**inputs, **dict(model.named_parameters()), **dict(model.named_buffers())}
-    before = {name: t.detach().clone() for name, t in given.items()}
+    given = {**inputs, **dict(model.named_parameters())}
+    before = {name: (t.detach().clone(), _ties(t)) for name, t in given.items()}
     for judge in HONESTY:
         yield from judge(probe)
-    yield from (f"changed {name}" for name, t in given.items() if not _same(t, before[name]))
+    if found := probe.strange():
+        yield f"is wrong in the end: {found}"
+    for name, t in given.items():
+        values, ties = before[name]
+        if not _same(t, values):
+            yield f"changed {name}"
+        if _ties(t) != ties:
+            yield f"moved {name}, asked its gradient, left one or a hook"
+
+
+def _ties(t: Tensor) -> tuple:
+    """Where a tensor lies, and what autograd knows of it."""
+    return t.data_ptr(), t.stride(), t.requires_grad, t.grad is None, len(t._backward_hooks or ())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Bitwise equal, but that any NaN equals any other."""
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+    return a.shape == b.shape and bool(checks.equal(a, b).all())
 
 
 def _follows_input(probe: Probe) -> Iterator[str]:
-    """Other inputs, in other memory and in the same."""
+    """Other inputs, in other memory and in the same; of several one at a time."""
+    for i, t in enumerate(probe.others() if len(probe.inputs) > 1 else ()):
+        inputs = list(probe.inputs)
+        inputs[i] = t
+        if found := probe.on(inputs).strange():
+            yield f"does not follow input {i}: {found}"
     inputs = [t.clone() for t in probe.inputs]
     for how in ("another input", "other values in its input's memory"):
         dataclasses.replace(probe, x=inputs).results()
@@ -155,15 +212,20 @@ def _follows_input(probe: Probe) -> Iterator[str]:
 
 
 def _follows_parameters(probe: Probe) -> Iterator[str]:
-    """Other values for each parameter in turn, in other memory and, with a NaN at the end, in the same."""
+    """Other values for each parameter and buffer in turn, in other memory and, with a NaN at the end, in the
+    same."""
     spoilt = probe.on(probe.x, backward=False)
-    for name, parameter in probe.model.named_parameters():
-        kept = parameter.data
-        parameter.data = torch.randn_like(kept)
+    for name, t in [*probe.model.named_parameters(), *probe.model.named_buffers()]:
+        if not (t.is_floating_point() and t.numel()):
+            continue
+        kept = t.data
+        parameter = isinstance(t, nn.Parameter)
+        t.data = torch.randn_like(kept) if parameter else kept * 1.25  # a variance stays one
         found = probe.on(probe.x).strange()
-        parameter.data.normal_().view(-1)[-1] = math.nan
-        found = found or spoilt.strange()
-        parameter.data = kept
+        if parameter:
+            t.data.normal_()[(-1,) * t.dim()] = math.nan
+            found = found or spoilt.strange()
+        t.data = kept
         if found:
             yield f"does not follow a change of {name}: {found}"
 
@@ -171,38 +233,93 @@ def _follows_parameters(probe: Probe) -> Iterator[str]:
 def _follows_shape(probe: Probe) -> Iterator[str]:
     """Fewer samples (of one, twice as many) and, where the model takes that, fewer rows; then the first shape
     again."""
-    fewer = [t[: (len(t) + 1) // 2] if len(t) > 1 else torch.cat([t, t]) for t in probe.inputs]
+    fewer = [_fewer(t) for t in probe.inputs]
     shorter = [t[..., 1:, :] if t.dim() > 2 else t for t in fewer]
-    try:
-        with torch.no_grad():
-            probe.model(*shorter)
-        fewer = shorter
-    except (RuntimeError, ValueError):  # its size is fixed, or as small as can be
-        pass
-    if found := probe.on([t.contiguous() for t in fewer]).strange():
+    for changed in (shorter, fewer):
+        with contextlib.suppress(Exception), torch.no_grad(), kept_buffers(probe.model):
+            probe.model(*changed)  # raises if its size is fixed, or as small as can be
+            break
+    else:
+        return
+    if found := probe.on([t.contiguous() for t in changed]).strange():
         yield f"does not follow a change of shape: {found}"
     if found := probe.strange():
         yield f"does not recover from a change of shape: {found}"
 
 
+def _fewer(t: Tensor) -> Tensor:
+    if not t.dim():
+        return t
+    return t[: (len(t) + 1) // 2] if len(t) > 1 else torch.cat([t, t])
+
+
 def _passes_nan(probe: Probe) -> Iterator[str]:
     """NaN in every other sample spoils the samples that it spoils in eager."""
-    for first, place in ((0, 0), (1, -1)):
+    for first, end in ((0, 0), (1, -1), (0, None)):
         inputs = [t.clone() for t in probe.inputs]
         for t in inputs:
-            if t.is_floating_point():
-                t.view(len(t), -1)[first::2, place] = math.nan
+            if t.is_floating_point() and t.numel():
+                place = [_inside(extent) if end is None else end for extent in t.shape[1:]]
+                t[(slice(first, None, 2), *place)[: t.dim()]] = math.nan
         if found := probe.on(inputs, backward=False).strange():
             yield f"does not pass NaN on as eager does: {found}"
 
 
+def _inside(extent: int) -> int:
+    """A random place, which is no end if there are others."""
+    return random.SystemRandom().randrange(extent > 2, max(extent - 1, 1))
+
+
+def _serves_any_call(probe: Probe) -> Iterator[str]:
+    """Inputs and gradients with gaps between their elements; evaluation, inference mode; gradients that are added
+    up."""
+    apart = dataclasses.replace(probe, x=[_with_gaps(t) for t in probe.inputs])
+    if probe.g is not None:
+        apart = dataclasses.replace(apart, g=_with_gaps(probe.g))
+    if found := apart.strange():
+        yield f"does not take what is not contiguous: {found}"
+    with _evaluation(probe.model, probe.module):
+        if found := probe.on(probe.x).strange():
+            yield f"is wrong in evaluation: {found}"
+    if probe.phase == "forward":
+        with torch.inference_mode():
+            if found := probe.strange():
+                yield f"is wrong in inference mode: {found}"
+    if probe.g is not None and (found := probe.strange(probe.results(backward=True))):
+        yield f"adds up something else than gradients: {found}"
+
+
+def _with_gaps(t: Tensor) -> Tensor:
+    return torch.stack([t, t], -1)[..., 0]
+
+
+@contextlib.contextmanager
+def _evaluation(*modules: Callable) -> Iterator[None]:
+    each = [m for module in modules if isinstance(module, nn.Module) for m in module.modules() if m.training]
+    for m in each:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in each:
+            m.training = True
+
+
 def _owns_results(probe: Probe) -> Iterator[str]:
-    """Results share memory neither with each other, nor with an earlier call's, nor with what was given."""
-    first = probe.results()
+    """Results share memory neither with each other, nor with an earlier call's, nor with what was given; but where
+    eager's do."""
+    others = probe.others()
+    ours, theirs = ([*_sharing(probe, others, run)] for run in (probe.module, probe.model))
+    yield from (text for text in ours if text not in theirs)
+
+
+def _sharing(probe: Probe, others: list[Tensor], run: Callable) -> Iterator[str]:
+    first = probe.results(run)
     kept = {name: t.clone() for name, t in first.items()}
-    second = dataclasses.replace(probe, x=probe.others()).results()
-    tensors = [("its input", t) for t in probe.inputs] + [*probe.model.named_parameters(), *first.items()]
-    tensors += [(f"{name} of the next call", t) for name, t in second.items()]
+    second = dataclasses.replace(probe, x=others).results(run)
+    tensors = [("its input", t) for t in probe.inputs] + [*probe.model.named_parameters()]
+    tensors += [("the incoming gradient", probe.g)] if probe.g is not None else []
+    tensors += [*first.items(), *[(f"{name} of the next call", t) for name, t in second.items()]]
     owners = {}
     for name, t in tensors:
         address = t.untyped_storage().data_ptr()
@@ -214,16 +331,19 @@ def _owns_results(probe: Probe) -> Iterator[str]:
 def _writes_all(probe: Probe) -> Iterator[str]:
     """Nothing is left of what new memory held: NaN, once in all that torch.empty returns, and once in a GPU's
     free memory and in its shared memory."""
+    plain = probe.results()
     if probe.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(
             probe.device
         )  # from which _free_memory_is_nan knows what a call takes
+        probe.results()
     for spoilt in (_new_tensors_are_nan(), _free_memory_is_nan(probe.device)):
         with spoilt:
             results = probe.results()
         for name, t in results.items():
-            if not t.isfinite().all():
-                yield f"left parts of {name} unwritten, first {(~t.isfinite()).nonzero()[0].tolist()}"
+            left = ~t.isfinite() & plain[name].isfinite()
+            if left.any():
+                yield f"left parts of {name} unwritten, first {left.nonzero()[0].tolist()}"
         if found := probe.strange(results):
             yield f"reads memory that it has not written: {found}"
 
@@ -300,14 +420,188 @@ def _one_algorithm() -> Iterator[None]:
 
 
 def _repeats(probe: Probe) -> Iterator[str]:
-    """The same bits each time, the library's algorithm being the same."""
+    """The same bits each time, the library's algorithm and the generator's state being the same."""
+    state = _generator(probe.device).get_state()
+
+    def results():
+        _generator(probe.device).set_state(state)
+        return probe.results()
+
     with _one_algorithm():
-        first = probe.results()
+        first = results()
         for number in range(2, REPEATS + 1):
-            again = probe.results()
+            again = results()
             if changed := [name for name, t in first.items() if not _same(t, again[name])]:
                 yield f"run {number} of {REPEATS} on the same input gave other bits: {', '.join(changed)}"
                 return
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _leaves_the_rest_alone(probe: Probe) -> Iterator[str]:
+    """A call changes of the module's state and of the world what eager's changes. Where eager draws random numbers, it
+    may draw a seed instead, or once for each element of the output."""
+    generator = _generator(probe.device)
+    state = generator.get_state()
+    _seed(generator)
+    for start in (state, generator.get_state()):  # two, because who sets a state leaves the same after both
+        (ours, kept, changed), (theirs, expected, allowed) = (
+            _after(probe, run, start) for run in (probe.module, probe.model)
+        )
+        drawn = [theirs]
+        if not torch.equal(theirs, start):
+            size = probe.results(probe.model)["output"].shape
+            for draw in (_seed, lambda g, size=size: torch.rand(size, generator=g, device=g.device)):
+                generator.set_state(start)
+                draw(generator)
+                drawn.append(generator.get_state())
+        if not any(torch.equal(ours, each) for each in drawn):
+            yield "leaves torch's generator neither as eager does nor after a single draw"
+        for name, value in expected.items():
+            if name not in kept or _differs(kept[name], value):
+                yield f"leaves {name} not as eager does"
+        yield from (text for text in changed if text not in allowed)
+    generator.set_state(state)
+
+
+def _after(probe: Probe, run: Callable, start: Tensor) -> tuple[Tensor, dict[str, object], list[str]]:
+    """The generator's state, the module's, and what else has changed, after a call that began in the state `start`; the last
+    also before its backward pass."""
+
+    def watched(*inputs):
+        before = surroundings(probe.model)
+        out = run(*inputs)
+        changed.extend(changes(before))
+        return out
+
+    generator, before, changed = _generator(probe.device), surroundings(probe.model), []
+    generator.set_state(start)
+    with kept_buffers(probe.model, run):
+        call(watched, leaves_of(run, probe.model), probe.x, probe.phase, probe.g)
+        return generator.get_state(), _state_of(run, probe.model), changed + changes(before)
+
+
+def _seed(generator: torch.Generator) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=generator.device).random_(generator=generator)
+
+
+def _state_of(run: Callable, model: nn.Module) -> dict[str, object]:
+    """What a call leaves in a module, by names that hold for every module with the parameters of `model`."""
+    buffers = dict(run.named_buffers() if isinstance(run, nn.Module) else model.named_buffers())
+    state = {name.replace("_orig_mod.", ""): t.clone() for name, t in buffers.items()}
+    state["its mode"] = not isinstance(run, nn.Module) or run.training == model.training
+    return state
+
+
+def _differs(ours: object, theirs: object) -> bool:
+    if not isinstance(theirs, Tensor):
+        return ours != theirs
+    if ours.shape != theirs.shape or not theirs.is_floating_point():
+        return not _same(ours, theirs)
+    near = max(1e-3, 16 * torch.finfo(theirs.dtype).eps)
+    return bool(_far(ours[None], theirs[None], near, 1e-6).any())
+
+
+_cudnn, _modules = torch.backends.cudnn, nn.modules.module
+_GLOBAL_HOOKS = [
+    value for name, value in vars(_modules).items() if name.startswith("_global_") and isinstance(value, dict)
+]
+
+
+def _fill(table: dict, values: dict) -> None:
+    table.clear()
+    table.update(values)
+
+
+# What a call must leave as it was: how to read it, and how to put it back.
+_SETTINGS = {
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "the default device": (lambda: str(torch.get_default_device()), torch.set_default_device),
+    "grad mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "TF32 in convolutions": (lambda: _cudnn.allow_tf32, lambda value: setattr(_cudnn, "allow_tf32", value)),
+    "cuDNN's search": (lambda: _cudnn.benchmark, lambda value: setattr(_cudnn, "benchmark", value)),
+    "cuDNN's determinism": (lambda: _cudnn.deterministic, lambda value: setattr(_cudnn, "deterministic", value)),
+    "the use of cuDNN": (lambda: _cudnn.enabled, lambda value: setattr(_cudnn, "enabled", value)),
+    "the use of oneDNN": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    "autocast on the CPU": (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
+    "autocast on the GPU": (lambda: torch.is_autocast_enabled("cuda"), lambda value: torch.set_autocast_enabled("cuda", value)),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    "how denormal numbers are treated": (lambda: (torch.tensor(1e-40) * 0.5).item() == 0, torch.set_flush_denormal),
+    "modes of torch's functions": (torch._C._len_torch_function_stack, None),
+    "the current GPU": (lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None, torch.cuda.set_device),
+    "the current stream": (lambda: torch.cuda.current_stream() if torch.cuda.is_initialized() else None, torch.cuda.set_stream),
+    "Python's generator": (random.getstate, random.setstate),
+    "numpy's generator": (lambda: str(sys.modules["numpy"].random.get_state(legacy=False)["state"]) if "numpy" in sys.modules else None, None),
+    "garbage collection": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
+    "the working directory": (os.getcwd, os.chdir),
+    "Python's profiler": (lambda: (sys.getprofile(), sys.gettrace()), lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
+    "hooks of all modules": (lambda: [dict(hooks) for hooks in _GLOBAL_HOOKS], lambda found: [_fill(*each) for each in zip(_GLOBAL_HOOKS, found)]),
+    "the threads": (lambda: {each.ident for each in threading.enumerate()}, None),
+}  # fmt: skip
+
+
+def surroundings(model: nn.Module | None = None) -> dict:
+    """Torch's settings and other global state by name, and by owner and name the functions that a judge relies on, with
+    those of the reference's classes."""
+    import torch._dynamo  # noqa: F401  which wraps some of them when it is first imported
+
+    owners = [
+        torch,
+        Tensor,
+        nn.Module,
+        nn.functional,
+        torch.autograd,
+        torch.cuda,
+        torch.cuda.Event,
+        time,
+        statistics,
+        math,
+    ]
+    owners += [checks, sys.modules[__name__], *{type(m) for m in (model.modules() if model else ())}]
+    functions = {
+        (owner, name): value for owner in owners for name, value in vars(owner).items() if callable(value)
+    }
+    return _settings() | functions
+
+
+def _settings() -> dict[str, object]:
+    found = {}
+    for name, (read, _) in _SETTINGS.items():
+        with contextlib.suppress(RuntimeError):  # an older setting is not read where a newer one was made
+            found[name] = read()
+    return found
+
+
+def _changed(before: dict) -> list:
+    """What is no longer as it was, by its keys."""
+    now = _settings()
+    changed = [key for key, value in before.items() if isinstance(key, str) and now.get(key, value) != value]
+    functions = ((key, value) for key, value in before.items() if not isinstance(key, str))
+    return changed + [key for key, value in functions if vars(key[0]).get(key[1]) is not value]
+
+
+def changes(before: dict) -> list[str]:
+    """What is no longer as it was, as complaints."""
+    return [
+        f"changes {key if isinstance(key, str) else '.'.join((key[0].__name__, key[1]))}"
+        for key in _changed(before)
+    ]
+
+
+def put_back(before: dict) -> None:
+    """Settings and functions are again what they were."""
+    for key in _changed(before):
+        if not isinstance(key, str):
+            setattr(*key, before[key])
+        elif write := _SETTINGS[key][1]:
+            write(before[key])
 
 
 def _waits_for_its_stream(probe: Probe) -> Iterator[str]:
@@ -357,5 +651,6 @@ def late_results(probe: Probe, cycles: int) -> tuple[dict[str, Tensor], bool, bo
 
 
 HONESTY = (
-    _follows_input, _follows_parameters, _follows_shape, _passes_nan, _owns_results, _writes_all, _repeats, _waits_for_its_stream,
+    _follows_input, _follows_parameters, _follows_shape, _passes_nan, _serves_any_call, _owns_results, _writes_all,
+    _repeats, _leaves_the_rest_alone, _waits_for_its_stream,
 )  # fmt: skip

@@ -207,11 +207,12 @@ def test_any_pair(phase):
         assert row["ok"] is False and complaint in row["reason"] and row["median_ms"] is None
 
 
-@pytest.mark.parametrize("tick, in_a_row", [(compare.IN_A_ROW / 10, 5), (compare.IN_A_ROW, 1)])
-def test_short_calls_are_timed_in_a_row(tick, in_a_row, monkeypatch):
+@pytest.mark.parametrize("ticks_of_calls, in_a_row", [(5, 5), (1, 1)])
+def test_short_calls_are_timed_in_a_row(ticks_of_calls, in_a_row, monkeypatch):
     """None pays for what another contestant left in the caches; long ones are not repeated."""
     made, ticks = [], itertools.count()
-    monkeypatch.setattr(compare, "clock", types.SimpleNamespace(perf_counter=lambda: next(ticks) * tick))
+    monkeypatch.setattr(compare, "clock", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(compare, "IN_A_ROW", ticks_of_calls)
     calls = {name: functools.partial(made.append, name) for name in ("a", "b")}
     compare._cpu_rounds(calls, 2)
     assert made == (["a"] * in_a_row + ["b"] * in_a_row) * 2
