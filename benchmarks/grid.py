@@ -1,7 +1,8 @@
 """Is what "auto" runs anywhere slower than eager? Sizes from 7² to 256², on a GPU. One run, one table, one JSON file.
 
     python benchmarks/grid.py [--problems 31,79] [--seconds 420] [--json FILE]
-    python benchmarks/grid.py --check FILE      # the table of a record
+    python benchmarks/grid.py --table FILE      # the table of a record
+    python benchmarks/grid.py --fit FILE        # the rules of choice.py that fit it (fit.py)
 
 Each size in float32 and in bfloat16, `forward` (no_grad) and `train` (forward, and backward to the parameters, in the first of the
 problem's timed cases where it has any, because by default no gradient passes there). First all kernels are built, side by side. Results are
@@ -11,7 +12,7 @@ us        the GPU's time, by events, behind a write of 2 GB, which the host need
 call_us   as called: synchronize, write 256 MB, event, call, event, synchronize
 host_us   until a call returns, in bursts that fit into the GPU's queue
 
-Medians, of `eager`, `epilogue`, `fused` (None where it can't run), and `left`: eager as the twin runs it, which decides first. The
+Medians, of `eager`, `epilogue`, `fused` (None where "auto" could not run it), and `left`: eager as the twin runs it, which decides first. The
 GPU's time of that is eager's. Where a call takes the GPU long (LONG), the other two are not measured (None): they say nothing else.
 
 A row: problem, number, N, channels_in, channels_out, filter (its side), image (its extents), dtype, phase, <way>_us, <way>_call_us and
@@ -43,12 +44,12 @@ import torch  # noqa: E402
 import compare  # noqa: E402
 import loader_toolchain  # noqa: E402
 import models  # noqa: E402
-from benchmarks import report  # noqa: E402
+from benchmarks import fit, report  # noqa: E402
+from benchmarks.fit import ENOUGH, speed  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PHASES = ("forward", "train")
 WAYS = ("eager", "epilogue", "fused")
-ENOUGH = 0.97  # times eager's speed
 MOST_BYTES, MOST_US, LONG = (
     40e9,
     300e3,
@@ -186,9 +187,7 @@ class Point:
         }.items():
             ways[way] = problem.ModelNew.from_eager(model)
             ways[way].variant = variant
-        try:
-            ways["fused"].plan(x)
-        except RuntimeError:  # it can't run
+        if ways["auto"].most_fused(x).variant != "fused":
             del ways["fused"]
         return ways, x
 
@@ -410,16 +409,6 @@ def read_or_begin(path: Path) -> dict:
 # --------------------------------------------------------------------------------------------------------------- showing
 
 
-def speed(row: dict, way: str) -> float:
-    """Times eager's, on the GPU or as called, whichever is less."""
-    found = [
-        row[f"eager{kind}"] / row[f"{way}{kind}"]
-        for kind in ("_us", "_call_us")
-        if row[f"{way}{kind}"] and row[f"eager{kind}"]
-    ]
-    return min(found, default=0.0)
-
-
 def described(row: dict) -> str:
     image = "×".join(map(str, row["image"]))
     size = f"{row['N']} × {row['channels_in']} -> {row['channels_out']}, {row['filter']}, {image}"
@@ -460,10 +449,14 @@ def main() -> None:
     today = datetime.datetime.now(datetime.timezone.utc).date()
     default = ROOT / "benchmarks" / "results" / "grid" / f"{today}.json"
     parser.add_argument("--json", type=Path, default=default, metavar="FILE")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="show the table of a record")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="show the table of a record")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="show the rules that fit a record")
     options = parser.parse_args()
-    if options.check:
-        record = json.loads(options.check.read_text(encoding="utf-8"))
+    if options.fit:
+        print(fit.report(json.loads(options.fit.read_text(encoding="utf-8"))["rows"]))
+        return
+    if options.table:
+        record = json.loads(options.table.read_text(encoding="utf-8"))
     else:
         record = run([int(number) for number in options.problems.split(",")], options.seconds, options.json)
         print(f"{record['gpu']}, torch {record['torch']}, {record['seconds']} s: {options.json}")
