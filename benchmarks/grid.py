@@ -144,7 +144,7 @@ class Point:
 
     @property
     def row(self) -> dict:
-        """What tells its row from others."""
+        """How its row begins."""
         (channels_in, channels_out, side), (N, *extents) = self.filters, self.image
         return {
             "problem": self.name, "number": self.number, "N": N, "channels_in": channels_in, "channels_out": channels_out,
@@ -354,10 +354,15 @@ def measure(point: Point, large: torch.Tensor) -> dict | None:
     return row | {f"auto{kind}": row[f"{way}{kind}"] for kind in ("_us", "_call_us")}
 
 
+def key(row: dict) -> str:
+    """What tells a row from others."""
+    names = "number", "N", "channels_in", "channels_out", "filter", "image", "dtype", "phase"
+    return json.dumps([row[name] for name in names])
+
+
 def run(numbers: list[int], seconds: float, path: Path) -> dict:
     """Measures what the record at `path` lacks, and writes it after each problem."""
     start, record = time.monotonic(), read_or_begin(path)
-    key = lambda row: json.dumps({name: row[name] for name in Point(31, (1, 1, 1), (1, 1), "", "").row})  # noqa: E731
     done = {key(row) for row in record["rows"]}
     record["skipped"] = [name for name in record["skipped"] if int(name.split()[0]) not in numbers]
     todo = {n: [point for point in points_of(n) if key(point.row) not in done] for n in numbers}
