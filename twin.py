@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
+import choice
 import inline_loader
 import library
 import tiling
@@ -180,6 +181,13 @@ class Twin:
 
         Raises ValueError if `self.variant` is no variant's name, RuntimeError if it can't run for x.
         """
+        plan = self.most_fused(x)
+        if self.variant != "auto" or plan.variant == "eager" or library.device_type(x) != "cuda":
+            return plan
+        return self._fastest(x, plan)
+
+    def most_fused(self, x: Tensor) -> Plan:
+        """What `plan` gives, were "auto" the most fused variant that can run."""
         if self.variant not in ("auto", *self.variants()):
             known = ", ".join(self.variants())
             raise ValueError(f"expected variant to be 'auto' or one of {known}, got {self.variant!r}")
@@ -200,6 +208,17 @@ class Twin:
         if obstacle is not None:
             return Plan(instead, obstacle)
         return Plan("fused", "the convolution runs inside our kernels")
+
+    def _fastest(self, x: Tensor, plan: Plan) -> Plan:
+        """`plan`, or what a record of sizes says is faster."""
+        phase = "train" if _needs_gradient(x, *self._operands()) else "forward"
+        rule, weight = choice.RULES.get((self.epilogue.name, phase), plan.variant), self.conv.weight
+        variant, sizes = choice.fastest(rule, x.shape, weight.shape, _convolved_dtype(x).itemsize)
+        ladder = self.variants()
+        if ladder.index(variant) >= ladder.index(plan.variant):
+            return plan
+        slower = "the fused kernels" if plan.variant == "fused" else "our kernels"
+        return Plan(variant, f"it was faster than {slower} with {sizes or 'any sizes'} ({choice.RECORD})")
 
     @tiling.first_obstacle
     def _altered(self):

@@ -1,0 +1,222 @@
+"""What "auto" runs on a GPU: rules, fitted to a record of sizes and said by `plan`. On GPUs that are made up, and on recorded times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+import choice
+import library
+import models
+import numerics
+import tiling
+from benchmarks import fit
+from loading import ROOT
+from numerics import DROPOUT, MIN_ADD, every_name
+from test_kernels_compile import H200
+from twin import Plan
+
+IMAGE, FILTERS = (2, 64, 30, 20), (128, 64, 3, 5)
+RULE = ("channels in", 64, ("taps", 9, "fused", ("taps", 49, "epilogue", "fused")), "eager")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(name, train=…, forward=…) makes the CPU's tensors those of an H200, and gives a problem its rules."""
+
+    def make_up(name, **rules):
+        monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+        monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
+        monkeypatch.setattr(choice, "RULES", {(name, phase): rule for phase, rule in rules.items()})
+
+    return make_up
+
+
+@pytest.mark.parametrize("image, filters, found", [
+    (IMAGE, FILTERS, ("epilogue", "at most 64 channels in, more than 9 taps, at most 49 taps")),
+    (IMAGE, (128, 64, 3, 3), ("fused", "at most 64 channels in, at most 9 taps")),
+    ((2, 65, 30, 20), (128, 65, 3, 5), ("eager", "more than 64 channels in")),
+], ids=str)  # fmt: skip
+def test_a_rule_says_what_leads_to_a_variant(image, filters, found):
+    assert choice.fastest(RULE, image, filters, 4) == found
+    assert choice.fastest("fused", image, filters, 4) == ("fused", "")
+
+
+def test_properties():
+    """By hand: 2 samples of 28 × 16 positions."""
+    found = {name: of(IMAGE, FILTERS, 2) for name, of in choice.PROPERTIES.items()}
+    assert found == {
+        "channels in": 64, "channels out": 128, "taps": 15, "bytes a value": 2, "columns": 16,
+        "positions": 896, "results": 896 * 128, "products": 896 * 128 * 64 * 15,
+    }  # fmt: skip
+
+
+def sized(name: str, channels_in: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """A problem with 32 channels out, and an input of 20 in each direction."""
+    _, channels_out, side, *tail = models.PROBLEMS[name].init_inputs
+    tail = [(32, *a[1:]) if isinstance(a, tuple) and a[0] == channels_out else a for a in tail]
+    dimensions = len(models.PROBLEMS[name].input_shape) - 2
+    return numerics.build(name, (channels_in, 32, side, *tail)), torch.rand(
+        2, channels_in, *[20] * dimensions
+    )
+
+
+@every_name
+def test_plan_says_which_variant_was_faster(name, gpu, monkeypatch):
+    model, x = sized(name, 3)
+    new = numerics.twin_of(model, "auto")
+    here = new.plan(x)
+    gpu(name, forward=("channels in", 2, "fused", "epilogue"), train=("positions", 10, "fused", "eager"))
+    monkeypatch.setattr(choice, "RECORD", "a record")
+    with torch.no_grad():
+        told = "epilogue: it was faster than the fused kernels with more than 2 channels in (a record)"
+        assert str(new.plan(x)) == told
+        assert new.most_fused(x) == ("fused", "the convolution runs inside our kernels")
+    told = "eager: it was faster than the fused kernels with more than 10 positions (a record)"
+    assert str(new.plan(x)) == told
+    for variant in new.variants():  # asked for by name
+        new.variant = variant
+        assert new.plan(x) == (variant, "asked for")
+    monkeypatch.undo()
+    new.variant = "auto"
+    assert new.plan(x) == here, "on a CPU there are no rules"
+
+
+def test_rules_see_what_runs_without_them(gpu, monkeypatch):
+    """What can't be fused keeps its reason, unless eager was faster; what eager must compute is not asked about."""
+    model, x = sized(DROPOUT, 5)
+    gpu(DROPOUT, train=("samples", 0, "fused", "fused"), forward="eager")  # no such property: it would raise
+    monkeypatch.setitem(choice.RULES, (DROPOUT, "train"), "fused")
+    new = numerics.twin_of(model, "auto")
+    assert new.plan(x).variant == "epilogue" and "up to 4 channels in" in new.plan(x).reason
+    with torch.no_grad():
+        told = "eager: it was faster than our kernels with any sizes"
+        assert str(new.plan(x)).startswith(told)
+    monkeypatch.setattr(choice, "fastest", None)
+    new.conv.register_forward_hook(lambda *given: None)
+    assert new.plan(x) == ("eager", "conv has hooks")
+
+
+def test_rules_see_the_dtype_in_which_eager_convolves(gpu):
+    model, x = sized(MIN_ADD, 3)
+    gpu(MIN_ADD, forward=("bytes a value", 2, "epilogue", "fused"))
+    with torch.no_grad():
+        assert numerics.twin_of(model, "auto").plan(x).variant == "fused"
+        half = numerics.twin_of(model.bfloat16(), "auto")
+        assert half.plan(x.bfloat16()).variant == "epilogue"
+
+
+def test_a_choice_is_kept(gpu, monkeypatch):
+    """A situation is decided once, other sizes anew."""
+    model, x = sized(MIN_ADD, 3)
+    gpu(MIN_ADD, train="eager")
+    fastest, asked = choice.fastest, []
+    monkeypatch.setattr(choice, "fastest", lambda *given: asked.append(given) or fastest(*given))
+    new = numerics.twin_of(model, "auto")
+    for _ in range(3):
+        assert torch.equal(new(x), model(x))
+    assert len(asked) == 1
+    new(x[..., 1:])
+    assert len(asked) == 2
+
+
+def test_a_choice_is_traced(gpu):
+    """In one graph for all sizes that a rule holds for; beyond it, in another one."""
+    model, x = sized(MIN_ADD, 3)
+    gpu(MIN_ADD, train=("channels in", 2, "fused", ("positions", 18 * 18 * 8, "epilogue", "eager")))
+    new, graphs = numerics.twin_of(model, "auto"), []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    fused = Plan("fused", "")
+    compiled = torch.compile(
+        lambda x: (x + 1, new._fastest(x, fused).variant), backend=count, dynamic=True, fullgraph=True
+    )
+    for samples in (2, 4, 5, 8, 9, 12):
+        part = torch.rand(samples, *x.shape[1:])
+        assert compiled(part)[1] == ("epilogue" if samples <= 8 else "eager")
+    assert len(graphs) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- as recorded
+
+
+def recorded(sizes, us, called=None, name=MIN_ADD) -> dict:
+    """A row with the times of `us`, and as called."""
+    N, channels_in, side = sizes
+    row = {
+        "problem": name, "number": 31, "N": N, "channels_in": channels_in, "channels_out": 64, "filter": side,
+        "image": [32, 32], "dtype": "float32", "phase": "forward",
+    }  # fmt: skip
+    us = us | {"left": us["eager"]}
+    called = called or us
+    row |= {f"{way}_us": us.get(way) for way in ("eager", "epilogue", "fused", "left")}
+    row |= {f"{way}_call_us": called.get(way) for way in ("eager", "epilogue", "fused", "left")}
+    return row | {"auto_us": us["fused"], "auto_call_us": called["fused"]}
+
+
+def made_up() -> list[dict]:
+    """Fused is fast up to 64 channels in and 9 taps; beyond it the epilogue, but eager with 49 taps."""
+    rows = []
+    for N, channels_in, side in itertools.product((1, 8, 64), (3, 16, 64, 128, 512), (1, 3, 7)):
+        eager = N * channels_in * side**2
+        few = channels_in <= 64 and side <= 3
+        epilogue = eager * (1.2 if side == 7 else 0.8)
+        rows.append(
+            recorded(
+                (N, channels_in, side),
+                dict(eager=eager, epilogue=epilogue, fused=eager * (0.5 if few else 2)),
+            )
+        )
+    return rows
+
+
+def test_what_counts_is_the_slower_of_the_gpu_and_the_call():
+    us, called = (
+        dict(eager=10.0, epilogue=5.0, fused=2.0),
+        dict(eager=60.0, epilogue=50.0, fused=80.0, left=66.0),
+    )
+    found = fit.speeds(recorded((1, 3, 3), us, called))
+    assert found == {"fused": 0.75, "epilogue": 1.2, "eager": pytest.approx(60 / 66)}
+    row = recorded((1, 3, 3), us, called) | {"fused_us": None, "fused_call_us": None}
+    assert fit.speeds(row)["fused"] == 1.2, "the most fused that runs"
+
+
+def test_rules_fit_a_record():
+    rows = made_up()
+    rules = fit.fitted(rows)
+    assert [fit.chosen(rules, row) for row in rows] == [max(fit.speeds(row).values()) for row in rows]
+    assert fit.shown(rules[MIN_ADD, "forward"]).count('"fused"') == 1, "with no more questions than it takes"
+    assert eval(fit.shown(rules[MIN_ADD, "forward"])) == rules[MIN_ADD, "forward"]
+    text = fit.report(rows)
+    assert f'("{MIN_ADD}", "forward"): (' in text and "lost most" in text
+
+
+def test_what_draws_random_numbers_is_not_left_to_eager():
+    rows = [row | {"problem": DROPOUT} for row in made_up()]
+    assert all("eager" not in fit.speeds(row) for row in rows)
+    assert '"eager"' not in fit.shown(fit.fitted(rows)[DROPOUT, "forward"])
+
+
+@pytest.mark.parametrize("low, high", [(3, 16), (1, 2), (98, 101), (403_000, 404_000), (1e9, 3e9)])
+def test_bounds_lie_between_the_values_they_part(low, high):
+    found = fit.between(low, high)
+    assert type(found) is int and low <= found < high
+
+
+@pytest.mark.skipif(choice.RECORD is None, reason="there is no record yet")
+def test_nothing_that_runs_by_default_was_slower_than_eager():
+    """By the record's own times, of the GPU and as called: in each of its sizes; or than the fastest, where all were slower."""
+    rows = json.loads((ROOT / choice.RECORD).read_text(encoding="utf-8"))["rows"]
+    assert len(rows) > 600 and {row["problem"] for row in rows} == set(models.PROBLEMS)
+    slow = [row for row in rows if fit.chosen(choice.RULES, row) < fit.least(row)]
+    assert not slow, slow[:3]
+    drawing = [kind for kind, rule in choice.RULES.items() if kind[0] == DROPOUT and "eager" in repr(rule)]
+    assert not drawing and all(math.isfinite(fit.chosen(choice.RULES, row)) for row in rows)
