@@ -25,6 +25,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import json
@@ -34,6 +35,7 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -43,6 +45,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -52,7 +55,17 @@ import loader_toolchain as toolchain
 from loader_launch import Operators
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
 from loader_report import BuildError, Status, first_error, in_notebook
-from loader_source import REGISTER, Header, Launcher, gather, macros, parse_launchers, read, registration
+from loader_source import (
+    REGISTER,
+    Header,
+    Launcher,
+    assembled,
+    gather,
+    macros,
+    parse_launchers,
+    read,
+    registration,
+)
 from loader_toolchain import STABLE_ABI
 
 HERE = Path(__file__).resolve().parent
@@ -90,6 +103,11 @@ class Unit:
     @property
     def namespace(self) -> str:
         return f"{self.name}_{self.key}"
+
+    def depending_on(self, files: Mapping[str, list]) -> Unit:
+        """As it was built from `files`, too, which the compilers have found by themselves, with their fingerprints."""
+        parts = {**self.parts, "dependencies": cache.content(files)}
+        return dataclasses.replace(self, parts=parts) if files else self
 
     def files(self) -> dict[str, str]:
         """The files to compile, by their name in the build folder: what load_inline gets includes them."""
@@ -129,9 +147,7 @@ class Unit:
             **{header.path: header.text for header in self.headers},
             self.origin: self.source,
             self._macros: "".join(f"#define {name} {value}\n" for name, value in self.defines.items()),
-            GENERATED: registration(
-                self.launchers, self.namespace, self.device, self.defines, self._has_halves
-            ),
+            GENERATED: registration(self.launchers, self.device, self.defines, self._has_halves),
         }
 
     def text_of(self, origin: str) -> str | None:
@@ -267,8 +283,7 @@ RESTORED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_C
 COMPILER_VARIABLES = (
     "CC",
     "CXX",
-    "CPATH",
-    "CPLUS_INCLUDE_PATH",
+    *toolchain.INCLUDE_VARIABLES,
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
     "NVCC_CCBIN",
@@ -278,7 +293,14 @@ COMPILER_VARIABLES = (
 # ------------------------------------------------------------------------------------------------------------ building
 
 
-def _build_once(unit: Unit, folder: Path, place: str) -> ctypes.CDLL:
+class Library(NamedTuple):
+    """A build that is loaded, and the fingerprints of its files that the key does not cover (loader_cache.fingerprint)."""
+
+    code: ctypes.CDLL
+    dependencies: Mapping[str, list]
+
+
+def _build_once(unit: Unit, folder: Path, place: str) -> Library:
     """Builds and loads `unit` unless another process does so first; what fails there fails here with the same text."""
     reason, estimate = cache.why_missing(folder, unit.name, unit.device, unit.parts)
     with Status(f"{unit.name} ({unit.device}){place}, {reason}", estimate) as status:
@@ -300,26 +322,30 @@ def _build_once(unit: Unit, folder: Path, place: str) -> ctypes.CDLL:
     return library
 
 
-def _build(unit: Unit, folder: Path) -> ctypes.CDLL:
+def _build(unit: Unit, folder: Path) -> Library:
     """Builds and loads `unit` in a temporary folder, then makes that `folder`."""
     toolchain.find_ninja()
-    start = time.monotonic()
+    start, started_at = time.monotonic(), time.time_ns()
     work = cache.new_build(folder)
     try:
+        binaries = _assembled({origin: unit.text_of(origin) for origin in unit._texts})
         sources = work / "sources"
         for name, text in unit.files().items():
             (sources / name).parent.mkdir(parents=True, exist_ok=True)
             (sources / name).write_text(text, encoding="utf-8", errors="surrogateescape")
-        library = _compile(unit, sources, folder)
-        (sources / f"{work.name}.so").rename(work / "kernels.so")
+        code = _compile(unit, sources, folder)
+        found = [*binaries, *_dependencies(unit, sources)]
+        library = Library(code, {path: cache.fingerprint(path, started_at) for path in found})
+        built = (sources / f"{work.name}.so").rename(work / "library")
         shutil.rmtree(sources)
         record = {
             "name": unit.name,
             "device": unit.device,
             "parts": unit.parts,
+            "dependencies": library.dependencies,
             "seconds": time.monotonic() - start,
         }
-        cache.publish(work, folder, record)
+        cache.publish(work, folder, built, record)
         return library
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -333,6 +359,7 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
     cpp_extension.TORCH_LIB_PATH = _plain(cpp_extension.TORCH_LIB_PATH)
     cpp_extension.get_cxx_compiler = lambda: _program(toolchain.host_compiler())
     directory, include = _plain(str(sources)), f'#include "{unit.compiled}"'
+    os.environ["TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES"] = "0"  # _dependencies reads them
     if unit.device == "cuda":
         home = Path(toolchain.nvcc()).parent.parent
         cpp_extension.CUDA_HOME = _plain(str(home))
@@ -346,7 +373,8 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
             name=sources.parent.name,  # never used before: load_inline numbers the builds of one name
             cpp_sources=[include if unit.compiled.endswith(".cpp") else ""],
             cuda_sources=[include] if unit.compiled.endswith(".cu") else None,
-            extra_cflags=list(unit.cflags),
+            # All that main.cpp includes; load_inline asks for what is in no folder of the system.
+            extra_cflags=[*unit.cflags, "-Wp,-MD,main.o.d"],
             extra_cuda_cflags=list(unit.cuda_cflags),
             extra_ldflags=[f"-L{directory}"],
             extra_include_paths=[directory],
@@ -366,6 +394,23 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
         raise _compile_error(unit, error.object.decode(errors="replace"), Path(f"{folder}.log")) from None
     except RuntimeError as error:
         raise _compile_error(unit, str(error), Path(f"{folder}.log")) from None
+
+
+def _dependencies(unit: Unit, sources: Path) -> list[str]:
+    """The files that the compilers read and the key does not cover, neither their content nor a version; and what those name to the
+    assembler."""
+    command = [toolchain.find_ninja(), "-t", "deps"]
+    listed = subprocess.run(command, cwd=sources, capture_output=True, check=True).stdout
+    lines = re.findall(r"^    (.+)$", os.fsdecode(listed), flags=re.M)
+    covered = [sources, *toolchain.include_folders(unit.device)]
+    named = toolchain.named_folders()
+    paths = [str(sources / line) for line in dict.fromkeys(lines)]
+    found = [path for path in paths if toolchain.is_in(path, named) or not toolchain.is_in(path, covered)]
+    return [*found, *_assembled({path: read(Path(path)) for path in found})]
+
+
+def _assembled(texts: Mapping[str, str]) -> list[str]:
+    return [path for origin, text in texts.items() for path in assembled(origin, text)]
 
 
 def _compile_error(unit: Unit, log: str, log_path: Path) -> BuildError:
@@ -422,6 +467,8 @@ def _temporary() -> str:
 
 _loaded: dict[tuple, Operators] = {}
 _loading: dict[str, threading.Lock] = {}
+# By a build's folder: of what is loaded from it, the files that its key does not cover.
+_dependencies_of: dict[str, Mapping[str, list]] = {}
 # Of a namespace: what launches by the address of a launcher, and those addresses.
 _addresses: dict[str, tuple[Callable, list[int]]] = {}
 generation = (
@@ -487,8 +534,9 @@ def _load(
 
 def _load_unit(unit: Unit, place: str = "") -> Operators:
     with _loading.setdefault(unit.namespace, threading.Lock()):
-        # Registering a namespace a second time would abort the process.
-        if not hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].operator):
+        dependencies = _dependencies_of.get(unit.namespace, {})
+        loaded = unit.depending_on(dependencies)
+        if not _is_registered(loaded) or cache.changed(dependencies):
             if (
                 unit.device == "cuda"
                 and torch.cuda.is_available()
@@ -500,15 +548,27 @@ def _load_unit(unit: Unit, place: str = "") -> Operators:
                 )
             with ThreadPoolExecutor(1) as pool:
                 host = pool.submit(_host_side, unit.device)
-                register, host = getattr(_library(unit, place), REGISTER), host.result()
-            register.restype = ctypes.POINTER(ctypes.c_void_p)
-            addresses = register(ctypes.byref(ctypes.c_char.in_dll(host, HOST)))
-            launch = ctypes.CFUNCTYPE(*[ctypes.c_char_p] * 3)((LAUNCH, host))
-            _addresses[unit.namespace] = launch, addresses[: len(unit.launchers)]
-    return Operators(unit, *_addresses.get(unit.namespace, ()))
+                library, host = _library(unit, place), host.result()
+            _dependencies_of[unit.namespace] = library.dependencies
+            loaded = unit.depending_on(library.dependencies)
+            if not _is_registered(loaded):
+                _addresses[loaded.namespace] = _register(loaded, library.code, host)
+    return Operators(loaded, *_addresses.get(loaded.namespace, ()))
 
 
-def _library(unit: Unit, place: str = "") -> ctypes.CDLL:
+def _is_registered(unit: Unit) -> bool:
+    """Registering a namespace a second time would abort the process."""
+    return hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].operator)
+
+
+def _register(unit: Unit, library: ctypes.CDLL, host: ctypes.CDLL) -> tuple[Callable, list[int]]:
+    register = getattr(library, REGISTER)
+    register.restype = ctypes.POINTER(ctypes.c_void_p)
+    addresses = register(ctypes.byref(ctypes.c_char.in_dll(host, HOST)), unit.namespace.encode())
+    return ctypes.CFUNCTYPE(*[ctypes.c_char_p] * 3)((LAUNCH, host)), addresses[: len(unit.launchers)]
+
+
+def _library(unit: Unit, place: str = "") -> Library:
     """The library of `unit`, from the cache or built. PyTorch does not know of its launchers yet."""
     folder = cache.cache_folder() / unit.namespace
     if library := _load_cached(folder):
@@ -520,25 +580,25 @@ def _library(unit: Unit, place: str = "") -> ctypes.CDLL:
         return _build_once(unit, folder, place)
 
 
-def _load_cached(folder: Path) -> ctypes.CDLL | None:
-    """The library of the build `folder` if it is whole."""
-    library = cache.verified(folder)
+def _load_cached(folder: Path) -> Library | None:
+    """The library of the build `folder` if it is whole and of today's files."""
+    found = cache.verified(folder)
     try:
-        return ctypes.CDLL(str(library)) if library else None
+        return Library(ctypes.CDLL(str(found[0])), found[1]) if found else None
     except OSError:  # made for another machine, or on a noexec mount: the build says which
         return None
 
 
-_host_sides: dict[str, ctypes.CDLL] = {}
+_host_sides: dict[str, Library] = {}
 
 
 def _host_side(device: str) -> ctypes.CDLL:
     """PyTorch's side of the launchers for `device`. It is compiled if need be, once for all builds."""
     unit = _host_unit(device)
     with _loading.setdefault(unit.namespace, threading.Lock()):
-        if unit.key not in _host_sides:
+        if unit.key not in _host_sides or cache.changed(_host_sides[unit.key].dependencies):
             _host_sides[unit.key] = _library(unit)
-    return _host_sides[unit.key]
+    return _host_sides[unit.key].code
 
 
 def clear_cache() -> int:

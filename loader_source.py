@@ -208,6 +208,27 @@ def gather(source: str, place: Path, folders: Iterable[Path], found: dict[Path, 
     return "".join([*text, source[end:]])
 
 
+_BINARY = re.compile(r'\.incbin\b(?:\s*(\\?")(/[^"\\]+)\1)?')
+
+
+def assembled(origin: str, text: str) -> list[str]:
+    """The files that the assembler puts into the library, by `.incbin` in a string of `text`; no compiler lists them.
+
+    Raises BuildError for one that is named otherwise than by its absolute path, which can't be followed.
+    """
+    found = []
+    for string in _NO_CODE.finditer(text) if ".incbin" in text else ():
+        for name in _BINARY.finditer(string[0]) if string[0][0] != "/" else ():
+            if not name[2]:
+                start = string.start() + name.start()
+                line, column = text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
+                what = 'expected .incbin with an absolute path in the same string, `.incbin \\"/folder/file\\"`, so that a change of that file is seen'
+                got = text[start : text.find("\n", start)]
+                raise BuildError(at_line(origin, text, line, column, f"{what}, got `{got}`"))
+            found.append(name[2])
+    return found
+
+
 # --------------------------------------------------------------------------------------------------------------- macros
 
 
@@ -235,14 +256,10 @@ def _macro(name: str, value: object) -> str:
 
 
 def registration(
-    launchers: Iterable[Launcher],
-    namespace: str,
-    device: str,
-    defines: Iterable[str] = (),
-    halves: bool = True,
+    launchers: Iterable[Launcher], device: str, defines: Iterable[str] = (), halves: bool = True
 ) -> str:
-    """The C++ behind the kernels that gives `launchers` to PyTorch as operators `namespace::name` for `device` ("cpu" or "cuda"),
-    as soon as it is called with PyTorch's side, and returns them.
+    """The C++ behind the kernels that gives `launchers` to PyTorch as operators for `device` ("cpu" or "cuda"), as soon as it is
+    called with PyTorch's side and with their namespace, and returns them.
 
     Their types are written with the macros `defines`, which end there. halves: has scalar.h its types of 16 bits?
     """
@@ -269,7 +286,7 @@ def registration(
             f"constexpr const inline_loader::Launcher* inline_loader_entries[] = {{{', '.join(entries)}}};",
             f"{REGISTRATION} {{",
             "  inline_loader::host = given;",
-            f'  given->add("{namespace}", "{device.upper()}", inline_loader_entries, {len(launchers)});',
+            f'  given->add(name_space, "{device.upper()}", inline_loader_entries, {len(launchers)});',
             "  return inline_loader_entries;",
             "}",
             "",
@@ -279,5 +296,5 @@ def registration(
 
 REGISTER = "inline_loader_register"
 REGISTRATION = f"""extern "C" __attribute__((visibility("default")))
-const inline_loader::Launcher* const* {REGISTER}(const inline_loader::Host* given)"""
+const inline_loader::Launcher* const* {REGISTER}(const inline_loader::Host* given, const char* name_space)"""
 HALVES = {"half_t": 5, "bfloat16_t": 15}  # of scalar.h, on a CPU
