@@ -524,7 +524,7 @@ def _load(
     defines: Mapping[str, object],
     place: str = "",
 ) -> Operators:
-    defines = macros(defines)
+    defines, folder = macros(defines), folder and Path(os.path.abspath(folder))
     slot = (name, source, folder, device, tuple(sorted(defines.items())))
     operators = _loaded.get(slot)
     if operators is None:
@@ -614,7 +614,8 @@ def load_ipython_extension(shell) -> None:
     """`%load_ext inline_loader`: the cell magics %%cuda NAME and %%cpp NAME, optionally with macros (NAME A=1 B=float).
 
     The cell becomes NAME, to be called as NAME(y, x, ...), or as NAME.launcher(...) where it exports several. Run again
-    after an edit, it is the new code at once, also for who holds the old NAME; edited files of kernels/ are seen as well.
+    after an edit, it is the new code at once, also for who holds the old NAME, a launcher of it, or what was bound of one; edited files
+    of kernels/ are seen as well.
     """
 
     def compile_cell(device: str, line: str, cell: str) -> None:
@@ -627,7 +628,7 @@ def load_ipython_extension(shell) -> None:
         unit = _unit(name, cell, device, defines, first_line=2)  # the magic is the cell's first line
         operators = _load_unit(unit)
         if isinstance(known, Operators):
-            known.__dict__ = operators.__dict__
+            Operators._renew(known, operators)
         else:
             shell.push({name: operators})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -362,3 +363,62 @@ def test_a_cell_makes_its_name():
     inline_loader.load_ipython_extension(shell)
     shell.magics["cpp"]("twice A=1", DOUBLE)
     assert doubled(shell.user_ns["twice"])
+
+
+HELD = """EXPORT void f(float* y, const float* x, double a, int64_t n) {{ for (int64_t i = 0; i < n; i++) y[i] = {0}; }}
+EXPORT void {1}(float* y, int64_t n) {{ y[0] = n; }}
+"""
+
+
+def test_what_was_taken_of_a_cell_runs_the_edited_one():
+    """Its launchers, and what was bound of them, over several edits; of a launcher that is no more it says so."""
+    shell = Shell()
+    inline_loader.load_ipython_extension(shell)
+    cell = shell.magics["cpp"]
+    cell("held", HELD.format("x[i] * a", "g"))
+    f, g = shell.user_ns["held"].f, shell.user_ns["held"].g
+    bound, bound_g, x, y = f.bound(2.0, 2), g.bound(5), torch.ones(2), torch.zeros(2)
+    compiled = torch.compile(lambda x, y: f(y, x, 2.0, 2), fullgraph=True, backend="aot_eager")
+
+    def seen() -> list[float]:
+        results = []
+        for call in (
+            lambda: f(y, x, 2.0, 2),
+            lambda: bound(y, x),
+            lambda: bound(y, x),
+            lambda: compiled(x, y),
+        ):
+            y.zero_(), call()
+            results.append(y[0].item())
+        return results
+
+    assert seen() == [2.0] * 4
+    cell("held", HELD.format("x[i] + a", "h"))
+    assert seen() == [3.0] * 4 and shell.user_ns["held"].f is f
+    for call in (g, bound_g):
+        with pytest.raises(AttributeError, match="held has no launcher g any more"):
+            call(y, 5) if call is g else call(y)
+    cell("held", HELD.format("x[i] - a", "g"))
+    assert seen() == [-1.0] * 4
+    bound_g(y), bound_g(y)
+    assert y[0] == 5
+    cell("held", DOUBLE.replace("twice", "f"))  # with other parameters
+    assert doubled(f) and doubled(shell.user_ns["held"])
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+        bound(y, x)
+
+
+# --------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_a_relative_folder_is_of_the_current_one(tmp_path, monkeypatch):
+    for place, factor in (("a", 1), ("b", 2)):
+        (tmp_path / place / "mine").mkdir(parents=True)
+        (tmp_path / place / "mine" / "k.h").write_text(f"#define EXTRA * {factor}\n")
+        (tmp_path / place / "mine" / "k.cpp").write_text('#include "k.h"\n' + scale(" EXTRA"))
+        for folder in (Path("mine"), "mine"):
+            monkeypatch.chdir(tmp_path / place)
+            kernels = inline_loader.load("k", folder=folder)
+            assert run(kernels) == [2.0 * factor, -6.0 * factor]
+        monkeypatch.chdir(tmp_path)
+        assert inline_loader.load("k", folder=tmp_path / place / "mine") is kernels
