@@ -56,11 +56,13 @@ from loader_launch import Operators
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
 from loader_report import BuildError, Status, first_error, in_notebook
 from loader_source import (
+    GENERATED,
     REGISTER,
     Header,
     Launcher,
     assembled,
     gather,
+    line_of,
     macros,
     parse_launchers,
     read,
@@ -113,7 +115,7 @@ class Unit:
         """The files to compile, by their name in the build folder: what load_inline gets includes them."""
         lines = {self.origin: self.first_line}
         parts = {
-            origin: f"{_line(lines.get(origin, 1), origin)}{text}\n" for origin, text in self._texts.items()
+            origin: f"{line_of(lines.get(origin, 1), origin)}{text}\n" for origin, text in self._texts.items()
         }
         files = {header.copy: parts[header.path] for header in self.headers}
         if not self.launchers:
@@ -147,7 +149,7 @@ class Unit:
             **{header.path: header.text for header in self.headers},
             self.origin: self.source,
             self._macros: "".join(f"#define {name} {value}\n" for name, value in self.defines.items()),
-            GENERATED: registration(self.launchers, self.device, self.defines, self._has_halves),
+            GENERATED: registration(self.launchers, self.device, self.defines, self._has_halves, self.origin),
         }
 
     def text_of(self, origin: str) -> str | None:
@@ -156,13 +158,7 @@ class Unit:
         return "\n" * (self.first_line - 1) + text if origin == self.origin else text
 
 
-GENERATED = "generated registration"
 INCLUDE_HOST, INCLUDE_SCALAR = '#include "headers/0/host.h"\n', '#include "headers/0/scalar.h"\n'
-
-
-def _line(number: int, origin: object) -> str:
-    """Makes the compiler count lines from `number` and name `origin` in its messages."""
-    return '#line {} "{}"\n'.format(number, str(origin).replace("\\", "\\\\").replace('"', '\\"'))
 
 
 def _digest(value: object) -> str:
@@ -190,12 +186,13 @@ def _unit(
         if not path.is_file():
             raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
         origin, source = str(path), read(path)
-    launchers = tuple(parse_launchers(source, origin, first_line))
-    headers: dict[Path, Header] = {}
+    given, headers = source, {}
     gather(
         '#include "host.h"\n#include "scalar.h"\n', KERNELS, [], headers
     )  # their copies are the first of their names
     source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
+    texts = [header.text for header in headers.values()]
+    launchers = tuple(parse_launchers(given, origin, first_line, texts))
     parts = {"source": [source, first_line], "defines": dict(defines), **_common_parts(device, headers)}
     if device == "cuda":
         cflags = ["-O1", "-fvisibility=hidden"]

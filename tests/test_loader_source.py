@@ -135,11 +135,59 @@ void twice(float *__restrict y, const float*x, int64_t n) // as declared above
             "EXPORT void twice(double* y)",
             r"2:13: error: twice is exported a second time, with other parameters",
         ),
+        (
+            "namespace a::b { namespace { void g() {} } EXPORT void f(float* y) {} }",
+            r"2:56: error: f: expected a launcher outside of namespaces, got it in `namespace a::b`\n *2 \| namespace",
+        ),
+        (
+            "template <class T> EXPORT void f(T* y) {}",
+            r"2:32: error: f: expected .* no template, got `template <class T>` before it\n *2 \| template",
+        ),
+        (
+            "EXPORT void f(float* y);",
+            r"2:13: error: f: expected a body, `EXPORT void f\(...\) \{ ... \}`, got a declaration alone",
+        ),
+        (
+            "EXPORT void f(int8_t* y) {}",
+            r"2:13: error: .*f: y: expected a pointer to float, double, .* bool, got int8_t\*\W*\n *2 \| EXPORT.*\n.{20}\^",
+        ),
+        (
+            "struct Pair {}; EXPORT void f(float* y, const Pair* x) {}",
+            r"2:29: error: .*f: x: expected a pointer to float, .* got const Pair\*",
+        ),
+        ("EXPORT void f(float* y, int n) {}", "2:13: error: expected .*got `int n`: write `int64_t n`\n"),
+        (
+            "EXPORT void f(float* y, const std::uint32_t n) {}",
+            "2:13: error: .*t n`: write `int64_t n`\n",
+        ),
+        ("EXPORT void f(float* y, float a) {}", "2:13: error: expected .*got `float a`: write `double a`\n"),
     ],
 )
 def test_what_can_be_no_launcher_is_refused_beside_a_good_one(line, message):
     with pytest.raises(BuildError, match="^<f>:" + message):
         inline_loader.load("f", source=f"{DOUBLE.strip()}\n{line}\n")
+
+
+def test_launchers_beside_namespaces_and_with_bodies_elsewhere(tmp_path):
+    header = tmp_path / "body.h"
+    header.write_text("void f(float* y, const float* x, int64_t n) " + BODY)
+    source = f"""EXPORT void f(float* y, const float* x, int64_t n);
+#include "{header}"
+namespace a {{ template <class T> T one() {{ return 1; }} }}
+#if 1 + 1 == 3
+namespace b {{
+#else
+#ifdef B
+namespace b {{
+#else
+extern "C" {{
+#endif
+#endif
+{DOUBLE}
+}}
+"""
+    kernels = inline_loader.load("f", source=source)
+    assert doubled(kernels.f) and doubled(kernels.twice)
 
 
 def test_wrong_arguments_are_told():
