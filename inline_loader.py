@@ -13,7 +13,8 @@ kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels
 takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME.
 
 `torch.utils.cpp_extension.load_inline` compiles in a temporary folder that holds a copy of every file that was hashed, so
-what is compiled is what the hash names. The result is moved in one step to a folder of the cache named by that hash, under
+what is compiled is what the hash names. What the compilers find beyond that (by CPATH, by a macro's name), but for headers of the
+system, CUDA and torch, is looked at before each use of a build: loader_cache.fingerprint. The result is moved in one step to a folder of the cache named by that hash, under
 a lock that dies with its holder: one process builds, every other one waits and loads. This module knows no model.
 
 `python inline_loader.py doctor` says what is wrong with a machine, `python inline_loader.py clear` empties the cache.
