@@ -400,10 +400,12 @@ def _dependencies(unit: Unit, sources: Path) -> list[str]:
     command = [toolchain.find_ninja(), "-t", "deps"]
     listed = subprocess.run(command, cwd=sources, capture_output=True, check=True).stdout
     lines = re.findall(r"^    (.+)$", os.fsdecode(listed), flags=re.M)
-    covered = [sources, *toolchain.include_folders(unit.device)]
-    named = toolchain.named_folders()
-    paths = [str(sources / line) for line in dict.fromkeys(lines)]
-    found = [path for path in paths if toolchain.is_in(path, named) or not toolchain.is_in(path, covered)]
+    covered = {sources.resolve(), *toolchain.include_folders(unit.device)}
+    named, found = {*toolchain.named_folders()}, []
+    for path in [str(sources / line) for line in dict.fromkeys(lines)]:
+        folders = {*Path(path).resolve().parents}
+        if folders & named or not folders & covered:
+            found.append(path)
     return [*found, *_assembled({path: read(Path(path)) for path in found})]
 
 

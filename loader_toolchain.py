@@ -17,7 +17,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -89,26 +88,20 @@ def _install_nvcc() -> str:
 INCLUDE_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH")
 
 
-def named_folders() -> list[str]:
+def named_folders() -> list[Path]:
     """The user's folders of headers."""
     folders = [os.environ.get(variable, "").split(os.pathsep) for variable in INCLUDE_VARIABLES]
-    return [folder for each in folders for folder in each if folder]
+    return [Path(folder).resolve() for each in folders for folder in each if folder]
 
 
-def include_folders(device: str) -> list[str]:
+def include_folders(device: str) -> list[Path]:
     """Where headers change with a version alone: those of the compilers, of the system, of Python, torch and CUDA."""
     folders = ["/usr/include", "/usr/lib", "/usr/lib64", sysconfig.get_path("include")]
     folders.append(os.path.join(os.path.dirname(torch.__file__), "include"))
     if device == "cuda":
         home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc())))
         folders += [os.path.join(home, "include"), os.path.join(home, "targets")]
-    return folders
-
-
-def is_in(path: str, folders: Iterable[str | Path]) -> bool:
-    """Is it in one of `folders`, whatever links lead there?"""
-    parents = Path(path).resolve().parents
-    return any(Path(folder).resolve() in parents for folder in folders)
+    return [Path(folder).resolve() for folder in folders]
 
 
 @functools.lru_cache(None)
