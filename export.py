@@ -50,7 +50,8 @@ def cell(
     such a device."""
     if name not in models.PROBLEMS:
         raise KeyError(f"expected one of {', '.join(models.PROBLEMS)}, got {name}")
-    problem, variant = models.PROBLEMS[name], variant or ("fused" if device == "cuda" else "epilogue")
+    problem = models.PROBLEMS[name]
+    variant = variant or problem.variants_on(device)[-1]
     if variant not in VARIANTS or variant not in problem.variants_on(device):
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
     program, forward = _program(problem, device, variant, dtype)

@@ -15,7 +15,7 @@ from loader_source import REGISTER, REGISTRATION, parse_launchers, registration
 
 NAMESPACE = "_NAMESPACE_"  # on the host side, in the place of the build's name
 REGISTERED = f"""{REGISTRATION};
-static const bool registered = ({REGISTER}(&inline_loader::pytorch), true);
+static const bool registered = ({REGISTER}(&inline_loader::pytorch, "{NAMESPACE}"), true);
 """
 FORMULA = "// THE FORMULA: edit the next line, run the cell again. (The gradient has lines of its own.)"
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
@@ -40,7 +40,7 @@ def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, 
         launchers = parse_launchers(source.read_text(encoding="utf-8"), source.name)
         generated = [
             _title("generated: the launchers as operators"),
-            registration(launchers, NAMESPACE, device),
+            registration(launchers, device),
         ]
         text = [*_inlined([source], folder, set(seen), shared), *generated]
         texts[stem] = _compiled_by(device, [], text, [REGISTERED])

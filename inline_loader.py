@@ -13,7 +13,8 @@ kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels
 takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME.
 
 `torch.utils.cpp_extension.load_inline` compiles in a temporary folder that holds a copy of every file that was hashed, so
-what is compiled is what the hash names. The result is moved in one step to a folder of the cache named by that hash, under
+what is compiled is what the hash names. What the compilers find beyond that (by CPATH, by a macro's name), but for headers of the
+system, CUDA and torch, is looked at before each use of a build: loader_cache.fingerprint. The result is moved in one step to a folder of the cache named by that hash, under
 a lock that dies with its holder: one process builds, every other one waits and loads. This module knows no model.
 
 `python inline_loader.py doctor` says what is wrong with a machine, `python inline_loader.py clear` empties the cache.
@@ -25,6 +26,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import json
@@ -34,6 +36,7 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -43,6 +46,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -52,7 +56,19 @@ import loader_toolchain as toolchain
 from loader_launch import Operators
 from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
 from loader_report import BuildError, Status, first_error, in_notebook
-from loader_source import REGISTER, Header, Launcher, gather, macros, parse_launchers, read, registration
+from loader_source import (
+    GENERATED,
+    REGISTER,
+    Header,
+    Launcher,
+    assembled,
+    gather,
+    line_of,
+    macros,
+    parse_launchers,
+    read,
+    registration,
+)
 from loader_toolchain import STABLE_ABI
 
 HERE = Path(__file__).resolve().parent
@@ -91,11 +107,16 @@ class Unit:
     def namespace(self) -> str:
         return f"{self.name}_{self.key}"
 
+    def depending_on(self, files: Mapping[str, list]) -> Unit:
+        """As it was built from `files`, too, which the compilers have found by themselves, with their fingerprints."""
+        parts = {**self.parts, "dependencies": cache.content(files)}
+        return dataclasses.replace(self, parts=parts) if files else self
+
     def files(self) -> dict[str, str]:
         """The files to compile, by their name in the build folder: what load_inline gets includes them."""
         lines = {self.origin: self.first_line}
         parts = {
-            origin: f"{_line(lines.get(origin, 1), origin)}{text}\n" for origin, text in self._texts.items()
+            origin: f"{line_of(lines.get(origin, 1), origin)}{text}\n" for origin, text in self._texts.items()
         }
         files = {header.copy: parts[header.path] for header in self.headers}
         if not self.launchers:
@@ -129,9 +150,7 @@ class Unit:
             **{header.path: header.text for header in self.headers},
             self.origin: self.source,
             self._macros: "".join(f"#define {name} {value}\n" for name, value in self.defines.items()),
-            GENERATED: registration(
-                self.launchers, self.namespace, self.device, self.defines, self._has_halves
-            ),
+            GENERATED: registration(self.launchers, self.device, self.defines, self._has_halves, self.origin),
         }
 
     def text_of(self, origin: str) -> str | None:
@@ -140,13 +159,7 @@ class Unit:
         return "\n" * (self.first_line - 1) + text if origin == self.origin else text
 
 
-GENERATED = "generated registration"
 INCLUDE_HOST, INCLUDE_SCALAR = '#include "headers/0/host.h"\n', '#include "headers/0/scalar.h"\n'
-
-
-def _line(number: int, origin: object) -> str:
-    """Makes the compiler count lines from `number` and name `origin` in its messages."""
-    return '#line {} "{}"\n'.format(number, str(origin).replace("\\", "\\\\").replace('"', '\\"'))
 
 
 def _digest(value: object) -> str:
@@ -174,12 +187,13 @@ def _unit(
         if not path.is_file():
             raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
         origin, source = str(path), read(path)
-    launchers = tuple(parse_launchers(source, origin, first_line))
-    headers: dict[Path, Header] = {}
+    given, headers = source, {}
     gather(
         '#include "host.h"\n#include "scalar.h"\n', KERNELS, [], headers
     )  # their copies are the first of their names
     source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
+    texts = [header.text for header in headers.values()]
+    launchers = tuple(parse_launchers(given, origin, first_line, texts))
     parts = {"source": [source, first_line], "defines": dict(defines), **_common_parts(device, headers)}
     if device == "cuda":
         cflags = ["-O1", "-fvisibility=hidden"]
@@ -267,8 +281,7 @@ RESTORED = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_C
 COMPILER_VARIABLES = (
     "CC",
     "CXX",
-    "CPATH",
-    "CPLUS_INCLUDE_PATH",
+    *toolchain.INCLUDE_VARIABLES,
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
     "NVCC_CCBIN",
@@ -278,7 +291,14 @@ COMPILER_VARIABLES = (
 # ------------------------------------------------------------------------------------------------------------ building
 
 
-def _build_once(unit: Unit, folder: Path, place: str) -> ctypes.CDLL:
+class Library(NamedTuple):
+    """A build that is loaded, and the fingerprints of its files that the key does not cover (loader_cache.fingerprint)."""
+
+    code: ctypes.CDLL
+    dependencies: Mapping[str, list]
+
+
+def _build_once(unit: Unit, folder: Path, place: str) -> Library:
     """Builds and loads `unit` unless another process does so first; what fails there fails here with the same text."""
     reason, estimate = cache.why_missing(folder, unit.name, unit.device, unit.parts)
     with Status(f"{unit.name} ({unit.device}){place}, {reason}", estimate) as status:
@@ -300,26 +320,30 @@ def _build_once(unit: Unit, folder: Path, place: str) -> ctypes.CDLL:
     return library
 
 
-def _build(unit: Unit, folder: Path) -> ctypes.CDLL:
+def _build(unit: Unit, folder: Path) -> Library:
     """Builds and loads `unit` in a temporary folder, then makes that `folder`."""
     toolchain.find_ninja()
-    start = time.monotonic()
+    start, started_at = time.monotonic(), time.time_ns()
     work = cache.new_build(folder)
     try:
+        binaries = _assembled({origin: unit.text_of(origin) for origin in unit._texts})
         sources = work / "sources"
         for name, text in unit.files().items():
             (sources / name).parent.mkdir(parents=True, exist_ok=True)
             (sources / name).write_text(text, encoding="utf-8", errors="surrogateescape")
-        library = _compile(unit, sources, folder)
-        (sources / f"{work.name}.so").rename(work / "kernels.so")
+        code = _compile(unit, sources, folder)
+        found = [*binaries, *_dependencies(unit, sources)]
+        library = Library(code, {path: cache.fingerprint(path, started_at) for path in found})
+        built = (sources / f"{work.name}.so").rename(work / "library")
         shutil.rmtree(sources)
         record = {
             "name": unit.name,
             "device": unit.device,
             "parts": unit.parts,
+            "dependencies": library.dependencies,
             "seconds": time.monotonic() - start,
         }
-        cache.publish(work, folder, record)
+        cache.publish(work, folder, built, record)
         return library
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -333,6 +357,7 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
     cpp_extension.TORCH_LIB_PATH = _plain(cpp_extension.TORCH_LIB_PATH)
     cpp_extension.get_cxx_compiler = lambda: _program(toolchain.host_compiler())
     directory, include = _plain(str(sources)), f'#include "{unit.compiled}"'
+    os.environ["TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES"] = "0"  # _dependencies reads them
     if unit.device == "cuda":
         home = Path(toolchain.nvcc()).parent.parent
         cpp_extension.CUDA_HOME = _plain(str(home))
@@ -346,7 +371,8 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
             name=sources.parent.name,  # never used before: load_inline numbers the builds of one name
             cpp_sources=[include if unit.compiled.endswith(".cpp") else ""],
             cuda_sources=[include] if unit.compiled.endswith(".cu") else None,
-            extra_cflags=list(unit.cflags),
+            # All that main.cpp includes; load_inline asks for what is in no folder of the system.
+            extra_cflags=[*unit.cflags, "-Wp,-MD,main.o.d"],
             extra_cuda_cflags=list(unit.cuda_cflags),
             extra_ldflags=[f"-L{directory}"],
             extra_include_paths=[directory],
@@ -366,6 +392,25 @@ def _compile(unit: Unit, sources: Path, folder: Path) -> ctypes.CDLL:
         raise _compile_error(unit, error.object.decode(errors="replace"), Path(f"{folder}.log")) from None
     except RuntimeError as error:
         raise _compile_error(unit, str(error), Path(f"{folder}.log")) from None
+
+
+def _dependencies(unit: Unit, sources: Path) -> list[str]:
+    """The files that the compilers read and the key does not cover, neither their content nor a version; and what those name to the
+    assembler."""
+    command = [toolchain.find_ninja(), "-t", "deps"]
+    listed = subprocess.run(command, cwd=sources, capture_output=True, check=True).stdout
+    lines = re.findall(r"^    (.+)$", os.fsdecode(listed), flags=re.M)
+    covered = {sources.resolve(), *toolchain.include_folders(unit.device)}
+    named, found = {*toolchain.named_folders()}, []
+    for path in [str(sources / line) for line in dict.fromkeys(lines)]:
+        folders = {*Path(path).resolve().parents}
+        if folders & named or not folders & covered:
+            found.append(path)
+    return [*found, *_assembled({path: read(Path(path)) for path in found})]
+
+
+def _assembled(texts: Mapping[str, str]) -> list[str]:
+    return [path for origin, text in texts.items() for path in assembled(origin, text)]
 
 
 def _compile_error(unit: Unit, log: str, log_path: Path) -> BuildError:
@@ -422,6 +467,8 @@ def _temporary() -> str:
 
 _loaded: dict[tuple, Operators] = {}
 _loading: dict[str, threading.Lock] = {}
+# By a build's folder: of what is loaded from it, the files that its key does not cover.
+_dependencies_of: dict[str, Mapping[str, list]] = {}
 # Of a namespace: what launches by the address of a launcher, and those addresses.
 _addresses: dict[str, tuple[Callable, list[int]]] = {}
 generation = (
@@ -477,7 +524,7 @@ def _load(
     defines: Mapping[str, object],
     place: str = "",
 ) -> Operators:
-    defines = macros(defines)
+    defines, folder = macros(defines), folder and Path(os.path.abspath(folder))
     slot = (name, source, folder, device, tuple(sorted(defines.items())))
     operators = _loaded.get(slot)
     if operators is None:
@@ -487,8 +534,9 @@ def _load(
 
 def _load_unit(unit: Unit, place: str = "") -> Operators:
     with _loading.setdefault(unit.namespace, threading.Lock()):
-        # Registering a namespace a second time would abort the process.
-        if not hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].operator):
+        dependencies = _dependencies_of.get(unit.namespace, {})
+        loaded = unit.depending_on(dependencies)
+        if not _is_registered(loaded) or cache.changed(dependencies):
             if (
                 unit.device == "cuda"
                 and torch.cuda.is_available()
@@ -500,15 +548,27 @@ def _load_unit(unit: Unit, place: str = "") -> Operators:
                 )
             with ThreadPoolExecutor(1) as pool:
                 host = pool.submit(_host_side, unit.device)
-                register, host = getattr(_library(unit, place), REGISTER), host.result()
-            register.restype = ctypes.POINTER(ctypes.c_void_p)
-            addresses = register(ctypes.byref(ctypes.c_char.in_dll(host, HOST)))
-            launch = ctypes.CFUNCTYPE(*[ctypes.c_char_p] * 3)((LAUNCH, host))
-            _addresses[unit.namespace] = launch, addresses[: len(unit.launchers)]
-    return Operators(unit, *_addresses.get(unit.namespace, ()))
+                library, host = _library(unit, place), host.result()
+            _dependencies_of[unit.namespace] = library.dependencies
+            loaded = unit.depending_on(library.dependencies)
+            if not _is_registered(loaded):
+                _addresses[loaded.namespace] = _register(loaded, library.code, host)
+    return Operators(loaded, *_addresses.get(loaded.namespace, ()))
 
 
-def _library(unit: Unit, place: str = "") -> ctypes.CDLL:
+def _is_registered(unit: Unit) -> bool:
+    """Registering a namespace a second time would abort the process."""
+    return hasattr(getattr(torch.ops, unit.namespace), unit.launchers[0].operator)
+
+
+def _register(unit: Unit, library: ctypes.CDLL, host: ctypes.CDLL) -> tuple[Callable, list[int]]:
+    register = getattr(library, REGISTER)
+    register.restype = ctypes.POINTER(ctypes.c_void_p)
+    addresses = register(ctypes.byref(ctypes.c_char.in_dll(host, HOST)), unit.namespace.encode())
+    return ctypes.CFUNCTYPE(*[ctypes.c_char_p] * 3)((LAUNCH, host)), addresses[: len(unit.launchers)]
+
+
+def _library(unit: Unit, place: str = "") -> Library:
     """The library of `unit`, from the cache or built. PyTorch does not know of its launchers yet."""
     folder = cache.cache_folder() / unit.namespace
     if library := _load_cached(folder):
@@ -520,25 +580,25 @@ def _library(unit: Unit, place: str = "") -> ctypes.CDLL:
         return _build_once(unit, folder, place)
 
 
-def _load_cached(folder: Path) -> ctypes.CDLL | None:
-    """The library of the build `folder` if it is whole."""
-    library = cache.verified(folder)
+def _load_cached(folder: Path) -> Library | None:
+    """The library of the build `folder` if it is whole and of today's files."""
+    found = cache.verified(folder)
     try:
-        return ctypes.CDLL(str(library)) if library else None
+        return Library(ctypes.CDLL(str(found[0])), found[1]) if found else None
     except OSError:  # made for another machine, or on a noexec mount: the build says which
         return None
 
 
-_host_sides: dict[str, ctypes.CDLL] = {}
+_host_sides: dict[str, Library] = {}
 
 
 def _host_side(device: str) -> ctypes.CDLL:
     """PyTorch's side of the launchers for `device`. It is compiled if need be, once for all builds."""
     unit = _host_unit(device)
     with _loading.setdefault(unit.namespace, threading.Lock()):
-        if unit.key not in _host_sides:
+        if unit.key not in _host_sides or cache.changed(_host_sides[unit.key].dependencies):
             _host_sides[unit.key] = _library(unit)
-    return _host_sides[unit.key]
+    return _host_sides[unit.key].code
 
 
 def clear_cache() -> int:
@@ -554,7 +614,8 @@ def load_ipython_extension(shell) -> None:
     """`%load_ext inline_loader`: the cell magics %%cuda NAME and %%cpp NAME, optionally with macros (NAME A=1 B=float).
 
     The cell becomes NAME, to be called as NAME(y, x, ...), or as NAME.launcher(...) where it exports several. Run again
-    after an edit, it is the new code at once, also for who holds the old NAME; edited files of kernels/ are seen as well.
+    after an edit, it is the new code at once, also for who holds the old NAME, a launcher of it, or what was bound of one; edited files
+    of kernels/ are seen as well.
     """
 
     def compile_cell(device: str, line: str, cell: str) -> None:
@@ -567,7 +628,7 @@ def load_ipython_extension(shell) -> None:
         unit = _unit(name, cell, device, defines, first_line=2)  # the magic is the cell's first line
         operators = _load_unit(unit)
         if isinstance(known, Operators):
-            known.__dict__ = operators.__dict__
+            Operators._renew(known, operators)
         else:
             shell.push({name: operators})
 

@@ -2,7 +2,8 @@
 
 What else is in the folder is never touched or counted. Ours bears the name of a build, and the build's lock is beside it.
 
-<cache>/<name>_<key>/kernels.so     a build; build.json beside it says of what, and its checksum
+<cache>/<name>_<key>/kernels.so     a build; build.json beside it says of what, and its checksum. Where it depends on files that the key does
+                                    not cover, it is kernels-<digest of those>.so
 <cache>/host_side_<key>/            one as well: PyTorch's side of all builds
 <cache>/<name>_<key>.building-*/    a build that is being made; left behind only by a killed builder, until the next build
 <cache>/<name>_<key>.lock           held by the process that builds; the operating system frees it when that process dies
@@ -42,6 +43,7 @@ _RECORD = {
     "name": str,
     "device": str,
     "parts": dict,
+    "dependencies": dict,
     "seconds": (int, float),
     "built": (int, float),
     "sha256": str,
@@ -138,26 +140,66 @@ def new_build(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=folder.name + BUILDING, dir=folder.parent))
 
 
-def publish(work: Path, folder: Path, record: Mapping[str, object]) -> None:
-    """Makes `work`, which holds kernels.so, the build `folder` in one step."""
-    checksum = hashlib.sha256((work / "kernels.so").read_bytes()).hexdigest()
-    record = {**record, "sha256": checksum, "built": time.time()}
+def publish(work: Path, folder: Path, library: Path, record: Mapping[str, object]) -> None:
+    """Makes `work`, with the built `library`, the build `folder` in one step."""
+    # The dynamic linker takes a library of the same path for the one that it has loaded.
+    library = library.rename(work / _library_name(record["dependencies"]))
+    record = {**record, "sha256": _checksum(library), "built": time.time()}
     (work / "build.json").write_text(json.dumps(record), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     work.rename(folder)
 
 
-def verified(folder: Path) -> Path | None:
-    """The library of the build `folder` if it is whole, else None. Marks the build as used."""
-    library = folder / "kernels.so"
+def verified(folder: Path) -> tuple[Path, Mapping[str, list]] | None:
+    """The library of the build `folder` and the fingerprints of its dependencies, if it is whole and they are as they were, else
+    None. Marks the build as used."""
+    record = _record(folder)
     try:
-        if hashlib.sha256(library.read_bytes()).hexdigest() != _record(folder).get("sha256"):
+        library = folder / _library_name(record["dependencies"])
+        if _checksum(library) != record["sha256"] or changed(record["dependencies"]):
             return None
-    except OSError:
+    except (KeyError, OSError):
         return None
     with contextlib.suppress(OSError):  # a read-only cache
         os.utime(folder / "build.json")
-    return library
+    return library, record["dependencies"]
+
+
+def _library_name(dependencies: Mapping[str, list]) -> str:
+    return f"kernels-{content(dependencies)}.so" if dependencies else "kernels.so"
+
+
+def fingerprint(path: str, since: int) -> list:
+    """What shows at a glance whether the file `path` is what it was, then a digest of its content. Of a file that was written to later
+    than `since`, in ns, nobody knows what the compiler read: it shows as changed."""
+    status = _glance(path)
+    return [*status, _checksum(Path(path))] if status[0] < since else [0, 0, 0, f"written to at {status[0]}"]
+
+
+def changed(dependencies: Mapping[str, list]) -> str | None:
+    """The first of the files `dependencies` that is not what its fingerprint says, or None."""
+    for path, (*status, checksum) in dependencies.items():
+        try:
+            if _glance(path) != status and _checksum(Path(path)) != checksum:
+                return path
+        except OSError:
+            return path
+    return None
+
+
+def content(dependencies: Mapping[str, list]) -> str:
+    """A digest of what the files `dependencies` hold."""
+    held = {path: checksum for path, (*_, checksum) in dependencies.items()}
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _glance(path: str) -> list[int]:
+    status = os.stat(path)
+    return [status.st_ctime_ns, status.st_size, status.st_ino]
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _record(folder: Path) -> dict:
@@ -177,7 +219,9 @@ def _whole(path: Path, kinds: Mapping[str, type | tuple[type, ...]]) -> dict:
 def why_missing(folder: Path, name: str, device: str, parts: Mapping[str, str]) -> tuple[str, float | None]:
     """Why the build `folder` is not (whole) in the cache, and the seconds that its last build took (None: never built)."""
     if folder.exists():
-        return "the cached library is damaged", _record(folder).get("seconds")
+        record = _record(folder)
+        path = changed(record.get("dependencies", {}))
+        return f"{path} changed" if path else "the cached library is damaged", record.get("seconds")
     records = [_record(folder.parent / build) for build in _ours(folder.parent) if build[:-17] == name]
     records = [record for record in records if record.get("device") == device]
     if not records:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 
@@ -42,8 +43,11 @@ class Operators:
         calls = [_call(each, getattr(operators, each.operator).default) for each in unit.launchers]
         for launcher, call, address in zip(unit.launchers, calls, addresses or [None] * len(calls)):
             setattr(self, launcher.name, call)
-            call.bound = functools.partial(_bound, launcher, call, launch, address)
+            call.launched = launcher, launch, address
+            call.all_bound = weakref.WeakSet()
+            call.bound = functools.partial(_bound, call)
         self.__single = calls[0] if len(calls) == 1 else None
+        self.__given = {launcher.name: call for launcher, call in zip(unit.launchers, calls)}  # to somebody
 
     def __call__(self, *arguments, **keywords):
         if self.__single is None:
@@ -54,6 +58,20 @@ class Operators:
     def __repr__(self) -> str:
         calls = ", ".join(launcher.schema for launcher in self.__unit.launchers)
         return f"<{self.__unit.name} for {self.__unit.device}: {calls}>"
+
+    @staticmethod
+    def _renew(known: Operators, fresh: Operators) -> None:
+        """Makes `known` run what `fresh` does, and so the launchers that somebody took of it, and what was bound of those."""
+        given, names = {**fresh.__given, **known.__given}, list(fresh.__given)
+        for name, call in given.items():
+            new = fresh.__given.get(name) or _gone(f"{fresh.__unit.name} has no launcher {name} any more")
+            call.__globals__.update(new.__globals__)  # a function of its own, not of this module
+            call.__code__ = new.__code__
+            call.launched = getattr(new, "launched", None)
+            for bound in call.all_bound:
+                bound.renew()
+        known.__dict__ = {**vars(fresh), **{name: given[name] for name in names}}
+        known.__given, known.__single = given, given[names[0]] if len(names) == 1 else None
 
 
 # Written out for its parameters, because it is called often: a loop over them would cost more than all else here.
@@ -102,32 +120,51 @@ def _call(launcher: Launcher, operator: Callable) -> Callable:
     return names[launcher.operator]
 
 
+def _gone(problem: str) -> Callable:
+    """Stands for a launcher that is no more."""
+    names = {"_problem": problem}
+    exec("def gone(*_, **__):\n    raise AttributeError(_problem)", names)
+    return names["gone"]
+
+
 # An Argument (kernels/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
 _FORMATS = {"int64_t": "q", "double": "d", "bool": "?7x"}
 
 
-def _bound(
-    launcher: Launcher, call: Callable, launch: Callable | None, address: int | None, *last
-) -> Callable:
+def _bound(call: Callable, *last) -> Callable:
     """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the last."""
-    formats = ["Q" if p.pointer else _FORMATS[p.ctype] for p in launcher.parameters]
-    count, split = formats.count("Q"), len(formats) - len(last)
-    if "Q" in formats[count:] or split < count:
-        raise TypeError(f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}")
-    if launch is None:
-        return lambda *first: call(*first, *last)
-    pack = struct.Struct("=" + "".join(formats[:split])).pack
-    written = [i for i, p in enumerate(launcher.parameters) if p.written]
-    written_of = itemgetter(*written) if len(written) > 1 else lambda tensors: [tensors[i] for i in written]
+    # Of the launcher as `read` finds it: once, and again after an edited cell.
+    launched = launch = pack = written_of = None
+    count, split, formats = 0, 0, []
     # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/bound.h).
-    known = (lambda *tensors: False), False, b""
+    nothing = (lambda *tensors: False), False, b""
+    known = nothing
+
+    def read() -> None:
+        nonlocal launched, launch, pack, written_of, count, split, formats
+        launched = launcher, launch, _ = call.launched
+        formats = ["Q" if p.pointer else _FORMATS[p.ctype] for p in launcher.parameters]
+        count, split = formats.count("Q"), len(formats) - len(last)
+        if "Q" in formats[count:] or split < count:
+            raise TypeError(
+                f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}"
+            )
+        pack = struct.Struct("=" + "".join(formats[:split])).pack
+        written = [i for i, p in enumerate(launcher.parameters) if p.written]
+        written_of = (
+            itemgetter(*written) if len(written) > 1 else lambda tensors: [tensors[i] for i in written]
+        )
 
     def check(*first) -> None:
         nonlocal known
         call(*first, *last)
+        if launched is not call.launched:
+            read()
+        if launch is None:
+            return
         tensors = first[:count]
         alike = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        head = address, tensors[0].get_device(), split
+        head = launched[-1], tensors[0].get_device(), split
         bound = struct.pack("=Qqq" + "".join(formats[split:]), *head, *last)
         known = alike, any([t.requires_grad for t in tensors]), bound
 
@@ -142,4 +179,11 @@ def _bound(
         else:
             torch._C._increment_version(written_of(tensors))
 
+    def renew() -> None:
+        nonlocal known
+        known = nothing
+
+    read()
+    again.renew = renew
+    call.all_bound.add(again)
     return again

@@ -50,7 +50,7 @@ def declare(
         (result, *saved), tensors for backward, where that is True, and (result,) where it is False.
     shapes(*arguments): what forward returns, with the same shapes, dtypes and strides, but any values; `saving` likewise.
     backward(dy, *arguments, *saved, needs) -> the gradient of each tensor argument, in order, or None. needs: a list of bools,
-        is that gradient asked for? Without it the operator has no gradient. It can't be differentiated twice.
+        is that gradient asked for? None is no gradient; torch.compile then sees zeros. Without it the operator has no gradient. It can't be differentiated twice.
     gradients(*arguments): tensors with the shapes, dtypes and strides of the gradients; by default those of the arguments.
 
     plan(*arguments, saving): what need not be decided anew for arguments with the same shapes, strides, dtypes, devices, alignment and
@@ -247,11 +247,15 @@ class Operator:
         def shapes_saved(*arguments):
             return self.shapes(*arguments, saving=True)
 
-        # An operator returns tensors and nothing else: what is not needed is one without elements.
+        # An operator returns tensors and nothing else: what is not needed is one without elements, and a needed None, of which its
+        # shapes know nothing, is zeros.
         def gradients(dy, *rest):
             *arguments, saved, needs = rest
             found = self.backward(dy, arguments, saved, needs)
-            return [dy.new_empty(0) if gradient is None else gradient for gradient in found]
+            if any([need and gradient is None for need, gradient in zip(needs, found)]):
+                like = self.gradients(*arguments)
+                found = [torch.zeros_like(t) if g is None else g for t, g in zip(like, found)]
+            return [g if need else dy.new_empty(0) for g, need in zip(found, needs)]
 
         def gradient_shapes(dy, *rest):
             *arguments, _, needs = rest

@@ -69,7 +69,9 @@ def first_error(log: str, text_of: Callable[[str], str | None]) -> str:
     """The first error of a compiler's log at its place in the user's source, and how many follow."""
     errors = sorted([*GCC_ERROR.finditer(log), *NVCC_ERROR.finditer(log)], key=re.Match.start)
     if not errors:
-        lines = [line for line in log.splitlines() if re.search(r"error|fatal|undefined|ninja:", line)]
+        lines = [
+            line for line in log.splitlines() if re.search(r"error|Error: |fatal|undefined|ninja:", line)
+        ]
         return "\n".join(lines[:3] or log.splitlines()[-3:])
     error = errors[0]
     message, groups = error["message"], error.groupdict()

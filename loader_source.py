@@ -10,8 +10,8 @@ import keyword
 import math
 import numbers
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loader_report import BuildError, at_line
@@ -50,11 +50,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A function marked EXPORT. `stream` says whether its last parameter is the CUDA stream."""
+    """A function marked EXPORT. `stream` says whether its last parameter is the CUDA stream; `place` is the line and the column of
+    its name."""
 
     name: str
     parameters: tuple[Parameter, ...]
     stream: bool
+    place: tuple[int, int] = field(default=(1, 1), compare=False)
 
     @property
     def types(self) -> str:
@@ -117,27 +119,77 @@ _LAUNCHER = re.compile(r"EXPORT\s+void\s+([A-Za-z_]\w*)\s*\(([^()]*)\)")
 _TYPE = re.compile(r"(const )?([\w:]+)( const)?( \*)?( const)?")
 
 
-def parse_launchers(source: str, origin: str = "source", first_line: int = 1) -> list[Launcher]:
-    """The launchers that `source`, which starts at `first_line` of `origin`, exports, in order.
+# What begins and ends a scope, and the preprocessor's branches: each is in the scopes of its #if.
+_SCOPE = re.compile(
+    r"""
+    ^[ \t]*\#[ \t]*(?P<branch>if|el|endif)?(?:[^\\\n]|\\.)*
+    | (?P<space>\bnamespace\b[^;{}()=]*){
+    | (?P<brace>[{}])
+    | (?P<mark>\bEXPORT\b)
+    """,
+    re.M | re.S | re.X,
+)
+
+
+def _marks(code: str) -> Iterator[tuple[int, str]]:
+    """Where `code` has the word EXPORT, and in which namespace ("": in none)."""
+    scopes: list[str] = []
+    branches: list[list[str]] = []
+    for found in _SCOPE.finditer(code):
+        if found["mark"]:
+            yield found.start(), next(filter(None, scopes), "")
+        elif found["space"] or found["brace"] == "{":
+            scopes.append(" ".join((found["space"] or "").split()))
+        elif found["brace"]:
+            del scopes[-1:]
+        elif found["branch"] == "if":
+            branches.append(scopes.copy())
+        elif found["branch"] and branches:
+            scopes = branches[-1].copy() if found["branch"] == "el" else scopes
+            del branches[len(branches) - (found["branch"] == "endif") :]
+
+
+def parse_launchers(
+    source: str, origin: str = "source", first_line: int = 1, headers: Iterable[str] = ()
+) -> list[Launcher]:
+    """The launchers that `source`, which starts at `first_line` of `origin`, exports, in order. headers: the texts that it includes.
 
     Raises BuildError where there is none, or where what is marked EXPORT can't be one.
     """
-    code = _DIRECTIVE.sub(_blank, code_of(source))
+    scoped, text = code_of(source), "\n" * (first_line - 1) + source
+    code = _DIRECTIVE.sub(_blank, scoped)
     launchers: dict[str, Launcher] = {}
-    for mark in re.finditer(r"\bEXPORT\b", code):
-        found = _LAUNCHER.match(code, mark.start())
+    bodies: set[str] = set()
+    for mark, space in _marks(scoped):
+        found = _LAUNCHER.match(code, mark)
+        start = found.start(1) if found else mark
+        place = code.count("\n", 0, start) + first_line, start - code.rfind("\n", 0, start)
         try:
             if not found:
-                text = re.match(r"[^{};]{,200}", code[mark.start() :])[0]
-                raise ValueError(f"expected `EXPORT void name(parameters)`, got `{' '.join(text.split())}`")
-            launcher = _parse_launcher(*found.groups())
+                got = re.match(r"[^{};]{,200}", code[mark:])[0]
+                raise ValueError(f"expected `EXPORT void name(parameters)`, got `{' '.join(got.split())}`")
+            before = code[max(code.rfind(end, 0, mark) for end in ";{}") + 1 : mark]
+            if template := re.search(r"\btemplate\b.*", before, re.S):
+                got = f"`{' '.join(template[0].split())}` before it"
+                raise ValueError(
+                    f"{found[1]}: expected a launcher with types of its own, no template, got {got}"
+                )
+            if space:
+                raise ValueError(
+                    f"{found[1]}: expected a launcher outside of namespaces, got it in `{space}`"
+                )
+            launcher = _parse_launcher(*found.groups(), place)
             if launchers.setdefault(launcher.name, launcher) != launcher:
                 raise ValueError(f"{launcher.name} is exported a second time, with other parameters")
+            if not re.match(r"\s*;", code[found.end() :]):
+                bodies.add(launcher.name)
         except ValueError as error:
-            start = found.start(1) if found else mark.start()
-            line, column = code.count("\n", 0, start) + first_line, start - code.rfind("\n", 0, start)
-            text = "\n" * (first_line - 1) + source
-            raise BuildError(at_line(origin, text, line, column, str(error))) from None
+            raise BuildError(at_line(origin, text, *place, str(error))) from None
+    for name in launchers.keys() - bodies:
+        body = re.compile(rf"\bvoid\s+{name}\s*\([^()]*\)[^;{{}}]*{{")
+        if not any(body.search(each) for each in (code, *headers)):
+            got = f"{name}: expected a body, `EXPORT void {name}(...) {{ ... }}`, got a declaration alone"
+            raise BuildError(at_line(origin, text, *launchers[name].place, got))
     if not launchers:
         raise BuildError(
             f"{origin}: expected at least one launcher, `EXPORT void name(float* y, const float* x, int64_t n)`"
@@ -145,13 +197,19 @@ def parse_launchers(source: str, origin: str = "source", first_line: int = 1) ->
     return list(launchers.values())
 
 
-def _parse_launcher(name: str, text: str) -> Launcher:
+def _parse_launcher(name: str, text: str, place: tuple[int, int]) -> Launcher:
     texts = [" ".join(part.split()) for part in text.split(",")]
     stream = bool(re.fullmatch(r"(const )?cudaStream_t( const)? \w+", texts[-1]))
     parameters = tuple(_parse_parameter(part) for part in (texts[:-1] if stream else texts))
     if not any(parameter.pointer for parameter in parameters):
         raise ValueError(f"{name}: expected at least one tensor (pointer) parameter, got ({text.strip()})")
-    return Launcher(name, parameters, stream)
+    return Launcher(name, parameters, stream, place)
+
+
+# What a number of another type is to be written as.
+_INSTEAD = dict.fromkeys(["int", "long", "short", "unsigned", "signed", "char", "size_t"], "int64_t")
+_INSTEAD |= {f"{sign}int{bits}_t": "int64_t" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_INSTEAD |= {"float": "double", "half_t": "double", "bfloat16_t": "double"}
 
 
 def _parse_parameter(text: str) -> Parameter:
@@ -159,9 +217,11 @@ def _parse_parameter(text: str) -> Parameter:
     kind = [word for word in kind if word not in ("__restrict__", "__restrict")]
     match = _TYPE.fullmatch(" ".join(kind))
     if not match or not name.isidentifier() or not (match[4] or match[2] in NUMBERS):
+        instead = {_INSTEAD.get(word.removeprefix("std::")) for word in kind if word != "const"}
+        hint = f": write `{instead.pop()} {name}`" if len(instead) == 1 and instead != {None} else ""
         raise ValueError(
             "expected parameters like `float* y`, `const float* x`, `int64_t n`, `double a`, `bool b` "
-            f"and a last `cudaStream_t stream`, got `{text}`"
+            f"and a last `cudaStream_t stream`, got `{text}`{hint}"
         )
     return Parameter(match[2], name, bool(match[4]), bool(match[4] and (match[1] or match[3])))
 
@@ -208,6 +268,27 @@ def gather(source: str, place: Path, folders: Iterable[Path], found: dict[Path, 
     return "".join([*text, source[end:]])
 
 
+_BINARY = re.compile(r'\.incbin\b(?:\s*(\\?")(/[^"\\]+)\1)?')
+
+
+def assembled(origin: str, text: str) -> list[str]:
+    """The files that the assembler puts into the library, by `.incbin` in a string of `text`; no compiler lists them.
+
+    Raises BuildError for one that is named otherwise than by its absolute path, which can't be followed.
+    """
+    found = []
+    for string in _NO_CODE.finditer(text) if ".incbin" in text else ():
+        for name in _BINARY.finditer(string[0]) if string[0][0] != "/" else ():
+            if not name[2]:
+                start = string.start() + name.start()
+                line, column = text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
+                what = 'expected .incbin with an absolute path in the same string, `.incbin \\"/folder/file\\"`, so that a change of that file is seen'
+                got = text[start : text.find("\n", start)]
+                raise BuildError(at_line(origin, text, line, column, f"{what}, got `{got}`"))
+            found.append(name[2])
+    return found
+
+
 # --------------------------------------------------------------------------------------------------------------- macros
 
 
@@ -236,21 +317,31 @@ def _macro(name: str, value: object) -> str:
 
 def registration(
     launchers: Iterable[Launcher],
-    namespace: str,
     device: str,
     defines: Iterable[str] = (),
     halves: bool = True,
+    origin: str = "",
 ) -> str:
-    """The C++ behind the kernels that gives `launchers` to PyTorch as operators `namespace::name` for `device` ("cpu" or "cuda"),
-    as soon as it is called with PyTorch's side, and returns them.
+    """The C++ behind the kernels that gives `launchers` to PyTorch as operators for `device` ("cpu" or "cuda"), as soon as it is
+    called with PyTorch's side and with their namespace, and returns them.
 
-    Their types are written with the macros `defines`, which end there. halves: has scalar.h its types of 16 bits?
+    Their types are written with the macros `defines`, which end there. halves: has scalar.h its types of 16 bits? origin: where the
+    launchers stand, for what compilers say of a pointer that can be no tensor.
     """
     launchers = list(launchers)
     parts = []
     if device == "cpu" and halves:
         elements = [f"INLINE_LOADER_ELEMENT(::{each}, {number})" for each, number in HALVES.items()]
         parts = ["namespace inline_loader {", *elements, "}"]
+    known = TENSORS + ", half_t or bfloat16_t" * (device == "cuda" or halves)
+    pointers = [(each, p) for each in launchers for p in each.parameters if p.pointer and origin]
+    for index, (launcher, p) in enumerate(pointers):
+        line, column = launcher.place
+        word = f"inline_loader_is_tensor_{index}"
+        problem = f"{launcher.name}: {p.name}: expected a pointer to {known}, got {p.declared}"
+        parts += [f"constexpr bool {word} = inline_loader::is_element<{p.ctype}>;", "static_assert("]
+        parts += [line_of(line, origin) + " " * (column - 1) + word + f', "{problem}");']
+        parts += [line_of(len("\n".join(parts).split("\n")) + 2, GENERATED).rstrip()]
     for index, launcher in enumerate(launchers):
         words = [f"{launcher.schema} -> ()", launcher.operator, launcher.name]
         names = ", ".join(f'"{word}"' for word in [*words, *[p.name for p in launcher.parameters]])
@@ -269,7 +360,7 @@ def registration(
             f"constexpr const inline_loader::Launcher* inline_loader_entries[] = {{{', '.join(entries)}}};",
             f"{REGISTRATION} {{",
             "  inline_loader::host = given;",
-            f'  given->add("{namespace}", "{device.upper()}", inline_loader_entries, {len(launchers)});',
+            f'  given->add(name_space, "{device.upper()}", inline_loader_entries, {len(launchers)});',
             "  return inline_loader_entries;",
             "}",
             "",
@@ -277,7 +368,14 @@ def registration(
     )
 
 
+def line_of(number: int, origin: object) -> str:
+    """Makes the compiler count lines from `number` and name `origin` in its messages."""
+    return '#line {} "{}"\n'.format(number, str(origin).replace("\\", "\\\\").replace('"', '\\"'))
+
+
+GENERATED = "generated registration"
+TENSORS = "float, double, int64_t, int32_t, uint8_t, bool"
 REGISTER = "inline_loader_register"
 REGISTRATION = f"""extern "C" __attribute__((visibility("default")))
-const inline_loader::Launcher* const* {REGISTER}(const inline_loader::Host* given)"""
+const inline_loader::Launcher* const* {REGISTER}(const inline_loader::Host* given, const char* name_space)"""
 HALVES = {"half_t": 5, "bfloat16_t": 15}  # of scalar.h, on a CPU

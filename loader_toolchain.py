@@ -85,6 +85,25 @@ def _install_nvcc() -> str:
     return f"{toolkit}, or unset that and run: {sys.executable} -m pip install {packages}"
 
 
+INCLUDE_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH")
+
+
+def named_folders() -> list[Path]:
+    """The user's folders of headers."""
+    folders = [os.environ.get(variable, "").split(os.pathsep) for variable in INCLUDE_VARIABLES]
+    return [Path(folder).resolve() for each in folders for folder in each if folder]
+
+
+def include_folders(device: str) -> list[Path]:
+    """Where headers change with a version alone: those of the compilers, of the system, of Python, torch and CUDA."""
+    folders = ["/usr/include", "/usr/lib", "/usr/lib64", sysconfig.get_path("include")]
+    folders.append(os.path.join(os.path.dirname(torch.__file__), "include"))
+    if device == "cuda":
+        home = os.path.dirname(os.path.dirname(os.path.realpath(nvcc())))
+        folders += [os.path.join(home, "include"), os.path.join(home, "targets")]
+    return [Path(folder).resolve() for folder in folders]
+
+
 @functools.lru_cache(None)
 def version_of(compiler: str) -> str:
     try:

@@ -46,6 +46,8 @@ INLINE_LOADER_ELEMENT(__half, 5)
 INLINE_LOADER_ELEMENT(__nv_bfloat16, 15)
 #endif
 template <class T> struct Element<const T> : Element<T> {};
+template <class T, class = void> constexpr bool is_element = false;
+template <class T> constexpr bool is_element<T, decltype(void(Element<T>::kind))> = true;
 INLINE_LOADER_PARAMETER(int64_t, kInteger, integer)
 INLINE_LOADER_PARAMETER(double, kReal, real)
 INLINE_LOADER_PARAMETER(bool, kFlag, flag)

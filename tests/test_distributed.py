@@ -6,6 +6,7 @@ On the CPU over gloo, and over NCCL where there are two GPUs. A model with gradi
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -67,7 +68,10 @@ def sharded_in_parts(model):
 WRAPPERS = {data_parallel: None, sharded: None, sharded_in_parts: "eager"}
 
 
-def rank_main(rank: int, folder: str, device: str) -> None:
+def rank_main(rank: int, folder: str, device: str, modules: list[str]) -> None:
+    """modules: of all problems, which a new process may not know of yet."""
+    for module in modules:
+        models.register(importlib.import_module(module).PROBLEM)
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
     if device == "cuda":
@@ -84,7 +88,7 @@ def rank_main(rank: int, folder: str, device: str) -> None:
 def rank_answers(rank: int, device: str) -> dict:
     """Of each wrapper around each model, on this rank's part of the batch: the variant that ran, the one expected, gradients."""
     answers = {}
-    for name in NAMES:
+    for name in models.PROBLEMS:
         for wrap, variant in WRAPPERS.items():
             model, x = whole_batch(name, device)
             part, ran = x.chunk(PROCESSES)[rank], []
@@ -103,7 +107,8 @@ def test_two_processes_have_the_gradients_of_one(device, tmp_path):
         expected = {
             name: gradients(*whole_batch(name, device)) for name in NAMES
         }  # compiles, so that the ranks need not
-    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path), device), nprocs=PROCESSES)
+    modules = [problem.Model.__module__ for problem in models.PROBLEMS.values()]
+    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path), device, modules), nprocs=PROCESSES)
     for rank in range(PROCESSES):
         answers = torch.load(tmp_path / f"{rank}.pt")
         assert len(answers) == 3 * len(NAMES)

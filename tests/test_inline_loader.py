@@ -84,7 +84,7 @@ def test_host_side_checks_tensors(change, message):
     [
         (
             "EXPORT void f(float* y, int n)",
-            r"<f>:2:13: error: expected parameters like .* got `int n`\n *2 \| EXPORT.*\n *\| {13}\^",
+            r"<f>:2:13: error: expected parameters like .* got `int n`: write `int64_t n`\n *2 \| EXPORT.*\n *\| {13}\^",
         ),
         ("EXPORT void f(int64_t n)", r"<f>:2:13: error: f: expected at least one tensor"),
         ("void f(float* y)", r"<f>: expected at least one launcher"),

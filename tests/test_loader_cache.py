@@ -281,8 +281,9 @@ def test_clear_spares_what_is_being_published(cache, monkeypatch):
     monkeypatch.setattr(Path, "rename", clear_and_rename)
     with loader_cache.lock(folder, print):
         work = loader_cache.new_build(folder)
-        (work / "kernels.so").write_bytes(b"library")
-        loader_cache.publish(work, folder, dict(name="scale", device="cpu", parts={}, seconds=1.0))
+        (work / "library").write_bytes(b"library")
+        record = dict(name="scale", device="cpu", parts={}, dependencies={}, seconds=1.0)
+        loader_cache.publish(work, folder, work / "library", record)
         assert len(cleared) == 1
         loader_cache.clear(cache)
         assert loader_cache.verified(folder)
@@ -299,11 +300,10 @@ def test_scanning_bears_folders_that_vanish(cache):
             folder = cache / f"k{number}_0123456789abcdef"
             with loader_cache.lock(folder, print):
                 work = loader_cache.new_build(folder)
-                for name in ("kernels.so", *map(str, range(20))):
+                for name in ("library", *map(str, range(20))):
                     (work / name).write_bytes(b"library")
-                loader_cache.publish(
-                    work, folder, dict(name=f"k{number}", device="cpu", parts={}, seconds=1.0)
-                )
+                record = dict(name=f"k{number}", device="cpu", parts={}, dependencies={}, seconds=1.0)
+                loader_cache.publish(work, folder, work / "library", record)
                 assert loader_cache.verified(folder)
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -468,6 +468,21 @@ def test_gradients_that_nobody_needs(plans):
         assert not shared.requires_grad and shared.grad_fn is None
 
 
+def test_none_in_the_place_of_a_gradient():
+    """Is none, as of an autograd.Function; and zeros where an operator has to say the shapes before, under torch.compile."""
+
+    def back(dy, x, bias, slope, *, needs):
+        return None, dy.sum(0)
+
+    operator = declare("tested_none", forward, shapes=shapes, backward=back, gradients=gradients)
+    x, bias, slope = operands()
+    for call, none in (operator, None), (torch.compile(operator, fullgraph=True, backend="aot_eager"), 0 * x):
+        y = call(x, bias, slope)
+        dx, dbias = torch.autograd.grad(y.sum(), (x, bias), allow_unused=True)
+        assert torch.equal(dbias, torch.full_like(bias, len(y)))
+        assert dx is none or torch.equal(dx, none)
+
+
 @pytest.mark.parametrize("found", [1, 3])
 @pytest.mark.parametrize("plans", [False, True])
 def test_another_number_of_gradients(found, plans):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,11 +135,59 @@ void twice(float *__restrict y, const float*x, int64_t n) // as declared above
             "EXPORT void twice(double* y)",
             r"2:13: error: twice is exported a second time, with other parameters",
         ),
+        (
+            "namespace a::b { namespace { void g() {} } EXPORT void f(float* y) {} }",
+            r"2:56: error: f: expected a launcher outside of namespaces, got it in `namespace a::b`\n *2 \| namespace",
+        ),
+        (
+            "template <class T> EXPORT void f(T* y) {}",
+            r"2:32: error: f: expected .* no template, got `template <class T>` before it\n *2 \| template",
+        ),
+        (
+            "EXPORT void f(float* y);",
+            r"2:13: error: f: expected a body, `EXPORT void f\(...\) \{ ... \}`, got a declaration alone",
+        ),
+        (
+            "EXPORT void f(int8_t* y) {}",
+            r"2:13: error: .*f: y: expected a pointer to float, double, .* bool, got int8_t\*\W*\n *2 \| EXPORT.*\n.{20}\^",
+        ),
+        (
+            "struct Pair {}; EXPORT void f(float* y, const Pair* x) {}",
+            r"2:29: error: .*f: x: expected a pointer to float, .* got const Pair\*",
+        ),
+        ("EXPORT void f(float* y, int n) {}", "2:13: error: expected .*got `int n`: write `int64_t n`\n"),
+        (
+            "EXPORT void f(float* y, const std::uint32_t n) {}",
+            "2:13: error: .*t n`: write `int64_t n`\n",
+        ),
+        ("EXPORT void f(float* y, float a) {}", "2:13: error: expected .*got `float a`: write `double a`\n"),
     ],
 )
 def test_what_can_be_no_launcher_is_refused_beside_a_good_one(line, message):
     with pytest.raises(BuildError, match="^<f>:" + message):
         inline_loader.load("f", source=f"{DOUBLE.strip()}\n{line}\n")
+
+
+def test_launchers_beside_namespaces_and_with_bodies_elsewhere(tmp_path):
+    header = tmp_path / "body.h"
+    header.write_text("void f(float* y, const float* x, int64_t n) " + BODY)
+    source = f"""EXPORT void f(float* y, const float* x, int64_t n);
+#include "{header}"
+namespace a {{ template <class T> T one() {{ return 1; }} }}
+#if 1 + 1 == 3
+namespace b {{
+#else
+#ifdef B
+namespace b {{
+#else
+extern "C" {{
+#endif
+#endif
+{DOUBLE}
+}}
+"""
+    kernels = inline_loader.load("f", source=source)
+    assert doubled(kernels.f) and doubled(kernels.twice)
 
 
 def test_wrong_arguments_are_told():
@@ -362,3 +411,62 @@ def test_a_cell_makes_its_name():
     inline_loader.load_ipython_extension(shell)
     shell.magics["cpp"]("twice A=1", DOUBLE)
     assert doubled(shell.user_ns["twice"])
+
+
+HELD = """EXPORT void f(float* y, const float* x, double a, int64_t n) {{ for (int64_t i = 0; i < n; i++) y[i] = {0}; }}
+EXPORT void {1}(float* y, int64_t n) {{ y[0] = n; }}
+"""
+
+
+def test_what_was_taken_of_a_cell_runs_the_edited_one():
+    """Its launchers, and what was bound of them, over several edits; of a launcher that is no more it says so."""
+    shell = Shell()
+    inline_loader.load_ipython_extension(shell)
+    cell = shell.magics["cpp"]
+    cell("held", HELD.format("x[i] * a", "g"))
+    f, g = shell.user_ns["held"].f, shell.user_ns["held"].g
+    bound, bound_g, x, y = f.bound(2.0, 2), g.bound(5), torch.ones(2), torch.zeros(2)
+    compiled = torch.compile(lambda x, y: f(y, x, 2.0, 2), fullgraph=True, backend="aot_eager")
+
+    def seen() -> list[float]:
+        results = []
+        for call in (
+            lambda: f(y, x, 2.0, 2),
+            lambda: bound(y, x),
+            lambda: bound(y, x),
+            lambda: compiled(x, y),
+        ):
+            y.zero_(), call()
+            results.append(y[0].item())
+        return results
+
+    assert seen() == [2.0] * 4
+    cell("held", HELD.format("x[i] + a", "h"))
+    assert seen() == [3.0] * 4 and shell.user_ns["held"].f is f
+    for call in (g, bound_g):
+        with pytest.raises(AttributeError, match="held has no launcher g any more"):
+            call(y, 5) if call is g else call(y)
+    cell("held", HELD.format("x[i] - a", "g"))
+    assert seen() == [-1.0] * 4
+    bound_g(y), bound_g(y)
+    assert y[0] == 5
+    cell("held", DOUBLE.replace("twice", "f"))  # with other parameters
+    assert doubled(f) and doubled(shell.user_ns["held"])
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 4 were given"):
+        bound(y, x)
+
+
+# --------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_a_relative_folder_is_of_the_current_one(tmp_path, monkeypatch):
+    for place, factor in (("a", 1), ("b", 2)):
+        (tmp_path / place / "mine").mkdir(parents=True)
+        (tmp_path / place / "mine" / "k.h").write_text(f"#define EXTRA * {factor}\n")
+        (tmp_path / place / "mine" / "k.cpp").write_text('#include "k.h"\n' + scale(" EXTRA"))
+        for folder in (Path("mine"), "mine"):
+            monkeypatch.chdir(tmp_path / place)
+            kernels = inline_loader.load("k", folder=folder)
+            assert run(kernels) == [2.0 * factor, -6.0 * factor]
+        monkeypatch.chdir(tmp_path)
+        assert inline_loader.load("k", folder=tmp_path / place / "mine") is kernels
