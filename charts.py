@@ -120,7 +120,9 @@ def _line(row: dict, eager: dict | None, on_gpu: bool) -> str:
         "–".rjust(10) if value is None else f"{value:>10.1e}"
         for value in (row["error_norm"], row["eager_error_norm"])
     )
-    return f"{row['variant']:13}{ms_of(row):9.3f}{speedup:>9}{columns}{errors}  {inexact(row) or ''}".rstrip()
+    texts = f"of {row['quantity']}, {row['case']}" * bool(row.get("quantity")), inexact(row) or ""
+    text = "; ".join(filter(None, texts))
+    return f"{row['variant']:13}{ms_of(row):9.3f}{speedup:>9}{columns}{errors}  {text}".rstrip()
 
 
 def factors(rows: list[dict]) -> list[str]:

@@ -481,7 +481,12 @@ def _reference_in(precise, model, inputs, phase, g, keep) -> tuple[Tensor, dict[
         return forward_ad.unpack_dual(out).primal
 
     out, gradients = _computed_in(precise, model, inputs, phase, g, keep, run)
-    return out, gradients, _joined(edges) if edges else torch.zeros_like(out, dtype=torch.bool)
+    found = _joined(edges) if edges else torch.zeros_like(out, dtype=torch.bool)
+    return (
+        out,
+        gradients,
+        found | (out == 0) if dropout_of(model) else found,
+    )  # whether zeros are dropped, nobody sees
 
 
 def lost_to_rounding(

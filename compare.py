@@ -884,7 +884,7 @@ def _time_rows(
         name = row["variant"]
         wrong = deal.verdict(calls[name]) + changed if not row["peer"] else []
         if wrong:
-            row.update(ok=False, reason="; ".join(wrong))
+            row.update(dict.fromkeys(_TIMES), ok=False, reason="; ".join(wrong))
             continue
         timing, eager = timings[name], timings.get("eager")
         row.update(median_ms=timing.median, low_ms=timing.low, high_ms=timing.high, runs=timing.runs)
@@ -892,6 +892,9 @@ def _time_rows(
         row["host_us"] = host[name] if device == "cuda" else timing.median * 1e3
         row["memory_mb"] = extra_memory(calls[name]) if device == "cuda" else None
         row["speedup_vs_eager"] = eager.median / timing.median if eager else None
+
+
+_TIMES = "median_ms", "low_ms", "high_ms", "runs", "call_ms", "host_us", "memory_mb", "speedup_vs_eager"
 
 
 def _row(contest: Contest, variant: str, result: Check, model, inputs: list[Tensor], phase: str) -> dict:
@@ -918,9 +921,7 @@ def _row(contest: Contest, variant: str, result: Check, model, inputs: list[Tens
         if peer and result.complaints
         else result.ok or variant == "eager",  # the rule's own measure
         "reason": "; ".join(result.failures) or None,
-        **dict.fromkeys(
-            ("median_ms", "low_ms", "high_ms", "runs", "call_ms", "host_us", "memory_mb", "speedup_vs_eager")
-        ),
+        **dict.fromkeys(_TIMES),
         "quantity": worst and worst.quantity,
         "case": worst and worst.case,
         **{

@@ -93,9 +93,16 @@ def test_a_less_exact_peer_is_shown_with_its_time_and_its_error():
         "4.00 × as fast as eager, the best peer that keeps the rule" in text
         and "2.00 × as fast as rounded" in text
     )
-    assert f"  {charts.inexact(rounded)}\n" in charts.table(rows) and charts.inexact(rounded).endswith(
+    assert f"; {charts.inexact(rounded)}\n" in charts.table(rows) and charts.inexact(rounded).endswith(
         "× eager’s"
     )
+
+
+def test_the_table_says_of_what_an_error_is():
+    """Two modules that are alike may be nearest to their limits in different results."""
+    rows = compare.compare(small(POOL), device="cpu", phase="train", variants=["eager", "epilogue"], seed=1)
+    lines = charts.table(rows).splitlines()
+    assert all(any(f"of {row['quantity']}, {row['case']}" in line for line in lines) for row in rows)
 
 
 def test_a_constant_output_proves_nothing_of_a_peer():
