@@ -38,7 +38,7 @@ from export_python import Value
 from problems import Problem
 
 VARIANTS = "epilogue", "fused"
-LINES = 250  # beside the kernels
+LINES = 300  # beside the kernels
 # With docstrings? Line ends between definitions of the plumbing, and at most anywhere. The first that fits.
 SPACINGS = (True, 2, 3), (False, 2, 3), (False, 1, 3), (False, 1, 2)
 
@@ -60,7 +60,7 @@ def cell(
     head, model_new = _head(problem, device, variant, dtype, program.modules), definitions.pop("_forward")
     top = [head, _model(problem), _model_new(model_new), _inputs(problem), kernels]
     for docstrings, apart, gap in SPACINGS:
-        parts = [*top, _plumbing(definitions, docstrings, "\n" * apart)]
+        parts = [*top, _plumbing(problem, definitions, docstrings, "\n" * apart)]
         found = re.sub(r"\n{3}", "\n" * gap, "\n\n\n".join(part.strip("\n") for part in parts)) + "\n"
         if re.sub(r'r"""\n.*?"""', "", found, flags=re.S).count("\n") <= LINES:
             break
@@ -82,7 +82,7 @@ def _program(
     filters, sizes = tuple(model.conv.weight.shape), problem.input_shape[1:]
     numbers = dict(zip(cls.constants, model._constants()))
     whole = {name: number for name, number in numbers.items() if type(number) is not float}
-    arguments = sys.modules[cls.__module__].Arguments
+    arguments, spatial = sys.modules[cls.__module__].Arguments, len(filters) - 2
     values = {
         "DEVICE": device,
         "DTYPE": dtype,
@@ -91,9 +91,11 @@ def _program(
         "FILTERS": filters,
         "GIVEN": (*filters, *sizes, *whole.values()),
         "SIZE": tuple([extent - taps + 1 for extent, taps in zip(sizes[1:], filters[2:])]),
+        "PLAIN": ((1,) * spatial, (0,) * spatial, (1,) * spatial, 1, "zeros"),
         "OWN": next((name for name in cls.operands if "." not in name), ""),
         "TENSORS": operator.tensors,
         "VARYING": operator.varying,
+        "SUBMODULES": export_python.Name("_SUBMODULES"),
         "BUILDS": export_python.Name("_BUILDS"),
         "Arguments": arguments,
         "make_plan": operator._make_plan,
@@ -178,14 +180,25 @@ def _tensor(shape: tuple, dtype: torch.dtype, device: str) -> dict[str, object]:
 def _forward(problem: Problem) -> list[Callable]:
     """ModelNew's forward, and what gives the numbers that the operators take."""
     cls, found = problem.ModelNew, []
-    operands = "".join(f", self.{name}" for name in cls.operands)
-    drawn, given = "", "constants"
+    numbers = " ".join(
+        f"checked(self.{name}, {kind.__name__}),"
+        if kind in (float, int)
+        else f"{kind.__name__}(self.{name}),"
+        for name, kind in cls.constants.items()
+    )
+    constants = f"({numbers})" if cls._constants is twin.Twin._constants else "self._constants()"
+    operands, drawn, given = "".join(f", self.{name}" for name in cls.operands), "", "constants"
     if cls._drawn is not twin.Twin._drawn:
         drawn = "    *seeds, number = self._drawn(x, constants, False)\n"
         operands, given = operands + ", *seeds", given + ", (number,)"
-    numbers = " ".join(f"{convert.__name__}(self.{name})," for name, convert in cls.constants.items())
-    call = f"    constants = self._constants()\n{drawn}    return run(self, (x{operands}), {given})"
-    names = {each.__name__: each for each in (plumbing.run, *cls.constants.values())}
+    call = f"    constants = {constants}\n{drawn}    return run(self, (x{operands}), {given})"
+    call = re.sub(
+        rf"\bself\.({'|'.join(cls.submodules)})\.", r"\1.", call
+    )  # a look-up in a module takes a microsecond
+    layers = [name if f"{name}." in call else "_" for name in cls.submodules]
+    call = f"    {', '.join(layers)}, = layers(self)\n{call}"
+    ours = plumbing.layers, plumbing.checked, plumbing.run
+    names = {each.__name__: each for each in (*ours, *cls.constants.values())}
     for text in (f"def forward(self, x):\n{call}", f"def numbers(self):\n    return ({numbers})"):
         exec(text, scope := {**names, "__name__": cls.__module__})
         found.append([*scope.values()][-1])
@@ -264,12 +277,16 @@ def _literal(text: str) -> str:
     return literal
 
 
-def _plumbing(definitions: dict[str, ast.stmt], docstrings: bool, apart: str) -> str:
+def _plumbing(problem: Problem, definitions: dict[str, ast.stmt], docstrings: bool, apart: str) -> str:
     """The definitions, constants first."""
     constants = [node for node in definitions.values() if isinstance(node, ast.Assign)]
     others = [node for node in definitions.values() if not isinstance(node, ast.Assign)]
     title = "# Plumbing: plans for what is given, autograd, the build."
-    lines = [title, *map(export_layout.source_of, constants)]
+    classes = [f"'{name}': nn.{kind.__name__}" for name, kind in problem.ModelNew.submodules.items()]
+    each = (
+        f"{{name: (kind, kind.forward, {{*dir(kind)}}) for name, kind in {{{', '.join(classes)}}}.items()}}"
+    )
+    lines = [title, export_layout.wrapped(f"_SUBMODULES = {each}"), *map(export_layout.source_of, constants)]
     return apart.join(["\n".join(lines), *[export_layout.source_of(node, docstrings) for node in others]])
 
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -27,9 +28,11 @@ SUMS: torch.dtype  # in which the kernels sum, and take parameters by channel
 FILTERS: tuple[int, ...]  # the shape of the convolution's weight
 GIVEN: tuple  # that, the shape of x but for the batch, and the whole numbers among the constants
 SIZE: tuple[int, ...]  # the convolution's
+PLAIN: tuple  # its stride, padding, dilation, groups and padding mode
 OWN: str  # the parameter by channel that is the model's own, or ""
 TENSORS: int  # how many of the operator's arguments are tensors
 VARYING: int  # or numbers that are drawn at each call, which come next
+SUBMODULES: dict[str, tuple]  # by name: the class, its forward, the names of all that it defines
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
 Arguments: type
 make_plan: Callable
@@ -44,30 +47,71 @@ plans = {}  # by all that a plan depends on
 
 def run(model, tensors, constants, numbers=()):
     """Model's result by the kernels. Raises RuntimeError where they can't compute it, with the reason."""
+    if any([t is None for t in tensors]):
+        raise RuntimeError("ModelNew can't run: a weight or a bias of its layers is None")
     saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
     key = saving, torch.is_autocast_enabled(DEVICE), *constants, *described(*tensors)
-    if (plan := plans.get(key)) is None:
-        if reason := next(filter(None, obstacles(model, tensors[0], constants)), None):
-            raise RuntimeError(f"ModelNew can't run: {reason}")
+    plan = plans.get(key)
+    reason = plan is None and next(filter(None, obstacles(model, tensors[0], constants)), None)
+    if reason or (reason := tail_raises(model, tensors[0], SIZE) and "x does not fit what follows"):
+        raise RuntimeError(f"ModelNew can't run: {reason}")
+    if plan is None:
         plan = plans[key] = make_plan(Arguments(*tensors, *numbers, *constants), saving=saving)
     if saving:
         return Function.apply(plan, *tensors, *numbers, *constants)
     return forward(Arguments(*tensors, *numbers, *constants), plan=plan, saving=False)[0]
 
 
+def layers(model) -> list[torch.nn.Module]:
+    """The model's layers. Raises RuntimeError where the kernels can't stand for them, with the reason."""
+    found = [vars(model).get(name, model._modules.get(name)) for name in SUBMODULES]
+    if reason := next(filter(None, altered(model, found)), None):
+        raise RuntimeError(f"ModelNew can't run: {reason}")
+    return found
+
+
+def altered(model, found: list) -> Iterator[object]:
+    """What stands in the kernels' way and is no argument of `run`, so that each call asks; or something
+    false."""
+    if torch.nn.modules.module._has_any_global_hook():
+        yield "there are hooks on all modules"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        yield "torch.func and forward-mode AD need operators that they can look into"
+    for layer, (name, (kind, forward, defined)) in zip(found, SUBMODULES.items()):
+        if type(layer) is not kind:
+            yield f"{name} is a {type(layer).__name__}, not a {kind.__name__}"
+        if (
+            layer._forward_hooks
+            or layer._forward_pre_hooks
+            or layer._backward_hooks
+            or layer._backward_pre_hooks
+        ):
+            yield f"{name} has hooks"
+        if kind.forward is not forward or not defined.isdisjoint(vars(layer)):
+            yield f"{name} has another forward than its class had"
+    conv = found[0]
+    if (conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode) != PLAIN:
+        yield "the convolution has a stride, padding, dilation or groups"
+    yield tail_obstacle(model)
+
+
+def checked(value, kind: type):
+    """A constant of the model as the kernels take it."""
+    if not isinstance(value, (int, kind)) or value != value:
+        raise RuntimeError(f"ModelNew can't run: {value} is in the place of a number")
+    return kind(value)
+
+
 def obstacles(model, batch: torch.Tensor, constants: tuple) -> Iterator[object]:
-    """What stands in the kernels' way, or something false for what does not; what comes after an obstacle is
-    not looked at."""
+    """What of the arguments stands in the kernels' way, or something false for what does not; what comes
+    after an obstacle is not looked at."""
     conv, given = model.conv, {(t.device, t.dtype) for t in [batch, *model.parameters()]}
     yield batch.device.type != DEVICE and f"x is on {batch.device}, its kernels are for {DEVICE}"
     yield given != {(batch.device, DTYPE)} and f"its kernels take {DTYPE}, not {given}"
     yield torch.is_autocast_enabled(DEVICE) and f"autocast is on, its kernels compute in {DTYPE}"
     sizes = *conv.weight.shape, *batch.shape[1:], *[each for each in constants if type(each) is not float]
     yield (sizes != GIVEN or not len(batch)) and f"its kernels are for get_inputs' sizes, not {sizes}"
-    plain = {*conv.stride, *conv.dilation, conv.groups} == {1} and {*conv.padding} == {0}
-    yield not plain and "the convolution has a stride, padding, dilation or groups"
-    yield tail_raises(model, batch, SIZE) and "x does not fit what follows the convolution"
-    yield tail_obstacle(model) or not_by_channel(model) or fused_obstacle(model, batch, DTYPE)
+    yield not_by_channel(model) or fused_obstacle(model, batch, DTYPE)
 
 
 def too_old(model, batch: torch.Tensor, dtype: torch.dtype) -> str | bool:
@@ -127,7 +171,7 @@ class Plan(SimpleNamespace):
         return [a.x.new_empty(shape, dtype=dtype) for shape, dtype, *_ in self._outputs]
 
     def parameters(self, a):
-        return tuple([p.to(SUMS).contiguous() for p in a[2 : self._last]])
+        return tuple([(p if SUMS == DTYPE else p.to(SUMS)).contiguous() for p in a[2 : self._last]])
 
     def operands(self, a):
         return a.x.contiguous(), a.weight.contiguous(), *self.parameters(a), *a[self._last : VARYING]
@@ -136,7 +180,7 @@ class Plan(SimpleNamespace):
         return [torch.empty(p.shape, dtype=SUMS, device=p.device) for p in a[2 : self._last]]
 
     def as_parameters(self, a, gradients):
-        return [gradient.to(DTYPE) for gradient in gradients]
+        return gradients if SUMS == DTYPE else [gradient.to(DTYPE) for gradient in gradients]
 
 
 def never(*anything) -> bool:
@@ -150,8 +194,9 @@ def whole(count: int, *tensors: torch.Tensor) -> tuple[tuple[torch.Tensor, ...]]
 
 
 def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> SimpleNamespace:
-    """The launchers of a build with these macros, made if need be: its name says all that is compiled."""
-    from torch.utils.cpp_extension import load_inline
+    """The launchers of a build with these macros, made if need be. Its folder's name says all that is
+    compiled; what lies there is whole, and named like its operators."""
+    from torch.utils.cpp_extension import _get_build_directory, load_inline
 
     if DEVICE == "cuda":
         major, minor = torch.cuda.get_device_capability(x.device)
@@ -167,10 +212,19 @@ def load(name: str, x: torch.Tensor, out_dtype: torch.dtype, **defines) -> Simpl
     macros = [f"#define {key} {value}\n" for key, value in {"VALUE_T": CTYPE, **defines}.items()]
     text = "".join([*macros, *[f'#line {line} "{file}"\n{text}' for line, text in BUILDS[name]]])
     compiled = text, flags, cuda_flags, torch.__version__, torch.backends.cpu.get_cpu_capability()
-    build = f"{name}_{hashlib.sha256(repr(compiled).encode()).hexdigest()[:16]}"
-    text, names = text.replace(NAMESPACE, build), re.findall(r"^EXPORT void (\w+)", text, flags=re.M)
-    found, cuda = getattr(torch.ops, build), [text] if DEVICE == "cuda" else None
-    if not hasattr(found, names[0]):
-        flags = {"extra_cflags": flags, "extra_cuda_cflags": cuda_flags}
-        load_inline(build, [text], cuda, **flags, is_python_module=False, no_implicit_headers=True)
-    return SimpleNamespace(**{name: getattr(found, name).default for name in names})
+    digest = hashlib.sha256(repr(compiled).encode()).hexdigest()[:16]
+    folder = _get_build_directory(f"{name}_{digest}", False)
+    if built := [file for file in os.listdir(folder) if file.endswith(".so")]:
+        torch.ops.load_library(os.path.join(folder, built[0]))
+    else:  # under a name never used before: PyTorch waits for, or relies on, what an interrupted build has left
+        with tempfile.TemporaryDirectory("", "build_", folder, ignore_cleanup_errors=True) as place:
+            build = os.path.basename(place)
+            own = text.replace(NAMESPACE, build)
+            options = {"extra_cflags": flags, "extra_cuda_cflags": cuda_flags, "build_directory": place}
+            options |= {"is_python_module": False, "no_implicit_headers": True}
+            made = load_inline(build, [own], [own] if DEVICE == "cuda" else None, **options)
+            os.replace(made, os.path.join(folder, f"{build}.so"))
+        built = [f"{build}.so"]
+    operators = getattr(torch.ops, built[0].removesuffix(".so"))
+    names = re.findall(r"^EXPORT void (\w+)", text, flags=re.M)
+    return SimpleNamespace(**{name: getattr(operators, name).default for name in names})

@@ -68,15 +68,13 @@ def described(*tensors: Tensor) -> tuple:
     return *seen, precision(tensors[0])
 
 
-# Behind torch.backends.cudnn.conv.fp32_precision, where there is one: a property in Python, which takes a microsecond.
-_conv_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-
-
 def precision(x: Tensor) -> object:
     """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
     if not x.is_cuda:
         return None
-    setting = _conv_precision("cuda", "conv") if _conv_precision else torch.backends.cudnn.allow_tf32
+    # Behind torch.backends.cudnn.conv.fp32_precision, where there is one: a property in Python, which takes a microsecond.
+    newer = getattr(torch._C, "_get_fp32_precision_getter", None)
+    setting = newer("cuda", "conv") if newer else torch.backends.cudnn.allow_tf32
     return torch._C._get_cudnn_enabled(), setting
 
 

@@ -163,7 +163,7 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstance
     def _tail_obstacle(self):
         norm = self.instance_norm
         own = [*norm._parameters.values(), *norm._buffers.values()]
-        if norm.track_running_stats or any(t is not None for t in own):
+        if norm.track_running_stats or any([t is not None for t in own]):
             return "instance_norm has an affine or running statistics"
 
     def _fused_obstacle(self, x, dtype):

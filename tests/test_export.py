@@ -86,7 +86,9 @@ def test_short_and_plain(name, device):
     assert '#include "' not in text and text.startswith('"""y = ')
     kinds = {type(node) for node in ast.walk(ast.parse(text))}
     assert not kinds & {ast.Try, ast.Pass, ast.Global, ast.AsyncFunctionDef}
-    assert not re.search(r"\b(pass|try|print|open|exec|eval|threading|sys\.path|modules)\b", besides(text))
+    assert not re.search(
+        r"\b(pass|try|print|open|exec|eval|threading|_?sys\.(path|modules))\b", besides(text)
+    )
     assert not re.search(r"\bpass\b", text)
 
 
@@ -318,6 +320,156 @@ def test_says_that_it_is_for_another_device(name):
     exec(cell(name, "cuda"), namespace)
     with pytest.raises(RuntimeError, match="ModelNew can't run: x is on cpu, its kernels are for cuda"):
         namespace["get_model"]()(*namespace["get_inputs"](batch_size=1))
+
+
+# ----------------------------------------------------------------------------------------------- what the kernels can't compute
+
+
+def with_idle_launchers(name: str) -> dict:
+    """The names of a cell for a CPU, whose launchers do nothing: decisions alone, without a build."""
+    namespace = {}
+    exec(cell(name, "cpu"), namespace)
+    names = re.findall(r"^EXPORT void (\w+)", cell(name, "cpu"), flags=re.M)
+    launchers = SimpleNamespace(**dict.fromkeys(names, lambda *arguments: None))
+    namespace["_load"] = lambda *arguments, **defines: launchers
+    return namespace
+
+
+def set_to(path: str, value):
+    """A deviation: this attribute of a model becomes `value`."""
+    *owner, last = path.split(".")
+    return lambda model: setattr(model.get_submodule(".".join(owner)), last, value)
+
+
+def put(path: str, make):
+    """A deviation: make(what stands there) in the place of a submodule."""
+    return lambda model: setattr(model, path, make(model.get_submodule(path)))
+
+
+HOOKS = "forward_", "forward_pre_", "full_backward_", "full_backward_pre_"
+
+
+def hooked(path: str, register: str):
+    return lambda model: getattr(model.get_submodule(path), register)(lambda *given: None)
+
+
+def kept_as(layer, **changes):
+    """A layer of the same class, as a second model would be built with."""
+    known = {"in_channels", "out_channels", "kernel_size", "num_groups", "num_channels", "num_features"}
+    given = {key: value for key, value in vars(layer).items() if key in known}
+    return type(layer)(**{**given, **changes})
+
+
+def deviations(name: str) -> dict:
+    """What makes a model another one than the kernels compute, each by itself."""
+    problem = export.models.PROBLEMS[name]
+    layers, dim = problem.ModelNew.submodules, len(problem.input_shape) - 2
+    found = {
+        "stride": set_to("conv.stride", (2,) * dim),
+        "a stride of its own": put("conv", lambda conv: kept_as(conv, stride=2)),
+        "padding": set_to("conv.padding", (1,) * dim),
+        "a padding of its own": put("conv", lambda conv: kept_as(conv, padding="same")),
+        "dilation": set_to("conv.dilation", (2,) * dim),
+        "padding mode": set_to("conv.padding_mode", "reflect"),
+        "another class": put("conv", lambda conv: torch.nn.Identity()),
+        "no bias": set_to("conv.bias", None),
+        "built without a bias": put("conv", lambda conv: kept_as(conv, bias=False)),
+        "inner forward": set_to("conv._conv_forward", lambda x, weight, bias: x),
+        "parametrization": lambda model: torch.nn.utils.parametrize.register_parametrization(
+            model.conv, "weight", torch.nn.Identity()
+        ),
+    }
+    for layer in layers:
+        found |= {
+            f"{layer}: forward": set_to(f"{layer}.forward", lambda x: x),
+            **{f"{layer}: {kind}": hooked(layer, f"register_{kind}hook") for kind in HOOKS},
+        }
+    for constant, kind in problem.ModelNew.constants.items():
+        if kind is float:
+            found[f"{constant}: NaN"] = set_to(constant, float("nan"))
+            found[f"{constant}: text"] = set_to(constant, "0.5")
+            found[f"{constant}: a parameter"] = set_to(constant, torch.tensor(0.5, requires_grad=True))
+    if norm := next((each for each, kind in layers.items() if kind is torch.nn.GroupNorm), None):
+        found["groups"] = set_to(f"{norm}.num_groups", 4)
+        found["no affine"] = put(norm, lambda norm: kept_as(norm, affine=False))
+        found["no weight"], found["no shift"] = set_to(f"{norm}.weight", None), set_to(f"{norm}.bias", None)
+    if "instance_norm" in layers:
+        found["affine"] = put("instance_norm", lambda norm: kept_as(norm, affine=True))
+        found["statistics"] = put("instance_norm", lambda norm: kept_as(norm, track_running_stats=True))
+        found["tracking"] = set_to("instance_norm.track_running_stats", True)
+        found["a weight"] = set_to("instance_norm.weight", torch.nn.Parameter(torch.ones(16)))
+    if "maxpool" in layers:
+        changes = {
+            "stride": 2,
+            "padding": 1,
+            "ceil_mode": True,
+            "dilation": 2,
+            "return_indices": True,
+            "kernel_size": 3,
+        }
+        found |= {f"pool: {key}": set_to(f"maxpool.{key}", value) for key, value in changes.items()}
+    if "dropout" in layers:
+        found["dropout: 2"] = set_to("dropout.p", 2.0)
+        found["dropout: 2, not training"] = lambda model: set_to("dropout.p", 2.0)(model.eval())
+    return found
+
+
+@of_cells("name", "cpu")
+def test_asks_at_each_call_whether_the_kernels_can_run(name):
+    """Whatever a model was when it ran, and whoever ran before: what only eager can compute is refused, as ModelNew says."""
+    namespace = with_idle_launchers(name)
+    [x] = namespace["get_inputs"](batch_size=1)
+    plain, silent = namespace["get_model"](), []
+    plain(x), plain.eval()(x)
+    for what, deviate in deviations(name).items():
+        used, fresh = namespace["get_model"](), namespace["get_model"]()
+        used(x), used.eval()(x), used.train()
+        for model in (used, fresh):
+            deviate(model)
+            try:
+                model(x)
+                silent.append(what)
+            except RuntimeError as error:
+                assert str(error).startswith("ModelNew can't run: "), what
+    assert not silent
+    plain(x)
+
+
+@of_cells("name", "cpu")
+def test_asks_at_each_call_what_stands_around_the_model(name, monkeypatch):
+    namespace = with_idle_launchers(name)
+    [x] = namespace["get_inputs"](batch_size=1)
+    model = namespace["get_model"]()
+    with torch.no_grad():
+        model(x)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="can't run: there are hooks on all modules"):
+        model(x)
+    handle.remove()
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="can't run: torch.func and forward-mode AD"):
+            model(torch.autograd.forward_ad.make_dual(x, x))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="can't run: torch.func and forward-mode AD"):
+        torch.func.vmap(model)(x[None])
+    with torch.no_grad():
+        model(x)
+    kind = export.models.PROBLEMS[name].ModelNew.submodules["conv"]
+    monkeypatch.setattr(kind, "forward", lambda self, x: x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="can't run: conv has another forward"):
+        model(x)
+
+
+@of_cells("name", "cuda")
+def test_a_torch_without_the_newer_setting_of_tf32(name, monkeypatch):
+    """2.8 has no such getter: the older setting counts."""
+    namespace = {}
+    exec(cell(name, "cuda"), namespace)
+    found = []
+    for allowed in (True, False):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed), monkeypatch.context() as older:
+            older.delattr(torch._C, "_get_fp32_precision_getter", raising=False)
+            found.append(namespace["_described"](torch.ones(1))[-1])
+    assert found == [(True, True), (True, False)]
 
 
 # --------------------------------------------------------------------------------------------------------------- the builds
