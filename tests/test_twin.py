@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import inline_loader
 import models
@@ -303,6 +304,75 @@ def test_changed_for_all_modules(name):
         assert twin.plan(x) == ("eager", f"{kind.__name__}.forward has been replaced")
         assert_same(twin, model, x, exact=True)
     assert_same(twin, model, x, exact=False)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **kwargs or {})
+        return y * 2 if function in (torch.conv2d, torch.conv3d) else y
+
+
+@contextlib.contextmanager
+def doubled(owner, name: str):
+    """What `owner` calls `name` gives twice as much."""
+    with pytest.MonkeyPatch.context() as patch:
+        before = getattr(owner, name)
+        patch.setattr(owner, name, lambda *a, **keywords: before(*a, **keywords) * 2)
+        yield
+
+
+INTERCEPTED = {
+    "a mode": (lambda conv: Doubling(), "TorchFunctionMode"),
+    "the class's _conv_forward": (lambda conv: doubled(type(conv), "_conv_forward"), "a function that"),
+    "its function": (lambda conv: doubled(nn.functional, f"conv{conv.weight.dim() - 2}d"), "a function that"),
+    "all calls": (lambda conv: doubled(nn.Module, "__call__"), "a function that"),
+}
+
+
+@pytest.mark.parametrize("how", INTERCEPTED)
+@every_moment
+@every_name
+def test_intercepted_calls(name, moment, how):
+    """For as long as they are. torch's own modes leave the functions what they are."""
+    model, twin, x = pair(name, called="after" in moment)
+    make, reason = INTERCEPTED[how]
+    with torch.device("cpu"):
+        for _ in range(2):
+            with make(model.conv):
+                plan = twin.plan(x)
+                assert plan.variant == "eager" and reason in plan.reason
+                assert_same(twin, model, x, exact=True)
+            assert twin.plan(x).variant == "epilogue"
+            assert_same(twin, model, x, exact=False)
+
+
+@every_moment
+@pytest.mark.parametrize("name, constant", [each for each in CONSTANTS if "." not in each[1]])
+def test_constant_of_the_class(name, constant, moment):
+    """A property, which may give another number each time."""
+    model, twin, x = pair(name, called="after" in moment)
+    numbers = [getattr(model, constant)]
+    for module in (model, twin):
+        del vars(module)[constant]
+        own = {constant: property(lambda self: numbers[0])}
+        module.__class__ = type(f"My{type(module).__name__}", (type(module),), own)
+    for numbers[0] in (-0.75, 0.25):
+        assert twin.plan(x).variant == "epilogue"
+        assert_same(twin, model, x, exact=False)
+
+
+@every_moment
+@every_name
+def test_attributes_replaced_as_a_whole(name, moment):
+    """A submodule's, and the twin's own."""
+    model, twin, x = pair(name, called="after" in moment)
+    model.conv.__dict__ = vars(model.conv) | {"stride": (2,) * len(model.conv.stride)}
+    assert "stride" in twin.plan(x).reason
+    assert_same(twin, model, x, exact=True)
+    other, _ = numerics.small(name, seed=7)
+    twin.__dict__ = vars(models.PROBLEMS[name].ModelNew.from_eager(other))
+    assert twin.plan(x).variant == "epilogue"
+    assert_same(twin, other, x, exact=False)
 
 
 @pytest.mark.parametrize("how", ["registered", "its forward"])
