@@ -218,7 +218,7 @@ class Twin:
         """What somebody has put in the place of a submodule or a number, or added to it, so that eager must run; or None."""
         yield any(_GLOBAL_HOOKS), "there are hooks on all modules"
         yield _has_foreign_mode(), "a TorchFunctionMode gives functions a meaning of its own"
-        yield _calls() != _CALLS, "a function that torch.nn's modules call has been replaced"
+        yield _has_foreign_call(), "a function that torch.nn's modules call has been replaced"
         yield "parametrizations" in self._modules, "the model has parametrizations"
         for name, expected in self.submodules.items():
             module, kind = vars(self).get(name, self._modules.get(name)), expected.__name__
@@ -294,10 +294,20 @@ class Twin:
         return self._fused_obstacle(x, x.dtype if x.dtype == weight.dtype else _convolved_dtype(x))
 
 
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] != "torch"
+
+
 def _has_foreign_mode() -> bool:
     """Is there a TorchFunctionMode that is not torch's own, as that of torch.device is?"""
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return any([type(mode).__module__.partition(".")[0] != "torch" for mode in modes])
+    return any([_is_foreign(type(mode).__module__) for mode in modes])
+
+
+def _has_foreign_call() -> bool:
+    """Is there another in the place of one of those functions, and not torch's own, as its tracers put there?"""
+    others = [now for now, was in zip(_calls(), _CALLS) if now is not was]
+    return any([_is_foreign(getattr(now, "__globals__", {}).get("__name__", "")) for now in others])
 
 
 def _is_by_channel(parameter: Tensor, weight: Tensor) -> bool:
