@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 import inline_loader
 import library
 import tiling
-from loader_operators import PLAIN, Operator, is_watched, precision
+from loader_operators import LOW, PLAIN, Operator, check_memory, is_watched, precision
 from operators import DTYPES
 
 _TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
@@ -164,7 +164,10 @@ class Twin:
         if variant == "eager":
             return super().forward(x)
         operator, constants, autocast = getattr(self, variant), self._constants(), _autocast_dtype(x)
-        arguments = *self._operands(), *self._drawn(x, constants, is_watched(x)), *constants
+        operands, watched = self._operands(), is_watched(x)
+        if not watched:
+            check_memory(x, *operands)
+        arguments = *operands, *self._drawn(x, constants, watched), *constants
         if autocast is None:
             return operator(x, *arguments)
         return self.run_autocast(operator, autocast, variant == "fused", x, *arguments)
@@ -460,6 +463,8 @@ class Situation:
 def _others(tensors: tuple[Tensor, ...]) -> tuple:
     """What of a situation those guards don't look at."""
     autocast = _autocast_dtype(tensors[0]) if torch._C._is_any_autocast_enabled() else None
-    alignment = functools.reduce(or_, map(Tensor.data_ptr, tensors)) % 16  # 0: of all
-    alignment = alignment and [t.data_ptr() % 16 for t in tensors]
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    if min(addresses) < LOW:
+        check_memory(*tensors)
+    alignment = functools.reduce(or_, addresses) % 16 and [each % 16 for each in addresses]  # 0: of all
     return torch.is_grad_enabled(), autocast, precision(tensors[0]), alignment

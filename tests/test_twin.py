@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -22,6 +25,7 @@ import inline_loader
 import models
 import numerics
 import operators
+from loading import ROOT
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, NAMES, POOL, every_name, pair, results
 
 every_moment = pytest.mark.parametrize("moment", ["before the first call", "after calls"])
@@ -514,6 +518,52 @@ def test_parameter_of_another_class(name):
     with torch.no_grad():
         assert torch.equal(twin(x), model(x))
     assert Asked.functions.count(f"conv{x.dim() - 2}d") == 2
+
+
+FREED = """
+import sys
+
+import torch
+
+from numerics import known, sized, small, twin_of
+
+_, name, own = sys.argv
+for winograd in (False, True):
+    model, x = sized(name, known(name).winograd) if winograd else small(name)
+    given, twin = {"x": x, **dict(model.named_parameters())}, twin_of(model, "auto")
+    for key, t in given.items():
+        for moved in (t.detach(), torch.cat([t.detach().flatten()] * 2)[t.numel() :].view_as(t)):  # a view
+            torch.manual_seed(0)
+            t.data = moved
+            y, whole = twin(x), t.untyped_storage()
+            held, size = t.detach().clone(), whole.nbytes()
+            whole.resize_(0)
+            for wanted in (True, False):
+                with torch.set_grad_enabled(wanted):
+                    try:
+                        twin(x)
+                    except RuntimeError:
+                        continue
+                raise SystemExit(f"{key} was read")
+            try:
+                y.sum().backward()
+            except RuntimeError:
+                assert key not in own.split(","), f"eager's backward goes without {key}"
+            else:
+                assert key != "x"
+            whole.resize_(size)
+            t.detach().copy_(held)
+"""
+
+
+@every_name
+def test_memory_that_was_freed(name):
+    """An error as eager's, in a process of its own, since it may crash. Backward needs no bias, as eager's."""
+    biases = [key for key, _ in numerics.small(name)[0].named_parameters() if key.endswith("bias")]
+    call = [sys.executable, "-c", FREED, name, ",".join(biases)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(call, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-1000:])
 
 
 @every_name
