@@ -185,7 +185,9 @@ def convolve_backward(
         dw, mask[1] = weight.new_empty(weight.shape), False
         direct.filter_gradient(dw, dv, x.contiguous(), *filter_sizes(x, weight))
     if any(mask):
-        check_memory(*[t for t, need in zip((weight, x), mask) if need])
+        # Channels last the library also copies an operand that it has no need of, and does not look whether it was freed.
+        read = [t for t, need in zip((weight, x), mask) if need or layout != torch.contiguous_format]
+        check_memory(*read)
         operands = [t.contiguous(memory_format=layout) for t in (dv, *(laid_out or (x, weight)))]
         found = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
         dx = found[0].contiguous(memory_format=result_format(x, weight, True)) if needs[0] else None

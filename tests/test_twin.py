@@ -499,6 +499,35 @@ def test_weights_count_at_once(name):
     assert twin.plan(x).variant == "epilogue"
 
 
+@pytest.mark.parametrize("size", ["small", "winograd"])
+@every_name
+def test_biases_count_as_they_were_in_forward(name, size):
+    """Changed through .data, which autograd doesn't see, before backward: eager's reads neither the convolution's nor a norm's."""
+    model, x = numerics.sized(name, getattr(numerics.known(name), size))
+    numerics.give_gradients(model, x)
+    twin, biases = (
+        numerics.twin_of(model),
+        [p for key, p in model.named_parameters() if key.endswith(".bias")],
+    )
+    changes = (
+        lambda bias: bias.data.add_(0.5),
+        lambda bias: setattr(bias, "data", torch.full_like(bias, float("nan"))),
+    )
+    for change in changes:
+        found = []
+        for module in (model, twin):
+            given, before = x.clone().requires_grad_(), [bias.detach().clone() for bias in biases]
+            torch.manual_seed(0)
+            y = module(given)
+            for bias in biases:
+                change(bias)
+            found.append(torch.autograd.grad(y.square().sum(), [given, *module.parameters()]))
+            for bias, values in zip(biases, before):
+                bias.data = values
+        for theirs, ours in zip(*found):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 + 1e-3 * theirs.abs().max().item())
+
+
 @every_name
 def test_parameter_of_another_class(name):
     """Which may give operators a meaning of its own: eager, where torch asks it."""
@@ -525,11 +554,12 @@ import sys
 
 import torch
 
-from numerics import known, sized, small, twin_of
+from numerics import give_gradients, known, sized, small, twin_of
 
 _, name, own = sys.argv
 for winograd in (False, True):
     model, x = sized(name, known(name).winograd) if winograd else small(name)
+    give_gradients(model, x)
     given, twin = {"x": x, **dict(model.named_parameters())}, twin_of(model, "auto")
     for key, t in given.items():
         for moved in (t.detach(), torch.cat([t.detach().flatten()] * 2)[t.numel() :].view_as(t)):  # a view
