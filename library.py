@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import tiling
+from loader_operators import check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
@@ -184,6 +185,9 @@ def convolve_backward(
         dw, mask[1] = weight.new_empty(weight.shape), False
         direct.filter_gradient(dw, dv, x.contiguous(), *filter_sizes(x, weight))
     if any(mask):
+        # Channels last the library also copies an operand that it has no need of, and does not look whether it was freed.
+        read = [t for t, need in zip((weight, x), mask) if need or layout != torch.contiguous_format]
+        check_memory(*read)
         operands = [t.contiguous(memory_format=layout) for t in (dv, *(laid_out or (x, weight)))]
         found = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
         dx = found[0].contiguous(memory_format=result_format(x, weight, True)) if needs[0] else None

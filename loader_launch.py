@@ -164,20 +164,24 @@ def _bound(call: Callable, *last) -> Callable:
             return
         tensors = first[:count]
         alike = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        head = launched[-1], tensors[0].get_device(), split
-        bound = struct.pack("=Qqq" + "".join(formats[split:]), *head, *last)
+        empty = sum([t.numel() == 0 for t in tensors])
+        head = launched[-1], tensors[0].get_device(), empty, split
+        bound = struct.pack("=Qqqq" + "".join(formats[split:]), *head, *last)
         known = alike, any([t.requires_grad for t in tensors]), bound
 
     def again(*first) -> None:
         tensors, (alike, requires_grad, bound) = first[:count], known
         if not alike(*tensors):
-            check(*first)
-        elif (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
-            call(*first, *last)
-        elif problem := launch(bound, pack(*map(Tensor.data_ptr, tensors), *first[count:])):
-            raise RuntimeError(problem.decode())
-        else:
+            return check(*first)
+        if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():
+            return call(*first, *last)
+        problem = launch(bound, pack(*map(Tensor.data_ptr, tensors), *first[count:]))
+        if problem is None:
             torch._C._increment_version(written_of(tensors))
+        elif problem:
+            raise RuntimeError(problem.decode())
+        else:  # a tensor may have lost its memory
+            check(*first)
 
     def renew() -> None:
         nonlocal known

@@ -165,10 +165,11 @@ class Plan(SimpleNamespace):
         return [g if g.dtype == p.dtype else g.to(p.dtype) for g, p in zip(gradients, a[2 : self._last])]
 
 
-def statistics(a: tuple, count: int, saving: bool) -> Output:
-    """`count` statistics of each sample. On a GPU the kernels need room for them also where nobody keeps them."""
+def statistics(a: tuple, count: int, copied: int, saving: bool) -> Output:
+    """`count` statistics of each sample, and copies of `copied` elements of parameters that eager's backward does not read. On a GPU the
+    kernels need room for them also where nobody keeps them."""
     kept = saving or library.device_type(a.x) == "cuda"
-    return (a.x.shape[0], count) if kept else 0, accumulate_dtype(a.x.dtype)
+    return a.x.shape[0] * count + copied if kept else 0, accumulate_dtype(a.x.dtype)
 
 
 def declare(name: str, forward: Callable, *, outputs: Callable, **functions: Callable) -> Operator:

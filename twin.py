@@ -16,6 +16,7 @@ from operator import attrgetter, is_, or_
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,7 +27,7 @@ import choice
 import inline_loader
 import library
 import tiling
-from loader_operators import PLAIN, Operator, is_watched, precision
+from loader_operators import LOW, PLAIN, Operator, check_memory, is_watched, precision
 from operators import DTYPES
 
 _TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
@@ -35,6 +36,15 @@ _GLOBAL_HOOKS = [
     for name, table in vars(nn.modules.module).items()
     if name.startswith(("_global_forward", "_global_backward")) and isinstance(table, dict)
 ]
+
+
+def _calls() -> tuple[Callable, ...]:
+    """What a call of a submodule runs beside its class's forward."""
+    methods = nn.Module.__call__, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward
+    return *methods, F.conv2d, F.conv3d, F.group_norm, F.instance_norm, F.dropout, F.max_pool2d
+
+
+_CALLS = _calls()
 _KEPT_SITUATIONS = 16  # situations of one module, the last met
 # Does a dictionary's version rise with whatever is assigned? From Python 3.13 on not with an object's attribute.
 _HAS_VERSIONS = sys.version_info < (3, 13)
@@ -138,6 +148,8 @@ class Twin:
         plain = type(x) is Tensor and x.layout is torch.strided
         if not plain or is_watched() or forward_ad._current_level >= 0:
             return self._compute(x, self.plan(x).variant)
+        if _calls() != _CALLS or torch._C._len_torch_function_stack() and _has_foreign_mode():
+            return self._compute(x, self.plan(x).variant)
         kept = getattr(self, "_kept", None)
         if kept is None or not kept.holds(self):
             kept = Kept(self)
@@ -153,7 +165,10 @@ class Twin:
         if variant == "eager":
             return super().forward(x)
         operator, constants, autocast = getattr(self, variant), self._constants(), _autocast_dtype(x)
-        arguments = *self._operands(), *self._drawn(x, constants, is_watched(x)), *constants
+        operands, watched = self._operands(), is_watched(x)
+        if not watched:
+            check_memory(x, *operands)
+        arguments = *operands, *self._drawn(x, constants, watched), *constants
         if autocast is None:
             return operator(x, *arguments)
         return self.run_autocast(operator, autocast, variant == "fused", x, *arguments)
@@ -224,6 +239,8 @@ class Twin:
     def _altered(self):
         """What somebody has put in the place of a submodule or a number, or added to it, so that eager must run; or None."""
         yield any(_GLOBAL_HOOKS), "there are hooks on all modules"
+        yield _has_foreign_mode(), "a TorchFunctionMode gives functions a meaning of its own"
+        yield _has_foreign_call(), "a function that torch.nn's modules call has been replaced"
         yield "parametrizations" in self._modules, "the model has parametrizations"
         for name, expected in self.submodules.items():
             module, kind = vars(self).get(name, self._modules.get(name)), expected.__name__
@@ -299,6 +316,22 @@ class Twin:
         return self._fused_obstacle(x, x.dtype if x.dtype == weight.dtype else _convolved_dtype(x))
 
 
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] != "torch"
+
+
+def _has_foreign_mode() -> bool:
+    """Is there a TorchFunctionMode that is not torch's own, as that of torch.device is?"""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return any([_is_foreign(type(mode).__module__) for mode in modes])
+
+
+def _has_foreign_call() -> bool:
+    """Is there another in the place of one of those functions, and not torch's own, as its tracers put there?"""
+    others = [now for now, was in zip(_calls(), _CALLS) if now is not was]
+    return any([_is_foreign(getattr(now, "__globals__", {}).get("__name__", "")) for now in others])
+
+
 def _is_by_channel(parameter: Tensor, weight: Tensor) -> bool:
     """Does it hold one value per channel of the convolution's result, or one in all?"""
     C, spatial = weight.shape[0], weight.dim() - 2
@@ -344,8 +377,9 @@ class Kept:
     """What a twin's decisions depend on, as it was, and the decisions: one for each situation met.
 
     Attributes of the twin and of its submodules are compared by identity, so that whatever is assigned anew is seen, if a
-    version says that something has been; hooks by whether there are any. A list among those that count can be changed in place,
-    so nothing is kept then. There is no way from here to the twin, whose memory is therefore free as soon as nobody else holds it.
+    version says that something has been; hooks by whether there are any. A list among those that count can be changed in place, and
+    a constant of the class's, as a property, be another each time, so nothing is kept then. There is no way from here to the twin,
+    whose memory is therefore free as soon as nobody else holds it.
     """
 
     def __init__(self, twin: Twin):
@@ -357,13 +391,16 @@ class Kept:
         # Where the parameters are to be found at each call.
         self.sources = [(getattr(owners.get(path), "_parameters", {}), last) for path, _, last in paths]
         read = [id(parameters) for parameters, _ in self.sources]
-        tables = [table for m in modules for table in (vars(m), m._parameters, m._buffers) if table]
-        self.tables = [vars(twin), twin._modules, *[table for table in tables if id(table) not in read]]
-        self.versions = _HAS_VERSIONS and [*map(dict_version, self.tables)]
-        self.values = [[*table.values()] for table in self.tables]
+        others = [table for m in modules for table in (m._parameters, m._buffers) if table]
+        self.others = [twin._modules, *[table for table in others if id(table) not in read]]
+        tables = [vars(twin), *map(vars, modules), *self.others]
+        self.versions = _HAS_VERSIONS and [*map(dict_version, tables)]
+        self.values = [[*table.values()] for table in tables]
         self.hooks = [*_GLOBAL_HOOKS, *[table for module in modules for table in _hooks(module)]]
         counted = [*map(vars(twin).get, twin.constants), *[v for m in modules for v in vars(m).values()]]
-        self.steady = not any(isinstance(value, list) for value in counted)
+        own = [key for key in twin.constants if "." not in key]
+        fixed = all(key in vars(twin) and not hasattr(self.cls, key) for key in own)
+        self.steady = fixed and not any(isinstance(value, list) for value in counted)
         self.generation = inline_loader.generation
         self.situations: list[Situation] = []
 
@@ -374,9 +411,10 @@ class Kept:
         classes, forwards = [*map(type, self.modules)], [cls.forward for cls in self.classes]
         if classes != self.classes or forwards != self.forwards:
             return False
-        versions = _HAS_VERSIONS and [*map(dict_version, self.tables)]
+        tables = [vars(twin), *map(vars, self.modules), *self.others]  # a module may have got other ones
+        versions = _HAS_VERSIONS and [*map(dict_version, tables)]
         if not versions or versions != self.versions:  # something was assigned, the same perhaps
-            for table, values in zip(self.tables, self.values):
+            for table, values in zip(tables, self.values):
                 if len(table) != len(values) or not all(map(is_, table.values(), values)):
                     return False
             self.versions = versions
@@ -444,6 +482,8 @@ class Situation:
 def _others(tensors: tuple[Tensor, ...]) -> tuple:
     """What of a situation those guards don't look at."""
     autocast = _autocast_dtype(tensors[0]) if torch._C._is_any_autocast_enabled() else None
-    alignment = functools.reduce(or_, map(Tensor.data_ptr, tensors)) % 16  # 0: of all
-    alignment = alignment and [t.data_ptr() % 16 for t in tensors]
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    if min(addresses) < LOW:
+        check_memory(*tensors)
+    alignment = functools.reduce(or_, addresses) % 16 and [each % 16 for each in addresses]  # 0: of all
     return torch.is_grad_enabled(), autocast, precision(tensors[0]), alignment

@@ -148,9 +148,10 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
                                const accumulate_t* scale, double low, double high, double eps, int64_t N,
                                int64_t C, int64_t G, int64_t H, int64_t W) {
   const GroupShape shape{N, C, G, H * W};
-  Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
-  const auto [mean, m2, group_mean, group_rstd] =
+  Sums own(statistics ? 0 : 2 * N * (C + G) + 2 * C);  // where nobody keeps them
+  const auto [mean, m2, group_mean, group_rstd, kept_conv_bias, kept_bias] =
       GroupStatistics(statistics ? statistics : own.data(), N, C, G);
+  std::copy_n(conv_bias, C, kept_conv_bias), std::copy_n(bias, C, kept_bias);
   const int64_t pooled_height = H / POOL_H, pooled_width = W / POOL_W, pooled = pooled_height * pooled_width;
   const int64_t strips = (H + POOL_H - 1) / POOL_H;  // the last may be too low for a window
   Sums direction(C);
@@ -251,7 +252,7 @@ struct Backward {
   const output_t* dy;
   const value_t* extreme;
   const index_t* index;
-  const accumulate_t *statistics, *conv_bias, *weight, *bias, *scale;
+  const accumulate_t *statistics, *weight, *scale;
   accumulate_t low, high;
   GroupShape shape;
   int64_t H, W;
@@ -265,7 +266,8 @@ struct Backward {
   const accumulate_t* d_conv_bias() const { return scratch; }
 
   Normaliser normalise(int64_t n, int64_t c) const {
-    const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N(), C(), shape.G);
+    const auto [mean, m2, group_mean, group_rstd, conv_bias, bias] =
+        GroupStatistics(statistics, N(), C(), shape.G);
     return normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
   }
 
@@ -310,7 +312,8 @@ struct Backward {
         gradients[3 * planes + plane] = scale_gradient;
       }
     });
-    const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N(), C(), shape.G);
+    const auto [mean, m2, group_mean, group_rstd, conv_bias, bias] =
+        GroupStatistics(statistics, N(), C(), shape.G);
     group_gradients(sums + 2 * planes, gradients, sums, mean, group_mean, group_rstd, conv_bias, weight,
                     shape);
     accumulate_t* const totals[] = {d_conv_bias, d_weight, d_bias, d_scale};
@@ -422,10 +425,9 @@ struct Backward {
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* d_scale, accumulate_t* scratch, const output_t* dy, const value_t* v,
                      const value_t* extreme, const index_t* index, const accumulate_t* statistics,
-                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                     const accumulate_t* scale, double low, double high, int64_t scales, int64_t N, int64_t C,
-                     int64_t G, int64_t H, int64_t W) {
-  const Backward backward{dy,   extreme, index, statistics, conv_bias, weight, bias, scale, accumulate_t(low),
+                     const accumulate_t* weight, const accumulate_t* scale, double low, double high,
+                     int64_t scales, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W) {
+  const Backward backward{dy, extreme, index, statistics, weight, scale, accumulate_t(low),
                           accumulate_t(high), GroupShape(N, C, G, H * W), H, W, scratch};
   backward.of_parameters(d_conv_bias, d_weight, d_bias, d_scale, scales);
   backward.of_v(dv, rows_in(v, C, H, W));
@@ -437,12 +439,11 @@ EXPORT void convolve_backward(value_t* dv, value_t* dw, accumulate_t* d_conv_bia
                               accumulate_t* d_bias, accumulate_t* d_scale, accumulate_t* scratch,
                               const output_t* dy, const value_t* x, const value_t* filters,
                               const value_t* extreme, const index_t* index, const accumulate_t* statistics,
-                              const accumulate_t* conv_bias, const accumulate_t* weight,
-                              const accumulate_t* bias, const accumulate_t* scale, double low, double high,
+                              const accumulate_t* weight, const accumulate_t* scale, double low, double high,
                               int64_t scales, int64_t N, int64_t Cin, int64_t C, int64_t G, int64_t H,
                               int64_t W) {
   const winograd::Sizes sizes{N, Cin, C, 1, H, W, 1};
-  const Backward backward{dy, extreme, index, statistics, conv_bias, weight, bias, scale, accumulate_t(low),
+  const Backward backward{dy, extreme, index, statistics, weight, scale, accumulate_t(low),
                           accumulate_t(high), GroupShape(N, C, G, sizes.height() * sizes.width()),
                           sizes.height(), sizes.width(), scratch};
   backward.of_parameters(d_conv_bias, d_weight, d_bias, d_scale, scales);

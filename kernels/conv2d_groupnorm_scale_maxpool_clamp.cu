@@ -141,11 +141,13 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
                     int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
   const Image image{int(H), int(W)};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  const auto [mean, m2, group_mean, group_rstd, kept_conv_bias, kept_bias] =
+      GroupStatistics(statistics, N, C, G);
   pool_statistics_kernel<<<N * C, kThreads, 0, stream>>>(extreme, index, mean, m2, v, weight, scale, C,
                                                          image);
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
-                                                                  eps, shape);
+                                                                  eps, shape, bias,
+                                                                  kept_conv_bias, kept_bias);
   apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias,
                                                scale, low, high, shape, image.pooled());
 }
@@ -155,11 +157,11 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* d_scale, accumulate_t* scratch, const output_t* dy, const value_t* v,
                      const value_t* extreme, const index_t* index, const accumulate_t* statistics,
-                     const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
-                     const accumulate_t* scale, double low, double high, int64_t scales, int64_t N, int64_t C,
-                     int64_t G, int64_t H, int64_t W, cudaStream_t stream) {
+                     const accumulate_t* weight, const accumulate_t* scale, double low, double high,
+                     int64_t scales, int64_t N, int64_t C, int64_t G, int64_t H, int64_t W,
+                     cudaStream_t stream) {
   const GroupShape shape{N, C, G, H * W};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  const auto [mean, m2, group_mean, group_rstd, conv_bias, bias] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 4 * N * C, *coefficients = sums + 2 * N * C;
   const Image image{int(H), int(W)};
   const unsigned chunks = blocks_for(H, kWarps * 8);  // 8 rows a warp

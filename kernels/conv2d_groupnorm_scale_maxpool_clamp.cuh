@@ -13,7 +13,8 @@
 #endif
 
 // One after the other: v of the position that each window selects, like y, which has `count` elements; v's
-// statistics; the selected position's place in the window, by rows, like y.
+// statistics, with the biases, a copy for each sample, in the places of mean and m2, which nobody reads; the
+// selected position's place in the window, by rows, like y.
 struct Kept {
   float* extreme;
   GroupStatistics<float> statistics;

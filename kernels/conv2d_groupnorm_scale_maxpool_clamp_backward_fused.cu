@@ -42,13 +42,12 @@
 namespace {
 
 inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const float* kept,
-                              const float* conv_bias, const float* norm_weight, const float* norm_bias,
-                              const float* scale, double low, double high, Geometry geometry,
-                              GroupShape shape) {
+                              const float* norm_weight, const float* scale, double low, double high,
+                              Geometry geometry, GroupShape shape) {
   const int64_t selected = int64_t(shape.N) * shape.C * geometry.pooled_size();
   const auto [extreme, statistics, index] = Kept(const_cast<float*>(kept), selected, shape.N, shape.G);
   return {weight,    dy,          extreme,   index, statistics.group_mean, statistics.group_rstd,
-          conv_bias, norm_weight, norm_bias, scale, float(low),            float(high)};
+          statistics.mean, norm_weight, statistics.m2, scale, float(low), float(high)};
 }
 
 }  // namespace
@@ -59,13 +58,12 @@ inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const f
 // blocks, and the launch fails.
 EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias,
                      float* d_scale, double* scratch, const output_t* dy, const value_t* x,
-                     const value_t* weight, const float* kept, const float* conv_bias,
-                     const float* norm_weight, const float* norm_bias, const float* scale, double low,
-                     double high, int64_t N, int64_t G, int64_t H, int64_t W, int64_t scales, int64_t strips,
-                     int64_t rows, cudaStream_t stream) {
+                     const value_t* weight, const float* kept, const float* norm_weight, const float* scale,
+                     double low, double high, int64_t N, int64_t G, int64_t H, int64_t W, int64_t scales,
+                     int64_t strips, int64_t rows, cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
-  const Saved saved = saved_by_forward(weight, dy, kept, conv_bias, norm_weight, norm_bias, scale, low, high,
+  const Saved saved = saved_by_forward(weight, dy, kept, norm_weight, scale, low, high,
                                        geometry, shape);
   const Merged sums(scratch, N, G);
   const Partial parts(Merged::end(scratch, N, G), N, strips);
@@ -83,13 +81,13 @@ EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight
 // Rows of x are cut into strips of `rows`, a multiple of POOL_H, and columns into tiles of `stride`. The
 // first tile has as many columns of dx as of v, and so has the last; those between have kHaloW fewer.
 EXPORT void backward_input(value_t* dx, double* scratch, const output_t* dy, const value_t* x,
-                           const value_t* weight, const float* kept, const float* conv_bias,
-                           const float* norm_weight, const float* norm_bias, const float* scale, double low,
-                           double high, int64_t N, int64_t G, int64_t H, int64_t W, int64_t tiles,
-                           int64_t stride, int64_t strips, int64_t rows, cudaStream_t stream) {
+                           const value_t* weight, const float* kept, const float* norm_weight,
+                           const float* scale, double low, double high, int64_t N, int64_t G, int64_t H,
+                           int64_t W, int64_t tiles, int64_t stride, int64_t strips, int64_t rows,
+                           cudaStream_t stream) {
   const Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
-  const Saved saved = saved_by_forward(weight, dy, kept, conv_bias, norm_weight, norm_bias, scale, low, high,
+  const Saved saved = saved_by_forward(weight, dy, kept, norm_weight, scale, low, high,
                                        geometry, shape);
   float* const partial = Merged::end(scratch, N, G);
   const Composed composed(partial, N);

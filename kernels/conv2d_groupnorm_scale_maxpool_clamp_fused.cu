@@ -158,10 +158,11 @@ convolve_kernel(float* extreme, uint8_t* index, accumulate_t* partial, const val
 
 constexpr int kAhead = 4;  // vectors that a thread of finish_kernel fetches before all else
 
-// mean, m2 (N, C), group_mean, group_rstd (N, G) from `slots` partial moments per channel; y from extreme.
+// Copies of the biases (N, C); group_mean, group_rstd (N, G) from `slots` partial moments per channel; y from
+// extreme.
 // `chunks` blocks per group.
 __global__ void __launch_bounds__(kThreads, 5)
-finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* group_mean,
+finish_kernel(output_t* y, accumulate_t* kept_conv_bias, accumulate_t* kept_bias, accumulate_t* group_mean,
               accumulate_t* group_rstd, const accumulate_t* partial, const float* extreme,
               const accumulate_t* conv_bias, const accumulate_t* norm_weight,
               const accumulate_t* norm_bias, const accumulate_t* scale, accumulate_t low,
@@ -190,8 +191,9 @@ finish_kernel(output_t* y, accumulate_t* mean, accumulate_t* m2, accumulate_t* g
     Moments<accumulate_t> moments{from[0], from[1], from[2]};
     for (int slot = 1; slot < slots; slot++)
       moments = moments.merge({from[slot * 3], from[slot * 3 + 1], from[slot * 3 + 2]});
-    if (chunk == 0) mean[first + c] = moments.mean, m2[first + c] = moments.m2;
-    moments.mean += conv_bias[g * channels + c];
+    const accumulate_t own = conv_bias[g * channels + c];
+    if (chunk == 0) kept_conv_bias[first + c] = own, kept_bias[first + c] = norm_bias[g * channels + c];
+    moments.mean += own;
     of_channel[c] = moments;
   }
   __syncthreads();  // the group's channels are there
@@ -247,7 +249,6 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
   const auto [extreme, statistics, index] =
       Kept(kept ? kept : scratch, N * CHANNELS_OUT * pooled, N, G);
-  const auto [mean, m2, group_mean, group_rstd] = statistics;
   float* const partial = kept ? scratch : reinterpret_cast<float*>(index);
   allow_shared<convolve_kernel>();
   const int64_t blocks =
@@ -263,7 +264,8 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
   cudaLaunchConfig_t config{};
   config.gridDim = unsigned(N * G * chunks), config.blockDim = kThreads, config.stream = stream;
   config.attrs = &early, config.numAttrs = starts_early() ? 1 : 0;
-  cudaLaunchKernelEx(&config, finish_kernel, y, mean, m2, group_mean, group_rstd, partial, extreme, conv_bias,
-                     norm_weight, norm_bias, scale, accumulate_t(low), accumulate_t(high), accumulate_t(eps),
-                     shape, pooled, int(geometry.tiles() * geometry.strips), chunks, aligned);
+  cudaLaunchKernelEx(&config, finish_kernel, y, statistics.mean, statistics.m2, statistics.group_mean,
+                     statistics.group_rstd, partial, extreme, conv_bias, norm_weight, norm_bias, scale,
+                     accumulate_t(low), accumulate_t(high), accumulate_t(eps), shape, pooled,
+                     int(geometry.tiles() * geometry.strips), chunks, aligned);
 }

@@ -55,9 +55,10 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
                     const int64_t* seed, int64_t number, double low, double high, double p, double eps,
                     int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
-  Sums own(statistics ? 0 : 2 * N * (C + G));  // where nobody keeps them
-  const auto [mean, m2, group_mean, group_rstd] =
+  Sums own(statistics ? 0 : 2 * N * (C + G) + 2 * C);  // where nobody keeps them
+  const auto [mean, m2, group_mean, group_rstd, kept_conv_bias, kept_bias] =
       GroupStatistics(statistics ? statistics : own.data(), N, C, G);
+  std::copy_n(conv_bias, C, kept_conv_bias), std::copy_n(bias, C, kept_bias);
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;
   const uint64_t drawn_by = seed_of(seed, number);
@@ -87,12 +88,11 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
 
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* scratch, const output_t* dy, const value_t* v,
-                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed,
-                     int64_t number, double low, double high, double p, int64_t N, int64_t C, int64_t G,
-                     int64_t S) {
+                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* weight,
+                     const int64_t* seed, int64_t number, double low, double high, double p, int64_t N,
+                     int64_t C, int64_t G, int64_t S) {
   const GroupShape shape{N, C, G, S};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  const auto [mean, m2, group_mean, group_rstd, conv_bias, bias] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const float scale = p < 1 ? 1 / (1 - p) : 0;

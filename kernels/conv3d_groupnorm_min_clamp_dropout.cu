@@ -139,11 +139,13 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
                     const int64_t* seed, int64_t number, double low, double high, double p, double eps,
                     int64_t offset, int64_t N, int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  const auto [mean, m2, group_mean, group_rstd, kept_conv_bias, kept_bias] =
+      GroupStatistics(statistics, N, C, G);
   const unsigned chunks = chunks_for(S);
-  plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, S, vectors_fit(v, S));
+  plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, nullptr, C, S, vectors_fit(v, S));
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
-                                                                  eps, shape);
+                                                                  eps, shape, bias,
+                                                                  kept_conv_bias, kept_bias);
   apply_kernel<<<N * C * chunks, kThreads, 0, stream>>>(
       y, active, v, group_mean, group_rstd, conv_bias, weight, bias,
       Tail{accumulate_t(low), accumulate_t(high)}, dropout_from(seed, number, p), offset, shape, chunks,
@@ -154,12 +156,11 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
 // gradients by sample (3, N, C), sums (2, N, C) and coefficients (2, N, G).
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_weight, accumulate_t* d_bias,
                      accumulate_t* scratch, const output_t* dy, const value_t* v,
-                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* conv_bias,
-                     const accumulate_t* weight, const accumulate_t* bias, const int64_t* seed,
-                     int64_t number, double low, double high, double p, int64_t N, int64_t C, int64_t G,
-                     int64_t S, cudaStream_t stream) {
+                     const accumulate_t* statistics, const int32_t* active, const accumulate_t* weight,
+                     const int64_t* seed, int64_t number, double low, double high, double p, int64_t N,
+                     int64_t C, int64_t G, int64_t S, cudaStream_t stream) {
   const GroupShape shape{N, C, G, S};
-  const auto [mean, m2, group_mean, group_rstd] = GroupStatistics(statistics, N, C, G);
+  const auto [mean, m2, group_mean, group_rstd, conv_bias, bias] = GroupStatistics(statistics, N, C, G);
   accumulate_t *gradients = scratch, *sums = gradients + 3 * N * C, *coefficients = sums + 2 * N * C;
   const Tail tail{accumulate_t(low), accumulate_t(high)};
   const Dropout dropout = dropout_from(seed, number, p);

@@ -22,13 +22,14 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
   const accumulate_t lower = low, upper = high;
   const int64_t strips = (S + kStrip - 1) / kStrip;
   plane_statistics(mean, m2, v, N * C, S);
+  for (int64_t i = 0; i < N * C; i++) mean[i] = mean_with(conv_bias[i % C], mean[i]);
   host::parallel_for(N * strips, 1, [=](int64_t begin, int64_t end) {
     accumulate_t best[kStrip];
     int32_t which[kStrip];
     for (int64_t strip = begin; strip < end; strip++) {
       const int64_t n = strip / strips, s0 = strip % strips * kStrip, count = std::min(kStrip, S - s0);
       for (int64_t c = 0; c < C; c++) {
-        const ScaledChannel channel = scaled_channel(mean, m2, conv_bias, multiplier, eps, n, c, C, S);
+        const ScaledChannel channel = scaled_channel(mean, m2, multiplier, eps, n, c, C, S);
         const value_t* in = v + (n * C + c) * S + s0;
         for (int64_t i = 0; i < count; i++) {
           const accumulate_t z = (accumulate_t(in[i]) - channel.mean) * channel.a;
@@ -81,8 +82,8 @@ struct GradientOfV {
 static GradientOfV gradients(accumulate_t* d_conv_bias, accumulate_t* d_multiplier, accumulate_t* scratch,
                              const output_t* dy, const value_t* v, const index_t* index,
                              const value_t* winner, const accumulate_t* statistics,
-                             const accumulate_t* conv_bias, const accumulate_t* multiplier, double low,
-                             double high, double eps, int64_t multipliers, int64_t N, int64_t C, int64_t S) {
+                             const accumulate_t* multiplier, double low, double high, double eps,
+                             int64_t multipliers, int64_t N, int64_t C, int64_t S) {
   accumulate_t *const by_sample = scratch, *const zeros = by_sample + N * C;
   const accumulate_t lower = low, upper = high;
   GradientOfV of_v{std::vector<GradientOfV::Channel>(N * C), Sums(N * S), v, index, C, S};
@@ -91,8 +92,7 @@ static GradientOfV gradients(accumulate_t* d_conv_bias, accumulate_t* d_multipli
     for (int64_t n = begin; n < end; n++) {
       std::vector<double> gradient(C), product(C), clamped(C);
       for (int64_t c = 0; c < C; c++)
-        channels[c] =
-            scaled_channel(statistics, statistics + N * C, conv_bias, multiplier, eps, n, c, C, S);
+        channels[c] = scaled_channel(statistics, statistics + N * C, multiplier, eps, n, c, C, S);
       for (int64_t first = n * S, count; first < (n + 1) * S; first += count) {
         accumulate_t centred[kStrip], z[kStrip], whole[kStrip], of_clamped[kStrip];
         accumulate_t* const dz = of_v.dz.data() + first;
@@ -131,11 +131,11 @@ static GradientOfV gradients(accumulate_t* d_conv_bias, accumulate_t* d_multipli
 
 EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_multiplier,
                      accumulate_t* scratch, const output_t* dy, const value_t* v, const index_t* index,
-                     const value_t* winner, const accumulate_t* statistics, const accumulate_t* conv_bias,
-                     const accumulate_t* multiplier, double low, double high, double eps, int64_t multipliers,
-                     int64_t N, int64_t C, int64_t S) {
+                     const value_t* winner, const accumulate_t* statistics, const accumulate_t* multiplier,
+                     double low, double high, double eps, int64_t multipliers, int64_t N, int64_t C,
+                     int64_t S) {
   const GradientOfV of_v = gradients(d_conv_bias, d_multiplier, scratch, dy, v, index, winner, statistics,
-                                     conv_bias, multiplier, low, high, eps, multipliers, N, C, S);
+                                     multiplier, low, high, eps, multipliers, N, C, S);
   host::parallel_for(N * C, 1, [=, &of_v](int64_t begin, int64_t end) {
     accumulate_t values[GradientOfV::kMost];
     for (int64_t plane = begin; plane < end; plane++)
@@ -152,14 +152,13 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_mul
 EXPORT void convolve_backward(value_t* dv, value_t* dweight, accumulate_t* d_conv_bias,
                               accumulate_t* d_multiplier, accumulate_t* scratch, const output_t* dy,
                               const value_t* v, const index_t* index, const value_t* winner,
-                              const accumulate_t* statistics, const accumulate_t* conv_bias,
-                              const accumulate_t* multiplier, double low, double high, double eps,
-                              int64_t multipliers, const value_t* x, int64_t N, int64_t Cin, int64_t C,
-                              int64_t D, int64_t H, int64_t W, int64_t depth) {
+                              const accumulate_t* statistics, const accumulate_t* multiplier, double low,
+                              double high, double eps, int64_t multipliers, const value_t* x, int64_t N,
+                              int64_t Cin, int64_t C, int64_t D, int64_t H, int64_t W, int64_t depth) {
   const winograd::Sizes sizes{N, Cin, C, D, H, W, depth};
   const GradientOfV of_v =
-      gradients(d_conv_bias, d_multiplier, scratch, dy, v, index, winner, statistics, conv_bias, multiplier,
-                low, high, eps, multipliers, N, C, sizes.planes() * sizes.height() * sizes.width());
+      gradients(d_conv_bias, d_multiplier, scratch, dy, v, index, winner, statistics, multiplier, low, high,
+                eps, multipliers, N, C, sizes.planes() * sizes.height() * sizes.width());
   direct::filter_gradient(
       dweight, x, sizes, [=, &of_v](accumulate_t* values, int64_t c, int64_t at, int64_t count) {
         of_v(values, c, at, count);

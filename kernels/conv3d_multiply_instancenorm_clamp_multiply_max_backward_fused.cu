@@ -81,7 +81,7 @@ struct SumsStorage {
 // winner, like y: dz of the channel that won; and sums (N, parts, kOut). Grid: N · parts.
 __global__ void __launch_bounds__(kSumsBlock)
 sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index, const float* centred,
-            const float* moments, const float* conv_bias, const float* multiplier, float low, float high,
+            const float* moments, const float* multiplier, float low, float high,
             float eps, int64_t N, int64_t S, unsigned parts) {
   __shared__ SumsStorage storage;
   const int tid = threadIdx.x, channel = tid / 8;
@@ -90,7 +90,7 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
 #pragma unroll 1
   for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
     if (tid < 16) {
-      const ScaledChannel own = scaled_channel(moments, moments + N * kOut, conv_bias, multiplier, eps, n,
+      const ScaledChannel own = scaled_channel(moments, moments + N * kOut, multiplier, eps, n,
                                                first_channel + tid, kOut, S);
       storage.slope[tid] = own.a, storage.factor[tid] = own.m;
     }
@@ -130,13 +130,12 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
 // its first, of which only the share of eps remains: normalising removes any other effect of a factor. A
 // thread per (sample, channel).
 __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients, float* zeros,
-                                    const Sums* sums, const float* moments, const float* conv_bias,
-                                    const float* multiplier, float eps, int64_t N, int64_t S,
-                                    unsigned parts) {
+                                    const Sums* sums, const float* moments, const float* multiplier,
+                                    float eps, int64_t N, int64_t S, unsigned parts) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / kOut, c = i % kOut;
   if (i >= N * kOut) return;
   const ScaledChannel channel =
-      scaled_channel(moments, moments + N * kOut, conv_bias, multiplier, eps, n, c, kOut, S);
+      scaled_channel(moments, moments + N * kOut, multiplier, eps, n, c, kOut, S);
   double dz = 0, product = 0, bounded = 0;
   float most = 0;
   for (unsigned part = 0; part < parts; part++) {
@@ -160,7 +159,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 // that of dx (InputTiling).
 EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
                      const output_t* dy, const value_t* x, const value_t* weight, const float* kept,
-                     const float* conv_bias, const float* multiplier, double low, double high, double eps,
+                     const float* multiplier, double low, double high, double eps,
                      int64_t multipliers, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows,
                      int64_t depth, int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots,
                      int64_t input_room, cudaStream_t stream) {
@@ -179,10 +178,10 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
   const unsigned parts = blocks_for(S, kPart);
   if (N > 0) {
     sums_kernel<<<unsigned(N * parts), kSumsBlock, 0, stream>>>(sums, winner, dy, index, centred, moments,
-                                                                conv_bias, multiplier, low, high, eps, N, S,
+                                                                multiplier, low, high, eps, N, S,
                                                                 parts);
     coefficients_kernel<<<blocks_for(N * kOut, 64), 64, 0, stream>>>(
-        coefficients, gradients, zeros, sums, moments, conv_bias, multiplier, eps, N, S, parts);
+        coefficients, gradients, zeros, sums, moments, multiplier, eps, N, S, parts);
   }
   const InstanceNormProblem problem{coefficients, index, winner};
   // The convolution's bias has no gradient: its sum is of zeros.

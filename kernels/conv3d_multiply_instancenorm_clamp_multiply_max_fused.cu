@@ -272,8 +272,8 @@ __device__ inline Coefficients coefficients_of(const TileStatistics* statistics,
   all = {0, 0, 0};
   for (int slot = 0; slot < c.slots(); slot++) all = all.merge(moments_of(statistics, c, n, slot, channel));
   const int64_t size = int64_t(c.OD) * c.OH * c.OW;
-  const ScaledChannel scaled =
-      scaled_channel(&all.mean, &all.m2, &conv_bias, &multiplier, eps, 0, 0, 1, size);
+  all.mean = mean_with(conv_bias, all.mean);
+  const ScaledChannel scaled = scaled_channel(&all.mean, &all.m2, &multiplier, eps, 0, 0, 1, size);
   const float at_low = scaled_bound(low > high ? high : low, scaled.m);
   const float at_high = scaled_bound(high, scaled.m);
   const bool turned = scaled.m < 0;

@@ -31,11 +31,14 @@ HOST_DEVICE void merge_group(accumulate_t* group_mean, accumulate_t* group_rstd,
   group_rstd[n * shape.G + g] = 1 / sqrt(moments.variance() + double(eps));
 }
 
-// What forward keeps of v, one after the other: mean and m2 (N, C), group_mean and group_rstd (N, G).
+// What forward keeps of v, one after the other: mean and m2 (N, C), group_mean and group_rstd (N, G). And copies
+// of the biases (C), the convolution's and group_norm's: eager's backward reads neither, whatever has become of
+// them.
 template <class T> struct GroupStatistics {
-  T *mean, *m2, *group_mean, *group_rstd;
+  T *mean, *m2, *group_mean, *group_rstd, *conv_bias, *bias;
   GroupStatistics(T* statistics, int64_t N, int64_t C, int64_t G)
-      : mean(statistics), m2(mean + N * C), group_mean(m2 + N * C), group_rstd(group_mean + N * G) {}
+      : mean(statistics), m2(mean + N * C), group_mean(m2 + N * C), group_rstd(group_mean + N * G),
+        conv_bias(group_rstd + N * G), bias(conv_bias + C) {}
 };
 
 // What one channel of one sample needs to go back and forth: z = (v + offset) * slope + bias.
@@ -81,16 +84,19 @@ HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradie
 }
 
 // Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt(m²·variance + eps),
-// the statistics being v's. It removes conv_bias; one that is not finite makes the channel NaN, as it does in
-// PyTorch.
+// the statistics being v's. It removes conv_bias; one that is not finite makes the mean NaN, and thus the
+// channel, as it does in PyTorch.
+HOST_DEVICE accumulate_t mean_with(accumulate_t conv_bias, accumulate_t mean) {
+  return mean + (conv_bias - conv_bias);
+}
 struct ScaledChannel {
   accumulate_t mean, a, m, rstd;
 };
 
 HOST_DEVICE ScaledChannel scaled_channel(const accumulate_t* mean, const accumulate_t* m2,
-                                         const accumulate_t* conv_bias, const accumulate_t* multiplier,
-                                         accumulate_t eps, int64_t n, int64_t c, int64_t C, int64_t S) {
+                                         const accumulate_t* multiplier, accumulate_t eps, int64_t n,
+                                         int64_t c, int64_t C, int64_t S) {
   const accumulate_t m = multiplier[c], variance = m2[n * C + c] / accumulate_t(S);
   const accumulate_t rstd = 1 / sqrt(m * m * variance + eps);
-  return {mean[n * C + c] + (conv_bias[c] - conv_bias[c]), m * rstd, m, rstd};
+  return {mean[n * C + c], m * rstd, m, rstd};
 }

@@ -74,6 +74,17 @@ inline void* current_stream(int device) {
 }
 #endif
 
+// Of its storage, which somebody may have freed: a view then has an address all the same.
+inline int64_t held_bytes(const Tensor& tensor) {
+#if STABLE_ABI
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  return bytes;
+#else
+  return int64_t(tensor.storage().nbytes());
+#endif
+}
+
 inline bool takes_stream(const Launcher& launcher) { return launcher.kinds[launcher.count - 1] == kStream; }
 
 // Runs a launcher on its tensors' device, on PyTorch's current stream there, which is its last argument where it takes one.
@@ -141,7 +152,9 @@ class Call {
                       ? "expected a CPU tensor, got one on cuda:" + std::to_string(tensor.get_device())
                       : std::string("expected a CPU tensor, got one on another kind of device"));
 #endif
-    return tensor.numel() == 0 ? nullptr : const_cast<void*>(static_cast<const void*>(tensor.data_ptr()));
+    if (tensor.numel() == 0) return nullptr;
+    if (held_bytes(tensor) == 0) fail(index, "expected a tensor with memory, got one whose storage was freed");
+    return const_cast<void*>(static_cast<const void*>(tensor.data_ptr()));
   }
 
   [[noreturn]] void fail(int index, const std::string& what) const {

@@ -71,7 +71,7 @@ def _by_gram(a: Arguments) -> bool:
 
 
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; the v that each window selects; for backward its index there, v's statistics by channel and group, and v where it is needed."""
+    """y; the v that each window selects; for backward its index there, v's statistics by channel and group, with the biases, and v where it is needed."""
     (N, *_), (C, *_), on_cpu = a.x.shape, a.weight.shape, library.device_type(a.x) == "cpu"
     (H, W), dtype = library.output_size(a.x, a.weight), a.scale.dtype
     y = N, C, H // a.pool[0], W // a.pool[1]
@@ -80,7 +80,7 @@ def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
         (y, dtype, library.result_format(a.x, a.weight, False)),
         (selected, a.x.dtype),
         (y if saving else 0, operators.index_type(a.pool[0] * a.pool[1])[1]),
-        operators.statistics(a, 2 * (C + a.groups), saving),
+        operators.statistics(a, 2 * (C + a.groups), 2 * C, saving),
         (0 if _by_gram(a) else (N, H, W, C) if on_cpu else (N, C, H, W), a.x.dtype),
     ]
 
@@ -120,7 +120,8 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
 def _backward(dy: Tensor, a: Arguments, extreme, index, statistics, v, *, plan, needs) -> tuple:
     (N, Cin, *of_x), (C, groups, *size), gradients = a.x.shape, plan.sizes, plan.gradients(a)
     scratch = statistics.new_empty(N * (6 * C + 2 * groups))
-    saved = extreme, index, statistics, *plan.parameters(a), a.low, a.high, a.scale.numel(), N
+    _, weight, _, scale = plan.parameters(a)
+    saved = extreme, index, statistics, weight, scale, a.low, a.high, a.scale.numel(), N
     if plan.gram:
         dv = a.x.new_empty((N, *size, C) if needs[0] else 0)
         dw = a.weight.new_empty(a.weight.shape if needs[1] else 0)
@@ -140,7 +141,7 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 def _fused_outputs(a: Arguments, saving: bool, index: bool = True) -> list[operators.Output]:
-    """y; for backward, in one: the v that each window selects, the statistics, and its index in the window, a byte."""
+    """y; for backward, in one: the v that each window selects, the statistics with the biases, and its index in the window, a byte."""
     y, *_ = _outputs(a, False)
     selected, statistics = math.prod(y[0]), 2 * a.x.shape[0] * (len(a.weight) + a.groups)
     kept = selected + statistics + (tiling.ceil_div(selected, 4) if index else 0)
@@ -167,7 +168,8 @@ def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
     if not plan.saves:
         return operators.backward_of(epilogue, dy, a, needs)
     gradients, dx, dw = plan.gradients(a), None, a.weight.new_empty(*a.weight.shape)
-    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, *plan.parameters(a)
+    _, weight, _, scale = plan.parameters(a)
+    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, weight, scale
     inputs = kept.new_empty(plan.tiles.scratch, dtype=torch.float64), *operands
     plan.backward()(dw, *gradients, *inputs)
     if needs[0] and plan.tiles.input_columns:

@@ -52,12 +52,13 @@ class Arguments(NamedTuple):
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 # On a GPU it runs channels last where that is fastest, and the kernels transpose: v is (N, H', W', C) there, (N, C, H', W') on a CPU.
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; for backward v, or by Winograd what min withholds of a gradient, in halves."""
+    """y; for backward v and the convolution's bias as it was, or by Winograd what min withholds of a gradient, in halves."""
     (N, *_), (C, *_), size = a.x.shape, a.weight.shape, library.output_size(a.x, a.weight)
     v = (N, *size, C) if library.device_type(a.x) == "cuda" else (N, C, *size)
     dtype = torch.uint8 if library.winograd_applies(a.x, a.weight) else a.x.dtype
     y_format = library.result_format(a.x, a.weight, True)
-    return [((N, C, *size), a.bias.dtype, y_format), (v if saving else 0, dtype)]
+    conv_bias = C if saving and dtype == a.x.dtype else 0, operators.accumulate_dtype(a.x.dtype)
+    return [((N, C, *size), a.bias.dtype, y_format), (v if saving else 0, dtype), conv_bias]
 
 
 def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
@@ -86,7 +87,7 @@ def _convolved(x: Tensor, weight: Tensor, plan: operators.Plan) -> Tensor:
 
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
-    parameters, (y, v) = (*plan.parameters(a), plan.constant, a.scale), plan.outputs(a)
+    parameters, (y, v, conv_bias) = (*plan.parameters(a), plan.constant, a.scale), plan.outputs(a)
     if plan.winograd:
         _forward_by_winograd(y, v, a, parameters, plan)
     else:
@@ -94,7 +95,9 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
             v = _convolved(x, a.weight, plan)
             plan.kernels.forward(out, v, *parameters, x.shape[0], *plan.sizes)
     y = y.contiguous(memory_format=plan.y_format)
-    return (y, v) if saving else (y,)
+    if saving and not plan.winograd:  # eager's backward does not read it either, whatever has become of it
+        conv_bias = parameters[0].clone()
+    return (y, v, conv_bias) if saving else (y,)
 
 
 def _forward_by_winograd(y, withheld, a: Arguments, parameters: tuple, plan: operators.Plan) -> None:
@@ -111,13 +114,15 @@ def _forward_by_winograd(y, withheld, a: Arguments, parameters: tuple, plan: ope
             withheld[n] = (u >= bound).to(torch.uint8) + (u > bound)
 
 
-def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan: operators.Plan, needs) -> tuple:
+def _backward(
+    dy: Tensor, a: Arguments, v: Tensor, conv_bias: Tensor, *, plan: operators.Plan, needs
+) -> tuple:
     if v.dtype == torch.uint8:
         return _backward_by_winograd(dy.contiguous(), a, v, plan, needs)
     N, (C, S), dv, gradients = v.shape[0], plan.sizes, torch.empty_like(v), plan.gradients(a)
     chunks = min(S, 8) if plan.on_gpu else 1
     sums = torch.empty((2, N * chunks, C), dtype=torch.float64, device=v.device)
-    inputs = dy.contiguous(), v, plan.parameters(a)[0], plan.constant, a.scale
+    inputs = dy.contiguous(), v, conv_bias, plan.constant, a.scale
     plan.kernels.backward(dv, *gradients, sums, *inputs, a.bias.numel(), N, C, S, chunks, plan.round_to_tf32)
     dv, operands = dv.permute(0, 3, 1, 2) if plan.on_gpu else dv, None
     if plan.on_gpu and plan.layout == torch.channels_last:

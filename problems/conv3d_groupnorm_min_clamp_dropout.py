@@ -67,12 +67,12 @@ class Arguments(NamedTuple):
 
 # ----------------------------------------------------------------- epilogue: the library's convolution, then our tail
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; for backward v's statistics by channel and group, active (is any element of a plane tied or not finite?), and v."""
+    """y; for backward v's statistics by channel and group, with the biases, active (is any element of a plane tied or not finite?), and v."""
     (N, *_), (C, *_) = a.x.shape, a.weight.shape
     v = N, C, *library.output_size(a.x, a.weight)
     return [
         (v, a.norm_weight.dtype, library.result_format(a.x, a.weight, False)),
-        operators.statistics(a, 2 * (C + a.groups), saving),
+        operators.statistics(a, 2 * (C + a.groups), 2 * C, saving),
         ((N, C) if saving else 0, torch.int32),
         (v, a.x.dtype),
     ]
@@ -105,7 +105,7 @@ def _backward(dy: Tensor, a: Arguments, statistics, active, v, *, plan, needs) -
         return *[t.zero_() if need else None for t, need in zip(zeros, needs)], None
     N, dv, gradients = v.shape[0], torch.empty_like(v), plan.gradients(a)
     scratch = torch.empty(N * (5 * len(a.weight) + 2 * a.groups), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, statistics, active, *plan.parameters(a), a.seed, a.number
+    inputs = dy.contiguous(), v, statistics, active, plan.parameters(a)[1], a.seed, a.number
     plan.kernels.backward(dv, *gradients, scratch, *inputs, *a.bounds(), a.p, N, *plan.sizes)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs, direct=plan.direct)
     return dx, dw, *plan.as_parameters(a, gradients), None

@@ -67,7 +67,7 @@ def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
         ((N, *size), a.multiplier.dtype),
         (won, operators.index_type(C)[1]),
         (won, a.x.dtype),
-        operators.statistics(a, 2 * C, saving),
+        operators.statistics(a, 2 * C, 0, saving),
         ((N, C, *size), a.x.dtype),
     ]
 
@@ -100,7 +100,16 @@ def _backward(dy: Tensor, a: Arguments, index, winner, statistics, v, *, plan, n
     )
     dv = v.new_empty(v.shape if needs[0] or not directly else 0)
     scratch = torch.empty((5, N, C), dtype=statistics.dtype, device=v.device)
-    inputs = dy.contiguous(), v, index, winner, statistics, *plan.parameters(a), *a[4:], a.multiplier.numel()
+    inputs = (
+        dy.contiguous(),
+        v,
+        index,
+        winner,
+        statistics,
+        plan.parameters(a)[1],
+        *a[4:],
+        a.multiplier.numel(),
+    )
     if directly:
         dw, sizes = a.weight.new_empty(a.weight.shape), library.filter_sizes(a.x, a.weight)
         plan.kernels.convolve_backward(dv, dw, *gradients, scratch, *inputs, a.x.contiguous(), *sizes)
@@ -145,7 +154,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
 
 def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
     operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept
-    return volumes.backward(plan, a, (*operands, *plan.parameters(a)), needs)
+    return volumes.backward(plan, a, (*operands, plan.parameters(a)[1]), needs)
 
 
 fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)

@@ -63,6 +63,19 @@ def test_what_differs_is_checked(x, error):
         assert y.tolist() == [1.0, 1.0]
 
 
+def test_memory_that_was_freed_is_not_read():
+    """Of a whole storage and of a view behind its start, by the operator and by what is bound."""
+    kernel, (y, largest) = affine(), outputs()
+    launch = kernel.bound(1.0, False, 2)
+    for x in (torch.zeros(2), torch.zeros(5)[3:]):
+        launch(y, largest, x, 1)
+        x.untyped_storage().resize_(0)
+        for call in (lambda x: kernel(y, largest, x, 2, 1.0, False, 2), lambda x: launch(y, largest, x, 2)):
+            with pytest.raises(RuntimeError, match="affine: x: expected a tensor with memory"):
+                call(x)
+        assert y.tolist() == [1.0, 1.0]
+
+
 def test_a_gradient_is_refused_where_one_is_recorded_only():
     launch, (y, largest), x = affine().bound(1.0, False, 2), outputs(), torch.ones(2, requires_grad=True)
     with torch.no_grad():

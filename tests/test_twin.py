@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -16,11 +19,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import inline_loader
 import models
 import numerics
 import operators
+from loading import ROOT
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, NAMES, POOL, every_name, pair, results
 
 every_moment = pytest.mark.parametrize("moment", ["before the first call", "after calls"])
@@ -305,6 +310,75 @@ def test_changed_for_all_modules(name):
     assert_same(twin, model, x, exact=False)
 
 
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **kwargs or {})
+        return y * 2 if function in (torch.conv2d, torch.conv3d) else y
+
+
+@contextlib.contextmanager
+def doubled(owner, name: str):
+    """What `owner` calls `name` gives twice as much."""
+    with pytest.MonkeyPatch.context() as patch:
+        before = getattr(owner, name)
+        patch.setattr(owner, name, lambda *a, **keywords: before(*a, **keywords) * 2)
+        yield
+
+
+INTERCEPTED = {
+    "a mode": (lambda conv: Doubling(), "TorchFunctionMode"),
+    "the class's _conv_forward": (lambda conv: doubled(type(conv), "_conv_forward"), "a function that"),
+    "its function": (lambda conv: doubled(nn.functional, f"conv{conv.weight.dim() - 2}d"), "a function that"),
+    "all calls": (lambda conv: doubled(nn.Module, "__call__"), "a function that"),
+}
+
+
+@pytest.mark.parametrize("how", INTERCEPTED)
+@every_moment
+@every_name
+def test_intercepted_calls(name, moment, how):
+    """For as long as they are. torch's own modes leave the functions what they are."""
+    model, twin, x = pair(name, called="after" in moment)
+    make, reason = INTERCEPTED[how]
+    with torch.device("cpu"):
+        for _ in range(2):
+            with make(model.conv):
+                plan = twin.plan(x)
+                assert plan.variant == "eager" and reason in plan.reason
+                assert_same(twin, model, x, exact=True)
+            assert twin.plan(x).variant == "epilogue"
+            assert_same(twin, model, x, exact=False)
+
+
+@every_moment
+@pytest.mark.parametrize("name, constant", [each for each in CONSTANTS if "." not in each[1]])
+def test_constant_of_the_class(name, constant, moment):
+    """A property, which may give another number each time."""
+    model, twin, x = pair(name, called="after" in moment)
+    numbers = [getattr(model, constant)]
+    for module in (model, twin):
+        del vars(module)[constant]
+        own = {constant: property(lambda self: numbers[0])}
+        module.__class__ = type(f"My{type(module).__name__}", (type(module),), own)
+    for numbers[0] in (-0.75, 0.25):
+        assert twin.plan(x).variant == "epilogue"
+        assert_same(twin, model, x, exact=False)
+
+
+@every_moment
+@every_name
+def test_attributes_replaced_as_a_whole(name, moment):
+    """A submodule's, and the twin's own."""
+    model, twin, x = pair(name, called="after" in moment)
+    model.conv.__dict__ = vars(model.conv) | {"stride": (2,) * len(model.conv.stride)}
+    assert "stride" in twin.plan(x).reason
+    assert_same(twin, model, x, exact=True)
+    other, _ = numerics.small(name, seed=7)
+    twin.__dict__ = vars(models.PROBLEMS[name].ModelNew.from_eager(other))
+    assert twin.plan(x).variant == "epilogue"
+    assert_same(twin, other, x, exact=False)
+
+
 @pytest.mark.parametrize("how", ["registered", "its forward"])
 @every_name
 def test_hook_taken_away(name, how):
@@ -425,6 +499,35 @@ def test_weights_count_at_once(name):
     assert twin.plan(x).variant == "epilogue"
 
 
+@pytest.mark.parametrize("size", ["small", "winograd"])
+@every_name
+def test_biases_count_as_they_were_in_forward(name, size):
+    """Changed through .data, which autograd doesn't see, before backward: eager's reads neither the convolution's nor a norm's."""
+    model, x = numerics.sized(name, getattr(numerics.known(name), size))
+    numerics.give_gradients(model, x)
+    twin, biases = (
+        numerics.twin_of(model),
+        [p for key, p in model.named_parameters() if key.endswith(".bias")],
+    )
+    changes = (
+        lambda bias: bias.data.add_(0.5),
+        lambda bias: setattr(bias, "data", torch.full_like(bias, float("nan"))),
+    )
+    for change in changes:
+        found = []
+        for module in (model, twin):
+            given, before = x.clone().requires_grad_(), [bias.detach().clone() for bias in biases]
+            torch.manual_seed(0)
+            y = module(given)
+            for bias in biases:
+                change(bias)
+            found.append(torch.autograd.grad(y.square().sum(), [given, *module.parameters()]))
+            for bias, values in zip(biases, before):
+                bias.data = values
+        for theirs, ours in zip(*found):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 + 1e-3 * theirs.abs().max().item())
+
+
 @every_name
 def test_parameter_of_another_class(name):
     """Which may give operators a meaning of its own: eager, where torch asks it."""
@@ -444,6 +547,53 @@ def test_parameter_of_another_class(name):
     with torch.no_grad():
         assert torch.equal(twin(x), model(x))
     assert Asked.functions.count(f"conv{x.dim() - 2}d") == 2
+
+
+FREED = """
+import sys
+
+import torch
+
+from numerics import give_gradients, known, sized, small, twin_of
+
+_, name, own = sys.argv
+for winograd in (False, True):
+    model, x = sized(name, known(name).winograd) if winograd else small(name)
+    give_gradients(model, x)
+    given, twin = {"x": x, **dict(model.named_parameters())}, twin_of(model, "auto")
+    for key, t in given.items():
+        for moved in (t.detach(), torch.cat([t.detach().flatten()] * 2)[t.numel() :].view_as(t)):  # a view
+            torch.manual_seed(0)
+            t.data = moved
+            y, whole = twin(x), t.untyped_storage()
+            held, size = t.detach().clone(), whole.nbytes()
+            whole.resize_(0)
+            for wanted in (True, False):
+                with torch.set_grad_enabled(wanted):
+                    try:
+                        twin(x)
+                    except RuntimeError:
+                        continue
+                raise SystemExit(f"{key} was read")
+            try:
+                y.sum().backward()
+            except RuntimeError:
+                assert key not in own.split(","), f"eager's backward goes without {key}"
+            else:
+                assert key != "x"
+            whole.resize_(size)
+            t.detach().copy_(held)
+"""
+
+
+@every_name
+def test_memory_that_was_freed(name):
+    """An error as eager's, in a process of its own, since it may crash. Backward needs no bias, as eager's."""
+    biases = [key for key, _ in numerics.small(name)[0].named_parameters() if key.endswith("bias")]
+    call = [sys.executable, "-c", FREED, name, ",".join(biases)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    done = subprocess.run(call, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-1000:])
 
 
 @every_name
