@@ -48,11 +48,20 @@ def result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.mem
 
     follows_on_cuda: do the operations after the convolution keep its layout on a GPU?
     """
+    if not is_channels_last(x, weight):
+        return torch.contiguous_format
     if device_type(x) == "cuda":
         follows = follows_on_cuda and x.dtype != torch.float64
     else:
-        follows = x.dim() == 4 or x.dtype in (torch.float32, torch.bfloat16)
-    return channels_last(x) if follows and is_channels_last(x, weight) else torch.contiguous_format
+        follows = x.dim() == 4 or not _is_slow_in_3d(x, weight)
+    return channels_last(x) if follows else torch.contiguous_format
+
+
+def _is_slow_in_3d(x: Tensor, weight: Tensor) -> bool:
+    """Does a CPU's library leave the convolution to PyTorch's own, which has one layout? It does for single small volumes."""
+    ones, zeros = [1] * 3, [0] * 3
+    backend = torch._C._select_conv_backend(x, weight, None, ones, zeros, ones, False, zeros, 1)
+    return backend == torch._C._ConvBackend.Slow3d
 
 
 def aligned(t: Tensor) -> Tensor:

@@ -651,6 +651,7 @@ LAYOUTS = {
     "storage offset 1": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
     "flipped copy of a permuted view": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1).flip(0),
     "channels last": lambda x: x.to(memory_format=library.channels_last(x)),
+    "one sample, channels last": lambda x: x[:1].contiguous(memory_format=library.channels_last(x)),
 }
 
 
