@@ -83,7 +83,7 @@ class Probe:
     def results(self, run: Callable | None = None, backward: bool = False) -> dict[str, Tensor]:
         """Output and gradients of `module`, or of `run`, by name; backward: added up, as an optimizer finds them.
         Buffers are afterwards as before."""
-        run = run or self.module
+        run = self.module if run is None else run
         with kept_buffers(self.model, run):
             return named(
                 *call(run, leaves_of(run, self.model), self.x, self.phase, self.g, backward=backward)
@@ -94,9 +94,11 @@ class Probe:
         this. A coarse look, where `errors_of` is exact."""
         try:
             theirs = self.results(self.model)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
             return ""
-        ours = ours or self.results()
+        ours = self.results() if ours is None else ours
         found, mask = [], []
         if p := checks.dropout_of(self.model):
             whole = dataclasses.replace(self, phase="forward").results(self.without_dropout())["output"]
@@ -104,9 +106,11 @@ class Probe:
             if keep.shape == whole.shape:
                 mask += checks.bad_mask(keep, (whole != 0) & whole.isfinite(), p)
                 theirs = self.results(self.without_dropout(keep / ((1 - p) or 1)))
-        gradients = [t.norm().item() for name, t in theirs.items() if name != "output"]
+        gradients = [t.nan_to_num(0, 0, 0).norm().item() for name, t in theirs.items() if name != "output"]
         precision = torch.finfo(dtype_of(self.model, self.inputs)).eps
         for name, expected in theirs.items():
+            if name not in ours:
+                continue
             if ours[name].shape != expected.shape:
                 found.append(f"{name} of shape {list(ours[name].shape)}, expected {list(expected.shape)}")
                 continue
@@ -122,6 +126,20 @@ class Probe:
             if rows := wrong.nonzero().flatten().tolist():
                 found.append(name + (f" of sample {_listed(rows)}" if by_sample else ""))
         return "; ".join(found + mask)
+
+    def visible(self, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Our results, without gradients that hang on whether zeros were dropped, which nobody sees."""
+        if self.g is None or not checks.dropout_of(self.model):
+            return ours
+        keep = ours["output"] != 0
+        none, all = (
+            self.results(self.without_dropout(t)) for t in (keep.to(self.g.dtype), torch.ones_like(self.g))
+        )
+        hidden = any(
+            _far(none[name][None], (all[name] * keep if name == "output" else all[name])[None], 1e-3, 0).any()
+            for name in none
+        )
+        return {"output": ours["output"]} if hidden else ours
 
     def without_dropout(self, scale: Tensor | float = 1) -> Callable:
         """The reference with its dropout left out, its output times `scale`."""
@@ -218,14 +236,15 @@ def _follows_parameters(probe: Probe) -> Iterator[str]:
     for name, t in [*probe.model.named_parameters(), *probe.model.named_buffers()]:
         if not (t.is_floating_point() and t.numel()):
             continue
-        kept = t.data
-        parameter = isinstance(t, nn.Parameter)
-        t.data = torch.randn_like(kept) if parameter else kept * 1.25  # a variance stays one
-        found = probe.on(probe.x).strange()
-        if parameter:
-            t.data.normal_()[(-1,) * t.dim()] = math.nan
-            found = found or spoilt.strange()
-        t.data = kept
+        kept, parameter = t.data, isinstance(t, nn.Parameter)
+        try:
+            t.data = torch.randn_like(kept) if parameter else kept * 1.25  # a variance stays one
+            found = probe.on(probe.x).strange()
+            if parameter:
+                t.data.normal_()[(-1,) * t.dim()] = math.nan
+                found = found or spoilt.strange()
+        finally:
+            t.data = kept
         if found:
             yield f"does not follow a change of {name}: {found}"
 
@@ -279,12 +298,13 @@ def _serves_any_call(probe: Probe) -> Iterator[str]:
     if found := apart.strange():
         yield f"does not take what is not contiguous: {found}"
     with _evaluation(probe.model, probe.module):
-        if found := probe.on(probe.x).strange():
-            yield f"is wrong in evaluation: {found}"
-    if probe.phase == "forward":
-        with torch.inference_mode():
-            if found := probe.strange():
-                yield f"is wrong in inference mode: {found}"
+        found = probe.on(probe.x).strange()
+    if found:
+        yield f"is wrong in evaluation: {found}"
+    with torch.inference_mode(probe.phase == "forward"):
+        found = probe.strange() if probe.phase == "forward" else ""
+    if found:
+        yield f"is wrong in inference mode: {found}"
     if probe.g is not None and (found := probe.strange(probe.results(backward=True))):
         yield f"adds up something else than gradients: {found}"
 
@@ -310,7 +330,12 @@ def _owns_results(probe: Probe) -> Iterator[str]:
     eager's do."""
     others = probe.others()
     ours, theirs = ([*_sharing(probe, others, run)] for run in (probe.module, probe.model))
-    yield from (text for text in ours if text not in theirs)
+    yield from (text for text in ours if text not in theirs and _kinds(text) not in map(_kinds, theirs))
+
+
+def _kinds(text: str) -> str:
+    """Which gradient shares memory with which is autograd's affair; with what else it does is not."""
+    return re.sub(r"(the incoming gradient|gradient of [\w.]+)(?! of the next)", "a gradient", text)
 
 
 def _sharing(probe: Probe, others: list[Tensor], run: Callable) -> Iterator[str]:
@@ -447,25 +472,23 @@ def _leaves_the_rest_alone(probe: Probe) -> Iterator[str]:
     may draw a seed instead, or once for each element of the output."""
     generator = _generator(probe.device)
     state = generator.get_state()
-    _seed(generator)
-    for start in (state, generator.get_state()):  # two, because who sets a state leaves the same after both
-        (ours, kept, changed), (theirs, expected, allowed) = (
-            _after(probe, run, start) for run in (probe.module, probe.model)
-        )
-        drawn = [theirs]
-        if not torch.equal(theirs, start):
-            size = probe.results(probe.model)["output"].shape
-            for draw in (_seed, lambda g, size=size: torch.rand(size, generator=g, device=g.device)):
-                generator.set_state(start)
-                draw(generator)
-                drawn.append(generator.get_state())
-        if not any(torch.equal(ours, each) for each in drawn):
-            yield "leaves torch's generator neither as eager does nor after a single draw"
-        for name, value in expected.items():
-            if name not in kept or _differs(kept[name], value):
-                yield f"leaves {name} not as eager does"
-        yield from (text for text in changed if text not in allowed)
-    generator.set_state(state)
+    found = []
+    try:
+        _seed(generator)
+        for start in (
+            state,
+            generator.get_state(),
+        ):  # two, because who sets a state leaves the same after both
+            (ours, kept, changed), (theirs, expected, allowed) = (
+                _after(probe, run, start) for run in (probe.module, probe.model)
+            )
+            if not any(torch.equal(ours, each) for each in [theirs, *_drawn_once(probe, start, theirs)]):
+                found.append("leaves torch's generator neither as eager does nor after a single draw")
+            found += [f"leaves {name} not as eager does" for name in unlike(kept, expected)]
+            found += [text for text in changed if text not in allowed]
+    finally:
+        generator.set_state(state)
+    yield from dict.fromkeys(found)
 
 
 def _after(probe: Probe, run: Callable, start: Tensor) -> tuple[Tensor, dict[str, object], list[str]]:
@@ -478,23 +501,42 @@ def _after(probe: Probe, run: Callable, start: Tensor) -> tuple[Tensor, dict[str
         changed.extend(changes(before))
         return out
 
-    generator, before, changed = _generator(probe.device), surroundings(probe.model), []
+    generator, before, changed, others = _generator(probe.device), surroundings(probe.model), [], _of_a_call()
     generator.set_state(start)
     with kept_buffers(probe.model, run):
         call(watched, leaves_of(run, probe.model), probe.x, probe.phase, probe.g)
-        return generator.get_state(), _state_of(run, probe.model), changed + changes(before)
+        changed += changes(before)
+        changed += [f"changes {name}" for name, value in _of_a_call().items() if value != others[name]]
+        return generator.get_state(), state_of(run, probe.model), changed
+
+
+def _drawn_once(probe: Probe, start: Tensor, theirs: Tensor) -> Iterator[Tensor]:
+    """The generator's states after a seed, or after a number for each element of the output; where eager draws."""
+    generator = _generator(probe.device)
+    if torch.equal(theirs, start):
+        return
+    size = probe.results(probe.model)["output"].shape
+    for draw in (_seed, lambda g: torch.rand(size, generator=g, device=g.device)):
+        generator.set_state(start)
+        draw(generator)
+        yield generator.get_state()
 
 
 def _seed(generator: torch.Generator) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device=generator.device).random_(generator=generator)
 
 
-def _state_of(run: Callable, model: nn.Module) -> dict[str, object]:
+def state_of(run: Callable, model: nn.Module) -> dict[str, object]:
     """What a call leaves in a module, by names that hold for every module with the parameters of `model`."""
     buffers = dict(run.named_buffers() if isinstance(run, nn.Module) else model.named_buffers())
     state = {name.replace("_orig_mod.", ""): t.clone() for name, t in buffers.items()}
     state["its mode"] = not isinstance(run, nn.Module) or run.training == model.training
     return state
+
+
+def unlike(ours: dict[str, object], theirs: dict[str, object]) -> list[str]:
+    """What of our state is not as eager's."""
+    return [name for name, value in theirs.items() if name not in ours or _differs(ours[name], value)]
 
 
 def _differs(ours: object, theirs: object) -> bool:
@@ -521,7 +563,6 @@ def _fill(table: dict, values: dict) -> None:
 _SETTINGS = {
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "the default device": (lambda: str(torch.get_default_device()), torch.set_default_device),
     "grad mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -537,14 +578,23 @@ _SETTINGS = {
     "modes of torch's functions": (torch._C._len_torch_function_stack, None),
     "the current GPU": (lambda: torch.cuda.current_device() if torch.cuda.is_initialized() else None, torch.cuda.set_device),
     "the current stream": (lambda: torch.cuda.current_stream() if torch.cuda.is_initialized() else None, torch.cuda.set_stream),
-    "Python's generator": (random.getstate, random.setstate),
-    "numpy's generator": (lambda: str(sys.modules["numpy"].random.get_state(legacy=False)["state"]) if "numpy" in sys.modules else None, None),
     "garbage collection": (gc.isenabled, lambda value: gc.enable() if value else gc.disable()),
     "the working directory": (os.getcwd, os.chdir),
     "Python's profiler": (lambda: (sys.getprofile(), sys.gettrace()), lambda found: (sys.setprofile(found[0]), sys.settrace(found[1]))),
     "hooks of all modules": (lambda: [dict(hooks) for hooks in _GLOBAL_HOOKS], lambda found: [_fill(*each) for each in zip(_GLOBAL_HOOKS, found)]),
-    "the threads": (lambda: {each.ident for each in threading.enumerate()}, None),
 }  # fmt: skip
+
+
+def _of_a_call() -> dict[str, object]:
+    """What one call must leave as it was; what draws inputs, and compilers, may change it between calls."""
+    numpy = sys.modules.get("numpy")
+    return {
+        "Python's generator": random.getstate(),
+        "numpy's generator": numpy and str(numpy.random.get_state(legacy=False)["state"]),
+        "the threads": {
+            each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)
+        },
+    }
 
 
 def surroundings(model: nn.Module | None = None) -> dict:
@@ -565,10 +615,14 @@ def surroundings(model: nn.Module | None = None) -> dict:
         math,
     ]
     owners += [checks, sys.modules[__name__], *{type(m) for m in (model.modules() if model else ())}]
-    functions = {
-        (owner, name): value for owner in owners for name, value in vars(owner).items() if callable(value)
-    }
+    functions = {(owner, name): value for owner in owners for name, value in _functions(owner).items()}
     return _settings() | functions
+
+
+def _functions(owner) -> dict[str, Callable]:
+    """But for those of nn.Module that the compiler wraps when it first compiles."""
+    ours = owner is nn.Module and ("__init__", "__setstate__") or ()
+    return {name: value for name, value in vars(owner).items() if callable(value) and name not in ours}
 
 
 def _settings() -> dict[str, object]:
@@ -580,11 +634,15 @@ def _settings() -> dict[str, object]:
 
 
 def _changed(before: dict) -> list:
-    """What is no longer as it was, by its keys."""
+    """What is no longer as it was, by its keys. Classes have no functions that they hadn't."""
     now = _settings()
     changed = [key for key, value in before.items() if isinstance(key, str) and now.get(key, value) != value]
-    functions = ((key, value) for key, value in before.items() if not isinstance(key, str))
-    return changed + [key for key, value in functions if vars(key[0]).get(key[1]) is not value]
+    functions = {key: value for key, value in before.items() if not isinstance(key, str)}
+    classes = {owner for owner, _ in functions if isinstance(owner, type)}
+    added = [(owner, name) for owner in classes for name in _functions(owner) if (owner, name) not in before]
+    return (
+        changed + added + [key for key, value in functions.items() if vars(key[0]).get(key[1]) is not value]
+    )
 
 
 def changes(before: dict) -> list[str]:
@@ -599,7 +657,7 @@ def put_back(before: dict) -> None:
     """Settings and functions are again what they were."""
     for key in _changed(before):
         if not isinstance(key, str):
-            setattr(*key, before[key])
+            setattr(*key, before[key]) if key in before else delattr(*key)
         elif write := _SETTINGS[key][1]:
             write(before[key])
 
