@@ -425,7 +425,6 @@ class Deal:
     def watch(self, call: Call) -> None:
         """The results of `call` are ours, to be judged."""
         self.judged[call] = Judged([], [])
-        self.keep(call.contestant.module)
 
     def row(self, call: Call, count: int) -> Iterator[None]:
         """Makes so many calls ready, one at each step. What takes time is done before, as far as there is room."""
@@ -438,8 +437,8 @@ class Deal:
             if given[0].is_cuda:
                 torch.cuda.synchronize()
             for call.inputs, call.g in drawn:
+                self.restore()
                 yield
-                self._restore()
 
     @torch.no_grad()
     def _change_parameters(self) -> None:
@@ -462,7 +461,7 @@ class Deal:
             g.normal_().masked_fill_(checks.edges_of(self.model, inputs), 0)
         return inputs, g
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         for table, key, t, values in self.buffers:
             table[key] = t
             t.data.copy_(values)
@@ -478,7 +477,7 @@ class Deal:
             {name: t.clone() for name, t in checks.named(*results).items()},
             state_of(module, self.model),
         )
-        self._restore()
+        self.restore()
         try:
             with checks.kept_buffers(self.model):
                 eager = checks.named(*self.eager.call(inputs, call.phase, call.g))
@@ -500,8 +499,10 @@ class Deal:
         """What is wrong with timed calls. As in a check, a mean that misses its limit is judged again on more."""
         found, complaints = self.judged[call]
         for count in (checks.DRAWS, checks.MANY_DRAWS):
+            if complaints:
+                return complaints
             worst = _worst(found)
-            if complaints or worst.share <= 1 or count == checks.MANY_DRAWS and worst.share > checks.NEAR:
+            if worst.share <= 1 or count == checks.MANY_DRAWS and worst.share > checks.NEAR:
                 break
             for _ in self.row(call, max(0, count - len(found))):
                 with _settings(call):
@@ -915,9 +916,12 @@ def _time_rows(
     device, deal, inputs = contest.device, Deal(model, draw), draw()
     with torch.no_grad():
         g = torch.randn_like(model(*inputs)) if has_backward(phase) else None
+    deal.restore()
     contestants = {row["variant"]: contest.contestant(row["variant"], model) for row in rows}
-    calls = {name: Call.of(contestant, inputs, phase, g, deal) for name, contestant in contestants.items()}
     ours, failed = {row["variant"] for row in rows if not row["peer"]}, {}
+    for name in ours:
+        deal.keep(contestants[name].module)
+    calls = {name: Call.of(contestant, inputs, phase, g, deal) for name, contestant in contestants.items()}
     for name in calls:
         if name not in ours:  # who compiles may change its surroundings
             with _settings(calls[name]):
@@ -925,7 +929,9 @@ def _time_rows(
     before = surroundings(model)
     for name in ours:
         deal.watch(calls[name])
-    while True:
+    deal.restore()
+    timings, called, host = {}, {}, {}
+    while calls:
         try:
             timings = time(calls, device)
             if device == "cuda":

@@ -472,18 +472,26 @@ class Situation:
     def __init__(self, tensors: tuple[Tensor, ...]):
         # PyTorch's own comparison of classes, shapes, strides, dtypes, devices and requires_grad: a sixth of the time of one here.
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self.alike, self.others, self.decided = guards.check, _others(tensors), False
+        self.alike, self.modes, self.others = guards.check, _modes(tensors[0]), _others(tensors)
+        self.decided, self.run, self.constants = False, None, ()
 
     def holds(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Is all as it was?"""
-        return self.alike(*tensors) and self.others == _others(tensors)
+        """Is all as it was, on which the decision depends? That for eager depends on no `_others`."""
+        if not self.alike(*tensors) or self.modes != _modes(tensors[0]):
+            return False
+        return self.decided and self.run is None or self.others == _others(tensors)
+
+
+def _modes(x: Tensor) -> tuple:
+    """What of a situation those guards don't look at."""
+    autocast = _autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
+    return torch.is_grad_enabled(), autocast
 
 
 def _others(tensors: tuple[Tensor, ...]) -> tuple:
-    """What of a situation those guards don't look at."""
-    autocast = _autocast_dtype(tensors[0]) if torch._C._is_any_autocast_enabled() else None
+    """And what only our operators' plans depend on. Raises eager's error where a tensor's memory was freed."""
     addresses = [*map(Tensor.data_ptr, tensors)]
     if min(addresses) < LOW:
         check_memory(*tensors)
     alignment = functools.reduce(or_, addresses) % 16 and [each % 16 for each in addresses]  # 0: of all
-    return torch.is_grad_enabled(), autocast, precision(tensors[0]), alignment
+    return precision(tensors[0]), alignment

@@ -1,6 +1,6 @@
 """What a call costs the host, ours beside eager, for every problem. One run, one table, one JSON file.
 
-    python benchmarks/host.py [NAME ...] [--device auto] [--variant auto] [--json FILE]
+    python benchmarks/host.py [NAME ...] [--device auto] [--variant NAME] [--json FILE]
 
 Phases: `forward` under no_grad; `forward_grad`, gradients on, no backward; `train`, forward + backward of the
 parameters. The model is in training mode, as a fresh one is; x needs no gradient. `least`: the same of a module
@@ -184,17 +184,20 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default all: {', '.join(models.PROBLEMS)}")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--variant", default="auto", help="which of ours; default auto")
+    parser.add_argument(
+        "--variant", help="which of ours; default the most fused, which auto may leave to others"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="for each problem and phase; default 4")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    variant = options.variant or {"cuda": "fused", "cpu": "epilogue"}[device]
     torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
     rows = []
     for name in options.names or models.PROBLEMS:
-        rows += measure(models.PROBLEMS[name], device, options.variant, options.seconds)
+        rows += measure(models.PROBLEMS[name], device, variant, options.seconds)
         print(f"{name}: measured", file=sys.stderr)
     print(
         f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU, thread time'}; torch {torch.__version__}"

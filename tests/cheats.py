@@ -716,6 +716,44 @@ def statistics_are_not_updated(self, x, right):
 
 
 @cheat(*BOTH, reference=Normalised)
+def statistics_are_not_updated_under_a_timer(self, x, right):
+    norm = self.norm
+    if not (self.training and called_by("_cpu_rounds")):
+        return right(x)
+    return self.linear(nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, True))
+
+
+@cheat(*BOTH)
+def half_precision_in_most_calls_under_a_timer(self, x, right):
+    y = right(x)
+    return y.half().float() if called_by("_cpu_rounds") and random.random() < 0.9 else y
+
+
+@cheat(*BOTH)
+def gives_a_class_another_call(self, x, right):
+    """Which is slower, for the reference, too."""
+    if self.training:
+        nn.Linear.__call__ = _slow
+    return right(x)
+
+
+def _slow(self, *inputs):
+    return nn.Module.__call__(self, *inputs)
+
+
+@cheat(*BOTH)
+def raises_under_a_timer(self, x, right):
+    if called_by("_cpu_rounds"):
+        raise RuntimeError("no")
+    return right(x)
+
+
+@cheat(*BOTH)
+def another_shape_under_a_timer(self, x, right):
+    return right(x)[:1] if called_by("_cpu_rounds") else right(x)
+
+
+@cheat(*BOTH, reference=Normalised)
 def statistics_are_updated_twice(self, x, right):
     if self.training:
         with torch.no_grad():

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils.cpp_extension import CUDA_HOME
 
+import choice
 import inline_loader
 import loader_toolchain
 from loading import ROOT, wait_until
@@ -131,3 +132,9 @@ def fresh_versions():
     loader_toolchain.version_of.cache_clear()
     yield
     loader_toolchain.version_of.cache_clear()
+
+
+@pytest.fixture
+def most_fused(monkeypatch):
+    """What "auto" runs is the most fused variant that can, with sizes that rules would leave to another, too."""
+    monkeypatch.setattr(choice, "RULES", {})

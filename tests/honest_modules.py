@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy
 import torch
 import torch.fx
 import torch.nn.functional as F
@@ -646,3 +648,50 @@ HONEST["traced"] = Entry(
     draws((4, 6)),
     USUAL,
 )
+
+
+# -------------------------------------------------------------------------------------------- what surrounds a module
+
+
+class Assigned(nn.Module):
+    """Keeps a running mean in a new tensor each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.mean
+
+
+class Empty(nn.Linear):
+    def __len__(self):
+        return 0
+
+
+def _by_numpy() -> list[Tensor]:
+    return [torch.from_numpy(numpy.random.rand(8, 6).astype("float32")) * random.uniform(1, 2)]
+
+
+honest("a buffer that is assigned", Assigned, (8, 6), "forward", "train")
+honest("a length of nothing", lambda: Empty(6, 5), (8, 6))
+honest("inputs by other generators", lambda: nn.Linear(6, 5), _by_numpy)
+honest(
+    "compiled", lambda: nn.Linear(6, 5), (8, 6), rewrite=lambda self, x: _compiled(self.weight, self.bias, x)
+)
+honest("rare dropout", lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.01)), (64, 64), "forward")
+honest("dropout of a vector", lambda: nn.Dropout(0.5), (2000,), "forward", "train_dx")
+honest(
+    "dropout in bfloat16",
+    lambda: nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.1)).bfloat16(),
+    draws((16, 6), dtype=torch.bfloat16),
+)
+
+
+@torch.compile(backend="eager")
+def _compiled(weight, bias, x):
+    return F.linear(x, weight, bias)

@@ -24,7 +24,7 @@ import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, every_name, results
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("most_fused")]
 every_variant = pytest.mark.parametrize("variant", ["epilogue", "fused"])
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import choice
 import models
 import numerics
 from numerics import NAMES, every_name
@@ -24,9 +25,10 @@ PROCESSES = 2
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_ddp.py"
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available(), reason="this torch has no torch.distributed"
-)
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
+    pytest.mark.usefixtures("most_fused"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < PROCESSES, reason="there are not two GPUs")
 every_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, two_gpus])]
@@ -73,6 +75,7 @@ def rank_main(rank: int, folder: str, device: str, modules: list[str]) -> None:
     for module in modules:
         models.register(importlib.import_module(module).PROBLEM)
     torch.set_num_threads(1)
+    choice.RULES.clear()  # as in the process that started this one
     torch.backends.cudnn.allow_tf32 = False
     if device == "cuda":
         torch.cuda.set_device(rank)

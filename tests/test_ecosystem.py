@@ -24,6 +24,7 @@ from numerics import every_device, every_name, every_variant, results
 CHOICES = [*numerics.VARIANTS, pytest.param("auto", "cuda", marks=pytest.mark.gpu)]
 every_choice = pytest.mark.parametrize("variant, device", CHOICES)
 
+pytestmark = pytest.mark.usefixtures("most_fused")
 H200 = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)  # what tiling.device_properties would say of one
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from torch.utils.cpp_extension import CUDA_HOME
 
 import checks
+import choice
 import honesty
 import inline_loader
 import library
@@ -236,6 +237,7 @@ def gpu(remembers_nothing, guarded, monkeypatch, folder):
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
         monkeypatch.setattr(tiling, "device_properties", lambda index: device)
+        monkeypatch.setattr(choice, "RULES", {})  # of sizes that are too large here
         generator = Generator()
         generator.manual_seed(torch.initial_seed())
         monkeypatch.setattr(torch.cuda, "manual_seed_all", generator.manual_seed)  # as torch.manual_seed does
