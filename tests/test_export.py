@@ -533,6 +533,48 @@ def machine_code(source: Path) -> list[str]:
     return sorted(re.sub(r"\b_Z\w+|\$\w+", "name", kernel) for kernel in kernels)
 
 
+COMPILER = """#!/bin/sh
+case "$SIGNAL $*" in [A-Z]*" -c "*) kill -$SIGNAL $VICTIM; exit 1;; esac
+exec c++ "$@"
+"""
+BUILD = """
+import os, sys
+
+names = {"__name__": "__main__"}
+exec(open("cell.py", encoding="utf-8").read(), names)
+model, [x] = names["get_model"](), names["get_inputs"](batch_size=1)
+os.environ["VICTIM"] = str(os.getpid())
+for signal in sys.argv[1:]:
+    os.environ["SIGNAL"] = signal
+    try:
+        model(x)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        print(type(error).__name__)
+os.environ["SIGNAL"] = ""
+print(tuple(model(x).shape))
+"""
+
+
+def test_an_interrupted_build_is_begun_anew(tmp_path):
+    """Whether the notebook's process is killed, the cell is interrupted, or the compiler fails."""
+    (tmp_path / "cell.py").write_text(cell(NAMES[0], "cpu"), encoding="utf-8")
+    (tmp_path / "c++").write_text(COMPILER)
+    (tmp_path / "c++").chmod(0o755)
+    places = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "builds"), "CXX": str(tmp_path / "c++")}
+
+    def build(*signals):
+        command = [sys.executable, "-c", BUILD, *signals]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True, timeout=120
+        )
+
+    assert build("KILL").returncode == -9
+    done = build("INT", "CONT")
+    assert done.stdout.splitlines() == ["KeyboardInterrupt", "RuntimeError", "(1, 128, 126, 126)"], (
+        done.stderr[-2000:]
+    )
+
+
 def test_flags_are_the_loader_s(monkeypatch):
     """The same optimisation, whoever builds."""
     name, given = NAMES[0], {}
