@@ -92,7 +92,7 @@ def altered(model, found: list) -> Iterator[object]:
             yield f"{name} has hooks"
         if kind.forward is not forward or not defined.isdisjoint(vars(layer)):
             yield f"{name} has another forward than its class had"
-    conv = found[0]
+    conv = model._modules["conv"]
     if (conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode) != PLAIN:
         yield "the convolution has a stride, padding, dilation or groups"
     yield tail_obstacle(model)

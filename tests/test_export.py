@@ -150,7 +150,7 @@ def test_kernels_are_those_of_the_repository(name, device):
 
 
 def test_a_header_that_hangs_on_a_source_s_own_macro_is_not_shared(tmp_path):
-    launcher = "// The formula of a.\nEXPORT void {}(float* y, int64_t n, cudaStream_t stream) {{}}\n"
+    launcher = "// The formula of a.\n// The gradient of a.\nEXPORT void {}(float* y, int64_t n, cudaStream_t stream) {{}}\n"
     (tmp_path / "size.cuh").write_text("#ifndef SIZE\n#define SIZE 1\n#endif\nconstexpr int kSize = SIZE;\n")
     (tmp_path / "user.cuh").write_text('#include "size.cuh"\nconstexpr int kTwice = 2 * kSize;\n')
     (tmp_path / "other.cuh").write_text("constexpr int kOther = 1;\n")
