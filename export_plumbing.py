@@ -188,7 +188,9 @@ class Plan(SimpleNamespace):
     def __init__(self, name, a, parameters, outputs, defines=None, folder=None, numbers=(), **own):
         kernels = load(name, a.x, DTYPE, **defines or {})
         last, none = 2 + len(parameters), a.x.new_empty(0)
-        super().__init__(kernels=kernels, _last=last, none=none, _outputs=outputs, **own)
+        super().__init__(
+            kernels=kernels, _last=last, none=none, _outputs=[each[:2] for each in outputs], **own
+        )
         self.launch = lambda *given: kernels.forward(*given, *numbers)
 
     def when_needed(self, name, defines: dict, launcher: str, *numbers) -> Callable:
@@ -196,7 +198,7 @@ class Plan(SimpleNamespace):
         return lambda: lambda *given: getattr(kernels(), launcher)(*given, *numbers)
 
     def outputs(self, a):
-        return [a.x.new_empty(shape, dtype=dtype) for shape, dtype, *_ in self._outputs]
+        return [a.x.new_empty(shape, dtype=dtype) for shape, dtype in self._outputs]
 
     def parameters(self, a):
         return tuple([(p if SUMS == DTYPE else p.to(SUMS)).contiguous() for p in a[2 : self._last]])
