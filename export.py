@@ -38,7 +38,7 @@ from export_python import Value
 from problems import Problem
 
 VARIANTS = "epilogue", "fused"
-LINES = 300  # beside the kernels
+LINES = 350  # beside the kernels
 # With docstrings? Line ends between definitions of the plumbing, and at most anywhere. The first that fits.
 SPACINGS = (True, 2, 3), (False, 2, 3), (False, 1, 3), (False, 1, 2)
 
@@ -97,6 +97,8 @@ def _program(
         "VARYING": operator.varying,
         "SUBMODULES": export_python.Name("_SUBMODULES"),
         "BUILDS": export_python.Name("_BUILDS"),
+        "OF_FORMULA": export_python.Name("_OF_FORMULA"),
+        "OF_GRADIENT": export_python.Name("_OF_GRADIENT"),
         "Arguments": arguments,
         "make_plan": operator._make_plan,
         "forward": operator.forward,
@@ -221,7 +223,8 @@ def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, modul
 
 Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward:
 {how}; for {dtype} and the sizes of get_inputs.
-To change what it computes, search for THE FORMULA, edit the line below it, and run this again.
+To change what it computes, search for THE FORMULA, edit the line below it, and run this again; to train that,
+edit what follows THE GRADIENT, too.
 """
 
 import torch
@@ -267,7 +270,13 @@ def _kernels(problem: Problem, device: str, variant: str, definitions: dict[str,
     strings = [f"{names[stem]} = _sys._getframe().f_lineno, {_literal(text)}" for stem, text in texts.items()]
     shared = [names[""]] if "" in texts else []
     builds = ",\n    ".join(f"'{stem}': [{', '.join([*shared, names[stem]])}]" for stem in stems)
-    return "\n".join([*strings, f"_BUILDS = {{{builds}}}  # the texts, with their first lines"])
+    parts = {"": [(0, text) for text in texts.values()]}
+    digests = [
+        f"_OF_{mark} = {plumbing.marked(parts, mark)[0]!r}  # a digest of its code, as it was"
+        for mark in ("FORMULA", "GRADIENT")
+    ]
+    lines = [f"_BUILDS = {{{builds}}}  # the texts, with their first lines", *digests]
+    return "\n".join([*strings, *lines])
 
 
 def _literal(text: str) -> str:

@@ -17,7 +17,8 @@ NAMESPACE = "_NAMESPACE_"  # on the host side, in the place of the build's name
 REGISTERED = f"""{REGISTRATION};
 static const bool registered = ({REGISTER}(&inline_loader::pytorch, "{NAMESPACE}"), true);
 """
-FORMULA = "// THE FORMULA: edit the next line, run the cell again. (The gradient has lines of its own.)"
+FORMULA = "// THE FORMULA: edit the next line, run the cell again. (Backward then asks for its gradient.)"
+GRADIENT = "// THE GRADIENT: of that formula, to be edited with it."
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
 
 
@@ -25,7 +26,7 @@ def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, 
     """The text of each of `stems`, files <stem>.cu or <stem>.cpp in `folder`; headers that all include, and all in the same way, are the
     text of "", to be put in front.
 
-    The formula's line is marked, in the first. Raises ValueError where no line of it is.
+    The formula's line is marked, in the first, and those of its gradient. Raises ValueError where no line of either is.
     """
     sources = [folder / (f"{stem}.cu" if device == "cuda" else f"{stem}.cpp") for stem in stems]
     homes = [_homes([source], folder) for source in sources]
@@ -73,7 +74,7 @@ def _compiled_by(device: str, both: list[str], kernels: list[str], host: list[st
 
 
 def _marked(texts: dict[str, str], stem: str) -> dict[str, str]:
-    """`texts` with the formula's line marked. The word `pass` becomes another: KernelBench's checker takes it for Python's statement."""
+    """`texts` with the lines of the formula and of its gradient marked. The word `pass` becomes another: KernelBench's checker takes it for Python's statement."""
     problem = "|".join(re.escape(name) for name in (stem, stem.removesuffix("_fused")))
     mark = re.compile(rf"// The formula of ({problem})\.$", flags=re.M)
     name = next((name for name in (stem, "") if mark.search(texts.get(name, ""))), None)
@@ -82,7 +83,12 @@ def _marked(texts: dict[str, str], stem: str) -> dict[str, str]:
     last = [*mark.finditer(texts[name])][-1]  # the kernels' own comes after what headers have
     texts[name] = texts[name][: last.start()] + FORMULA + texts[name][last.end() :]
     texts = {
-        name: re.sub(r"^[ \t]*// The formula of \w+\.\n", "", text, flags=re.M)
+        key: text.replace(f"// The gradient of {stem}.\n", f"{GRADIENT}\n") for key, text in texts.items()
+    }
+    if not any(GRADIENT in text for text in texts.values()):
+        raise ValueError(f"expected lines `// The gradient of {stem}.` above its gradient in its kernels")
+    texts = {
+        name: re.sub(r"^[ \t]*// The (formula|gradient) of \w+\.\n", "", text, flags=re.M)
         for name, text in texts.items()
     }
     return {name: re.sub(r"\bpass\b", "sweep", text) for name, text in texts.items()}

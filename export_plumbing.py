@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 import tempfile
@@ -34,6 +35,8 @@ TENSORS: int  # how many of the operator's arguments are tensors
 VARYING: int  # or numbers that are drawn at each call, which come next
 SUBMODULES: dict[str, tuple]  # by name: the class, its forward, the names of all that it defines
 BUILDS: dict[str, list[tuple[int, str]]]  # the texts that a build consists of, each with its first line here
+OF_FORMULA: str  # a digest of its code, as it was
+OF_GRADIENT: str  # likewise
 Arguments: type
 make_plan: Callable
 forward: Callable
@@ -89,7 +92,7 @@ def altered(model, found: list) -> Iterator[object]:
             yield f"{name} has hooks"
         if kind.forward is not forward or not defined.isdisjoint(vars(layer)):
             yield f"{name} has another forward than its class had"
-    conv = found[0]
+    conv = model._modules["conv"]
     if (conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode) != PLAIN:
         yield "the convolution has a stride, padding, dilation or groups"
     yield tail_obstacle(model)
@@ -129,6 +132,27 @@ def not_by_channel(model) -> str | bool:
     return OWN != "" and getattr(model, OWN).shape != by_channel and f"{OWN} is not one value per channel"
 
 
+def marked(builds: dict, mark: str) -> tuple[str, str]:
+    """A digest of the code below all lines with this mark, each to the end of its block, without spaces and
+    comments; and where that code begins."""
+    codes, lines = [], []
+    for first, text in dict.fromkeys([each for build in builds.values() for each in build]):
+        for found in re.finditer(rf"// THE {mark}:.*", text):
+            code = text[found.end() :].partition("// THE ")[0]
+            code = re.sub(r"//.*|/[*](?s:.*?)[*]/|\s", "", code)
+            depths = itertools.accumulate((each == "{") - (each == "}") for each in code)
+            codes.append(code[: next((i for i, depth in enumerate(depths) if depth < 0), None)])
+            lines.append(str(first + text.count("\n", 0, found.end()) + 1))
+    return hashlib.sha256("\n".join(codes).encode()).hexdigest()[:16], ", ".join(lines)
+
+
+@functools.cache
+def stale() -> str:
+    """The lines of the gradient, where the formula has been edited and none of them has."""
+    (formula, _), (gradient, lines) = marked(BUILDS, "FORMULA"), marked(BUILDS, "GRADIENT")
+    return lines if formula != OF_FORMULA and gradient == OF_GRADIENT else ""
+
+
 class Function(torch.autograd.Function):
     """The result, and its gradients."""
 
@@ -142,6 +166,10 @@ class Function(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
+        if lines := stale():
+            raise RuntimeError(
+                f"the formula has been edited, but not its gradient: edit the lines {lines}, too"
+            )
         a, saved, plan = (
             Arguments(*ctx.saved_tensors[:TENSORS], *ctx.constants),
             ctx.saved_tensors[TENSORS:],
@@ -160,7 +188,9 @@ class Plan(SimpleNamespace):
     def __init__(self, name, a, parameters, outputs, defines=None, folder=None, numbers=(), **own):
         kernels = load(name, a.x, DTYPE, **defines or {})
         last, none = 2 + len(parameters), a.x.new_empty(0)
-        super().__init__(kernels=kernels, _last=last, none=none, _outputs=outputs, **own)
+        super().__init__(
+            kernels=kernels, _last=last, none=none, _outputs=[each[:2] for each in outputs], **own
+        )
         self.launch = lambda *given: kernels.forward(*given, *numbers)
 
     def when_needed(self, name, defines: dict, launcher: str, *numbers) -> Callable:
@@ -168,7 +198,7 @@ class Plan(SimpleNamespace):
         return lambda: lambda *given: getattr(kernels(), launcher)(*given, *numbers)
 
     def outputs(self, a):
-        return [a.x.new_empty(shape, dtype=dtype) for shape, dtype, *_ in self._outputs]
+        return [a.x.new_empty(shape, dtype=dtype) for shape, dtype in self._outputs]
 
     def parameters(self, a):
         return tuple([(p if SUMS == DTYPE else p.to(SUMS)).contiguous() for p in a[2 : self._last]])

@@ -285,6 +285,7 @@ struct Backward {
     const accumulate_t factor = scale[c];
     int64_t count = 0, i = (n * C() + c) * pooled() + row * across();
     for (int64_t w = 0; w < across(); w++, i++) {
+      // The gradient of conv2d_groupnorm_scale_maxpool_clamp.
       pixels[count] = index[i] / POOL_W * width + w * POOL_W + index[i] % POOL_W;
       gradients[count] = accumulate_t(dy[i]) * factor * normalised.slope;
       count += clamp_passes(normalised(accumulate_t(extreme[i])) * factor, low, high);
@@ -303,6 +304,7 @@ struct Backward {
         const accumulate_t factor = scale[plane % C()];
         double gradient = 0, product = 0, scale_gradient = 0;
         for (int64_t i = plane * pooled(); i < (plane + 1) * pooled(); i++) {
+          // The gradient of conv2d_groupnorm_scale_maxpool_clamp.
           const accumulate_t value = accumulate_t(extreme[i]), z = normalised(value);
           const accumulate_t passed = clamp_passes(z * factor, low, high) ? accumulate_t(dy[i]) : 0;
           gradient += passed * factor, product += passed * factor * normalised.centred(value);

@@ -91,6 +91,7 @@ backward_sums_kernel(accumulate_t* sums, accumulate_t* scale_gradient, const out
       normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
   accumulate_t sum[3] = {};
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
+    // The gradient of conv2d_groupnorm_scale_maxpool_clamp.
     const accumulate_t value = accumulate_t(extreme[plane * pooled + i]), z = normalise(value);
     const accumulate_t passed =
         clamp_passes(z * scale[c], low, high) ? accumulate_t(dy[plane * pooled + i]) : accumulate_t(0);
@@ -124,6 +125,7 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t
 #pragma unroll 4
     for (int w = threadIdx.x % 32; w < W; w += 32) {
       const accumulate_t value = accumulate_t(v[row + w]);
+      // The gradient of conv2d_groupnorm_scale_maxpool_clamp.
       accumulate_t result = constant + linear * normalise.centred(value);
       const int64_t window = windows + w / POOL_W;
       if (row_pools && w / POOL_W < pooled_width && index[window] == index_t(place + w % POOL_W) &&

@@ -96,10 +96,12 @@ __device__ __forceinline__ float first_of_window(const Saved& saved, const value
 // dy of a window whose v is `extreme`, where the clamp lets it pass; and what that makes of slope·dz.
 __device__ __forceinline__ float passed_gradient(const Saved& saved, const Channel& channel, float dy,
                                                  float extreme) {
+  // The gradient of conv2d_groupnorm_scale_maxpool_clamp_fused.
   const float z = channel.normalise(extreme);
   return clamp_passes(z * channel.scale, saved.low, saved.high) ? dy : 0.f;
 }
 __device__ __forceinline__ float selected_gradient(const Channel& channel, float passed) {
+  // The gradient of conv2d_groupnorm_scale_maxpool_clamp_fused.
   return passed * channel.scale * channel.normalise.slope;
 }
 

@@ -171,6 +171,7 @@ struct Sample {
       gradient += storage.slope[c] * storage.sums[0][c];
       product += storage.slope[c] * (storage.sums[1][c] - moved * storage.sums[0][c]);
     }
+    // The gradient of conv2d_groupnorm_scale_maxpool_clamp_fused.
     const double rstd = channel.rstd, passed = storage.sums[0][own];
     const double of_v = storage.sums[1][own] - moved * passed;
     const double linear = -(rstd * product) / count * rstd * rstd;

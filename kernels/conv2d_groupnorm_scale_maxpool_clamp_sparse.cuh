@@ -187,6 +187,7 @@ struct Windows {
 #pragma unroll
       for (int round = 0; round < kRounds; round++) {
         const float v = extreme[round][i];
+        // The gradient of conv2d_groupnorm_scale_maxpool_clamp_fused.
         const float passed = passed_gradient(saved, channel, dy[round][i], v);
         sums[2 * i] += passed, sums[2 * i + 1] += passed * channel.normalise.centred(v);
         gradient[round] = selected_gradient(channel, passed);

@@ -37,6 +37,7 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bia
     for (int64_t plane = begin; plane < end; plane++) {
       double inner = 0, outer = 0;
       for (int64_t i = plane * S; i < (plane + 1) * S; i++) {
+        // The gradient of conv2d_min_add_multiply.
         const accumulate_t gradient = accumulate_t(dy[i]) * factor;
         const accumulate_t passed =
             minimum_backward(gradient, accumulate_t(v[i]) + conv_bias[plane % C], bound);
@@ -55,6 +56,7 @@ inline void withhold(uint8_t* withheld, const accumulate_t* values, int64_t coun
                      accumulate_t bound) {
   int32_t halves[2 * winograd::kChunk];  // compilers compare in vectors only what is as wide as a value
   for (int64_t i = 0; i < count; i++) {
+    // The gradient of conv2d_min_add_multiply.
     const accumulate_t x = values[i] + conv_bias;
     halves[i] = (x >= bound) + (x > bound);
   }
@@ -104,6 +106,7 @@ struct Passing {
     alignas(sizeof(Lanes)) accumulate_t whole[kMost];
     uint8_t halves[kMost];
     fetch(at + 4 * height * width, count);
+    // The gradient of conv2d_min_add_multiply.
     for (int64_t i = 0; i < count; i++) whole[i] = accumulate_t(dy[at + i]) * factor;
     for (int64_t i = 0; i < count; i++) halves[i] = withheld[at + i];
     for (int64_t i = count; i % kLanes; i++) whole[i] = 0, halves[i] = 0;

@@ -133,6 +133,7 @@ min_add_multiply_backward_kernel(value_t* dv, double* sums, const output_t* dy, 
     transpose_tile<kBackwardChannels, kBackwardPositions>(
         dv + begin, dy + begin, C, S, c0, int64_t(tile) * kBackwardPositions, aligned,
         [&](output_t gradient, int64_t c, int64_t s, int i) {
+          // The gradient of conv2d_min_add_multiply.
           const accumulate_t outer = accumulate_t(gradient) * scale;
           const accumulate_t inner =
               minimum_backward(outer, accumulate_t(value[s * C + c]) + conv_bias[c], constant);

@@ -50,6 +50,7 @@ __device__ __forceinline__ Gates<kTiles> apply_epilogue(
     if constexpr (SAVES) {
       uint32_t& word = (i % 4 < 2 ? gates.low : gates.high)[i / 32];
       const int bit = i / 4 % 8 * 2 + i % 2;
+      // The gradient of conv2d_min_add_multiply_fused.
       if (value > constant) word |= 1u << bit;
       if (value == constant) word |= 0x10000u << bit;
     }

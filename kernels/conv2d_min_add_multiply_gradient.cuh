@@ -117,6 +117,7 @@ template <int kChannels> struct GradientStrip {
       const uint32_t gate = shared >> (lane / 8 * 2 + lane % 2);
 #pragma unroll
       for (int i = 0; i < kLanePixels; i++) {
+        // The gradient of conv2d_min_add_multiply_fused.
         const float outer = float(dy[i][c]) * scale;
         const float passing = kTies && gate >> (16 + i * 8) & 1 ? outer / 2 : outer;
         use(i, c, outer, (gate | past) >> (i * 8) & 1 ? 0.f : passing);

@@ -30,6 +30,7 @@ gradient_sums_kernel(double* sums, uint32_t* largest, const output_t* dy, const 
       if (++strip < end) ahead.load(dy, gates, place, strips, plane);
       float inner_sum[8] = {}, outer_sum[8] = {}, largest_of_strip = 0.f;
       gradient.for_each(scale, [&](int, int c, float outer, float inner) {
+        // The gradient of conv2d_min_add_multiply_fused.
         inner_sum[c] += inner, outer_sum[c] += outer;
         largest_of_strip = fmaxf(largest_of_strip, fabsf(inner));  // skips NaN
       });

@@ -105,6 +105,7 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_wei
       const int64_t count = std::min(kPiece, S - s0), first = plane * S + s0;
       if (active[plane]) dropout_factors(factor, drawn_by, p, scale, first, count);
       for (int64_t i = 0; i < count; i++) {
+        // The gradient of conv3d_groupnorm_min_clamp_dropout.
         const accumulate_t gate = active[plane] ? tail.gradient(normalise(accumulate_t(v[first + i]))) : 0;
         dz[i] = gate != 0 ? accumulate_t(dy[first + i]) * factor[i] * gate : 0;
       }

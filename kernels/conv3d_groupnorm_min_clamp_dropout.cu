@@ -94,6 +94,7 @@ backward_sums_kernel(accumulate_t* sums, const output_t* dy, const value_t* v, c
     const Normaliser normalise =
         normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, plane % shape.C);
     for_each_element(shape.S, 0, 1, base, dropout, [&](int64_t i, accumulate_t factor) {
+      // The gradient of conv3d_groupnorm_min_clamp_dropout.
       const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
       const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
       sum[0] += dz, sum[1] += dz * normalise.centred(value);
@@ -121,6 +122,7 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
   }
   for_each_element(shape.S, chunk, chunks, base, plane_active ? dropout : Dropout{nullptr, 0, 0, 1},
                    [&](int64_t i, accumulate_t factor) {
+    // The gradient of conv3d_groupnorm_min_clamp_dropout.
     const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
     const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
     dv[base + i] = value_t(dz * normalise.slope + constant + linear * normalise.centred(value));

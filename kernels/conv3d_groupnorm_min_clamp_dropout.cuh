@@ -27,7 +27,10 @@ inline DropoutMask dropout_mask(const int64_t* seed, int64_t number, double p) {
 
 // The only z with a gradient behind min and clamp, half of the result's: low. NaN, which no z equals, where
 // the bounds are swapped.
-inline float tied_value(double low, double high) { return float(low) <= float(high) ? float(low) : NAN; }
+inline float tied_value(double low, double high) {
+  // The gradient of conv3d_groupnorm_min_clamp_dropout_fused.
+  return float(low) <= float(high) ? float(low) : NAN;
+}
 
 // philox(seed, counters[i]), as in philox.h, for several i side by side, which share the keys.
 template <int kCount>

@@ -106,12 +106,14 @@ struct DropoutProblem {
       for (int j = 0; j < kFragments; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+          // The gradient of conv3d_groupnorm_min_clamp_dropout_fused.
           const bool tie = affine[i / 2](stored(v[j][i])) == problem.tied;
           dz[j][i] = tie ? gradient(i / 2, j, i % 2) : 0.f, any |= tie;
         }
       if (!__any_sync(~0u, any)) return;
       uint32_t kept[2];
       kept_elements(kept, problem.mask, seed, element(plane, q), 2 * channel);
+      // The gradient of conv3d_groupnorm_min_clamp_dropout_fused.
       const float factor = 0.5f * problem.mask.scale;
 #pragma unroll
       for (int r = 0; r < 2; r++) kept[r] >>= 2 * (threadIdx.x % 4);

@@ -69,6 +69,7 @@ struct GradientOfV {
     int32_t won[kMost];  // compilers compare in vectors only what is as wide as a value
     for (int64_t i = 0; i < count; i++) won[i] = index[first + i] == index_t(c);
     for (int64_t i = 0; i < count; i++) {
+      // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
       const accumulate_t dense = channel.constant + channel.linear * (accumulate_t(v[at + i]) - channel.mean);
       const accumulate_t sparse = channel.a * dz[first + i];
       values[i] = dense + (won[i] ? sparse : 0);
@@ -98,10 +99,12 @@ static GradientOfV gradients(accumulate_t* d_conv_bias, accumulate_t* d_multipli
         accumulate_t* const dz = of_v.dz.data() + first;
         count = std::min(kStrip, (n + 1) * S - first);
         for (int64_t i = 0; i < count; i++) {
+          // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
           const ScaledChannel& channel = channels[index[first + i]];
           centred[i] = accumulate_t(winner[first + i]) - channel.mean, z[i] = centred[i] * channel.a;
           whole[i] = accumulate_t(dy[first + i]) * channel.m;
         }
+        // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
         for (int64_t i = 0; i < count; i++) dz[i] = clamp_passes(z[i], lower, upper) ? whole[i] : 0;
         for (int64_t i = 0; i < count; i++)
           of_clamped[i] = accumulate_t(dy[first + i]) * clamp(z[i], lower, upper);
@@ -111,6 +114,7 @@ static GradientOfV gradients(accumulate_t* d_conv_bias, accumulate_t* d_multipli
         }
       }
       for (int64_t c = 0; c < C; c++) {
+        // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
         const auto [mean, a, m, rstd] = channels[c];
         const accumulate_t sum = gradient[c], with_centred = product[c];
         // a³ alone may underflow.

@@ -77,6 +77,7 @@ backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* inde
   accumulate_t sum[3] = {};
   for (int64_t s = threadIdx.x; s < S; s += kThreads) {
     if (index[n * S + s] != index_t(c)) continue;
+    // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
     const accumulate_t gradient = accumulate_t(dy[n * S + s]);
     const accumulate_t centred = accumulate_t(winner[n * S + s]) - channel.mean;
     const accumulate_t z = centred * channel.a;
@@ -100,6 +101,7 @@ __global__ void multiplier_gradient_kernel(accumulate_t* gradients, accumulate_t
   const ScaledChannel channel = scaled_channel(mean, m2, multiplier, eps, i / C, i % C, C, S);
   const accumulate_t rstd = channel.rstd;
   // NaN in a channel counts even where another one wins.
+  // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
   const accumulate_t nothing = channel.mean - channel.mean;
   gradients[i] = sums[2 * N * C + i] + nothing + sums[N * C + i] * eps * rstd * rstd * rstd;
   zeros[i] = 0 * gradients[i];
@@ -117,6 +119,7 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t
   const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;  // a³ alone may underflow
 #pragma unroll 4
   for (int64_t s = int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x; s < S; s += chunks * kThreads) {
+    // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
     const accumulate_t centred = accumulate_t(v[plane * S + s]) - channel.mean;
     accumulate_t result = constant + linear * centred;
     if (index[n * S + s] == index_t(c) && clamp_passes(centred * a, low, high))

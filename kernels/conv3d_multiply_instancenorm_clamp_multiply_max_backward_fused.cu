@@ -107,6 +107,7 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
     for (int i = 0; i < kOwn; i++) {
       const int c = won[i], s = tid + i * kSumsBlock;
       if (s >= count || unsigned(c) >= 16) continue;
+      // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max_fused.
       const float z = own[i] * storage.slope[c];
       const float dz = clamp_passes(z, low, high) ? gradient[i] * storage.factor[c] : 0.f;
       winner[n * S + first + s] = dz;
@@ -144,6 +145,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
   }
   const double a = channel.a, rstd = channel.rstd;
   // NaN in a channel counts even where another one wins.
+  // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max_fused.
   const double nothing = channel.mean - channel.mean;
   coefficients[i] = norm_gradient(a, -a * dz / S, -a * a * a * product / S, -channel.mean, most,
                                   sqrt(double(moments[N * kOut + i])));

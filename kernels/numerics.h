@@ -23,6 +23,7 @@ template <class T> struct MinClamp {
   T low, high;
   // The formula of conv3d_groupnorm_min_clamp_dropout.
   HOST_DEVICE T operator()(T z) const { return clamp(minimum(z, low), low, high); }
+  // The gradient of conv3d_groupnorm_min_clamp_dropout.
   HOST_DEVICE T gradient(T z) const {
     return clamp_passes(minimum(z, low), low, high) ? minimum_backward(T(1), z, low) : T(0);
   }

@@ -152,7 +152,7 @@ def test_kernels_are_those_of_the_repository(name, device):
 
 
 def test_a_header_that_hangs_on_a_source_s_own_macro_is_not_shared(tmp_path):
-    launcher = "// The formula of a.\nEXPORT void {}(float* y, int64_t n, cudaStream_t stream) {{}}\n"
+    launcher = "// The formula of a.\n// The gradient of a.\nEXPORT void {}(float* y, int64_t n, cudaStream_t stream) {{}}\n"
     (tmp_path / "size.cuh").write_text("#ifndef SIZE\n#define SIZE 1\n#endif\nconstexpr int kSize = SIZE;\n")
     (tmp_path / "user.cuh").write_text('#include "size.cuh"\nconstexpr int kTwice = 2 * kSize;\n')
     (tmp_path / "other.cuh").write_text("constexpr int kOther = 1;\n")
@@ -268,7 +268,14 @@ if EDIT:
     edited = pasted("\\n".join([*lines[:at], lines[at].replace(old, new), *lines[at + 1 :]]))
     changed = prepared(edited["get_model"](device=DEVICE), False)
     changed.load_state_dict(model.state_dict())
-    assert not torch.allclose(changed(x), before), "the edit is what runs"
+    y = changed(x)
+    assert not torch.allclose(y, before), "the edit is what runs"
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        assert "edit the lines" in str(error), str(error)
+    else:
+        raise AssertionError("trained by the gradient of another formula")
     again = pasted(text)["get_model"](device=DEVICE)
     again.load_state_dict(model.state_dict())
     assert torch.equal(prepared(again, False)(x), before), "and the old text again"
@@ -325,13 +332,19 @@ def test_says_that_it_is_for_another_device(name):
 # ----------------------------------------------------------------------------------------------- what the kernels can't compute
 
 
-def with_idle_launchers(name: str) -> dict:
-    """The names of a cell for a CPU, whose launchers do nothing: decisions alone, without a build."""
+def with_idle_launchers(text: str, found: dict) -> dict:
+    """The names of a cell whose launchers do nothing: decisions alone, without a build. found: the builds it asks for, by name, each
+    with its macros."""
     namespace = {}
-    exec(cell(name, "cpu"), namespace)
-    names = re.findall(r"^EXPORT void (\w+)", cell(name, "cpu"), flags=re.M)
+    exec(text, namespace)
+    names = re.findall(r"^EXPORT void (\w+)", text, flags=re.M)
     launchers = SimpleNamespace(**dict.fromkeys(names, lambda *arguments: None))
-    namespace["_load"] = lambda *arguments, **defines: launchers
+
+    def load(name, *x, **defines):
+        found[name] = defines
+        return launchers
+
+    namespace["_load"] = load
     return namespace
 
 
@@ -417,7 +430,7 @@ def deviations(name: str) -> dict:
 @of_cells("name", "cpu")
 def test_asks_at_each_call_whether_the_kernels_can_run(name):
     """Whatever a model was when it ran, and whoever ran before: what only eager can compute is refused, as ModelNew says."""
-    namespace = with_idle_launchers(name)
+    namespace = with_idle_launchers(cell(name, "cpu"), {})
     [x] = namespace["get_inputs"](batch_size=1)
     plain, silent = namespace["get_model"](), []
     plain(x), plain.eval()(x)
@@ -437,7 +450,7 @@ def test_asks_at_each_call_whether_the_kernels_can_run(name):
 
 @of_cells("name", "cpu")
 def test_asks_at_each_call_what_stands_around_the_model(name, monkeypatch):
-    namespace = with_idle_launchers(name)
+    namespace = with_idle_launchers(cell(name, "cpu"), {})
     [x] = namespace["get_inputs"](batch_size=1)
     model = namespace["get_model"]()
     with torch.no_grad():
@@ -472,11 +485,64 @@ def test_a_torch_without_the_newer_setting_of_tf32(name, monkeypatch):
     assert found == [(True, True), (True, False)]
 
 
+# ------------------------------------------------------------------------------------------------------------ edited formulas
+
+
+def below(text: str, mark: str) -> list[int]:
+    """The lines below those with this mark, counted from 0."""
+    return [i + 1 for i, line in enumerate(text.split("\n")) if f"// {mark}:" in line]
+
+
+def edited(text: str, edits: dict) -> str:
+    """`text` with each of these lines as its function makes it."""
+    return "\n".join([edits.get(i, str)(line) for i, line in enumerate(text.split("\n"))])
+
+
+@each_cell
+def test_an_edited_formula_trains_with_an_edited_gradient_alone(name, device, monkeypatch):
+    """Backward raises, and names the lines."""
+    text = cell(name, device)
+    [formula], gradient = below(text, "THE FORMULA"), below(text, "THE GRADIENT")
+    another, longer = (lambda line: line + " another();"), (lambda line: line + "\n    another();")
+    remark = lambda line: line.replace(" ", "  ") + "  // as it was /* here */"  # noqa: E731
+    for edits in ({formula: remark}, {formula: another, gradient[-1]: another}, {gradient[0]: another}):
+        train(with_idle_launchers(edited(text, edits), {}), device, monkeypatch)
+    for edits in ({formula: another}, {formula: longer}, {formula: another, gradient[0]: remark}):
+        changed = edited(text, edits)
+        with pytest.raises(RuntimeError, match="formula has been edited, but not its gradient") as raised:
+            train(with_idle_launchers(changed, {}), device, monkeypatch)
+        named = [int(each) - 1 for each in re.findall(r"\d+", str(raised.value))]
+        assert sorted(named) == below(changed, "THE GRADIENT")
+
+
+def test_gradients_of_an_edited_formula_and_gradient(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    text = cell(NAMES[0], "cpu")
+    signs = {
+        "return (minimum(v + conv_bias, constant) + bias)": "return (minimum(v + conv_bias, constant) - bias)",
+        "outer += gradient": "outer -= gradient",
+        "outer[j] +=": "outer[j] -=",
+    }
+    for old, new in signs.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    exec(text, namespace := {})
+    model, [x] = namespace["get_model"](), namespace["get_inputs"](batch_size=1)
+    model(x).sum().backward()
+    found = [model.bias.grad.clone(), model.conv.bias.grad.clone()]
+    model.zero_grad()
+    expected = (model.conv(x).clamp(max=model.constant_value) - model.bias) * model.scaling_factor
+    assert torch.allclose(model(x), expected, atol=1e-5)
+    expected.sum().backward()
+    for ours, theirs in zip(found, (model.bias.grad, model.conv.bias.grad)):
+        assert torch.allclose(ours, theirs, rtol=1e-4)
+
+
 # --------------------------------------------------------------------------------------------------------------- the builds
 
 
-def builds(name: str, monkeypatch, capability=(9, 0), shared=227 << 10) -> tuple[dict, dict]:
-    """The builds that a cell for a GPU asks for, forward and backward: name to macros; and the cell's names."""
+def train(namespace: dict, device: str, monkeypatch, capability=(9, 0), shared=227 << 10) -> None:
+    """Forward and backward of a cell whose launchers do nothing; on a GPU that isn't there."""
     properties = SimpleNamespace(
         major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared, multi_processor_count=132,
         L2_cache_size=50 << 20,
@@ -486,31 +552,21 @@ def builds(name: str, monkeypatch, capability=(9, 0), shared=227 << 10) -> tuple
     generator = SimpleNamespace(initial_seed=lambda: 3, get_offset=lambda: 8, set_offset=[12].index)
     monkeypatch.setattr(torch.cuda, "default_generators", {None: generator})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    namespace, found = {}, {}
-    exec(cell(name, "cuda"), namespace)
-    launchers = SimpleNamespace(
-        **dict.fromkeys(["forward", "backward", "backward_input"], lambda *arguments: None)
-    )
-    for each in ("gradient_sums", "weight_gradient", "input_gradient"):
-        setattr(launchers, each, lambda *arguments: None)
-
-    def load(name, x, **defines):
-        found[name] = defines
-        return launchers
-
-    namespace["_load"] = load
-    model = namespace["get_model"](device="meta")
-    [x] = namespace["get_inputs"](batch_size=4, device="meta")
-    namespace["_obstacles"] = lambda *arguments: iter(())
+    place, batch_size = ("meta", 4) if device == "cuda" else (device, 1)
+    model = namespace["get_model"](device=place)
+    [x] = namespace["get_inputs"](batch_size=batch_size, device=place)
+    if place == "meta":
+        namespace["_obstacles"] = lambda *arguments: iter(())
     model(x.requires_grad_()).sum().backward()
     assert x.grad.shape == x.shape and all(p.grad.shape == p.shape for p in model.parameters())
-    return found, namespace
 
 
 @pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 @of_cells("name", "cuda")
 def test_nvcc_compiles_what_the_cell_holds(name, tmp_path, monkeypatch):
-    found, namespace = builds(name, monkeypatch)
+    found = {}
+    namespace = with_idle_launchers(cell(name, "cuda"), found)
+    train(namespace, "cuda", monkeypatch)
     assert found.keys() == namespace["_BUILDS"].keys(), "every text is built, and nothing else"
     for build, defines in found.items():
         macros = "".join(f"#define {key} {value}\n" for key, value in defines.items())
@@ -533,6 +589,48 @@ def machine_code(source: Path) -> list[str]:
     kernels = re.findall(r"\.entry.*?\n\}\n", found.read_text(), flags=re.S)
     assert kernels
     return sorted(re.sub(r"\b_Z\w+|\$\w+", "name", kernel) for kernel in kernels)
+
+
+COMPILER = """#!/bin/sh
+case "$SIGNAL $*" in [A-Z]*" -c "*) kill -$SIGNAL $VICTIM; exit 1;; esac
+exec c++ "$@"
+"""
+BUILD = """
+import os, sys
+
+names = {"__name__": "__main__"}
+exec(open("cell.py", encoding="utf-8").read(), names)
+model, [x] = names["get_model"](), names["get_inputs"](batch_size=1)
+os.environ["VICTIM"] = str(os.getpid())
+for signal in sys.argv[1:]:
+    os.environ["SIGNAL"] = signal
+    try:
+        model(x)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        print(type(error).__name__)
+os.environ["SIGNAL"] = ""
+print(tuple(model(x).shape))
+"""
+
+
+def test_an_interrupted_build_is_begun_anew(tmp_path):
+    """Whether the notebook's process is killed, the cell is interrupted, or the compiler fails."""
+    (tmp_path / "cell.py").write_text(cell(NAMES[0], "cpu"), encoding="utf-8")
+    (tmp_path / "c++").write_text(COMPILER)
+    (tmp_path / "c++").chmod(0o755)
+    places = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "builds"), "CXX": str(tmp_path / "c++")}
+
+    def build(*signals):
+        command = [sys.executable, "-c", BUILD, *signals]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True, timeout=120
+        )
+
+    assert build("KILL").returncode == -9
+    done = build("INT", "CONT")
+    assert done.stdout.splitlines() == ["KeyboardInterrupt", "RuntimeError", "(1, 128, 126, 126)"], (
+        done.stderr[-2000:]
+    )
 
 
 def test_flags_are_the_loader_s(monkeypatch):

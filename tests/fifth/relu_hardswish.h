@@ -11,6 +11,7 @@ template <class T> HOST_DEVICE T relu_hardswish(T v) {
 
 // Its derivative: 0 up to v = 0, where relu lets nothing pass; at r = 3, clamp's upper bound, the slope of the left side.
 template <class T> HOST_DEVICE T relu_hardswish_slope(T v) {
+  // The gradient of conv2d_relu_hardswish.
   if (v <= T(0)) return T(0);
   const T share = (v + 3) / 6;
   return clamp(share, T(0), T(1)) + (clamp_passes(share, T(0), T(1)) ? v / 6 : T(0));
