@@ -15,9 +15,13 @@ import numerics
 import tiling
 from benchmarks import fit, grid
 from loading import ROOT
-from numerics import DROPOUT, MIN_ADD, POOL, every_name
+from numerics import DROPOUT, MIN_ADD, POOL
 from test_kernels_compile import H200
 from twin import Plan
+
+fused_names = pytest.mark.parametrize(
+    "name", [name for name, problem in models.PROBLEMS.items() if problem.ModelNew.fused]
+)
 
 IMAGE, FILTERS = (2, 64, 30, 20), (128, 64, 3, 5)
 RULE = ("channels in", 64, ("taps", 9, "fused", ("taps", 49, "epilogue", "fused")), "eager")
@@ -64,7 +68,7 @@ def sized(name: str, channels_in: int) -> tuple[torch.nn.Module, torch.Tensor]:
     )
 
 
-@every_name
+@fused_names
 def test_plan_says_which_variant_was_faster(name, gpu, monkeypatch):
     model, x = sized(name, 3)
     new = numerics.twin_of(model, "auto")
@@ -258,7 +262,7 @@ def test_rules_name_what_ran_and_may_run(rows):
         assert models.PROBLEMS[name].number in fit.LEFT or "eager" not in repr(rule), (name, phase)
 
 
-@every_name
+@fused_names
 @pytest.mark.parametrize("phase", ["forward", "train"])
 def test_rules_leave_the_default_sizes_to_the_fused_kernels(name, phase):
     """At the size in which a problem is given, and at an eighth of its batch and twice it, in every dtype; training in float32 from one sample on."""

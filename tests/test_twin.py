@@ -557,6 +557,7 @@ import torch
 from numerics import give_gradients, known, sized, small, twin_of
 
 _, name, own = sys.argv
+import fifth.registered  # for its name
 for winograd in (False, True):
     model, x = sized(name, known(name).winograd) if winograd else small(name)
     give_gradients(model, x)

@@ -43,27 +43,29 @@ class Arguments(NamedTuple):
 
 
 def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
-    """y; for backward v, the convolution without its bias."""
+    """y; for backward v, the convolution without its bias, and the bias as it was."""
     v = a.x.shape[0], len(a.weight), *library.output_size(a.x, a.weight)
-    return [(v, a.x.dtype, library.result_format(a.x, a.weight, True)), (v, a.x.dtype)]
+    bias = len(a.weight), operators.accumulate_dtype(a.x.dtype)
+    return [(v, a.x.dtype, library.result_format(a.x, a.weight, True)), (v, a.x.dtype), bias]
 
 
 def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
-    (y, _), sizes = _outputs(a, saving), (len(a.weight), math.prod(library.output_size(a.x, a.weight)))
+    (y, *_), sizes = _outputs(a, saving), (len(a.weight), math.prod(library.output_size(a.x, a.weight)))
     return operators.Plan(NAME, a, ("conv_bias",), [y], folder=FOLDER, sizes=sizes)
 
 
 def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
     [y], v = plan.outputs(a), library.convolve(a.x, a.weight)
-    plan.kernels.forward(y, v, *plan.parameters(a), len(v), *plan.sizes)
+    (conv_bias,) = plan.parameters(a)
+    plan.kernels.forward(y, v, conv_bias, len(v), *plan.sizes)
     y = y.contiguous(memory_format=plan.y_format)
-    return (y, v) if saving else (y,)
+    return (y, v, conv_bias.clone()) if saving else (y,)
 
 
-def _backward(dy: Tensor, a: Arguments, v: Tensor, *, plan, needs) -> tuple:
+def _backward(dy: Tensor, a: Arguments, v: Tensor, conv_bias: Tensor, *, plan, needs) -> tuple:
     N, dv, gradients = len(v), torch.empty_like(v), plan.gradients(a)
     sums = v.new_empty((N, len(a.weight)), dtype=gradients[0].dtype)
-    inputs = dy.contiguous(), v, *plan.parameters(a)
+    inputs = dy.contiguous(), v, conv_bias
     plan.kernels.backward(dv, *gradients, sums, *inputs, N, *plan.sizes)
     dx, dw = library.convolve_backward(dv, a.x, a.weight, torch.contiguous_format, needs)
     return dx, dw, *plan.as_parameters(a, gradients)
