@@ -186,6 +186,7 @@ def dishonesty(
     probe = Probe(module, model, x, phase, draw=draw).on(x)
     inputs = {"its input" if len(probe.inputs) == 1 else f"input {i}": t for i, t in enumerate(probe.inputs)}
     given = {**inputs, **dict(model.named_parameters())}
+    probe.results(model)  # which may bring parameters together, as cuDNN's recurrent layers do
     before = {name: (t.detach().clone(), _ties(t)) for name, t in given.items()}
     for judge in HONESTY:
         yield from judge(probe)
@@ -501,13 +502,29 @@ def _after(probe: Probe, run: Callable, start: Tensor) -> tuple[Tensor, dict[str
         changed.extend(changes(before))
         return out
 
-    generator, before, changed, others = _generator(probe.device), surroundings(probe.model), [], _of_a_call()
+    generator, before, changed = _generator(probe.device), surroundings(probe.model), []
     generator.set_state(start)
     with kept_buffers(probe.model, run):
+        drawn, threads, places = _other_generators(), set(threading.enumerate()), _places(probe)
         call(watched, leaves_of(run, probe.model), probe.x, probe.phase, probe.g)
-        changed += changes(before)
-        changed += [f"changes {name}" for name, value in _of_a_call().items() if value != others[name]]
+        started = [
+            each
+            for each in set(threading.enumerate()) - threads
+            if not isinstance(each, threading._DummyThread)
+        ]
+        changed += ["leaves threads behind"] * bool(started) + changes(before)
+        changed += ["draws from Python's or numpy's generator"] * (_other_generators() != drawn)
+        changed += [f"moves {name}" for name, place in _places(probe).items() if place != places[name]]
         return generator.get_state(), state_of(run, probe.model), changed
+
+
+def _places(probe: Probe) -> dict[str, tuple]:
+    return {name: _ties(p) for name, p in probe.model.named_parameters()}
+
+
+def _other_generators() -> list:
+    numpy = sys.modules.get("numpy")
+    return [random.getstate(), numpy and str(numpy.random.get_state(legacy=False)["state"])]
 
 
 def _drawn_once(probe: Probe, start: Tensor, theirs: Tensor) -> Iterator[Tensor]:
@@ -585,18 +602,6 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-def _of_a_call() -> dict[str, object]:
-    """What one call must leave as it was; what draws inputs, and compilers, may change it between calls."""
-    numpy = sys.modules.get("numpy")
-    return {
-        "Python's generator": random.getstate(),
-        "numpy's generator": numpy and str(numpy.random.get_state(legacy=False)["state"]),
-        "the threads": {
-            each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)
-        },
-    }
-
-
 def surroundings(model: nn.Module | None = None) -> dict:
     """Torch's settings and other global state by name, and by owner and name the functions that a judge relies on, with
     those of the reference's classes."""
@@ -636,7 +641,8 @@ def _settings() -> dict[str, object]:
 def _changed(before: dict) -> list:
     """What is no longer as it was, by its keys. Classes have no functions that they hadn't."""
     now = _settings()
-    changed = [key for key, value in before.items() if isinstance(key, str) and now.get(key, value) != value]
+    settings = ((key, value) for key, value in before.items() if isinstance(key, str) and value is not None)
+    changed = [key for key, value in settings if now.get(key, value) != value]
     functions = {key: value for key, value in before.items() if not isinstance(key, str)}
     classes = {owner for owner, _ in functions if isinstance(owner, type)}
     added = [(owner, name) for owner in classes for name in _functions(owner) if (owner, name) not in before]
