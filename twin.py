@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 import inline_loader
 import library
 import tiling
-from loader_operators import LOW, PLAIN, Operator, check_memory, is_watched, precision
+from loader_operators import PLAIN, Operator, check_memory, is_watched, precision
 from operators import DTYPES
 
 _TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
@@ -164,10 +164,7 @@ class Twin:
         if variant == "eager":
             return super().forward(x)
         operator, constants, autocast = getattr(self, variant), self._constants(), _autocast_dtype(x)
-        operands, watched = self._operands(), is_watched(x)
-        if not watched:
-            check_memory(x, *operands)
-        arguments = *operands, *self._drawn(x, constants, watched), *constants
+        arguments = *self._operands(), *self._drawn(x, constants, is_watched(x)), *constants
         if autocast is None:
             return operator(x, *arguments)
         return self.run_autocast(operator, autocast, variant == "fused", x, *arguments)
@@ -177,6 +174,8 @@ class Twin:
         """run's result under autocast to `dtype`. as_they_are: is the convolution given operands of one dtype as they are? That is
         more exact, and no pass converts x."""
         count = len(cls.operands) - 2
+        if not is_watched(x):
+            check_memory(x, weight, conv_bias, *others[:count])  # before they are converted
         tail = [p.to(cls.autocast_tail or torch.promote_types(dtype, p.dtype)) for p in others[:count]]
         if not as_they_are or x.dtype != weight.dtype:
             x, weight = x.to(dtype), weight.to(dtype)
@@ -463,8 +462,6 @@ class Situation:
 def _others(tensors: tuple[Tensor, ...]) -> tuple:
     """What of a situation those guards don't look at."""
     autocast = _autocast_dtype(tensors[0]) if torch._C._is_any_autocast_enabled() else None
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    if min(addresses) < LOW:
-        check_memory(*tensors)
-    alignment = functools.reduce(or_, addresses) % 16 and [each % 16 for each in addresses]  # 0: of all
+    alignment = functools.reduce(or_, map(Tensor.data_ptr, tensors)) % 16  # 0: of all
+    alignment = alignment and [t.data_ptr() % 16 for t in tensors]
     return torch.is_grad_enabled(), autocast, precision(tensors[0]), alignment
