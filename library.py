@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tiling
-from loader_operators import check_memory
+from loader_operators import LOW, check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
@@ -66,7 +66,7 @@ def _is_slow_in_3d(x: Tensor, weight: Tensor) -> bool:
 
 def contiguous(t: Tensor, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
     """t in `layout`. Raises RuntimeError where its memory was freed: the library copies without a look."""
-    if not t.is_contiguous(memory_format=layout):
+    if t.data_ptr() < LOW:
         check_memory(t)
     return t.contiguous(memory_format=layout)
 

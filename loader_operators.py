@@ -28,7 +28,7 @@ Drawn = NewType("Drawn", int)  # a random number, another one at each call: no p
 _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", list[int]: "SymInt[]"}
 _SCHEMA_TYPES |= {Drawn: "SymInt"}
 PLAIN = (Tensor, torch.nn.Parameter)
-_LOW = 2**32  # a tensor whose storage was freed lies lower, at 0, as a view of it at its offset
+LOW = 2**32  # a tensor whose storage was freed lies lower, at 0, as a view of it at its offset
 _KEPT_PLANS = 256  # of an operator; past them it starts anew
 # By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
 _libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
@@ -67,7 +67,7 @@ def check_memory(*tensors: Tensor) -> None:
     """Raises RuntimeError where the storage of a plain tensor was freed, by resize_(0): not all of PyTorch's functions look before
     they read."""
     for t in tensors:
-        if t.data_ptr() < _LOW and t.numel() and not t.untyped_storage().nbytes():
+        if t.data_ptr() < LOW and t.numel() and not t.untyped_storage().nbytes():
             raise RuntimeError(
                 f"expected a tensor with memory, got one of shape {list(t.shape)} whose storage was freed"
             )
