@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import tiling
-from loader_operators import check_memory
+from loader_operators import LOW, check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
@@ -62,6 +62,13 @@ def _is_slow_in_3d(x: Tensor, weight: Tensor) -> bool:
     ones, zeros = [1] * 3, [0] * 3
     backend = torch._C._select_conv_backend(x, weight, None, ones, zeros, ones, False, zeros, 1)
     return backend == torch._C._ConvBackend.Slow3d
+
+
+def contiguous(t: Tensor, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """t in `layout`. Raises RuntimeError where its memory was freed: the library copies without a look."""
+    if t.data_ptr() < LOW:
+        check_memory(t)
+    return t.contiguous(memory_format=layout)
 
 
 def aligned(t: Tensor) -> Tensor:
@@ -124,7 +131,7 @@ def convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
 def convolve(x: Tensor, weight: Tensor, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
     """The convolution, run in `layout`: of shape (N, C, …) and in that layout."""
     run = torch.conv2d if x.dim() == 4 else torch.conv3d
-    v = run(x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout))
+    v = run(contiguous(x, layout), contiguous(weight, layout))
     return v.contiguous(memory_format=layout)
 
 
@@ -148,7 +155,7 @@ def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:
     """The convolution by the launcher `convolve` of a problem's CPU kernels."""
     size = [extent - taps + 1 for extent, taps in zip(image.shape[2:], filters.shape[2:])]
     v = image.new_empty(len(image), len(filters), *size)
-    kernels.convolve(v, image.contiguous(), filters.contiguous(), *filter_sizes(image, filters))
+    kernels.convolve(v, contiguous(image), contiguous(filters), *filter_sizes(image, filters))
     return v
 
 
@@ -192,7 +199,7 @@ def convolve_backward(
     dx = dw = None
     if direct and needs[1]:
         dw, mask[1] = weight.new_empty(weight.shape), False
-        direct.filter_gradient(dw, dv, x.contiguous(), *filter_sizes(x, weight))
+        direct.filter_gradient(dw, dv, contiguous(x), *filter_sizes(x, weight))
     if any(mask):
         # Channels last the library also copies an operand that it has no need of, and does not look whether it was freed.
         read = [t for t, need in zip((weight, x), mask) if need or layout != torch.contiguous_format]

@@ -140,6 +140,7 @@ class Plan(SimpleNamespace):
         given = a[2 : self._last]
         if self._ready:
             return given
+        loader_operators.check_memory(*given)  # before they are converted
         C = len(a.weight)
         for name, parameter in zip(self._names, given):
             if parameter.numel() != C and not (name.endswith("?") and parameter.numel() == 1):

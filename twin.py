@@ -27,7 +27,7 @@ import choice
 import inline_loader
 import library
 import tiling
-from loader_operators import LOW, PLAIN, Operator, check_memory, is_watched, precision
+from loader_operators import PLAIN, Operator, check_memory, is_watched, precision
 from operators import DTYPES
 
 _TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
@@ -45,6 +45,7 @@ def _calls() -> tuple[Callable, ...]:
 
 
 _CALLS = _calls()
+_FUNCTIONS = vars(F)
 _KEPT_SITUATIONS = 16  # situations of one module, the last met
 # Does a dictionary's version rise with whatever is assigned? From Python 3.13 on not with an object's attribute.
 _HAS_VERSIONS = sys.version_info < (3, 13)
@@ -148,7 +149,7 @@ class Twin:
         plain = type(x) is Tensor and x.layout is torch.strided
         if not plain or is_watched() or forward_ad._current_level >= 0:
             return self._compute(x, self.plan(x).variant)
-        if _calls() != _CALLS or torch._C._len_torch_function_stack() and _has_foreign_mode():
+        if _may_be_foreign():
             return self._compute(x, self.plan(x).variant)
         kept = getattr(self, "_kept", None)
         if kept is None or not kept.holds(self):
@@ -165,10 +166,7 @@ class Twin:
         if variant == "eager":
             return super().forward(x)
         operator, constants, autocast = getattr(self, variant), self._constants(), _autocast_dtype(x)
-        operands, watched = self._operands(), is_watched(x)
-        if not watched:
-            check_memory(x, *operands)
-        arguments = *operands, *self._drawn(x, constants, watched), *constants
+        arguments = *self._operands(), *self._drawn(x, constants, is_watched(x)), *constants
         if autocast is None:
             return operator(x, *arguments)
         return self.run_autocast(operator, autocast, variant == "fused", x, *arguments)
@@ -178,6 +176,8 @@ class Twin:
         """run's result under autocast to `dtype`. as_they_are: is the convolution given operands of one dtype as they are? That is
         more exact, and no pass converts x."""
         count = len(cls.operands) - 2
+        if not is_watched(x):
+            check_memory(x, weight, conv_bias, *others[:count])  # before they are converted
         tail = [p.to(cls.autocast_tail or torch.promote_types(dtype, p.dtype)) for p in others[:count]]
         if not as_they_are or x.dtype != weight.dtype:
             x, weight = x.to(dtype), weight.to(dtype)
@@ -314,6 +314,24 @@ class Twin:
         weight = self.conv.weight
         # They see x in its own dtype, also under autocast, unless that must reconcile it with weight's.
         return self._fused_obstacle(x, x.dtype if x.dtype == weight.dtype else _convolved_dtype(x))
+
+
+def _may_be_foreign() -> bool:
+    """Has a call been replaced, or is there a foreign mode? In a hurry: where dictionaries have versions, one says that nothing in
+    torch.nn.functional was assigned."""
+    global _functions_version
+    if _functions_version is None or dict_version(_FUNCTIONS) != _functions_version:
+        if _calls() != _CALLS:
+            return True
+        _functions_version = dict_version(_FUNCTIONS) if _HAS_VERSIONS else None
+    elif (_Module.__call__, _Conv2d._conv_forward, _Conv3d._conv_forward) != _METHODS:
+        return True
+    return _len_torch_function_stack() > 0 and _has_foreign_mode()
+
+
+_functions_version = None  # none yet, or nowhere
+_Module, _Conv2d, _Conv3d, _METHODS = nn.Module, nn.Conv2d, nn.Conv3d, _CALLS[:3]
+_len_torch_function_stack = torch._C._len_torch_function_stack
 
 
 def _is_foreign(module: str) -> bool:
@@ -479,7 +497,7 @@ class Situation:
         """Is all as it was, on which the decision depends? That for eager depends on no `_others`."""
         if not self.alike(*tensors) or self.modes != _modes(tensors[0]):
             return False
-        return self.decided and self.run is None or self.others == _others(tensors)
+        return (self.run is None and self.decided) or self.others == _others(tensors)
 
 
 def _modes(x: Tensor) -> tuple:
@@ -489,9 +507,6 @@ def _modes(x: Tensor) -> tuple:
 
 
 def _others(tensors: tuple[Tensor, ...]) -> tuple:
-    """And what only our operators' plans depend on. Raises eager's error where a tensor's memory was freed."""
-    addresses = [*map(Tensor.data_ptr, tensors)]
-    if min(addresses) < LOW:
-        check_memory(*tensors)
-    alignment = functools.reduce(or_, addresses) % 16 and [each % 16 for each in addresses]  # 0: of all
-    return precision(tensors[0]), alignment
+    """And what only our operators' plans depend on."""
+    alignment = functools.reduce(or_, map(Tensor.data_ptr, tensors)) % 16  # 0: of all
+    return precision(tensors[0]), alignment and [t.data_ptr() % 16 for t in tensors]

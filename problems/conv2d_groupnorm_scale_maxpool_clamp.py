@@ -106,7 +106,7 @@ def _epilogue(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tens
     if plan.winograd:
         (N, Cin, *of_x), (C, groups, *size) = a.x.shape, plan.sizes
         v = a.x.new_empty((N, *size, C) if saving and not plan.gram else 0)
-        inputs = v, a.x.contiguous(), a.weight.contiguous(), *parameters
+        inputs = v, library.contiguous(a.x), library.contiguous(a.weight), *parameters
         plan.kernels.convolve_forward(y, *others, *inputs, N, Cin, C, groups, *of_x)
     else:
         for x, *outputs in library.pieces(plan.samples, a.x, y, *others):
@@ -125,7 +125,7 @@ def _backward(dy: Tensor, a: Arguments, extreme, index, statistics, v, *, plan, 
     if plan.gram:
         dv = a.x.new_empty((N, *size, C) if needs[0] else 0)
         dw = a.weight.new_empty(a.weight.shape if needs[1] else 0)
-        inputs = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), *saved
+        inputs = dy.contiguous(), library.contiguous(a.x), library.contiguous(a.weight), *saved
         plan.kernels.convolve_backward(dv, dw, *gradients, scratch, *inputs, Cin, C, groups, *of_x)
     else:
         dv = torch.empty_like(v)

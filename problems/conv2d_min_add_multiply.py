@@ -104,7 +104,8 @@ def _forward_by_winograd(y, withheld, a: Arguments, parameters: tuple, plan: ope
     """Writes y, and withheld where it has elements. The library repeats a sample whose convolution is not finite everywhere: direct
     sums say what is infinite and what NaN. (A normalisation makes NaN of both.)"""
     N, Cin, *of_x = a.x.shape
-    finite, operands = a.x.new_ones(N, dtype=torch.int32), (a.x.contiguous(), a.weight.contiguous())
+    finite = a.x.new_ones(N, dtype=torch.int32)
+    operands = library.contiguous(a.x), library.contiguous(a.weight)
     plan.kernels.convolve_forward(y, withheld, finite, *operands, *parameters, N, Cin, len(a.weight), *of_x)
     for n in (finite == 0).nonzero().flatten().tolist():
         direct = library.convolve(a.x[n : n + 1], a.weight)
@@ -135,7 +136,7 @@ def _backward_by_winograd(dy: Tensor, a: Arguments, withheld: Tensor, plan: oper
     """The gradient of weight without dv, which only that of x needs: a convolution of dv, zeros around it, with the filters turned round.
     The library repeats those that are not finite everywhere, as in forward, and does what Winograd's way is not for."""
     (N, Cin, *of_x), (_, C, *of_y), gradients = a.x.shape, withheld.shape, plan.gradients(a)
-    x, none = a.x.contiguous(), a.x.new_empty(0)
+    x, none = library.contiguous(a.x), a.x.new_empty(0)
     sizes = a.bias.numel(), N, Cin, C, *of_x, torch.get_num_threads()
 
     def run(dw: Tensor, with_dv: bool) -> Tensor:

@@ -112,7 +112,7 @@ def _backward(dy: Tensor, a: Arguments, index, winner, statistics, v, *, plan, n
     )
     if directly:
         dw, sizes = a.weight.new_empty(a.weight.shape), library.filter_sizes(a.x, a.weight)
-        plan.kernels.convolve_backward(dv, dw, *gradients, scratch, *inputs, a.x.contiguous(), *sizes)
+        plan.kernels.convolve_backward(dv, dw, *gradients, scratch, *inputs, library.contiguous(a.x), *sizes)
     else:
         plan.kernels.backward(dv, *gradients, scratch, *inputs, N, C, S)
     needs = [needs[0], needs[1] and not directly]
