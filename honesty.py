@@ -453,12 +453,10 @@ def _repeats(probe: Probe) -> Iterator[str]:
         return probe.results(run)
 
     with _one_algorithm():
-        first = results()
-        for number in range(2, REPEATS + 1):
-            again = results()
+        first, number, changed = results(), 1, []
+        while number < REPEATS and not changed:
+            again, number = results(), number + 1
             changed = [name for name, t in first.items() if not _same(t, again[name])]
-            if changed:
-                break
         theirs = results(probe.model) if changed else {}
         for _ in range(REPEATS if changed else 0):  # what eager doesn't repeat, nobody has to
             again = results(probe.model)

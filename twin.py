@@ -331,7 +331,7 @@ def _may_be_foreign() -> bool:
 
 _functions_version = None  # none yet, or nowhere
 _Module, _Conv2d, _Conv3d, _METHODS = nn.Module, nn.Conv2d, nn.Conv3d, _CALLS[:3]
-_len_torch_function_stack = torch._C._len_torch_function_stack
+_len_torch_function_stack, _forward = torch._C._len_torch_function_stack, attrgetter("forward")
 
 
 def _is_foreign(module: str) -> bool:
@@ -426,8 +426,7 @@ class Kept:
         """Is the module what it was?"""
         if type(twin) is not self.cls or twin.variant is not self.variant or any(self.hooks):
             return False
-        classes, forwards = [*map(type, self.modules)], [cls.forward for cls in self.classes]
-        if classes != self.classes or forwards != self.forwards:
+        if [*map(type, self.modules)] != self.classes or [*map(_forward, self.classes)] != self.forwards:
             return False
         tables = [vars(twin), *map(vars, self.modules), *self.others]  # a module may have got other ones
         versions = _HAS_VERSIONS and [*map(dict_version, tables)]
