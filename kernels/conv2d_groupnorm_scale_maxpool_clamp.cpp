@@ -4,9 +4,9 @@
 // index are (N, C, PH, PW).
 #include <cmath>
 #include <vector>
-#include "cpu.h"
-#include "gram.h"
-#include "winograd.h"
+#include "cpu/vector.h"
+#include "cpu/gram.h"
+#include "cpu/winograd.h"
 
 #ifndef POOL_H
 #define POOL_H 2

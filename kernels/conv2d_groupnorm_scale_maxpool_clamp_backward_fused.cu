@@ -30,14 +30,14 @@
 //   input_gradient_kernel   108 for the terms of 16 positions, 30 and 15 of half the depth for 16 pixels of
 //                           dx, 206 MB: 0.12 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.
-#include "conv2d_groupnorm_scale_maxpool_clamp_merge.cuh"
+#include "grad/selected/merge.cuh"
 
 #ifndef INPUT_COLUMNS  // the plan, as tiling.py makes it; else one for which a source compiles alone
 #define INPUT_COLUMNS 64
 #define INPUT_SHARED InputLayout::kBytes
 #endif
-#include "conv2d_groupnorm_scale_maxpool_clamp_border.cuh"
-#include "conv2d_groupnorm_scale_maxpool_clamp_input_gradient.cuh"
+#include "grad/selected/border.cuh"
+#include "grad/selected/input.cuh"
 
 namespace {
 

@@ -36,11 +36,11 @@
 //   _rows.cuh        rows of x on their way to shared memory
 //   _mainloop.cuh    filters and products
 //   _epilogue.cuh    statistics and windows
-#include "conv2d_groupnorm_scale_maxpool_clamp_epilogue.cuh"
-#include "conv2d_groupnorm_scale_maxpool_clamp_mainloop.cuh"
-#include "conv2d_groupnorm_scale_maxpool_clamp_rows.cuh"
-#include "normalisation.h"
-#include "vector.cuh"
+#include "pool/windows.cuh"
+#include "conv/narrow2d.cuh"
+#include "conv/narrow2d_rows.cuh"
+#include "norm/formulas.h"
+#include "core/vector.cuh"
 
 namespace {
 

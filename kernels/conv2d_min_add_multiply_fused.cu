@@ -25,9 +25,9 @@
 #include <utility>
 
 #if WGMMA  // 0 by default, as of _operands.cuh
-#include "conv2d_min_add_multiply_mainloop_wgmma.cuh"
+#include "conv/wide_sm90.cuh"
 #else
-#include "conv2d_min_add_multiply_mainloop_mma.cuh"
+#include "conv/wide_sm80.cuh"
 #endif
 
 // Where SAVES, saved becomes what backward needs: the bits of each sample's largest finite magnitude (N,

@@ -24,11 +24,11 @@
 // Bytes at the default size: 1040 MB of dy and 66 MB of gates for each launch, 537 MB of x. Bound: memory
 // 0.26 ms for the sums; for the weights' gradient 300 GFLOP 0.46 ms by mma.sync, 0.34 ms by wgmma, memory
 // 0.38 ms.
-#include "conv2d_min_add_multiply_sums.cuh"
+#include "grad/wide_sums.cuh"
 #if WGMMA
-#include "conv2d_min_add_multiply_weight_mainloop_wgmma.cuh"
+#include "grad/wide_weight_sm90.cuh"
 #else
-#include "conv2d_min_add_multiply_weight_mainloop_mma.cuh"
+#include "grad/wide_weight_sm80.cuh"
 #endif
 
 namespace {

@@ -1,10 +1,10 @@
 // y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient, on the CPU. The launchers
 // and layouts of conv3d_groupnorm_min_clamp_dropout.cu; a thread takes whole planes, a piece of kPiece
 // elements at a time.
-#include "cpu.h"
-#include "direct_gradient.h"
-#include "philox.h"
-#include "winograd.h"
+#include "cpu/vector.h"
+#include "cpu/direct_gradient.h"
+#include "core/philox.h"
+#include "cpu/winograd.h"
 
 constexpr int64_t kPiece = 1024;
 

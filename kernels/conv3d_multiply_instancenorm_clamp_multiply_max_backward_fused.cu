@@ -12,8 +12,8 @@
 // At the default size (128, 3, 16, 32, 32): 25 MB of x, 15 of dy, index and centred; 2.1 G products of a
 // weight and an element each for v, the weight's gradient and dx.
 #include "conv3d_multiply_instancenorm_clamp_multiply_max.cuh"
-#include "conv3d_backward.cuh"
-#include "normalisation.h"
+#include "grad/narrow3d_backward.cuh"
+#include "norm/formulas.h"
 
 struct InstanceNormProblem {
   const NormGradient* coefficients;
