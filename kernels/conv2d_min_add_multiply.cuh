@@ -1,4 +1,4 @@
-// The epilogue of both mainloops of conv2d_min_add_multiply_fused.cu: from sums to results.
+// The epilogue of this model's mainloops (conv/wide_sm80.cuh, conv/wide_sm90.cuh): from sums to results.
 #pragma once
 #include "conv/wide_operands.cuh"
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ Epilogue make_epilogue(const Arguments& args, int cha
   return epilogue;
 }
 
-// The gates (see _operands.cuh) of a lane's results in apply_epilogue: a word per channel and strip.
+// The gates (see conv/wide_operands.cuh) of a lane's results in apply_epilogue: a word per channel and strip.
 template <int kTiles> struct Gates { uint32_t low[kTiles / 8] = {}, high[kTiles / 8] = {}; };
 
 // A warp's sums of 16 channels × 8·kTiles pixels to results, in PyTorch's order of operations, and to gates

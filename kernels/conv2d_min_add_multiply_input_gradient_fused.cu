@@ -18,6 +18,7 @@
 #ifndef TRANSPOSED  // as the plan says; else what a source needs that compiles alone
 #define TRANSPOSED 1
 #endif
+#include "conv2d_min_add_multiply.cuh"
 #if WGMMA
 #include "conv/wide_sm90.cuh"
 #else

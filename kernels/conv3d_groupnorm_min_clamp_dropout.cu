@@ -8,6 +8,7 @@
 // exact tie only) its sums are zero without reading.
 #include "core/philox.h"
 #include "norm/statistics.cuh"
+#include "conv3d_groupnorm_min_clamp_dropout.h"
 
 using Tail = MinClamp<accumulate_t>;
 

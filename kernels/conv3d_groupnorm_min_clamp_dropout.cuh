@@ -1,4 +1,4 @@
-// What forward and backward of the dropout problem with the convolution inside share: how an element of the
+// What forward and backward of this model with the convolution inside share: how an element of the
 // convolution of x - shift becomes the normalised value z, which z pass a gradient, and the mask.
 #pragma once
 #include "conv/narrow3d_tile.cuh"
@@ -29,7 +29,7 @@ inline DropoutMask dropout_mask(const int64_t* seed, int64_t number, double p) {
 // the bounds are swapped.
 inline float tied_value(double low, double high) { return float(low) <= float(high) ? float(low) : NAN; }
 
-// philox(seed, counters[i]), as in philox.h, for several i side by side, which share the keys.
+// philox(seed, counters[i]), as in core/philox.h, for several i side by side, which share the keys.
 template <int kCount>
 __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed,
                                      const uint64_t (&counters)[kCount]) {

@@ -1,4 +1,4 @@
-// What forward of the instance norm problem with the convolution inside keeps for backward.
+// What forward of this model with the convolution inside keeps for backward.
 #pragma once
 #include "conv/narrow3d_tile.cuh"
 

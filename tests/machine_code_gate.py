@@ -10,6 +10,7 @@ minutes, and no GPU.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
@@ -25,12 +26,14 @@ NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def keep(nvcc: str, folder: str, arguments: list[str]) -> int:
-    """Runs `nvcc`; what it makes goes to `folder` as well, named by the source, the architecture and the macros."""
+    """Runs `nvcc`; what it makes goes to `folder` as well, with its source, architecture and macros in a file beside it."""
     arguments = ["-cubin" if each == "-c" else each for each in arguments]  # the host's half is not asked for
     code = subprocess.run([nvcc, *arguments]).returncode
     if code == 0 and "-o" in arguments:
         what = [Path(arguments[-1]).name, *sorted(a for a in arguments if re.match("-arch|-D", a))]
-        shutil.copy(arguments[arguments.index("-o") + 1], Path(folder, " ".join(what)))
+        kept = Path(folder, hashlib.sha256(" ".join(what).encode()).hexdigest()[:16])
+        shutil.copy(arguments[arguments.index("-o") + 1], kept)
+        kept.with_suffix(".txt").write_text(" ".join(what))
     return code
 
 
@@ -81,13 +84,15 @@ def kernels(path: Path) -> Counter:
 
 def compare(base: Path, own: Path) -> bool:
     """Says which builds differ. Are there none?"""
-    names = {path.name for folder in (base, own) for path in folder.iterdir()}
-    there = [name for name in sorted(names) if (base / name).is_file() and (own / name).is_file()]
+    texts = {path.stem: path.read_text() for folder in (base, own) for path in folder.glob("*.txt")}
+    there = [
+        name for name in sorted(texts, key=texts.get) if (base / name).is_file() and (own / name).is_file()
+    ]
     with ThreadPoolExecutor(2) as pool:
         before, after = (list(pool.map(lambda name: kernels(folder / name), there)) for folder in (base, own))
-    wrong = [f"only in one: {name}" for name in sorted(names.difference(there))]
+    wrong = [f"only in one: {texts[name]}" for name in texts.keys() - there]
     for name, one, other in zip(there, before, after):
-        wrong += [f"differs: {name}: {kernel}" for kernel, _ in (one - other) + (other - one)]
+        wrong += [f"differs: {texts[name]}: {kernel}" for kernel, _ in (one - other) + (other - one)]
     code = [text for each in before for kernel, text in each.elements() if kernel.startswith(".text")]
     instructions = sum(text.count(" ;") for text in code)
     print(

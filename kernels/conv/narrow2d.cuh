@@ -1,5 +1,5 @@
-// The products of pool's forward with the convolution inside (…_fused.cu): filters in registers, times rows
-// of x in shared memory, by wgmma or by mma.sync; and how teams take turns with the tensor cores.
+// The products of a 2-D convolution of few channels in: filters in registers, times rows of x in shared
+// memory, by wgmma or by mma.sync; and how teams take turns with the tensor cores.
 #pragma once
 #include "conv/narrow2d_tile.cuh"
 

@@ -1,5 +1,5 @@
-// Rows of x of pool's forward with the convolution inside (…_fused.cu), on their way to a team's ring in
-// shared memory: fetched into registers, and a row later scaled, split into two float16 and stored there.
+// Rows of x (conv/narrow2d.cuh) on their way to a team's ring in shared memory: fetched into registers, and a
+// row later scaled, split into two float16 and stored there.
 #pragma once
 #include "conv/narrow2d_tile.cuh"
 

@@ -1,7 +1,7 @@
-// Sizes of pool's forward with the convolution inside (…_fused.cu): tiles of v, the plan, and how a block's
-// shared memory is laid out.
+// A 2-D convolution of up to 16 channels in, row by row (conv/narrow2d.cuh): tiles of its result v, the plan,
+// and how a block's shared memory is laid out. The build, or else the source before, says the sizes:
+// CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W, and those of windows, POOL_H and POOL_W.
 #pragma once
-#include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
 #include "core/split.cuh"
 #include "core/reduce.cuh"
 #include "core/tensor_core.cuh"

@@ -7,11 +7,11 @@
 // shared memory: kDepth that are in use, and three that come. Its warps share out each plane's positions and
 // pixels, and may be two planes apart.
 //
-//   conv3d_tile.cuh        sizes, tiles, the layout of shared memory
-//   conv3d_stage.cuh       planes of x on their way from global memory
-//   conv3d_operands.cuh    x and the weights, scaled, split and laid out as fragments
-//   conv3d_mainloop.cuh    the products, whose sums an epilogue takes from the registers
-//   conv3d_statistics.cuh  an epilogue that takes mean and variance
+//   narrow3d_tile.cuh      sizes, tiles, the layout of shared memory
+//   narrow3d_stage.cuh     planes of x on their way from global memory
+//   narrow3d_operands.cuh  x and the weights, scaled, split and laid out as fragments
+//   narrow3d.cuh           the products, whose sums an epilogue takes from the registers
+//   norm/narrow3d_statistics.cuh  an epilogue that takes mean and variance
 #pragma once
 #include <limits.h>
 

@@ -1,5 +1,5 @@
-// What both mainloops of conv2d_min_add_multiply_fused.cu and the backward kernels share: a build's sizes,
-// the kernels' arguments, the conversion of values to operands, and the packing of weights.
+// What a wide convolution's mainloops and its backward kernels share: a build's sizes, the kernels'
+// arguments, the conversion of values to operands, and the packing of weights.
 //
 // Operands are float16, or bfloat16 where x is. float32 is scaled by powers of two, since float16's range is
 // small: channel c of weight by 2^exponents[c], which brings its largest magnitude into [2^14, 2^15); a
@@ -25,7 +25,7 @@
 #ifndef WGMMA
 #define WGMMA 0  // does the mainloop multiply by wgmma?
 #endif
-#ifndef CHANNELS_IN  // the default problem
+#ifndef CHANNELS_IN  // sizes for which a source compiles alone
 #define CHANNELS_IN (TRANSPOSED ? 128 : 64)
 #define CHANNELS_OUT (TRANSPOSED ? 64 : 128)
 #define KERNEL_H 3
@@ -203,7 +203,7 @@ __device__ __forceinline__ int channel_exponent(const value_t* weight, int chann
   return top_exponent(largest);
 }
 
-// Weights as fragments of A (tensor_core.cuh), 4 registers each:
+// Weights as fragments of A (core/tensor_core.cuh), 4 registers each:
 // [channel block][group][tap][step][part][tile of 16 channels][lane]. A block per output channel; padding
 // channels are 0. Also clears largest (N).
 __global__ void __launch_bounds__(128)

@@ -1,5 +1,5 @@
-// The mainloop of conv2d_min_add_multiply_fused.cu by mma.sync: for any size, on compute capability 8.0 or
-// later.
+// A 2-D convolution of many channels as an implicit GEMM by mma.sync: for any size, on compute capability 8.0
+// or later. Sums are handed to the Epilogue that the source has included before.
 //
 //   pack_input_kernel    x (N, CHANNELS_IN, H, W) to operands (N, kPlanes, kParts, H, W, 8)
 //   repack_input_kernel  the samples which the first scale does not fit once more; mostly there are none
@@ -11,7 +11,7 @@
 // pack; 268 MB read and 1040 MB written to convolve. Bound: memory 0.49 ms at 4.28 TB/s, products 0.56 ms,
 // one after the other.
 #pragma once
-#include "conv2d_min_add_multiply.cuh"
+#include "conv/wide_operands.cuh"
 
 namespace {
 

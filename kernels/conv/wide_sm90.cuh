@@ -1,14 +1,14 @@
-// The mainloop of conv2d_min_add_multiply_fused.cu by wgmma, on compute capability 9.0 (sm_90a), which reads
-// x itself.
+// A 2-D convolution of many channels as an implicit GEMM by wgmma, on compute capability 9.0 (sm_90a), which
+// reads x itself. Sums are handed to the Epilogue that the source has included before.
 //
 // For one group of input channels, SPLIT=0, and weights that find room on a multiprocessor: at most 36
 // products of depth 16 per sum, and kSharedBytes of shared memory. x starts at a word of 4 bytes, and its
 // rows are whole words. Tiles, and the pixels of a plane, are counted in int.
 //
 // Where TRANSPOSED it computes the gradient of x instead, from g, which another producer makes
-// (_gradient_producer.cuh). A tile is then 64 channels of a whole row. Both consumers have the same
-// channels, and take rows in turn. There are twice as many weights; one copy of most of them lies in shared
-// memory, for both.
+// (grad/wide_input_sm90_producer.cuh). A tile is then 64 channels of a whole row. Both consumers have the
+// same channels, and take rows in turn. There are twice as many weights; one copy of most of them lies in
+// shared memory, for both.
 //
 // Blocks are persistent: they share all tiles of 128 pixels evenly. A block walks down strips of rows, so
 // that each row of input is read once and serves KERNEL_H tiles. Its three warpgroups are specialised:

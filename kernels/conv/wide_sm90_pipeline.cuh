@@ -1,7 +1,7 @@
-// What the producer and the consumers of conv2d_min_add_multiply_mainloop_wgmma.cuh share: how a block's
-// warpgroups and its shared memory are shared out, and the tiles that it goes through.
+// What the producer and the consumers of conv/wide_sm90.cuh share: how a block's warpgroups and its shared
+// memory are shared out, and the tiles that it goes through.
 #pragma once
-#include "conv2d_min_add_multiply.cuh"
+#include "conv/wide_operands.cuh"
 #include "conv/wide_sm90_stages.cuh"
 
 namespace {

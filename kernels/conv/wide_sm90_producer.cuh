@@ -1,5 +1,5 @@
-// The producer of conv2d_min_add_multiply_mainloop_wgmma.cuh: copies rows of x as they are, raw
-// [channel][word], and converts them into the stages of the pipeline, [plane][pixel] of 8 channels.
+// The producer of conv/wide_sm90.cuh: copies rows of x as they are, raw [channel][word], and converts them
+// into the stages of the pipeline, [plane][pixel] of 8 channels.
 #pragma once
 #include "conv/wide_sm90_pipeline.cuh"
 

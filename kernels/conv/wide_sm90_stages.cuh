@@ -1,5 +1,6 @@
-// The stages of shared memory through which the producers of min-add's mainloops by wgmma pass operands to
-// the consumers. All of a block's threads go through the stages in the same order.
+// The stages of shared memory through which the producers of the wide mainloops by wgmma, forward's and those
+// of the gradients, pass operands to the consumers. All of a block's threads go through the stages in the
+// same order.
 #pragma once
 #include "core/tensor_core.cuh"
 

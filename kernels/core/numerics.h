@@ -18,16 +18,6 @@ template <class T> HOST_DEVICE T minimum_backward(T gradient, T x, T bound) {
 // Does d clamp(x, low, high) / dx let the gradient pass? Yes at either bound, no at NaN.
 template <class T> HOST_DEVICE bool clamp_passes(T x, T low, T high) { return x >= low && x <= high; }
 
-// clamp(min(z, low), low, high) and its derivative.
-template <class T> struct MinClamp {
-  T low, high;
-  // The formula of conv3d_groupnorm_min_clamp_dropout.
-  HOST_DEVICE T operator()(T z) const { return clamp(minimum(z, low), low, high); }
-  HOST_DEVICE T gradient(T z) const {
-    return clamp_passes(minimum(z, low), low, high) ? minimum_backward(T(1), z, low) : T(0);
-  }
-};
-
 // Does `candidate` replace `best` in a running maximum? The first among ties and the first NaN stay.
 template <class T> HOST_DEVICE bool replaces_maximum(T candidate, T best) {
   return candidate > best || (candidate != candidate && best == best);

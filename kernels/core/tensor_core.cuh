@@ -194,7 +194,7 @@ __device__ __forceinline__ void await_previous_kernel() { asm volatile("griddepc
 
 // -------------------------------------------------------------------------------------------- floating point
 
-// min and max as PyTorch: NaN wins. One instruction where numerics.h's need two.
+// min and max as PyTorch: NaN wins. One instruction where core/numerics.h's need two.
 __device__ __forceinline__ float min_nan(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));

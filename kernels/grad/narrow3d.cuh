@@ -1,5 +1,5 @@
-// What the backward kernels of a small 3-D convolution (conv3d_tile.cuh) that a normalisation follows share.
-// The convolution v of x - shift is computed again, tile by tile, and from it the gradient
+// What the backward kernels of a small 3-D convolution (conv/narrow3d_tile.cuh) that a normalisation follows
+// share. The convolution v of x - shift is computed again, tile by tile, and from it the gradient
 //   dv = slope·dz + constant + linear·v
 // by channel of a sample, where dz, the gradient of the normalised value, is the problem's.
 //
@@ -39,7 +39,7 @@ struct DvLayout {
   HOST_DEVICE int64_t of_job(const Convolution& c) const { return turn(c.depth, 0); }  // float4
 };
 
-// Of an epilogue (conv3d_mainloop.cuh) that needs dz: its first half.
+// Of an epilogue (conv/narrow3d.cuh) that needs dz: its first half.
 template <class Selected> struct SelectedEpilogue {
   Selected selected;
   float unit[2];  // of the sums of channels g and g + 8

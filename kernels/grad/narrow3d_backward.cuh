@@ -1,5 +1,5 @@
-// Launches what a small 3-D convolution's backward pass consists of (conv3d_weight_gradient.cuh,
-// conv3d_input_gradient.cuh), once the problem knows its coefficients.
+// Launches what a small 3-D convolution's backward pass consists of (grad/narrow3d_weight.cuh,
+// grad/narrow3d_input.cuh), once the problem knows its coefficients.
 #pragma once
 #include "grad/narrow3d_input.cuh"
 #include "grad/narrow3d_weight.cuh"

@@ -1,4 +1,4 @@
-// dx of a small 3-D convolution, from dv as conv3d_weight_gradient.cuh leaves it in scratch:
+// dx of a small 3-D convolution, from dv as grad/narrow3d_weight.cuh leaves it in scratch:
 //   dx[i, p] = sum over channels c and taps of weight[c, i, tap]·dv[c, p - tap]
 //
 // A block computes a tile of dx, some rows and columns of some planes, and walks down dv's planes: one is in

@@ -1,4 +1,4 @@
-// The operands of dx of a small 3-D convolution (conv3d_input_gradient.cuh) in shared memory: dv from scratch
+// The operands of dx of a small 3-D convolution (grad/narrow3d_input.cuh) in shared memory: dv from scratch
 // and the weights, scaled by powers of two and split into two float16 each.
 //
 //   InputTiling, InputTile   how blocks share out dx

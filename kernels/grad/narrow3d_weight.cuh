@@ -1,5 +1,5 @@
 // The weight's gradient of a small 3-D convolution that a normalisation follows, and dv for that of x
-// (conv3d_gradient.cuh).
+// (grad/narrow3d.cuh).
 //
 //   gradient_kernel        a job is a tile and 16 output channels: dv times the tile's patches, the weight's
 //                          gradient of the job; and dv into scratch, where x needs a gradient
@@ -9,9 +9,9 @@
 // A warp's sums v are fragments D of one product and, two side by side, as dv fragments A of the next: dv
 // stays in registers, the pixels in the ring serve both products, the weights lie in shared memory.
 //
-// Accuracy: as forward's (conv3d_operands.cuh), dv scaled by channel of a sample, sums flushed each turn. The
-// scale comes from a bound of |dv|, which may be 2^10 times too large: halves then still hold 20 bits of the
-// largest dv, and smaller ones to the same absolute precision.
+// Accuracy: as forward's (conv/narrow3d_operands.cuh), dv scaled by channel of a sample, sums flushed each
+// turn. The scale comes from a bound of |dv|, which may be 2^10 times too large: halves then still hold 20
+// bits of the largest dv, and smaller ones to the same absolute precision.
 #pragma once
 #include "grad/narrow3d.cuh"
 #include "core/reduce.cuh"
@@ -145,7 +145,7 @@ __device__ __forceinline__ float dv_scale(const NormGradient& own) {
   return power_of_two(fitting_exponent(own.bound));
 }
 
-// An epilogue (conv3d_mainloop.cuh) that forms dv; where they are wanted, stores it, with its largest
+// An epilogue (conv/narrow3d.cuh) that forms dv; where they are wanted, stores it, with its largest
 // magnitude, and multiplies it with the patches.
 template <class Selected> struct GradientEpilogue : SelectedEpilogue<Selected> {
   using Base = SelectedEpilogue<Selected>;

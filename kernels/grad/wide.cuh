@@ -1,5 +1,5 @@
-// What the backward kernels of conv2d_min_add_multiply share: the gradient g of the convolution's output,
-// made of dy and the gates that forward saved, and never written as a whole.
+// What the backward kernels of a wide convolution share: the gradient g of the convolution's output, made of
+// dy and the gates that forward saved, and never written as a whole.
 //
 // A warp takes 8 channels × kStrip pixels of a row at a time: lane l has pixels l and l + 32.
 #pragma once

@@ -1,6 +1,5 @@
 // The producer of the transposed convolution by wgmma: rows of its input g, made of dy and the gates that
-// forward saved, with zeros around it, straight to the stages of the pipeline
-// (conv2d_min_add_multiply_mainloop_wgmma.cuh).
+// forward saved, with zeros around it, straight to the stages of the pipeline (conv/wide_sm90.cuh).
 //
 // A warp makes 8 channels × kStrip pixels at a time, units, which come in pairs. Of a pair one is on its
 // way in registers, the other in shared memory, where there is room for no more. (Two in registers would

@@ -1,5 +1,5 @@
-// The gradients of min-add's biases, sums of g and of dy·scale over samples and pixels; and the largest
-// finite magnitude of g in each sample.
+// The gradients of the biases before and after the gates, sums of g and of dy·scale over samples and pixels;
+// and the largest finite magnitude of g in each sample.
 #pragma once
 #include "grad/wide.cuh"
 #include "core/reduce.cuh"

@@ -1,6 +1,5 @@
-// The operands of the weights' gradient of min-add (…_weight_gradient_fused.cu) in shared memory: which part
-// of it a block has, the scales of a sample's g and x, the walk down strips, and a step of it on its way to
-// shared memory.
+// The operands of a wide convolution's weights' gradient in shared memory: which part of it a block has, the
+// scales of a sample's g and x, the walk down strips, and a step of it on its way to shared memory.
 #pragma once
 #include "grad/wide.cuh"
 #include "core/reduce.cuh"

@@ -1,5 +1,5 @@
-// The mainloop of the weights' gradient of min-add (…_weight_gradient_fused.cu) by mma.sync. Warps have 8
-// channels in each; all stage a step's operands, half of them before their products and half after them.
+// The mainloop of a wide convolution's weights' gradient by mma.sync. Warps have 8 channels in each; all
+// stage a step's operands, half of them before their products and half after them.
 #pragma once
 #include "grad/wide_weight_operands.cuh"
 

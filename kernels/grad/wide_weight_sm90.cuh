@@ -1,5 +1,5 @@
-// The mainloop of the weights' gradient of min-add (…_weight_gradient_fused.cu) by wgmma, on compute
-// capability 9.0 (sm_90a), where SPLIT=0.
+// The mainloop of a wide convolution's weights' gradient by wgmma, on compute capability 9.0 (sm_90a), where
+// SPLIT=0.
 //
 // A block's warpgroups are specialised: two of them stage operands, row by row, in a pipeline; the other
 // two, consumers, have half of the taps each, 64 × 64 sums of a tap in registers. g is A, x is B, both in

@@ -8,7 +8,7 @@ struct alignas(8) TileStatistics {
   float mean, m2;
 };
 
-// An epilogue (conv3d_mainloop.cuh) that takes statistics, shifted by a value near the mean.
+// An epilogue (conv/narrow3d.cuh) that takes statistics, shifted by a value near the mean.
 struct StatisticsEpilogue {
   MainloopStorage& storage;
   float shift[2], sum[2], square[2], count;

@@ -1,4 +1,4 @@
-// The epilogue of pool's forward with the convolution inside (…_fused.cu): takes a row of v after the other
+// An epilogue of conv/narrow2d.cuh for max pooling behind a normalisation: takes a row of v after the other
 // into statistics and windows, and writes each row of windows when it is complete.
 #pragma once
 #include "conv/narrow2d_tile.cuh"

@@ -1,4 +1,4 @@
-// x's gradient of pool at its border (…_input_gradient.cuh): there some of a pixel's positions are outside of
+// x's gradient at its border (grad/selected/input.cuh): there some of a pixel's positions are outside of
 // v, and the composed filter is another, of the taps that are left.
 #pragma once
 #include "grad/selected/compose.cuh"

@@ -1,6 +1,6 @@
-// The filters that x's gradient of pool is a product with (…_input_gradient.cuh), as operands of tensor
-// cores: weight itself; and of each sample the one that two convolutions in a row make, of x by linear·weight
-// and of that by weight, transposed.
+// The filters that x's gradient is a product with (grad/selected/input.cuh), as operands of tensor cores:
+// weight itself; and of each sample the one that two convolutions in a row make, of x by linear·weight and of
+// that by weight, transposed.
 #pragma once
 #include "grad/selected/merge.cuh"
 

@@ -1,4 +1,4 @@
-// The Gram matrix ΣXXᵀ of patches X, and ΣX, for the weight's gradient of pool: by row of x, on tensor cores.
+// The Gram matrix ΣXXᵀ of patches X, and ΣX, for the weight's gradient: by row of x, on tensor cores.
 //
 // ΣXXᵀ depends on the difference of two kernel rows only, but for the first and last rows of x. Let R(q) be
 // the sum over the positions in row q alone, of all units and those in kernel row 0. Then

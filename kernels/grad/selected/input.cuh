@@ -1,4 +1,4 @@
-// x's gradient, for conv2d_groupnorm_scale_maxpool_clamp_backward_fused.cu, which explains v, dv and units.
+// x's gradient, from dv, that of v, the convolution without its bias; a unit is 8 channels in at a tap.
 //
 // dx is the transposed convolution of dv = slope·dz·[selected] + constant + linear·v. One position of a
 // window is selected in a channel, but nearly all in some of 64 channels, so the first part goes through
@@ -6,10 +6,10 @@
 // rest needs nothing of dy: v is a convolution of x, so two convolutions in a row make one, of CHANNELS_IN
 // channels to as many, whose filter reaches 2·KERNEL - 1 pixels and is of a sample.
 //   compose_kernel          that filter, and the products of the filters' taps that make it up
-//                           (…_compose.cuh)
-//   input_gradient_kernel   both parts; of pixels at the border, only the first (…_input_operands.cuh: what
+//                           (compose.cuh)
+//   input_gradient_kernel   both parts; of pixels at the border, only the first (input_operands.cuh: what
 //                           is in shared memory)
-//   border_kernel           the second one there, where only a share of the taps is (…_border.cuh)
+//   border_kernel           the second one there, where only a share of the taps is (border.cuh)
 //
 // A warp has 8 columns of dv, all rows of windows one after the other, and all channels. A product's rows are
 // 8 columns of two rows of v. A position of v reaches KERNEL_W columns of dx: what it adds there is a term.

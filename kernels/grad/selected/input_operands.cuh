@@ -1,4 +1,4 @@
-// The operands of x's gradient of pool in shared memory (…_input_gradient.cuh): the gradients that windows
+// The operands of x's gradient in shared memory (grad/selected/input.cuh): the gradients that windows
 // select, and x less its shift; each split into two float16, under a scale that fits the tile so far.
 #pragma once
 #include "grad/selected/compose.cuh"

@@ -1,4 +1,4 @@
-// The gradients of weight and of the parameters of pool from sums by strip (…_weight_gradient.cuh).
+// The gradients of weight and of the parameters, from sums by strip (grad/selected/weight.cuh).
 //   sample_kernel   constant and linear; a sample's gradients
 //   total_kernel    those added up
 #pragma once

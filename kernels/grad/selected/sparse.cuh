@@ -1,4 +1,4 @@
-// Σ slope·dz·X over the windows of a tile, for the weight's gradient of pool: the gradients that windows
+// Σ slope·dz·X over the windows of a tile, for the weight's gradient: the gradients that windows
 // select, as sparse operands, and their products with the stage's pixels.
 #pragma once
 #include "grad/selected/stage.cuh"

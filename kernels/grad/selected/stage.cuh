@@ -1,5 +1,5 @@
-// Tiles of v, for the weight's gradient of pool, and the x that they need in shared memory: less its shift,
-// scaled, split into two float16 (operands.cuh).
+// Tiles of v, for the weight's gradient, and the x that they need in shared memory: less its shift,
+// scaled, split into two float16 (core/split.cuh).
 #pragma once
 #include "grad/selected/units.cuh"
 

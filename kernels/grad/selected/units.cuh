@@ -1,7 +1,7 @@
-// What the kernels of pool's fused backward share: sizes, units of a patch, and the gradients that windows
-// select.
+// The gradients of a 2-D convolution of few channels in, behind which a normalisation and a max pooling
+// stand: what the kernels share: sizes, units of a patch, and the gradients that windows select. The build,
+// or else the source before, says the sizes, as for conv/narrow2d_tile.cuh.
 #pragma once
-#include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
 #include "norm/formulas.h"
 #include "core/split.cuh"
 #include "core/reduce.cuh"

@@ -1,8 +1,8 @@
-// Sums by strip of x, for the gradients of weight and of the parameters of pool, whose formulas are in
-// …_backward_fused.cu. A strip is some rows of tiles of a sample.
-//   …_stage.cuh     tiles, and x in shared memory
-//   …_gram.cuh      ΣXXᵀ and ΣX, of x less its shift
-//   …_sparse.cuh    Σ slope·dz·X; sums of dy, where it passes, and of dy·(v - mean)
+// Sums by strip of x, for the gradients of weight and of the parameters. A strip is some rows of tiles of a
+// sample.
+//   stage.cuh       tiles, and x in shared memory
+//   gram.cuh        ΣXXᵀ and ΣX, of x less its shift
+//   sparse.cuh      Σ slope·dz·X; sums of dy, where it passes, and of dy·(v - mean)
 //   strip_kernel    all of these, of a strip
 #pragma once
 #include "grad/selected/gram.cuh"
@@ -10,7 +10,7 @@
 
 namespace {
 
-// What all strips leave in memory, for …_merge.cuh.
+// What all strips leave in memory, for merge.cuh.
 struct Partial {
   float *shift, *gram, *frame, *sparse, *sums;
   Partial(float* from, int64_t N, int64_t strips)
