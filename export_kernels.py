@@ -34,9 +34,11 @@ def kernels(stems: list[str], device: str, folder: Path = KERNELS) -> dict[str, 
     common = [path for path in homes[0] if all(each.get(path) == () for each in homes)]
     shared = [path for path in common if path not in own] if stems[1:] else []
     seen: set[Path] = set()
-    both = _inlined([KERNELS / "scalar.h", KERNELS / "host.h"], folder, seen, [])
+    both = _inlined([KERNELS / "core/scalar.h", KERNELS / "host/host.h"], folder, seen, [])
     headers = _inlined(shared, folder, seen, sources)
-    texts = {"": _compiled_by(device, both, headers, _inlined([KERNELS / "pytorch.h"], folder, seen, []))}
+    texts = {
+        "": _compiled_by(device, both, headers, _inlined([KERNELS / "host/pytorch.h"], folder, seen, []))
+    }
     for stem, source in zip(stems, sources):
         launchers = parse_launchers(source.read_text(encoding="utf-8"), source.name)
         generated = [
@@ -136,7 +138,8 @@ def _inlined(paths: list[Path], folder: Path, seen: set[Path], others: list[Path
 def _lines(path: Path, folder: Path, seen: set[Path], homes: dict[Path, tuple], at: tuple = ()) -> list[str]:
     """The lines of `path`, to which the branches `at` lead. What more than one branch of an #if needs comes before it."""
     seen.add(path)
-    lines = [_title(path.name)]
+    ours = path.is_relative_to(KERNELS)
+    lines = [_title(path.relative_to(KERNELS).as_posix() if ours else path.name)]
     for number, (line, branches) in enumerate(_branched(path)):
         here, wanted = at + branches, []
         if include := _INCLUDE.match(line):

@@ -4,8 +4,8 @@
     kernels.forward(y, v, conv_bias, bias, 0.5, 2.0, ...)
 
 A source marks its launchers: `EXPORT void name(float* out, const float* x, double a, int64_t n)`. For each one the loader
-adds an operator (kernels/host.h) that checks its tensors, sets the device, takes PyTorch's current stream, calls the launcher and
-checks the launch. What that takes of PyTorch (kernels/pytorch.h) is compiled once on a machine, beside the first build. Pointers become tensors (those without const are written to), int64_t becomes
+adds an operator (kernels/host/host.h) that checks its tensors, sets the device, takes PyTorch's current stream, calls the launcher and
+checks the launch. What that takes of PyTorch (kernels/host/pytorch.h) is compiled once on a machine, beside the first build. Pointers become tensors (those without const are written to), int64_t becomes
 int, double becomes float; a last `cudaStream_t stream` is filled in. What is launched again and again binds its last arguments:
 `kernels.forward.bound(0.5, 2.0, ...)` (loader_launch.py).
 
@@ -189,7 +189,7 @@ def _unit(
         origin, source = str(path), read(path)
     given, headers = source, {}
     gather(
-        '#include "host.h"\n#include "scalar.h"\n', KERNELS, [], headers
+        '#include "host/host.h"\n#include "core/scalar.h"\n', KERNELS, [], headers
     )  # their copies are the first of their names
     source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
     texts = [header.text for header in headers.values()]
@@ -225,11 +225,11 @@ def _unit(
 
 
 def _host_unit(device: str) -> Unit:
-    """PyTorch's side of the launchers for `device`: kernels/pytorch.h, kernels/bound.h."""
+    """PyTorch's side of the launchers for `device`: kernels/host/pytorch.h, kernels/host/bound.h."""
     headers: dict[Path, Header] = {}
     text = f"""#define STABLE_ABI {int(STABLE_ABI)}
 {"#define WITH_CUDA" * (device == "cuda")}
-#include "bound.h"
+#include "host/bound.h"
 extern "C" {{
 __attribute__((visibility("default"))) extern const inline_loader::Host {HOST};
 const inline_loader::Host {HOST} = inline_loader::pytorch;

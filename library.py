@@ -136,7 +136,7 @@ def convolve(x: Tensor, weight: Tensor, layout: torch.memory_format = torch.cont
 
 
 def winograd_applies(image: Tensor, filters: Tensor) -> bool:
-    """Is kernels/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to make
+    """Is kernels/cpu/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to make
     transforming cheap. Up to 128 terms of a sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
     """
     if device_type(image) != "cpu" or image.dtype != torch.float32 or filters.shape[-2:] != (3, 3):
@@ -176,7 +176,7 @@ def convolution(x: Tensor, weight: Tensor, kernels) -> Callable[[Tensor, Tensor]
 
 
 def sums_directly(x: Tensor, weight: Tensor) -> bool:
-    """Does kernels/direct_gradient.h give the gradient of 3-D filters? On a CPU, with few channels in, it is no slower than the library,
+    """Does kernels/cpu/direct_gradient.h give the gradient of 3-D filters? On a CPU, with few channels in, it is no slower than the library,
     and loses no digits to the number of positions."""
     if device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3):
         return False

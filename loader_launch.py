@@ -36,7 +36,7 @@ class Operators:
     """
 
     def __init__(self, unit, launch: Callable | None = None, addresses: Sequence[int] = ()):
-        """unit: as in inline_loader. launch(bound, first): as in kernels/bound.h. addresses: of the launchers. Without them, as where
+        """unit: as in inline_loader. launch(bound, first): as in kernels/host/bound.h. addresses: of the launchers. Without them, as where
         another copy of the loader has loaded the library, what is bound checks each time."""
         self.__unit = unit  # no launcher has such a name
         operators = getattr(torch.ops, unit.namespace)
@@ -127,7 +127,7 @@ def _gone(problem: str) -> Callable:
     return names["gone"]
 
 
-# An Argument (kernels/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
+# An Argument (kernels/host/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
 _FORMATS = {"int64_t": "q", "double": "d", "bool": "?7x"}
 
 
@@ -136,7 +136,7 @@ def _bound(call: Callable, *last) -> Callable:
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = pack = written_of = None
     count, split, formats = 0, 0, []
-    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/bound.h).
+    # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h).
     nothing = (lambda *tensors: False), False, b""
     known = nothing
 

@@ -249,20 +249,24 @@ def read(path: Path) -> str:
 def gather(source: str, place: Path, folders: Iterable[Path], found: dict[Path, Header]) -> str:
     """`source`, as of the folder `place`, with copies in the place of the headers that it includes, directly or not.
 
-    A header is looked for as compilers do, in `place` and then in `folders`; `found` gets them. The text names the
-    copies, so that nothing but what is in `found` can be compiled, and no header hides another of its name.
+    A header is looked for as compilers do, in `place` and then in `folders`; `found` gets them. What it includes itself is looked for
+    in its own one of `folders` first. The text names the copies, so that nothing but what is in `found` can be compiled, and no
+    header hides another of its name.
     """
+    folders = list(folders)
     text, end = [], 0
     for directive in _INCLUDE.finditer(code_of(source)):
         name = _HEADER.match(source, directive.end())
         places = [place, *folders] if name and name[2] else folders
-        path = name and next((p for p in (Path(f, name[2] or name[3]) for f in places) if p.is_file()), None)
-        if path is None:  # the compiler's own, or an error of its
+        home = name and next((f for f in places if Path(f, name[2] or name[3]).is_file()), None)
+        if home is None:  # the compiler's own, or an error of its
             continue
+        path = Path(home, name[2] or name[3])
         if (key := path.resolve()) not in found:
             copy = f"headers/{sum(other.name == key.name for other in found)}/{key.name}"
             found[key] = Header(str(path), "", copy)  # it may include itself
-            found[key] = Header(str(path), gather(read(path), path.parent, folders, found), copy)
+            own = sorted(folders, key=lambda folder: folder != home)
+            found[key] = Header(str(path), gather(read(path), path.parent, own, found), copy)
         text += [source[end : name.start(1)], f'"{found[key].copy}"']
         end = name.end()
     return "".join([*text, source[end:]])

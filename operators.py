@@ -26,7 +26,7 @@ _CTYPES = dict(zip(DTYPES, ("float", "double", "half_t", "bfloat16_t")))
 
 
 def load(name: str, x: Tensor, out_dtype: torch.dtype, folder=None, **defines) -> inline_loader.Operators:
-    """The kernels of kernels/<name>.* (or of `folder`) for x's device and dtype, results in `out_dtype` (kernels/scalar.h)."""
+    """The kernels of kernels/<name>.* (or of `folder`) for x's device and dtype, results in `out_dtype` (kernels/core/scalar.h)."""
     defines = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype], **defines}
     return inline_loader.load(name, folder=folder, device=library.device_type(x), defines=defines)
 

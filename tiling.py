@@ -200,7 +200,7 @@ def volume_layout(rows: int, x: Tensor, weight: Tensor) -> tuple[int, int, int, 
 
 
 # The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch where x needs a gradient
-# (kernels/conv3d_weight_gradient.cuh), and tiles of dx, which its launcher plans (kernels/conv3d_input_gradient.cuh).
+# (kernels/grad/narrow3d_weight.cuh), and tiles of dx, which its launcher plans (kernels/grad/narrow3d_input.cuh).
 
 BACKWARD_SHARED = 18 << 10  # bytes of those kernels' own arrays
 _SAMPLES_BYTES = 114_000_000  # of dv of whole samples

@@ -1,4 +1,4 @@
-"""The backward pass of a 3-D convolution inside our kernels (kernels/conv3d_backward.cuh): what problems with one share."""
+"""The backward pass of a 3-D convolution inside our kernels (kernels/grad/narrow3d_backward.cuh): what problems with one share."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ EXPORT void softmax(float* y, const float* x, int64_t rows, int64_t columns, cud
 """,
 }
 # For parallel_for alone.
-HOST = """#include "pytorch.h"
-#include "scalar.h"
+HOST = """#include "host/pytorch.h"
+#include "core/scalar.h"
 static const bool ready = (inline_loader::host = &inline_loader::pytorch);
 """
 PROGRAM = {

@@ -84,7 +84,7 @@ def allows_tf32() -> bool:
 
 def sources() -> str:
     """A hash of the code that a record depends on, to tell it where there is no git."""
-    folders = (ROOT.glob("*.py"), (ROOT / "problems").glob("*.py"), (ROOT / "kernels").glob("*"))
+    folders = (ROOT.glob("*.py"), (ROOT / "problems").glob("*.py"), (ROOT / "kernels").rglob("*.*"))
     paths = sorted(path for paths in folders for path in paths)
     return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in paths)).hexdigest()[:16]
 

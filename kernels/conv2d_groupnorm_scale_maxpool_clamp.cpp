@@ -4,9 +4,9 @@
 // index are (N, C, PH, PW).
 #include <cmath>
 #include <vector>
-#include "cpu.h"
-#include "gram.h"
-#include "winograd.h"
+#include "cpu/vector.h"
+#include "cpu/gram.h"
+#include "cpu/winograd.h"
 
 #ifndef POOL_H
 #define POOL_H 2
@@ -354,7 +354,7 @@ struct Backward {
   }
 
   // dw of filters w (C, Cin, 3, 3) and x (N, Cin, H + 2, W + 2), without v: the pixels that are selected, and
-  // the dense part by gram.h. Shares of the strips are summed one by one, then merged in order.
+  // the dense part by cpu/gram.h. Shares of the strips are summed one by one, then merged in order.
   void of_filters(value_t* dw, const value_t* x, const value_t* w, int64_t Cin) const {
     const gram::Sizes sizes{N(), Cin, H + 2, W + 2};
     const int64_t filled = sizes.channels(), patch = sizes.patch(), plane = sizes.H * sizes.W;

@@ -7,7 +7,7 @@
 // The slope of group_norm(v)·scale has the sign of weight·scale, known beforehand. So one pass over v gives
 // the statistics and each window's selected v (the largest, or for a negative slope the smallest); affine and
 // clamp then see y's size only. Bound by memory: forward reads v once; backward reads v and writes dv once.
-#include "statistics.cuh"
+#include "norm/statistics.cuh"
 
 #ifndef POOL_H
 #define POOL_H 2

@@ -1,7 +1,7 @@
-// What the sources of pool with the convolution inside share: which problem they are for, unless a build says
-// another, the default one; and what forward keeps for backward.
+// What the sources of this model with the convolution inside share: for which sizes they are, unless a build
+// says others, the default ones; and what forward keeps for backward.
 #pragma once
-#include "normalisation.h"
+#include "norm/formulas.h"
 
 #ifndef CHANNELS_IN
 #define CHANNELS_IN 8

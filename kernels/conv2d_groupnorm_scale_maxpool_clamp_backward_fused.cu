@@ -12,15 +12,15 @@
 //   d_weight = Σ slope·dz·X + Σ constant·(ΣX) + weight·Σ linear·(ΣXXᵀ),
 // where the first sum goes over windows, and the others over samples. So the dense part needs nothing of dy
 // but its sums, and the sparse one none of them.
-//   strip_kernel                     the sums, of a strip of a sample's rows (…_weight_gradient.cuh)
-//   sample_kernel, total_kernel      the gradients that they make (…_merge.cuh)
+//   strip_kernel                     the sums, of a strip of a sample's rows (grad/selected/weight.cuh)
+//   sample_kernel, total_kernel      the gradients that they make (grad/selected/merge.cuh)
 // and only where x's gradient is asked for
 //   compose_kernel, input_gradient_kernel, border_kernel    the transposed convolution of dv
-//                                                (…_input_gradient.cuh)
+//                                                (grad/selected/input.cuh)
 // All that is shifted away is added again at the end, in double. Every sum has a fixed order.
 //
-// Products run on tensor cores (mma.sync), each operand a sum of two float16 (operands.cuh), scaled by powers
-// of two: x by the tile in shared memory, dz by channel and row of windows. No more than 8 steps are added up
+// Products run on tensor cores (mma.sync), each operand a sum of two float16 (core/split.cuh), scaled by
+// powers of two: x by the tile in shared memory, dz by channel and row of windows. No more than 8 steps are added up
 // in a tensor core, which cuts off; the rest is in float32.
 //
 // At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for
@@ -30,14 +30,15 @@
 //   input_gradient_kernel   108 for the terms of 16 positions, 30 and 15 of half the depth for 16 pixels of
 //                           dx, 206 MB: 0.12 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.
-#include "conv2d_groupnorm_scale_maxpool_clamp_merge.cuh"
+#include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
+#include "grad/selected/merge.cuh"
 
 #ifndef INPUT_COLUMNS  // the plan, as tiling.py makes it; else one for which a source compiles alone
 #define INPUT_COLUMNS 64
 #define INPUT_SHARED InputLayout::kBytes
 #endif
-#include "conv2d_groupnorm_scale_maxpool_clamp_border.cuh"
-#include "conv2d_groupnorm_scale_maxpool_clamp_input_gradient.cuh"
+#include "grad/selected/border.cuh"
+#include "grad/selected/input.cuh"
 
 namespace {
 

@@ -17,7 +17,7 @@
 //
 // A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N =
 // columns, K = taps × channels in.
-// - Operands: each is a sum of two float16 (operands.cuh; one, if it has 16 bits), scaled by powers of two:
+// - Operands: each is a sum of two float16 (core/split.cuh; one, if it has 16 bits), scaled by powers of two:
 //   filters by channel; x by block, first by a scale that fits almost all inputs, then, where the block's
 //   largest magnitude turns out not to fit, again by one that does. Filters stay in registers.
 // - Stage: a ring of rows of x in shared memory. A pixel's 8 channels lie side by side there, so that a tap
@@ -32,15 +32,16 @@
 // float32's accuracy: 0.06 ms. Measured on an H200: 0.127 ms; 0.103 to convolve, the tensor cores busy 74 %
 // of it, and 0.02 to finish.
 //
-//   _tile.cuh        sizes, tiles, the layout of shared memory
-//   _rows.cuh        rows of x on their way to shared memory
-//   _mainloop.cuh    filters and products
-//   _epilogue.cuh    statistics and windows
-#include "conv2d_groupnorm_scale_maxpool_clamp_epilogue.cuh"
-#include "conv2d_groupnorm_scale_maxpool_clamp_mainloop.cuh"
-#include "conv2d_groupnorm_scale_maxpool_clamp_rows.cuh"
-#include "normalisation.h"
-#include "vector.cuh"
+//   conv/narrow2d_tile.cuh   sizes, tiles, the layout of shared memory
+//   conv/narrow2d_rows.cuh   rows of x on their way to shared memory
+//   conv/narrow2d.cuh        filters and products
+//   pool/windows.cuh         statistics and windows
+#include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
+#include "pool/windows.cuh"
+#include "conv/narrow2d.cuh"
+#include "conv/narrow2d_rows.cuh"
+#include "norm/formulas.h"
+#include "core/vector.cuh"
 
 namespace {
 

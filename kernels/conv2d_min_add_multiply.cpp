@@ -3,8 +3,8 @@
 // most exact in that layout, and no slower. A thread takes whole planes.
 #include <cmath>
 #include <limits>
-#include "cpu.h"
-#include "winograd_gradient.h"
+#include "cpu/vector.h"
+#include "cpu/winograd_gradient.h"
 
 // What becomes of a convolved value.
 static accumulate_t result_of(accumulate_t v, accumulate_t conv_bias, accumulate_t constant,

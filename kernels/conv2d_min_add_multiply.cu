@@ -7,9 +7,9 @@
 // Bound by memory: forward reads v and writes y once; backward reads dy and v and writes dv once. All passes
 // transpose, so a block moves tiles through shared memory: both sides then run over 128 bytes or more in a
 // row. Measured: rows of S floats start between two sectors, so tiles that are long along S waste less.
-#include "numerics.h"
-#include "reduce.cuh"
-#include "vector.cuh"
+#include "core/numerics.h"
+#include "core/reduce.cuh"
+#include "core/vector.cuh"
 
 // How a block's threads lie over rows of kWidth elements: `lane` along a row, `step` and every kStep-th row
 // after it.

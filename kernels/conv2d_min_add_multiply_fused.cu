@@ -16,22 +16,24 @@
 //   float16, bfloat16  are operands as they are.
 // inf and NaN reach every output whose window holds them, as in PyTorch.
 //
-//   _operands.cuh        sizes, scales, conversion to operands, packed weights
-//   _mainloop_wgmma.cuh  the convolution and its launch on compute capability 9.0, where it fits: WGMMA=1
-//   _stages.cuh, _pipeline.cuh, _producer.cuh  its stages, its tiles, and who fills the stages
-//   _mainloop_mma.cuh    the same from compute capability 8.0 on, for any size
-//   _epilogue.cuh        from sums to results
+//   conv/wide_operands.cuh       sizes, scales, conversion to operands, packed weights
+//   conv/wide_sm90.cuh           the convolution and its launch on compute capability 9.0, where it fits:
+//                                WGMMA=1
+//   conv/wide_sm90_stages.cuh, …_pipeline.cuh, …_producer.cuh  its stages, its tiles, and who fills the stages
+//   conv/wide_sm80.cuh           the same from compute capability 8.0 on, for any size
+//   conv2d_min_add_multiply.cuh  from sums to results
 // Which mainloop runs is planned in Python alone.
 #include <utility>
 
-#if WGMMA  // 0 by default, as of _operands.cuh
-#include "conv2d_min_add_multiply_mainloop_wgmma.cuh"
+#include "conv2d_min_add_multiply.cuh"
+#if WGMMA  // 0 by default, as of conv/wide_operands.cuh
+#include "conv/wide_sm90.cuh"
 #else
-#include "conv2d_min_add_multiply_mainloop_mma.cuh"
+#include "conv/wide_sm80.cuh"
 #endif
 
 // Where SAVES, saved becomes what backward needs: the bits of each sample's largest finite magnitude (N,
-// rounded up to a multiple of 32), and the gates; see _operands.cuh.
+// rounded up to a multiple of 32), and the gates; see conv/wide_operands.cuh.
 //
 // workspace, in bytes: exponents 4·P, largest 4·N unless it is saved, packed weights 2·kParts·P·K, each
 // rounded up to 256; and by mma.sync packed x 2·kParts·N·C·H·W. C = CHANNELS_IN rounded up to GROUP, P =

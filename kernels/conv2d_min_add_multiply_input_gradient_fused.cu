@@ -18,11 +18,12 @@
 #ifndef TRANSPOSED  // as the plan says; else what a source needs that compiles alone
 #define TRANSPOSED 1
 #endif
+#include "conv2d_min_add_multiply.cuh"
 #if WGMMA
-#include "conv2d_min_add_multiply_mainloop_wgmma.cuh"
+#include "conv/wide_sm90.cuh"
 #else
-#include "conv2d_min_add_multiply_gradient.cuh"
-#include "conv2d_min_add_multiply_mainloop_mma.cuh"
+#include "grad/wide.cuh"
+#include "conv/wide_sm80.cuh"
 #endif
 
 namespace {

@@ -2,10 +2,10 @@
 // convolution's output nor its gradient g is ever written.
 //
 //   gradient_sums    d_bias = sum of dy·scale, d_conv_bias = sum of g, over samples and pixels; and the
-//                    largest finite magnitude of g in each sample (…_sums.cuh)
+//                    largest finite magnitude of g in each sample (grad/wide_sums.cuh)
 //   weight_gradient  dweight[co][ci][kh][kw] = sum over samples and pixels of g[co][p]·x[ci][p + (kh, kw)]
-//                    (operands: …_weight_operands.cuh, their products: …_weight_mainloop_mma.cuh; of
-//                    float32 on compute capability 9.0, where not SPLIT: …_weight_mainloop_wgmma.cuh)
+//                    (operands: grad/wide_weight_operands.cuh, their products: grad/wide_weight_sm80.cuh;
+//                    of float32 on compute capability 9.0, where not SPLIT: grad/wide_weight_sm90.cuh)
 //
 // x (N, CHANNELS_IN, H, W), dy (N, CHANNELS_OUT, H', W'), dweight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H,
 // KERNEL_W), all contiguous; saved as conv2d_min_add_multiply_fused.cu leaves it.
@@ -15,7 +15,7 @@
 // its share of all. Per row of a strip it stages g and the one row of x that is new, converted to operands,
 // in shared memory; a ring holds the rows that the other taps need. What comes next is on its way during
 // the products, by mma.sync in registers, by wgmma in shared memory. Operands are those of forward
-// (_operands.cuh), under powers of two for each sample of g and x whose product is the same for all
+// (conv/wide_operands.cuh), under powers of two for each sample of g and x whose product is the same for all
 // samples, since sums are over all (SampleScales).
 //
 // Where a row ends, zeros in g would not do, since 0·inf is NaN: x is zero there, too, for each tap's own
@@ -24,11 +24,11 @@
 // Bytes at the default size: 1040 MB of dy and 66 MB of gates for each launch, 537 MB of x. Bound: memory
 // 0.26 ms for the sums; for the weights' gradient 300 GFLOP 0.46 ms by mma.sync, 0.34 ms by wgmma, memory
 // 0.38 ms.
-#include "conv2d_min_add_multiply_sums.cuh"
+#include "grad/wide_sums.cuh"
 #if WGMMA
-#include "conv2d_min_add_multiply_weight_mainloop_wgmma.cuh"
+#include "grad/wide_weight_sm90.cuh"
 #else
-#include "conv2d_min_add_multiply_weight_mainloop_mma.cuh"
+#include "grad/wide_weight_sm80.cuh"
 #endif
 
 namespace {

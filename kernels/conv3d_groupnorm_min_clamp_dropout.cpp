@@ -1,10 +1,11 @@
 // y = dropout(clamp(min(group_norm(conv), low), low, high), p), and its gradient, on the CPU. The launchers
 // and layouts of conv3d_groupnorm_min_clamp_dropout.cu; a thread takes whole planes, a piece of kPiece
 // elements at a time.
-#include "cpu.h"
-#include "direct_gradient.h"
-#include "philox.h"
-#include "winograd.h"
+#include "cpu/vector.h"
+#include "cpu/direct_gradient.h"
+#include "core/philox.h"
+#include "cpu/winograd.h"
+#include "conv3d_groupnorm_min_clamp_dropout.h"
 
 constexpr int64_t kPiece = 1024;
 
@@ -13,7 +14,7 @@ using Tail = MinClamp<accumulate_t>;
 constexpr int kDraws = 32;  // more than compilers unroll before they vectorise
 
 // The lanes of philox(seed, first), …, philox(seed, first + kDraws - 1), one draw after the other: the
-// arithmetic of philox.h side by side, in a form that compilers vectorise.
+// arithmetic of core/philox.h side by side, in a form that compilers vectorise.
 static void philox_block(uint32_t (&lanes)[4 * kDraws], uint64_t seed, uint64_t first) {
   uint32_t c0[kDraws], c1[kDraws], c2[kDraws] = {}, c3[kDraws] = {}, k0 = uint32_t(seed),
                                    k1 = uint32_t(seed >> 32);

@@ -6,8 +6,9 @@
 // Bound by memory: forward reads v twice (statistics, apply) and writes y. Backward reads v and dy twice and
 // writes dv, but where no element of a plane passes a gradient (`active` is 0; min and clamp pass one at an
 // exact tie only) its sums are zero without reading.
-#include "philox.h"
-#include "statistics.cuh"
+#include "core/philox.h"
+#include "norm/statistics.cuh"
+#include "conv3d_groupnorm_min_clamp_dropout.h"
 
 using Tail = MinClamp<accumulate_t>;
 

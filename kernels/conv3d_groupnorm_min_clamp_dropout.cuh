@@ -1,8 +1,8 @@
-// What forward and backward of the dropout problem with the convolution inside share: how an element of the
+// What forward and backward of this model with the convolution inside share: how an element of the
 // convolution of x - shift becomes the normalised value z, which z pass a gradient, and the mask.
 #pragma once
-#include "conv3d_tile.cuh"
-#include "philox.h"
+#include "conv/narrow3d_tile.cuh"
+#include "core/philox.h"
 
 // z = sum·slope + bias of a channel of a sample: slope = weight·rstd, and bias has the mean in it, as in
 // eager: rounded like this, z is hardly ever exactly what it is compared with unless the numbers say so. v -
@@ -32,7 +32,7 @@ inline float tied_value(double low, double high) {
   return float(low) <= float(high) ? float(low) : NAN;
 }
 
-// philox(seed, counters[i]), as in philox.h, for several i side by side, which share the keys.
+// philox(seed, counters[i]), as in core/philox.h, for several i side by side, which share the keys.
 template <int kCount>
 __device__ __forceinline__ void draw(Philox4 (&draws)[kCount], uint64_t seed,
                                      const uint64_t (&counters)[kCount]) {

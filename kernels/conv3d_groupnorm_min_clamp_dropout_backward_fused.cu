@@ -7,12 +7,12 @@
 // at zero. Launches:
 //   sums_kernel          of dz, dz·(v + offset) and v + offset by tile and channel, the convolution once
 //   coefficients_kernel  what dv needs of them, and the parameters' gradients by sample
-//   gradient_kernel, merge_kernel, input_gradient_kernel   conv3d_backward.cuh, the convolution once more
+//   gradient_kernel, merge_kernel, input_gradient_kernel   grad/narrow3d_backward.cuh, v once more
 //
 // At the default size (128, 3, 16, 64, 64) with all elements tied: dy is 441 MB, read once, and twice where
 // slopes are not zero; 3.5 G products of a weight and an element each for v (twice), the weight's gradient
 // and dx.
-#include "conv3d_backward.cuh"
+#include "grad/narrow3d_backward.cuh"
 #include "conv3d_groupnorm_min_clamp_dropout.cuh"
 
 // Which of 32 elements are kept, a bit each: from `first` on, and 4·apart further. A draw serves four of

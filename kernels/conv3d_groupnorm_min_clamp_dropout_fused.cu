@@ -11,7 +11,7 @@
 // At the default size (128, 3, 16, 64, 64), 3×3×3, 16 channels: 101 MB in, 441 MB out, which the last
 // launch reads and writes once more; bound by memory, 0.127 ms at 4.28 TB/s if it did not.
 #include "conv3d_groupnorm_min_clamp_dropout.cuh"
-#include "conv3d_statistics.cuh"
+#include "norm/narrow3d_statistics.cuh"
 
 // Of a channel in shared memory: stores of 8 channels meet no bank conflict.
 constexpr int kStagingPitch = kTurn + 8;

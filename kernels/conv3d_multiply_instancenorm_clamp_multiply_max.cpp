@@ -2,9 +2,9 @@
 // launchers and layouts of conv3d_multiply_instancenorm_clamp_multiply_max.cu. A thread takes strips of
 // positions over all channels.
 #include <vector>
-#include "cpu.h"
-#include "direct_gradient.h"
-#include "winograd.h"
+#include "cpu/vector.h"
+#include "cpu/direct_gradient.h"
+#include "cpu/winograd.h"
 
 constexpr int64_t kStrip = 512;  // running maxima that stay in L1
 

@@ -8,7 +8,7 @@
 // With mean and variance of v per (sample, channel): z = (v - mean)·a with a = m·rstd, rstd = 1 /
 // sqrt(m²·variance + eps). Bound by memory: forward reads v twice (statistics, apply); backward reads v and
 // writes dv once, the rest is 1/C of that.
-#include "statistics.cuh"
+#include "norm/statistics.cuh"
 
 constexpr int kChannels = 256;  // channels whose coefficients a block holds at a time
 

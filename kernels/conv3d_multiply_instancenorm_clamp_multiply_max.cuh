@@ -1,6 +1,6 @@
-// What forward of the instance norm problem with the convolution inside keeps for backward.
+// What forward of this model with the convolution inside keeps for backward.
 #pragma once
-#include "conv3d_tile.cuh"
+#include "conv/narrow3d_tile.cuh"
 
 // One after the other: v - mean of the channels that won, like y (N, S); moments (2, N, kOut) of v, the
 // convolution of x - shift: mean and sum of squared deviations; which channel won, like y.

@@ -6,14 +6,14 @@
 // maximum, which forward has left. Launches:
 //   sums_kernel          of that gradient by part of a sample and channel
 //   coefficients_kernel  what dv needs of them, and the multiplier's gradient by sample
-//   gradient_kernel, merge_kernel, input_gradient_kernel   conv3d_backward.cuh
+//   gradient_kernel, merge_kernel, input_gradient_kernel   grad/narrow3d_backward.cuh
 // Instance normalisation removes the convolution's bias, and what shifting x adds.
 //
 // At the default size (128, 3, 16, 32, 32): 25 MB of x, 15 of dy, index and centred; 2.1 G products of a
 // weight and an element each for v, the weight's gradient and dx.
 #include "conv3d_multiply_instancenorm_clamp_multiply_max.cuh"
-#include "conv3d_backward.cuh"
-#include "normalisation.h"
+#include "grad/narrow3d_backward.cuh"
+#include "norm/formulas.h"
 
 struct InstanceNormProblem {
   const NormGradient* coefficients;

@@ -14,8 +14,8 @@
 #include <cooperative_groups.h>
 
 #include "conv3d_multiply_instancenorm_clamp_multiply_max.cuh"
-#include "conv3d_statistics.cuh"
-#include "normalisation.h"
+#include "norm/narrow3d_statistics.cuh"
+#include "norm/formulas.h"
 
 // What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds
 // and, squared, in `slope`. The maximum over channels of max(low, min(value, high)) is the larger one of

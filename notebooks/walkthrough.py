@@ -121,7 +121,9 @@ def show(kernel: str, device: str, *, cpp: str, cuda: str) -> HTML:
     last = next(i for i in range(first, len(lines)) if lines[i] in ("}", "};"))
     while first and lines[first - 1].startswith(("//", "template", "__global__")):
         first -= 1
-    return _highlighted("\n".join(lines[first : last + 1]), language, f"kernels/{path.name}")
+    return _highlighted(
+        "\n".join(lines[first : last + 1]), language, f"kernels/{path.relative_to(inline_loader.KERNELS)}"
+    )
 
 
 def python(function) -> HTML:

@@ -66,7 +66,7 @@ def _by_winograd(a: Arguments) -> bool:
 
 
 def _by_gram(a: Arguments) -> bool:
-    """Does backward go without v (kernels/gram.h)? Where few pixels are selected, and few channels come in, that is faster."""
+    """Does backward go without v (kernels/cpu/gram.h)? Where few pixels are selected, and few channels come in, that is faster."""
     return _by_winograd(a) and len(a.weight) >= 2 * a.weight.shape[1] and math.prod(a.pool) >= 4
 
 

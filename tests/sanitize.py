@@ -294,7 +294,7 @@ def sanitize_cuda() -> Counter:
     """Every program runs without a sanitizer first. racecheck runs without cuDNN, because it fails in that library's backward
     convolution in 3D, also where it is told to look at no kernel at all (CUDA 13.0)."""
     jobs = [Job(f"no sanitizer, {name}", "cuda", name) for name in [*models.PROBLEMS, *FAULTS["cuda"]]]
-    texts = [path.read_text(encoding="utf-8") for path in inline_loader.KERNELS.glob("*.cu*")]
+    texts = [path.read_text(encoding="utf-8") for path in inline_loader.KERNELS.rglob("*.cu*")]
     kernels = sorted(
         {kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)} | {"fault_kernel"}
     )

@@ -413,7 +413,7 @@ def test_profiler_shows_launchers_and_kernels(name, variant):
     backward = rf"{name}\w*_[0-9a-f]+::\w*(backward|gradient)\w*"
     for launcher in (f"{operator}_[0-9a-f]+::forward", backward, f"{operator}Backward"):
         assert any(re.fullmatch(launcher, key) for key in keys), keys
-    texts = [path.read_text() for path in inline_loader.KERNELS.glob("*.cu*")]
+    texts = [path.read_text() for path in inline_loader.KERNELS.rglob("*.cu*")]
     kernels = {kernel for text in texts for kernel in re.findall(r"\b(\w+_kernel)\(", text)}
     assert kernels and any(re.search(rf"\b{kernel}\b", key) for kernel in kernels for key in keys), keys
 

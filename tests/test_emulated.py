@@ -126,10 +126,12 @@ def compile_with(*arguments: str | Path) -> None:
 def translate_headers(replaced: tuple, headers: Path) -> None:
     """Writes all that the kernels include, translated."""
     headers.mkdir()
-    for path in inline_loader.KERNELS.glob("*.*h"):
-        (headers / path.name).write_text(translated(path.read_text(), replaced))
-    for header in ("tensor_core.cuh", "cooperative_groups.h"):
-        shutil.copy(EMULATION / header, headers)
+    for path in inline_loader.KERNELS.rglob("*.*h"):
+        header = headers / path.relative_to(inline_loader.KERNELS)
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text(translated(path.read_text(), replaced))
+    shutil.copy(EMULATION / "tensor_core.cuh", headers / "core")
+    shutil.copy(EMULATION / "cooperative_groups.h", headers)
 
 
 def precompile(architecture: int, headers: Path) -> None:

@@ -58,7 +58,7 @@ def test_there_is_something_to_compile():
     assert len(SOURCES) >= 4
 
 
-@pytest.mark.parametrize("source", sorted(KERNELS.glob("*.cu*")), ids=lambda path: path.name)
+@pytest.mark.parametrize("source", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
 def test_no_loop_stands_bare_behind_if_constexpr(source):
     """nvcc 13.0 drops a loop that follows with `#pragma unroll`, if the condition is false, in a template;
     not where braces are."""

@@ -418,16 +418,16 @@ def test_what_all_builds_share_has_a_key_of_its_own(kernels_folder, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setenv("CPATH", str(tmp_path))
         assert all(now != then for now, then in zip(keys(), before))
-    with open(kernels_folder / "pytorch.h", "a") as header:
+    with open(kernels_folder / "host/pytorch.h", "a") as header:
         header.write("// edited\n")
     assert keys()[0] != before[0] and keys()[1] == before[1]
-    with open(kernels_folder / "host.h", "a") as header:
+    with open(kernels_folder / "host/host.h", "a") as header:
         header.write("// edited\n")
     assert keys()[1] != before[1]
 
 
 def test_what_all_builds_share_is_seen_when_edited_and_its_errors_have_a_line(kernels_folder):
-    header = kernels_folder / "pytorch.h"
+    header = kernels_folder / "host/pytorch.h"
     header.write_text(header.read_text().replace("expected a contiguous", "wanted a contiguous"))
     kernels = inline_loader.load("scale", source=scale())
     with pytest.raises(RuntimeError, match="scale: y: wanted a contiguous tensor"):

@@ -255,6 +255,17 @@ def test_names_of_headers_in_text_stay(kernels_folder):
     assert run(inline_loader.load("scale", source=source + scale(" EXTRA"))) == [3.0, -5.0]
 
 
+def test_a_header_takes_what_it_includes_from_its_own_folder(tmp_path):
+    """A part of ours has ours, though the user's folder has one of the same path, which the user's source has."""
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "numerics.h").write_text("#define EXTRA + 1\n")
+    (tmp_path / "k.cpp").write_text(
+        '#include "core/numerics.h"\n#include "norm/formulas.h"\n'
+        + scale(" + 0 * GroupShape(1, 1, 1, 1).G EXTRA")
+    )
+    assert run(inline_loader.load("k", folder=tmp_path)) == [3.0, -5.0]
+
+
 def test_a_byte_order_mark_and_other_encodings(kernels_folder):
     (kernels_folder / "extra.h").write_bytes("\ufeff#define EXTRA + 1 // é\n".encode())
     (kernels_folder / "k.cpp").write_bytes(

@@ -354,7 +354,7 @@ def test_rule_by_winograd_a_few_planes_at_a_time():
     numerics.assert_rule(model, x)
 
 
-# Whose filters' gradients are direct sums (kernels/direct_gradient.h).
+# Whose filters' gradients are direct sums (kernels/cpu/direct_gradient.h).
 DIRECT = [
     (INSTANCE_NORM, (3, 24, (2, 3, 3), (24, 1, 1, 1), -1.0, 1.0), (2, 3, 4, 20, 141)),
     (INSTANCE_NORM, (8, 16, 3, (1,), -0.5, 0.7), (3, 8, 5, 19, 22)),

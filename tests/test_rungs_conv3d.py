@@ -61,7 +61,7 @@ def emulated(source: str, folder: Path) -> ctypes.CDLL:
     """The library of a source, which may include what kernels/ has."""
     source = re.sub(r'#include "/.*/kernels/', '#include "', source).replace('extern "C"', "EXPORT")
     source = TENSOR_CORES.sub(EMULATED, source).replace("__device__ __forceinline__", "inline")
-    source = '#include "numerics.h"\n#include "tensor_core.cuh"\n' + source
+    source = '#include "core/numerics.h"\n#include "core/tensor_core.cuh"\n' + source
     return test_emulated.library_of(source, 900, {}, (), folder)
 
 

@@ -84,7 +84,8 @@ def test_the_wheel_holds_no_model(wheel):
     modules = {path.name for path in ROOT.glob("loader_*.py")} | {"inline_loader.py"}
     pair = {f"inline_compare/{name}.py" for name in ("charts", "checks", "compare", "honesty")}
     assert names == modules | pair | {
-        f"inline_loader_headers/{name}.h" for name in ("bound", "host", "pytorch", "scalar")
+        f"inline_loader_headers/{name}.h"
+        for name in ("core/scalar", "host/bound", "host/host", "host/pytorch")
     }
 
 

@@ -48,7 +48,7 @@ bool meet_block_or(bool value);
 // Every lane of the warp gives a value: these are all 32, until the warp meets again.
 const uint64_t* of_all_lanes(uint64_t value);
 
-// What tensor_core.cuh has, by its own names.
+// What core/tensor_core.cuh has, by its own names.
 bool is_shared(const void* at, int bytes);
 void copy_later(void* to, const void* from, int bytes);  // from a null pointer: zeros
 void commit_copies();

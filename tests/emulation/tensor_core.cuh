@@ -1,8 +1,8 @@
-// What kernels/tensor_core.cuh offers, in C++ for emulation/cuda.h. A product by wgmma is complete at once.
+// What kernels/core/tensor_core.cuh offers, in C++ for emulation/cuda.h. A product by wgmma is complete at once.
 #pragma once
 #include <type_traits>
 
-#include "scalar.h"
+#include "core/scalar.h"
 
 #define TENSOR_CORE_WGMMA 1
 

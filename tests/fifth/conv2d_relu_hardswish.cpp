@@ -1,6 +1,6 @@
 // y = hardswish(relu(v + conv_bias)), and its gradient, on the CPU: what follows the library's convolution v.
 // v, dv, y, dy (N, C, S) with S = H'·W', conv_bias (C). A thread takes whole planes.
-#include "cpu.h"
+#include "cpu/vector.h"
 #include "relu_hardswish.h"
 
 EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, int64_t N, int64_t C, int64_t S) {

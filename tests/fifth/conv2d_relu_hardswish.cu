@@ -1,7 +1,7 @@
 // y = hardswish(relu(v + conv_bias)), and its gradient: what follows the library's convolution v.
 // v, dv, y, dy (N, C, S) with S = H'·W', conv_bias (C). Bound by memory: forward reads v and writes y once, backward reads dy
 // and v and writes dv once. A block takes a plane (n, c), so its sum needs no other block.
-#include "reduce.cuh"
+#include "core/reduce.cuh"
 #include "relu_hardswish.h"
 
 __global__ void __launch_bounds__(kThreads)

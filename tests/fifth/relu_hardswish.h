@@ -1,6 +1,6 @@
 // relu, then hardswish, as torch has them, for an element v of the convolution with its bias.
 #pragma once
-#include "numerics.h"
+#include "core/numerics.h"
 
 // r·clamp((r + 3)/6, 0, 1), where r = max(v, 0); NaN stays NaN.
 template <class T> HOST_DEVICE T relu_hardswish(T v) {

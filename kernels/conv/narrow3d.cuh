@@ -1,0 +1,207 @@
+// The products of a 3-D convolution, 16 output channels at a time, whose sums an epilogue takes from the
+// registers.
+//
+// An epilogue is a class with
+//   start(scale)                        behind a barrier, before a run, and again if the run starts again
+//   begin(sum)                          what a turn's sums start with
+//   expect(plane, q, positions)         before a turn's products: what take() will need sets off
+//   meanwhile(step)                     between a turn's products: work that need not wait for them
+//   take(values, plane, q, positions)   the sums of kTurn neighbouring positions of a plane, from q on
+//   finish()                            after the run, in front of a barrier
+// Sums are in units of 1 / (scale · weight_scale[channel]); lane (g, t) has those of channels g and g + 8, at
+// positions q + 8·j + 2t and the next: values[j][0, 1] and values[j][2, 3].
+#pragma once
+#include "conv/narrow3d_operands.cuh"
+#include "conv/narrow3d_stage.cuh"
+
+// For epilogues: sums that start at zero; and of a channel's values in its four lanes the sum and the largest
+// magnitude, in each of them.
+__device__ __forceinline__ void clear(float (&sum)[kFragments][4]) {
+#pragma unroll
+  for (int j = 0; j < kFragments; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
+}
+__device__ __forceinline__ float channel_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+__device__ __forceinline__ float channel_most(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
+template <class Weights = RegisterWeights> struct Mainloop {
+  static constexpr int kAhead = kDepth + 1;  // the plane of x that is split while an output plane is computed
+  const Block block;
+  Stage stage;
+  Operands<Weights> operands;
+  // Of barriers' next phases, a bit each: of the stage's, then of `done` as arrived at.
+  uint32_t parities = 0;
+
+  // Weights from first_channel on are fetched, then and whenever operands.fetch_weights() is called.
+  __device__ __forceinline__ Mainloop(const Convolution& c, const Tile& tile, MainloopStorage& storage,
+                                      uint32_t* ring, int first_channel, const Weights& weights = {})
+      : block(c, tile, storage, ring), stage(block), operands(block, weights) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; i++) initialize(done(i), kBlock);
+      stage.initialize_barriers();
+#if __CUDA_ARCH__ >= 900
+      publish_barriers();
+#endif
+    }
+    typename Operands<Weights>::Samples samples;  // on their way while the tables are made
+    if constexpr (kSplit) operands.load(samples, tile.planes + kDepth - 1);
+    operands.fetch_weights(first_channel);
+    block.make_tables();
+    if constexpr (kSplit) {
+      operands.guess_scales(samples);
+    } else {
+      __syncthreads();  // the weights are there
+    }
+  }
+
+  __device__ __forceinline__ int turns() const { return block.turns; }  // of a plane
+
+  // All threads call it when they are through with shared memory: it may then serve another mainloop.
+  __device__ __forceinline__ void retire() const {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : block.storage.done) invalidate(&barrier);
+      for (uint64_t& barrier : block.storage.arrived) invalidate(&barrier);
+    }
+    __syncthreads();
+  }
+
+  // Hands the first `count` of the tile's turns to `epilogue`, plane by plane. It may have to start again.
+  template <class Epilogue> __device__ __forceinline__ void run(Epilogue& epilogue, int count) {
+    const int planes = count ? (count + block.turns - 1) / block.turns + kDepth - 1 : 0;  // of x
+    do {
+      if (operands.fetched) operands.take_weights();
+      operands.magnitude = __half2(0, 0);
+      run_once(epilogue, count, planes);
+    } while (!operands.scales_fit(planes));
+  }
+
+ private:
+  __device__ __forceinline__ uint64_t* done(int plane) const { return block.storage.done + plane % 2; }
+
+  template <class Epilogue>
+  __device__ __forceinline__ void run_once(Epilogue& epilogue, int count, int planes) {
+    const Convolution& c = block.c;
+    stage.set_off(kAhead, planes);
+#pragma unroll 1
+    for (int plane = 0; plane < min(kAhead, planes); plane++)
+      operands.split_plane(plane, block.origin + plane * block.plane_stride, c.channel);
+    __syncthreads();
+    epilogue.start(operands.scale);
+
+    constexpr uint32_t kPixel = kHighWords * 4;  // bytes, in the ring of the words with a high
+    const uint32_t plane_bytes = c.plane * kPixel, ring_bytes = kRing * plane_bytes;
+    const uint32_t ring = shared_address(block.ring);
+    const uint32_t low_ring = shared_address(block.low_ring()) - ring / kHighWords * kLowWords;
+    const uint16_t* const positions = block.positions();
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = thread_index_anew() % 4;
+    uint32_t offset[kSteps];  // of this lane's tap, from a position's pixel
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) offset[s] = block.storage.taps[4 * s + t] * kPixel;
+    int turn = warp;  // this warp's next
+#pragma unroll 1
+    for (int plane = 0; plane <= planes - kDepth; plane++) {
+      const uint32_t done_bit = 1u << (kRaw + plane % 2);
+      await(done(plane), (parities & done_bit) == 0);  // all threads are through with plane - 2
+      const int ahead = plane + kAhead;
+      stage.set_off(ahead + 1, planes);  // to where plane - 2 + kAhead was split from
+      if (ahead < planes) {
+        stage.await_plane(ahead, parities);
+        operands.split_plane(ahead, block.raw(ahead), block.items * block.width);
+      }
+      const int plane_turns = min(block.turns, count - plane * block.turns);
+#pragma unroll 1
+      for (; turn < plane_turns; turn += kBlockWarps) {
+        const int q = turn * kTurn;
+        uint32_t pixel[kFragments];
+#pragma unroll
+        for (int j = 0; j < kFragments; j++) pixel[j] = ring + positions[q + 8 * j + g] * kPixel;
+        float sum[kFragments][4];
+        epilogue.expect(block.tile.first_plane + plane, q, block.tile.positions);
+        multiply_turn(sum, pixel, offset, low_ring, epilogue);
+        epilogue.take(sum, block.tile.first_plane + plane, q, block.tile.positions);
+      }
+      turn -= block.turns;
+#pragma unroll
+      // On by a plane, or back to the ring's first: what is negative is large.
+      for (int s = 0; s < kSteps; s++)
+        offset[s] = min(offset[s] + plane_bytes, offset[s] + plane_bytes - ring_bytes);
+      arrive(done(plane));
+      parities ^= done_bit;
+    }
+    epilogue.finish();
+  }
+
+  // The sums of a turn, of positions whose pixels have the shared addresses `pixel`.
+  template <class Epilogue>
+  __device__ __forceinline__ void multiply_turn(float (&sum)[kFragments][4],
+                                                const uint32_t (&pixel)[kFragments],
+                                                const uint32_t (&offset)[kSteps], uint32_t low_ring,
+                                                Epilogue& epilogue) const {
+    const Weights& weights = operands.weights;
+    float low_sum[kFragments][4] = {};  // of products with a low: small ones add up by themselves
+    uint32_t words[kFragments][kSteps * kHighWords], low_words[kFragments][kSteps * kLowWords + 1];
+    epilogue.begin(sum);
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+      epilogue.meanwhile(s);
+#pragma unroll
+      for (int j = 0; j < kFragments; j++) {
+        const uint32_t at = offset[s] + pixel[j];
+        load_shared<kHighWords>(&words[j][s * kHighWords], at);
+        if constexpr (kLowWords > 0)
+          load_shared<kLowWords>(&low_words[j][s * kLowWords], low_ring + at / kHighWords * kLowWords);
+      }
+#pragma unroll
+      for (int i = s * kHighWords | 1; i < (s + 1) * kHighWords; i += 2) {
+        uint32_t high[4], low[4];
+        weights.template get<2>(high, kHighs + i - 1);
+        if constexpr (kSplit) {
+          weights.template get<2>(low, kLows + i - 1);
+        }
+#pragma unroll
+        for (int j = 0; j < kFragments; j++) {
+          multiply_add<operand_t>(sum[j], high, words[j][i - 1], words[j][i]);
+          if (kSplit) multiply_add<operand_t>(low_sum[j], low, words[j][i - 1], words[j][i]);
+        }
+      }
+#pragma unroll
+      for (int i = s * kLowWords | 1; i < (s + 1) * kLowWords; i += 2) {
+        uint32_t rest[4];
+        weights.template get<2>(rest, kRest + i - 1);
+#pragma unroll
+        for (int j = 0; j < kFragments; j++)
+          multiply_add<operand_t>(low_sum[j], rest, low_words[j][i - 1], low_words[j][i]);
+      }
+    }
+    constexpr int kLast = kSteps * kHighWords - 1, kLastLow = kSteps * kLowWords - 1;  // without a neighbour?
+    constexpr bool kOne = kLast % 2 == 0, kOneLow = kLastLow >= 0 && kLastLow % 2 == 0;
+    uint32_t high[2], low[2], rest[2];
+    if constexpr (kOne) {
+      weights.template get<1>(high, kHighs + kLast);
+    }
+    if constexpr (kOne && kSplit) {
+      weights.template get<1>(low, kLows + kLast);
+    }
+    if constexpr (kOneLow) {
+      weights.template get<1>(rest, kRest + kLastLow);
+    }
+#pragma unroll
+    for (int j = 0; j < kFragments; j++) {
+      if (kOne && kSplit) multiply_add<operand_t>(low_sum[j], low[0], low[1], words[j][kLast]);
+      if (kOne) multiply_add<operand_t>(sum[j], high[0], high[1], words[j][kLast]);
+      if constexpr (kOneLow) {
+        multiply_add<operand_t>(low_sum[j], rest[0], rest[1], low_words[j][kLastLow]);
+      }
+      if (kSplit) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum[j][i] += low_sum[j][i];
+      }
+    }
+  }
+};

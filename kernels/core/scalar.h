@@ -1,0 +1,44 @@
+// The element types of one build, for nvcc and for the host compiler alike.
+//
+// A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and
+// OUTPUT_T what the model returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that
+// backward needs. Parameters, statistics and sums use accumulate_t. Other macros of a build may stand before this
+// header, so there are few names in it.
+#pragma once
+#include <stdint.h>
+#include <type_traits>
+
+#ifndef EXPORT  // inline_loader.py has its own
+#define EXPORT extern "C"  // marks a launcher that inline_loader.py turns into an operator
+#endif
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+using half_t = __half;
+using bfloat16_t = __nv_bfloat16;
+#define HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#ifndef WITHOUT_HALVES  // defined for sources that name none, because these headers take half a second to compile
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+using half_t = c10::Half;
+using bfloat16_t = c10::BFloat16;
+#endif
+#define HOST_DEVICE inline
+#endif
+
+#ifndef VALUE_T
+#define VALUE_T float
+#endif
+#ifndef OUTPUT_T
+#define OUTPUT_T VALUE_T
+#endif
+#ifndef INDEX_T
+#define INDEX_T int32_t
+#endif
+
+using value_t = VALUE_T;
+using output_t = OUTPUT_T;
+using index_t = INDEX_T;
+using accumulate_t = std::conditional_t<std::is_same_v<value_t, double>, double, float>;

@@ -1,0 +1,29 @@
+// Four neighbouring elements that move in one access.
+#pragma once
+#include "core/scalar.h"
+
+constexpr int kVector = 4;
+template <class T> struct alignas(sizeof(T) * kVector) Vector {
+  T at[kVector];
+};
+
+template <class T> __device__ __forceinline__ Vector<T> load_vector(const T* from) {
+  return *reinterpret_cast<const Vector<T>*>(from);
+}
+
+// A streaming store: nothing here is read again soon. By intrinsic, because the compiler stores a struct
+// member by member.
+template <class T> __device__ __forceinline__ void store_vector(T* to, const Vector<T>& vector) {
+  if constexpr (sizeof(Vector<T>) == sizeof(uint2)) {
+    __stcs(reinterpret_cast<uint2*>(to), reinterpret_cast<const uint2&>(vector));
+  } else {
+#pragma unroll
+    for (int k = 0; k < sizeof(Vector<T>) / sizeof(uint4); k++)
+      __stcs(reinterpret_cast<uint4*>(to) + k, reinterpret_cast<const uint4*>(&vector)[k]);
+  }
+}
+
+// May rows of `size` elements from `pointer` on be accessed as vectors?
+template <class T> bool vectors_fit(const T* pointer, int64_t size) {
+  return size % kVector == 0 && uintptr_t(pointer) % sizeof(Vector<T>) == 0;
+}

@@ -1,0 +1,317 @@
+// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias, stride or padding: Winograd's F(2×2,
+// 3×3). From a tile d of 4×4 pixels and a filter g come 2×2 outputs
+//   Aᵀ ((G g Gᵀ) ∘ (Bᵀ d B)) A,
+// where ∘, summed over channels in and depth, is 16 products of matrices: 2.25 times fewer multiplications
+// than in direct sums. A thread takes kChunk tiles from pixels to results, so that all it makes on the way
+// stays in its core's cache.
+//
+// An output depends on the pixels of its own window only, here as in direct sums: what is not finite spreads
+// no further. But it may be NaN where direct sums give an infinity, and pixels near the largest number may
+// overflow on the way.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "cpu/vector.h"
+
+namespace winograd {
+
+// Vectors side by side: kTogether·kAcross sums and what they need fit the registers, and hide an addition's
+// latency.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kAcross = 2;
+#else
+constexpr int kAcross = 1;
+#endif
+// GCC would load a vector anew for each product, and loads are what bounds them.
+#if defined(__x86_64__)
+#define KEEP_IN_REGISTER(vector) asm("" : "+v"(vector))
+#else
+#define KEEP_IN_REGISTER(vector)
+#endif
+struct alignas(64) Line {
+  accumulate_t at[64 / sizeof(accumulate_t)];
+};  // of a cache
+
+constexpr int64_t kChunk = 64;             // tiles of a plane
+constexpr int64_t kOutputs = 32;           // channels out whose products wait for each other
+constexpr int64_t kTogether = 8;           // rows of products that are summed together
+constexpr int64_t kTerms = 32;             // of a sum, that are summed by themselves
+constexpr int64_t kRow = kChunk + kLanes;  // a row of tiles, and room for the last vector of a run
+constexpr int64_t kTileBytes = 512 << 10;  // of transformed input: half of a usual cache of a core
+
+// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1.
+struct Sizes {
+  int64_t N, C, K, D, H, W, depth;
+  int64_t terms() const { return C * depth; }  // of an output's sum
+  int64_t planes() const { return D - depth + 1; }
+  int64_t height() const { return H - 2; }
+  int64_t width() const { return W - 2; }
+  int64_t down() const { return (H - 1) / 2; }  // tiles
+  int64_t across() const { return (W - 1) / 2; }
+};
+
+// Consecutive tiles of one row of tiles: the first's row and column, their number, and their place in the
+// chunk.
+struct Run {
+  int64_t row, column, count, at;
+};
+inline std::vector<Run> runs_of(int64_t first, int64_t count, int64_t across) {
+  std::vector<Run> runs;
+  for (int64_t at = 0; at < count; at += runs.back().count) {
+    const int64_t row = (first + at) / across, column = (first + at) % across;
+    runs.push_back({row, column, std::min(count - at, across - column), at});
+  }
+  return runs;
+}
+
+// G g Gᵀ of all filters, (16, K / block, depth, C, block), in double precision but for the last rounding.
+inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes, int64_t block) {
+  const int64_t terms = sizes.terms();
+  std::vector<Line> memory(16 * sizes.K * terms * sizeof(accumulate_t) / sizeof(Line) + 1);
+  accumulate_t* const out = memory[0].at;
+  const auto times_g = [](double (&result)[4], double a, double b, double c) {
+    result[0] = a, result[1] = (a + b + c) / 2, result[2] = (a - b + c) / 2, result[3] = c;
+  };
+  host::parallel_for(sizes.K, 8, [=](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; k++)
+      for (int64_t r = 0; r < terms; r++) {
+        const value_t* g = weight + ((k * sizes.C + r % sizes.C) * sizes.depth + r / sizes.C) * 9;
+        double columns[3][4], row[4];
+        for (int j = 0; j < 3; j++) times_g(columns[j], double(g[j]), double(g[3 + j]), double(g[6 + j]));
+        for (int i = 0; i < 4; i++) {
+          times_g(row, columns[0][i], columns[1][i], columns[2][i]);
+          for (int j = 0; j < 4; j++)
+            out[(((4 * i + j) * (sizes.K / block) + k / block) * terms + r) * block + k % block] =
+                accumulate_t(row[j]);
+        }
+      }
+  });
+  return memory;
+}
+
+// Bᵀ times (a, b, c, d), for `count` neighbours at `step`.
+inline void times_b(accumulate_t* __restrict out0, accumulate_t* __restrict out1,
+                    accumulate_t* __restrict out2, accumulate_t* __restrict out3, const accumulate_t* a,
+                    const accumulate_t* b, const accumulate_t* c, const accumulate_t* d, int64_t count,
+                    int64_t step) {
+  for (int64_t i = 0; i < count; i++) {
+    const accumulate_t p = a[i * step], q = b[i * step], r = c[i * step], s = d[i * step];
+    out0[i] = p - r, out1[i] = q + r, out2[i] = r - q, out3[i] = q - s;
+  }
+}
+
+// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels beyond the
+// plane are zero. Whole vectors are written; what lies behind the run belongs to the next one, which comes
+// later, or to nobody.
+inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* plane, int64_t H, int64_t W,
+                            const Run& run) {
+  const int64_t count = (run.count + kLanes - 1) / kLanes * kLanes, width = 2 * count + kLanes;
+  const int64_t left = 2 * run.column;
+  accumulate_t pixels[4][2 * kChunk + kLanes], half[4][2 * kChunk + kLanes];
+  for (int64_t i = 0; i < 4; i++) {
+    const int64_t h = 2 * run.row + i, real = h < H ? std::min(2 * run.count + 2, W - left) : 0;
+    for (int64_t w = 0; w < real; w++) pixels[i][w] = accumulate_t(plane[h * W + left + w]);
+    for (int64_t w = real; w < width; w++) pixels[i][w] = 0;
+  }
+  times_b(half[0], half[1], half[2], half[3], pixels[0], pixels[1], pixels[2], pixels[3], width, 1);
+  for (int64_t i = 0; i < 4; i++) {
+    accumulate_t* out = tiles + 4 * i * stride + run.at;
+    times_b(out, out + stride, out + 2 * stride, out + 3 * stride, half[i], half[i] + 1, half[i] + 2,
+            half[i] + 3, count, 2);
+  }
+}
+
+// A matrix's rows lie `stride` apart.
+template <class T> struct Matrix {
+  T* at;
+  int64_t stride;
+};
+
+using Factor = Matrix<const accumulate_t>;
+template <class T> using Vector __attribute__((vector_size(kVectorBytes), may_alias)) = T;
+
+// products (kTogether, kVectors) = a (terms, kTogether) · b (terms, kVectors), summed over the terms; in
+// vectors, those of b need not be aligned. kAdds: it is added to what products hold.
+template <class T, bool kAdds, int kVectors>
+inline void multiply_vectors(Matrix<T> products, Matrix<const T> a, Matrix<const T> b, int64_t terms) {
+  constexpr int kSize = sizeof(Vector<T>) / sizeof(T);
+  Vector<T> sum[kTogether][kVectors] = {};
+  for (int64_t r = 0; r < terms; r++) {
+    Vector<T> row[kVectors];
+    for (int j = 0; j < kVectors; j++) {
+      __builtin_memcpy(&row[j], b.at + r * b.stride + j * kSize, sizeof row[j]);
+      KEEP_IN_REGISTER(row[j]);
+    }
+    for (int k = 0; k < kTogether; k++)
+      for (int j = 0; j < kVectors; j++) sum[k][j] += a.at[r * a.stride + k] * row[j];
+  }
+  for (int k = 0; k < kTogether; k++)
+    for (int j = 0; j < kVectors; j++) {
+      Vector<T>& product = reinterpret_cast<Vector<T>*>(products.at + k * products.stride)[j];
+      product = kAdds ? product + sum[k][j] : sum[k][j];
+    }
+}
+
+// The same for any width in whole vectors.
+template <class T, bool kAdds>
+inline void multiply_block(Matrix<T> products, Matrix<const T> a, Matrix<const T> b, int64_t width,
+                           int64_t terms) {
+  constexpr int kSize = sizeof(Vector<T>) / sizeof(T), kWide = kAcross * kSize;
+  const int64_t even = width / kWide * kWide;
+  for (int64_t t = 0; t < even; t += kWide)
+    multiply_vectors<T, kAdds, kAcross>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
+  for (int64_t t = even; t < width; t += kSize)
+    multiply_vectors<T, kAdds, 1>({products.at + t, products.stride}, a, {b.at + t, b.stride}, terms);
+}
+
+// Products whose terms are summed in blocks, and then the blocks: the error hardly grows with their number.
+inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t width, int64_t terms) {
+  multiply_block<accumulate_t, false>(products, a, b, width, std::min(kTerms, terms));
+  for (int64_t r = kTerms; r < terms; r += kTerms)
+    multiply_block<accumulate_t, true>(products, {a.at + r * a.stride, a.stride},
+                                       {b.at + r * b.stride, b.stride}, width, std::min(kTerms, terms - r));
+}
+
+// ------------------------------------------------------------------------------------------ vectors of tiles
+
+// Aᵀ m A of one channel's tiles, two rows of outputs each. Element e of a tile is m[e·stride + its place].
+inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumulate_t* m, int64_t stride) {
+  accumulate_t half[2][4][kChunk];
+  for (int64_t k = 0; k < 4; k++) {
+    const accumulate_t *a = m + k * stride, *b = a + 4 * stride, *c = a + 8 * stride, *d = a + 12 * stride;
+    for (int64_t j = 0; j < kChunk; j++)
+      half[0][k][j] = a[j] + b[j] + c[j], half[1][k][j] = b[j] - c[j] - d[j];
+  }
+  for (int64_t i = 0; i < 2; i++)
+    for (int64_t j = 0; j < kChunk; j++) {
+      rows[i][2 * j] = half[i][0][j] + half[i][1][j] + half[i][2][j];
+      rows[i][2 * j + 1] = half[i][1][j] - half[i][2][j] - half[i][3][j];
+    }
+}
+
+// Calls sink(k, at, values, count) with consecutive results of channel k, the first at index `at`, from
+// several threads. kTogether divides K.
+template <class Sink>
+void convolve(const value_t* x, const value_t* weight, const Sizes& sizes, const Sink& sink) {
+  const std::vector<Line> filters_memory = transformed(weight, sizes, kTogether);
+  const accumulate_t* const filters = filters_memory[0].at;
+  const int64_t C = sizes.C, K = sizes.K, terms = sizes.terms(), all = sizes.down() * sizes.across();
+  const int64_t fitting = kTileBytes / (16 * C * kRow * int64_t(sizeof(accumulate_t))) - (sizes.depth - 1);
+  // Of a piece.
+  const int64_t planes = std::max<int64_t>(1, std::min(sizes.planes(), fitting));
+  const int64_t inputs = planes + sizes.depth - 1;
+  const int64_t chunks = (all + kChunk - 1) / kChunk, layers = (sizes.planes() + planes - 1) / planes;
+  // tiles (16, inputs, C, kRow): the terms of an output plane follow one another.
+  const int64_t stride = inputs * C * kRow;
+  host::parallel_for(sizes.N * layers * chunks, 1, [=, &sizes, &sink](int64_t begin, int64_t end) {
+    std::vector<Line> memory((16 * stride + 16 * kOutputs * kRow) * sizeof(accumulate_t) / sizeof(Line));
+    accumulate_t *const tiles = memory[0].at, *const products = tiles + 16 * stride;
+    accumulate_t rows[2][2 * kChunk];
+    for (int64_t piece = begin; piece < end; piece++) {
+      const int64_t n = piece / (layers * chunks), first_plane = piece / chunks % layers * planes;
+      const int64_t first = piece % chunks * kChunk;
+      const int64_t last_plane = std::min(first_plane + planes, sizes.planes());
+      const std::vector<Run> runs = runs_of(first, std::min(kChunk, all - first), sizes.across());
+      for (int64_t d = first_plane; d < last_plane + sizes.depth - 1; d++)
+        for (int64_t c = 0; c < C; c++)
+          for (const Run& run : runs)
+            transform_input(tiles + ((d - first_plane) * C + c) * kRow, stride,
+                            x + ((n * C + c) * sizes.D + d) * sizes.H * sizes.W, sizes.H, sizes.W, run);
+      for (int64_t d = first_plane; d < last_plane; d++)
+        for (int64_t k0 = 0; k0 < K; k0 += kOutputs) {
+          const int64_t outputs = std::min(kOutputs, K - k0);
+          for (int64_t e = 0; e < 16; e++)
+            for (int64_t k = 0; k < outputs; k += kTogether)
+              multiply({products + (e * kOutputs + k) * kRow, kRow},
+                       {filters + (e * K + k0 + k) * terms, kTogether},
+                       {tiles + e * stride + (d - first_plane) * C * kRow, kRow}, kChunk, terms);
+          for (int64_t k = 0; k < outputs; k++) {
+            transform_output(rows, products + k * kRow, kOutputs * kRow);
+            const int64_t plane = (n * K + k0 + k) * sizes.planes() + d;
+            for (const Run& run : runs)
+              for (int64_t i = 0; i < std::min<int64_t>(2, sizes.height() - 2 * run.row); i++)
+                sink(k0 + k, (plane * sizes.height() + 2 * run.row + i) * sizes.width() + 2 * run.column,
+                     rows[i] + 2 * run.at, std::min(2 * run.count, sizes.width() - 2 * run.column));
+          }
+        }
+    }
+  });
+}
+
+// The same to v (N, K, planes, height, width).
+inline void convolve(value_t* v, const value_t* x, const value_t* weight, const Sizes& sizes) {
+  convolve(x, weight, sizes, [=](int64_t, int64_t at, const accumulate_t* values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) v[at + i] = value_t(values[i]);
+  });
+}
+
+// ----------------------------------------------------------------------------------- vectors of channels out
+
+// In 2-D, some rows of one sample's results at a time, in the cache of the thread that owns this. kOutputs
+// divides K.
+class Rows {
+ public:
+  // filters as `transformed` makes them, in blocks of kOutputs.
+  Rows(const value_t* x, const std::vector<Line>& filters, const Sizes& sizes)
+      : x_(x), filters_(filters[0].at), sizes_(sizes),
+        memory_((16 * sizes.C * kRow + 16 * kPlane) * sizeof(accumulate_t) / sizeof(Line)),
+        tiles_(memory_[0].at), products_(tiles_ + 16 * sizes.C * kRow) {}
+  Rows(Rows&&) = default;
+
+  // out (count, width, K): sample n's rows from `first` on.
+  void operator()(value_t* out, int64_t n, int64_t first, int64_t count) {
+    const int64_t all = (count + 1) / 2 * sizes_.across(), C = sizes_.C, H = sizes_.H, W = sizes_.W;
+    for (int64_t tile = 0; tile < all; tile += kChunk) {
+      const int64_t tiles = std::min(kChunk, all - tile);
+      const std::vector<Run> runs = runs_of(tile, tiles, sizes_.across());
+      for (int64_t c = 0; c < C; c++)
+        for (const Run& run : runs)
+          transform_input(tiles_ + c * kRow, C * kRow, x_ + ((n * C + c) * H + first) * W, H - first, W, run);
+      for (int64_t k0 = 0; k0 < sizes_.K; k0 += kOutputs) {
+        for (int64_t e = 0; e < 16; e++)
+          for (int64_t t = 0; t < tiles; t += kTogether)
+            multiply({products_ + e * kPlane + t * kOutputs, kOutputs}, {tiles_ + e * C * kRow + t, kRow},
+                     {filters_ + (e * sizes_.K + k0) * C, kOutputs}, kOutputs, C);
+        for (const Run& run : runs)
+          for (int64_t j = 0; j < run.count; j++)
+            output_tile(out + k0, products_ + (run.at + j) * kOutputs, 2 * run.row, 2 * (run.column + j),
+                        count);
+      }
+    }
+  }
+
+ private:
+  // products (16, kPlane): no two elements of a tile share a cache set.
+  static constexpr int64_t kPlane = kChunk * kOutputs + kLanes;
+
+  // Aᵀ m A of one tile for kOutputs channels, at its place in `out`, as far as that reaches.
+  void output_tile(value_t* out, const accumulate_t* m, int64_t row, int64_t column, int64_t height) const {
+    const bool right = column + 1 < sizes_.width(), below = row + 1 < height;
+    value_t* const above_out = out + (row * sizes_.width() + column) * sizes_.K;
+    value_t* const below_out = above_out + sizes_.width() * sizes_.K;
+    for (int64_t k = 0; k < kOutputs; k += kLanes) {
+      Lanes top[4], bottom[4];
+      for (int64_t j = 0; j < 4; j++) {
+        const auto element = [&](int64_t i) {
+          return *reinterpret_cast<const Lanes*>(m + (4 * i + j) * kPlane + k);
+        };
+        const Lanes a = element(0), b = element(1), c = element(2), d = element(3);
+        top[j] = a + b + c, bottom[j] = b - c - d;
+      }
+      const Lanes y00 = top[0] + top[1] + top[2], y01 = top[1] - top[2] - top[3];
+      const Lanes y10 = bottom[0] + bottom[1] + bottom[2], y11 = bottom[1] - bottom[2] - bottom[3];
+      store_lanes(above_out + k, y00);
+      if (right) store_lanes(above_out + sizes_.K + k, y01);
+      if (below) store_lanes(below_out + k, y10);
+      if (below && right) store_lanes(below_out + sizes_.K + k, y11);
+    }
+  }
+
+  const value_t* x_;
+  const accumulate_t* filters_;
+  Sizes sizes_;
+  std::vector<Line> memory_;
+  accumulate_t *tiles_, *products_;  // tiles (16, C, kRow)
+};
+
+}  // namespace winograd

@@ -1,0 +1,300 @@
+// The weight's gradient of a small 3-D convolution that a normalisation follows, and dv for that of x
+// (grad/narrow3d.cuh).
+//
+//   gradient_kernel        a job is a tile and 16 output channels: dv times the tile's patches, the weight's
+//                          gradient of the job; and dv into scratch, where x needs a gradient
+//   merge_kernel           the gradients of weight and parameters, from those of all jobs and samples, in a
+//                          fixed order
+//
+// A warp's sums v are fragments D of one product and, two side by side, as dv fragments A of the next: dv
+// stays in registers, the pixels in the ring serve both products, the weights lie in shared memory.
+//
+// Accuracy: as forward's (conv/narrow3d_operands.cuh), dv scaled by channel of a sample, sums flushed each
+// turn. The scale comes from a bound of |dv|, which may be 2^10 times too large: halves then still hold 20
+// bits of the largest dv, and smaller ones to the same absolute precision.
+#pragma once
+#include "grad/narrow3d.cuh"
+#include "core/reduce.cuh"
+
+constexpr int kFilters = 16 * kIn * kTaps;  // elements of 16 output channels' weights
+
+struct BackwardStorage {
+  uint4 weights[kWeightWords / 2][32];
+  float most[kBlockWarps][16];  // |dv|, by warp and channel
+  MainloopStorage mainloop;
+};
+static_assert(kPlanned<BackwardStorage>);
+
+// ---------------------------------------------------------------------------------------------- dv · patches
+
+// The products dv · patches of a tile: rows are 16 channels out, columns 8 taps of a channel in, and the
+// depth is positions, a turn's 32 in two steps. Fragments A are dv as the mainloop leaves its sums; a
+// register of B, two neighbouring positions' halves, is put together from words of the ring's pixels.
+struct WeightProducts {
+  static constexpr int kTiles = (kTaps + 7) / 8;
+  static constexpr int kValues = kSplit ? 2 * kIn : kIn;  // halves of a pixel: highs, then lows
+  const Block& block;
+  float sum[kTiles][kIn][4];
+  uint32_t offset[kTiles];  // bytes, of this lane's tap, from a position's pixel
+  int plane;                // that they are for
+
+  __device__ __forceinline__ explicit WeightProducts(const Block& block) : block(block) {}
+  __device__ __forceinline__ void start() {
+    plane = block.tile.first_plane;
+#pragma unroll
+    for (int k = 0; k < kTiles; k++) {
+      offset[k] = block.storage.taps[min(8 * k + int(threadIdx.x) % 32 / 4, kTaps - 1)] * kHighWords * 4;
+#pragma unroll
+      for (int i = 0; i < kIn; i++) sum[k][i][0] = sum[k][i][1] = sum[k][i][2] = sum[k][i][3] = 0;
+    }
+  }
+  __device__ __forceinline__ void go_to(int next) {
+    const uint32_t bytes = block.c.plane * kHighWords * 4, ring = kRing * bytes;
+    for (; plane < next; plane++)
+#pragma unroll
+      for (int k = 0; k < kTiles; k++) offset[k] = min(offset[k] + bytes, offset[k] + bytes - ring);
+  }
+  // Half `value` of two pixels, given their words.
+  __device__ __forceinline__ static uint32_t pair(const uint32_t (&first)[kWords],
+                                                  const uint32_t (&second)[kWords], int value) {
+    return __byte_perm(first[value / 2], second[value / 2], value % 2 ? 0x7632 : 0x5410);
+  }
+  // dv, scaled, of a turn, from position q of its plane on.
+  __device__ __forceinline__ void add(const float (&dv)[kFragments][4], int q) {
+    const int t = thread_index_anew() % 4;
+    const uint32_t ring = shared_address(block.ring);
+    const uint32_t low_ring = shared_address(block.low_ring()) - ring / kHighWords * kLowWords;
+    const uint16_t* const positions = block.positions() + q + 2 * t;
+    Halves a[kFragments][2];
+    uint32_t pixel[kFragments][2];
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int u = 0; u < 2; u++) {
+        a[j][u] = split<operand_t>(dv[j][2 * u], dv[j][2 * u + 1]);
+        pixel[j][u] = ring + positions[8 * j + u] * (kHighWords * 4);
+      }
+#pragma unroll
+    for (int k = 0; k < kTiles; k++) {
+      float turn[kIn][4] = {};
+#pragma unroll
+      for (int j = 0; j < kFragments; j += 2) {
+        uint32_t words[2][2][kWords];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const uint32_t at = pixel[j + i / 2][i % 2] + offset[k];
+          load_shared<kHighWords>(words[i / 2][i % 2], at);
+          if constexpr (kLowWords > 0)
+            load_shared<kLowWords>(words[i / 2][i % 2] + kHighWords, low_ring + at / kHighWords * kLowWords);
+        }
+        const uint32_t highs[4] = {a[j][0].high, a[j][1].high, a[j + 1][0].high, a[j + 1][1].high};
+        const uint32_t lows[4] = {a[j][0].low, a[j][1].low, a[j + 1][0].low, a[j + 1][1].low};
+        uint32_t b[kValues][2];
+#pragma unroll
+        for (int value = 0; value < kValues; value++)
+#pragma unroll
+          for (int half = 0; half < 2; half++) b[value][half] = pair(words[half][0], words[half][1], value);
+#pragma unroll
+        for (int i = 0; i < kIn; i++) multiply_add<operand_t>(turn[i], lows, b[i][0], b[i][1]);
+#pragma unroll
+        for (int i = 0; i < kIn; i++) multiply_add<operand_t>(turn[i], highs, b[i][0], b[i][1]);
+        if constexpr (kSplit) {
+#pragma unroll
+          for (int i = 0; i < kIn; i++)
+            multiply_add<operand_t>(turn[i], highs, b[kIn + i][0], b[kIn + i][1]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kIn; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum[k][i][e] += turn[i][e];
+    }
+  }
+  // All warps' sums, merged in their order, into `total` [tile][channel][lane] in shared memory, which nobody
+  // uses. Starts and ends with a barrier.
+  __device__ __forceinline__ void merge(float4* total) const {
+    const int tid = thread_index_anew();
+#pragma unroll 1
+    for (int warp = 0; warp < kBlockWarps; warp++) {
+      __syncthreads();
+      if (warp == tid / 32)
+#pragma unroll
+        for (int k = 0; k < kTiles; k++)
+#pragma unroll
+          for (int i = 0; i < kIn; i++) {
+            float4& all = total[(k * kIn + i) * 32 + tid % 32];
+            const float* const own = sum[k][i];
+            const float4 before = warp ? all : make_float4(0, 0, 0, 0);
+            all = make_float4(before.x + own[0], before.y + own[1], before.z + own[2], before.w + own[3]);
+          }
+    }
+    __syncthreads();
+  }
+  // Where element k of (16, kIn, kTaps) lies in `total`, in floats.
+  __device__ __forceinline__ static int place(int k) {
+    const int tap = k % kTaps, i = k / kTaps % kIn, row = k / (kTaps * kIn);
+    const int lane = row % 8 * 4 + tap % 8 / 2, value = row / 8 * 2 + tap % 2;
+    return ((tap / 8 * kIn + i) * 32 + lane) * 4 + value;
+  }
+};
+static_assert(kWords * kStage >= WeightProducts::kTiles * kIn * 128, "the merged sums lie in the ring");
+
+// -------------------------------------------------------------------------------------------------------- dv
+
+__device__ __forceinline__ float dv_scale(const NormGradient& own) {
+  return power_of_two(fitting_exponent(own.bound));
+}
+
+// An epilogue (conv/narrow3d.cuh) that forms dv; where they are wanted, stores it, with its largest
+// magnitude, and multiplies it with the patches.
+template <class Selected> struct GradientEpilogue : SelectedEpilogue<Selected> {
+  using Base = SelectedEpilogue<Selected>;
+  BackwardStorage& storage;
+  const NormGradient* coefficients;  // of the 16 channels
+  float4* dv;                        // of the job, or null
+  const bool weight_wanted;
+  const DvLayout layout;
+  const int first_plane;
+  WeightProducts products;
+  float slope[2], linear[2], constant[2], most[2], scale[2];
+
+  __device__ __forceinline__ GradientEpilogue(const Selected& selected, BackwardStorage& storage,
+                                              const NormGradient* coefficients, float4* dv,
+                                              bool weight_wanted, const Block& block)
+      : Base(selected), storage(storage), coefficients(coefficients), dv(dv),
+        weight_wanted(weight_wanted), layout(block.c), first_plane(block.tile.first_plane), products(block) {}
+  __device__ __forceinline__ void start(float x_scale) {
+    Base::start(x_scale, storage.mainloop.weight_scale);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const NormGradient own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
+      slope[r] = own.slope, linear[r] = own.linear, constant[r] = own.constant;
+      scale[r] = dv_scale(own), most[r] = 0;
+    }
+    products.start();
+  }
+  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
+    const int lane = threadIdx.x % 32;
+    float dz[kFragments][4];
+    Base::select(dz, v, plane, q);
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int r = i / 2;
+        const float value = fmaf(linear[r], v[j][i], fmaf(slope[r], dz[j][i], constant[r]));
+        v[j][i] = q + 8 * j + 2 * (lane % 4) + i % 2 < positions ? value : 0.f;
+      }
+    if (dv) {
+      float4* const to = dv + layout.turn(plane - first_plane, q / kTurn) + lane;
+#pragma unroll
+      for (int j = 0; j < kFragments; j++) {
+        to[j * 32] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) consider(most[i / 2], v[j][i]);
+      }
+    }
+    if (!weight_wanted) return;
+#pragma unroll
+    for (int j = 0; j < kFragments; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[j][i] *= scale[i / 2];
+    products.go_to(plane);
+    products.add(v, q);
+  }
+  __device__ __forceinline__ void finish() const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float all = channel_most(most[r]);
+      if (lane % 4 == 0) storage.most[threadIdx.x / 32][lane / 4 + 8 * r] = all;
+    }
+  }
+  // After the run: `most` (16) and `partial` (kFilters) of the job.
+  __device__ __forceinline__ void write_most(float* job_most) const {
+    if (threadIdx.x >= 16) return;
+    float all = 0;
+    for (int warp = 0; warp < kBlockWarps; warp++) all = fmaxf(all, storage.most[warp][threadIdx.x]);
+    job_most[threadIdx.x] = all;
+  }
+  __device__ __forceinline__ void write_partial(float* partial) const {
+    float* const total = reinterpret_cast<float*>(products.block.ring);
+    products.merge(reinterpret_cast<float4*>(total));
+#pragma unroll 1
+    for (int k = threadIdx.x; k < kFilters; k += kBlock) {
+      const float x_scale = kSplit ? storage.mainloop.scaling[k / kTaps % kIn].scale : 1.f;
+      const float own_scale = dv_scale(coefficients[k / (kIn * kTaps)]);
+      partial[k] = total[WeightProducts::place(k)] * (1 / own_scale) * (1 / x_scale);
+    }
+  }
+};
+
+// --------------------------------------------------------------------------------------------------- kernels
+
+// Jobs first … end - 1, shared out among the blocks: of each, dv, from the first one's on, and `most` (jobs,
+// 16), the largest |dv| by channel, or both null; `partial` (jobs, kFilters), or null.
+template <class Problem>
+__global__ void __launch_bounds__(kBlock, 1)
+gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsigned first, unsigned end,
+                const Convolution c) {
+  extern __shared__ uint4 shared[];
+  __shared__ BackwardStorage storage;
+#pragma unroll 1
+  for (unsigned job = first + blockIdx.x; job < end; job += gridDim.x) {
+    const Tile tile(c, job / kJobsPerTile);
+    const int first_channel = int(job % kJobsPerTile) * 16;
+    if (!problem.active(tile.n)) continue;
+    Mainloop<SharedWeights> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared),
+                                     first_channel, SharedWeights(storage.weights[0]));
+    GradientEpilogue epilogue(problem.selected(c, tile, first_channel), storage,
+                              problem.coefficients + tile.n * kOut + first_channel,
+                              dv ? dv + (job - first) * DvLayout(c).of_job(c) : nullptr, partial != nullptr,
+                              mainloop.block);
+    mainloop.run(epilogue, tile.planes * mainloop.turns());
+    if (most) epilogue.write_most(most + int64_t(job) * 16);
+    if (partial) epilogue.write_partial(partial + int64_t(job) * kFilters);
+    mainloop.retire();
+  }
+}
+
+constexpr int kMergeColumns = 32, kMergeRows = 16;
+
+// d_weight (kOut, kIn, kDepth, kHeight, kWidth), if it is not null, from `partial`, and the parameters' gradients,
+// kOut or 1 of each, from those by sample, by_sample (kCount, N, kOut). What x is shifted by counts for as much as
+// the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements of both,
+// one after the other, / kMergeColumns; a thread per element and share of the samples.
+template <class Problem, int kCount>
+__global__ void __launch_bounds__(kMergeColumns * kMergeRows)
+merge_kernel(value_t* d_weight, const ManyRowSums<kCount> parameters, const float* partial,
+             const float* by_sample, const float* d_level, Problem problem, int64_t N, const Convolution c) {
+  __shared__ double sums[kMergeRows][kMergeColumns];
+  constexpr int kWeights = kOut * kIn * kTaps;
+  const int column = threadIdx.x % kMergeColumns, row = threadIdx.x / kMergeColumns;
+  const int element = blockIdx.x * kMergeColumns + column;
+  const bool of_weight = element < kWeights;
+  const int parameter = (element - kWeights) / kOut;  // of the others, and whose channel that is
+  const int channel = of_weight ? element / (kIn * kTaps) : (element - kWeights) % kOut;
+  const bool is_own = of_weight ? d_weight != nullptr
+                                : parameter < kCount && channel < parameters.of[parameter].count;
+  double sum = 0;
+  if (is_own && of_weight) {
+    for (int64_t n = row; n < N; n += kMergeRows) {
+      if (!problem.active(n)) continue;
+      const int64_t job = n * c.slots() * kJobsPerTile + channel / 16;
+      for (int slot = 0; slot < c.slots(); slot++)
+        sum += double(partial[(job + slot * kJobsPerTile) * kFilters + element % kFilters]);
+      if (kSplit && d_level)
+        sum += double(d_level[n * kOut + channel]) * double(shift_of(c, n, element / kTaps % kIn));
+    }
+  } else if (is_own) {
+    const float* const values = by_sample + parameter * N * kOut + channel;
+    const int64_t step = parameters.of[parameter].count == 1 ? 1 : kOut;
+    for (int64_t i = row * step; i < N * kOut; i += kMergeRows * step) sum += double(values[i]);
+  }
+  sums[row][column] = sum;
+  __syncthreads();
+  if (row || !is_own) return;
+  for (int i = 1; i < kMergeRows; i++) sum += sums[i][column];
+  if (of_weight) d_weight[element] = value_t(float(sum));
+  else parameters.of[parameter].at[channel] = float(sum);
+}

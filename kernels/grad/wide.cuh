@@ -1,0 +1,129 @@
+// What the backward kernels of a wide convolution share: the gradient g of the convolution's output, made of
+// dy and the gates that forward saved, and never written as a whole.
+//
+// A warp takes 8 channels × kStrip pixels of a row at a time: lane l has pixels l and l + 32.
+#pragma once
+#include "conv/wide_operands.cuh"
+
+namespace {
+
+constexpr int kLanePixels = kStrip / 32;  // of a strip
+
+// A strip of a row of one sample's pixels.
+struct StripPlace { int64_t n; int row, column; };
+
+// The strips of so many samples of height × width pixels, counted along a row first.
+struct Strips {
+  int height, width, of_row;
+  HOST_DEVICE Strips(int64_t height, int64_t width)
+      : height(int(height)), width(int(width)), of_row(ceil_div(int(width), kStrip)) {}
+  HOST_DEVICE int64_t count(int64_t N) const { return N * height * of_row; }
+  __device__ __forceinline__ StripPlace operator[](int64_t strip) const {
+    return {strip / of_row / height, int(strip / of_row % height), int(strip % of_row) * kStrip};
+  }
+  __device__ __forceinline__ void advance(StripPlace& place) const {
+    if ((place.column += kStrip) < width) return;
+    place.column = 0;
+    if (++place.row == height) place.row = 0, place.n++;
+  }
+};
+
+// A warp's 8 channels of a strip, from channel plane·8 of kChannels on, where the strip's first pixel lies at
+// `from`. What has no channel or is none of `pixels` stays as it is.
+template <int kChannels, class T>
+__device__ __forceinline__ void load_strip(
+    T (&values)[kLanePixels][8], const T* from, int plane, int64_t plane_size, int pixels) {
+  const int lane = threadIdx.x % 32;
+  from += lane;
+#pragma unroll
+  for (int c = 0; c < 8; c++, from += plane_size) {
+    const bool real = kChannels % 64 == 0 || plane * 8 + c < kChannels;  // blocks have 64 channels
+#pragma unroll
+    for (int i = 0; i < kLanePixels; i++)
+      if (real && lane + i * 32 < pixels) values[i][c] = from[i * 32];
+  }
+}
+
+#if __CUDA_ARCH__ >= 800
+
+// kCount values to shared memory, in the background; fewer than 4 bytes can't be, and are copied at once.
+template <int kCount = 1, class T> __device__ __forceinline__ void copy_raw(T* to, const T* from) {
+  constexpr int kBytes = kCount * sizeof(T);
+  if constexpr (kBytes >= 4) copy_async<kBytes>(to, from);
+  else *to = *from;
+}
+
+// Likewise load_strip, to [channel][pixel], kPixels at a time: `from`, plane_size and `pixels` are multiples
+// of so many. A lane copies others' pixels, too.
+template <int kChannels, int kPixels = 1, class T, int kPitch>
+__device__ __forceinline__ void copy_strip(
+    T (&to)[8][kPitch], const T* from, int plane, int64_t plane_size, int pixels) {
+  constexpr int kLanes = kStrip / kPixels < 32 ? kStrip / kPixels : 32;  // side by side in a row
+  const int lane = threadIdx.x % 32, own = lane / kLanes, first = lane % kLanes * kPixels;
+  from += first;
+#pragma unroll
+  for (int c = 0; c < 8; c += 32 / kLanes, from += 32 / kLanes * plane_size)
+#pragma unroll
+    for (int i = 0; i < kStrip; i += kLanes * kPixels)
+      if ((kChannels % 64 == 0 || plane * 8 + c + own < kChannels) && first + i < pixels)
+        copy_raw<kPixels>(&to[c + own][first + i], from + own * plane_size + i);
+}
+
+#endif
+
+// dy and gates of 8 channels of a strip, as a warp holds them.
+template <int kChannels> struct GradientStrip {
+  output_t dy[kLanePixels][8] = {};
+  uint32_t word = 0;   // lane 4 c + t: word t of channel c
+  uint32_t past = ~0u;  // bits 0 and 8: do the lane's pixels lie past the end of the row?
+
+  // Where a plane of a strip lies in dy; see gate_index, too.
+  static __device__ __forceinline__ int64_t index(const StripPlace& at, const Strips& strips, int plane) {
+    return ((at.n * kChannels + plane * 8) * strips.height + at.row) * strips.width + at.column;
+  }
+
+  // From where a plane of a strip lies in dy and in the gates. `pixels` of it exist.
+  __device__ __forceinline__ void load(
+      const output_t* from, const uint32_t* words, int plane, int64_t plane_size, int pixels) {
+    const int lane = threadIdx.x % 32;
+    load_strip<kChannels>(dy, from, plane, plane_size, pixels);
+    if (kChannels % 64 == 0 || plane * 8 + lane / 4 < kChannels) word = words[lane];
+    end_after(pixels);
+  }
+  __device__ __forceinline__ void end_after(int pixels) {
+    const int lane = threadIdx.x % 32;
+    past = (lane < pixels ? 0 : 1) | (lane + 32 < pixels ? 0 : 0x100);
+  }
+  __device__ __forceinline__ void load(const output_t* all_dy, const uint32_t* gates, const StripPlace& at,
+                                       const Strips& strips, int plane) {
+    const int64_t words =
+        gate_index(at.n, plane * 8, at.row, at.column, strips.height, strips.width, kChannels);
+    load(all_dy + index(at, strips, plane), gates + words, plane, int64_t(strips.height) * strips.width,
+         strips.width - at.column);
+  }
+
+  // Calls use(pixel of the lane, channel, dy·scale, g) for each element, channel by channel.
+  template <class Use> __device__ __forceinline__ void for_each(float scale, const Use& use) const {
+    // Hardly ever is there a tie.
+    if (__any_sync(0xffffffffu, word >> 16)) for_each<true>(scale, use);
+    else for_each<false>(scale, use);
+  }
+  template <bool kTies, class Use>
+  __device__ __forceinline__ void for_each(float scale, const Use& use) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+      const uint32_t shared = __shfl_sync(0xffffffffu, word, c * 4 + lane % 8 / 2);
+      const uint32_t gate = shared >> (lane / 8 * 2 + lane % 2);
+#pragma unroll
+      for (int i = 0; i < kLanePixels; i++) {
+        // The gradient of conv2d_min_add_multiply_fused.
+        const float outer = float(dy[i][c]) * scale;
+        const float passing = kTies && gate >> (16 + i * 8) & 1 ? outer / 2 : outer;
+        use(i, c, outer, (gate | past) >> (i * 8) & 1 ? 0.f : passing);
+      }
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,44 @@
+// Launches what is launched again and again, from Python past PyTorch's operators. It checks nothing that `bound` of
+// loader_launch.py has checked.
+#pragma once
+#include <algorithm>
+#include "host/pytorch.h"
+
+namespace inline_loader {
+
+// A launcher whose last arguments are known.
+struct Bound {
+  const Launcher* launcher;
+  int64_t device;    // of its tensors; -1: the CPU
+  int64_t empty;     // how many of its tensors have no elements, and the address 0
+  int64_t first;     // how many arguments come before the last
+  Argument last[1];  // or more
+};
+
+// A tensor whose storage was freed has the address 0, a view of it its offset. As low lie elsewhere only small tensors of a Python whose heap
+// does.
+constexpr uintptr_t kLow = uintptr_t(1) << 32;
+
+// Returns what went wrong, until the thread's next call, or null; "" if nothing was launched, because a tensor's memory may have been freed.
+inline const char* launch(const Bound& bound, const Argument* first) {
+  const Launcher& launcher = *bound.launcher;
+  const int64_t given = launcher.count - takes_stream(launcher);
+  int64_t low = 0;
+  for (int i = 0; i < bound.first; i++) low += launcher.kinds[i] >= 0 && uintptr_t(first[i].data) < kLow;
+  if (low != bound.empty) return "";
+  std::vector<Argument> arguments(launcher.count);
+  std::copy_n(first, bound.first, arguments.begin());
+  std::copy_n(bound.last, given - bound.first, arguments.begin() + bound.first);
+  thread_local std::string what;
+  try {
+    launch(launcher, int(bound.device), arguments.data());
+    return nullptr;
+  } catch (const std::exception& error) {
+    what = error.what();
+  } catch (...) {
+    what = std::string(launcher.names[2]) + ": an exception that is no std::exception";
+  }
+  return what.c_str();
+}
+
+}  // namespace inline_loader

@@ -1,0 +1,219 @@
+// PyTorch's side of every operator (host.h), compiled once for all builds.
+//
+// A `Call` reads one operator call's arguments as the launcher's parameters say, checked: device, dtype and contiguity.
+// It exists twice, behind the same names: on PyTorch's stable ABI (STABLE_ABI=1: torch 2.10 and later; compiles in about
+// a second) and on ATen (older releases).
+#pragma once
+#include <stdexcept>
+#include <string>
+#include <vector>
+#include "host/host.h"
+#ifdef WITH_CUDA
+#define USE_CUDA  // the stable headers then declare aoti_torch_get_current_cuda_stream
+#include <cuda_runtime_api.h>
+#endif
+
+#if STABLE_ABI
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#else
+#include <memory>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/stack.h>
+#include <torch/library.h>
+#ifdef WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+#endif
+
+namespace inline_loader {
+
+#if STABLE_ABI
+using Tensor = torch::stable::Tensor;
+using Stack = StableIValue*;
+using DeviceGuard = torch::stable::accelerator::DeviceGuard;
+template <class T> T read(Stack stack, int index, int) { return torch::stable::detail::to<T>(stack[index]); }
+#else
+using Tensor = at::Tensor;
+using Stack = torch::jit::Stack*;
+#ifdef WITH_CUDA
+using DeviceGuard = c10::cuda::CUDAGuard;
+#endif
+template <class T> T read(Stack stack, int index, int count) {
+  return torch::jit::peek(*stack, index, count).to<T>();
+}
+#endif
+
+inline std::string dtype_name(int kind) {
+  switch (kind) {
+    case 0: return "uint8";
+    case 3: return "int32";
+    case 4: return "int64";
+    case 5: return "float16";
+    case 6: return "float32";
+    case 7: return "float64";
+    case 11: return "bool";
+    case 15: return "bfloat16";
+    default: return "dtype number " + std::to_string(kind);
+  }
+}
+
+#ifdef WITH_CUDA
+inline void* current_stream(int device) {
+#if STABLE_ABI
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+#else
+  return c10::cuda::getCurrentCUDAStream(device).stream();
+#endif
+}
+#endif
+
+// Of its storage, which somebody may have freed: a view then has an address all the same.
+inline int64_t held_bytes(const Tensor& tensor) {
+#if STABLE_ABI
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  return bytes;
+#else
+  return int64_t(tensor.storage().nbytes());
+#endif
+}
+
+inline bool takes_stream(const Launcher& launcher) { return launcher.kinds[launcher.count - 1] == kStream; }
+
+// Runs a launcher on its tensors' device, on PyTorch's current stream there, which is its last argument where it takes one.
+inline void launch(const Launcher& launcher, int device, Argument* arguments) {
+#ifdef WITH_CUDA
+  DeviceGuard guard(device);
+  if (takes_stream(launcher)) arguments[launcher.count - 1].data = current_stream(device);
+#endif
+  launcher.run(arguments);
+#ifdef WITH_CUDA
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string(launcher.names[2]) + ": the launch failed: " + cudaGetErrorString(error));
+#endif
+}
+
+// One call of a launcher's operator.
+class Call {
+ public:
+  Call(const Launcher& launcher, Stack stack)
+      : launcher_(launcher), stack_(stack), count_(launcher.count - takes_stream(launcher)) {
+    tensors_.reserve(count_);
+    arguments_.resize(launcher.count);
+    for (int i = 0; i < count_; i++) arguments_[i] = argument(i);
+  }
+
+  void run() {
+    launch(launcher_, device_, arguments_.data());
+#if !STABLE_ABI
+    torch::jit::drop(*stack_, count_);
+#endif
+  }
+
+ private:
+  Argument argument(int index) {
+    Argument found;
+    switch (launcher_.kinds[index]) {
+      case kInteger: found.integer = read<int64_t>(stack_, index, count_); break;
+      case kReal: found.real = read<double>(stack_, index, count_); break;
+      case kFlag: found.flag = read<bool>(stack_, index, count_); break;
+      default: found.data = data(index);
+    }
+    return found;
+  }
+
+  // Of a tensor; null if it has no elements.
+  void* data(int index) {
+    tensors_.push_back(read<Tensor>(stack_, index, count_));
+    const Tensor& tensor = tensors_.back();
+    const int kind = launcher_.kinds[index], given = static_cast<int>(tensor.scalar_type());
+    if (given != kind) fail(index, "expected a " + dtype_name(kind) + " tensor, got " + dtype_name(given));
+    if (!tensor.is_contiguous()) fail(index, "expected a contiguous tensor");
+#ifdef WITH_CUDA
+    if (!tensor.is_cuda())
+      fail(index, std::string("expected a CUDA tensor, got one on ") +
+                      (tensor.is_cpu() ? "the CPU" : "another kind of device"));
+    int device = tensor.get_device();
+    if (device_ >= 0 && device != device_)
+      fail(index, "expected a tensor on cuda:" + std::to_string(device_) +
+                      " like the others, got one on cuda:" + std::to_string(device));
+    device_ = device;
+#else
+    if (!tensor.is_cpu())
+      fail(index, tensor.is_cuda()
+                      ? "expected a CPU tensor, got one on cuda:" + std::to_string(tensor.get_device())
+                      : std::string("expected a CPU tensor, got one on another kind of device"));
+#endif
+    if (tensor.numel() == 0) return nullptr;
+    if (held_bytes(tensor) == 0) fail(index, "expected a tensor with memory, got one whose storage was freed");
+    return const_cast<void*>(static_cast<const void*>(tensor.data_ptr()));
+  }
+
+  [[noreturn]] void fail(int index, const std::string& what) const {
+    throw std::runtime_error(std::string(launcher_.names[2]) + ": " + launcher_.names[3 + index] + ": " + what);
+  }
+
+  const Launcher& launcher_;
+  Stack stack_;
+  int count_;
+  int device_ = -1;
+  std::vector<Argument> arguments_;
+  std::vector<Tensor> tensors_;  // kept alive until the launch
+};
+
+#if STABLE_ABI
+inline void call(const Launcher& launcher, uint64_t* stack) { Call(launcher, stack).run(); }
+#else
+struct Kernel : c10::OperatorKernel {
+  explicit Kernel(const Launcher& launcher) : launcher(launcher) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, Stack stack) { Call(launcher, stack).run(); }
+  const Launcher& launcher;
+};
+#endif
+
+// Registers operators for good: what would take them back at the end is never destroyed.
+inline void add(const char* name_space, const char* dispatch_key, const Launcher* const* launchers, int count) {
+#if STABLE_ABI
+  using Library = torch::stable::detail::StableLibrary;
+  auto* library = new Library(Library::Kind::DEF, name_space, nullptr, __FILE__, __LINE__);
+  auto* implementation = new Library(Library::Kind::IMPL, name_space, dispatch_key, __FILE__, __LINE__);
+#else
+  using torch::Library;
+  auto* library = new Library(Library::DEF, name_space, c10::nullopt, __FILE__, __LINE__);
+  auto* implementation = new Library(Library::IMPL, name_space, c10::parseDispatchKey(dispatch_key), __FILE__, __LINE__);
+#endif
+  for (int i = 0; i < count; i++) {
+    const Launcher& launcher = *launchers[i];
+    library->def(launcher.names[0]);
+#if STABLE_ABI
+    implementation->impl(launcher.names[1], launcher.boxed);
+#else
+    implementation->impl(launcher.names[1], torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(launcher)));
+#endif
+  }
+}
+
+inline void parallel_for(int64_t count, int64_t grain, void (*body)(const void*, int64_t, int64_t), const void* context) {
+  const auto piece = [=](int64_t begin, int64_t end) { body(context, begin, end); };
+#if STABLE_ABI
+  torch::stable::parallel_for(0, count, grain, piece);
+#else
+  at::parallel_for(0, count, grain, piece);
+#endif
+}
+
+#if STABLE_ABI
+constexpr Host pytorch{add, call, parallel_for};
+#else
+constexpr Host pytorch{add, nullptr, parallel_for};
+#endif
+
+}  // namespace inline_loader
