@@ -7,14 +7,14 @@ A source marks its launchers: `EXPORT void name(float* out, const float* x, doub
 adds an operator (kernels/host/host.h) that checks its tensors, sets the device, takes PyTorch's current stream, calls the launcher and
 checks the launch. What that takes of PyTorch (kernels/host/pytorch.h) is compiled once on a machine, beside the first build. Pointers become tensors (those without const are written to), int64_t becomes
 int, double becomes float; a last `cudaStream_t stream` is filled in. What is launched again and again binds its last arguments:
-`kernels.forward.bound(0.5, 2.0, ...)` (loader_launch.py).
+`kernels.forward.bound(0.5, 2.0, ...)` (inline_kernels/loader/launch.py).
 
 kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels/<name>.cpp the CPU launchers; `source=`
 takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME.
 
 `torch.utils.cpp_extension.load_inline` compiles in a temporary folder that holds a copy of every file that was hashed, so
 what is compiled is what the hash names. What the compilers find beyond that (by CPATH, by a macro's name), but for headers of the
-system, CUDA and torch, is looked at before each use of a build: loader_cache.fingerprint. The result is moved in one step to a folder of the cache named by that hash, under
+system, CUDA and torch, is looked at before each use of a build: cache.fingerprint. The result is moved in one step to a folder of the cache named by that hash, under
 a lock that dies with its holder: one process builds, every other one waits and loads. This module knows no model.
 
 `python inline_loader.py doctor` says what is wrong with a machine, `python inline_loader.py clear` empties the cache.
@@ -50,13 +50,12 @@ from typing import NamedTuple
 
 import torch
 
-import loader_cache as cache
-import loader_source
-import loader_toolchain as toolchain
-from loader_launch import Operators
-from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
-from loader_report import BuildError, Status, first_error, in_notebook
-from loader_source import (
+from inline_kernels.loader import cache, toolchain
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader.launch import Operators
+from inline_kernels.loader.machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
+from inline_kernels.loader.messages import BuildError, Status, first_error, in_notebook
+from inline_kernels.loader.source import (
     GENERATED,
     REGISTER,
     Header,
@@ -69,10 +68,10 @@ from loader_source import (
     read,
     registration,
 )
-from loader_toolchain import STABLE_ABI
+from inline_kernels.loader.toolchain import STABLE_ABI
 
 HERE = Path(__file__).resolve().parent
-INSTALLED = HERE / "inline_loader_headers"  # by pip: what every build takes alone
+INSTALLED = HERE / "inline_kernels" / "kernels"  # by pip
 KERNELS = INSTALLED if INSTALLED.is_dir() else HERE / "kernels"
 
 
@@ -292,7 +291,7 @@ COMPILER_VARIABLES = (
 
 
 class Library(NamedTuple):
-    """A build that is loaded, and the fingerprints of its files that the key does not cover (loader_cache.fingerprint)."""
+    """A build that is loaded, and the fingerprints of its files that the key does not cover (cache.fingerprint)."""
 
     code: ctypes.CDLL
     dependencies: Mapping[str, list]

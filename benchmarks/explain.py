@@ -31,9 +31,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch.utils.cpp_extension import CUDA_HOME  # noqa: E402
 
-import compare  # noqa: E402
 import models  # noqa: E402
-from benchmarks import report  # noqa: E402
+from inline_kernels.bench import compare, records  # noqa: E402
 
 CALLS = 9
 VARIANTS = "eager,epilogue,fused"
@@ -269,7 +268,7 @@ def main() -> None:
         rows = [explain(*case, Path(folder)) for case in cases]
     print(table(rows))
     if options.json:
-        report.write(Path(options.json), rows)
+        records.write(Path(options.json), rows)
 
 
 if __name__ == "__main__":

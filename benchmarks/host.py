@@ -30,9 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-import compare  # noqa: E402
 import models  # noqa: E402
-from benchmarks import report  # noqa: E402
+from inline_kernels.bench import compare, records  # noqa: E402
 
 PHASES = ("forward", "forward_grad", "train")
 LOOP = 100  # calls
@@ -204,7 +203,7 @@ def main() -> None:
     )
     print(table(rows))
     if options.json:
-        report.write(options.json, rows)
+        records.write(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-import compare  # noqa: E402
 import models  # noqa: E402
-from benchmarks import report  # noqa: E402
+from inline_kernels.bench import compare, records  # noqa: E402
 
 VARIANTS = ("eager", "compile", "auto")
 
@@ -103,7 +102,7 @@ def main() -> None:
     for name in options.names or models.PROBLEMS:
         rows += measure(models.PROBLEMS[name])
         if options.json:
-            report.write(Path(options.json), rows)
+            records.write(Path(options.json), rows)
     print(table(rows))
 
 

@@ -26,12 +26,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from torch import nn
 
-import charts
-import checks
-import compare
 import inline_loader
-import loader_toolchain as toolchain
 from benchmarks import report
+from inline_kernels.bench import charts, checks, compare, records
+from inline_kernels.loader import toolchain
 
 LADDERS = report.RESULTS / "ladders"  # what notebooks/execute.py finds in the lessons' outputs
 RUNGS = "application/vnd.rungs+json"  # the kind of output in which it finds them
@@ -42,11 +40,11 @@ RUNGS = "application/vnd.rungs+json"  # the kind of output in which it finds the
 def environment() -> str:
     """Prints what this notebook runs on, in a line; returns the device, "cuda" or "cpu"."""
     device, why = compare.pick_device()
-    commit = compare.output_of("git", "rev-parse", "HEAD") or os.environ.get("COMMIT", "")
+    commit = records.output_of("git", "rev-parse", "HEAD") or os.environ.get("COMMIT", "")
     compilers = [toolchain.host_compiler()] + ([toolchain.nvcc()] if device == "cuda" else [])
     versions = [toolchain.version_of(compiler).strip().splitlines() for compiler in compilers]
     lines = [next((line for line in version if "release" in line), version[0]) for version in versions]
-    stamp = [f"driver {report.driver()}"] * (device == "cuda") + [f"commit {commit[:10]}"] * bool(commit)
+    stamp = [f"driver {records.driver()}"] * (device == "cuda") + [f"commit {commit[:10]}"] * bool(commit)
     print(" · ".join([why, f"torch {torch.__version__}", *lines, *stamp]))
     return device
 

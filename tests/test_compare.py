@@ -11,16 +11,16 @@ import functools
 import itertools
 import json
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import charts
-import checks
-import compare
+import compare as command
 import models
 from benchmarks import peers
+from inline_kernels.bench import charts, checks, compare
 from test_checks import DROPOUT, MIN_ADD, POOL, small
 
 ROW = (
@@ -294,7 +294,7 @@ def test_a_pair_that_cannot_be_compared(reference, message):
 
 @pytest.mark.parametrize("name", ["checks", "honesty", "compare"])
 def test_imports_no_model_and_no_problem(name):
-    text = (compare.FOLDER / f"{name}.py").read_text()
+    text = (Path(compare.__file__).parent / f"{name}.py").read_text()
     top = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in top for alias in node.names} | {
         getattr(node, "module", "") for node in top
@@ -312,9 +312,10 @@ def test_command(tmp_path, monkeypatch, capsys):
     problems = {MIN_ADD: small(MIN_ADD), DROPOUT: small(DROPOUT)}
     monkeypatch.setattr(compare, "variants_of", lambda problem, device, peers: ("eager", "epilogue"))
     monkeypatch.setattr(compare, "registry", lambda: problems)
+    monkeypatch.setattr(models, "PROBLEMS", problems)
     path = tmp_path / "new" / "times.json"
     arguments = "--device cpu --batch 3 --phase forward_grad,train".split()
-    assert compare.main([*arguments, "--json", str(path), "--plots", str(tmp_path)]) == 0
+    assert command.main([*arguments, "--json", str(path), "--plots", str(tmp_path)]) == 0
     item = json.loads(path.read_text(), parse_constant=pytest.fail)
     machine = "date command gpu driver cpu threads torch cuda python allow_tf32 commit dirty sources rows"
     assert set(machine.split()) == set(item) and all(set(row) == set(ROW.split()) for row in item["rows"])
@@ -323,9 +324,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "epilogue" in capsys.readouterr().out
 
     problems[MIN_ADD] = small(MIN_ADD, lambda self, x, right: right(x) + 1)
-    assert compare.main([MIN_ADD, "--device", "cpu"]) == 1
+    assert command.main([MIN_ADD, "--device", "cpu"]) == 1
     with pytest.raises(SystemExit, match="2"):
-        compare.main(["nothing"])
+        command.main(["nothing"])
 
 
 @pytest.mark.gpu

@@ -24,15 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.cpp_extension import CUDA_HOME
 
-import checks
-import choice
-import honesty
+import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import inline_loader
-import library
 import numerics
-import operators
-import problems.conv3d_groupnorm_min_clamp_dropout as dropout
-import tiling
+from inline_kernels.bench import checks, honesty
+from inline_kernels.engine import choice, library, operators, tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
 
 EMULATION = Path(__file__).resolve().parent / "emulation"

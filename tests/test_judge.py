@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-import compare
 from cheats import CHEATS, SPARED_NOTHING, contained
 from honest_modules import HONEST
+from inline_kernels.bench import compare
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import inline_loader
-import loader_source
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader.operators import declare
 from inline_loader import BuildError
-from loader_operators import declare
 from loading import run, scale
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -368,7 +368,7 @@ def test_an_argument_that_requires_a_gradient_is_refused_where_it_would_be_lost(
     x = torch.ones(2, requires_grad=True)
     for arguments in [(torch.zeros(2), x, 2), (x.clone(), torch.ones(2), 2)]:
         with pytest.raises(
-            RuntimeError, match=r"^twice: .* requires a gradient.*loader_operators.declare\(.*torch.no_grad"
+            RuntimeError, match=r"^twice: .* requires a gradient.*inline_kernels.declare\(.*torch.no_grad"
         ):
             twice(*arguments)
     with torch.no_grad():

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._C._dynamo.guards import TensorGuards
 
-from loader_source import Launcher
+from inline_kernels.loader.source import Launcher
 
 
 class Operators:
@@ -114,7 +114,7 @@ def _call(launcher: Launcher, operator: Callable) -> Callable:
         "_check_tensors": check_tensors,
         "_increment_version": torch._C._increment_version,
         "_NO_GRADIENT": f"{launcher.name}: an argument requires a gradient, and a launcher has none: give it one with "
-        "loader_operators.declare(..., backward=...), or call it under torch.no_grad()",
+        "inline_kernels.declare(..., backward=...), or call it under torch.no_grad()",
     }
     exec(code, names)
     return names[launcher.operator]

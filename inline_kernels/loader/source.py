@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loader_report import BuildError, at_line
+from inline_kernels.loader.messages import BuildError, at_line
 
 NUMBERS = {"int64_t": "int", "double": "float", "bool": "bool"}  # C type to the operator's
 

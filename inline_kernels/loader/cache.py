@@ -30,8 +30,8 @@ from pathlib import Path
 
 import filelock
 
-import loader_toolchain as toolchain
-from loader_report import BuildError
+from inline_kernels.loader import toolchain
+from inline_kernels.loader.messages import BuildError
 
 LIMIT = 1 << 30  # bytes; the least recently used builds go first
 LOCK_TIMEOUT = 1800.0  # seconds
