@@ -26,11 +26,10 @@ from inline_kernels.bench.compare import (  # noqa: F401  the public names
     compare,
     compare_pair,
     contest_of,
-    host_times,
     pick_device,
-    time,
 )
 from inline_kernels.bench.records import write
+from inline_kernels.bench.timing import Call, host_times, time  # noqa: F401
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from torch import nn
 
 import inline_loader
 from benchmarks import report
-from inline_kernels.bench import charts, checks, compare, records
+from inline_kernels.bench import charts, checks, compare, records, timing
 from inline_kernels.loader import toolchain
 
 LADDERS = report.RESULTS / "ladders"  # what notebooks/execute.py finds in the lessons' outputs
@@ -80,7 +80,7 @@ def rate(device: str, size: float) -> float:
     """Bytes per millisecond of simple passes over `size` bytes, three in a row as eager PyTorch runs them."""
     tensor = torch.rand(int(size) // 4, device=device)
     passes = {"three additions": lambda: tensor.add(1).add(1).add(1)}
-    return 3 * 2 * size / compare.time(passes, device, seconds=1)["three additions"].median
+    return 3 * 2 * size / timing.time(passes, device, seconds=1)["three additions"].median
 
 
 @functools.cache
@@ -90,12 +90,12 @@ def roofs(device: str) -> dict[str, float]:
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     with checks.without_tf32():
-        times = compare.time({"float32": lambda: a @ b}, device, seconds=0.5)
+        times = timing.time({"float32": lambda: a @ b}, device, seconds=0.5)
     if device == "cuda":
         before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
         halves = a.half(), b.half()
         products = {"TF32": lambda: a @ b, "float16": lambda: halves[0] @ halves[1]}
-        found = compare.time(products, device, seconds=0.5)
+        found = timing.time(products, device, seconds=0.5)
         times |= {f"{name}, tensor cores": timing for name, timing in found.items()}
         torch.backends.cuda.matmul.allow_tf32 = before
     memory = rate(device, 1 << 29 if device == "cuda" else 1 << 27)
@@ -213,17 +213,17 @@ def batches(problem, device: str, sizes: tuple[int, ...] | None = None) -> None:
         model, inputs = compare.contest_of(problem, device=device, batch_size=size).drawn(0)
         both = {"eager": model, "ours": problem.ModelNew.from_eager(model)}
         calls = {
-            name: compare.Call.of(checks.as_contestant(each, model), inputs, "forward", None)
+            name: timing.Call.of(checks.as_contestant(each, model), inputs, "forward", None)
             for name, each in both.items()
         }
         kinds = (
-            {"on the GPU": compare.time, "as called": compare.call_times}
+            {"on the GPU": timing.time, "as called": timing.call_times}
             if device == "cuda"
-            else {"": compare.time}
+            else {"": timing.time}
         )
         for kind, clock in kinds.items():
-            for name, timing in clock(calls, device, seconds=0.2).items():
-                found.setdefault(", ".join(filter(None, (name, kind))), {})[size] = timing.median
+            for name, times in clock(calls, device, seconds=0.2).items():
+                found.setdefault(", ".join(filter(None, (name, kind))), {})[size] = times.median
     tell("")
     picture(
         charts.against(
@@ -360,8 +360,8 @@ class Ladder:
             with torch.no_grad():
                 g = torch.randn_like(self.model(*self.inputs))
         pair = {"eager": checks.as_contestant(self.model, self.model), "rung": contestant}
-        calls = {name: compare.Call.of(each, self.inputs, self.phase, g) for name, each in pair.items()}
-        times = compare.time(calls, self.device, seconds=0.6)
+        calls = {name: timing.Call.of(each, self.inputs, self.phase, g) for name, each in pair.items()}
+        times = timing.time(calls, self.device, seconds=0.6)
         return {"ms": times["rung"].median, "eager_ms": times["eager"].median}
 
     @functools.cached_property

@@ -20,7 +20,7 @@ from torch import nn
 import compare as command
 import models
 from benchmarks import peers
-from inline_kernels.bench import charts, checks, compare
+from inline_kernels.bench import charts, checks, compare, timing
 from test_checks import DROPOUT, MIN_ADD, POOL, small
 
 ROW = (
@@ -134,7 +134,7 @@ def test_a_peer_is_judged_on_the_mean_of_draws():
 def test_peers_lie_in_memory_as_they_are_said_to():
     model = models.PROBLEMS[MIN_ADD].Model(4, 8, 3, 0.5, (8, 1, 1), 2.0)
     peer = compare.Peer(lambda model: model, channels_last=True).contestant(model)
-    call = compare.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train", torch.rand(2, 8, 7, 7))
+    call = timing.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train", torch.rand(2, 8, 7, 7))
     tensors = call.inputs[0], call.g, peer.module.conv.weight
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     assert model.conv.weight.is_contiguous() and not any(t.is_contiguous() for t in tensors)
@@ -218,10 +218,10 @@ def test_any_pair(phase):
 def test_short_calls_are_timed_in_a_row(ticks_of_calls, in_a_row, monkeypatch):
     """None pays for what another contestant left in the caches; long ones are not repeated."""
     made, ticks = [], itertools.count()
-    monkeypatch.setattr(compare, "clock", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr(compare, "IN_A_ROW", ticks_of_calls)
+    monkeypatch.setattr(timing, "clock", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(timing, "IN_A_ROW", ticks_of_calls)
     calls = {name: functools.partial(made.append, name) for name in ("a", "b")}
-    compare._cpu_rounds(calls, 2)
+    timing._cpu_rounds(calls, 2)
     assert made == (["a"] * in_a_row + ["b"] * in_a_row) * 2
 
 
