@@ -537,7 +537,14 @@ def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
     with ThreadPoolExecutor(min(toolchain.builds_at_once(), max(1, len(requests)))) as pool:
         futures = []
         for index, request in enumerate(requests, 1):
-            arguments = {"source": None, "folder": None, "device": "cpu", "defines": {}, "launchers": None, **request}
+            arguments = {
+                "source": None,
+                "folder": None,
+                "device": "cpu",
+                "defines": {},
+                "launchers": None,
+                **request,
+            }
             futures.append(pool.submit(_load, **arguments, place=f", {index} of {len(requests)}"))
         try:
             return [future.result() for future in futures]

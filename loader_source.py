@@ -127,7 +127,7 @@ def code_of(source: str) -> str:
 
 _LAUNCHER = re.compile(r"EXPORT\s+(void|int64_t)\s+([A-Za-z_]\w*)\s*\(([^()]*)\)")
 _TYPE = re.compile(r"(const )?([\w:]+)( const)?( \*)?( const)?")
-_SIZED = re.compile(r"(?:const )?(In|Out) < (const )?([\w:]+)( const)? >(?: const)?")
+_SIZED = re.compile(r"(?:const )?(In|Out) < ([\w:]+) >(?: const)?")
 
 
 # What begins and ends a scope, and the preprocessor's branches: each is in the scopes of its #if.
@@ -216,9 +216,13 @@ def _parse_launcher(result: str, name: str, text: str, place: tuple[int, int]) -
     stream = bool(texts and re.fullmatch(r"(const )?cudaStream_t( const)? \w+", texts[-1]))
     parameters = tuple(_parse_parameter(part) for part in (texts[:-1] if stream else texts))
     asked = result == "int64_t"
-    wrong = [p.declared for p in parameters if p.tensor and not (p.sized and p.const)] + ["cudaStream_t"] * stream
+    wrong = [p.declared for p in parameters if p.tensor and not (p.sized and p.const)] + [
+        "cudaStream_t"
+    ] * stream
     if asked and wrong:
-        raise ValueError(f"{name}: expected `In<T>` tensors and numbers where an int64_t is returned, got {wrong[0]}")
+        raise ValueError(
+            f"{name}: expected `In<T>` tensors and numbers where an int64_t is returned, got {wrong[0]}"
+        )
     if not asked and not any(parameter.tensor for parameter in parameters):
         raise ValueError(f"{name}: expected at least one tensor (pointer) parameter, got ({text.strip()})")
     return Launcher(name, parameters, stream, place, asked)
@@ -234,8 +238,8 @@ def _parse_parameter(text: str) -> Parameter:
     *kind, name = re.findall(r"[\w:]+|\S", text) or [""]
     kind = [word for word in kind if word not in ("__restrict__", "__restrict")]
     match, sized = _TYPE.fullmatch(" ".join(kind)), _SIZED.fullmatch(" ".join(kind))
-    if sized and name.isidentifier() and not (sized[1] == "Out" and (sized[2] or sized[4])):
-        return Parameter(sized[3], name, True, sized[1] == "In", sized=True)
+    if sized and name.isidentifier():
+        return Parameter(sized[2], name, True, sized[1] == "In", sized=True)
     if not match or not name.isidentifier() or not (match[4] or match[2] in NUMBERS):
         instead = {_INSTEAD.get(word.removeprefix("std::")) for word in kind if word != "const"}
         hint = f": write `{instead.pop()} {name}`" if len(instead) == 1 and instead != {None} else ""

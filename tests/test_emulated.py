@@ -99,11 +99,15 @@ class Emulated:
     def __getattr__(self, name: str):
         launcher, index = self.launchers[name], list(self.launchers).index(name)
         formats = {"double": "d", "int64_t": "q", "bool": "?7x"}
-        packed = struct.Struct("".join("Q" if p.tensor else formats[p.ctype] for p in launcher.parameters) + "Q")
+        packed = struct.Struct(
+            "".join("Q" if p.tensor else formats[p.ctype] for p in launcher.parameters) + "Q"
+        )
 
         def call(*arguments):
             given = [_argument(*pair) for pair in zip(launcher.parameters, arguments, strict=True)]
-            sizes = b"".join(loader_launch._sizes([a] if torch.is_tensor(a) else []).ljust(72) for a in arguments)
+            sizes = b"".join(
+                loader_launch._sizes([a] if torch.is_tensor(a) else []).ljust(72) for a in arguments
+            )
             result = self.library.emulation_run(index, packed.pack(*given, 0), sizes)
             failure = self.library.emulation_failure()
             assert not failure, failure.decode()
