@@ -31,6 +31,7 @@ import numerics
 from inline_kernels.bench import checks, honesty
 from inline_kernels.engine import choice, library, operators, tiling
 from inline_kernels.loader import launch as loader_launch
+from inline_kernels.loader import source as loader_source
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
 
 EMULATION = Path(__file__).resolve().parent / "emulation"
@@ -90,7 +91,7 @@ class Emulated:
 
     def __init__(self, source: str, library: ctypes.CDLL):
         self.library = library
-        self.launchers = {launcher.name: launcher for launcher in inline_loader.parse_launchers(source)}
+        self.launchers = {launcher.name: launcher for launcher in loader_source.parse_launchers(source)}
 
     def __getattr__(self, name: str):
         launcher, index = self.launchers[name], list(self.launchers).index(name)
@@ -113,7 +114,7 @@ class Emulated:
         return call
 
 
-def _argument(parameter: inline_loader.Parameter, value):
+def _argument(parameter: loader_source.Parameter, value):
     if parameter.tensor:
         assert value.is_contiguous(), parameter.name
         return value.data_ptr() if value.numel() else 0
@@ -179,7 +180,7 @@ def library_of(source: str, architecture: int, defines: dict, replaced: tuple, f
         runs = once(folder / "emulation.so", lambda so: compile_with("-O3", emulation, "-shared", "-o", so))
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
         text = library.with_suffix(".cpp")
-        registered = inline_loader.registration(inline_loader.parse_launchers(source), "cuda")
+        registered = loader_source.registration(loader_source.parse_launchers(source), "cuda")
         parts = [translated(source, replaced), '#include "host/tensor.h"', registered, RUN]
         text.write_text("\n".join(parts))
         compile_with(
@@ -198,8 +199,8 @@ def build(
 ) -> Emulated:
     source = (inline_loader.KERNELS / f"{name}.cu").read_text()
     if launchers:
-        others = {launcher.name for launcher in inline_loader.parse_launchers(source)}.difference(launchers)
-        source = inline_loader.without(source, others)
+        others = {launcher.name for launcher in loader_source.parse_launchers(source)}.difference(launchers)
+        source = loader_source.without(source, others)
     return Emulated(source, library_of(source, architecture, defines, replaced, folder))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inline_kernels.loader.source import REGISTER, REGISTRATION, parse_launchers, registration
-from inline_loader import KERNELS, RESTORED
+from inline_kernels.loader.units import KERNELS, RESTORED
 
 NAMESPACE = "_NAMESPACE_"  # on the host side, in the place of the build's name
 REGISTERED = f"""{REGISTRATION};
