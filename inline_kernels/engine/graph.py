@@ -232,13 +232,13 @@ class Graph:
     def sum(self, axis: str, a: Node) -> Node:
         """The sum as it stands, not taken apart: forward's, whose order of operations is the model's."""
         if not a.space.has(axis):
-            return a * self._count_along(axis)
+            return a * self.count_along(axis)
         return self.make("sum", a, attr=axis, space=self._summed(axis, a.space))
 
     def total(self, axis: str, a: Node) -> Node:
         """The sum, taken apart: factors that don't vary along the axis are taken out, sums of sparse values are over what is there."""
         if not a.space.has(axis):
-            return a * self._count_along(axis)
+            return a * self.count_along(axis)
         if axis == "s" and a.op == "upsample":
             return self.total("s", a.args[0] * self.count("window", a.args[0].space.level))
         if a.op == "put" and _axis_of(a.args[1]) == axis:
@@ -270,9 +270,9 @@ class Graph:
 
     def _total_as(self, axis: str, a: Node, space: Space) -> Node:
         """The sum of a as a term of that space: of a term that doesn't vary along the axis, a multiple."""
-        return self.total(axis, a) if a.space.has(axis) else a * self._count_along(axis, space.level)
+        return self.total(axis, a) if a.space.has(axis) else a * self.count_along(axis, space.level)
 
-    def _count_along(self, axis: str, level: str = "e") -> Node:
+    def count_along(self, axis: str, level: str = "e") -> Node:
         if axis in ("n", "c"):
             return self.count(axis)
         return self.count("s", level) if axis == "s" else self.count("window", axis)
@@ -299,7 +299,7 @@ class Graph:
             elif step == "s" and not a.space.level:
                 continue
             else:
-                n = self._count_along(step, a.space.level)
+                n = self.count_along(step, a.space.level)
                 total = self.sum(step, total) if total.space.has(step) else total * n
             count = n if count is None else count * n
         return total if count is None else total / count
@@ -314,7 +314,7 @@ class Graph:
             if isinstance(step, int):
                 count = count * self.count("group", step)
             elif step != "s" or level:
-                count = count * self._count_along(step, level)
+                count = count * self.count_along(step, level)
         return count
 
     # ---- selections
