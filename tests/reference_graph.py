@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 
+from inline_kernels.engine.capture import Captured, Segment
 from inline_kernels.engine.graph import Graph, Node, Space, order
 
 FUNCTIONS = {
@@ -214,3 +216,135 @@ def _put(a, index, node, sizes):
         return out.scatter_add(1, index.expand(at), a.expand(at))
     at = (*shape[:2], *index.shape[2:])
     return out.flatten(2).scatter_add(2, index.expand(at).flatten(2), a.expand(at).flatten(2)).reshape(shape)
+
+
+# ---- segments, as their operators are to be
+def attribute(model: torch.nn.Module, name: str):
+    value = model
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def result_shape(segment: Segment, sizes: Sizes) -> tuple[int, ...]:
+    """Of the segment's tensor."""
+    positions = sizes.levels[segment.outputs[0].space.level or "e"]
+    named = {"n": sizes.n, "c": sizes.c, "s": math.prod(positions), "": 1} | dict(
+        zip("012", positions, strict=False)
+    )
+    return tuple(named[axis] for axis in segment.axes)
+
+
+def convolve(segment: Segment, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Without bias."""
+    conv = segment.conv
+    function = F.conv2d if conv.nd == 2 else F.conv3d
+    if conv.padding_mode != "zeros":
+        padding = (
+            _same_padding(conv, weight)
+            if conv.padding == "same"
+            else [q for p in conv.padding[::-1] for q in (p, p)]
+        )
+        x, conv = F.pad(x, padding, conv.padding_mode), conv._replace(padding=0)
+    return function(x, weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _same_padding(conv, weight: torch.Tensor) -> list[int]:
+    found = []
+    for d, k in zip(conv.dilation[::-1], list(weight.shape[2:])[::-1], strict=True):
+        found += [d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2]
+    return found
+
+
+class _Operator(torch.autograd.Function):
+    """A segment by the graph alone, backward by its adjoints; only the convolution's gradients are the library's."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        segment: Segment,
+        numbers: Mapping[str, float],
+        masks: Sequence[torch.Tensor],
+        *tensors: torch.Tensor,
+    ):
+        x, weight = tensors[0], tensors[len(segment.inputs)]
+        z = convolve(segment, x, weight)
+        sizes = Sizes(segment.graph, z.shape[0], z.shape[1], z.shape[2:])
+        leaves = _leaves(segment, z, numbers, masks, tensors, sizes)
+        roots = [*segment.outputs, *(n for u in segment.updates for n in (u.mean, u.variance, u.count))]
+        y, *statistics = evaluate(roots, leaves, sizes)
+        ctx.segment, ctx.leaves, ctx.sizes = segment, leaves, sizes
+        ctx.save_for_backward(*tensors)
+        y = y.expand(sizes.shape(segment.outputs[0].space)).reshape(result_shape(segment, sizes)).clone()
+        ctx.mark_non_differentiable(*statistics)
+        return y, *statistics
+
+    @staticmethod
+    def backward(ctx, dy, *_):
+        segment, sizes, tensors = ctx.segment, ctx.sizes, ctx.saved_tensors
+        graph, (y,) = segment.graph, segment.outputs
+        own = {n.attr[0]: n for n in order([y]) if n.op == "leaf"}
+        names = _names(segment)
+        adjoint = graph.leaf("dy", y.space, "dy")
+        wanted = [own[name] for name in ("z", *names) if name in own]
+        nodes = graph.adjoints(y, adjoint, wanted)
+        given = {**ctx.leaves, "dy": dy.reshape(sizes.shape(y.space))}
+        found = dict(zip([w.attr[0] for w in wanted], nodes, strict=True))
+        computed = [(name, node) for name, node in found.items() if node is not None]
+        values = dict(
+            zip([n for n, _ in computed], evaluate([n for _, n in computed], given, sizes), strict=True)
+        )
+        values = {name: v.expand(sizes.shape(own[name].space)) for name, v in values.items()}
+        weight_at = len(segment.inputs)
+        with torch.enable_grad():
+            x, weight = (t.detach().requires_grad_() for t in (tensors[0], tensors[weight_at]))
+            z = convolve(segment, x, weight)
+        dz = values.get("z", torch.zeros_like(z)).to(z.dtype)
+        dx, dw = torch.autograd.grad(z, (x, weight), dz.contiguous())
+        gradients = [
+            values[n].reshape(t.shape) if n in values else torch.zeros_like(t) for n, t in zip(names, tensors)
+        ]
+        gradients[0], gradients[weight_at] = dx, dw
+        return None, None, None, *gradients
+
+
+def _names(segment: Segment) -> list[str]:
+    return [*(leaf.attr[0] for leaf in segment.inputs), *segment.parameters, *segment.buffers]
+
+
+def _leaves(segment, z, numbers, masks, tensors, sizes) -> dict[str, torch.Tensor]:
+    leaves = {"z": z}
+    spaces = {n.attr[0]: n.space for n in segment.graph.nodes if n.op == "leaf"}
+    for name, tensor in zip(_names(segment), tensors, strict=True):
+        if name in spaces and name not in (segment.parameters[0], segment.inputs[0].attr[0]):
+            leaves[name] = tensor.reshape(sizes.shape(spaces[name]))
+    for name, number in numbers.items():
+        leaves[name] = torch.full(sizes.shape(spaces[name]), number, dtype=z.dtype)
+    for random, mask in zip(segment.random, masks, strict=True):
+        leaves[random.leaf] = mask(sizes.shape(spaces[random.leaf])).to(z.dtype)
+    return leaves
+
+
+class Reference(torch.fx.Interpreter):
+    """A captured model, its segments by the interpreter of graphs. `mask(shape)` draws what dropouts keep."""
+
+    def __init__(self, model: torch.nn.Module, captured: Captured, mask=None):
+        super().__init__(captured.module)
+        self.model, self.mask = model, mask
+
+    def call_function(self, target, args, kwargs):
+        if not isinstance(target, Segment):
+            return super().call_function(target, args, kwargs)
+        tensors = [attribute(self.model, name) for name in (*target.parameters, *target.buffers)]
+        numbers = {name: attribute(self.model, name) for name in target.scalars}
+        y, *statistics = _Operator.apply(target, numbers, [self.mask] * len(target.random), *args, *tensors)
+        for i, update in enumerate(target.updates):
+            self._update(update, *statistics[3 * i : 3 * i + 3])
+        return y
+
+    def _update(self, update, mean, variance, count):
+        for name, value in (
+            (update.mean_buffer, mean),
+            (update.variance_buffer, variance * count / (count - 1)),
+        ):
+            attribute(self.model, name).lerp_(value.reshape(-1), update.momentum)

@@ -244,7 +244,7 @@ class Graph:
         if a.op == "put" and _axis_of(a.args[1]) == axis:
             return a.args[0]
         if axis == "s" and a.op == "put" and _axis_of(a.args[1]) != "c":
-            return self.total("s", a.args[0])
+            return self._total_as("s", a.args[0], a.args[1].space.level)
         if a.op == "neg":
             return -self.total(axis, a.args[0])
         if a.op == "mul":
@@ -254,7 +254,7 @@ class Graph:
         if a.op == "div" and not a.args[1].space.has(axis):
             return self.total(axis, a.args[0]) / a.args[1]
         if a.op in ("add", "sub"):
-            return self.scalar(a.op, *(self._total_as(axis, x, a.space) for x in a.args))
+            return self.scalar(a.op, *(self._total_as(axis, x, a.space.level) for x in a.args))
         return self.make("sum", a, attr=axis, space=self._summed(axis, a.space))
 
     def group(self, a: Node, groups: int) -> Node:
@@ -268,13 +268,16 @@ class Graph:
             return a * self.count("group", groups)
         return self.make("group", a, attr=groups, space=a.space)
 
-    def _total_as(self, axis: str, a: Node, space: Space) -> Node:
-        """The sum of a as a term of that space: of a term that doesn't vary along the axis, a multiple."""
-        return self.total(axis, a) if a.space.has(axis) else a * self.count_along(axis, space.level)
+    def _total_as(self, axis: str, a: Node, level: str = "") -> Node:
+        """The sum of a as a value of that level: where it doesn't vary along the axis, a multiple."""
+        return self.total(axis, a) if a.space.has(axis) else a * self.count_along(axis, level)
 
-    def count_along(self, axis: str, level: str = "e") -> Node:
+    def count_along(self, axis: str, level: str = "") -> Node:
+        """How many values a sum over an axis adds up; over "s", the positions of that level."""
         if axis in ("n", "c"):
             return self.count(axis)
+        if axis == "s" and not level:
+            raise ValueError("a sum over positions of a value that has none")
         return self.count("s", level) if axis == "s" else self.count("window", axis)
 
     def _summed(self, axis: str, space: Space) -> Space:
@@ -356,14 +359,16 @@ class Graph:
         return self.make("detach", a, attr=path, space=a.space)
 
     # ---- reverse mode
-    def fit(self, adjoint: Node, space: Space) -> Node:
-        """The adjoint summed over what its value was broadcast along."""
-        if adjoint.space.level and not space.level:
-            adjoint = self.total("s", adjoint)
-        if adjoint.space.n and not space.n:
-            adjoint = self.total("n", adjoint)
-        if adjoint.space.c and not space.c:
-            adjoint = self.total("c", adjoint)
+    def fit(self, adjoint: Node, result: Space, operand: Space) -> Node:
+        """The adjoint of an operand, summed over what the operand was broadcast along in making a result of that space. An adjoint that
+        doesn't vary along such an axis counts as often as the axis is long."""
+        level = adjoint.space.level or result.level
+        if level and not operand.level:
+            adjoint = self._total_as("s", adjoint, level)
+        if (adjoint.space.n or result.n) and not operand.n:
+            adjoint = self._total_as("n", adjoint)
+        if (adjoint.space.c or result.c) and not operand.c:
+            adjoint = self._total_as("c", adjoint)
         return adjoint
 
     def adjoints(self, y: Node, dy: Node, wanted: Sequence[Node]) -> list[Node | None]:
@@ -382,7 +387,7 @@ class Graph:
             for arg, part in zip(_differentiated(node), self._parts(node, g), strict=True):
                 if part is None or arg.id not in needed:
                     continue
-                part = self.fit(part, arg.space)
+                part = self.fit(part, node.space, arg.space)
                 found[arg.id] = found[arg.id] + part if arg.id in found else part
         return [found.get(w.id) for w in wanted]
 
