@@ -29,6 +29,7 @@ FUNCTIONS = {
     "where": torch.where,
     "max": torch.maximum,
     "min": torch.minimum,
+    "narrow": lambda x: x.float().to(x.dtype),
     "relu": torch.relu,
     "leaky_relu": lambda x, slope: torch.where(x > 0, x, x * slope),
     "clamp_min": torch.clamp_min,

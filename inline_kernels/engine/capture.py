@@ -374,10 +374,14 @@ class _Growth:
     def _number_tensor(self, node: fx.Node) -> Value:
         """torch.tensor(a number): no axes, and the other operand's type."""
         data = node.args[0] if node.args else node.kwargs.get("data")
+        if node.kwargs.get("dtype") is not None or node.kwargs.get("requires_grad"):
+            raise NotAccepted("a tensor of its own type")
+        narrow = torch.get_default_dtype() == torch.float32
         if isinstance(data, Named):
-            return self._attribute(data.name)
-        if isinstance(data, (int, float)) and not node.kwargs.get("requires_grad"):
-            return Value(self.tail.graph.const(data))
+            value = self._attribute(data.name)
+            return Value(value.node.apply("narrow")) if narrow else value
+        if type(data) is float:
+            return Value(self.tail.graph.const(torch.tensor(data).item()))
         raise NotAccepted("a tensor of more than a number")
 
     def _input(self, a: fx.Node, beside: fx.Node | None) -> Value:

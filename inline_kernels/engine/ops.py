@@ -691,7 +691,15 @@ def instance_norm(
 
 @row(F.batch_norm)
 def batch_norm(
-    t, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
+    t,
+    input,
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
 ):
     x = _channels_first(t, input)
     if not training:

@@ -224,7 +224,17 @@ class _Known(NamedTuple):
         return f"{self.name}.{attribute}" if self.name else attribute
 
 
-class _Shadow(nn.Module):
+class _TensorsAreProxies(nn.Module):
+    def __getattr__(self, name: str):
+        value = super().__getattr__(name)
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self.__dict__["_shadow"]
+        node = known.tracer.get_attr(known.tracer.tensors.get(id(value)) or known.qualified(name))
+        return _TensorProxy(node, known.tracer, value)
+
+
+class _Shadow(_TensorsAreProxies):
     """Before a module's own class: a module that is traced through."""
 
     def __call__(self, *args, **kwargs):
@@ -243,14 +253,6 @@ class _Shadow(nn.Module):
             known.tracer.read.append(value)
         return value
 
-    def __getattr__(self, name: str):
-        value = super().__getattr__(name)
-        if not isinstance(value, torch.Tensor):
-            return value
-        known = self.__dict__["_shadow"]
-        node = known.tracer.get_attr(known.tracer.tensors.get(id(value)) or known.qualified(name))
-        return _TensorProxy(node, known.tracer, value)
-
     def __setattr__(self, name: str, value: Any):
         raise _Stopped(f"its forward writes self.{name}")
 
@@ -258,7 +260,7 @@ class _Shadow(nn.Module):
         raise _Stopped(f"its forward deletes self.{name}")
 
 
-class _LeafShadow(nn.Module):
+class _LeafShadow(_TensorsAreProxies):
     """Before a module's own class: a module whose calls are nodes."""
 
     def __call__(self, *args, **kwargs):
@@ -309,6 +311,7 @@ def trace(model: nn.Module) -> Traced:
             continue
         if _random_state() != drawn:
             raise NotCaptured("its forward draws Python's or NumPy's random numbers")
+        _name_results_of_writes(tracer.graph)
         values = tracer.noted | _used_by_value(tracer)
         inlined = tuple(dict.fromkeys(tracer.inlined))
         return Traced(tracer.graph, tracer.constants, frozenset(values), inlined, leaves, optional)
@@ -336,6 +339,17 @@ def _run(tracer: _Tracer) -> dict[str, Any]:
     tracer.inlined.insert(0, "")
     tracer.create_node("output", "output", (tracer.create_arg(result),), {})
     return optional
+
+
+def _name_results_of_writes(graph: fx.Graph) -> None:
+    """A method that works in place returns what it wrote: later uses of that are uses of the result."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        in_place = node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__")
+        if in_place and isinstance(node.args[0], fx.Node):
+            later = [user for user in node.args[0].users if place[user] > place[node]]
+            for user in later:
+                user.replace_input_with(node.args[0], node)
 
 
 def _used_by_value(tracer: _Tracer) -> set[str]:
