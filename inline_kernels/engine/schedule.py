@@ -164,7 +164,7 @@ def _names(segment, program: Program) -> source.Names:
         if kind == "scalar":
             scalars.append(name)
         elif kind == "drawn":
-            random[name] = drawn[node]
+            random[name] = drawn[name]
             incoming[node] = Array("seed", "seed", Space(False, False, ""))
         else:
             array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (source.identifier(name), "value")}

@@ -20,7 +20,7 @@ template <int sign, class T> struct Extreme {
 };
 template <int sign, class E, int K> struct Extreme<sign, Pack<E, K>> {
   Pack<E, K> value;
-  Pack<int, K> index = lanes<K>([](int) { return -1; });
+  Pack<int, K> index = splat<K>(-1);
   __device__ __forceinline__ void take(const Pack<E, K>& x, int64_t place) {
     each([&](auto& one, int i) { one.take(x.at[i], place); });
   }

@@ -30,6 +30,13 @@ template <int K, class F> __device__ __forceinline__ auto lanes(const F& f) {
   return result;
 }
 
+template <int K, class E> __device__ __forceinline__ Pack<E, K> splat(E value) {
+  Pack<E, K> result;
+#pragma unroll
+  for (int i = 0; i < K; i++) result.at[i] = value;
+  return result;
+}
+
 #define LOAD_BINARY(symbol)                                                                              \
   template <class E, int K, class B>                                                                     \
   __device__ __forceinline__ auto operator symbol(const Pack<E, K>& a, const B& b) {                     \
@@ -65,28 +72,43 @@ __device__ __forceinline__ Pack<E, K>& operator+=(Pack<E, K>& a, const B& b) {
 // math.h's functions, lane by lane.
 namespace math {
 
-#define LOAD_UNARY(name)                                                                             \
-  template <class E, int K, class... Numbers>                                                        \
-  __device__ __forceinline__ load::Pack<E, K> name(const load::Pack<E, K>& x, Numbers... numbers) {  \
-    return load::lanes<K>([&](int i) { return E(name(x.at[i], numbers...)); });                      \
+#define LOAD_UNARY(name)                                                                      \
+  template <class E, int K> __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x) { \
+    return load::lanes<K>([&](int i) { return E(name(x.at[i])); });                           \
+  }
+#define LOAD_WITH_NUMBER(name)                                                                            \
+  template <class E, int K, class A> __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x, A a) { \
+    return load::lanes<K>([&](int i) { return E(name(x.at[i], load::lane_of(a, i))); });                  \
+  }
+#define LOAD_WITH_NUMBERS(name)                                                                            \
+  template <class E, int K, class A, class B>                                                              \
+  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x, A a, B b) {                         \
+    return load::lanes<K>([&](int i) { return E(name(x.at[i], load::lane_of(a, i), load::lane_of(b, i))); }); \
   }
 #define LOAD_WITH_GRADIENT(name) LOAD_UNARY(name) LOAD_UNARY(name##_gradient)
 LOAD_WITH_GRADIENT(exp) LOAD_WITH_GRADIENT(exp2) LOAD_WITH_GRADIENT(log) LOAD_WITH_GRADIENT(log1p)
 LOAD_WITH_GRADIENT(expm1) LOAD_WITH_GRADIENT(tanh) LOAD_WITH_GRADIENT(sigmoid) LOAD_WITH_GRADIENT(silu)
 LOAD_WITH_GRADIENT(mish) LOAD_WITH_GRADIENT(erf) LOAD_WITH_GRADIENT(gelu) LOAD_WITH_GRADIENT(gelu_tanh)
-LOAD_WITH_GRADIENT(hardswish) LOAD_WITH_GRADIENT(hardsigmoid) LOAD_WITH_GRADIENT(softplus)
-LOAD_WITH_GRADIENT(elu) LOAD_WITH_GRADIENT(sqrt) LOAD_WITH_GRADIENT(rsqrt)
-LOAD_UNARY(abs) LOAD_UNARY(relu) LOAD_UNARY(clamp) LOAD_UNARY(square) LOAD_UNARY(reciprocal)
-#undef LOAD_WITH_GRADIENT
+LOAD_WITH_GRADIENT(hardswish) LOAD_WITH_GRADIENT(hardsigmoid) LOAD_WITH_GRADIENT(sqrt) LOAD_WITH_GRADIENT(rsqrt)
+LOAD_UNARY(abs) LOAD_UNARY(relu) LOAD_UNARY(square) LOAD_UNARY(reciprocal)
+LOAD_WITH_NUMBER(elu) LOAD_WITH_NUMBER(elu_gradient)
+LOAD_WITH_NUMBERS(clamp) LOAD_WITH_NUMBERS(softplus) LOAD_WITH_NUMBERS(softplus_gradient)
 #undef LOAD_UNARY
+#undef LOAD_WITH_NUMBER
+#undef LOAD_WITH_NUMBERS
+#undef LOAD_WITH_GRADIENT
 
-#define LOAD_EXTREME(name)                                                                               \
-  template <class E, int K, class B>                                                                     \
-  __device__ __forceinline__ load::Pack<E, K> name(const load::Pack<E, K>& a, const B& b) {              \
-    return load::lanes<K>([&](int i) { return E(name(a.at[i], E(load::lane_of(b, i)))); });              \
-  }                                                                                                      \
-  template <class E, int K> __device__ __forceinline__ load::Pack<E, K> name(E a, const load::Pack<E, K>& b) { \
-    return load::lanes<K>([&](int i) { return E(name(a, b.at[i])); });                                   \
+// Of a pack and a pack or a number. math.h's own templates take any two types, so each of these has to fit better.
+#define LOAD_EXTREME(name)                                                                                    \
+  template <class E, int K>                                                                                   \
+  __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> a, load::Pack<E, K> b) {                  \
+    return load::lanes<K>([&](int i) { return E(name(a.at[i], b.at[i])); });                                  \
+  }                                                                                                           \
+  template <class E, int K, class B> __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> a, B b) { \
+    return load::lanes<K>([&](int i) { return E(name(a.at[i], E(b))); });                                     \
+  }                                                                                                           \
+  template <class E, int K, class A> __device__ __forceinline__ load::Pack<E, K> name(A a, load::Pack<E, K> b) { \
+    return load::lanes<K>([&](int i) { return E(name(E(a), b.at[i])); });                                     \
   }
 LOAD_EXTREME(minimum) LOAD_EXTREME(maximum)
 #undef LOAD_EXTREME

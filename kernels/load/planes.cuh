@@ -26,10 +26,11 @@ template <int K> struct Point {
   const Extent& extent;
   const value_t* values;  // the convolution's
   int64_t n, c, C;
-  int position, place = 0;
+  int position, place;
+  bool aligned;  // is offset() a multiple of K?
 
   __device__ __forceinline__ int64_t offset() const { return (n * C + c) * extent.positions() + position; }
-  template <class E> __device__ __forceinline__ auto read(const E* from) const { return load(from + offset(), true); }
+  template <class E> __device__ __forceinline__ auto read(const E* from) const { return load(from + offset(), aligned); }
   template <class E> __device__ __forceinline__ auto shared(const E* from) const {
     const int S = extent.positions();
     return load(from + n * S + position, S % K == 0);
@@ -38,6 +39,9 @@ template <int K> struct Point {
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
     if constexpr (K == 1) {
       to[offset()] = E(lane_of(x, 0));
+    } else if (!aligned) {
+#pragma unroll
+      for (int i = 0; i < K; i++) to[offset() + i] = E(lane_of(x, i));
     } else {
       Memory<E, K> memory;
 #pragma unroll
@@ -49,9 +53,11 @@ template <int K> struct Point {
   __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;
     const int64_t first = offset();
+    const auto one = [&](int64_t i) { return dropout_keeps(philox(drawn_by, i / 4).lane[i % 4], probability); };
     if constexpr (K == 1) {
-      return dropout_keeps(philox(drawn_by, first / 4).lane[first % 4], probability);
+      return one(first);
     } else {
+      if (!aligned) return lanes<K>([&](int i) { return one(first + i); });
       Pack<bool, K> mask;
 #pragma unroll
       for (int i = 0; i < K; i += 4) {
@@ -64,7 +70,7 @@ template <int K> struct Point {
   }
 
   __device__ __forceinline__ Point channel(int64_t of, int64_t channels) const {
-    return {extent, values, n, of, channels, position};
+    return {extent, values, n, of, channels, position, 0, extent.positions() % K == 0};
   }
   template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
 #pragma unroll 4
@@ -77,7 +83,7 @@ template <int K> struct Point {
     const Coordinates w = coordinates(extent, position);
     const int kh = P::height(fine), kw = P::width(fine), row = at / kw;
     const int x = w.w * kw + at % kw, y = w.h * kh + row % kh, z = w.d * P::depth(fine) + row / kh;
-    return {fine, values, n, c, C, (z * fine.H + y) * fine.W + x, at};
+    return {fine, values, n, c, C, (z * fine.H + y) * fine.W + x, at, true};
   }
   template <class P, class F>
   __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
@@ -88,7 +94,7 @@ template <int K> struct Point {
       for (int j = 0; j < kh; j++) {
         const int row = ((w.d * kd + i) * fine.H + w.h * kh + j) * fine.W + w.w * kw;
 #pragma unroll 4
-        for (int k = 0; k < kw; k++) f(Point{fine, values, n, c, C, row + k, (i * kh + j) * kw + k});
+        for (int k = 0; k < kw; k++) f(Point{fine, values, n, c, C, row + k, (i * kh + j) * kw + k, true});
       }
   }
   // What f says of the window that holds this point; 0 where none does.
@@ -104,7 +110,7 @@ template <int K> struct Point {
   __device__ __forceinline__ Extreme<-1, T> smallest() const { return {}; }
   __device__ __forceinline__ T zero() const {
     if constexpr (K == 1) return 0;
-    else return lanes<K>([](int) { return real(0); });
+    else return splat<K>(real(0));
   }
 
  private:
@@ -125,7 +131,7 @@ template <int K> struct Point {
     const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
     if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
     const int place = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
-    return f(Point<1>{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place});
+    return f(Point<1>{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
   }
 };
 
@@ -167,7 +173,7 @@ template <bool kScalar> class Plane {
 
  private:
   template <int K> __device__ __forceinline__ Point<K> point(int position) const {
-    return {extent_, values_, n, c, extent_.C, position};
+    return {extent_, values_, n, c, extent_.C, position, 0, true};
   }
   const Extent& extent_;
   const value_t* values_;
@@ -178,7 +184,7 @@ template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
 
 template <class Pass>
-__global__ void __launch_bounds__(kPlaneThreads)
+__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
 planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts) {
   Plane<is_scalar<Pass>> plane(extent, values, parts);
   pass(plane);
