@@ -331,7 +331,7 @@ class Reference(torch.fx.Interpreter):
 
     def __init__(self, model: torch.nn.Module, captured: Captured, mask=None):
         super().__init__(captured.module)
-        self.model, self.mask = model, mask
+        self.model, self.mask, self.constants = model, mask, captured.constants
 
     def call_function(self, target, args, kwargs):
         if not isinstance(target, Segment):
@@ -342,6 +342,12 @@ class Reference(torch.fx.Interpreter):
         for i, update in enumerate(target.updates):
             self._update(update, *statistics[3 * i : 3 * i + 3])
         return y
+
+    def call_module(self, target, args, kwargs):
+        return attribute(self.model, target)(*args, **kwargs)
+
+    def get_attr(self, target, args, kwargs):
+        return self.constants[target] if target in self.constants else attribute(self.model, target)
 
     def _update(self, update, mean, variance, count):
         for name, value in (

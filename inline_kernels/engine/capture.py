@@ -240,8 +240,10 @@ class _Growth:
         self.context, self.conv_node = context, conv
         arguments = _conv_arguments(context, conv)
         self.conv = _conv(conv, arguments)
-        if context.x_dim != self.conv.nd + 2 and context.shape(conv) is None:
-            raise NotAccepted("its input's rank isn't known")
+        if context.x_dim != self.conv.nd + 2:
+            raise NotAccepted(
+                f"the model's input has {context.x_dim} axes, a batch for it {self.conv.nd + 2}"
+            )
         self.x: fx.Node = arguments["x"]
         weight = context.attribute(arguments["weight"])
         if not isinstance(weight, nn.Parameter):
@@ -660,7 +662,8 @@ def _example_shapes(context: _Context) -> dict[fx.Node, tuple[int, ...]]:
         return {}
     weight = context.attribute(convs[0]["weight"])
     channels = weight.shape[1] * convs[0]["groups"]
-    x = torch.empty(2, channels, *[{2: 224, 3: 64}[weight.dim() - 2]] * (weight.dim() - 2), device="meta")
+    positions = {2: 224, 3: 64}[weight.dim() - 2]
+    x = torch.empty(2, channels, *[positions] * (weight.dim() - 2), dtype=weight.dtype, device="meta")
     interpreter = _Shapes(context)
     others = sum(n.op == "placeholder" for n in context.nodes) - 1
     with torch.no_grad():
