@@ -380,9 +380,19 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     if plan.in_place:
         arrays["y"] = v
     _run(plan, plan.launch, composed.forward, composed.forward_names, arrays, arguments)
+    arrays["y"] = arrays["y"].view(_result_shape(plan))
     names = ["y", *[a.name for a in composed.saved]]
     names += [each for pair in composed.statistics for each in pair if each not in names]
     return [arrays[name] for name in names]
+
+
+def _result_shape(plan: Plan) -> list[int]:
+    """Eager's."""
+    segment, sizes = plan.segment, plan.sizes
+    level = segment.outputs[0].space.level
+    positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
+    of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1} | {str(i): s for i, s in enumerate(positions)}
+    return [of_axis[axis] for axis in segment.axes]
 
 
 def backward(plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
