@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 
 from loader_operators import is_watched
 
-from . import support
+from . import compiled, support
 from .structure import Structure
 
 _KEPT_STRUCTURES = 8  # of one module, the last met
@@ -88,25 +88,27 @@ class Fused:
     def plan(self, *inputs, json: bool = False, **keywords) -> Plans | str:
         """What forward(*inputs, **keywords) runs, a line a segment. json: the same as JSON, a list of objects. Nothing is computed."""
         structure = structure_of(self, inputs, keywords)
-        if reason := _eager_reason(structure, inputs, keywords):
+        if reason := _eager_reason(self, structure, inputs, keywords):
             found = [SegmentPlan("", "eager", reason)]
         else:
-            found = [SegmentPlan(*each[:3]) for each in structure.decisions(self, inputs, keywords)]
+            decisions = structure.decisions(self, inputs, keywords)
+            if structure.stale.is_so:  # which they found out
+                return self.plan(*inputs, json=json, **keywords)
+            found = [SegmentPlan(*each[:3]) for each in decisions]
             found += [SegmentPlan(name, "eager", reason) for name, reason in structure.remarks.items()]
         return jsons.dumps([each._asdict() for each in found]) if json else Plans(found)
 
     def source(self, *inputs, segment: int = 0, **keywords) -> str:
         """The text of a segment's kernels for those inputs. Raises RuntimeError where it is eager's, IndexError where there is none."""
         structure = structure_of(self, inputs, keywords)
-        if reason := _eager_reason(structure, inputs, keywords):
+        if reason := _eager_reason(self, structure, inputs, keywords):
             raise RuntimeError(f"eager runs: {reason}")
         return structure.source(self, inputs, keywords, segment)
 
     def forward(self, *inputs, **keywords):
         if torch.compiler.is_compiling():
-            from .compiled import forward
-
-            return forward(self, super().forward, inputs, keywords)
+            run = compiled.function_for(self, inputs, keywords)
+            return super().forward(*inputs, **keywords) if run is None else run(self, *inputs)
         structure = structure_of(self, inputs, keywords)
         if structure.run is None or not structure.takes(inputs, keywords):
             return super().forward(*inputs, **keywords)
@@ -148,7 +150,7 @@ def _class_of(base: type) -> type:
     with _capturing:
         found = _classes.get(base)
         if found is None:
-            body = {"__slots__": ("_kept", "_exact_order"), "__module__": base.__module__, "__doc__": base.__doc__}
+            body = {"__slots__": ("_kept", "_exact_order", "_number"), "__module__": base.__module__, "__doc__": base.__doc__}
             body["forward"] = _signed(Fused.forward, base.forward)
             made = types.new_class(f"Fused{base.__name__}", (Fused, base), {}, lambda names: names.update(body))
             found = _classes[base] = made
@@ -168,6 +170,7 @@ def _new(base: type, exact_order: bool, *arguments) -> nn.Module:
     cls = _class_of(base)
     fused = cls.__new__(cls, *arguments)
     object.__setattr__(fused, "_exact_order", exact_order)
+    object.__setattr__(fused, "_number", compiled.known(fused, structure_of))
     return fused
 
 
@@ -213,8 +216,10 @@ def _put_first(fused: nn.Module, structure: Structure) -> None:
     object.__setattr__(fused, "_kept", (structure, *kept[: _KEPT_STRUCTURES - 1]))
 
 
-def _eager_reason(structure: Structure, inputs: tuple, keywords: dict) -> str | None:
+def _eager_reason(fused: nn.Module, structure: Structure, inputs: tuple, keywords: dict) -> str | None:
     """Why the whole model runs eager, or None."""
+    if "forward" in vars(fused):
+        return "the model has a forward of its own"
     if structure.reason or (reason := support.foreign()):
         return structure.reason or reason
     if not structure.takes(inputs, keywords):

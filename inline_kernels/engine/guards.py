@@ -150,6 +150,8 @@ class Guards:
         self._whole: list[tuple[dict, list, list]] = []  # a table, all of its keys, which of them are None
         self._contents: list[tuple[object, object]] = []
         self._of_classes = {cls: {"forward"} for cls in {*self.classes, base}}
+        self.looked_at: list[tuple[str, object]] = []  # for tracers: paths of attributes, and what they were
+        self.hooked_at: list[str] = []
         tables = []  # of hooks: of all modules but the model itself, whose own run around forward
         for path, module in modules.items():
             inner, fields = f"{path}." if path else "", vars(module)
@@ -164,6 +166,8 @@ class Guards:
             else:
                 continue
             self._remember(fields, names)
+            self.looked_at += [(inner + name, fields[name]) for name in names if _is_simple(fields.get(name, fields))]
+            self.hooked_at += [f"{inner}{name}" for name in ("_forward_hooks", "_forward_pre_hooks") if path]
             self._values.append((fields, _TABLES, [fields[table] for table in _TABLES]))
             self._whole.append((module._modules, [*module._modules], None))
             self._values.append((module._modules, tuple(module._modules), [*module._modules.values()]))
@@ -230,6 +234,10 @@ class Guards:
 
 def _is_same(now, was) -> bool:
     return now is was or (type(now) is type(was) and type(now) in _BY_VALUE and now == was)
+
+
+def _is_simple(value) -> bool:
+    return type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(_is_simple, value)))
 
 
 def _class_guard(cls: type, names: set[str]) -> tuple[type, attrgetter, tuple]:

@@ -58,20 +58,18 @@ def operator_of(segment, modules: Mapping[str, nn.Module], others: Mapping[str, 
 
 
 class SegmentOperator:
-    """`operator` is loader_operators'; `arguments`, the NamedTuple's class; `inputs`, `tensors`, `updated`, the segment's names of the
-    inputs, of all other tensors, and of those that are written, the last; `fields`: by such a name, the NamedTuple's."""
+    """`operator` is loader_operators'; `arguments` the NamedTuple's class; `names` are those of the segment that it was made of."""
 
     def __init__(self, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object], exact_order: bool):
-        self.segment, self.exact_order, self.inputs = segment, exact_order, [leaf.attr[0] for leaf in segment.inputs]
-        self.updated = [name for update in segment.updates for name in update[:2]]
-        self.tensors = [*segment.parameters, *segment.buffers, *self.updated]
-        self.fields = field_names([*self.inputs, *self.tensors, *segment.scalars])
-        kinds = {self.fields[name]: Tensor for name in (*self.inputs, *self.tensors)}
+        self.segment, self.exact_order, self.names = segment, exact_order, Names(segment)
+        self.inputs, fields = self.names.inputs, field_names([*self.names.tensors, *self.names.numbers])
+        kinds = {fields[name]: Tensor for name in self.names.tensors}
         if segment.random:
             kinds |= {"seed": Tensor, "number": Drawn}
-        kinds |= {self.fields[name]: float for name in segment.scalars} | {"dtype": int}
+        kinds |= {fields[name]: float for name in self.names.numbers} | {"dtype": int}
         self.arguments = NamedTuple("Arguments", [*kinds.items()])
-        self.reference = Reference(segment, self.fields, modules, others)
+        self._fields = [*fields.values()]
+        self.reference = Reference(self, segment, modules, others)
 
         def forward(a, *, plan, saving):
             return self._forward(a, plan, saving)
@@ -86,9 +84,13 @@ class SegmentOperator:
             plan=self._plan,
         )
 
+    def fields_of(self, names: Names) -> dict[str, str]:
+        """The NamedTuple's fields by the names of an equal segment."""
+        return dict(zip((*names.tensors, *names.numbers), self._fields))
+
     def decide(self, name: str, a: tuple, like: Tensor, saving: bool) -> Decision:
         """What the segment `name` runs for such arguments, whose inputs may have no memory and stand for some on the weight's device."""
-        dtype, device = DTYPES[a.dtype], a[len(self.inputs)].device
+        dtype, device = DTYPES[a.dtype], a[self.inputs].device
         standing = [Standing(t, device) if isinstance(t, Tensor) and t.is_meta else t for t in a]
         given = self.segment, tuple.__new__(self.arguments, standing), saving, dtype, self.exact_order
         try:
@@ -100,6 +102,7 @@ class SegmentOperator:
     # ----------------------------------------------------------------------------------------------- for loader_operators
 
     def _plan(self, a: tuple, *, saving: bool) -> SimpleNamespace:
+        """Raises schedule.Unsupported."""
         inner = schedule.plan(self.segment, a, saving, DTYPES[a.dtype], self.exact_order)
         counts = [schedule.count(self.segment, a, update.count) for update in self.segment.updates]
         return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), counts=counts)
@@ -116,7 +119,7 @@ class SegmentOperator:
         for update, count, (mean, variance) in zip(self.segment.updates, plan.counts, plan.inner.statistics):
             unbiased = found[variance] * (count / (count - 1))
             for name, value in ((update.mean_buffer, found[mean]), (update.variance_buffer, unbiased)):
-                running = getattr(a, self.fields[name])
+                running = a[self.names.tensors.index(name)]
                 running.lerp_(value.to(running.dtype).view_as(running), update.momentum)
 
     def _backward(self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]) -> list:
@@ -126,14 +129,16 @@ class SegmentOperator:
         return [*found, *[None] * (len(needs) - len(found))]
 
     def _shapes(self, a: tuple, *, saving: bool) -> list[Tensor]:
-        dtype = DTYPES[a.dtype]
+        dtype, x, weight = DTYPES[a.dtype], a[0], a[self.inputs]
+        if x.dtype != weight.dtype:
+            raise RuntimeError(f"expected x of the weight's dtype {weight.dtype}, got {x.dtype}")
         y = torch.empty_like(self.reference(a), dtype=dtype)
         if not saving:
             return [y]
         return [y, *[a[0].new_empty(shape, dtype=kind) for shape, kind in schedule.saved(self.segment, a, dtype, self.exact_order)]]
 
     def _gradients(self, a: tuple) -> list[Tensor]:
-        x, weight = a[0], a[len(self.inputs)]
+        x, weight = a[0], a[self.inputs]
         tensors = [t for t in a if isinstance(t, Tensor)]
         others = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
         others[0] = others[0].contiguous(memory_format=library.result_format(x, weight, True))
@@ -143,6 +148,17 @@ class SegmentOperator:
 def _line(device: str, segment, a, saving: bool, dtype, exact_order: bool) -> str:
     composed = schedule._composed(segment, schedule._kind(segment, a, saving, exact_order))
     return schedule.describe(SimpleNamespace(composed=composed))
+
+
+class Names:
+    """A segment's own names: of all tensors that its operator takes (inputs, parameters, buffers, and `updated`, which are written), in
+    order, and of its `numbers`. The first `inputs` are inputs; the convolution's weight comes next."""
+
+    def __init__(self, segment):
+        inputs = [leaf.attr[0] for leaf in segment.inputs]
+        self.updated = [name for update in segment.updates for name in update[:2]]
+        self.tensors = [*inputs, *segment.parameters, *segment.buffers, *self.updated]
+        self.inputs, self.numbers = len(inputs), [*segment.scalars]
 
 
 def field_names(names: Iterable[str]) -> dict[str, str]:
@@ -195,28 +211,31 @@ class Reference:
     module, and running statistics are nobody's.
     """
 
-    def __init__(self, segment, fields: Mapping[str, str], modules: Mapping[str, nn.Module], others: Mapping[str, object]):
-        self.eager, self.conv, self.fields, self.others = segment.eager, segment.conv.name, fields, others
-        self.inputs = [leaf.attr[0] for leaf in segment.inputs]
+    def __init__(self, shared: SegmentOperator, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object]):
+        names = Names(segment)
+        self.eager, self.others, self.fields = segment.eager, others, shared.fields_of(names)
+        self.inputs, self.names = names.inputs, names.tensors
         self.shells = {name: _shell(module) for name, module in modules.items()}
 
     def like(self, a: tuple, device: torch.device | None = None, autocast: torch.dtype | None = None) -> Tensor:
         """y, without memory, in eager's layout. device: in eager's dtype, too, raising what eager raises, as on that device and under autocast
         to that dtype if it isn't None. Without it a's tensors may be of different dtypes, and y's says nothing."""
-        layout = library.result_format(a[0], a[len(self.inputs)], True)
+        layout = library.result_format(a[0], a[self.inputs], True)
         with _disable_current_modes(), torch.no_grad():
             if autocast is None:
                 alike = [weightless(t) if isinstance(t, Tensor) else t for t in a]
-                return self(tuple.__new__(type(a), alike), as_they_are=device is not None, layout=layout)
+                return self(tuple.__new__(type(a), alike), device is not None, layout, a[self.inputs].device.type)
             with FakeTensorMode():  # which knows what autocast does on that device
                 alike = [weightless(t, device) if isinstance(t, Tensor) else t for t in a]
                 y = self(tuple.__new__(type(a), alike), as_they_are=True)
             return weightless(y)
 
-    def __call__(self, a: tuple, as_they_are: bool = False, layout: torch.memory_format | None = None) -> Tensor:
-        """as_they_are: in the tensors' own dtypes, else all in x's. layout: of the convolution's result."""
+    def __call__(
+        self, a: tuple, as_they_are: bool = False, layout: torch.memory_format | None = None, device: str | None = None
+    ) -> Tensor:
+        """as_they_are: in the tensors' own dtypes, else all in x's. layout: of the convolution's result. device: for which tensors stand."""
         values: dict[fx.Node, object] = {}
-        names, dtype = iter(self.inputs), a[0].dtype
+        names, dtype, device = iter(self.names), a[0].dtype, device or a[0].device.type
 
         def argument(name: str):
             t = getattr(a, self.fields[name])
@@ -241,11 +260,18 @@ class Reference:
                 found = node.target(*args, **kwargs)
             else:
                 return args[0]
+            if node.op in ("call_module", "call_function") and self._is_group_norm(node) and device == "cpu":
+                found = found.contiguous(memory_format=suggested(args[0]))  # which tensors without memory don't know
             if layout is not None and node.op != "placeholder":  # the convolution is what comes first
                 if isinstance(found, Tensor) and node.op != "get_attr":
                     found, layout = found.contiguous(memory_format=layout), None
             values[node] = found
         raise RuntimeError("a segment without an output")
+
+    def _is_group_norm(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return type(self.shells[node.target]) is nn.GroupNorm
+        return node.target in (nn.functional.group_norm, torch.group_norm)
 
     def _other(self, name: str, a: tuple):
         found = self.others[name]
@@ -275,6 +301,14 @@ def weightless(t: Tensor, device: torch.device | str = "meta") -> Tensor:
     """Like t, without its values: where PyTorch doesn't know sizes yet, with those that it expects."""
     sizes, strides = ([_expected(each) for each in given] for given in (t.shape, t.stride()))
     return torch.empty_strided(sizes, strides, dtype=t.dtype, device=device)
+
+
+def suggested(t: Tensor) -> torch.memory_format:
+    """The memory format that operations on t keep."""
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if t.dim() == (4 if layout is torch.channels_last else 5) and t.is_contiguous(memory_format=layout):
+            return torch.contiguous_format if t.is_contiguous() else layout
+    return torch.contiguous_format
 
 
 def _expected(size) -> int:

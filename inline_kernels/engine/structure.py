@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 import linecache
@@ -9,6 +10,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from loader_operators import check_memory, is_watched
 
 from . import capture, schedule, support
 from .guards import Guards, SideEffects, recorded
-from .operator import Decision, Reference, operator_of, weightless
+from .operator import Decision, Names, Reference, operator_of, weightless
 from .support import NOT_THE_MODEL, Situation
 from .tracing import Named
 
@@ -59,10 +61,15 @@ class Structure:
         self.parts = [
             Part(segment, model, captured, self.guards, self.stale) for segment in captured.segments
         ]
+        for node in captured.module.graph.nodes:
+            if node.target in captured.segments:
+                self.parts[captured.segments.index(node.target)].guard_once(node.args)
         graph = captured.module.graph
         self.arguments = [node.target for node in graph.nodes if node.op == "placeholder"]
-        self.remarks = {**captured.opaque, **captured.remarks}
+        self.remarks = {**_altered(graph, model), **captured.opaque, **captured.remarks}
         self.code = Code(graph, captured.constants, captured.segments)
+        self.graph, self.constants = fx.Graph(), captured.constants  # without the way to modules that the captured one has
+        self.graph.output(self.graph.graph_copy(graph, {}))
         self.run = self.code.function(self.parts)
         self.watched = self.code.function([part.watched for part in self.parts])
 
@@ -110,6 +117,10 @@ class Structure:
             return decide
 
         empty = _weightless(model)
+        odd = [type(each).__name__ for each in (*inputs, *keywords.values()) if isinstance(each, Tensor) and type(each) not in support.TRACED]
+        if odd:
+            reason = f"the input is a {odd[0]}, a subclass of Tensor, which may give operators a meaning of its own"
+            return [Decision(part.name, "eager", reason) for part in self.parts]
         meta = [weightless(each) if isinstance(each, Tensor) else each for each in inputs]
         keywords = {k: weightless(v) if isinstance(v, Tensor) else v for k, v in keywords.items()}
         rest = "what precedes it is not to be foreseen"
@@ -153,8 +164,6 @@ def _unfit(model: nn.Module, base: type, kind: tuple | None) -> str:
     """Why a forward isn't even traced, or nothing."""
     if kind is None:
         return "forward is given no tensor"
-    if "forward" in vars(model):
-        return "the model has a forward of its own"
     if getattr(model, "_is_replica", False):
         return "it is a replica of nn.DataParallel: its parameters are no Parameters"
     for name, module in model.named_modules():
@@ -197,7 +206,7 @@ class Code:
         self._function, self.text = space["forward"], made.src
 
     def function(self, calls: Sequence[Callable] = ()) -> Callable:
-        space = {**self._globals, **{name: calls[i] for name, i in self._places.items()}}
+        space = {"__builtins__": builtins, **self._globals, **{name: calls[i] for name, i in self._places.items()}}
         made = types.FunctionType(self._function.__code__, space, "forward", self._function.__defaults__)
         made.__kwdefaults__ = self._function.__kwdefaults__
         return made
@@ -285,13 +294,20 @@ class Part:
         read = {node.target for node in segment.eager.nodes if node.op == "get_attr"} - known
         self.others = {name: captured.constants[name] if name in captured.constants else _attribute(model, name) for name in read}
         self.shared = operator_of(segment, self.modules, self.others, getattr(model, "_exact_order", False))
-        self.operator, self.inputs = self.shared.operator, len(self.shared.inputs)
-        self.names = [*self.shared.inputs, *self.shared.tensors]
-        self.sources = [_source(model, name) for name in self.shared.tensors]
+        self.operator, self.own = self.shared.operator, Names(segment)
+        self.names, self.inputs = self.own.tensors, self.own.inputs
+        self.sources = [_source(model, name) for name in self.names[self.inputs :]]
+        self.once = None  # gives of the tensors those that differ; None: all
         self.shapes = [table[last].shape for table, last in self.sources]
         self.eager_code = Code(segment.eager, captured.constants).function()
         counters = {update.mean_buffer.rpartition(".")[0] for update in segment.updates}
         self.counters = [model.get_submodule(name)._buffers for name in sorted(counters)]
+
+    def guard_once(self, given: Sequence) -> None:
+        """given: what tells the inputs apart. Guards take no tensor that stands for two."""
+        if len(set(given)) < len(given):
+            first = [i for i, each in enumerate(given) if each not in given[:i]]
+            self.once = itemgetter(*first, *range(len(given), len(self.names)))
 
     def eager(self, *given):
         return self.eager_code(self.model(), *given)
@@ -303,11 +319,12 @@ class Part:
             return self.eager(*given)
         try:
             tensors = (*given, *[table[last] for table, last in self.sources])
+            guarded = tensors if self.once is None else self.once(tensors)
             for situation in self.situations:
-                if situation.holds(tensors):
+                if situation.holds(guarded):
                     break
             else:
-                situation = Situation(tensors)
+                situation = Situation(guarded)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             # What those guards know no situation of, as one tensor that stands for two: decided each time.
             return self._decide(given, None)
@@ -364,7 +381,7 @@ class Part:
         if autocast is not None:
             run = functools.partial(_run_autocast, run, autocast, self.inputs)
         if self.counters:
-            first = len(self.names) - len(self.shared.updated)
+            first = len(self.names) - len(self.own.updated)
             run = functools.partial(_run_counted, run, self.counters, first, len(self.names))
         return run
 
@@ -376,7 +393,7 @@ class Part:
     def numbers(self) -> list[float]:
         """The model's numbers that the operator takes, as they are now."""
         known = self.guards.numbers
-        return [known[name] if name in known else _attribute(self.model(), name) for name in self.segment.scalars]
+        return [known[name] if name in known else _attribute(self.model(), name) for name in self.own.numbers]
 
     def _constants(self, decision: Decision) -> tuple:
         return *map(float, self.numbers()), support.DTYPES.index(decision.dtype)
@@ -413,7 +430,7 @@ class Part:
         autocast = support.autocast_dtype(given[0], device.type)
         if reason := self._misfit(tensors, device.type):
             return eager(reason)
-        reference = Reference(self.segment, self.shared.fields, self.modules, self.others)
+        reference = Reference(self.shared, self.segment, self.modules, self.others)
         arguments = self.shared.arguments(*tensors, *_undrawn(given[0], False, bool(self.segment.random)), *numbers, 0)
         try:
             like = reference.like(arguments, device, autocast)
@@ -456,6 +473,17 @@ def _source(model: nn.Module, name: str) -> tuple[dict, str]:
 
 def _attribute(model: nn.Module, name: str):
     return functools.reduce(getattr, name.split("."), model)
+
+
+def _altered(graph: fx.Graph, model: nn.Module) -> dict[str, str]:
+    """Of the convolutions that are left to eager because somebody changed them: why."""
+    found = {}
+    for node in graph.nodes:
+        module = model.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            replaced = f"{node.target} is a {type(module).__name__}, and kernels follow torch.nn's own"
+            found[node.target] = support.altered(node.target, module) or replaced
+    return found
 
 
 def _called(segment) -> set[str]:

@@ -34,6 +34,7 @@ _GLOBAL_HOOKS = [
 _FUNCTIONS = vars(F)
 _GIVEN_FUNCTIONS = {name: value for name, value in _FUNCTIONS.items() if callable(value)}
 _METHODS = nn.Module.__call__, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward
+_FORWARDS = {cls: cls.forward for cls in vars(nn.modules).values() if hasattr(cls, "forward")}
 _functions_version = None  # of the last look at which all were PyTorch's; none yet, or nowhere
 
 NOT_THE_MODEL = "the input does not fit the model, and eager's error says why"
@@ -90,9 +91,12 @@ def _has_foreign_mode() -> bool:
 
 def altered(name: str, module: nn.Module) -> str | None:
     """Why a module of torch.nn doesn't do what its class does; or None."""
+    kind = type(module)
     if any(hooks_of(module)):
         return f"{name} has hooks"
-    own = [each for each in vars(module) if hasattr(type(module), each)]
+    if kind.forward is not _FORWARDS.get(kind):
+        return f"{kind.__name__}.forward has been replaced"
+    own = [each for each in vars(module) if hasattr(kind, each)]
     return f"{name} has a {', '.join(own)} of its own" if own else None
 
 
