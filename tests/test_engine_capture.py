@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.level2 import PROBLEMS
+from fuzz_engine import check_graph
 from inline_kernels.engine.capture import NotCaptured, capture, sizes
 from reference_graph import Reference
 
@@ -368,3 +369,24 @@ def test_hooks_and_unknown_classes_keep_their_calls():
 def test_unbatched_inputs_have_no_segments():
     captured = capture(Scaled(), True, 3)
     assert not captured.segments and "axes" in captured.remarks["conv"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs(seed):
+    """More of them: tests/fuzz_engine.py."""
+    wrong, _ = check_graph(seed)
+    assert not wrong
+
+
+def test_calls_on_parameters_alone_are_part_of_the_segment():
+    class Soft(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.p = nn.Conv2d(2, 4, 3), nn.Parameter(torch.randn(4, 1, 1))
+
+        def forward(self, x):
+            return self.conv(x) * F.softplus(self.p).add(0.1)
+
+    captured = check(Soft().double(), torch.randn(2, 2, 5, 5, dtype=torch.float64))
+    (segment,) = captured.segments
+    assert len(captured.module.graph.nodes) == 3 and len(segment.inputs) == 1 and "p" in segment.parameters

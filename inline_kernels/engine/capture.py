@@ -252,6 +252,7 @@ class _Growth:
         self.tail = Tail(self.conv.nd, self.channels, context.value_of)
         self.weight, self.bias = arguments["weight"], arguments["bias"]
         self.inputs: dict[fx.Node, Value] = {}
+        self.of_parameters: dict[fx.Node, Value] = {}
         self.attributes: dict[str, Value] = {}
         self.modules: dict[str, tuple[type, dict[str, Any]]] = {}
         self.values: dict[fx.Node, Any] = {conv: self._start()}
@@ -352,7 +353,30 @@ class _Growth:
             return self._attribute(a.target)
         if a.op == "call_function" and a.target in (torch.tensor, torch.as_tensor):
             return self._number_tensor(a)
-        return self._input(a, beside)
+        value = self._of_parameters(a)
+        return self._input(a, beside) if value is None else value
+
+    def _of_parameters(self, a: fx.Node) -> Value | None:
+        """A call on parameters and numbers alone is computed again in the segment."""
+        if a in self.of_parameters:
+            return self.of_parameters[a]
+        sources = a.all_input_nodes
+        if a.op not in ("call_function", "call_method") or not sources or a in self.context.owner:
+            return None
+        if any(s.op != "get_attr" and self._of_parameters(s) is None for s in sources):
+            return None
+        row = ops.find(a.target)
+        if row is None or ops.is_inplace(a.target, a.kwargs):
+            return None
+        try:
+            args = fx.node.map_aggregate(a.args, lambda b: self._operand(b, None))
+            kwargs = fx.node.map_aggregate(a.kwargs, lambda b: self._operand(b, None))
+            value = row.build(self.tail, *args, **kwargs)
+        except (NotAccepted, TypeError, ValueError):
+            return None
+        if isinstance(value, Value) and value.node.op != "leaf":
+            self.of_parameters[a] = value
+        return self.of_parameters.get(a)
 
     def _attribute(self, name: str) -> Any:
         """A tensor or number of the model."""
@@ -395,8 +419,8 @@ class _Growth:
         if shape is None or against is None:
             raise NotAccepted(f"the shape of {a.name} isn't known")
         value = self.values[beside]
-        axes = [*value.axes[max(0, len(value.axes) - len(shape)) :]]
-        if len(shape) > len(axes) or len(shape) == 0:
+        axes = [*value.axes[max(0, len(value.axes) - len(shape)) :]] if shape else []
+        if len(shape) > len(axes):
             raise NotAccepted(f"{a.name} has more axes than what it meets")
         for i, (own, size) in enumerate(zip(shape, against[len(against) - len(shape) :])):
             if own == 1:
@@ -550,7 +574,7 @@ class _Growth:
 
         def copy(node: fx.Node) -> fx.Node:
             if node not in copies:
-                if node not in self.members and node.op not in ("get_attr", "call_function"):
+                if node not in self.members and node.op not in ("get_attr", "call_function", "call_method"):
                     raise AssertionError(f"{node} is no part of the segment")
                 for a in node.all_input_nodes:
                     copy(a)
@@ -604,8 +628,9 @@ def _replaced(context: _Context, grown: Sequence[_Growth], segments: Sequence[Se
             copies[node] = graph.call_function(segment, tuple(copies[a] for a in growth.input_nodes()))
         elif node not in context.owner:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+    absorbed = {copies.get(a) for growth in grown for a in growth.of_parameters}
     for node in reversed(graph.nodes):  # what only members needed
-        if not node.users and (node.op == "get_attr" or _makes_a_number(node)):
+        if not node.users and (node.op == "get_attr" or node in absorbed or _makes_a_number(node)):
             graph.erase_node(node)
     return graph
 
