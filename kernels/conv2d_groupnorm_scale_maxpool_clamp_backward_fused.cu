@@ -46,8 +46,8 @@ inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const f
                               const float* norm_weight, const float* scale, double low, double high,
                               Geometry geometry, GroupShape shape) {
   const int64_t selected = int64_t(shape.N) * shape.C * geometry.pooled_size();
-  const auto [extreme, statistics, index] = Kept(const_cast<float*>(kept), selected, shape.N, shape.G);
-  return {weight,    dy,          extreme,   index, statistics.group_mean, statistics.group_rstd,
+  const auto [extreme, statistics, index, flat] = Kept(const_cast<float*>(kept), selected, shape.N, shape.G);
+  return {weight,    dy,          extreme,   index, flat, statistics.group_mean, statistics.group_rstd,
           statistics.mean, norm_weight, statistics.m2, scale, float(low), float(high)};
 }
 

@@ -10,8 +10,8 @@
 //   convolve_kernel   statistics of v per (sample, channel, tile, strip), and `extreme`, the v of each window
 //   finish_kernel     the statistics merged; affine and clamp of `extreme`
 // For backward (SAVING), convolve_kernel also writes `index`, the place of that v in its window, by rows; the
-// first among equal ones, as max_pool2d has it. (Where the slope is zero all are equal; that is left to
-// backward.)
+// first among equal ones, as max_pool2d has it; finish_kernel, which channels are flat, so that all are equal
+// behind the normalisation: there backward finds the first anew.
 // Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the variance
 // is infinite, its inverse root 0, and norm_bias is left, as in eager on a GPU.
 //
@@ -159,12 +159,12 @@ convolve_kernel(float* extreme, uint8_t* index, accumulate_t* partial, const val
 
 constexpr int kAhead = 4;  // vectors that a thread of finish_kernel fetches before all else
 
-// Copies of the biases (N, C); group_mean, group_rstd (N, G) from `slots` partial moments per channel; y from
-// extreme.
+// Copies of the biases (N, C); group_mean, group_rstd (N, G) from `slots` partial moments per channel; flat (N,
+// C), or null; y from extreme.
 // `chunks` blocks per group.
 __global__ void __launch_bounds__(kThreads, 5)
 finish_kernel(output_t* y, accumulate_t* kept_conv_bias, accumulate_t* kept_bias, accumulate_t* group_mean,
-              accumulate_t* group_rstd, const accumulate_t* partial, const float* extreme,
+              accumulate_t* group_rstd, uint8_t* flat, const accumulate_t* partial, const float* extreme,
               const accumulate_t* conv_bias, const accumulate_t* norm_weight,
               const accumulate_t* norm_bias, const accumulate_t* scale, accumulate_t low,
               accumulate_t high, accumulate_t eps, GroupShape shape, int64_t pooled, int slots,
@@ -206,6 +206,9 @@ finish_kernel(output_t* y, accumulate_t* kept_conv_bias, accumulate_t* kept_bias
     const int64_t channel = g * channels + c;
     affine[c] = make_float4(conv_bias[channel] - moments.mean, rstd * norm_weight[channel],
                             norm_bias[channel], scale[channel]);
+    if (chunk == 0 && flat)
+      flat[first + c] = is_flat(of_channel[c].mean, of_channel[c].m2, moments.mean, affine[c].y, affine[c].z,
+                                affine[c].w);
   }
   __syncthreads();  // affine is complete
   const auto apply = [&](const float4& a, float v) {
@@ -248,7 +251,7 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
   const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
   const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
-  const auto [extreme, statistics, index] =
+  const auto [extreme, statistics, index, flat] =
       Kept(kept ? kept : scratch, N * CHANNELS_OUT * pooled, N, G);
   float* const partial = kept ? scratch : reinterpret_cast<float*>(index);
   allow_shared<convolve_kernel>();
@@ -266,7 +269,7 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
   config.gridDim = unsigned(N * G * chunks), config.blockDim = kThreads, config.stream = stream;
   config.attrs = &early, config.numAttrs = starts_early() ? 1 : 0;
   cudaLaunchKernelEx(&config, finish_kernel, y, statistics.mean, statistics.m2, statistics.group_mean,
-                     statistics.group_rstd, partial, extreme, conv_bias, norm_weight, norm_bias, scale,
+                     statistics.group_rstd, kept ? flat : nullptr, partial, extreme, conv_bias, norm_weight, norm_bias, scale,
                      accumulate_t(low), accumulate_t(high), accumulate_t(eps), shape, pooled,
                      int(geometry.tiles() * geometry.strips), chunks, aligned);
 }

@@ -141,10 +141,11 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 def _fused_outputs(a: Arguments, saving: bool, index: bool = True) -> list[operators.Output]:
-    """y; for backward, in one: the v that each window selects, the statistics with the biases, and its index in the window, a byte."""
+    """y; for backward, in one: the v that each window selects, the statistics with the biases, and, a byte each, its index in the
+    window and which channels are flat."""
     y, *_ = _outputs(a, False)
-    selected, statistics = math.prod(y[0]), 2 * a.x.shape[0] * (len(a.weight) + a.groups)
-    kept = selected + statistics + (tiling.ceil_div(selected, 4) if index else 0)
+    selected, channels, groups = math.prod(y[0]), a.x.shape[0] * len(a.weight), a.x.shape[0] * a.groups
+    kept = selected + 2 * (channels + groups) + (tiling.ceil_div(selected + channels, 4) if index else 0)
     return [y, (kept if saving else 0, torch.float32)]
 
 

@@ -87,6 +87,18 @@ def small(model, x):
     x *= 1e-15
 
 
+def lost(model, x):
+    """Beside both biases, or beside the normalisation's: all of a window's values tie, and the first is selected."""
+    model.conv.bias[:4] = 0
+    x *= 1e-20
+
+
+def nearly_lost(model, x):
+    """In float32, though not in float64."""
+    model.conv.bias[::2] = 0
+    x *= 1e-10
+
+
 def samples_apart(model, x):
     x *= torch.tensor([1e6, 1, 1e-6]).view(-1, 1, 1, 1)
 
@@ -116,6 +128,8 @@ def zeros(model, x):
         large_mean,
         large,
         small,
+        lost,
+        nearly_lost,
         samples_apart,
         rows_apart,
         channels_apart,
@@ -129,6 +143,15 @@ def test_values(change, gpu):  # noqa: F811
         change(model, x)
     gpu()
     assert_gradients(model, x)
+
+
+@pytest.mark.parametrize("change", [flat, lost, nearly_lost])
+def test_flat_channels_of_the_epilogue_variant(change, gpu):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    with torch.no_grad():
+        change(model, x)
+    gpu()
+    assert_gradients(model, x, numerics.twin_of(model, "epilogue"))
 
 
 def test_ties_in_even_windows(gpu):  # noqa: F811

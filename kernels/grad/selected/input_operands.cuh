@@ -180,8 +180,9 @@ struct InputStage {
     const int slot = window * kSlotPitch + quad;
     reinterpret_cast<uint4*>(shared + InputLayout::kValues)[slot] =
         make_uint4(halves[0].high, halves[1].high, halves[0].low, halves[1].low);
+    const auto place = [&](int i) { return storage.channels[quad * 4 + i].flat ? 0 : raw.place[i]; };
     reinterpret_cast<uint2*>(shared + InputLayout::kPlaces)[slot] =
-        make_uint2(pair_of(raw.place[0], raw.place[1]), pair_of(raw.place[2], raw.place[3]));
+        make_uint2(pair_of(place(0), place(1)), pair_of(place(2), place(3)));
     return magnitude;
   }
   // All of a row of windows, from a thread's `item` on.

@@ -170,7 +170,8 @@ struct Windows {
           first_of_window(saved, sample, first_channel + c, row, window_column + window, geometry);
 #pragma unroll
       for (int j = 0; j < kWarpChannels * kRounds; j++)
-        if (j == i) extreme[j / kWarpChannels][j % kWarpChannels] = first;
+        if (j == i)
+          extreme[j / kWarpChannels][j % kWarpChannels] = first, place[j / kWarpChannels][j % kWarpChannels] = 0;
     }
   }
 

@@ -61,7 +61,7 @@ struct Saved {
   const value_t* weight;
   const output_t* dy;
   const float* extreme;
-  const uint8_t* index;
+  const uint8_t *index, *flat;
   const float *group_mean, *group_rstd, *conv_bias, *norm_weight, *norm_bias, *scale;
   float low, high;
 };
@@ -70,17 +70,16 @@ struct Saved {
 struct alignas(16) Channel {
   Normaliser normalise;
   float scale;
-  bool flat;  // all of a window's values tie, and the first is selected
+  bool flat;  // all of a window's values tie, and the first is selected: forward kept another
 };
 __device__ __forceinline__ Channel channel_of(const Saved& saved, GroupShape shape, int n, int c) {
   return {normaliser(saved.group_mean, saved.group_rstd, saved.conv_bias, saved.norm_weight, saved.norm_bias,
                      shape, n, c),
-          saved.scale[c], saved.norm_weight[c] * saved.scale[c] == 0};
+          saved.scale[c], saved.flat[n * shape.C + c] != 0};
 }
 
 // The v that a window of a flat channel selects, computed anew, since forward kept another of those that tie.
-// Its place does not matter, for slope·dz is zero there; dz and dy·z, which need this v, may not be. `sample`
-// is x's.
+// `sample` is x's.
 __device__ __forceinline__ float first_of_window(const Saved& saved, const value_t* sample, int c,
                                                  int window_row, int window_column, Geometry geometry) {
   const value_t* from = sample + int64_t(window_row) * POOL_H * geometry.W + window_column * POOL_W;
