@@ -191,9 +191,10 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
     for (int64_t n = begin; n < end; n++) {
       flat.clear();
       for (int64_t c = 0; c < C; c++) {
-        const int64_t group = n * G + c / shape.channels();
-        if (is_flat(mean[n * C + c] + conv_bias[c], m2[n * C + c], group_mean[group],
-                    group_rstd[group] * weight[c], bias[c], scale[c]))
+        const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
+        const accumulate_t of_channel = mean[n * C + c];
+        if (is_flat(of_channel + conv_bias[c], m2[n * C + c], normalise.slope, normalise(of_channel),
+                    [&](accumulate_t z) { return z * scale[c]; }))
           flat.push_back(c);
       }
       if (flat.empty()) continue;

@@ -74,9 +74,8 @@ apply_kernel(output_t* y, value_t* extreme, index_t* index, const value_t* v, co
   const int plane = blockIdx.x, c = plane % shape.C, n = plane / shape.C;
   const int64_t pooled = image.pooled();
   const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
-  const bool flat = index && is_flat(mean[plane] + conv_bias[c], m2[plane],
-                                     group_mean[n * shape.G + c / shape.channels()], normalise.slope, bias[c],
-                                     scale[c]);
+  const bool flat = index && is_flat(mean[plane] + conv_bias[c], m2[plane], normalise.slope, normalise(mean[plane]),
+                                     [&](accumulate_t z) { return z * scale[c]; });
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
     if (flat) {
       const int64_t row = i / image.pooled_width() * POOL_H, column = i % image.pooled_width() * POOL_W;

@@ -31,24 +31,26 @@
 //                           dx, 206 MB: 0.12 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.
 #include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
-#include "grad/selected/merge.cuh"
+#include "grad/selected/backward.cuh"
 
 #ifndef INPUT_COLUMNS  // the plan, as tiling.py makes it; else one for which a source compiles alone
 #define INPUT_COLUMNS 64
-#define INPUT_SHARED InputLayout::kBytes
+#define INPUT_SHARED Input::InputLayout::kBytes
 #endif
-#include "grad/selected/border.cuh"
-#include "grad/selected/input.cuh"
 
 namespace {
 
-inline Saved saved_by_forward(const value_t* weight, const output_t* dy, const float* kept,
-                              const float* norm_weight, const float* scale, double low, double high,
-                              Geometry geometry, GroupShape shape) {
+using Build = grad::selected::Units<Filter, Pool, Tail>;
+using Input = grad::selected::Input<Build, INPUT_COLUMNS>;
+static_assert(Input::InputLayout::kBytes == INPUT_SHARED, "what was planned with");
+
+inline Build::Saved saved_by_forward(const value_t* weight, const output_t* dy, const float* kept,
+                                     const float* norm_weight, Tail tail, Build::Geometry geometry,
+                                     GroupShape shape) {
   const int64_t selected = int64_t(shape.N) * shape.C * geometry.pooled_size();
-  const auto [extreme, statistics, index, flat] = Kept(const_cast<float*>(kept), selected, shape.N, shape.G);
-  return {weight,    dy,          extreme,   index, flat, statistics.group_mean, statistics.group_rstd,
-          statistics.mean, norm_weight, statistics.m2, scale, float(low), float(high)};
+  const auto [window_max, statistics, argmax, flat] = Kept(const_cast<float*>(kept), selected, shape.N, shape.G);
+  return {weight, dy, window_max, argmax, flat, statistics.group_mean, statistics.group_rstd, statistics.mean,
+          norm_weight, statistics.m2, tail};
 }
 
 }  // namespace
@@ -62,20 +64,11 @@ EXPORT void backward(value_t* d_weight, float* d_conv_bias, float* d_norm_weight
                      const value_t* weight, const float* kept, const float* norm_weight, const float* scale,
                      double low, double high, int64_t N, int64_t G, int64_t H, int64_t W, int64_t scales,
                      int64_t strips, int64_t rows, cudaStream_t stream) {
-  const Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
+  const Build::Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
-  const Saved saved = saved_by_forward(weight, dy, kept, norm_weight, scale, low, high,
-                                       geometry, shape);
-  const Merged sums(scratch, N, G);
-  const Partial parts(Merged::end(scratch, N, G), N, strips);
-  const unsigned blocks = geometry.cover(geometry.tile_rows()) ? unsigned(strips * N * kStripBlocks) : 0;
-  allow_shared<strip_kernel>();
-  strip_kernel<<<blocks, kThreads, StripLayout::kBytes, stream>>>(parts, x, saved, shape, geometry);
-  sample_kernel<<<N, kSampleThreads, 0, stream>>>(sums, parts, saved, shape, geometry);
-  total_kernel<<<CHANNELS_OUT * (kDepth + 4) / 32, kThreads, 0, stream>>>(
-      d_weight, d_conv_bias, d_norm_weight, d_norm_bias, d_scale, sums, scales > 1, int(N));
-  if (scales == 1)
-    sum_rows({{d_scale, 1}}, sums.gradients + 3 * N * CHANNELS_OUT, N, CHANNELS_OUT, stream);
+  const auto saved = saved_by_forward(weight, dy, kept, norm_weight, {scale, float(low), float(high)}, geometry, shape);
+  grad::selected::backward_weight<Build>(d_weight, {d_conv_bias, d_norm_weight, d_norm_bias, d_scale}, scales, scratch,
+                                         x, saved, shape, geometry, stream);
 }
 
 // dx, after `backward`, whose scratch it takes; what is behind the shift in Partial is overwritten.
@@ -86,20 +79,8 @@ EXPORT void backward_input(value_t* dx, double* scratch, const output_t* dy, con
                            const float* scale, double low, double high, int64_t N, int64_t G, int64_t H,
                            int64_t W, int64_t tiles, int64_t stride, int64_t strips, int64_t rows,
                            cudaStream_t stream) {
-  const Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
+  const Build::Geometry geometry{int(N), int(H), int(W), int(strips), int(rows)};
   const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
-  const Saved saved = saved_by_forward(weight, dy, kept, norm_weight, scale, low, high,
-                                       geometry, shape);
-  float* const partial = Merged::end(scratch, N, G);
-  const Composed composed(partial, N);
-  const bool cut = (tiles - 1) * stride < W && W <= tiles * stride;
-  const bool fits = stride + (tiles > 2 ? kHaloW : 0) <= kInputColumns && rows % POOL_H == 0;
-  const unsigned blocks = geometry.cover(int(H)) && cut && fits ? unsigned(strips * tiles * N) : 0;
-  const dim3 border(unsigned(N), kEdges + 1);
-  allow_shared<input_gradient_kernel>(), allow_shared<border_kernel>();
-  compose_kernel<<<unsigned(N + 1), kComposeThreads, 0, stream>>>(
-      composed, weight, Merged(scratch, N, G), shape);
-  input_gradient_kernel<<<blocks, kInputThreads, InputLayout::kBytes, stream>>>(
-      dx, x, partial, composed, saved, shape, geometry, int(tiles), int(stride));
-  border_kernel<<<border, kBorderThreads, kBorderShared, stream>>>(dx, x, partial, composed, geometry);
+  const auto saved = saved_by_forward(weight, dy, kept, norm_weight, {scale, float(low), float(high)}, geometry, shape);
+  grad::selected::backward_input<Input>(dx, scratch, x, saved, shape, geometry, int(tiles), int(stride), stream);
 }
