@@ -145,7 +145,7 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
   const auto [mean, m2, group_mean, group_rstd, kept_conv_bias, kept_bias] =
       GroupStatistics(statistics, N, C, G);
   const unsigned chunks = chunks_for(S);
-  plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, nullptr, C, S, vectors_fit(v, S));
+  plane_statistics(mean, m2, v, nullptr, N * C, C, S, stream);
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
                                                                   eps, shape, bias,
                                                                   kept_conv_bias, kept_bias);

@@ -257,7 +257,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* any, floa
 
 // dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; of the other
 // parameters (CHANNELS_OUT). saved, seed and number: forward's. scratch, one after the other: dv, a
-// slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients by sample (3, N,
+// slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 8); gradients by sample (3, N,
 // CHANNELS_OUT); sums (jobs, 16, 4), where a sample has slots · CHANNELS_OUT / 16 jobs; `partial` (jobs,
 // elements of 16 channels' weights); `most` (jobs, 16); any (N). rows to shared are the plan (convolution()),
 // input_room is for that of dx (InputTiling).

@@ -3,7 +3,7 @@
 #include "conv/narrow3d_tile.cuh"
 
 // One after the other: v - mean of the channels that won, like y (N, S); moments (2, N, kOut) of v, the
-// convolution of x - shift: mean and sum of squared deviations; which channel won, like y.
+// convolution of x - shift: mean and standard deviation; which channel won, like y.
 struct Kept {
   float *centred, *moments;
   index_t* index;

@@ -91,7 +91,7 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
   for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
     if (tid < 16) {
       const ScaledChannel own = scaled_channel(moments, moments + N * kOut, multiplier, eps, n,
-                                               first_channel + tid, kOut, S);
+                                               first_channel + tid, kOut);
       storage.slope[tid] = own.a, storage.factor[tid] = own.m;
     }
     for (int c = 0; c < 16; c++) storage.own[c][tid] = {0, 0, 0, 0};
@@ -135,8 +135,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
                                     float eps, int64_t N, int64_t S, unsigned parts) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / kOut, c = i % kOut;
   if (i >= N * kOut) return;
-  const ScaledChannel channel =
-      scaled_channel(moments, moments + N * kOut, multiplier, eps, n, c, kOut, S);
+  const ScaledChannel channel = scaled_channel(moments, moments + N * kOut, multiplier, eps, n, c, kOut);
   double dz = 0, product = 0, bounded = 0;
   float most = 0;
   for (unsigned part = 0; part < parts; part++) {
@@ -148,14 +147,15 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
   // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max_fused.
   const double nothing = channel.mean - channel.mean;
   coefficients[i] = norm_gradient(a, -a * dz / S, -a * a * a * product / S, -channel.mean, most,
-                                  sqrt(double(moments[N * kOut + i])));
+                                  double(moments[N * kOut + i]) * sqrt(double(S)),
+                                  power_of_two(-fitting_exponent(channel.a, 0)));
   gradients[i] = float(bounded + nothing + product * eps * rstd * rstd * rstd);
   zeros[i] = 0 * gradients[i];
 }
 
 // dx (N, CHANNELS_IN, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias
 // (CHANNELS_OUT) and d_multiplier, `multipliers` elements, CHANNELS_OUT or 1. kept as forward left it. scratch,
-// one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 4); gradients
+// one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N, CHANNELS_OUT, 8); gradients
 // and zeros (N, CHANNELS_OUT); `partial` (jobs, elements of 16 channels' weights); `most` (jobs, 16); winner,
 // like y; sums (N, parts, CHANNELS_OUT, 4). rows to shared are the plan (convolution()), input_room is for
 // that of dx (InputTiling).

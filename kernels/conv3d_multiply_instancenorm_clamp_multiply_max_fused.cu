@@ -17,11 +17,11 @@
 #include "norm/narrow3d_statistics.cuh"
 #include "norm/formulas.h"
 
-// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds
-// and, squared, in `slope`. The maximum over channels of max(low, min(value, high)) is the larger one of
-// their lows' and of their min(value, high)'s.
+// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·a·m, low, high), with m in the bounds. The
+// maximum over channels of max(low, min(value, high)) is the larger one of their lows' and of their min(value,
+// high)'s.
 struct Coefficients {
-  float offset, slope, low, high;
+  float offset, a, m, low, high;
 };
 // m·bound; where 0 times infinity would stand, 0, which is what m·clamp(z) is.
 __device__ inline float scaled_bound(float bound, float m) {
@@ -162,7 +162,7 @@ template <bool kSaving> struct MaximumEpilogue {
       const Coefficients own = storage.coefficients[threadIdx.x % 32 / 4 + 8 * r];
       low = max_nan(low, own.low), high[r] = own.high;
       const float w_scale = storage.mainloop.weight_scale[threadIdx.x % 32 / 4 + 8 * r];
-      initial[r] = own.offset * scale * w_scale, factor[r] = own.slope * (1 / scale) * (1 / w_scale);
+      initial[r] = own.offset * scale * w_scale, factor[r] = own.a * (1 / scale) * (1 / w_scale) * own.m;
       if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
         storage.scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], own.low);
         if (kSaving) storage.units[threadIdx.x / 4 + 8 * r] = 1 / scale * (1 / w_scale);
@@ -265,24 +265,27 @@ template <bool kSaving> struct MaximumEpilogue {
 
 enum Phases { kStatistics = 1, kApply = 2 };
 
-// Of a channel of sample n, from the statistics of all its tiles, merged in their order.
+// Of a channel of sample n, from the statistics of all its tiles; `all` becomes the channel's own.
 __device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c,
                                                int64_t n, int channel, float conv_bias, float multiplier,
-                                               float low, float high, float eps, Moments<float>& all) {
-  all = {0, 0, 0};
-  for (int slot = 0; slot < c.slots(); slot++) all = all.merge(moments_of(statistics, c, n, slot, channel));
-  const int64_t size = int64_t(c.OD) * c.OH * c.OW;
+                                               float low, float high, float eps, TileStatistics& all) {
+  const auto merged = merged_moments<float>(statistics, c, n, channel);
+  all = {merged.mean, sqrtf(merged.variance())};
+  if (!isfinite(all.deviation)) {  // squares overflow
+    const auto in_double = merged_moments<double>(statistics, c, n, channel);
+    all = {float(in_double.mean), float(sqrt(in_double.variance()))};
+  }
   all.mean = mean_with(conv_bias, all.mean);
-  const ScaledChannel scaled = scaled_channel(&all.mean, &all.m2, &multiplier, eps, 0, 0, 1, size);
+  const ScaledChannel scaled = scaled_channel(&all.mean, &all.deviation, &multiplier, eps, 0, 0, 1);
   const float at_low = scaled_bound(low > high ? high : low, scaled.m);
   const float at_high = scaled_bound(high, scaled.m);
   const bool turned = scaled.m < 0;
   // The formula of conv3d_multiply_instancenorm_clamp_multiply_max.
-  return {-scaled.mean, scaled.a * scaled.m, turned ? at_high : at_low, turned ? at_low : at_high};
+  return {-scaled.mean, scaled.a, scaled.m, turned ? at_high : at_low, turned ? at_low : at_high};
 }
 
 // Grid: N · slots. The channels come 16 at a time; y holds the maximum so far, which the same thread reads
-// again. kSaving: for backward also index and centred, like y, and moments (2, N, kOut), mean and m2.
+// again. kSaving: for backward also index and centred, like y, and moments (2, N, kOut), mean and deviation.
 template <bool kSaving>
 __global__ void __launch_bounds__(kBlock, 1)
 fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileStatistics* statistics,
@@ -320,11 +323,11 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
       const int own = threadIdx.x / 8, channel = first_channel + own;
       // The thread that wrote the tile's own statistics of this channel.
       if (threadIdx.x % 8 == 0 && own < 16) {
-        Moments<float> all;
+        TileStatistics all;
         storage.coefficients[own] = coefficients_of(statistics, c, tile.n, channel, conv_bias[channel],
                                                     multiplier[channel], low, high, eps, all);
         if (kSaving && tile.slot == 0)
-          moments[tile.n * kOut + channel] = all.mean, moments[(N + tile.n) * kOut + channel] = all.m2;
+          moments[tile.n * kOut + channel] = all.mean, moments[(N + tile.n) * kOut + channel] = all.deviation;
       }
       MaximumEpilogue<kSaving> epilogue{storage, staged};
       epilogue.plane_size = c.OH * c.OW, epilogue.first_channel = first_channel;

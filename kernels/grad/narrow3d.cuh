@@ -17,13 +17,14 @@
 struct alignas(16) NormGradient {
   float slope, constant, linear;
   float bound;  // of |dv|, if that is finite
+  float unit;   // a power of two: `linear` is for v·unit, since slope³ may underflow where v overflows
 };
 // From what it consists of: the largest |dz| and |v - mean|, and v - mean = v + offset.
 __device__ inline NormGradient norm_gradient(double slope, double constant, double linear, double offset,
-                                             double most_dz, double most_centred) {
+                                             double most_dz, double most_centred, float unit = 1) {
   const double bound = fabs(slope) * most_dz + fabs(constant) + fabs(linear) * most_centred;
-  return {float(slope), float(constant + linear * offset), float(linear),
-          bound > FLT_MAX ? FLT_MAX : float(bound)};
+  return {float(slope), float(constant + linear * offset), float(linear / unit),
+          bound > FLT_MAX ? FLT_MAX : float(bound), unit};
 }
 
 constexpr int kJobsPerTile = kOut / 16;  // a job is a tile and 16 output channels

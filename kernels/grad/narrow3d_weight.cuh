@@ -168,7 +168,7 @@ template <class Selected> struct GradientEpilogue : SelectedEpilogue<Selected> {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const NormGradient own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
-      slope[r] = own.slope, linear[r] = own.linear, constant[r] = own.constant;
+      slope[r] = own.slope, linear[r] = own.linear, constant[r] = own.constant, Base::unit[r] *= own.unit;
       scale[r] = dv_scale(own), most[r] = 0;
     }
     products.start();

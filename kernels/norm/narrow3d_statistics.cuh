@@ -3,9 +3,9 @@
 #include "conv/narrow3d.cuh"
 #include "core/reduce.cuh"
 
-// Of one tile and one output channel.
+// Of one tile and one output channel: mean and standard deviation, because squares may overflow.
 struct alignas(8) TileStatistics {
-  float mean, m2;
+  float mean, deviation;
 };
 
 // An epilogue (conv/narrow3d.cuh) that takes statistics, shifted by a value near the mean.
@@ -77,15 +77,26 @@ struct StatisticsEpilogue {
     if (eighth) return;
     const float unit = 1 / scale * (1 / storage.weight_scale[channel]);
     TileStatistics* const of_tile = statistics + (tile.n * c.slots() + tile.slot) * kOut;
-    of_tile[first_channel + channel] = {all.mean * unit, all.m2 * unit * unit};
+    of_tile[first_channel + channel] = {all.mean * unit, sqrtf(all.variance()) * unit};
   }
 };
 
 // The statistics of a tile. Read past the L1 cache: in a launch whose blocks meet, others have just written
 // them.
-__device__ __forceinline__ Moments<float> moments_of(const TileStatistics* statistics, const Convolution& c,
-                                                     int64_t n, int slot, int channel) {
+template <class T = float>
+__device__ __forceinline__ Moments<T> moments_of(const TileStatistics* statistics, const Convolution& c,
+                                                 int64_t n, int slot, int channel) {
   const TileStatistics* const at = statistics + (n * c.slots() + slot) * kOut + channel;
   const float2 both = __ldcg(reinterpret_cast<const float2*>(at));
-  return {slot_count(c, slot), both.x, both.y};
+  return {T(slot_count(c, slot)), T(both.x), T(slot_count(c, slot)) * T(both.y) * T(both.y)};
+}
+// Of all tiles of a sample, merged in their order.
+template <class T>
+__device__ __forceinline__ Moments<T> merged_moments(const TileStatistics* statistics, const Convolution& c,
+                                                     int64_t n, int channel) {
+  Moments<T> all{0, 0, 0};
+#pragma unroll 1
+  for (int slot = 0; slot < c.slots(); slot++)
+    all = all.merge(moments_of<T>(statistics, c, n, slot, channel));
+  return all;
 }
