@@ -5,7 +5,7 @@
 #include "core/vector.cuh"
 
 // Running sums of one thread, shifted by the first value that it sees.
-template <class T> struct ShiftedSums {
+template <class T = accumulate_t> struct ShiftedSums {
   T count = 0, shift = 0, sum = 0, square = 0;
   __device__ void add(T v) {
     if (count == 0) shift = v;
@@ -36,37 +36,26 @@ __device__ Moments<double> team_moments(const value_t* plane, int64_t size, bool
   else return block_merge(sums.moments());
 }
 
-// mean and m2 of a plane; with a conv_bias (C) the mean is that of mean_with, and m2's place takes the standard
-// deviation: of values whose squares overflow, too.
+// mean and m2 (planes) of v (planes, size), a team per plane. With a conv_bias (C) means are those of mean_with,
+// and m2's place takes the standard deviation: of values whose squares overflow, too.
 template <int kTeam>
-__device__ void team_statistics(accumulate_t* mean, accumulate_t* m2, const value_t* v,
-                                const accumulate_t* conv_bias, int64_t plane, int64_t C, int64_t size,
-                                bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v,
+                        const accumulate_t* conv_bias, int64_t planes, int64_t C, int64_t size,
+                        bool aligned) {
+  const int64_t plane = int64_t(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
+  if (plane >= planes) return;  // a whole team
+  const bool leads = threadIdx.x % kTeam == 0;
   Moments<double> moments = team_moments<accumulate_t, kTeam>(v + plane * size, size, aligned);
   if (conv_bias) {
-    const bool leads = threadIdx.x % kTeam == 0, overflows = leads && !isfinite(moments.m2);
+    const bool overflows = leads && !isfinite(moments.m2);
     if (kTeam == 32 ? __any_sync(~0u, overflows) : __syncthreads_or(overflows))
       moments = team_moments<double, kTeam>(v + plane * size, size, aligned);
   }
-  if (threadIdx.x % kTeam) return;
+  if (!leads) return;
   const accumulate_t own = moments.mean;
   mean[plane] = conv_bias ? mean_with(conv_bias[plane % C], own) : own;
   m2[plane] = conv_bias ? sqrt(moments.variance()) : moments.m2;
-}
-
-// mean and m2 (planes) of v (planes, size), as team_statistics; a block per plane.
-__global__ void __launch_bounds__(kThreads)
-plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v,
-                        const accumulate_t* conv_bias, int64_t C, int64_t size, bool aligned) {
-  team_statistics<kThreads>(mean, m2, v, conv_bias, blockIdx.x, C, size, aligned);
-}
-// Likewise, a warp per plane.
-__global__ void __launch_bounds__(kThreads)
-small_plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v,
-                              const accumulate_t* conv_bias, int64_t planes, int64_t C, int64_t size,
-                              bool aligned) {
-  const int64_t plane = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (plane < planes) team_statistics<32>(mean, m2, v, conv_bias, plane, C, size, aligned);
 }
 
 // Is a plane so small that most of a block's threads would have none of its vectors?
@@ -75,14 +64,9 @@ inline bool suits_a_warp(int64_t size) { return size <= 32 * kVector * 8; }
 inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t* v,
                              const accumulate_t* conv_bias, int64_t planes, int64_t C, int64_t size,
                              cudaStream_t stream) {
-  const bool aligned = vectors_fit(v, size);
-  if (suits_a_warp(size)) {
-    small_plane_statistics_kernel<<<blocks_for(planes, kWarps), kThreads, 0, stream>>>(
-        mean, m2, v, conv_bias, planes, C, size, aligned);
-  } else {
-    plane_statistics_kernel<<<unsigned(planes), kThreads, 0, stream>>>(mean, m2, v, conv_bias, C, size,
-                                                                       aligned);
-  }
+  const auto kernel = suits_a_warp(size) ? plane_statistics_kernel<32> : plane_statistics_kernel<kThreads>;
+  const unsigned blocks = suits_a_warp(size) ? blocks_for(planes, kWarps) : unsigned(planes);
+  kernel<<<blocks, kThreads, 0, stream>>>(mean, m2, v, conv_bias, planes, C, size, vectors_fit(v, size));
 }
 
 // group_mean and group_rstd (N, G), a thread per group; and the copies of the biases.
