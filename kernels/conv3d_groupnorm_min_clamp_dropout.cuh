@@ -3,6 +3,31 @@
 #pragma once
 #include "conv/narrow3d_tile.cuh"
 #include "core/philox.h"
+#include "grad/narrow3d.cuh"
+#include "norm/narrow3d_statistics.cuh"
+
+#ifndef CHANNELS_IN
+#define CHANNELS_IN 3
+#define CHANNELS_OUT 16
+#define KERNEL_D 3
+#define KERNEL_H 3
+#define KERNEL_W 3
+#endif
+#ifndef STAGE_PIXELS  // the plan, as tiling.py makes it; else one with which a source compiles alone
+#define STAGE_PIXELS 8704
+#define PIXEL_WORDS Conv::kWords
+#define RING_PLANES Conv::kRing
+#define RAW_PLANES kRaw
+#define TURN_POSITIONS kTurn
+#define STATIC_SHARED (33 << 10)
+#endif
+
+using namespace grad::narrow3d;
+using namespace norms::narrow3d;
+using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W, STAGE_PIXELS>;
+static_assert(PIXEL_WORDS == Conv::kWords && RING_PLANES == Conv::kRing && RAW_PLANES == kRaw && TURN_POSITIONS == kTurn,
+              "what was planned with");
+template <class SharedStorage> constexpr bool kPlanned = sizeof(SharedStorage) <= STATIC_SHARED;
 
 // z = sum·slope + bias of a channel of a sample: slope = weight·rstd, and bias has the mean in it, as in
 // eager: rounded like this, z is hardly ever exactly what it is compared with unless the numbers say so. v -

@@ -123,8 +123,8 @@ struct DropoutProblem {
         for (int i = 0; i < 4; i++) dz[j][i] *= kept[i / 2] & 1u << (8 * j + i % 2) ? factor : 0.f;
     }
   };
-  __device__ Selected selected(const Convolution& c, const Tile& tile, int first_channel) const {
-    const int64_t plane = int64_t(c.OH) * c.OW, own = tile.n * kOut + first_channel + threadIdx.x % 32 / 4;
+  __device__ Selected selected(const Convolution<Conv>& c, const Tile& tile, int first_channel) const {
+    const int64_t plane = int64_t(c.OH) * c.OW, own = tile.n * Conv::kOut + first_channel + threadIdx.x % 32 / 4;
     const int before = tile.first_row * c.OW;
     const bool pairs =
         (plane | before | tile.positions) % 2 == 0 && uintptr_t(dy) % sizeof(Pair) == 0;
@@ -141,9 +141,9 @@ struct Sums {
 };
 
 struct SumsStorage {
-  uint4 weights[kWeightWords / 2][32];
+  uint4 weights[Conv::kWeightWords / 2][32];
   Sums sums[kBlockWarps][16];
-  MainloopStorage mainloop;
+  MainloopStorage<Conv> mainloop;
 };
 static_assert(kPlanned<SumsStorage>);
 
@@ -184,16 +184,16 @@ struct SumsEpilogue : SelectedEpilogue<DropoutProblem::Selected> {
 
 // sums (jobs, 16); any (N), zeros for coefficients_kernel. The blocks share out the jobs.
 __global__ void __launch_bounds__(kBlock, 1)
-sums_kernel(Sums* sums, float* any, DropoutProblem problem, int64_t jobs, const Convolution c) {
+sums_kernel(Sums* sums, float* any, DropoutProblem problem, int64_t jobs, const Convolution<Conv> c) {
   extern __shared__ uint4 shared[];
   __shared__ SumsStorage storage;
 #pragma unroll 1
   for (int64_t job = blockIdx.x; job < jobs; job += gridDim.x) {
-    const Tile tile(c, unsigned(job / kJobsPerTile));
-    const int first_channel = int(job % kJobsPerTile) * 16;
+    const Tile tile(c, unsigned(job / kJobsPerTile<Conv>));
+    const int first_channel = int(job % kJobsPerTile<Conv>) * 16;
     if (threadIdx.x == 0) any[tile.n] = 0;
     if (!problem.active(tile.n)) continue;
-    Mainloop<SharedWeights> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared),
+    Mainloop<Conv, SharedWeights> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared),
                                      first_channel, SharedWeights(storage.weights[0]));
     SumsEpilogue epilogue(problem.selected(c, tile, first_channel), storage);
     mainloop.run(epilogue, tile.planes * mainloop.turns());
@@ -215,17 +215,17 @@ sums_kernel(Sums* sums, float* any, DropoutProblem problem, int64_t jobs, const 
 // kOut): of conv_bias, weight, bias. A thread per (sample, group).
 __global__ void coefficients_kernel(NormGradient* coefficients, float* any, float* gradients,
                                     const Sums* sums, DropoutProblem problem, const float* weight, int64_t N,
-                                    int groups, const Convolution c) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / groups, all = N * kOut;
+                                    int groups, const Convolution<Conv> c) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / groups, all = N * Conv::kOut;
   if (i >= N * groups) return;
-  const int per_group = kOut / groups, first = int(i % groups) * per_group;
+  const int per_group = Conv::kOut / groups, first = int(i % groups) * per_group;
   struct Total {
     double dz = 0, product = 0, centred = 0, most = 0;
   };
   const auto total_of = [&](int channel) {
     Total total;
     for (int slot = 0; slot < c.slots(); slot++) {
-      const int64_t job = (n * c.slots() + slot) * kJobsPerTile + channel / 16;
+      const int64_t job = (n * c.slots() + slot) * kJobsPerTile<Conv> + channel / 16;
       const Sums own = sums[job * 16 + channel % 16];
       total.dz += own.dz, total.product += own.product, total.centred += own.centred;
       total.most = fmax(total.most, double(own.most));
@@ -240,7 +240,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* any, floa
   }
   const double size = double(c.OD) * c.OH * c.OW, count = per_group * size;
   for (int channel = first; channel < first + per_group; channel++) {
-    const int64_t at = n * kOut + channel;
+    const int64_t at = n * Conv::kOut + channel;
     const Affine affine = problem.affines[at];
     const Total own = active ? total_of(channel) : Total();
     const double rstd = affine.rstd, constant = -rstd * gradient / count;
@@ -267,17 +267,17 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
                      const int64_t* seed, int64_t number, double low, double high, double p, int64_t groups,
                      int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch,
                      int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
-  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+  const Convolution<Conv> c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
   auto* const dv = reinterpret_cast<float4*>(scratch);
   auto* const coefficients = reinterpret_cast<NormGradient*>(dv + plan.dv_values);
-  float* const gradients = reinterpret_cast<float*>(coefficients + N * kOut);
-  auto* const sums = reinterpret_cast<Sums*>(gradients + 3 * N * kOut);
+  float* const gradients = reinterpret_cast<float*>(coefficients + N * Conv::kOut);
+  auto* const sums = reinterpret_cast<Sums*>(gradients + 3 * N * Conv::kOut);
   float* const partial = reinterpret_cast<float*>(sums + plan.jobs * 16);
-  float* const most = partial + plan.jobs * kFilters;
+  float* const most = partial + plan.jobs * kFilters<Conv>;
   float* const any = most + plan.jobs * 16;
   auto* const affines = reinterpret_cast<const Affine*>(saved);
-  const float* const active = saved + N * kOut * 4;
+  const float* const active = saved + N * Conv::kOut * 4;
   DropoutProblem problem{coefficients, affines, active, dy, dropout_mask(seed, number, p),
                          tied_value(low, high)};
   allow_shared<sums_kernel>();
@@ -287,7 +287,7 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
         coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
   problem.flags = any;
-  const ManyRowSums<3> parameters{{{d_conv_bias, kOut}, {d_norm_weight, kOut}, {d_norm_bias, kOut}}};
+  const ManyRowSums<3> parameters{{{d_conv_bias, Conv::kOut}, {d_norm_weight, Conv::kOut}, {d_norm_bias, Conv::kOut}}};
   convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, gradients, problem, plan,
                        input_room, c, stream);
 }

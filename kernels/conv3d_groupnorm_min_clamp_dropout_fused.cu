@@ -27,7 +27,7 @@ struct GroupNorm {
 // Takes statistics, and writes the convolution of x - shift, in real units: four values at a time, or one by
 // one where a tile's rows don't start at a multiple of four. A turn's results wait in `staging` until the
 // next turn's products give time to store them.
-template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
+template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue<Conv> {
   static constexpr int kLanes = kTurn / 4;       // that store a channel's results of a turn
   static constexpr int kChannels = 32 / kLanes;  // that a warp stores at a time
   static constexpr int kStores = 16 / kChannels;
@@ -64,7 +64,7 @@ template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
   __device__ __forceinline__ void meanwhile(int step) {
     if constexpr (kVectors) {
 #pragma unroll
-      for (int i = step * kStores / kSteps; i < (step + 1) * kStores / kSteps; i++) store(i);
+      for (int i = step * kStores / Conv::kSteps; i < (step + 1) * kStores / Conv::kSteps; i++) store(i);
     }
   }
   __device__ __forceinline__ void take(float (&v)[kFragments][4], int at_plane, int q, int positions) {
@@ -104,23 +104,23 @@ template <bool kVectors> struct StoringEpilogue : StatisticsEpilogue {
 
 struct SharedStorage {
   alignas(16) float staging[kBlockWarps][16 * kStagingPitch];
-  MainloopStorage mainloop;
+  MainloopStorage<Conv> mainloop;
 };
 static_assert(kPlanned<SharedStorage>);
 
 // Grid (N · slots, kOut / 16).
 template <bool kVectors>
 __global__ void __launch_bounds__(kBlock, 1)
-convolve_kernel(output_t* y, TileStatistics* statistics, const Convolution c) {
+convolve_kernel(output_t* y, TileStatistics* statistics, const Convolution<Conv> c) {
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
   const Tile tile(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16, lane = threadIdx.x % 32;
   const int64_t plane = int64_t(c.OH) * c.OW;
-  Mainloop<> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
+  Mainloop<Conv> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
   StoringEpilogue<kVectors> epilogue(storage.mainloop);
   epilogue.plane = int(plane), epilogue.channel = c.OD * plane;
-  epilogue.y = y + (tile.n * kOut + first_channel) * epilogue.channel + tile.first_row * c.OW;
+  epilogue.y = y + (tile.n * Conv::kOut + first_channel) * epilogue.channel + tile.first_row * c.OW;
   epilogue.lane_at = epilogue.y + lane / epilogue.kLanes * epilogue.channel + lane % epilogue.kLanes * 4;
   epilogue.staging = storage.staging[threadIdx.x / 32];
   mainloop.run(epilogue, tile.planes * mainloop.turns());
@@ -134,12 +134,12 @@ struct Channel {
 
 // What shifting x and the bias add to a channel of sample n: in double, it may be many times the spread. Eight
 // lanes share the work, and all have the result.
-__device__ inline double constant_of(const Convolution& c, const GroupNorm& norm, int64_t n, int channel) {
+__device__ inline double constant_of(const Convolution<Conv>& c, const GroupNorm& norm, int64_t n, int channel) {
   double level = 0;
-  for (int i = 0; i < kIn; i++) {
+  for (int i = 0; i < Conv::kIn; i++) {
     double taps = 0;
-    for (int tap = threadIdx.x % 8; tap < kTaps; tap += 8)
-      taps += double(c.weight[(channel * kIn + i) * kTaps + tap]);
+    for (int tap = threadIdx.x % 8; tap < Conv::kTaps; tap += 8)
+      taps += double(c.weight[(channel * Conv::kIn + i) * Conv::kTaps + tap]);
     level += taps * double(shift_of(c, n, i));
   }
 #pragma unroll
@@ -151,11 +151,11 @@ __device__ inline double constant_of(const Convolution& c, const GroupNorm& norm
 // Grid: N; eight threads for a channel.
 __global__ void __launch_bounds__(kThreads)
 merge_kernel(Affine* affines, float* active, const TileStatistics* statistics, GroupNorm norm,
-             const Convolution c) {
-  __shared__ Channel channels[kOut];
+             const Convolution<Conv> c) {
+  __shared__ Channel channels[Conv::kOut];
   const int64_t n = blockIdx.x;
   const int eighth = threadIdx.x % 8;
-  for (int channel = threadIdx.x / 8; channel < kOut; channel += kThreads / 8) {  // whole warps
+  for (int channel = threadIdx.x / 8; channel < Conv::kOut; channel += kThreads / 8) {  // whole warps
     Moments<float> own{0, 0, 0};
     for (int slot = eighth; slot < c.slots(); slot += 8)
       own = own.merge(moments_of(statistics, c, n, slot, channel));
@@ -165,15 +165,15 @@ merge_kernel(Affine* affines, float* active, const TileStatistics* statistics, G
       channels[channel] = {{double(c.OD) * c.OH * c.OW, double(own.mean) + level, double(own.m2)}, level};
   }
   __syncthreads();
-  const int per_group = kOut / norm.groups;
-  for (int channel = threadIdx.x; channel < kOut; channel += kThreads) {
+  const int per_group = Conv::kOut / norm.groups;
+  for (int channel = threadIdx.x; channel < Conv::kOut; channel += kThreads) {
     Moments<double> all{0, 0, 0};
     for (int i = 0; i < per_group; i++)
       all = all.merge(channels[channel / per_group * per_group + i].moments);
     const float deviation = sqrtf(float(all.variance()) + norm.eps);
     const double offset = channels[channel].constant - all.mean;
     const float slope = norm.weight[channel] / deviation, bias = float(offset * slope + norm.bias[channel]);
-    affines[n * kOut + channel] = {float(offset), slope, bias, 1 / deviation};
+    affines[n * Conv::kOut + channel] = {float(offset), slope, bias, 1 / deviation};
   }
   if (threadIdx.x == 0) active[n] = 0;
 }
@@ -246,7 +246,7 @@ finish_kernel(output_t* y, float* active, const Affine* affines, Tail tail, int6
       }
     }
   }
-  if (kFlags && __syncthreads_or(any) && threadIdx.x == 0) active[channel / kOut] = 1;
+  if (kFlags && __syncthreads_or(any) && threadIdx.x == 0) active[channel / Conv::kOut] = 1;
 }
 
 // y (N, CHANNELS_OUT, D', H', W'). saved, for backward, one after the other: affines (N, CHANNELS_OUT, 4);
@@ -260,23 +260,23 @@ EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x,
                     int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
                     int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
-  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+  const Convolution<Conv> c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const int64_t plane = int64_t(c.OH) * c.OW, size = c.OD * plane;
   const bool vectors = vectors_fit(y, plane) && rows * c.OW % 4 == 0;
   const auto convolve = vectors ? convolve_kernel<true> : convolve_kernel<false>;
   const GroupNorm norm{conv_bias, norm_weight, norm_bias, float(eps), int(groups)};
   vectors ? allow_shared<convolve_kernel<true>>() : allow_shared<convolve_kernel<false>>();
   auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
-  float* const kept = saved ? saved : scratch + N * c.slots() * kOut * 2;
+  float* const kept = saved ? saved : scratch + N * c.slots() * Conv::kOut * 2;
   auto* const affines = reinterpret_cast<Affine*>(kept);
-  float* const active = kept + N * kOut * 4;
-  const dim3 grid(unsigned(N * c.slots()), kOut / 16);
+  float* const active = kept + N * Conv::kOut * 4;
+  const dim3 grid(unsigned(N * c.slots()), Conv::kOut / 16);
   convolve<<<grid, kBlock, c.shared, stream>>>(y, statistics, c);
   merge_kernel<<<unsigned(N), kThreads, 0, stream>>>(affines, active, statistics, norm, c);
   const bool aligned = vectors_fit(y, size);
   const auto finish = saved ? (aligned ? finish_kernel<true, true> : finish_kernel<false, true>)
                             : (aligned ? finish_kernel<true, false> : finish_kernel<false, false>);
   const Tail tail{float(low), float(high), dropout_mask(seed, number, p), tied_value(low, high)};
-  const unsigned channels = unsigned(N * kOut), chunks = chunks_for(size);
+  const unsigned channels = unsigned(N * Conv::kOut), chunks = chunks_for(size);
   finish<<<channels * chunks, kThreads, 0, stream>>>(y, active, affines, tail, size, channels, chunks);
 }

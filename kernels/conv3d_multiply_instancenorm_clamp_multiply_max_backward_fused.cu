@@ -50,7 +50,7 @@ struct InstanceNormProblem {
         }
     }
   };
-  __device__ Selected selected(const Convolution& c, const Tile& tile, int first_channel) const {
+  __device__ Selected selected(const Convolution<Conv>& c, const Tile& tile, int first_channel) const {
     const int plane = c.OH * c.OW;
     return {*this, tile.n * c.OD * int64_t(plane) + tile.first_row * c.OW, plane, first_channel, -1,
             0};
@@ -88,10 +88,10 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
   const int64_t n = blockIdx.x / parts, first = int64_t(blockIdx.x % parts) * kPart;
   const int count = int(min(S - first, int64_t(kPart)));
 #pragma unroll 1
-  for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
+  for (int first_channel = 0; first_channel < Conv::kOut; first_channel += 16) {
     if (tid < 16) {
-      const ScaledChannel own = scaled_channel(moments, moments + N * kOut, multiplier, eps, n,
-                                               first_channel + tid, kOut);
+      const ScaledChannel own = scaled_channel(moments, moments + N * Conv::kOut, multiplier, eps, n,
+                                               first_channel + tid, Conv::kOut);
       storage.slope[tid] = own.a, storage.factor[tid] = own.m;
     }
     for (int c = 0; c < 16; c++) storage.own[c][tid] = {0, 0, 0, 0};
@@ -121,7 +121,7 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
     for (int mask = 4; mask; mask /= 2)
       all.add({__shfl_xor_sync(~0u, all.dz, mask), __shfl_xor_sync(~0u, all.product, mask),
                __shfl_xor_sync(~0u, all.bounded, mask), __shfl_xor_sync(~0u, all.most, mask)});
-    if (tid % 8 == 0) sums[int64_t(blockIdx.x) * kOut + first_channel + channel] = all;
+    if (tid % 8 == 0) sums[int64_t(blockIdx.x) * Conv::kOut + first_channel + channel] = all;
     __syncthreads();
   }
 }
@@ -133,13 +133,13 @@ sums_kernel(Sums* sums, float* winner, const output_t* dy, const index_t* index,
 __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients, float* zeros,
                                     const Sums* sums, const float* moments, const float* multiplier,
                                     float eps, int64_t N, int64_t S, unsigned parts) {
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / kOut, c = i % kOut;
-  if (i >= N * kOut) return;
-  const ScaledChannel channel = scaled_channel(moments, moments + N * kOut, multiplier, eps, n, c, kOut);
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, n = i / Conv::kOut, c = i % Conv::kOut;
+  if (i >= N * Conv::kOut) return;
+  const ScaledChannel channel = scaled_channel(moments, moments + N * Conv::kOut, multiplier, eps, n, c, Conv::kOut);
   double dz = 0, product = 0, bounded = 0;
   float most = 0;
   for (unsigned part = 0; part < parts; part++) {
-    const Sums own = sums[(n * parts + part) * kOut + c];
+    const Sums own = sums[(n * parts + part) * Conv::kOut + c];
     dz += own.dz, product += own.product, bounded += own.bounded, most = fmaxf(most, own.most);
   }
   const double a = channel.a, rstd = channel.rstd;
@@ -147,7 +147,7 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
   // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max_fused.
   const double nothing = channel.mean - channel.mean;
   coefficients[i] = norm_gradient(a, -a * dz / S, -a * a * a * product / S, -channel.mean, most,
-                                  double(moments[N * kOut + i]) * sqrt(double(S)),
+                                  double(moments[N * Conv::kOut + i]) * sqrt(double(S)),
                                   power_of_two(-fitting_exponent(channel.a, 0)));
   gradients[i] = float(bounded + nothing + product * eps * rstd * rstd * rstd);
   zeros[i] = 0 * gradients[i];
@@ -165,16 +165,16 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
                      int64_t multipliers, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows,
                      int64_t depth, int64_t pitch, int64_t raw, int64_t shared, int64_t dv_slots,
                      int64_t input_room, cudaStream_t stream) {
-  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+  const Convolution<Conv> c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const BackwardPlan plan(c, N, dv_slots);
   const int64_t S = int64_t(c.OD) * c.OH * c.OW;
   const auto [centred, moments, index] = Kept(const_cast<float*>(kept), N, S);
   auto* const dv = reinterpret_cast<float4*>(scratch);
   auto* const coefficients = reinterpret_cast<NormGradient*>(dv + plan.dv_values);
-  float* const gradients = reinterpret_cast<float*>(coefficients + N * kOut);
-  float* const zeros = gradients + N * kOut;
-  float* const partial = zeros + N * kOut;
-  float* const most = partial + plan.jobs * kFilters;
+  float* const gradients = reinterpret_cast<float*>(coefficients + N * Conv::kOut);
+  float* const zeros = gradients + N * Conv::kOut;
+  float* const partial = zeros + N * Conv::kOut;
+  float* const most = partial + plan.jobs * kFilters<Conv>;
   float* const winner = most + plan.jobs * 16;
   auto* const sums = reinterpret_cast<Sums*>(winner + N * S);
   const unsigned parts = blocks_for(S, kPart);
@@ -182,12 +182,12 @@ EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* 
     sums_kernel<<<unsigned(N * parts), kSumsBlock, 0, stream>>>(sums, winner, dy, index, centred, moments,
                                                                 multiplier, low, high, eps, N, S,
                                                                 parts);
-    coefficients_kernel<<<blocks_for(N * kOut, 64), 64, 0, stream>>>(
+    coefficients_kernel<<<blocks_for(N * Conv::kOut, 64), 64, 0, stream>>>(
         coefficients, gradients, zeros, sums, moments, multiplier, eps, N, S, parts);
   }
   const InstanceNormProblem problem{coefficients, index, winner};
   // The convolution's bias has no gradient: its sum is of zeros.
-  const ManyRowSums<2> parameters{{{d_multiplier, multipliers}, {d_conv_bias, kOut}}};
+  const ManyRowSums<2> parameters{{{d_multiplier, multipliers}, {d_conv_bias, Conv::kOut}}};
   convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, nullptr, problem, plan,
                        input_room, c, stream);
 }

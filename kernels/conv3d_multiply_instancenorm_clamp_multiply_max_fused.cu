@@ -71,17 +71,17 @@ struct SharedStorage {
   float4 scaled[16];  // high, initial, factor, low (below)
   float units[16];    // of the sums
   Coefficients coefficients[16];
-  MainloopStorage mainloop;
+  MainloopStorage<Conv> mainloop;
 };
 static_assert(kPlanned<SharedStorage>);
 
 // ------------------------------------------------------------------------------------------------- epilogues
 
 // Takes statistics, and holds sums.
-struct HoldingEpilogue : StatisticsEpilogue {
+struct HoldingEpilogue : StatisticsEpilogue<Conv> {
   const Held &in_scratch, &in_shared;
   const int first_plane, plane_turns;
-  __device__ HoldingEpilogue(MainloopStorage& storage, const Held& in_scratch, const Held& in_shared,
+  __device__ HoldingEpilogue(MainloopStorage<Conv>& storage, const Held& in_scratch, const Held& in_shared,
                              int first_plane, int plane_turns)
       : StatisticsEpilogue(storage), in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane),
         plane_turns(plane_turns) {}
@@ -266,7 +266,7 @@ template <bool kSaving> struct MaximumEpilogue {
 enum Phases { kStatistics = 1, kApply = 2 };
 
 // Of a channel of sample n, from the statistics of all its tiles; `all` becomes the channel's own.
-__device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c,
+__device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution<Conv>& c,
                                                int64_t n, int channel, float conv_bias, float multiplier,
                                                float low, float high, float eps, TileStatistics& all) {
   const auto merged = merged_moments<float>(statistics, c, n, channel);
@@ -291,11 +291,11 @@ __global__ void __launch_bounds__(kBlock, 1)
 fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileStatistics* statistics,
              float* scratch, int64_t N, const float* conv_bias,
              const float* multiplier, float low, float high, float eps, int phases, int scratch_turns,
-             int shared_turns, const Convolution c) {
+             int shared_turns, const Convolution<Conv> c) {
   extern __shared__ uint4 shared[];
   __shared__ SharedStorage storage;
   const Tile tile(c, blockIdx.x);
-  Mainloop<> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), 0);
+  Mainloop<Conv> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), 0);
   // At the edges few for what has room.
   const int plane_turns = mainloop.turns(), turns = tile.planes * plane_turns;
   const int in_shared_turns = min(shared_turns, turns);
@@ -307,7 +307,7 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
   const Held in_scratch(own_scratch, unheld, in_scratch_turns, scratch_turns);
   const Held in_shared(rest_of_shared, unheld + in_scratch_turns, in_shared_turns, shared_turns);
 #pragma unroll 1
-  for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
+  for (int first_channel = 0; first_channel < Conv::kOut; first_channel += 16) {
     if (first_channel > 0) {
       mainloop.operands.fetch_weights(first_channel);
       __syncthreads();  // they are there, and weight_scale has been read
@@ -327,7 +327,7 @@ fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileSt
         storage.coefficients[own] = coefficients_of(statistics, c, tile.n, channel, conv_bias[channel],
                                                     multiplier[channel], low, high, eps, all);
         if (kSaving && tile.slot == 0)
-          moments[tile.n * kOut + channel] = all.mean, moments[(N + tile.n) * kOut + channel] = all.deviation;
+          moments[tile.n * Conv::kOut + channel] = all.mean, moments[(N + tile.n) * Conv::kOut + channel] = all.deviation;
       }
       MaximumEpilogue<kSaving> epilogue{storage, staged};
       epilogue.plane_size = c.OH * c.OW, epilogue.first_channel = first_channel;
@@ -352,7 +352,7 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
                     int64_t held, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
                     int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
   if (N == 0) return;
-  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+  const Convolution<Conv> c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
   const Kept parts(kept ? kept : scratch, N, int64_t(c.OD) * c.OH * c.OW);  // written to where there is one
   const int64_t blocks = N * c.slots();
   const auto kernel = kept ? fused_kernel<true> : fused_kernel<false>;
@@ -361,7 +361,7 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
   const int staged = kept ? kBlockWarps * kStaged * int(sizeof(float)) : 0;
   const int64_t laid_out = (int64_t(c.shared) + 15) / 16 * 16 + staged;
   int shared_turns = 0, scratch_turns = 0;
-  if (one_launch && kOut == 16) {
+  if (one_launch && Conv::kOut == 16) {
     const int most = c.depth * c.turns();
     shared_turns = min(held_turns((all - laid_out) / int(sizeof(float))), most);
     scratch_turns = min(held_turns(held / blocks), most - shared_turns);
@@ -377,7 +377,7 @@ EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, 
   config.attrs = &cooperative, config.numAttrs = meet;
   const auto launch = [&](int phases) {
     auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
-    float* const sums = scratch + blocks * kOut * 2;
+    float* const sums = scratch + blocks * Conv::kOut * 2;
     cudaLaunchKernelEx(&config, kernel, y, parts.index, parts.centred, parts.moments, statistics, sums, N,
                        conv_bias, multiplier, float(low), float(high), float(eps), phases, scratch_turns,
                        shared_turns, c);

@@ -14,6 +14,8 @@
 #include "conv/narrow3d_operands.cuh"
 #include "conv/narrow3d_stage.cuh"
 
+namespace conv::narrow3d {
+
 // For epilogues: sums that start at zero; and of a channel's values in its four lanes the sum and the largest
 // magnitude, in each of them.
 __device__ __forceinline__ void clear(float (&sum)[kFragments][4]) {
@@ -29,16 +31,16 @@ __device__ __forceinline__ float channel_most(float v) {
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
 
-template <class Weights = RegisterWeights> struct Mainloop {
-  static constexpr int kAhead = kDepth + 1;  // the plane of x that is split while an output plane is computed
-  const Block block;
-  Stage stage;
-  Operands<Weights> operands;
+template <class S, class Weights = RegisterWeights<S>> struct Mainloop {
+  static constexpr int kAhead = S::kDepth + 1;  // the plane of x that is split while an output plane is computed
+  const Block<S> block;
+  Stage<S> stage;
+  Operands<S, Weights> operands;
   // Of barriers' next phases, a bit each: of the stage's, then of `done` as arrived at.
   uint32_t parities = 0;
 
   // Weights from first_channel on are fetched, then and whenever operands.fetch_weights() is called.
-  __device__ __forceinline__ Mainloop(const Convolution& c, const Tile& tile, MainloopStorage& storage,
+  __device__ __forceinline__ Mainloop(const Convolution<S>& c, const Tile& tile, MainloopStorage<S>& storage,
                                       uint32_t* ring, int first_channel, const Weights& weights = {})
       : block(c, tile, storage, ring), stage(block), operands(block, weights) {
     if (threadIdx.x == 0) {
@@ -48,11 +50,11 @@ template <class Weights = RegisterWeights> struct Mainloop {
       publish_barriers();
 #endif
     }
-    typename Operands<Weights>::Samples samples;  // on their way while the tables are made
-    if constexpr (kSplit) operands.load(samples, tile.planes + kDepth - 1);
+    typename Operands<S, Weights>::Samples samples;  // on their way while the tables are made
+    if constexpr (S::kSplit) operands.load(samples, tile.planes + S::kDepth - 1);
     operands.fetch_weights(first_channel);
     block.make_tables();
-    if constexpr (kSplit) {
+    if constexpr (S::kSplit) {
       operands.guess_scales(samples);
     } else {
       __syncthreads();  // the weights are there
@@ -73,7 +75,7 @@ template <class Weights = RegisterWeights> struct Mainloop {
 
   // Hands the first `count` of the tile's turns to `epilogue`, plane by plane. It may have to start again.
   template <class Epilogue> __device__ __forceinline__ void run(Epilogue& epilogue, int count) {
-    const int planes = count ? (count + block.turns - 1) / block.turns + kDepth - 1 : 0;  // of x
+    const int planes = count ? (count + block.turns - 1) / block.turns + S::kDepth - 1 : 0;  // of x
     do {
       if (operands.fetched) operands.take_weights();
       operands.magnitude = __half2(0, 0);
@@ -86,7 +88,7 @@ template <class Weights = RegisterWeights> struct Mainloop {
 
   template <class Epilogue>
   __device__ __forceinline__ void run_once(Epilogue& epilogue, int count, int planes) {
-    const Convolution& c = block.c;
+    const Convolution<S>& c = block.c;
     stage.set_off(kAhead, planes);
 #pragma unroll 1
     for (int plane = 0; plane < min(kAhead, planes); plane++)
@@ -94,18 +96,18 @@ template <class Weights = RegisterWeights> struct Mainloop {
     __syncthreads();
     epilogue.start(operands.scale);
 
-    constexpr uint32_t kPixel = kHighWords * 4;  // bytes, in the ring of the words with a high
-    const uint32_t plane_bytes = c.plane * kPixel, ring_bytes = kRing * plane_bytes;
+    constexpr uint32_t kPixel = S::kHighWords * 4;  // bytes, in the ring of the words with a high
+    const uint32_t plane_bytes = c.plane * kPixel, ring_bytes = S::kRing * plane_bytes;
     const uint32_t ring = shared_address(block.ring);
-    const uint32_t low_ring = shared_address(block.low_ring()) - ring / kHighWords * kLowWords;
+    const uint32_t low_ring = shared_address(block.low_ring()) - ring / S::kHighWords * S::kLowWords;
     const uint16_t* const positions = block.positions();
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = thread_index_anew() % 4;
-    uint32_t offset[kSteps];  // of this lane's tap, from a position's pixel
+    uint32_t offset[S::kSteps];  // of this lane's tap, from a position's pixel
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) offset[s] = block.storage.taps[4 * s + t] * kPixel;
+    for (int s = 0; s < S::kSteps; s++) offset[s] = block.storage.taps[4 * s + t] * kPixel;
     int turn = warp;  // this warp's next
 #pragma unroll 1
-    for (int plane = 0; plane <= planes - kDepth; plane++) {
+    for (int plane = 0; plane <= planes - S::kDepth; plane++) {
       const uint32_t done_bit = 1u << (kRaw + plane % 2);
       await(done(plane), (parities & done_bit) == 0);  // all threads are through with plane - 2
       const int ahead = plane + kAhead;
@@ -129,7 +131,7 @@ template <class Weights = RegisterWeights> struct Mainloop {
       turn -= block.turns;
 #pragma unroll
       // On by a plane, or back to the ring's first: what is negative is large.
-      for (int s = 0; s < kSteps; s++)
+      for (int s = 0; s < S::kSteps; s++)
         offset[s] = min(offset[s] + plane_bytes, offset[s] + plane_bytes - ring_bytes);
       arrive(done(plane));
       parities ^= done_bit;
@@ -141,67 +143,69 @@ template <class Weights = RegisterWeights> struct Mainloop {
   template <class Epilogue>
   __device__ __forceinline__ void multiply_turn(float (&sum)[kFragments][4],
                                                 const uint32_t (&pixel)[kFragments],
-                                                const uint32_t (&offset)[kSteps], uint32_t low_ring,
+                                                const uint32_t (&offset)[S::kSteps], uint32_t low_ring,
                                                 Epilogue& epilogue) const {
     const Weights& weights = operands.weights;
     float low_sum[kFragments][4] = {};  // of products with a low: small ones add up by themselves
-    uint32_t words[kFragments][kSteps * kHighWords], low_words[kFragments][kSteps * kLowWords + 1];
+    uint32_t words[kFragments][S::kSteps * S::kHighWords], low_words[kFragments][S::kSteps * S::kLowWords + 1];
     epilogue.begin(sum);
 #pragma unroll
-    for (int s = 0; s < kSteps; s++) {
+    for (int s = 0; s < S::kSteps; s++) {
       epilogue.meanwhile(s);
 #pragma unroll
       for (int j = 0; j < kFragments; j++) {
         const uint32_t at = offset[s] + pixel[j];
-        load_shared<kHighWords>(&words[j][s * kHighWords], at);
-        if constexpr (kLowWords > 0)
-          load_shared<kLowWords>(&low_words[j][s * kLowWords], low_ring + at / kHighWords * kLowWords);
+        load_shared<S::kHighWords>(&words[j][s * S::kHighWords], at);
+        if constexpr (S::kLowWords > 0)
+          load_shared<S::kLowWords>(&low_words[j][s * S::kLowWords], low_ring + at / S::kHighWords * S::kLowWords);
       }
 #pragma unroll
-      for (int i = s * kHighWords | 1; i < (s + 1) * kHighWords; i += 2) {
+      for (int i = s * S::kHighWords | 1; i < (s + 1) * S::kHighWords; i += 2) {
         uint32_t high[4], low[4];
-        weights.template get<2>(high, kHighs + i - 1);
-        if constexpr (kSplit) {
-          weights.template get<2>(low, kLows + i - 1);
+        weights.template get<2>(high, S::kHighs + i - 1);
+        if constexpr (S::kSplit) {
+          weights.template get<2>(low, S::kLows + i - 1);
         }
 #pragma unroll
         for (int j = 0; j < kFragments; j++) {
-          multiply_add<operand_t>(sum[j], high, words[j][i - 1], words[j][i]);
-          if (kSplit) multiply_add<operand_t>(low_sum[j], low, words[j][i - 1], words[j][i]);
+          multiply_add<typename S::operand_t>(sum[j], high, words[j][i - 1], words[j][i]);
+          if (S::kSplit) multiply_add<typename S::operand_t>(low_sum[j], low, words[j][i - 1], words[j][i]);
         }
       }
 #pragma unroll
-      for (int i = s * kLowWords | 1; i < (s + 1) * kLowWords; i += 2) {
+      for (int i = s * S::kLowWords | 1; i < (s + 1) * S::kLowWords; i += 2) {
         uint32_t rest[4];
-        weights.template get<2>(rest, kRest + i - 1);
+        weights.template get<2>(rest, S::kRest + i - 1);
 #pragma unroll
         for (int j = 0; j < kFragments; j++)
-          multiply_add<operand_t>(low_sum[j], rest, low_words[j][i - 1], low_words[j][i]);
+          multiply_add<typename S::operand_t>(low_sum[j], rest, low_words[j][i - 1], low_words[j][i]);
       }
     }
-    constexpr int kLast = kSteps * kHighWords - 1, kLastLow = kSteps * kLowWords - 1;  // without a neighbour?
+    constexpr int kLast = S::kSteps * S::kHighWords - 1, kLastLow = S::kSteps * S::kLowWords - 1;  // without a neighbour?
     constexpr bool kOne = kLast % 2 == 0, kOneLow = kLastLow >= 0 && kLastLow % 2 == 0;
     uint32_t high[2], low[2], rest[2];
     if constexpr (kOne) {
-      weights.template get<1>(high, kHighs + kLast);
+      weights.template get<1>(high, S::kHighs + kLast);
     }
-    if constexpr (kOne && kSplit) {
-      weights.template get<1>(low, kLows + kLast);
+    if constexpr (kOne && S::kSplit) {
+      weights.template get<1>(low, S::kLows + kLast);
     }
     if constexpr (kOneLow) {
-      weights.template get<1>(rest, kRest + kLastLow);
+      weights.template get<1>(rest, S::kRest + kLastLow);
     }
 #pragma unroll
     for (int j = 0; j < kFragments; j++) {
-      if (kOne && kSplit) multiply_add<operand_t>(low_sum[j], low[0], low[1], words[j][kLast]);
-      if (kOne) multiply_add<operand_t>(sum[j], high[0], high[1], words[j][kLast]);
+      if (kOne && S::kSplit) multiply_add<typename S::operand_t>(low_sum[j], low[0], low[1], words[j][kLast]);
+      if (kOne) multiply_add<typename S::operand_t>(sum[j], high[0], high[1], words[j][kLast]);
       if constexpr (kOneLow) {
-        multiply_add<operand_t>(low_sum[j], rest[0], rest[1], low_words[j][kLastLow]);
+        multiply_add<typename S::operand_t>(low_sum[j], rest[0], rest[1], low_words[j][kLastLow]);
       }
-      if (kSplit) {
+      if (S::kSplit) {
 #pragma unroll
         for (int i = 0; i < 4; i++) sum[j][i] += low_sum[j][i];
       }
     }
   }
 };
+
+}  // namespace conv::narrow3d

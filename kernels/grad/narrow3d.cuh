@@ -14,6 +14,10 @@
 
 #include "conv/narrow3d.cuh"
 
+namespace grad::narrow3d {
+
+using namespace conv::narrow3d;
+
 struct alignas(16) NormGradient {
   float slope, constant, linear;
   float bound;  // of |dv|, if that is finite
@@ -27,17 +31,17 @@ __device__ inline NormGradient norm_gradient(double slope, double constant, doub
           bound > FLT_MAX ? FLT_MAX : float(bound), unit};
 }
 
-constexpr int kJobsPerTile = kOut / 16;  // a job is a tile and 16 output channels
+template <class S> constexpr int kJobsPerTile = S::kOut / 16;  // a job is a tile and 16 output channels
 
 // dv of a job: [plane][turn][fragment][lane], four values each, as the mainloop's; zero past the tile's
 // positions.
 struct DvLayout {
   int turns;  // from plane to plane
-  HOST_DEVICE explicit DvLayout(const Convolution& c) : turns(c.turns()) {}
+  template <class S> HOST_DEVICE explicit DvLayout(const Convolution<S>& c) : turns(c.turns()) {}
   HOST_DEVICE int64_t turn(int plane, int turn) const {
     return (int64_t(plane) * turns + turn) * kFragments * 32;
   }
-  HOST_DEVICE int64_t of_job(const Convolution& c) const { return turn(c.depth, 0); }  // float4
+  template <class S> HOST_DEVICE int64_t of_job(const Convolution<S>& c) const { return turn(c.depth, 0); }  // float4
 };
 
 // Of an epilogue (conv/narrow3d.cuh) that needs dz: its first half.
@@ -65,3 +69,5 @@ template <class Selected> struct SelectedEpilogue {
     selected(dz, v, plane, q);
   }
 };
+
+}  // namespace grad::narrow3d

@@ -3,19 +3,23 @@
 #include "conv/narrow3d.cuh"
 #include "core/reduce.cuh"
 
+namespace norms::narrow3d {
+
+using namespace conv::narrow3d;
+
 // Of one tile and one output channel: mean and standard deviation, because squares may overflow.
 struct alignas(8) TileStatistics {
   float mean, deviation;
 };
 
 // An epilogue (conv/narrow3d.cuh) that takes statistics, shifted by a value near the mean.
-struct StatisticsEpilogue {
-  MainloopStorage& storage;
+template <class S> struct StatisticsEpilogue {
+  MainloopStorage<S>& storage;
   float shift[2], sum[2], square[2], count;
   bool started;
   float scale;
 
-  __device__ explicit StatisticsEpilogue(MainloopStorage& storage) : storage(storage) {}
+  __device__ explicit StatisticsEpilogue(MainloopStorage<S>& storage) : storage(storage) {}
   __device__ void start(float s) {
     scale = s, started = false, count = 0;
     for (int r = 0; r < 2; r++) shift[r] = sum[r] = square[r] = 0;
@@ -66,7 +70,7 @@ struct StatisticsEpilogue {
 
   // Behind the barrier: threads 8 i write statistics (N, slots, kOut) of channel first_channel + i, for i <
   // 16. All threads call it.
-  __device__ void write(TileStatistics* statistics, const Convolution& c, const Tile& tile,
+  __device__ void write(TileStatistics* statistics, const Convolution<S>& c, const Tile& tile,
                         int first_channel) const {
     const int channel = threadIdx.x / 8, eighth = threadIdx.x % 8;
     if (channel >= 16) return;
@@ -76,23 +80,23 @@ struct StatisticsEpilogue {
     all = merge_lanes<8>(all);
     if (eighth) return;
     const float unit = 1 / scale * (1 / storage.weight_scale[channel]);
-    TileStatistics* const of_tile = statistics + (tile.n * c.slots() + tile.slot) * kOut;
+    TileStatistics* const of_tile = statistics + (tile.n * c.slots() + tile.slot) * S::kOut;
     of_tile[first_channel + channel] = {all.mean * unit, sqrtf(all.variance()) * unit};
   }
 };
 
 // The statistics of a tile. Read past the L1 cache: in a launch whose blocks meet, others have just written
 // them.
-template <class T = float>
-__device__ __forceinline__ Moments<T> moments_of(const TileStatistics* statistics, const Convolution& c,
+template <class T = float, class S>
+__device__ __forceinline__ Moments<T> moments_of(const TileStatistics* statistics, const Convolution<S>& c,
                                                  int64_t n, int slot, int channel) {
-  const TileStatistics* const at = statistics + (n * c.slots() + slot) * kOut + channel;
+  const TileStatistics* const at = statistics + (n * c.slots() + slot) * S::kOut + channel;
   const float2 both = __ldcg(reinterpret_cast<const float2*>(at));
   return {T(slot_count(c, slot)), T(both.x), T(slot_count(c, slot)) * T(both.y) * T(both.y)};
 }
 // Of all tiles of a sample, merged in their order.
-template <class T>
-__device__ __forceinline__ Moments<T> merged_moments(const TileStatistics* statistics, const Convolution& c,
+template <class T, class S>
+__device__ __forceinline__ Moments<T> merged_moments(const TileStatistics* statistics, const Convolution<S>& c,
                                                      int64_t n, int channel) {
   Moments<T> all{0, 0, 0};
 #pragma unroll 1
@@ -100,3 +104,5 @@ __device__ __forceinline__ Moments<T> merged_moments(const TileStatistics* stati
     all = all.merge(moments_of<T>(statistics, c, n, slot, channel));
   return all;
 }
+
+}  // namespace norms::narrow3d
