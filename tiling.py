@@ -226,6 +226,7 @@ def plan_volume_backward(x: Tensor, weight: Tensor, *, dx: bool) -> tuple[dict[s
     # As many samples as a launch has if x needs a gradient; the others' must not depend on that.
     samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
     defines, tiles = plan_volume(samples, x, weight, BACKWARD_SHARED, vectors=False)
+    defines["BACKWARD_SHARED"] = defines.pop("STATIC_SHARED")
     of_job, of_sample = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * OW, _TURN), tiles.slots * C // 16
     dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample))) if dx else 0
     room = device_properties(x.device.index).shared - BACKWARD_SHARED

@@ -48,10 +48,10 @@ __device__ void for_each_element(int64_t size, int64_t own, unsigned threads, in
 // `chunks` blocks', or, kSmall, a warp's.
 template <bool kSmall>
 __global__ void __launch_bounds__(kThreads)
-apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean,
-             const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
-             const accumulate_t* bias, Tail tail, Dropout dropout, int64_t offset, GroupShape shape,
-             unsigned chunks, bool aligned) {
+    apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean,
+                 const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
+                 const accumulate_t* bias, Tail tail, Dropout dropout, int64_t offset, GroupShape shape,
+                 unsigned chunks, bool aligned) {
   const int plane = kSmall ? blockIdx.x * kWarps + threadIdx.x / 32 : blockIdx.x / chunks;
   if (kSmall && plane >= shape.N * shape.C) return;
   const int64_t own = kSmall ? threadIdx.x % 32 : int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x;
@@ -127,13 +127,14 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
       dv[base + i] = value_t(0);
     return;
   }
-  for_each_element(shape.S, int64_t(chunk) * kThreads + threadIdx.x, chunks * kThreads, base,
-                   plane_active ? dropout : Dropout{nullptr, 0, 0, 1}, [&](int64_t i, accumulate_t factor) {
-    // The gradient of conv3d_groupnorm_min_clamp_dropout.
-    const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
-    const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
-    dv[base + i] = value_t(dz * normalise.slope + constant + linear * normalise.centred(value));
-  });
+  for_each_element(
+      shape.S, int64_t(chunk) * kThreads + threadIdx.x, chunks * kThreads, base,
+      plane_active ? dropout : Dropout{nullptr, 0, 0, 1}, [&](int64_t i, accumulate_t factor) {
+        // The gradient of conv3d_groupnorm_min_clamp_dropout.
+        const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
+        const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
+        dv[base + i] = value_t(dz * normalise.slope + constant + linear * normalise.centred(value));
+      });
 }
 
 static Dropout dropout_from(const int64_t* seed, int64_t number, double p) {
@@ -157,10 +158,10 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
                                                                   kept_conv_bias, kept_bias);
   const auto apply = suits_a_warp(S) ? apply_kernel<true> : apply_kernel<false>;
   const unsigned blocks = suits_a_warp(S) ? blocks_for(N * C, kWarps) : unsigned(N * C * chunks);
-  apply<<<blocks, kThreads, 0, stream>>>(
-      y, active, v, group_mean, group_rstd, conv_bias, weight, bias,
-      Tail{accumulate_t(low), accumulate_t(high)}, dropout_from(seed, number, p), offset, shape, chunks,
-      vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
+  apply<<<blocks, kThreads, 0, stream>>>(y, active, v, group_mean, group_rstd, conv_bias, weight, bias,
+                                         Tail{accumulate_t(low), accumulate_t(high)},
+                                         dropout_from(seed, number, p), offset, shape, chunks,
+                                         vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
 }
 
 // The gradients of v and, summed over the samples, of the parameters (C). scratch holds the parameters'

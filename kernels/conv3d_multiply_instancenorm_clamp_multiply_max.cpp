@@ -50,7 +50,8 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
   });
 }
 
-// The gradient of v: a·(constant + linear·z) in each channel of a sample, z = (v - mean)·a, and a·dz more where it won.
+// The gradient of v: a·(constant + linear·z) in each channel of a sample, z = (v - mean)·a, and a·dz more
+// where it won.
 struct GradientOfV {
   struct Channel {
     accumulate_t mean, a, constant, linear;

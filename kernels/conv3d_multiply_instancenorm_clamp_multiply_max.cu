@@ -21,10 +21,9 @@ struct Winner {
 // coalesced.
 template <int kPerThread>
 __global__ void __launch_bounds__(kThreads)
-apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, const accumulate_t* mean,
-             const accumulate_t* deviation, const accumulate_t* multiplier,
-             accumulate_t low, accumulate_t high, accumulate_t eps, int64_t C, int64_t S,
-             unsigned chunks) {
+    apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, const accumulate_t* mean,
+                 const accumulate_t* deviation, const accumulate_t* multiplier, accumulate_t low,
+                 accumulate_t high, accumulate_t eps, int64_t C, int64_t S, unsigned chunks) {
   __shared__ ScaledChannel channels[kChannels];
   const int64_t n = blockIdx.x / chunks;
   const int64_t s = (int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x) * kPerThread;
@@ -69,9 +68,10 @@ apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, con
 // sums (3, N, C) over the positions that channel c won: of dz, dz·(v - mean) and dy·clamp(z). A block per
 // (sample, channel).
 __global__ void __launch_bounds__(kThreads)
-backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* index, const value_t* winner,
-                     const accumulate_t* mean, const accumulate_t* deviation, const accumulate_t* multiplier,
-                     accumulate_t low, accumulate_t high, accumulate_t eps, int64_t N, int64_t C, int64_t S) {
+    backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* index, const value_t* winner,
+                         const accumulate_t* mean, const accumulate_t* deviation,
+                         const accumulate_t* multiplier, accumulate_t low, accumulate_t high,
+                         accumulate_t eps, int64_t N, int64_t C, int64_t S) {
   const int n = blockIdx.x / unsigned(C), c = blockIdx.x % unsigned(C);
   const ScaledChannel channel = scaled_channel(mean, deviation, multiplier, eps, n, c, C);
   accumulate_t sum[3] = {};
@@ -109,10 +109,10 @@ __global__ void multiplier_gradient_kernel(accumulate_t* gradients, accumulate_t
 
 // dv = a·(dz - mean of dz - z·mean of dz·z); a block per share of a plane.
 __global__ void __launch_bounds__(kThreads)
-backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index,
-                const accumulate_t* sums, const accumulate_t* mean, const accumulate_t* deviation,
-                const accumulate_t* multiplier, accumulate_t low, accumulate_t high, accumulate_t eps,
-                int64_t N, int64_t C, int64_t S, unsigned chunks) {
+    backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index,
+                    const accumulate_t* sums, const accumulate_t* mean, const accumulate_t* deviation,
+                    const accumulate_t* multiplier, accumulate_t low, accumulate_t high, accumulate_t eps,
+                    int64_t N, int64_t C, int64_t S, unsigned chunks) {
   const unsigned plane = blockIdx.x / chunks, n = plane / unsigned(C), c = plane % unsigned(C);
   const ScaledChannel channel = scaled_channel(mean, deviation, multiplier, eps, n, c, C);
   const accumulate_t a = channel.a, constant = -sums[plane] / accumulate_t(S);
@@ -135,12 +135,12 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
   plane_statistics(mean, deviation, v, conv_bias, N * C, C, S, stream);
   if (vectors_fit(v, S)) {
     const unsigned chunks = blocks_for(S, kThreads * kVector);
-    apply_kernel<kVector><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, deviation, multiplier, low,
-                                                               high, eps, C, S, chunks);
+    apply_kernel<kVector><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, deviation,
+                                                               multiplier, low, high, eps, C, S, chunks);
   } else {
     const unsigned chunks = blocks_for(S, kThreads);
-    apply_kernel<1><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, deviation, multiplier, low, high,
-                                                         eps, C, S, chunks);
+    apply_kernel<1><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, deviation, multiplier,
+                                                         low, high, eps, C, S, chunks);
   }
 }
 
@@ -154,10 +154,10 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_mul
   const accumulate_t *mean = statistics, *deviation = mean + N * C;
   accumulate_t *gradients = scratch, *zeros = gradients + N * C, *sums = zeros + N * C;
   const unsigned chunks = chunks_for(S);
-  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, index, winner, mean, deviation,
-                                                       multiplier, low, high, eps, N, C, S);
-  multiplier_gradient_kernel<<<blocks_for(N * C, 128), 128, 0, stream>>>(gradients, zeros, sums, mean, deviation,
-                                                                         multiplier, eps, N, C, S);
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, index, winner, mean, deviation, multiplier,
+                                                       low, high, eps, N, C, S);
+  multiplier_gradient_kernel<<<blocks_for(N * C, 128), 128, 0, stream>>>(gradients, zeros, sums, mean,
+                                                                         deviation, multiplier, eps, N, C, S);
   backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, sums, mean, deviation,
                                                            multiplier, low, high, eps, N, C, S, chunks);
   sum_rows({{d_multiplier, multipliers}, {d_conv_bias, C}}, gradients, N, C, stream);  // and zeros

@@ -132,7 +132,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     if saving:
         own = dict(of_sample=11 * C + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
         numbers = *a.bounds(), a.p, a.groups
-        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_fused", a, *numbers, **own)
     return plan
 
 

@@ -148,7 +148,7 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
         # coefficients and gradients; dz of the channels that won; sums by part
         own = dict(of_sample=10 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), SUMMED_POSITIONS=SUMMED, **index)
         numbers = *numbers, a.multiplier.numel()
-        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_fused", a, *numbers, **own)
     return plan
 
 

@@ -26,9 +26,26 @@ __device__ inline float shift_from(float first, float central, float last) {
   const float value = middle(first, central, last);
   return fabsf(value) < 1e36f ? value : 0.f;
 }
-template <class S> __device__ float shift_of(const Convolution<S>& c, int64_t n, int k) {
+template <class S>
+__device__ float shift_of(const Convolution<S>& c, int64_t n, int k) {
   const typename S::value_t* const x = c.x + (n * S::kIn + k) * c.channel;
   return S::kSplit ? shift_from(x[0], x[c.channel / 2], x[c.channel - 1]) : 0.f;
+}
+
+// What shifting x takes from a channel of sample n: in double, it may be many times the spread. Eight lanes
+// share the work, and all have the result.
+template <class S>
+__device__ double level_of(const Convolution<S>& c, int64_t n, int channel) {
+  double level = 0;
+  for (int i = 0; i < S::kIn; i++) {
+    double taps = 0;
+    for (int tap = threadIdx.x % 8; tap < S::kTaps; tap += 8)
+      taps += double(c.weight[(channel * S::kIn + i) * S::kTaps + tap]);
+    level += taps * double(shift_of(c, n, i));
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 8; lanes *= 2) level += __shfl_xor_sync(~0u, level, lanes);
+  return level;
 }
 
 // most = max(most, |v|), if v is finite.
@@ -47,7 +64,8 @@ template <int kCount> __device__ __forceinline__ void store_words(uint32_t* at, 
 }
 
 // Each warp has them all, in registers.
-template <class S> struct RegisterWeights {
+template <class S>
+struct RegisterWeights {
   uint32_t words[S::kWeightWords][2];
   static constexpr int kStepStride = 1;  // a warp makes the words of these steps, from first_step() on
   __device__ __forceinline__ static int first_step() { return 0; }
@@ -74,7 +92,8 @@ struct SharedWeights {
   }
 };
 
-template <class S, class Weights> struct Operands {
+template <class S, class Weights>
+struct Operands {
   static constexpr int kFilter = S::kIn * S::kTaps;
   // What is scaled lies below 2^11: a guess that is 16 times too large still fits.
   static constexpr int kTop = 10;
@@ -198,9 +217,11 @@ template <class S, class Weights> struct Operands {
     const typename S::value_t* const from = block.c.weight + first_channel * kFilter;
     float* const to = reinterpret_cast<float*>(block.ring);
     constexpr int kCount = 16 * kFilter, kLoads = (kCount + kBlock - 1) / kBlock;
+    // Channels that are not there have weights of zero.
+    const int there = S::kOut % 16 ? min((S::kOut - first_channel) * kFilter, kCount) : kCount;
     float own[kLoads];  // on their way together
 #pragma unroll
-    for (int j = 0; j < kLoads; j++) own[j] = tid + j * kBlock < kCount ? float(from[tid + j * kBlock]) : 0.f;
+    for (int j = 0; j < kLoads; j++) own[j] = tid + j * kBlock < there ? float(from[tid + j * kBlock]) : 0.f;
 #pragma unroll
     for (int j = 0; j < kLoads; j++)
       if (tid + j * kBlock < kCount) to[tid + j * kBlock] = own[j];
@@ -242,7 +263,8 @@ template <class S, class Weights> struct Operands {
           const uint32_t highs = pack<typename S::operand_t>(high[2 * k], high[2 * k + 1]);
           if (k < S::kHighWords) {
             weights.put(S::kHighs + s * S::kHighWords + k, r, highs);
-            weights.put(S::kLows + s * S::kHighWords + k, r, pack<typename S::operand_t>(low[2 * k], low[2 * k + 1]));
+            weights.put(S::kLows + s * S::kHighWords + k, r,
+                        pack<typename S::operand_t>(low[2 * k], low[2 * k + 1]));
           } else {
             weights.put(S::kRest + s * S::kLowWords + k - S::kHighWords, r, highs);
           }
@@ -264,7 +286,8 @@ template <class S, class Weights> struct Operands {
   }
 
   // Splits kCount (4 or 1) pixels v [channel][pixel], from `at` on in the ring.
-  template <int kCount> __device__ __forceinline__ void put(int at, const float (&v)[S::kIn][4]) {
+  template <int kCount>
+  __device__ __forceinline__ void put(int at, const float (&v)[S::kIn][4]) {
     uint32_t words[S::kWords][4];
     if constexpr (S::kSplit) {
       float half[2 * S::kIn][kCount];  // highs, before they are rounded, then lows
@@ -278,13 +301,15 @@ template <class S, class Weights> struct Operands {
       for (int j = 0; j < kCount; j++)
 #pragma unroll
         for (int i = 0; i + 1 < S::kIn; i += 2)
-          words[i / 2][j] = split_two(half[i][j], half[i + 1][j], half[S::kIn + i][j], half[S::kIn + i + 1][j]);
+          words[i / 2][j] =
+              split_two(half[i][j], half[i + 1][j], half[S::kIn + i][j], half[S::kIn + i + 1][j]);
       // The last channel has no neighbour in its word: its pixels are rounded two by two.
       if constexpr (S::kIn % 2) {
 #pragma unroll
         for (int j = 0; j < kCount; j += 2) {
           const int next = min(j + 1, kCount - 1);
-          split_two(half[S::kIn - 1][j], half[S::kIn - 1][next], half[2 * S::kIn - 1][j], half[2 * S::kIn - 1][next]);
+          split_two(half[S::kIn - 1][j], half[S::kIn - 1][next], half[2 * S::kIn - 1][j],
+                    half[2 * S::kIn - 1][next]);
         }
       }
 #pragma unroll
@@ -296,15 +321,18 @@ template <class S, class Weights> struct Operands {
       for (int j = 0; j < kCount; j++)
 #pragma unroll
         for (int k = 0; k < S::kWords; k++)
-          words[k][j] = pack<typename S::operand_t>(v[2 * k][j], 2 * k + 1 < S::kIn ? v[min(2 * k + 1, S::kIn - 1)][j] : 0.f);
+          words[k][j] = pack<typename S::operand_t>(
+              v[2 * k][j], 2 * k + 1 < S::kIn ? v[min(2 * k + 1, S::kIn - 1)][j] : 0.f);
     }
-    uint32_t *const to = block.ring + at * S::kHighWords, *const low_to = block.low_ring() + at * S::kLowWords;
+    uint32_t *const to = block.ring + at * S::kHighWords, *const low_to =
+                                                              block.low_ring() + at * S::kLowWords;
     if constexpr (kCount == 4) {
       store_words<S::kHighWords>(to, words);
       if constexpr (S::kLowWords > 0) store_words<S::kLowWords>(low_to, words + S::kHighWords);
     } else {
 #pragma unroll
-      for (int k = 0; k < S::kWords; k++) (k < S::kHighWords ? to[k] : low_to[k - S::kHighWords]) = words[k][0];
+      for (int k = 0; k < S::kWords; k++)
+        (k < S::kHighWords ? to[k] : low_to[k - S::kHighWords]) = words[k][0];
     }
   }
 

@@ -6,7 +6,8 @@
 
 namespace conv::narrow3d {
 
-template <class S> struct Stage {
+template <class S>
+struct Stage {
   const Block<S> block;
 #if __CUDA_ARCH__ >= 900
   const bool bulk = S::kSplit ? block.c.aligned : block.c.bulk;  // the same, of float32
@@ -28,14 +29,16 @@ template <class S> struct Stage {
   __device__ __forceinline__ void set_off(int plane, int planes) const {
     const int items = block.items;
     const int64_t channel = block.c.channel;
-    const typename S::value_t* const from = block.origin + plane * block.plane_stride;  // rows follow one another
+    const typename S::value_t* const from =
+        block.origin + plane * block.plane_stride;  // rows follow one another
     typename S::value_t* const to = block.raw(plane);
 #if __CUDA_ARCH__ >= 900
     if (bulk) {
       if (threadIdx.x != plane % kBlockWarps * 32 || plane >= planes) return;
       const int bytes = items * 4 * int(sizeof(typename S::value_t));
       arrive(arrived(plane), S::kIn * bytes);
-      for (int k = 0; k < S::kIn; k++) copy_bulk(to + k * items * 4, from + k * channel, bytes, arrived(plane));
+      for (int k = 0; k < S::kIn; k++)
+        copy_bulk(to + k * items * 4, from + k * channel, bytes, arrived(plane));
       return;
     }
 #endif

@@ -29,8 +29,8 @@ constexpr int kRaw = 3;                // planes on their way
 constexpr int kFragments = 4;          // of 8 positions, that a warp computes side by side
 constexpr int kTurn = 8 * kFragments;  // positions that a warp computes at a time; warps take turns
 
-// What is compiled for: x's and the weights' type, the sizes of the filters, and how many pixels a block's ring
-// has room for.
+// What is compiled for: x's and the weights' type, the sizes of the filters, and how many pixels a block's
+// ring has room for.
 template <class Value, int kChannelsIn, int kChannelsOut, int kPlanes, int kRows, int kColumns, int kPixels>
 struct Shape {
   using value_t = Value;
@@ -38,8 +38,8 @@ struct Shape {
   static constexpr int kWidth = kColumns, kTaps = kDepth * kHeight * kWidth, kStage = kPixels;
   static constexpr int kSteps = (kTaps + 3) / 4;  // of four taps
   static constexpr int kRing = kDepth + 3;        // planes in the ring
-  // float32 is split into two float16, high + low; 16 bits are an operand as they are, which is then `high`. A
-  // pixel is its channels' highs, then their lows, in words of two.
+  // float32 is split into two float16, high + low; 16 bits are an operand as they are, which is then `high`.
+  // A pixel is its channels' highs, then their lows, in words of two.
   static constexpr bool kSplit = std::is_same_v<value_t, float>;
   using operand_t = std::conditional_t<kSplit, half_t, value_t>;
   // With a high; where kIn is odd, the last of them has a low, too, or zero.
@@ -47,15 +47,20 @@ struct Shape {
   static constexpr int kLowWords = kSplit ? kIn - kHighWords : 0;  // with lows alone
   static constexpr int kWords = kHighWords + kLowWords;
   // Words of weights, of 16 output channels two rows each, which are two registers of fragment A: the highs
-  // that meet the words with a high, from kHighs on; the lows that do, from kLows on; the highs that meet words
-  // of lows, from kRest on. Two neighbours, from an even one on, are a fragment.
+  // that meet the words with a high, from kHighs on; the lows that do, from kLows on; the highs that meet
+  // words of lows, from kRest on. Two neighbours, from an even one on, are a fragment.
   static constexpr int kHighs = 0, kLows = (kSteps * kHighWords + 1) / 2 * 2, kRest = 2 * kLows;
   static constexpr int kWeightWords = kRest + (kSteps * kLowWords + 1) / 2 * 2;
-  static_assert(kIn >= 1 && kIn <= 4 && kOut % 16 == 0, "the sizes that this kernel serves");
+  static_assert(kIn >= 1 && kIn <= 4, "the sizes that this kernel serves");
+  // Is that what a plan took for granted (tiling.py)?
+  static constexpr bool planned(int words, int ring, int raw, int turn) {
+    return words == kWords && ring == kRing && raw == kRaw && turn == kTurn;
+  }
   static_assert(kWords * kStage >= 16 * kIn * kTaps, "the weights of 16 channels pass through the ring");
 };
 
-template <class S> struct Convolution {
+template <class S>
+struct Convolution {
   const typename S::value_t* x;
   const typename S::value_t* weight;
   int64_t channel;  // D·H·W
@@ -71,7 +76,8 @@ template <class S> struct Convolution {
   // Dynamic shared memory: the ring; raw planes; `positions` and `places` (below). Each begins where the one
   // before it ends.
   HOST_DEVICE int laid_out_bytes() const {
-    const int ring = S::kWords * S::kStage * 4, raw_planes = kRaw * S::kIn * raw * int(sizeof(typename S::value_t));
+    const int ring = S::kWords * S::kStage * 4,
+              raw_planes = kRaw * S::kIn * raw * int(sizeof(typename S::value_t));
     return ring + raw_planes + (turns() * kTurn + raw) * 2;
   }
 };
@@ -79,8 +85,9 @@ template <class S> struct Convolution {
 // `rows` to `shared` are the plan (tiling.py's VolumeTiling). One that has no room for the layout asks for
 // more shared memory than there is, so that the launch fails.
 template <class S>
-Convolution<S> convolution(const typename S::value_t* x, const typename S::value_t* weight, int64_t D, int64_t H, int64_t W,
-                               int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared) {
+Convolution<S> convolution(const typename S::value_t* x, const typename S::value_t* weight, int64_t D,
+                           int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw,
+                           int64_t shared) {
   Convolution<S> c{x, weight, D * H * W, int(D), int(H), int(W)};
   c.OD = c.D - S::kDepth + 1, c.OH = c.H - S::kHeight + 1, c.OW = c.W - S::kWidth + 1;
   c.rows = int(rows), c.slabs = (c.OH + c.rows - 1) / c.rows;
@@ -98,7 +105,8 @@ struct Tile {
   int64_t n;
   int slot, first_row, rows, first_plane, planes;
   int positions;  // in a plane
-  template <class S> __device__ Tile(const Convolution<S>& c, unsigned job) {
+  template <class S>
+  __device__ Tile(const Convolution<S>& c, unsigned job) {
     n = job / c.slots(), slot = int(job % c.slots());
     first_row = slot % c.slabs * c.rows, rows = min(c.rows, c.OH - first_row);
     first_plane = slot / c.slabs * c.depth, planes = min(c.depth, c.OD - first_plane);
@@ -107,7 +115,8 @@ struct Tile {
 };
 
 // Output positions of a sample's tile.
-template <class S> __device__ float slot_count(const Convolution<S>& c, int slot) {
+template <class S>
+__device__ float slot_count(const Convolution<S>& c, int slot) {
   const int rows = min(c.rows, c.OH - slot % c.slabs * c.rows);
   const int planes = min(c.depth, c.OD - slot / c.slabs * c.depth);
   return float(rows) * float(planes) * float(c.OW);
@@ -120,7 +129,8 @@ struct Scaling {
 };
 
 // A block's static shared memory, of which each kernel has some, and more of its own.
-template <class S> struct MainloopStorage {
+template <class S>
+struct MainloopStorage {
   uint64_t done[2];                         // a barrier: all threads are through with a plane of output
   uint64_t arrived[kRaw];                   // and: a raw plane has been copied
   Moments<float> moments[kBlockWarps][16];  // statistics by warp and channel
@@ -132,7 +142,8 @@ template <class S> struct MainloopStorage {
 
 // What a thread knows of its block: the tile, the planes of x that it needs, and shared memory. A plane's
 // items, `width` neighbouring pixels each, are shared out among the threads.
-template <class S> struct Block {
+template <class S>
+struct Block {
   const Convolution<S>& c;
   const Tile& tile;
   MainloopStorage<S>& storage;
@@ -152,7 +163,8 @@ template <class S> struct Block {
   // Of the others.
   __device__ __forceinline__ uint32_t* low_ring() const { return ring + S::kHighWords * S::kStage; }
   __device__ __forceinline__ typename S::value_t* raw(int plane) const {
-    return reinterpret_cast<typename S::value_t*>(ring + S::kWords * S::kStage) + plane % kRaw * S::kIn * c.raw;
+    return reinterpret_cast<typename S::value_t*>(ring + S::kWords * S::kStage) +
+           plane % kRaw * S::kIn * c.raw;
   }
   // Where the pixel lies in a plane of the ring: of an output position, and the first of an item.
   __device__ __forceinline__ uint16_t* positions() const {

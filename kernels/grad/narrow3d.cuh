@@ -6,9 +6,9 @@
 // A problem is a class, copied to kernels, with
 //   coefficients           NormGradient (N, kOut)
 //   active(n)              does any element of sample n get a gradient? If not, its dv is zero
-//   selected(tile, first_channel)   a functor: after expect(plane, q, positions), with the mainloop's
-//                          arguments, (dz, v, plane, q) gives dz of a turn's elements (mainloop's layout),
-//                          where v is in real units; elements past the tile's get any number
+//   selected(tile, first_channel)   a functor: after expect(tile), (dz, v, tile) gives dz of a warp's tile
+//                          (mainloop's layout), where v is in real units; elements past the block's get any
+//                          number
 #pragma once
 #include <float.h>
 
@@ -31,42 +31,43 @@ __device__ inline NormGradient norm_gradient(double slope, double constant, doub
           bound > FLT_MAX ? FLT_MAX : float(bound), unit};
 }
 
-template <class S> constexpr int kJobsPerTile = S::kOut / 16;  // a job is a tile and 16 output channels
+template <class S>
+constexpr int kJobsPerTile = S::kOut / 16;  // a job is a tile and 16 output channels
 
 // dv of a job: [plane][turn][fragment][lane], four values each, as the mainloop's; zero past the tile's
 // positions.
 struct DvLayout {
   int turns;  // from plane to plane
-  template <class S> HOST_DEVICE explicit DvLayout(const Convolution<S>& c) : turns(c.turns()) {}
+  template <class S>
+  HOST_DEVICE explicit DvLayout(const Convolution<S>& c) : turns(c.turns()) {}
   HOST_DEVICE int64_t turn(int plane, int turn) const {
     return (int64_t(plane) * turns + turn) * kFragments * 32;
   }
-  template <class S> HOST_DEVICE int64_t of_job(const Convolution<S>& c) const { return turn(c.depth, 0); }  // float4
+  template <class S>
+  HOST_DEVICE int64_t of_job(const Convolution<S>& c) const {
+    return turn(c.depth, 0);
+  }  // float4
 };
 
-// Of an epilogue (conv/narrow3d.cuh) that needs dz: its first half.
-template <class Selected> struct SelectedEpilogue {
+// Of a sink's Warp (conv/narrow3d.cuh) that needs dz: its first half.
+template <class Selected>
+struct SelectedWarp : IdleWarp {
   Selected selected;
   float unit[2];  // of the sums of channels g and g + 8
 
-  __device__ __forceinline__ explicit SelectedEpilogue(const Selected& selected) : selected(selected) {}
-  __device__ __forceinline__ void start(float x_scale, const float* weight_scale) {
+  __device__ __forceinline__ explicit SelectedWarp(const Selected& selected) : selected(selected) {}
+  __device__ __forceinline__ void begin(float x_scale, const float* weight_scale) {
 #pragma unroll
     for (int r = 0; r < 2; r++) unit[r] = 1 / x_scale * (1 / weight_scale[threadIdx.x % 32 / 4 + 8 * r]);
   }
-  __device__ __forceinline__ void begin(float (&v)[kFragments][4]) const { clear(v); }
-  __device__ __forceinline__ void expect(int plane, int q, int positions) {
-    selected.expect(plane, q, positions);
-  }
-  __device__ __forceinline__ void meanwhile(int) {}
+  __device__ __forceinline__ void expect(const WarpTile& tile) { selected.expect(tile); }
   // Brings v to real units, and finds dz.
-  __device__ __forceinline__ void select(float (&dz)[kFragments][4], float (&v)[kFragments][4], int plane,
-                                         int q) const {
+  __device__ __forceinline__ void select(Accumulators& dz, Accumulators& v, const WarpTile& tile) const {
 #pragma unroll
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) v[j][i] *= unit[i / 2];
-    selected(dz, v, plane, q);
+    selected(dz, v, tile);
   }
 };
 

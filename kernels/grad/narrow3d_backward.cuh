@@ -13,20 +13,24 @@ struct BackwardPlan {
   int multiprocessors;
   template <class S>
   BackwardPlan(const Convolution<S>& c, int64_t N, int64_t dv_slots)
-      : N(N), jobs_of_sample(int64_t(c.slots()) * kJobsPerTile<S>), jobs(N * jobs_of_sample), dv_slots(dv_slots),
+      : N(N),
+        jobs_of_sample(int64_t(c.slots()) * kJobsPerTile<S>),
+        jobs(N * jobs_of_sample),
+        dv_slots(dv_slots),
         dv_values(dv_slots * DvLayout(c).of_job(c)),
         multiprocessors(device_attribute(cudaDevAttrMultiProcessorCount)) {}
   // That fill the GPU, and share out all jobs.
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
 
-// dx and d_weight, where they are not null, and the parameters' gradients. by_sample and d_level as in merge_kernel,
-// input_room as in InputTiling.
+// dx and d_weight, where they are not null, and the parameters' gradients. by_sample and d_level as in
+// merge_kernel, input_room as in InputTiling.
 template <class S, class Problem, int kCount>
-void convolution_backward(typename S::value_t* dx, typename S::value_t* d_weight, const ManyRowSums<kCount>& parameters,
-                          float4* dv, float* most, float* partial, const float* by_sample,
-                          const float* d_level, const Problem& problem, const BackwardPlan& plan,
-                          int64_t input_room, const Convolution<S>& c, cudaStream_t stream) {
+void convolution_backward(typename S::value_t* dx, typename S::value_t* d_weight,
+                          const ManyRowSums<kCount>& parameters, float4* dv, float* most, float* partial,
+                          const float* by_sample, const float* d_level, const Problem& problem,
+                          const BackwardPlan& plan, int64_t input_room, const Convolution<S>& c,
+                          cudaStream_t stream) {
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
   allow_shared<gradient_kernel<S, Problem>>(), allow_shared<input_gradient_kernel<S, Problem>>();
   for (int64_t first = 0; first < plan.N && (dx || d_weight); first += samples) {
@@ -40,8 +44,8 @@ void convolution_backward(typename S::value_t* dx, typename S::value_t* d_weight
     const InputTiling<S> tiling(c, count, plan.multiprocessors, input_room);
     // Without room there are no blocks, and the launch fails.
     const unsigned blocks = tiling.shared() <= input_room ? unsigned(count) * tiling.tiles() : 0;
-    input_gradient_kernel<S, Problem><<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem,
-                                                                                     first, tiling, c);
+    const auto of_input = input_gradient_kernel<S, Problem>;
+    of_input<<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem, first, tiling, c);
   }
   const unsigned blocks = blocks_for(S::kOut * S::kIn * S::kTaps + kCount * S::kOut, kMergeColumns);
   merge_kernel<<<blocks, kMergeColumns * kMergeRows, 0, stream>>>(d_weight, parameters, partial, by_sample,

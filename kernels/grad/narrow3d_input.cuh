@@ -16,14 +16,16 @@
 namespace grad::narrow3d {
 
 // A warp's sums, of kStrip rows and 8 columns.
-template <class S> struct InputStrip {
+template <class S>
+struct InputStrip {
   const InputBlock<S>& block;
   const bool idle;
   const int strip_row, column;  // of the tile
   float total[kInputTiles<S>][kStrip<S>][4] = {};
 
   __device__ explicit InputStrip(const InputBlock<S>& block)
-      : block(block), idle(int(threadIdx.x / 32) >= block.tiling.rows / kStrip<S> * block.tiling.strips),
+      : block(block),
+        idle(int(threadIdx.x / 32) >= block.tiling.rows / kStrip<S> * block.tiling.strips),
         strip_row(int(threadIdx.x / 32) / block.tiling.strips * kStrip<S>),
         column(int(threadIdx.x / 32) % block.tiling.strips * 8) {}
 
@@ -48,7 +50,8 @@ template <class S> struct InputStrip {
     uint32_t highs[kRowTaps<S>][4], lows[kRowTaps<S>][4];
 #pragma unroll
     for (int u = 0; u < kRowTaps<S>; u++) {
-      const uint4 both[2] = {weights[u * kInputTiles<S> * 64], weights[u * kInputTiles<S> * 64 + kInputTiles<S> * 32]};
+      const uint4 both[2] = {weights[u * kInputTiles<S> * 64],
+                             weights[u * kInputTiles<S> * 64 + kInputTiles<S> * 32]};
       highs[u][0] = both[0].x, highs[u][1] = both[0].y, highs[u][2] = both[0].z, highs[u][3] = both[0].w;
       lows[u][0] = both[1].x, lows[u][1] = both[1].y, lows[u][2] = both[1].z, lows[u][3] = both[1].w;
     }
@@ -62,11 +65,13 @@ template <class S> struct InputStrip {
     for (int row = 0; row < kRowTaps<S>; row++) load_matrices(b[row], at + row * of_row);
 #pragma unroll
     for (int k = 0; k < kStrip<S>; k++) {
-      if (k + 1 < kStrip<S>) load_matrices(b[(k + kRowTaps<S>) % kRows], at + (k + kRowTaps<S>) * of_row);
+      if (k + 1 < kStrip<S>) load_matrices(b[(k + kRowTaps<S>) % kRows], at + (k + kRowTaps<S>)*of_row);
       // Two sums, since a product waits for the one before it: of low by high, and of high by high, which
       // begins with most of high by low.
       float low[4] = {}, high[4] = {};
-      const auto of_tap = [&](int u) -> const uint32_t(&)[4] { return b[(k + kRowTaps<S> - 1 - u) % kRows]; };
+      const auto of_tap = [&](int u) -> const uint32_t (&)[4] {
+        return b[(k + kRowTaps<S> - 1 - u) % kRows];
+      };
 #pragma unroll
       for (int u = 0; u < kRowTaps<S>; u++) {
         if (!counted(u)) continue;
@@ -112,7 +117,8 @@ template <class S> struct InputStrip {
         const int i = pair % kPlanePairs<S> * 2 + half;
         if (i >= S::kIn) continue;
         const float channel_unit = block.storage.weight_unit[i];
-        typename S::value_t* const to = dx + i * c.channel + (int64_t(plane) * c.H + first_row) * c.W + first_column;
+        typename S::value_t* const to =
+            dx + i * c.channel + (int64_t(plane) * c.H + first_row) * c.W + first_column;
         const bool vectors = c.W % 2 == 0 && columns >= 2;
 #pragma unroll
         for (int k = 0; k < kStrip<S>; k++) {
@@ -121,8 +127,10 @@ template <class S> struct InputStrip {
           own[0] = own[1] = 0;
           if (vectors && k < rows) {
             void* const two = to + k * c.W;
-            if constexpr (S::kSplit) *static_cast<float2*>(two) = make_float2(values[0], values[1]);
-            else *static_cast<uint32_t*>(two) = pack<typename S::value_t>(values[0], values[1]);
+            if constexpr (S::kSplit)
+              *static_cast<float2*>(two) = make_float2(values[0], values[1]);
+            else
+              *static_cast<uint32_t*>(two) = pack<typename S::value_t>(values[0], values[1]);
           }
           if (!vectors && k < rows && columns >= 1) to[k * c.W] = typename S::value_t(values[0]);
           if (!vectors && k < rows && columns >= 2) to[k * c.W + 1] = typename S::value_t(values[1]);
@@ -141,7 +149,7 @@ __device__ void put_zeros(typename S::value_t* dx, const Convolution<S>& c, cons
 #pragma unroll 1
   for (int k = threadIdx.x / 32; k < S::kIn * planes; k += kInputWarps) {
     typename S::value_t* to = dx + k / planes * c.channel + tile.first_column +
-                  (int64_t(k % planes + tile.first_plane) * c.H + tile.first_row) * c.W;
+                              (int64_t(k % planes + tile.first_plane) * c.H + tile.first_row) * c.W;
 #pragma unroll 1
     for (int row = 0; row < (whole ? 1 : rows); row++, to += c.W)
 #pragma unroll 8
@@ -153,8 +161,8 @@ __device__ void put_zeros(typename S::value_t* dx, const Convolution<S>& c, cons
 // active has a dx of zero.
 template <class S, class Problem>
 __global__ void __launch_bounds__(kInputBlock, 1)
-input_gradient_kernel(typename S::value_t* dx, const float4* dv, const float* most, Problem problem, int64_t first_sample,
-                      const InputTiling<S> tiling, const Convolution<S> c) {
+    input_gradient_kernel(typename S::value_t* dx, const float4* dv, const float* most, Problem problem,
+                          int64_t first_sample, const InputTiling<S> tiling, const Convolution<S> c) {
   extern __shared__ uint4 shared[];
   __shared__ InputStorage<S> storage;
   if (threadIdx.x == 0) storage.tile = InputTile(c, tiling, blockIdx.x);

@@ -11,14 +11,21 @@ namespace grad::narrow3d {
 
 constexpr int kInputBlock = 512, kInputWarps = kInputBlock / 32;
 // Rows g and g + 8 of a product are a pair of channels in; of a plane, and of all.
-template <class S> constexpr int kPlanePairs = (S::kIn + 1) / 2;
-template <class S> constexpr int kPairs = S::kDepth * kPlanePairs<S>;
-template <class S> constexpr int kInputTiles = (kPairs<S> + 7) / 8;  // 16 rows each
-template <class S> constexpr int kStrip = kInputTiles<S> < 8 ? 8 / kInputTiles<S> : 1;                   // rows of dx
+template <class S>
+constexpr int kPlanePairs = (S::kIn + 1) / 2;
+template <class S>
+constexpr int kPairs = S::kDepth * kPlanePairs<S>;
+template <class S>
+constexpr int kInputTiles = (kPairs<S> + 7) / 8;  // 16 rows each
+template <class S>
+constexpr int kStrip = kInputTiles<S> < 8 ? 8 / kInputTiles<S> : 1;  // rows of dx
 // Taps along a column, whose weights are in registers at a time.
-template <class S> constexpr int kRowGroups = (S::kHeight + 2) / 3;
-template <class S> constexpr int kRowTaps = (S::kHeight + kRowGroups<S> - 1) / kRowGroups<S>;
-template <class S> constexpr int kPasses = S::kWidth * kRowGroups<S>;  // through a strip; a pass has a column of the taps
+template <class S>
+constexpr int kRowGroups = (S::kHeight + 2) / 3;
+template <class S>
+constexpr int kRowTaps = (S::kHeight + kRowGroups<S> - 1) / kRowGroups<S>;
+template <class S>
+constexpr int kPasses = S::kWidth * kRowGroups<S>;  // through a strip; a pass has a column of the taps
 constexpr int kLoads = 3;                     // fragments of dv on their way to a warp during a pass
 
 // Eight positions of dv in scratch, and where in a stage they go, in bytes; negative: nowhere.
@@ -30,7 +37,8 @@ struct alignas(8) InputFragment {
 // How blocks share out dx: `rows`, `columns` and `planes` each, in strips of 8 columns, a warp's. Of a plane
 // of dv, `stage_rows` rows of `pitch` positions are in shared memory, all that reach the block's; zeros where
 // dv has none.
-template <class S> struct InputTiling {
+template <class S>
+struct InputTiling {
   int rows, columns, planes, row_blocks, column_blocks, chunks, strips, pitch, stage_rows, fragments;
   // Whole rows where there is `room`, bytes of dynamic shared memory, and as many as they can be, a strip per
   // warp. Python has seen to it that there is room for one strip.
@@ -38,7 +46,8 @@ template <class S> struct InputTiling {
     bool fits = false;
     for (int blocks = 1; blocks <= c.W && !fits; blocks++) {
       strips = ((c.W + blocks - 1) / blocks + 7) / 8;
-      for (int high = min(kInputWarps / strips, (c.H + kStrip<S> - 1) / kStrip<S>); high > 0 && !fits; high--) {
+      for (int high = min(kInputWarps / strips, (c.H + kStrip<S> - 1) / kStrip<S>); high > 0 && !fits;
+           high--) {
         rows = high * kStrip<S>, columns = strips * 8, stage_rows = rows + S::kHeight - 1;
         pitch = (columns + S::kWidth - 1 + 7) / 8 * 8;
         fragments = stage_rows * min(pitch, c.OW) / 8 + 2 * stage_rows;  // each row begins and ends in one
@@ -80,14 +89,16 @@ struct InputTile {
   }
 };
 
-template <class S> struct InputStorage {
+template <class S>
+struct InputStorage {
   InputTile tile;
   float largest[kInputWarps][S::kIn];
   float weight_scale[S::kIn], weight_unit[S::kIn];  // and 1 over it
 };
 
 // What a thread knows of its block.
-template <class S> struct InputBlock {
+template <class S>
+struct InputBlock {
   const Convolution<S>& c;
   const InputTiling<S>& tiling;
   const InputTile& tile;
@@ -222,7 +233,8 @@ template <class S> struct InputBlock {
 };
 
 // Fragments of a plane of dv and 16 channels on their way to a stage: those of one warp at a time.
-template <class S> struct InputStage {
+template <class S>
+struct InputStage {
   const InputBlock<S>& block;
   const float4* from;
   char* stage;

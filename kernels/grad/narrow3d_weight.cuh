@@ -18,9 +18,12 @@
 
 namespace grad::narrow3d {
 
-template <class S> constexpr int kFilters = 16 * S::kIn * S::kTaps;  // elements of 16 output channels' weights
+template <class S>
+constexpr int kFilters = 16 * S::kIn * S::kTaps;  // elements of 16 output channels' weights
 
-template <class S> struct BackwardStorage {
+template <class S>
+struct BackwardStorage {
+  static_assert(S::kOut % 16 == 0, "all of a job's channels are there");
   uint4 weights[S::kWeightWords / 2][32];
   float most[kBlockWarps][16];  // |dv|, by warp and channel
   MainloopStorage<S> mainloop;
@@ -31,7 +34,8 @@ template <class S> struct BackwardStorage {
 // The products dv · patches of a tile: rows are 16 channels out, columns 8 taps of a channel in, and the
 // depth is positions, a turn's 32 in two steps. Fragments A are dv as the mainloop leaves its sums; a
 // register of B, two neighbouring positions' halves, is put together from words of the ring's pixels.
-template <class S> struct WeightProducts {
+template <class S>
+struct WeightProducts {
   static constexpr int kTiles = (S::kTaps + 7) / 8;
   static_assert(S::kWords * S::kStage >= kTiles * S::kIn * 128, "the merged sums lie in the ring");
   static constexpr int kValues = S::kSplit ? 2 * S::kIn : S::kIn;  // halves of a pixel: highs, then lows
@@ -45,7 +49,8 @@ template <class S> struct WeightProducts {
     plane = block.tile.first_plane;
 #pragma unroll
     for (int k = 0; k < kTiles; k++) {
-      offset[k] = block.storage.taps[min(8 * k + int(threadIdx.x) % 32 / 4, S::kTaps - 1)] * S::kHighWords * 4;
+      offset[k] =
+          block.storage.taps[min(8 * k + int(threadIdx.x) % 32 / 4, S::kTaps - 1)] * S::kHighWords * 4;
 #pragma unroll
       for (int i = 0; i < S::kIn; i++) sum[k][i][0] = sum[k][i][1] = sum[k][i][2] = sum[k][i][3] = 0;
     }
@@ -87,7 +92,8 @@ template <class S> struct WeightProducts {
           const uint32_t at = pixel[j + i / 2][i % 2] + offset[k];
           load_shared<S::kHighWords>(words[i / 2][i % 2], at);
           if constexpr (S::kLowWords > 0)
-            load_shared<S::kLowWords>(words[i / 2][i % 2] + S::kHighWords, low_ring + at / S::kHighWords * S::kLowWords);
+            load_shared<S::kLowWords>(words[i / 2][i % 2] + S::kHighWords,
+                                      low_ring + at / S::kHighWords * S::kLowWords);
         }
         const uint32_t highs[4] = {a[j][0].high, a[j][1].high, a[j + 1][0].high, a[j + 1][1].high};
         const uint32_t lows[4] = {a[j][0].low, a[j][1].low, a[j + 1][0].low, a[j + 1][1].low};
@@ -99,7 +105,8 @@ template <class S> struct WeightProducts {
 #pragma unroll
         for (int i = 0; i < S::kIn; i++) multiply_add<typename S::operand_t>(turn[i], lows, b[i][0], b[i][1]);
 #pragma unroll
-        for (int i = 0; i < S::kIn; i++) multiply_add<typename S::operand_t>(turn[i], highs, b[i][0], b[i][1]);
+        for (int i = 0; i < S::kIn; i++)
+          multiply_add<typename S::operand_t>(turn[i], highs, b[i][0], b[i][1]);
         if constexpr (S::kSplit) {
 #pragma unroll
           for (int i = 0; i < S::kIn; i++)
@@ -146,10 +153,11 @@ __device__ __forceinline__ float dv_scale(const NormGradient& own) {
   return power_of_two(fitting_exponent(own.bound));
 }
 
-// An epilogue (conv/narrow3d.cuh) that forms dv; where they are wanted, stores it, with its largest
+// A sink's Warp (conv/narrow3d.cuh) that forms dv; where they are wanted, stores it, with its largest
 // magnitude, and multiplies it with the patches.
-template <class S, class Selected> struct GradientEpilogue : SelectedEpilogue<Selected> {
-  using Base = SelectedEpilogue<Selected>;
+template <class S, class Selected>
+struct GradientWarp : SelectedWarp<Selected> {
+  using Base = SelectedWarp<Selected>;
   BackwardStorage<S>& storage;
   const NormGradient* coefficients;  // of the 16 channels
   float4* dv;                        // of the job, or null
@@ -159,13 +167,19 @@ template <class S, class Selected> struct GradientEpilogue : SelectedEpilogue<Se
   WeightProducts<S> products;
   float slope[2], linear[2], constant[2], most[2], scale[2];
 
-  __device__ __forceinline__ GradientEpilogue(const Selected& selected, BackwardStorage<S>& storage,
-                                              const NormGradient* coefficients, float4* dv,
-                                              bool weight_wanted, const Block<S>& block)
-      : Base(selected), storage(storage), coefficients(coefficients), dv(dv),
-        weight_wanted(weight_wanted), layout(block.c), first_plane(block.tile.first_plane), products(block) {}
-  __device__ __forceinline__ void start(float x_scale) {
-    Base::start(x_scale, storage.mainloop.weight_scale);
+  __device__ __forceinline__ GradientWarp(const Selected& selected, BackwardStorage<S>& storage,
+                                          const NormGradient* coefficients, float4* dv, bool weight_wanted,
+                                          const Block<S>& block)
+      : Base(selected),
+        storage(storage),
+        coefficients(coefficients),
+        dv(dv),
+        weight_wanted(weight_wanted),
+        layout(block.c),
+        first_plane(block.tile.first_plane),
+        products(block) {}
+  __device__ __forceinline__ void begin(float x_scale) {
+    Base::begin(x_scale, storage.mainloop.weight_scale);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const NormGradient own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
@@ -174,20 +188,20 @@ template <class S, class Selected> struct GradientEpilogue : SelectedEpilogue<Se
     }
     products.start();
   }
-  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
+  __device__ __forceinline__ void accept(Accumulators& v, const WarpTile& tile, const NoOffset&) {
     const int lane = threadIdx.x % 32;
-    float dz[kFragments][4];
-    Base::select(dz, v, plane, q);
+    Accumulators dz;
+    Base::select(dz, v, tile);
 #pragma unroll
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int r = i / 2;
         const float value = fmaf(linear[r], v[j][i], fmaf(slope[r], dz[j][i], constant[r]));
-        v[j][i] = q + 8 * j + 2 * (lane % 4) + i % 2 < positions ? value : 0.f;
+        v[j][i] = tile.q + 8 * j + 2 * (lane % 4) + i % 2 < tile.positions ? value : 0.f;
       }
     if (dv) {
-      float4* const to = dv + layout.turn(plane - first_plane, q / kTurn) + lane;
+      float4* const to = dv + layout.turn(tile.plane - first_plane, tile.q / kTurn) + lane;
 #pragma unroll
       for (int j = 0; j < kFragments; j++) {
         to[j * 32] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
@@ -200,10 +214,10 @@ template <class S, class Selected> struct GradientEpilogue : SelectedEpilogue<Se
     for (int j = 0; j < kFragments; j++)
 #pragma unroll
       for (int i = 0; i < 4; i++) v[j][i] *= scale[i / 2];
-    products.go_to(plane);
-    products.add(v, q);
+    products.go_to(tile.plane);
+    products.add(v, tile.q);
   }
-  __device__ __forceinline__ void finish() const {
+  __device__ __forceinline__ void end() const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -236,8 +250,8 @@ template <class S, class Selected> struct GradientEpilogue : SelectedEpilogue<Se
 // 16), the largest |dv| by channel, or both null; `partial` (jobs, kFilters), or null.
 template <class S, class Problem>
 __global__ void __launch_bounds__(kBlock, 1)
-gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsigned first, unsigned end,
-                const Convolution<S> c) {
+    gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsigned first, unsigned end,
+                    const Convolution<S> c) {
   extern __shared__ uint4 shared[];
   __shared__ BackwardStorage<S> storage;
 #pragma unroll 1
@@ -246,14 +260,14 @@ gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsign
     const int first_channel = int(job % kJobsPerTile<S>) * 16;
     if (!problem.active(tile.n)) continue;
     Mainloop<S, SharedWeights> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared),
-                                     first_channel, SharedWeights(storage.weights[0]));
-    GradientEpilogue epilogue(problem.selected(c, tile, first_channel), storage,
-                              problem.coefficients + tile.n * S::kOut + first_channel,
-                              dv ? dv + (job - first) * DvLayout(c).of_job(c) : nullptr, partial != nullptr,
-                              mainloop.block);
-    mainloop.run(epilogue, tile.planes * mainloop.turns());
-    if (most) epilogue.write_most(most + int64_t(job) * 16);
-    if (partial) epilogue.write_partial(partial + int64_t(job) * kFilters<S>);
+                                        first_channel, SharedWeights(storage.weights[0]));
+    GradientWarp warp(problem.selected(c, tile, first_channel), storage,
+                      problem.coefficients + tile.n * S::kOut + first_channel,
+                      dv ? dv + (job - first) * DvLayout(c).of_job(c) : nullptr, partial != nullptr,
+                      mainloop.block);
+    mainloop.run(warp, tile.planes * mainloop.turns());
+    if (most) warp.write_most(most + int64_t(job) * 16);
+    if (partial) warp.write_partial(partial + int64_t(job) * kFilters<S>);
     mainloop.retire();
   }
 }
@@ -261,13 +275,14 @@ gradient_kernel(float4* dv, float* most, float* partial, Problem problem, unsign
 constexpr int kMergeColumns = 32, kMergeRows = 16;
 
 // d_weight (kOut, kIn, kDepth, kHeight, kWidth), if it is not null, from `partial`, and the parameters' gradients,
-// kOut or 1 of each, from those by sample, by_sample (kCount, N, kOut). What x is shifted by counts for as much as
-// the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements of both,
-// one after the other, / kMergeColumns; a thread per element and share of the samples.
+// kOut or 1 of each, from those by sample, by_sample (kCount, N, kOut). What x is shifted by counts for as much
+// as the gradient of the convolution's bias by sample, d_level (N, kOut); null if it is zero. Grid: elements of
+// both, one after the other, / kMergeColumns; a thread per element and share of the samples.
 template <class S, class Problem, int kCount>
-__global__ void __launch_bounds__(kMergeColumns * kMergeRows)
-merge_kernel(typename S::value_t* d_weight, const ManyRowSums<kCount> parameters, const float* partial,
-             const float* by_sample, const float* d_level, Problem problem, int64_t N, const Convolution<S> c) {
+__global__ void __launch_bounds__(kMergeColumns* kMergeRows)
+    merge_kernel(typename S::value_t* d_weight, const ManyRowSums<kCount> parameters, const float* partial,
+                 const float* by_sample, const float* d_level, Problem problem, int64_t N,
+                 const Convolution<S> c) {
   __shared__ double sums[kMergeRows][kMergeColumns];
   constexpr int kWeights = S::kOut * S::kIn * S::kTaps;
   const int column = threadIdx.x % kMergeColumns, row = threadIdx.x / kMergeColumns;
@@ -283,7 +298,7 @@ merge_kernel(typename S::value_t* d_weight, const ManyRowSums<kCount> parameters
       if (!problem.active(n)) continue;
       const int64_t job = n * c.slots() * kJobsPerTile<S> + channel / 16;
       for (int slot = 0; slot < c.slots(); slot++)
-        sum += double(partial[(job + slot * kJobsPerTile<S>) * kFilters<S> + element % kFilters<S>]);
+        sum += double(partial[(job + slot * kJobsPerTile<S>)*kFilters<S> + element % kFilters<S>]);
       if (S::kSplit && d_level)
         sum += double(d_level[n * S::kOut + channel]) * double(shift_of(c, n, element / S::kTaps % S::kIn));
     }
@@ -296,7 +311,8 @@ merge_kernel(typename S::value_t* d_weight, const ManyRowSums<kCount> parameters
   __syncthreads();
   if (row || !is_own) return;
   for (int i = 1; i < kMergeRows; i++) sum += sums[i][column];
-  if (of_weight) d_weight[element] = typename S::value_t(float(sum));
+  if (of_weight)
+    d_weight[element] = typename S::value_t(float(sum));
   else parameters.of[parameter].at[channel] = float(sum);
 }
 

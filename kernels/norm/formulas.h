@@ -83,9 +83,10 @@ HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradie
   }
 }
 
-// Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt((m·deviation)² + eps),
-// the statistics being v's: mean and standard deviation, since v's variance may overflow where v·m's does not.
-// It removes conv_bias; one that is not finite makes the mean NaN, and thus the channel, as it does in PyTorch.
+// Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt((m·deviation)² +
+// eps), the statistics being v's: mean and standard deviation, since v's variance may overflow where v·m's
+// does not. It removes conv_bias; one that is not finite makes the mean NaN, and thus the channel, as it does
+// in PyTorch.
 HOST_DEVICE accumulate_t mean_with(accumulate_t conv_bias, accumulate_t mean) {
   return mean + (conv_bias - conv_bias);
 }

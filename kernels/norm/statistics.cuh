@@ -5,7 +5,8 @@
 #include "core/vector.cuh"
 
 // Running sums of one thread, shifted by the first value that it sees.
-template <class T = accumulate_t> struct ShiftedSums {
+template <class T = accumulate_t>
+struct ShiftedSums {
   T count = 0, shift = 0, sum = 0, square = 0;
   __device__ void add(T v) {
     if (count == 0) shift = v;
@@ -32,17 +33,19 @@ __device__ Moments<double> team_moments(const value_t* plane, int64_t size, bool
   } else {
     for (int64_t i = own; i < size; i += kTeam) sums.add(T(plane[i]));
   }
-  if constexpr (kTeam == 32) return merge_lanes<32>(sums.moments());
-  else return block_merge(sums.moments());
+  if constexpr (kTeam == 32)
+    return merge_lanes<32>(sums.moments());
+  else
+    return block_merge(sums.moments());
 }
 
-// mean and m2 (planes) of v (planes, size), a team per plane. With a conv_bias (C) means are those of mean_with,
-// and m2's place takes the standard deviation: of values whose squares overflow, too.
+// mean and m2 (planes) of v (planes, size), a team per plane. With a conv_bias (C) means are those of
+// mean_with, and m2's place takes the standard deviation: of values whose squares overflow, too.
 template <int kTeam>
 __global__ void __launch_bounds__(kThreads)
-plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v,
-                        const accumulate_t* conv_bias, int64_t planes, int64_t C, int64_t size,
-                        bool aligned) {
+    plane_statistics_kernel(accumulate_t* mean, accumulate_t* m2, const value_t* v,
+                            const accumulate_t* conv_bias, int64_t planes, int64_t C, int64_t size,
+                            bool aligned) {
   const int64_t plane = int64_t(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
   if (plane >= planes) return;  // a whole team
   const bool leads = threadIdx.x % kTeam == 0;
