@@ -6,15 +6,18 @@
 A source marks its launchers: `EXPORT void name(float* out, const float* x, double a, int64_t n)`. For each one the loader
 adds an operator (kernels/host/host.h) that checks its tensors, sets the device, takes PyTorch's current stream, calls the launcher and
 checks the launch. What that takes of PyTorch (kernels/host/pytorch.h) is compiled once on a machine, beside the first build. Pointers become tensors (those without const are written to), int64_t becomes
-int, double becomes float; a last `cudaStream_t stream` is filled in. What is launched again and again binds its last arguments:
-`kernels.forward.bound(0.5, 2.0, ...)` (loader_launch.py).
+int, double becomes float; a last `cudaStream_t stream` is filled in. `Out<float> y` and `In<float> x` (kernels/host/tensor.h) are tensors
+with their sizes, `Scratch<float>` is memory for as long as a launcher runs. What is launched again and again binds its last arguments:
+`kernels.forward.bound(0.5, 2.0, ...)` (inline_kernels/loader/launch.py). `EXPORT int64_t fits(In<float> x, int64_t n)` launches nothing: it answers,
+as `kernels.fits(x, 3)`, what depends on numbers and on tensors' sizes, which is all that it sees of tensors on any device. It is to be
+asked before what torch.compile compiles.
 
 kernels/<name>.cu holds the CUDA launchers and includes no torch header, kernels/<name>.cpp the CPU launchers; `source=`
 takes a string instead, and `%load_ext inline_loader` adds the cell magics %%cuda NAME and %%cpp NAME.
 
 `torch.utils.cpp_extension.load_inline` compiles in a temporary folder that holds a copy of every file that was hashed, so
 what is compiled is what the hash names. What the compilers find beyond that (by CPATH, by a macro's name), but for headers of the
-system, CUDA and torch, is looked at before each use of a build: loader_cache.fingerprint. The result is moved in one step to a folder of the cache named by that hash, under
+system, CUDA and torch, is looked at before each use of a build: cache.fingerprint. The result is moved in one step to a folder of the cache named by that hash, under
 a lock that dies with its holder: one process builds, every other one waits and loads. This module knows no model.
 
 `python inline_loader.py doctor` says what is wrong with a machine, `python inline_loader.py clear` empties the cache.
@@ -50,13 +53,12 @@ from typing import NamedTuple
 
 import torch
 
-import loader_cache as cache
-import loader_source
-import loader_toolchain as toolchain
-from loader_launch import Operators
-from loader_machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
-from loader_report import BuildError, Status, first_error, in_notebook
-from loader_source import (
+from inline_kernels.loader import cache, toolchain
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader.launch import Operators
+from inline_kernels.loader.machine_code import report  # noqa: F401, for whoever asks what a kernel is made of
+from inline_kernels.loader.messages import BuildError, Status, first_error, in_notebook
+from inline_kernels.loader.source import (
     GENERATED,
     REGISTER,
     Header,
@@ -68,11 +70,12 @@ from loader_source import (
     parse_launchers,
     read,
     registration,
+    without,
 )
-from loader_toolchain import STABLE_ABI
+from inline_kernels.loader.toolchain import STABLE_ABI
 
 HERE = Path(__file__).resolve().parent
-INSTALLED = HERE / "inline_loader_headers"  # by pip: what every build takes alone
+INSTALLED = HERE / "inline_kernels" / "kernels"  # by pip
 KERNELS = INSTALLED if INSTALLED.is_dir() else HERE / "kernels"
 
 
@@ -104,6 +107,12 @@ class Unit:
         return _digest(self.parts)
 
     @property
+    def label(self) -> str:
+        """What the user reads of it: its name, or its launchers if they were chosen."""
+        chosen = "launchers" in self.parts
+        return ", ".join(f"{self.name}.{each.name}" for each in self.launchers) if chosen else self.name
+
+    @property
     def namespace(self) -> str:
         return f"{self.name}_{self.key}"
 
@@ -123,6 +132,8 @@ class Unit:
             return {**files, self.compiled: self.source}
         # What is not the user's comes before the macros; scalar.h reads some of them.
         text = [INCLUDE_HOST, "#define EXPORT static\n", parts[self._macros]]
+        if self._takes_sizes:
+            text.insert(0, INCLUDE_TENSOR)
         if self.device == "cpu":
             text += [*["#define WITHOUT_HALVES\n"] * (not self._has_halves), INCLUDE_SCALAR]
         return {**files, self.compiled: "".join([*text, parts[self.origin], parts[GENERATED]])}
@@ -131,6 +142,12 @@ class Unit:
     def compiled(self) -> str:
         """The one of `files` that includes the others."""
         return "kernels.cu" if self.device == "cuda" and self.launchers else "kernels.cpp"
+
+    @property
+    def _takes_sizes(self) -> bool:
+        """Are there tensors with their sizes? Names of tensor.h are nobody else's."""
+        sized = any(p.sized for launcher in self.launchers for p in launcher.parameters)
+        return sized or any(INCLUDE_TENSOR[9:-1] in text for text in self._texts.values())
 
     @property
     def _has_halves(self) -> bool:
@@ -160,6 +177,7 @@ class Unit:
 
 
 INCLUDE_HOST, INCLUDE_SCALAR = '#include "headers/0/host.h"\n', '#include "headers/0/scalar.h"\n'
+INCLUDE_TENSOR = '#include "headers/0/tensor.h"\n'
 
 
 def _digest(value: object) -> str:
@@ -174,7 +192,9 @@ def _unit(
     *,
     folder: Path | None = None,
     first_line: int = 1,
+    only: tuple[str, ...] | None = None,
 ) -> Unit:
+    """only: the launchers that it has, by default all."""
     _check_device(device)
     for what, text in {"a name": name, "the text of a source": source or ""}.items():
         if not isinstance(text, str):
@@ -188,13 +208,20 @@ def _unit(
             raise FileNotFoundError(f"no {device} kernel named {name!r}: expected {path}")
         origin, source = str(path), read(path)
     given, headers = source, {}
-    gather(
-        '#include "host/host.h"\n#include "core/scalar.h"\n', KERNELS, [], headers
-    )  # their copies are the first of their names
+    # Their copies are the first of their names.
+    gather('#include "host/tensor.h"\n#include "core/scalar.h"\n', KERNELS, [KERNELS], headers)
     source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
     texts = [header.text for header in headers.values()]
     launchers = tuple(parse_launchers(given, origin, first_line, texts))
-    parts = {"source": [source, first_line], "defines": dict(defines), **_common_parts(device, headers)}
+    parts = {}
+    if only is not None:
+        known = [launcher.name for launcher in launchers]
+        if wrong := [each for each in only if each not in known] or [only] * (not only):
+            raise ValueError(f"{name}: expected launchers out of {', '.join(known)}, got {wrong[0]!r}")
+        source = without(source, {*known}.difference(only))
+        launchers = tuple(launcher for launcher in launchers if launcher.name in only)
+        parts["launchers"] = [launcher.name for launcher in launchers]
+    parts |= {"source": [source, first_line], "defines": dict(defines), **_common_parts(device, headers)}
     if device == "cuda":
         cflags = ["-O1", "-fvisibility=hidden"]
         parts["GPU architecture"] = architectures = toolchain.cuda_architectures()
@@ -292,7 +319,7 @@ COMPILER_VARIABLES = (
 
 
 class Library(NamedTuple):
-    """A build that is loaded, and the fingerprints of its files that the key does not cover (loader_cache.fingerprint)."""
+    """A build that is loaded, and the fingerprints of its files that the key does not cover (cache.fingerprint)."""
 
     code: ctypes.CDLL
     dependencies: Mapping[str, list]
@@ -301,7 +328,7 @@ class Library(NamedTuple):
 def _build_once(unit: Unit, folder: Path, place: str) -> Library:
     """Builds and loads `unit` unless another process does so first; what fails there fails here with the same text."""
     reason, estimate = cache.why_missing(folder, unit.name, unit.device, unit.parts)
-    with Status(f"{unit.name} ({unit.device}){place}, {reason}", estimate) as status:
+    with Status(f"{unit.label} ({unit.device}){place}, {reason}", estimate) as status:
         failure = cache.Failure(folder)
         with cache.lock(folder, status.say):
             if library := _load_cached(folder):
@@ -490,15 +517,17 @@ def load(
     folder: Path | None = None,
     device: str = "cpu",
     defines: Mapping[str, object] | None = None,
+    launchers: Iterable[str] | None = None,
 ) -> Operators:
     """The operators of `source`, or of <name>.cu (device "cuda") or <name>.cpp ("cpu") in `folder`, by default kernels/; compiled
     if need be. Headers are found there and in kernels/.
 
-    Each combination of `defines` (macros) is a build of its own.
-    Raises BuildError if it can't be built, FileNotFoundError if there is no such source, ValueError for a bad name or device,
-    TypeError for a name or source that is no text, PermissionError where the cache folder is not safe to load code from.
+    Each combination of `defines` (macros) is a build of its own, and so is each of `launchers`: the names of those to build, by default
+    all. The text of the others is not compiled, nor what they alone instantiate.
+    Raises BuildError if it can't be built, FileNotFoundError if there is no such source, ValueError for a bad name, device or
+    launcher, TypeError for a name or source that is no text, PermissionError where the cache folder is not safe to load code from.
     """
-    return _load(name, source, folder, device, defines or {})
+    return _load(name, source, folder, device, defines or {}, launchers)
 
 
 def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
@@ -507,7 +536,14 @@ def load_all(requests: Iterable[Mapping[str, object]]) -> list[Operators]:
     with ThreadPoolExecutor(min(toolchain.builds_at_once(), max(1, len(requests)))) as pool:
         futures = []
         for index, request in enumerate(requests, 1):
-            arguments = {"source": None, "folder": None, "device": "cpu", "defines": {}, **request}
+            arguments = {
+                "source": None,
+                "folder": None,
+                "device": "cpu",
+                "defines": {},
+                "launchers": None,
+                **request,
+            }
             futures.append(pool.submit(_load, **arguments, place=f", {index} of {len(requests)}"))
         try:
             return [future.result() for future in futures]
@@ -522,13 +558,18 @@ def _load(
     folder: Path | None,
     device: str,
     defines: Mapping[str, object],
+    launchers: Iterable[str] | None,
     place: str = "",
 ) -> Operators:
     defines, folder = macros(defines), folder and Path(os.path.abspath(folder))
-    slot = (name, source, folder, device, tuple(sorted(defines.items())))
+    if isinstance(launchers, str):
+        raise TypeError(f"expected a sequence of launchers' names, got {launchers!r}")
+    only = None if launchers is None else tuple(sorted({*launchers}))
+    slot = (name, source, folder, device, only, tuple(sorted(defines.items())))
     operators = _loaded.get(slot)
     if operators is None:
-        operators = _loaded[slot] = _load_unit(_unit(name, source, device, defines, folder=folder), place)
+        unit = _unit(name, source, device, defines, folder=folder, only=only)
+        operators = _loaded[slot] = _load_unit(unit, place)
     return operators
 
 
@@ -574,7 +615,7 @@ def _library(unit: Unit, place: str = "") -> Library:
     if library := _load_cached(folder):
         if unit.launchers:
             out = sys.stdout if in_notebook() else sys.stderr  # which a notebook shows as an error
-            print(f"inline_loader: {unit.name} ({unit.device}){place}: cached", file=out)
+            print(f"inline_loader: {unit.label} ({unit.device}){place}: cached", file=out)
         return library
     with cache.naming(folder.parent):
         return _build_once(unit, folder, place)

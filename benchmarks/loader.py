@@ -149,8 +149,8 @@ def usual(name: str, device: str) -> dict:
     unit = inline_loader._unit(name, None, device, {})
     declarations, functions = [], []
     for launcher in unit.launchers:
-        parameters = [f"{'torch::Tensor' if p.pointer else p.ctype} {p.name}" for p in launcher.parameters]
-        arguments = [f"({p.ctype}*){p.name}.data_ptr()" if p.pointer else p.name for p in launcher.parameters]
+        parameters = [f"{'torch::Tensor' if p.tensor else p.ctype} {p.name}" for p in launcher.parameters]
+        arguments = [f"({p.ctype}*){p.name}.data_ptr()" if p.tensor else p.name for p in launcher.parameters]
         if launcher.stream:
             arguments.append("at::cuda::getCurrentCUDAStream()")
         signature = f"void {launcher.name}_usual({', '.join(parameters)})"

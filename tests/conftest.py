@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils.cpp_extension import CUDA_HOME
 
-import choice
 import inline_loader
-import loader_toolchain
+from inline_kernels.engine import choice
+from inline_kernels.loader import toolchain as loader_toolchain
 from loading import ROOT, wait_until
 
 _compiled = tempfile.TemporaryDirectory(prefix="torchinductor-", ignore_cleanup_errors=True)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import checks
+import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import numerics
-import problems.conv3d_groupnorm_min_clamp_dropout as dropout
-import tiling
+from inline_kernels.bench import checks
+from inline_kernels.engine import tiling
 from numerics import DROPOUT, INSTANCE_NORM
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 

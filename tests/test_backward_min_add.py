@@ -8,10 +8,9 @@ import copy
 import pytest
 import torch
 
-import library
+import inline_kernels.problems.conv2d_min_add_multiply as min_add
 import numerics
-import problems.conv2d_min_add_multiply as min_add
-import tiling
+from inline_kernels.engine import library, tiling
 from numerics import MIN_ADD
 from test_emulated import INF, NAN, folder, gpu, guarded, pytestmark, remembers_nothing, small  # noqa: F401
 

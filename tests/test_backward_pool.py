@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import checks
 import numerics
-import tiling
+from inline_kernels.bench import checks
+from inline_kernels.engine import tiling
 from numerics import POOL
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 

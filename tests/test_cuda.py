@@ -15,13 +15,12 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-import checks
-import honesty
+import inline_kernels.problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 import inline_loader
 import models
 import numerics
-import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
-import tiling
+from inline_kernels.bench import checks, honesty
+from inline_kernels.engine import tiling
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, every_name, results
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("most_fused")]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import numerics
-import tiling
+from inline_kernels.engine import tiling
 from numerics import every_device, every_name, every_variant, results
 
 # What runs if a variant is asked for, and on a GPU, where there are several, unless one is.

@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 from pathlib import Path
 
@@ -24,15 +25,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.cpp_extension import CUDA_HOME
 
-import checks
-import choice
-import honesty
+import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import inline_loader
-import library
 import numerics
-import operators
-import problems.conv3d_groupnorm_min_clamp_dropout as dropout
-import tiling
+from inline_kernels.bench import checks, honesty
+from inline_kernels.engine import choice, library, operators, tiling
+from inline_kernels.loader import launch as loader_launch
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
 
 EMULATION = Path(__file__).resolve().parent / "emulation"
@@ -64,37 +62,62 @@ def translated(text: str, replaced: tuple = ()) -> str:
     static = re.compile(r"__shared__ ((?:__align__\(\d+\) )?(?:[\w:]+(?:<\w+>)? )+)(\w+)((?:\[[^\]]+\])*);")
     text = static.sub(r"static \1\2\3; emulation::shared_at_first(&\2, sizeof \2);", text)
     launch = re.compile(r"(\w+(?:<[\w, ]+>)?)<<<(.*?), stream>>>\((.*?)\);", re.S)
-    text = launch.sub(r"emulation::launch(\2, [=] { \1(\3); });", text)
+    text = launch.sub(r"emulation::launch(\2, [&] { \1(\3); });", text)
     text = text.replace("#ifdef __CUDACC__", "#if 1").replace('#define EXPORT extern "C"', "")
     return text.replace(*replaced) if replaced else text
 
 
+# What the loader adds to a source, with a host that the emulation is.
+RUN = """
+static const inline_loader::Host emulated_host{
+    [](const char*, const char*, const inline_loader::Launcher* const*, int) {}, nullptr,
+    [](int64_t count, int64_t, void (*body)(const void*, int64_t, int64_t), const void* context) { body(context, 0, count); },
+    emulation::allocate, emulation::release};
+static const auto* const emulated_launchers = inline_loader_register(&emulated_host, "");
+EXPORT int64_t emulation_run(int index, const inline_loader::Argument* arguments, const inline_loader::Sizes* sizes) try {
+  return emulated_launchers[index]->run(arguments, sizes);
+} catch (const std::exception& error) {
+  static std::string what;
+  emulation::failure = (what = error.what()).c_str();
+  return 0;
+}
+"""
+
+
 class Emulated:
-    """The launchers of a source, as operators on CPU tensors. They raise AssertionError for a deadlock, or an access that is not aligned."""
+    """The launchers of a source, as operators on CPU tensors. They raise AssertionError for a deadlock, an access that is not aligned,
+    something written outside of scratch memory, or with the words of what a launcher throws."""
 
     def __init__(self, source: str, library: ctypes.CDLL):
         self.library = library
-        launchers = inline_loader.parse_launchers(source)
-        self.parameters = {launcher.name: launcher.parameters for launcher in launchers}
+        self.launchers = {launcher.name: launcher for launcher in inline_loader.parse_launchers(source)}
 
-    def __getattr__(self, launcher: str):
+    def __getattr__(self, name: str):
+        launcher, index = self.launchers[name], list(self.launchers).index(name)
+        formats = {"double": "d", "int64_t": "q", "bool": "?7x"}
+        packed = struct.Struct(
+            "".join("Q" if p.tensor else formats[p.ctype] for p in launcher.parameters) + "Q"
+        )
+
         def call(*arguments):
-            given = [_c_argument(*pair) for pair in zip(self.parameters[launcher], arguments, strict=True)]
-            getattr(self.library, launcher)(*given, None)
+            given = [_argument(*pair) for pair in zip(launcher.parameters, arguments, strict=True)]
+            sizes = b"".join(
+                loader_launch._sizes([a] if torch.is_tensor(a) else []).ljust(72) for a in arguments
+            )
+            result = self.library.emulation_run(index, packed.pack(*given, 0), sizes)
             failure = self.library.emulation_failure()
             assert not failure, failure.decode()
+            return result if launcher.asked else None
 
         call.bound = lambda *last: lambda *first: call(*first, *last)
         return call
 
 
-def _c_argument(parameter: inline_loader.Parameter, value):
-    if parameter.pointer:
+def _argument(parameter: inline_loader.Parameter, value):
+    if parameter.tensor:
         assert value.is_contiguous(), parameter.name
-        return ctypes.c_void_p(value.data_ptr() if value.numel() else None)
-    return {"double": ctypes.c_double, "int64_t": ctypes.c_int64, "bool": ctypes.c_bool}[parameter.ctype](
-        value
-    )
+        return value.data_ptr() if value.numel() else 0
+    return value
 
 
 FLAGS = [
@@ -156,7 +179,9 @@ def library_of(source: str, architecture: int, defines: dict, replaced: tuple, f
         runs = once(folder / "emulation.so", lambda so: compile_with("-O3", emulation, "-shared", "-o", so))
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
         text = library.with_suffix(".cpp")
-        text.write_text(translated(source, replaced))
+        registered = inline_loader.registration(inline_loader.parse_launchers(source), "cuda")
+        parts = [translated(source, replaced), '#include "host/tensor.h"', registered, RUN]
+        text.write_text("\n".join(parts))
         compile_with(
             *macros, "-I", included, "-include", headers / "cuda.h", text, runs, "-shared", "-o", library
         )
@@ -164,11 +189,17 @@ def library_of(source: str, architecture: int, defines: dict, replaced: tuple, f
     name = key(source, architecture, sorted(defines.items()), replaced)
     library = ctypes.CDLL(str(once(folder / f"{name}.so", make)))
     library.emulation_failure.restype = ctypes.c_char_p
+    library.emulation_run.restype = ctypes.c_int64
     return library
 
 
-def build(name: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> Emulated:
+def build(
+    name: str, architecture: int, defines: dict, replaced: tuple, folder: Path, launchers: tuple = ()
+) -> Emulated:
     source = (inline_loader.KERNELS / f"{name}.cu").read_text()
+    if launchers:
+        others = {launcher.name for launcher in inline_loader.parse_launchers(source)}.difference(launchers)
+        source = inline_loader.without(source, others)
     return Emulated(source, library_of(source, architecture, defines, replaced, folder))
 
 
@@ -225,13 +256,14 @@ def guarded(monkeypatch):
 @pytest.fixture
 def gpu(remembers_nothing, guarded, monkeypatch, folder):
     """gpu(…) makes a GPU of the CPU, with so many multiprocessors, so much shared memory and so large an L2 cache."""
+    builds = folder
 
     def become(*, architecture=800, multiprocessors=4, shared=None, cache=1 << 16, replaced=()):
         shared = shared or (227 if architecture >= 900 else 163) << 10
 
-        def load(name, *, device, defines, **only_these):
-            assert only_these == {"folder": None} and device == "cuda"
-            kernels = build(name, architecture, defines, replaced, folder)
+        def load(name, *, device, defines, folder=None, launchers=None):
+            assert folder is None and device == "cuda"
+            kernels = build(name, architecture, defines, replaced, builds, launchers)
             kernels.library.emulation_device(multiprocessors, shared)
             return kernels
 
@@ -850,3 +882,37 @@ def test_dropout_draws_on_the_device_where_something_watches(variant, dropping):
     with torch.no_grad():
         assert not torch.equal(compiled(x), compiled(x))
     assert generator.offset == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- launchers
+
+SIZED = """
+#include "core/scalar.h"
+#include "host/tensor.h"
+__global__ void scale_kernel(float* y, float* between, const value_t* x, float a, int64_t n) {
+  if (int64_t i = threadIdx.x; i < n) between[i] = x[i] * a, y[i] = between[i] + between[AT];
+}
+EXPORT void scale(Out<float> y, In<value_t> x, double a, cudaStream_t stream) {
+  const Scratch<float> between(x.size(1) + 1, stream);
+  scale_kernel<<<1, 64, 0, stream>>>(y, between, x, float(a), x.numel());
+}
+EXPORT int64_t fits(In<value_t> x, int64_t n) { return x.numel() <= n; }
+"""
+
+
+def test_launchers_take_sizes_and_scratch(folder):
+    """Whose values are NaN until they are written, and which nothing may write behind."""
+
+    def kernels(at: str) -> Emulated:
+        return Emulated(SIZED, library_of(SIZED, 800, {"AT": at}, (), folder))
+
+    x, y = torch.randn(1, 5), torch.zeros(1, 5)
+    kernels("i").scale(y, x, 2.0)
+    assert torch.equal(y, 4 * x)
+    kernels("n").scale(y, x, 2.0)
+    assert y.isnan().all()
+    assert (kernels("i").fits(x, 5), kernels("i").fits(x, 4)) == (1, 0)
+    with pytest.raises(AssertionError, match="expected a tensor with a dimension 1, got one of 1 dimensions"):
+        kernels("i").scale(y, x[0], 2.0)
+    with pytest.raises(AssertionError, match="written outside of a launcher's scratch"):
+        kernels("i").scale(y.new_empty(3, 3), x.new_ones(3, 3), 2.0)

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import export
-import export_kernels
-import export_layout
-import export_python
 import inline_loader
+from inline_kernels.export import export
+from inline_kernels.export import kernels as export_kernels
+from inline_kernels.export import layout as export_layout
+from inline_kernels.export import python as export_python
 
 ROOT = Path(export.__file__).resolve().parent
 NAMES = list(export.models.PROBLEMS)

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 import inline_loader
-import loader_cache
-import loader_report
-import loader_toolchain
+from inline_kernels.loader import cache as loader_cache
+from inline_kernels.loader import messages as loader_report
+from inline_kernels.loader import toolchain as loader_toolchain
 from inline_loader import BuildError
 from loading import (
     PATIENCE,

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import problems.conv3d_groupnorm_min_clamp_dropout as dropout
-import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
-import tiling
+import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
+import inline_kernels.problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
+from inline_kernels.engine import tiling
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))

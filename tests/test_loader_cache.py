@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import inline_loader
-import loader_cache
-import loader_toolchain
+from inline_kernels.loader import cache as loader_cache
+from inline_kernels.loader import toolchain as loader_toolchain
 from inline_loader import BuildError
 from loading import (
     ROOT,
@@ -479,8 +479,8 @@ def odd_project(tmp_path_factory) -> Path:
     """The project and torch itself in a folder with every character that has broken a build somewhere."""
     folder = tmp_path_factory.mktemp("odd") / ODD
     folder.mkdir()
-    for path in ROOT.glob("*loader*.py"):
-        shutil.copy(path, folder)
+    shutil.copy(ROOT / "inline_loader.py", folder)
+    shutil.copytree(ROOT / "inline_kernels", folder / "inline_kernels")
     shutil.copytree(ROOT / "kernels", folder / "kernels")
     (folder / "site").mkdir()
     (folder / "site" / "torch").symlink_to(Path(torch.__file__).parent)

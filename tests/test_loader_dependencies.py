@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import inline_loader
-import loader_toolchain
+from inline_kernels.loader import toolchain as loader_toolchain
 from inline_loader import BuildError
 from loading import builds, finish, run, scale, start
 from test_inline_loader import cuda_scale, needs_gpu

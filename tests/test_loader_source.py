@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import types
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 import inline_loader
-import loader_source
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader.operators import declare
 from inline_loader import BuildError
-from loader_operators import declare
 from loading import run, scale
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -161,6 +162,32 @@ void twice(float *__restrict y, const float*x, int64_t n) // as declared above
             "2:13: error: .*t n`: write `int64_t n`\n",
         ),
         ("EXPORT void f(float* y, float a) {}", "2:13: error: expected .*got `float a`: write `double a`\n"),
+        (
+            "EXPORT void f(const In<float>& x) {}",
+            "2:13: error: expected parameters like `Out<float> y`, .* got `const In<float>& x`",
+        ),
+        (
+            "EXPORT void f(In<const float> x) {}",
+            "2:13: error: expected parameters like .* got `In<const float> x`",
+        ),
+        ("EXPORT void f(In<> x) {}", "2:13: error: expected parameters like .* got `In<> x`"),
+        (
+            "EXPORT void f(Out<float> y, In<int8_t> x) {}",
+            r"2:13: error: .*f: x: expected elements of float, double, .* bool, got In<int8_t>\W*\n *2 \| EXPORT.*\n.{20}\^",
+        ),
+        (
+            "EXPORT int64_t f(Out<float> y, int64_t n) { return n; }",
+            "2:16: error: f: expected `In<T>` tensors and numbers where an int64_t is returned, got Out<float>",
+        ),
+        (
+            "EXPORT int64_t f(const float* x) { return 1; }",
+            "2:16: error: f: expected .* returned, got const float\\*",
+        ),
+        (
+            "EXPORT int64_t f(cudaStream_t s) { return 1; }",
+            "2:16: error: f: expected .* returned, got cudaStream_t",
+        ),
+        ("EXPORT int64_t f(int64_t n);", r"2:16: error: f: expected a body, `EXPORT int64_t f\(...\) \{"),
     ],
 )
 def test_what_can_be_no_launcher_is_refused_beside_a_good_one(line, message):
@@ -221,6 +248,192 @@ def test_types_of_16_bits(types):
         y = torch.empty_like(x)
         inline_loader.load("twice", source=source, defines=defines)(y, x, 2)
         assert y.tolist() == [1.0, -6.0]
+
+
+# ------------------------------------------------------------------------------------------------- tensors with their sizes
+
+SIZED = """
+EXPORT void describe(Out<int64_t> sizes, In< T > x, const In<T> other, int64_t at) {
+  if (!sizes) return;
+  for (int64_t i = 0; i < x.dims; i++) sizes[i] = x.size(i - (at < 0 ? x.dims : 0));
+  sizes[7] = x.numel(), sizes[8] = other ? 1 : other.empty() ? 0 : -1, sizes[9] = x.size(at);
+}
+EXPORT int64_t room(In<T> x, double share, bool twice) { return x.numel() * share * (twice ? 2 : 1) + x.size(0); }
+EXPORT int64_t version() { return -3; }
+"""
+
+
+@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+@pytest.mark.parametrize(
+    "dtype, T", [(torch.float32, "float"), (torch.bfloat16, "bfloat16_t"), (torch.bool, "bool")]
+)
+def test_tensors_with_their_sizes(stable, dtype, T, monkeypatch):
+    """By the operator and by what is bound, with no name of tensor.h included."""
+    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    kernels = inline_loader.load("sized", source=SIZED, defines={"T": T})
+    assert (
+        "describe(Tensor(sizes!) sizes, Tensor x, Tensor other, int at), room(Tensor x, float share"
+        in repr(kernels)
+    )
+    bound, version = kernels.describe.bound(-1), torch.zeros(())._version
+    for shape in ((2, 3, 5), (2, 3, 5), (7,), (2, 0, 3), (1,) * 7, (7,)):
+        x = torch.zeros(shape, dtype=dtype)
+        for call in (lambda *tensors: kernels.describe(*tensors, -1), bound):
+            for other in (x[:0], torch.ones((), dtype=dtype)):
+                sizes = torch.full((10,), -7)
+                call(sizes, x, other)
+                expected = [*shape, *[-7] * (7 - len(shape)), x.numel(), other.numel(), shape[-1]]
+                assert sizes.tolist() == expected and sizes._version == version + 1
+        bound(sizes[:0], x, other)
+    x, sizes = torch.zeros(2, 3, dtype=dtype), torch.zeros(10, dtype=torch.int64)
+    for wrong, message in [
+        ((sizes, x.t(), x), "describe: x: expected a contiguous tensor"),
+        ((sizes.int(), x, x), "describe: sizes: expected a int64 tensor, got int32"),
+        ((sizes, x[(None,) * 7], x), "describe: x: expected at most 8 dimensions, got 9"),
+        ((sizes, x[0, 0], x), "expected a tensor with a dimension -1, got one of 0 dimensions"),
+    ]:
+        for call in (lambda *tensors: kernels.describe(*tensors, -1), bound):
+            with pytest.raises((RuntimeError, IndexError), match=message):
+                call(*wrong)
+
+
+def test_what_depends_on_sizes_is_asked_of_tensors_anywhere():
+    kernels = inline_loader.load("sized", source=SIZED, defines={"T": "float"})
+    assert kernels.version() == -3 and type(kernels.version()) is int
+    for x in (torch.ones(4, 3), torch.ones(3, 4).t(), torch.ones(4, 3, device="meta", requires_grad=True)):
+        assert kernels.room(x, 0.5, False) == 10 and kernels.room(x, 0.5, True) == 16
+    with pytest.raises(TypeError, match="room: x: expected a tensor, got 5"):
+        kernels.room(5, 0.5, True)
+    with pytest.raises(RuntimeError, match="room: x: expected a float32 tensor, got float64"):
+        kernels.room(torch.ones(2).double(), 0.5, True)
+    assert inline_loader.load("alone", source="EXPORT int64_t two() { return 2; }")() == 2
+
+
+SCRATCH = """
+#include "host/tensor.h"
+EXPORT void reversed(Out<double> y, In<double> x, int64_t count) {
+  Scratch<double> made(count);
+  const Scratch<double> between = std::move(made), none(0);
+  if (made.data || none.data) return;
+  host::parallel_for(x.numel(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) between[x.numel() - 1 - i] = x[i];
+  });
+  for (int64_t i = 0; i < x.numel(); i++) y[i] = between[i];
+}
+"""
+
+
+@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+def test_scratch_memory(stable, monkeypatch):
+    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    reverse, x = inline_loader.load("reversed", source=SCRATCH), torch.randn(1000).double()
+    launch = reverse.reversed.bound(1000)
+    for call in (lambda y: reverse(y, x, 1000), lambda y: launch(y, x), lambda y: launch(y, x)):
+        y = torch.zeros_like(x)
+        call(y)
+        assert torch.equal(y, x.flip(0))
+    with pytest.raises(RuntimeError, match="expected scratch memory for a number of values, got -1"):
+        reverse(y, x, -1)
+    with pytest.raises(RuntimeError, match="scratch" if stable else "memory"):
+        reverse(y, x, 2**58)
+    reverse(y, x, 1000)
+
+
+def test_tensors_with_sizes_under_torch_compile():
+    scale = inline_loader.load(
+        "scale",
+        source="EXPORT void scale(Out<float> y, In<float> x) { for (int64_t i = 0; i < x.numel(); i++) y[i] = 2 * x[i]; }",
+    )
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def twice(x):
+        y = torch.empty_like(x)
+        scale(y, x)
+        return y + 1
+
+    for n in (3, 5):
+        assert torch.equal(twice(torch.full((n,), 2.0)), torch.full((n,), 5.0))
+
+
+# ------------------------------------------------------------------------------------------------- some of the launchers
+
+SEVERAL = r"""#define A 1
+template <int n> struct Checked { static_assert(n == ALLOWED, "only what is built"); static constexpr int value = n; };
+EXPORT void one(float* y) {
+  *y = Checked<1>::value;
+}
+static int helper() { return 5; }
+// before two {
+[[maybe_unused]] static int keeps() { return 1; } EXPORT void two(Out<float> y) /* } */ { const char* text = "}";
+#if A
+#define HERE 10
+  if (text) {
+#else
+  if (!text) {
+#endif
+    y[0] = Checked<2>::value; }
+#if 0
+  }
+#endif
+} EXPORT int64_t three(int64_t n) { return Checked<3>::value * n + helper() + HERE; }
+EXPORT void declared(float* y);
+void declared(float* y) { *y = __LINE__; }
+"""
+
+
+def test_some_of_the_launchers(cache):
+    for name, allowed in {"one": 1, "two": 2}.items():
+        y, kernels = (
+            torch.zeros(1),
+            inline_loader.load("several", source=SEVERAL, launchers=[name], defines={"ALLOWED": allowed}),
+        )
+        getattr(kernels, name)(y), kernels(y)
+        assert y == allowed and repr(kernels) == f"<several for cpu: {name}(Tensor(y!) y)>"
+    three = inline_loader.load(
+        "several", source=SEVERAL, launchers={"three", "declared"}, defines={"ALLOWED": 3}
+    )
+    assert three.three(2) == 6 + 5 + 10
+    three.declared(y)
+    assert y == SEVERAL[: SEVERAL.index("__LINE__")].count("\n") + 1
+    with pytest.raises(BuildError, match=r"<several>:2:\d+: error: .*only what is built"):
+        inline_loader.load("several", source=SEVERAL, defines={"ALLOWED": 3})
+    for wrong in (["four"], ["one", "One"], ()):
+        with pytest.raises(
+            ValueError, match="several: expected launchers out of one, two, three, declared, got "
+        ):
+            inline_loader.load("several", source=SEVERAL, launchers=wrong)
+    with pytest.raises(TypeError, match="expected a sequence of launchers' names, got 'one'"):
+        inline_loader.load("several", source=SEVERAL, launchers="one")
+
+
+def test_a_launcher_is_built_again_for_an_edit_of_its_own(cache, capfd):
+    """Not for one of another launcher; and the progress names it."""
+    first, edited = HELD.format("x[i] * a", "g"), HELD.format("x[i] + a", "g")
+    keys = [
+        inline_loader._unit("held", each, "cpu", {}, only=(name,)).key
+        for name in "fg"
+        for each in (first, edited)
+    ]
+    assert keys[0] != keys[1] and keys[2] == keys[3] and len({*keys}) == 3
+    inline_loader.load("held", source=first, launchers=["f"])
+    inline_loader.load("held", source=first, launchers=["g"])
+    told = capfd.readouterr().err
+    assert "held.f (cpu), first build: compiling" in told and "held.g (cpu), first build: compiling" in told
+    inline_loader.load("held", source=edited, launchers=["f"])
+    assert "held.f (cpu), source changed: compiling" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("names", [[], ["one"], ["two"], ["one", "two", "three"]])
+def test_what_is_not_built_is_blank(names):
+    left = loader_source.without(SEVERAL, names)
+    assert [len(line) for line in left.split("\n")] == [len(line) for line in SEVERAL.split("\n")]
+    assert "".join(re.findall("#.*", left)) == "".join(re.findall("#.*", SEVERAL))
+    for name in ("one", "two", "three"):
+        assert (f" {name}(" in left) == (name not in names)
+    assert (
+        "static int helper() { return 5; }\n// before two {\n[[maybe_unused]] static int keeps() { return 1; }"
+        in left
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- headers
@@ -368,7 +581,7 @@ def test_an_argument_that_requires_a_gradient_is_refused_where_it_would_be_lost(
     x = torch.ones(2, requires_grad=True)
     for arguments in [(torch.zeros(2), x, 2), (x.clone(), torch.ones(2), 2)]:
         with pytest.raises(
-            RuntimeError, match=r"^twice: .* requires a gradient.*loader_operators.declare\(.*torch.no_grad"
+            RuntimeError, match=r"^twice: .* requires a gradient.*inline_kernels.declare\(.*torch.no_grad"
         ):
             twice(*arguments)
     with torch.no_grad():

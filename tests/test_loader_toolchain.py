@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import inline_loader
-import loader_toolchain
+from inline_kernels.loader import toolchain as loader_toolchain
 from inline_loader import BuildError
 from loading import (
     ROOT,

@@ -22,11 +22,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import inline_loader
-import library
 import models
 import numerics
-import operators
-import tiling
+from inline_kernels.engine import library, operators, tiling
 from numerics import (
     DROPOUT,
     DTYPES,

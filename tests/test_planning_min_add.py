@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import tiling
+from inline_kernels.engine import tiling
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")

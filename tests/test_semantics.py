@@ -15,9 +15,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import checks
 import models
 import numerics
+from inline_kernels.bench import checks
 from numerics import (
     DROPOUT,
     INSTANCE_NORM,

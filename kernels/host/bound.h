@@ -12,7 +12,7 @@ struct Bound {
   int64_t device;    // of its tensors; -1: the CPU
   int64_t empty;     // how many of its tensors have no elements, and the address 0
   int64_t first;     // how many arguments come before the last
-  Argument last[1];  // or more
+  Argument last[1];  // or more; behind them the Sizes of its tensors, which come first, where it takes sizes
 };
 
 // A tensor whose storage was freed has the address 0, a view of it its offset. As low lie elsewhere only small tensors of a Python whose heap
@@ -31,7 +31,8 @@ inline const char* launch(const Bound& bound, const Argument* first) {
   std::copy_n(bound.last, given - bound.first, arguments.begin() + bound.first);
   thread_local std::string what;
   try {
-    launch(launcher, int(bound.device), arguments.data());
+    const auto* sizes = reinterpret_cast<const Sizes*>(bound.last + (given - bound.first));
+    launch(launcher, int(bound.device), arguments.data(), sizes);
     return nullptr;
   } catch (const std::exception& error) {
     what = error.what();

@@ -1,11 +1,13 @@
 // What a build and PyTorch's side (pytorch.h) know of each other, in words that are no header's of PyTorch: those alone take a second to
 // compile. That side is compiled once for all builds.
 //
-// An `Entry` is a launcher as an operator. `parallel_for` threads the CPU kernels with PyTorch's own thread pool.
+// An `Entry` is a launcher as an operator. `parallel_for` threads the CPU kernels with PyTorch's own thread pool. tensor.h has a
+// launcher's tensors with their sizes.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
+#include <type_traits>
 #include <utility>
 
 #ifdef __CUDACC__
@@ -24,10 +26,17 @@ union Argument {
   bool flag;
 };
 
+// A tensor's sizes, the first `dims`. By default those of a tensor without elements.
+constexpr int kMostDims = 8;
+struct Sizes {
+  int64_t dims = 1, sizes[kMostDims] = {};
+};
+
 // What a parameter is: one of these, or a tensor, whose kind is the number of its dtype in PyTorch.
 enum : int8_t { kInteger = -4, kReal, kFlag, kStream };
 template <class T> struct Element;
 template <class T> struct Parameter;
+template <class T> constexpr bool is_sized = false;  // does it take a tensor with its sizes?
 #define INLINE_LOADER_ELEMENT(T, number) \
   template <> struct Element<T> { static constexpr int8_t kind = number; };
 #define INLINE_LOADER_PARAMETER(T, number, member)                   \
@@ -63,7 +72,9 @@ struct Launcher {
   const char* const* names;  // the operator's schema and name; the launcher's name, those of its parameters
   const int8_t* kinds;       // of the parameters
   int count;
-  void (*run)(const Argument* arguments);
+  bool sized;  // does any parameter take a tensor's sizes?
+  bool asked;  // does it return a number, and launch nothing? it is given sizes without data
+  int64_t (*run)(const Argument* arguments, const Sizes* sizes);  // sizes: of each parameter, read where it takes them
   void (*boxed)(uint64_t* stack, uint64_t, uint64_t);  // as PyTorch's stable ABI calls it
 };
 
@@ -73,18 +84,30 @@ struct Host {
   void (*call)(const Launcher& launcher, uint64_t* stack);
   void (*parallel_for)(int64_t count, int64_t grain, void (*body)(const void* context, int64_t begin, int64_t end),
                        const void* context);
+  // Memory on the current device, ordered as its current stream is: null for no bytes. `memory` is to be given back.
+  void* (*allocate)(int64_t bytes, void** memory);
+  void (*release)(void* memory);
 };
 static const Host* host;  // of this build, from its registration on
 
-template <auto function, const char* const* names> struct Entry;
-template <class... T, void (*function)(T...), const char* const* names> struct Entry<function, names> {
-  template <size_t... I> static void run_with(const Argument* arguments, std::index_sequence<I...>) {
-    function(Parameter<T>::of(arguments[I])...);
+template <class T> T argument(const Argument* arguments, const Sizes* sizes, size_t index) {
+  if constexpr (is_sized<T>) return Parameter<T>::of(arguments[index], sizes[index]);
+  else return Parameter<T>::of(arguments[index]);
+}
+
+template <auto function, const char* const* names, class = decltype(function)> struct Entry;
+template <auto function, const char* const* names, class R, class... T> struct Entry<function, names, R (*)(T...)> {
+  template <size_t... I> static R run_with(const Argument* arguments, const Sizes* sizes, std::index_sequence<I...>) {
+    return function(argument<T>(arguments, sizes, I)...);
   }
-  static void run(const Argument* arguments) { run_with(arguments, std::index_sequence_for<T...>()); }
+  static int64_t run(const Argument* arguments, const Sizes* sizes) {
+    constexpr std::index_sequence_for<T...> all;
+    if constexpr (std::is_void_v<R>) return run_with(arguments, sizes, all), 0;
+    else return run_with(arguments, sizes, all);
+  }
   static void boxed(uint64_t* stack, uint64_t, uint64_t) { host->call(launcher, stack); }
-  static constexpr int8_t kinds[] = {Parameter<T>::kind...};
-  static constexpr Launcher launcher{names, kinds, sizeof...(T), run, boxed};
+  static constexpr int8_t kinds[] = {Parameter<T>::kind..., 0};
+  static constexpr Launcher launcher{names, kinds, sizeof...(T), (is_sized<T> || ...), !std::is_void_v<R>, run, boxed};
 };
 
 }  // namespace inline_loader

@@ -23,6 +23,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 #ifdef WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
@@ -85,20 +86,64 @@ inline int64_t held_bytes(const Tensor& tensor) {
 #endif
 }
 
-inline bool takes_stream(const Launcher& launcher) { return launcher.kinds[launcher.count - 1] == kStream; }
-
-// Runs a launcher on its tensors' device, on PyTorch's current stream there, which is its last argument where it takes one.
-inline void launch(const Launcher& launcher, int device, Argument* arguments) {
+inline void* allocate(int64_t bytes, void** memory) {
 #ifdef WITH_CUDA
+  int device = 0;
+  cudaGetDevice(&device);
+#endif
+#if STABLE_ABI
+#ifdef WITH_CUDA
+  const int32_t type = aoti_torch_device_type_cuda();
+#else
+  const int32_t type = aoti_torch_device_type_cpu(), device = 0;
+#endif
+  const int64_t stride = 1;
+  AtenTensorHandle tensor = nullptr;
+  void* data = nullptr;
+  if (aoti_torch_empty_strided(1, &bytes, &stride, aoti_torch_dtype_uint8(), type, device, &tensor) != TORCH_SUCCESS)
+    throw std::runtime_error("out of memory: expected " + std::to_string(bytes) + " bytes for a launcher's scratch");
+  *memory = tensor;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor, &data));
+  return data;
+#else
+#ifdef WITH_CUDA
+  const at::Device place(at::kCUDA, device);
+#else
+  const at::Device place(at::kCPU);
+#endif
+  auto* tensor = new at::Tensor(at::empty({bytes}, at::TensorOptions(place).dtype(at::kByte)));
+  *memory = tensor;
+  return tensor->data_ptr();
+#endif
+}
+
+inline void release(void* memory) {
+#if STABLE_ABI
+  aoti_torch_delete_tensor_object(static_cast<AtenTensorHandle>(memory));
+#else
+  delete static_cast<at::Tensor*>(memory);
+#endif
+}
+
+inline bool takes_stream(const Launcher& launcher) {
+  return launcher.count > 0 && launcher.kinds[launcher.count - 1] == kStream;
+}
+
+// Runs a launcher on its tensors' device, on PyTorch's current stream there, which is its last argument where it takes one. sizes: of
+// each of its tensors, where it takes them.
+inline int64_t launch(const Launcher& launcher, int device, Argument* arguments, const Sizes* sizes) {
+#ifdef WITH_CUDA
+  if (launcher.asked && device < 0) return launcher.run(arguments, sizes);  // of no tensor on a GPU: of the current one
   DeviceGuard guard(device);
   if (takes_stream(launcher)) arguments[launcher.count - 1].data = current_stream(device);
 #endif
-  launcher.run(arguments);
+  const int64_t result = launcher.run(arguments, sizes);
 #ifdef WITH_CUDA
   cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
     throw std::runtime_error(std::string(launcher.names[2]) + ": the launch failed: " + cudaGetErrorString(error));
 #endif
+  return result;
 }
 
 // One call of a launcher's operator.
@@ -108,13 +153,17 @@ class Call {
       : launcher_(launcher), stack_(stack), count_(launcher.count - takes_stream(launcher)) {
     tensors_.reserve(count_);
     arguments_.resize(launcher.count);
+    if (launcher.sized) sizes_.resize(count_);
     for (int i = 0; i < count_; i++) arguments_[i] = argument(i);
   }
 
   void run() {
-    launch(launcher_, device_, arguments_.data());
-#if !STABLE_ABI
+    const int64_t result = launch(launcher_, device_, arguments_.data(), sizes_.data());
+#if STABLE_ABI
+    if (launcher_.asked) stack_[0] = torch::stable::detail::from(result);
+#else
     torch::jit::drop(*stack_, count_);
+    if (launcher_.asked) stack_->push_back(result);
 #endif
   }
 
@@ -130,12 +179,17 @@ class Call {
     return found;
   }
 
-  // Of a tensor; null if it has no elements.
+  // Of a tensor; null if it has no elements, and for who asks about sizes alone, of tensors anywhere.
   void* data(int index) {
     tensors_.push_back(read<Tensor>(stack_, index, count_));
     const Tensor& tensor = tensors_.back();
     const int kind = launcher_.kinds[index], given = static_cast<int>(tensor.scalar_type());
     if (given != kind) fail(index, "expected a " + dtype_name(kind) + " tensor, got " + dtype_name(given));
+    if (launcher_.sized) sizes_[index] = sizes_of(index, tensor);
+    if (launcher_.asked) {
+      if (tensor.is_cuda()) device_ = tensor.get_device();
+      return nullptr;
+    }
     if (!tensor.is_contiguous()) fail(index, "expected a contiguous tensor");
 #ifdef WITH_CUDA
     if (!tensor.is_cuda())
@@ -157,6 +211,15 @@ class Call {
     return const_cast<void*>(static_cast<const void*>(tensor.data_ptr()));
   }
 
+  Sizes sizes_of(int index, const Tensor& tensor) const {
+    Sizes found;
+    found.dims = tensor.dim();
+    if (found.dims > kMostDims)
+      fail(index, "expected at most " + std::to_string(kMostDims) + " dimensions, got " + std::to_string(found.dims));
+    for (int i = 0; i < found.dims; i++) found.sizes[i] = tensor.size(i);
+    return found;
+  }
+
   [[noreturn]] void fail(int index, const std::string& what) const {
     throw std::runtime_error(std::string(launcher_.names[2]) + ": " + launcher_.names[3 + index] + ": " + what);
   }
@@ -166,6 +229,7 @@ class Call {
   int count_;
   int device_ = -1;
   std::vector<Argument> arguments_;
+  std::vector<Sizes> sizes_;
   std::vector<Tensor> tensors_;  // kept alive until the launch
 };
 
@@ -179,19 +243,29 @@ struct Kernel : c10::OperatorKernel {
 };
 #endif
 
-// Registers operators for good: what would take them back at the end is never destroyed.
+// Registers operators for good: what would take them back at the end is never destroyed. Who asks about sizes alone may do so of tensors on
+// any device.
 inline void add(const char* name_space, const char* dispatch_key, const Launcher* const* launchers, int count) {
 #if STABLE_ABI
   using Library = torch::stable::detail::StableLibrary;
-  auto* library = new Library(Library::Kind::DEF, name_space, nullptr, __FILE__, __LINE__);
-  auto* implementation = new Library(Library::Kind::IMPL, name_space, dispatch_key, __FILE__, __LINE__);
+  const auto library_of = [=](Library::Kind kind, const char* key) {
+    return new Library(kind, name_space, key, __FILE__, __LINE__);
+  };
+  auto* library = library_of(Library::Kind::DEF, nullptr);
+  auto* launching = library_of(Library::Kind::IMPL, dispatch_key);
+  auto* asking = library_of(Library::Kind::IMPL, "CompositeExplicitAutograd");
 #else
   using torch::Library;
-  auto* library = new Library(Library::DEF, name_space, c10::nullopt, __FILE__, __LINE__);
-  auto* implementation = new Library(Library::IMPL, name_space, c10::parseDispatchKey(dispatch_key), __FILE__, __LINE__);
+  const auto library_of = [=](Library::Kind kind, c10::optional<c10::DispatchKey> key) {
+    return new Library(kind, name_space, key, __FILE__, __LINE__);
+  };
+  auto* library = library_of(Library::DEF, c10::nullopt);
+  auto* launching = library_of(Library::IMPL, c10::parseDispatchKey(dispatch_key));
+  auto* asking = library_of(Library::IMPL, c10::DispatchKey::CompositeExplicitAutograd);
 #endif
   for (int i = 0; i < count; i++) {
     const Launcher& launcher = *launchers[i];
+    auto* implementation = launcher.asked ? asking : launching;
     library->def(launcher.names[0]);
 #if STABLE_ABI
     implementation->impl(launcher.names[1], launcher.boxed);
@@ -211,9 +285,9 @@ inline void parallel_for(int64_t count, int64_t grain, void (*body)(const void*,
 }
 
 #if STABLE_ABI
-constexpr Host pytorch{add, call, parallel_for};
+constexpr Host pytorch{add, call, parallel_for, allocate, release};
 #else
-constexpr Host pytorch{add, nullptr, parallel_for};
+constexpr Host pytorch{add, nullptr, parallel_for, allocate, release};
 #endif
 
 }  // namespace inline_loader

@@ -99,7 +99,7 @@ template <class Kernel, class... Arguments>
 cudaError_t emulated_launch(const cudaLaunchConfig_t* config, Kernel run, Arguments... arguments) {
   const bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
   emulation::launch(
-      config->gridDim, config->blockDim, config->dynamicSmemBytes, [=] { run(arguments...); }, together);
+      config->gridDim, config->blockDim, config->dynamicSmemBytes, [&] { run(arguments...); }, together);
   return cudaSuccess;
 }
 #define cudaGetDevice emulated_get_device

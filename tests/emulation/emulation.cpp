@@ -2,6 +2,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <random>
@@ -363,6 +364,23 @@ void copy_bulk(void* to, const void* from, int bytes, uint64_t* barrier) {
   memcpy(to, from, bytes);
   phases_of(barrier).bytes -= bytes;
   advance(phases_of(barrier));
+}
+
+constexpr int kAround = 64;
+using Memory = std::pair<int64_t, char*>;  // bytes; where they are, between those around them
+void* allocate(int64_t bytes, void** memory) {
+  char* at = static_cast<char*>(aligned_alloc(kAround, (bytes + 3 * kAround - 1) / kAround * kAround)) + kAround;
+  memset(at - kAround, 0xa5, kAround), memset(at, 0xff, bytes), memset(at + bytes, 0xa5, kAround);
+  *memory = new Memory(bytes, at);
+  return at;
+}
+void release(void* memory) {
+  const std::unique_ptr<Memory> made(static_cast<Memory*>(memory));
+  const auto [bytes, at] = *made;
+  const auto touched = [](char each) { return each != char(0xa5); };
+  if (std::any_of(at - kAround, at, touched) || std::any_of(at + bytes, at + bytes + kAround, touched))
+    failure = "something was written outside of a launcher's scratch";
+  free(at - kAround);
 }
 
 }  // namespace emulation

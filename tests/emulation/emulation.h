@@ -35,6 +35,10 @@ inline int lane() { return thread->number % 32; }
 void launch(Index blocks, Index size, int64_t bytes, void (*run)(const void*), const void* kernel,
             void* dynamic_shared, bool together);
 
+// A launcher's scratch memory: NaN, with bytes around it that nothing may write to, as `release` sees.
+void* allocate(int64_t bytes, void** memory);
+void release(void* memory);
+
 // Where a thread comes to the declaration of a static variable.
 void shared_at_first(void* at, size_t bytes);
 

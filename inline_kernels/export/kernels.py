@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from inline_kernels.loader.source import REGISTER, REGISTRATION, parse_launchers, registration
 from inline_loader import KERNELS, RESTORED
-from loader_source import REGISTER, REGISTRATION, parse_launchers, registration
 
 NAMESPACE = "_NAMESPACE_"  # on the host side, in the place of the build's name
 REGISTERED = f"""{REGISTRATION};

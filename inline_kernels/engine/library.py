@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-import tiling
-from loader_operators import LOW, check_memory
+from inline_kernels.engine import tiling
+from inline_kernels.loader.operators import LOW, check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20

@@ -8,12 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import library
-import operators
-import tiling
-import volumes
-from problems import Problem
-from twin import Twin
+from inline_kernels.engine import library, operators, tiling, volumes
+from inline_kernels.engine.twin import Twin
+from inline_kernels.problems import Problem
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays

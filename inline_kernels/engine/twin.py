@@ -23,12 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-import choice
 import inline_loader
-import library
-import tiling
-from loader_operators import PLAIN, Operator, check_memory, is_watched, precision
-from operators import DTYPES
+from inline_kernels.engine import choice, library, tiling
+from inline_kernels.engine.operators import DTYPES
+from inline_kernels.loader.operators import PLAIN, Operator, check_memory, is_watched, precision
 
 _TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
 _GLOBAL_HOOKS = [

@@ -8,13 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import library
-import operators
-import tiling
-import volumes
-from loader_operators import Drawn
-from problems import Problem
-from twin import Twin
+from inline_kernels.engine import library, operators, tiling, volumes
+from inline_kernels.engine.twin import Twin
+from inline_kernels.loader.operators import Drawn
+from inline_kernels.problems import Problem
 
 NAME = "conv3d_groupnorm_min_clamp_dropout"
 STATIC_SHARED = 33 << 10  # bytes of the fused kernels' own arrays

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._C._dynamo.guards import TensorGuards
 
-from loader_source import Launcher
+from inline_kernels.loader.source import Launcher
 
 
 class Operators:
@@ -43,6 +43,8 @@ class Operators:
         calls = [_call(each, getattr(operators, each.operator).default) for each in unit.launchers]
         for launcher, call, address in zip(unit.launchers, calls, addresses or [None] * len(calls)):
             setattr(self, launcher.name, call)
+            if launcher.asked:
+                continue
             call.launched = launcher, launch, address
             call.all_bound = weakref.WeakSet()
             call.bound = functools.partial(_bound, call)
@@ -90,18 +92,30 @@ def {name}({all}, /):
 """
 
 
+ASKED = """
+def {name}({all}{end}):
+    try:
+        return _run({all})
+    except Exception:
+        _check_tensors({tensors})
+        raise
+"""
+
+
 def _call(launcher: Launcher, operator: Callable) -> Callable:
-    """`operator` as autograd has to know it: what it writes to gets a new version, what requires a gradient is refused."""
-    tensors = [p.registered for p in launcher.parameters if p.pointer]
+    """`operator` as autograd has to know it: what it writes to gets a new version, what requires a gradient is refused. What answers from
+    sizes alone has nothing of either."""
+    tensors = [p.registered for p in launcher.parameters if p.tensor]
 
     def check_tensors(*arguments) -> None:
         for name, argument in zip(tensors, arguments):
             if not isinstance(argument, Tensor):
                 raise TypeError(f"{launcher.name}: {name}: expected a tensor, got {argument!r}") from None
 
-    code = CALL.format(
+    code = (ASKED if launcher.asked else CALL).format(
         name=launcher.operator,
         all=", ".join(p.registered for p in launcher.parameters),
+        end=", /" if launcher.parameters else "",
         tensors=", ".join(tensors),
         requires_grad=" or ".join(f"{name}.requires_grad" for name in tensors),
         written="".join(f"{p.registered}, " for p in launcher.parameters if p.written),
@@ -114,7 +128,7 @@ def _call(launcher: Launcher, operator: Callable) -> Callable:
         "_check_tensors": check_tensors,
         "_increment_version": torch._C._increment_version,
         "_NO_GRADIENT": f"{launcher.name}: an argument requires a gradient, and a launcher has none: give it one with "
-        "loader_operators.declare(..., backward=...), or call it under torch.no_grad()",
+        "inline_kernels.declare(..., backward=...), or call it under torch.no_grad()",
     }
     exec(code, names)
     return names[launcher.operator]
@@ -129,22 +143,30 @@ def _gone(problem: str) -> Callable:
 
 # An Argument (kernels/host/host.h) as bytes, by its C type; of a tensor it is the address, "Q".
 _FORMATS = {"int64_t": "q", "double": "d", "bool": "?7x"}
+_MOST_DIMS = 8
+
+
+def _sizes(tensors: Sequence[Tensor]) -> bytes:
+    """Their Sizes (kernels/host/host.h)."""
+    padded = [[t.dim(), *t.shape, *[0] * (_MOST_DIMS - t.dim())] for t in tensors]
+    return struct.pack(f"={len(padded) * (1 + _MOST_DIMS)}q", *[size for each in padded for size in each])
 
 
 def _bound(call: Callable, *last) -> Callable:
     """What `Operators` says of `bound`. Raises TypeError where a tensor comes after a number, or is among the last."""
     # Of the launcher as `read` finds it: once, and again after an edited cell.
     launched = launch = pack = written_of = None
-    count, split, formats = 0, 0, []
+    count, split, formats, sized = 0, 0, [], False
     # Of the call before: are tensors like its own? does one of those require a gradient? a Bound (kernels/host/bound.h).
     nothing = (lambda *tensors: False), False, b""
     known = nothing
 
     def read() -> None:
-        nonlocal launched, launch, pack, written_of, count, split, formats
+        nonlocal launched, launch, pack, written_of, count, split, formats, sized
         launched = launcher, launch, _ = call.launched
-        formats = ["Q" if p.pointer else _FORMATS[p.ctype] for p in launcher.parameters]
+        formats = ["Q" if p.tensor else _FORMATS[p.ctype] for p in launcher.parameters]
         count, split = formats.count("Q"), len(formats) - len(last)
+        sized = any(p.sized for p in launcher.parameters)
         if "Q" in formats[count:] or split < count:
             raise TypeError(
                 f"{launcher.name}: expected its tensors first, and only numbers to bind, got {last}"
@@ -167,6 +189,8 @@ def _bound(call: Callable, *last) -> Callable:
         empty = sum([t.numel() == 0 for t in tensors])
         head = launched[-1], tensors[0].get_device(), empty, split
         bound = struct.pack("=Qqqq" + "".join(formats[split:]), *head, *last)
+        if sized:
+            bound += _sizes(tensors)
         known = alike, any([t.requires_grad for t in tensors]), bound
 
     def again(*first) -> None:

@@ -32,13 +32,16 @@ import torch
 from torch import Tensor, nn
 
 import inline_loader
-
-if __package__:  # as pip installs it
-    from . import checks
-    from .checks import call, dtype_of, has_backward, inputs_of, kept_buffers, leaves_of, named
-else:
-    import checks
-    from checks import call, dtype_of, has_backward, inputs_of, kept_buffers, leaves_of, named
+from inline_kernels.bench import checks
+from inline_kernels.bench.checks import (
+    call,
+    dtype_of,
+    has_backward,
+    inputs_of,
+    kept_buffers,
+    leaves_of,
+    named,
+)
 
 REPEATS = 100
 SLEEPS = 10**8, 10**9  # cycles of a GPU: each far longer than the host takes to launch everything

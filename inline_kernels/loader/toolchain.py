@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from loader_report import BuildError
+from inline_kernels.loader.messages import BuildError
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 # The stable ABI's headers are complete from torch 2.10 on; older releases get the ATen host side.

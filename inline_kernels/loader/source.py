@@ -14,27 +14,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loader_report import BuildError, at_line
+from inline_kernels.loader.messages import BuildError, at_line
 
 NUMBERS = {"int64_t": "int", "double": "float", "bool": "bool"}  # C type to the operator's
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a launcher: its C type without `const`, its name, and whether it is a pointer / written to."""
+    """One parameter of a launcher: its C type without `const`, of a tensor that of its elements; its name; whether it is a tensor, is only
+    read, and comes with its sizes."""
 
     ctype: str
     name: str
-    pointer: bool
+    tensor: bool
     const: bool
+    sized: bool = False
 
     @property
     def written(self) -> bool:
-        return self.pointer and not self.const
+        return self.tensor and not self.const
 
     @property
     def declared(self) -> str:
-        return f"{'const ' if self.const else ''}{self.ctype}{'*' if self.pointer else ''}"
+        if self.sized:
+            return f"{'In' if self.const else 'Out'}<{self.ctype}>"
+        return f"{'const ' if self.const else ''}{self.ctype}{'*' if self.tensor else ''}"
 
     @property
     def registered(self) -> str:
@@ -43,7 +47,7 @@ class Parameter:
     @property
     def schema(self) -> str:
         name = self.registered
-        if self.pointer:
+        if self.tensor:
             return f"Tensor {name}" if self.const else f"Tensor({name}!) {name}"
         return f"{NUMBERS[self.ctype]} {name}"
 
@@ -51,12 +55,17 @@ class Parameter:
 @dataclass(frozen=True)
 class Launcher:
     """A function marked EXPORT. `stream` says whether its last parameter is the CUDA stream; `place` is the line and the column of
-    its name."""
+    its name. One that is `asked` launches nothing: it returns an int64_t that depends on numbers and on tensors' sizes."""
 
     name: str
     parameters: tuple[Parameter, ...]
     stream: bool
     place: tuple[int, int] = field(default=(1, 1), compare=False)
+    asked: bool = False
+
+    @property
+    def result(self) -> str:
+        return "int64_t" if self.asked else "void"
 
     @property
     def types(self) -> str:
@@ -68,7 +77,8 @@ class Launcher:
 
     @property
     def schema(self) -> str:
-        return f"{self.operator}({', '.join(p.schema for p in self.parameters)})"
+        returned = " -> int" if self.asked else ""
+        return f"{self.operator}({', '.join(p.schema for p in self.parameters)}){returned}"
 
 
 def _registered(name: str) -> str:
@@ -115,8 +125,9 @@ def code_of(source: str) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ launchers
 
-_LAUNCHER = re.compile(r"EXPORT\s+void\s+([A-Za-z_]\w*)\s*\(([^()]*)\)")
+_LAUNCHER = re.compile(r"EXPORT\s+(void|int64_t)\s+([A-Za-z_]\w*)\s*\(([^()]*)\)")
 _TYPE = re.compile(r"(const )?([\w:]+)( const)?( \*)?( const)?")
+_SIZED = re.compile(r"(?:const )?(In|Out) < ([\w:]+) >(?: const)?")
 
 
 # What begins and ends a scope, and the preprocessor's branches: each is in the scopes of its #if.
@@ -162,21 +173,24 @@ def parse_launchers(
     bodies: set[str] = set()
     for mark, space in _marks(scoped):
         found = _LAUNCHER.match(code, mark)
-        start = found.start(1) if found else mark
+        start = found.start(2) if found else mark
         place = code.count("\n", 0, start) + first_line, start - code.rfind("\n", 0, start)
         try:
             if not found:
                 got = re.match(r"[^{};]{,200}", code[mark:])[0]
-                raise ValueError(f"expected `EXPORT void name(parameters)`, got `{' '.join(got.split())}`")
+                raise ValueError(
+                    "expected `EXPORT void name(parameters)`, or `EXPORT int64_t name(parameters)` of what depends on sizes alone, "
+                    f"got `{' '.join(got.split())}`"
+                )
             before = code[max(code.rfind(end, 0, mark) for end in ";{}") + 1 : mark]
             if template := re.search(r"\btemplate\b.*", before, re.S):
                 got = f"`{' '.join(template[0].split())}` before it"
                 raise ValueError(
-                    f"{found[1]}: expected a launcher with types of its own, no template, got {got}"
+                    f"{found[2]}: expected a launcher with types of its own, no template, got {got}"
                 )
             if space:
                 raise ValueError(
-                    f"{found[1]}: expected a launcher outside of namespaces, got it in `{space}`"
+                    f"{found[2]}: expected a launcher outside of namespaces, got it in `{space}`"
                 )
             launcher = _parse_launcher(*found.groups(), place)
             if launchers.setdefault(launcher.name, launcher) != launcher:
@@ -186,9 +200,9 @@ def parse_launchers(
         except ValueError as error:
             raise BuildError(at_line(origin, text, *place, str(error))) from None
     for name in launchers.keys() - bodies:
-        body = re.compile(rf"\bvoid\s+{name}\s*\([^()]*\)[^;{{}}]*{{")
+        body = re.compile(rf"\b{launchers[name].result}\s+{name}\s*\([^()]*\)[^;{{}}]*{{")
         if not any(body.search(each) for each in (code, *headers)):
-            got = f"{name}: expected a body, `EXPORT void {name}(...) {{ ... }}`, got a declaration alone"
+            got = f"{name}: expected a body, `EXPORT {launchers[name].result} {name}(...) {{ ... }}`, got a declaration alone"
             raise BuildError(at_line(origin, text, *launchers[name].place, got))
     if not launchers:
         raise BuildError(
@@ -197,13 +211,21 @@ def parse_launchers(
     return list(launchers.values())
 
 
-def _parse_launcher(name: str, text: str, place: tuple[int, int]) -> Launcher:
-    texts = [" ".join(part.split()) for part in text.split(",")]
-    stream = bool(re.fullmatch(r"(const )?cudaStream_t( const)? \w+", texts[-1]))
+def _parse_launcher(result: str, name: str, text: str, place: tuple[int, int]) -> Launcher:
+    texts = [" ".join(part.split()) for part in text.split(",")] if text.strip() else []
+    stream = bool(texts and re.fullmatch(r"(const )?cudaStream_t( const)? \w+", texts[-1]))
     parameters = tuple(_parse_parameter(part) for part in (texts[:-1] if stream else texts))
-    if not any(parameter.pointer for parameter in parameters):
+    asked = result == "int64_t"
+    wrong = [p.declared for p in parameters if p.tensor and not (p.sized and p.const)] + [
+        "cudaStream_t"
+    ] * stream
+    if asked and wrong:
+        raise ValueError(
+            f"{name}: expected `In<T>` tensors and numbers where an int64_t is returned, got {wrong[0]}"
+        )
+    if not asked and not any(parameter.tensor for parameter in parameters):
         raise ValueError(f"{name}: expected at least one tensor (pointer) parameter, got ({text.strip()})")
-    return Launcher(name, parameters, stream, place)
+    return Launcher(name, parameters, stream, place, asked)
 
 
 # What a number of another type is to be written as.
@@ -215,15 +237,57 @@ _INSTEAD |= {"float": "double", "half_t": "double", "bfloat16_t": "double"}
 def _parse_parameter(text: str) -> Parameter:
     *kind, name = re.findall(r"[\w:]+|\S", text) or [""]
     kind = [word for word in kind if word not in ("__restrict__", "__restrict")]
-    match = _TYPE.fullmatch(" ".join(kind))
+    match, sized = _TYPE.fullmatch(" ".join(kind)), _SIZED.fullmatch(" ".join(kind))
+    if sized and name.isidentifier():
+        return Parameter(sized[2], name, True, sized[1] == "In", sized=True)
     if not match or not name.isidentifier() or not (match[4] or match[2] in NUMBERS):
         instead = {_INSTEAD.get(word.removeprefix("std::")) for word in kind if word != "const"}
         hint = f": write `{instead.pop()} {name}`" if len(instead) == 1 and instead != {None} else ""
         raise ValueError(
-            "expected parameters like `float* y`, `const float* x`, `int64_t n`, `double a`, `bool b` "
+            "expected parameters like `Out<float> y`, `In<float> x`, `float* y`, `const float* x`, `int64_t n`, `double a`, `bool b` "
             f"and a last `cudaStream_t stream`, got `{text}`{hint}"
         )
     return Parameter(match[2], name, bool(match[4]), bool(match[4] and (match[1] or match[3])))
+
+
+def without(source: str, names: Iterable[str]) -> str:
+    """`source` with blanks in the place of the launchers `names`, and all lines where they were. Directives among them stay."""
+    scoped, names, blanked, end = code_of(source), {*names}, [], 0
+    code = _DIRECTIVE.sub(_blank, scoped)
+    # As code_of, but with the strings and branches that directives may have.
+    written = _NO_CODE.sub(lambda match: _blank(match) if match[0][0] == "/" else match[0], source)
+    for mark, _ in _marks(scoped):
+        found = _LAUNCHER.match(code, mark)
+        if not found or found[2] not in names:
+            continue
+        start = max(code.rfind(each, end, mark) for each in ";{}") + 1 or end
+        stop = _end_of_function(scoped, found.end())
+        text = list(re.sub(r"[^\n]", " ", source[start:stop]))
+        for directive in _DIRECTIVE.finditer(_NO_CODE.sub(_blank, source), start, stop):
+            text[directive.start() - start : directive.end() - start] = written[slice(*directive.span())]
+        blanked += [source[end:start], "".join(text)]
+        end = stop
+    return "".join([*blanked, source[end:]])
+
+
+def _end_of_function(scoped: str, start: int) -> int:
+    """Where the function ends whose parameters end at `start` of what `code_of` gives: behind its body, or the `;` of a declaration."""
+    if declared := re.compile(r"\s*;").match(scoped, start):
+        return declared.end()
+    depth, branches = 0, []
+    for found in _SCOPE.finditer(scoped, start):
+        if found["space"] or found["brace"] == "{":
+            depth += 1
+        elif found["brace"]:
+            depth -= 1
+            if depth <= 0:
+                return found.end()
+        elif found["branch"] == "if":
+            branches.append(depth)
+        elif found["branch"] and branches:
+            depth = branches[-1] if found["branch"] == "el" else depth
+            del branches[len(branches) - (found["branch"] == "endif") :]
+    return len(scoped)
 
 
 # -------------------------------------------------------------------------------------------------------------- headers
@@ -338,19 +402,21 @@ def registration(
         elements = [f"INLINE_LOADER_ELEMENT(::{each}, {number})" for each, number in HALVES.items()]
         parts = ["namespace inline_loader {", *elements, "}"]
     known = TENSORS + ", half_t or bfloat16_t" * (device == "cuda" or halves)
-    pointers = [(each, p) for each in launchers for p in each.parameters if p.pointer and origin]
-    for index, (launcher, p) in enumerate(pointers):
+    tensors = [(each, p) for each in launchers for p in each.parameters if p.tensor and origin]
+    for index, (launcher, p) in enumerate(tensors):
         line, column = launcher.place
         word = f"inline_loader_is_tensor_{index}"
-        problem = f"{launcher.name}: {p.name}: expected a pointer to {known}, got {p.declared}"
+        what = "elements of" if p.sized else "a pointer to"
+        problem = f"{launcher.name}: {p.name}: expected {what} {known}, got {p.declared}"
         parts += [f"constexpr bool {word} = inline_loader::is_element<{p.ctype}>;", "static_assert("]
         parts += [line_of(line, origin) + " " * (column - 1) + word + f', "{problem}");']
         parts += [line_of(len("\n".join(parts).split("\n")) + 2, GENERATED).rstrip()]
     for index, launcher in enumerate(launchers):
-        words = [f"{launcher.schema} -> ()", launcher.operator, launcher.name]
+        schema = launcher.schema if launcher.asked else f"{launcher.schema} -> ()"
+        words = [schema, launcher.operator, launcher.name]
         names = ", ".join(f'"{word}"' for word in [*words, *[p.name for p in launcher.parameters]])
         parts += [
-            f"constexpr auto inline_loader_{index} = static_cast<void (*)({launcher.types})>(&::{launcher.name});",
+            f"constexpr auto inline_loader_{index} = static_cast<{launcher.result} (*)({launcher.types})>(&::{launcher.name});",
             f"constexpr const char* inline_loader_names_{index}[] = {{{names}}};",
         ]
     numbers = range(len(launchers))

@@ -30,8 +30,8 @@ from pathlib import Path
 
 import filelock
 
-import loader_toolchain as toolchain
-from loader_report import BuildError
+from inline_kernels.loader import toolchain
+from inline_kernels.loader.messages import BuildError
 
 LIMIT = 1 << 30  # bytes; the least recently used builds go first
 LOCK_TIMEOUT = 1800.0  # seconds
@@ -223,7 +223,11 @@ def why_missing(folder: Path, name: str, device: str, parts: Mapping[str, str]) 
         path = changed(record.get("dependencies", {}))
         return f"{path} changed" if path else "the cached library is damaged", record.get("seconds")
     records = [_record(folder.parent / build) for build in _ours(folder.parent) if build[:-17] == name]
-    records = [record for record in records if record.get("device") == device]
+    records = [
+        record
+        for record in records
+        if record.get("device") == device and record["parts"].get("launchers") == parts.get("launchers")
+    ]
     if not records:
         return "first build", None
     changes = [[part for part in parts if record["parts"].get(part) != parts[part]] for record in records]

@@ -8,11 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import library
-import operators
-import tiling
-from problems import Problem
-from twin import Twin
+from inline_kernels.engine import library, operators, tiling
+from inline_kernels.engine.twin import Twin
+from inline_kernels.problems import Problem
 
 NAME = "conv2d_min_add_multiply"
 PARAMETERS = "conv_bias", "bias?"  # by channel; "?": or one for all channels

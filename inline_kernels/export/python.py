@@ -5,7 +5,7 @@ Program(is_ours, bound, known).build(root) gives the syntax trees of all of ours
 A _Specialiser goes through one function: a known value, an ast.Constant, stands in the place of its name;
 what can be computed is; a branch never taken goes. A _Writer then writes the values that are left as text.
 What a call gives is known in the function called, as far as all its calls agree: where a later one gives
-something else, all is begun anew, with less known. (export_layout.py takes away what nobody reads then.)
+something else, all is begun anew, with less known. (layout.py takes away what nobody reads then.)
 
 What is known of an expression is
 - a Value: all of it;
@@ -38,7 +38,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from export_layout import arguments_of, branch, copied, free, is_open, without_docstring
+from inline_kernels.export.layout import arguments_of, branch, copied, free, is_open, without_docstring
 
 NOT_HERE = "ModelNew can't run: there is too little memory in a block of this GPU for that gradient"
 _PLAIN = bool, int, float, str, type(None), type(...), torch.dtype, torch.memory_format

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import loader_toolchain as toolchain
-from loader_report import BuildError
+from inline_kernels.loader import toolchain
+from inline_kernels.loader.messages import BuildError
 
 
 class Limits(NamedTuple):

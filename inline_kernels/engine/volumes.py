@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-import library
-import tiling
+from inline_kernels.engine import library, tiling
 
 
 def plan_backward(plan, name: str, a: tuple, *numbers, of_sample, of_job=0, **defines) -> tuple[tuple, tuple]:

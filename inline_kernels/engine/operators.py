@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import inline_loader
-import library
-import loader_operators
-from loader_operators import Drawn, Operator
+from inline_kernels.engine import library
+from inline_kernels.loader import operators as loader_operators
+from inline_kernels.loader.operators import Drawn, Operator
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _GOLDEN = 0x4F1BBCDCBFA53E0B  # 2⁶³ by the golden ratio: modulo 2⁶³ its multiples stay as far apart as can be

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 
 import torch
 
-from export_kernels import NAMESPACE
-from loader_operators import described
+from inline_kernels.export.kernels import NAMESPACE
+from inline_kernels.loader.operators import described
 
 DEVICE: str  # "cpu" or "cuda"
 DTYPE: torch.dtype  # of x, the parameters and the result

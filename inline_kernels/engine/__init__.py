@@ -1,0 +1,1 @@
+"""From a model and an input to what runs."""
