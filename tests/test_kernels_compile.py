@@ -99,7 +99,9 @@ def entries(log: str) -> dict[str, Entry]:
     """By the kernel's name, of all its instances the largest of each figure."""
     found = {}
     for text in log.split("Compiling entry function ")[1:]:
-        name = re.search(r"\d([a-z_]+_kernel)", text)[1] + SAVING * bool(re.search(r"fused_kernel\w*Lb1E", text))
+        name = re.search(r"\d([a-z_]+_kernel)", text)[1] + SAVING * bool(
+            re.search(r"fused_kernel\w*Lb1E", text)
+        )
         figures = [
             re.search(rf"{form}", text) for form in (r"Used (\d+)", r"(\d+) bytes spill", r"(\d+) bytes smem")
         ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import checks
 import numerics
-import tiling
+from inline_kernels.bench import checks
+from inline_kernels.engine import tiling
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 
 # y = sigmoid(tanh((conv(x) + conv_bias) * scale) * bias) * other: parameters by channel, an input like y.
@@ -58,8 +58,13 @@ def tail(v, conv_bias, scale, bias, other):
 )
 @pytest.mark.parametrize("mean", [0.0, 300.0])
 def test_pointwise_tail(channels, C, kernel, size, mean, architecture, dtype, gpu, folder):  # noqa: F811
-    x, weight = numerics.random_input((2, channels, *size), dtype=dtype) + mean, torch.randn(C, channels, *kernel) / 8
-    weight = (weight - weight.mean(dim=(2, 3, 4), keepdim=True) * bool(mean)).to(dtype)  # that x's mean is not all there is
+    x, weight = (
+        numerics.random_input((2, channels, *size), dtype=dtype) + mean,
+        torch.randn(C, channels, *kernel) / 8,
+    )
+    weight = (weight - weight.mean(dim=(2, 3, 4), keepdim=True) * bool(mean)).to(
+        dtype
+    )  # that x's mean is not all there is
     v = torch.conv3d(x, weight)
     by_channel = [torch.randn(C) for _ in range(3)]
     other = torch.randn(v.shape).to(dtype)

@@ -22,7 +22,7 @@ def _planned(plan, name, a, numbers, room, defines, dx: bool) -> tuple[Callable,
     (N, _, *size), (of_sample, of_job) = a.x.shape, room
     of_tiles, tiles = tiling.plan_volume_backward(a.x, a.weight, dx=dx)
     last = *numbers, N, *size, *tiles.launch
-    launcher = plan.when_needed(name, of_tiles | defines, "backward", *last)
+    launcher = plan.when_needed(name, of_tiles | defines, "backward", *last, launchers=("backward",))
     return launcher, tiles.dv + N * of_sample + tiles.jobs * of_job
 
 

@@ -125,7 +125,9 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     scratch = N * 2 * C * tiles.slots + unsaved  # statistics of each block, and what is not saved
     outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
     numbers = *a.bounds(), a.p, a.eps, a.groups, N, *size, *tiles.launch
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
+    plan = operators.Plan(
+        f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers, launchers=("forward",)
+    )
     if saving:
         own = dict(of_sample=11 * C + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
         numbers = *a.bounds(), a.p, a.groups

@@ -139,11 +139,15 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     index, numbers = {"INDEX_T": operators.index_type(len(a.weight))[0]}, (a.low, a.high, a.eps)
     defines |= index | {"STAGED_SHARED": STAGED_SHARED}
     last = *numbers, held, N, *size, *tiles.launch
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=last)
+    plan = operators.Plan(
+        f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=last, launchers=("forward",)
+    )
     if saving:
         S, C = math.prod(library.output_size(a.x, a.weight)), len(a.weight)
         # coefficients and gradients; dz of the channels that won; sums by part
-        own = dict(of_sample=10 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), SUMMED_POSITIONS=SUMMED, **index)
+        own = dict(
+            of_sample=10 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), SUMMED_POSITIONS=SUMMED, **index
+        )
         numbers = *numbers, a.multiplier.numel()
         plan.by_dx = volumes.plan_backward(plan, f"{NAME}_fused", a, *numbers, **own)
     return plan

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads)
           const int64_t element = (first + at) * 4 + k - whole;
           if (element < 0 || element >= size) continue;
           const float z = affine(float(y[element]));
-          if (kFlags) any |= tail.passes(z);
+          if (kFlags) any = any || tail.passes(z);
           y[element] = T(tail(z, random[k]));
         }
       }
