@@ -3,7 +3,7 @@
 // whole.
 //   sums_kernel          of dz, dz·(v + offset) and v + offset by tile and channel, the convolution once
 //   coefficients_kernel  what dv needs of them, and the parameters' gradients by sample
-//   gradient_kernel, merge_kernel, input_gradient_kernel   grad/narrow3d_backward.cuh, v once more
+//   gradient_kernel, merge_kernel, input_gradient_kernel   (grad/narrow3d_backward.cuh), v once more
 //
 // Forward has left a flag per sample: does any of its elements pass a gradient (or are statistics not
 // finite)? Where it is 0 all kernels leave at once, without reading dy. Those of dv leave where all of a

@@ -7,7 +7,7 @@
 // maximum, which forward has left. Launches:
 //   sums_kernel          of that gradient by part of a sample and channel
 //   coefficients_kernel  what dv needs of them, and the multiplier's gradient by sample
-//   gradient_kernel, merge_kernel, input_gradient_kernel   grad/narrow3d_backward.cuh
+//   gradient_kernel, merge_kernel, input_gradient_kernel   (grad/narrow3d_backward.cuh)
 // Instance normalisation removes the convolution's bias, and what shifting x adds.
 //
 // Of the tail, besides: gradient(dy, z, m) gives dz, and m's as a factor behind the norm.
