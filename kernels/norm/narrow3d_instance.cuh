@@ -181,7 +181,7 @@ struct MaximumWarp : IdleWarp {
       low = max_nan(low, own.low), high[r] = own.high;
       const float w_scale = storage.mainloop.weight_scale[threadIdx.x % 32 / 4 + 8 * r];
       start[r] = own.offset * scale * w_scale,
-      factor[r] = own.slope * (1 / scale) * (1 / w_scale) * own.factor;
+      factor[r] = own.slope * (1 / scale) * own.factor * (1 / w_scale);
       if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
         storage.scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], start[r], factor[r], own.low);
         if (kSaving) storage.units[threadIdx.x / 4 + 8 * r] = 1 / scale * (1 / w_scale);
