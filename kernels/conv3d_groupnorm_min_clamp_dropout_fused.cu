@@ -65,30 +65,26 @@ struct Tail {  // of the normalised z
   }
 };
 
-// y (N, CHANNELS_OUT, D', H', W'). saved, scratch: norm/narrow3d_group.cuh. seed (1), or without elements
-// where the number counts; rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* saved, float* scratch, const value_t* x, const value_t* weight,
-                    const float* conv_bias, const float* norm_weight, const float* norm_bias,
-                    const int64_t* seed, int64_t number, double low, double high, double p, double eps,
-                    int64_t groups, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
+// y (N, CHANNELS_OUT, D', H', W'); kept: GroupNormKept. seed (1), or without elements where the number
+// counts; rows to shared are the plan (convolution()).
+EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
+                    In<float> norm_weight, In<float> norm_bias, In<int64_t> seed, int64_t number, double low,
+                    double high, double p, double eps, int64_t groups, int64_t rows, int64_t depth,
                     int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
-  if (N == 0) return;
-  const auto c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
-  norms::narrow3d::group_norm(y, saved, scratch, c, N,
-                              {conv_bias, norm_weight, norm_bias, float(eps), int(groups)},
+  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
+  norms::narrow3d::group_norm(y, kept, c, {conv_bias, norm_weight, norm_bias, float(eps), int(groups)},
                               Tail(low, high, dropout_mask(seed, number, p)), stream);
 }
 
-// dx (N, CHANNELS_IN, D, H, W), d_weight and the parameters' gradients, scratch: grad/narrow3d_group.cuh.
-// saved, seed and number: forward's. input_room is for the plan of dx (InputTiling).
-EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_norm_weight,
-                     float* d_norm_bias, float* scratch, const output_t* dy, const value_t* x,
-                     const value_t* weight, const float* saved, const float* norm_weight, const int64_t* seed,
-                     int64_t number, double low, double high, double p, int64_t groups, int64_t N, int64_t D,
-                     int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw,
-                     int64_t shared, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
-  const auto c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
-  grad::narrow3d::group_norm::backward(
-      dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, scratch, dy, saved, norm_weight, c, N, groups,
-      Tail(low, high, dropout_mask(seed, number, p)), dv_slots, input_room, stream);
+// dx (N, CHANNELS_IN, D, H, W), d_weight and the parameters' gradients. kept, seed and number: forward's.
+// dv_slots, input_room: grad/narrow3d_backward.cuh.
+EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_norm_weight,
+                     Out<float> d_norm_bias, In<output_t> dy, In<value_t> x, In<value_t> weight,
+                     In<float> kept, In<float> norm_weight, In<int64_t> seed, int64_t number, double low,
+                     double high, double p, int64_t groups, int64_t rows, int64_t depth, int64_t pitch,
+                     int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
+  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
+  grad::narrow3d::group_norm::backward(dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, dy, kept,
+                                       norm_weight, c, groups, Tail(low, high, dropout_mask(seed, number, p)),
+                                       dv_slots, input_room, stream);
 }

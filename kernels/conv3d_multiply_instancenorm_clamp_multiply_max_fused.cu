@@ -34,16 +34,12 @@ using namespace conv::narrow3d;
 #ifndef STAGED_SHARED  // bytes of forward's, where backward follows
 #define STAGED_SHARED (30 << 10)
 #endif
-#ifndef SUMMED_POSITIONS  // that a block of backward's sums has
-#define SUMMED_POSITIONS 3200
-#endif
 
 using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W, STAGE_PIXELS>;
 static_assert(Conv::planned(PIXEL_WORDS, RING_PLANES, RAW_PLANES, TURN_POSITIONS), "what was planned with");
 static_assert(norms::narrow3d::kInstanceNormShared<Conv> <= STATIC_SHARED);
 static_assert(norms::narrow3d::kStagedBytes == STAGED_SHARED);
 static_assert(grad::narrow3d::instance_norm::kShared<Conv> <= BACKWARD_SHARED);
-static_assert(grad::narrow3d::instance_norm::kPart == SUMMED_POSITIONS);
 
 struct Tail {               // of the normalised z
   const float* multiplier;  // (CHANNELS_OUT)
@@ -64,27 +60,23 @@ struct Tail {               // of the normalised z
   }
 };
 
-// y (N, D', H', W'). kept, scratch, held: norm/narrow3d_instance.cuh. rows to shared are the plan
-// (convolution()).
-EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, const value_t* weight,
-                    const float* conv_bias, const float* multiplier, double low, double high, double eps,
-                    int64_t held, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
-                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
-  if (N == 0) return;
-  const auto c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
+// y (N, D', H', W'); kept: Kept; held: instance_norm_maximum(); rows to shared are the plan (convolution()).
+EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
+                    In<float> multiplier, double low, double high, double eps, int64_t held, int64_t rows,
+                    int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
+  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
   norms::narrow3d::instance_norm_maximum<Conv, index_t>(
-      y, kept, scratch, c, N, conv_bias, Tail{multiplier, float(low), float(high)}, float(eps), held, stream);
+      y, kept, c, conv_bias, Tail{multiplier, float(low), float(high)}, float(eps), held, stream);
 }
 
-// dx (N, CHANNELS_IN, D, H, W), d_weight, d_conv_bias and d_multiplier, `multipliers` elements; kept,
-// scratch: grad/narrow3d_instance.cuh. input_room is for the plan of dx (InputTiling).
-EXPORT void backward(value_t* dx, value_t* d_weight, float* d_conv_bias, float* d_multiplier, float* scratch,
-                     const output_t* dy, const value_t* x, const value_t* weight, const float* kept,
-                     const float* multiplier, double low, double high, double eps, int64_t multipliers,
-                     int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch,
+// dx (N, CHANNELS_IN, D, H, W), d_weight, d_conv_bias and d_multiplier, CHANNELS_OUT elements or 1. kept:
+// forward's. dv_slots, input_room: grad/narrow3d_backward.cuh.
+EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_multiplier,
+                     In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept, In<float> multiplier,
+                     double low, double high, double eps, int64_t rows, int64_t depth, int64_t pitch,
                      int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
-  const auto c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
-  grad::narrow3d::instance_norm::backward<Conv, index_t>(
-      dx, d_weight, d_conv_bias, d_multiplier, scratch, dy, kept, c, N,
-      Tail{multiplier, float(low), float(high)}, float(eps), multipliers, dv_slots, input_room, stream);
+  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
+  grad::narrow3d::instance_norm::backward<Conv, index_t>(dx, d_weight, d_conv_bias, d_multiplier, dy, kept, c,
+                                                         Tail{multiplier, float(low), float(high)},
+                                                         float(eps), dv_slots, input_room, stream);
 }

@@ -30,11 +30,11 @@ struct Tail {
   }
 };
 
-EXPORT void forward(output_t* y, const value_t* x, const value_t* weight, const float* conv_bias, const float* scale,
-                    const float* bias, const output_t* other, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows,
-                    int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
-  const auto c = convolution<Conv>(x, weight, D, H, W, rows, depth, pitch, raw, shared);
-  store::pointwise(y, c, N, Tail{conv_bias, scale, bias, other}, stream);
+EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float> conv_bias, In<float> scale,
+                    In<float> bias, In<output_t> other, int64_t rows, int64_t depth, int64_t pitch, int64_t raw,
+                    int64_t shared, cudaStream_t stream) {
+  store::pointwise(y, convolution<Conv>(x, weight, rows, depth, pitch, raw, shared),
+                   Tail{conv_bias, scale, bias, other}, stream);
 }
 """
 
@@ -74,7 +74,7 @@ def test_pointwise_tail(channels, C, kernel, size, mean, architecture, dtype, gp
     kernels = Emulated(SOURCE, library_of(SOURCE, architecture, {"VALUE_T": ctype, **defines}, (), folder))
     kernels.library.emulation_device(4, (227 if architecture >= 900 else 163) << 10)
     y = torch.full_like(v, float("nan"))
-    kernels.forward(y, x, weight, *by_channel, other, 2, *size, *plan.launch)
+    kernels.forward(y, x, weight, *by_channel, other, *plan.launch)
     exact = tail(torch.conv3d(x.double(), weight.double()), *[p.double() for p in (*by_channel, other)])
     eager = tail(v, *[p.to(dtype) for p in by_channel], other)
     error = checks.judged("", "output", exact, eager, y, dtype)

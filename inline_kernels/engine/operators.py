@@ -208,15 +208,15 @@ def declare(name: str, forward: Callable, *, outputs: Callable, **functions: Cal
     return loader_operators.declare(name, forward, shapes=shapes, gradients=gradients, **functions)
 
 
-def declare_fused(name: str, *, plan: Callable, **functions: Callable) -> Operator:
+def declare_fused(name: str, *, plan: Callable, scratch: bool = True, **functions: Callable) -> Operator:
     """Likewise <name>_fused, of whose forward the plan says all: one launcher takes the result, what is saved and scratch, which are the
-    plan's outputs, all operands and the plan's numbers."""
+    plan's outputs, all operands and the plan's numbers. scratch: is there any, or is that the launcher's?"""
 
     def forward_fused(a, *, plan, saving):
-        y, *saved, scratch = plan.outputs(a)
-        plan.launch(y, *saved, scratch, *plan.operands(a))
+        y, *written = plan.outputs(a)
+        plan.launch(y, *written, *plan.operands(a))
         y = y.contiguous(memory_format=plan.y_format)
-        return (y, *saved) if saving else (y,)
+        return (y, *(written[:-1] if scratch else written)) if saving else (y,)
 
     forward_fused.__annotations__["a"] = get_type_hints(plan)["a"]
     return declare(f"{name}_fused", forward_fused, plan=plan, **functions)

@@ -341,10 +341,10 @@ __global__ void __launch_bounds__(kBlock, 1) convolve_kernel(const Convolution<S
 }
 
 template <class S, class... Sinks>
-void convolve(const Convolution<S>& c, int64_t N, cudaStream_t stream, const Sinks&... sinks) {
+void convolve(const Convolution<S>& c, cudaStream_t stream, const Sinks&... sinks) {
   const auto kernel = convolve_kernel<S, Sinks...>;
   allow_shared<convolve_kernel<S, Sinks...>>();
-  const dim3 grid(unsigned(N * c.slots()), (S::kOut + 15) / 16);
+  const dim3 grid(unsigned(c.N * c.slots()), (S::kOut + 15) / 16);
   kernel<<<grid, kBlock, c.shared, stream>>>(c, sinks...);
 }
 

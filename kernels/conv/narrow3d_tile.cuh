@@ -13,12 +13,13 @@
 //   narrow3d.cuh           the products, whose sums an epilogue takes from the registers
 //   norm/narrow3d_statistics.cuh  an epilogue that takes mean and variance
 #pragma once
-#include <limits.h>
+#include <stdexcept>
 
 #include "core/numerics.h"
 #include "core/split.cuh"
 #include "core/tensor_core.cuh"
 #include "core/vector.cuh"
+#include "host/tensor.h"
 
 namespace conv::narrow3d {
 
@@ -59,6 +60,15 @@ struct Shape {
   static_assert(kWords * kStage >= 16 * kIn * kTaps, "the weights of 16 channels pass through the ring");
 };
 
+// Throws where a tensor hasn't so many elements.
+template <class T>
+void expect(const inline_loader::View<T>& tensor, int64_t count) {
+  const int64_t found = tensor.numel();
+  if (found != count)
+    throw std::invalid_argument("expected a tensor of " + std::to_string(count) + " elements, got " +
+                                std::to_string(found));
+}
+
 template <class S>
 struct Convolution {
   const typename S::value_t* x;
@@ -70,7 +80,9 @@ struct Convolution {
   int shared;                      // bytes of dynamic shared memory
   bool aligned;                    // rows of x start at multiples of four elements, 16 bytes of float32
   bool bulk;                       // rows of x start at multiples of 16 bytes
+  int64_t N;                       // the host's
   HOST_DEVICE int slots() const { return slabs * chunks; }                            // tiles of a sample
+  HOST_DEVICE int64_t size() const { return int64_t(OD) * OH * OW; }  // of a channel of the result
   HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }  // of a tile's plane
 
   // Dynamic shared memory: the ring; raw planes; `positions` and `places` (below). Each begins where the one
@@ -82,21 +94,30 @@ struct Convolution {
   }
 };
 
-// `rows` to `shared` are the plan (tiling.py's VolumeTiling). One that has no room for the layout asks for
-// more shared memory than there is, so that the launch fails.
+// Of x (N, kIn, D, H, W) and weight (kOut, kIn, kDepth, kHeight, kWidth). `rows` to `shared` are the plan
+// (tiling.py's VolumeTiling). Throws std::invalid_argument where the tensors are others, or the plan has no
+// room for the layout.
 template <class S>
-Convolution<S> convolution(const typename S::value_t* x, const typename S::value_t* weight, int64_t D,
-                           int64_t H, int64_t W, int64_t rows, int64_t depth, int64_t pitch, int64_t raw,
-                           int64_t shared) {
-  Convolution<S> c{x, weight, D * H * W, int(D), int(H), int(W)};
+Convolution<S> convolution(const In<typename S::value_t>& x, const In<typename S::value_t>& weight,
+                           int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared) {
+  const int64_t filters[] = {S::kOut, S::kIn, S::kDepth, S::kHeight, S::kWidth};
+  bool expected = x.dims == 5 && weight.dims == 5 && x.size(1) == S::kIn;
+  for (int i = 0; i < 5; i++) expected = expected && weight.size(i) == filters[i];
+  if (!expected)
+    throw std::invalid_argument("expected the filters that the kernels are compiled for, and such an x");
+  Convolution<S> c{
+      x, weight, x.size(2) * x.size(3) * x.size(4), int(x.size(2)), int(x.size(3)), int(x.size(4))};
+  c.N = x.size(0);
   c.OD = c.D - S::kDepth + 1, c.OH = c.H - S::kHeight + 1, c.OW = c.W - S::kWidth + 1;
   c.rows = int(rows), c.slabs = (c.OH + c.rows - 1) / c.rows;
   c.depth = int(depth), c.chunks = (c.OD + c.depth - 1) / c.depth;
   const int rows_in = c.rows + S::kHeight - 1;
   c.pitch = int(pitch), c.plane = rows_in * c.pitch, c.raw = int(raw);
-  const bool room = pitch >= W && S::kRing * c.plane <= S::kStage && rows_in * W <= raw;
-  c.shared = room && c.laid_out_bytes() <= shared ? int(shared) : INT_MAX;
-  c.aligned = vectors_fit(x, W), c.bulk = W * sizeof(typename S::value_t) % 16 == 0 && uintptr_t(x) % 16 == 0;
+  const bool room = pitch >= c.W && S::kRing * c.plane <= S::kStage && rows_in * c.W <= raw;
+  if (!room || c.laid_out_bytes() > shared)
+    throw std::invalid_argument("expected a plan with room for the planes of x, got too small a one");
+  c.shared = int(shared), c.aligned = vectors_fit(c.x, c.W);
+  c.bulk = c.W * sizeof(typename S::value_t) % 16 == 0 && uintptr_t(c.x) % 16 == 0;
   return c;
 }
 

@@ -12,8 +12,8 @@ struct BackwardPlan {
   int64_t N, jobs_of_sample, jobs, dv_slots, dv_values;  // float4
   int multiprocessors;
   template <class S>
-  BackwardPlan(const Convolution<S>& c, int64_t N, int64_t dv_slots)
-      : N(N),
+  BackwardPlan(const Convolution<S>& c, int64_t dv_slots)
+      : N(c.N),
         jobs_of_sample(int64_t(c.slots()) * kJobsPerTile<S>),
         jobs(N * jobs_of_sample),
         dv_slots(dv_slots),
@@ -23,14 +23,34 @@ struct BackwardPlan {
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
 
-// dx and d_weight, where they are not null, and the parameters' gradients. by_sample and d_level as in
+// What all kinds of it need while they run. By job: `partial`, the weight's gradient of 16 channels, and
+// `most`, the largest |dv| by channel.
+template <class S>
+struct BackwardScratch {
+  const BackwardPlan plan;
+  const Scratch<float4> dv;
+  const Scratch<NormGradient> coefficients;  // (N, kOut)
+  const Scratch<float> partial, most;
+  BackwardScratch(const Convolution<S>& c, int64_t dv_slots, cudaStream_t stream)
+      : plan(c, dv_slots),
+        dv(plan.dv_values, stream),
+        coefficients(c.N * S::kOut, stream),
+        partial(plan.jobs * kFilters<S>, stream),
+        most(plan.jobs * 16, stream) {}
+};
+
+// dx and d_weight, where they have elements, and the parameters' gradients. by_sample and d_level as in
 // merge_kernel, input_room as in InputTiling.
 template <class S, class Problem, int kCount>
-void convolution_backward(typename S::value_t* dx, typename S::value_t* d_weight,
-                          const ManyRowSums<kCount>& parameters, float4* dv, float* most, float* partial,
+void convolution_backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight,
+                          const ManyRowSums<kCount>& parameters, const BackwardScratch<S>& scratch,
                           const float* by_sample, const float* d_level, const Problem& problem,
-                          const BackwardPlan& plan, int64_t input_room, const Convolution<S>& c,
-                          cudaStream_t stream) {
+                          int64_t input_room, const Convolution<S>& c, cudaStream_t stream) {
+  const BackwardPlan& plan = scratch.plan;
+  if (dx) expect(dx, c.N * S::kIn * c.channel);
+  if (d_weight) expect(d_weight, S::kOut * S::kIn * S::kTaps);
+  float4* const dv = scratch.dv;
+  float *const most = scratch.most, *const partial = scratch.partial;
   const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
   allow_shared<gradient_kernel<S, Problem>>(), allow_shared<input_gradient_kernel<S, Problem>>();
   for (int64_t first = 0; first < plan.N && (dx || d_weight); first += samples) {

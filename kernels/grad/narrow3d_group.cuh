@@ -238,37 +238,33 @@ template <class S>
 constexpr int kShared = sizeof(SumsStorage<S>) > sizeof(BackwardStorage<S>) ? sizeof(SumsStorage<S>)
                                                                             : sizeof(BackwardStorage<S>);
 
-// dx (N, kIn, D, H, W) and d_weight, either null where it is not wanted; of the other parameters (kOut).
-// saved: forward's. scratch, one after the other: dv, a slot for each of `dv_slots` jobs; coefficients (N,
-// kOut, 8); gradients by sample (3, N, kOut); sums (jobs, 16, 4), where a sample has slots · kOut / 16 jobs;
-// `partial` (jobs, elements of 16 channels' weights); `most` (jobs, 16); any (N). input_room as in
-// InputTiling.
+// dx (N, kIn, D, H, W) and d_weight, either without elements where it is not wanted; of the other parameters
+// (kOut). kept: forward's. dv_slots: as in BackwardPlan, input_room as in InputTiling.
 template <class S, class T, class Tail>
-void backward(typename S::value_t* dx, typename S::value_t* d_weight, float* d_conv_bias,
-              float* d_norm_weight, float* d_norm_bias, float* scratch, const T* dy, const float* saved,
-              const float* norm_weight, const Convolution<S>& c, int64_t N, int64_t groups, const Tail& tail,
+void backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight, Out<float> d_conv_bias,
+              Out<float> d_norm_weight, Out<float> d_norm_bias, In<T> dy, In<float> kept,
+              In<float> norm_weight, const Convolution<S>& c, int64_t groups, const Tail& tail,
               int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
-  const BackwardPlan plan(c, N, dv_slots);
-  auto* const dv = reinterpret_cast<float4*>(scratch);
-  auto* const coefficients = reinterpret_cast<NormGradient*>(dv + plan.dv_values);
-  float* const gradients = reinterpret_cast<float*>(coefficients + N * S::kOut);
-  auto* const sums = reinterpret_cast<Sums*>(gradients + 3 * N * S::kOut);
-  float* const partial = reinterpret_cast<float*>(sums + plan.jobs * 16);
-  float* const most = partial + plan.jobs * kFilters<S>;
-  float* const any = most + plan.jobs * 16;
-  auto* const affines = reinterpret_cast<const Affine*>(saved);
+  const int64_t N = c.N;
+  expect(dy, N * S::kOut * c.size()), expect(kept, GroupNormKept<S>::count(N));
+  const BackwardScratch<S> scratch(c, dv_slots, stream);
+  const Scratch<float> gradients(3 * N * S::kOut, stream), any(N, stream);  // by sample: (3, N, kOut)
+  const Scratch<Sums> sums(scratch.plan.jobs * 16, stream);                 // (jobs, 16)
+  const GroupNormKept<S> own(const_cast<float*>(kept.data), N);
   using Own = Problem<S, T, Tail>;
-  Own problem{coefficients, affines, saved + N * S::kOut * 4, dy, tail};
+  Own problem{scratch.coefficients, own.affines, own.active, dy, tail};
   allow_shared<sums_kernel<S, Own>>();
   if (N > 0) {
-    sums_kernel<S, Own><<<plan.blocks(), kBlock, c.shared, stream>>>(sums, any, problem, plan.jobs, c);
+    const auto sum = sums_kernel<S, Own>;
+    const BackwardPlan& plan = scratch.plan;
+    sum<<<plan.blocks(), kBlock, c.shared, stream>>>(sums, any, problem, plan.jobs, c);
     coefficients_kernel<S, Own><<<blocks_for(N * groups, 64), 64, 0, stream>>>(
-        coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
+        scratch.coefficients, any, gradients, sums, problem, norm_weight, N, int(groups), c);
   }
   problem.flags = any;
   const ManyRowSums<3> parameters{{{d_conv_bias, S::kOut}, {d_norm_weight, S::kOut}, {d_norm_bias, S::kOut}}};
-  convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, gradients, problem, plan,
-                       input_room, c, stream);
+  convolution_backward(dx, d_weight, parameters, scratch, gradients, gradients, problem, input_room, c,
+                       stream);
 }
 
 }  // namespace grad::narrow3d::group_norm

@@ -161,39 +161,33 @@ __global__ void coefficients_kernel(NormGradient* coefficients, float* gradients
 template <class S>
 constexpr int kShared = sizeof(BackwardStorage<S>);
 
-// dx (N, kIn, D, H, W) and d_weight, either null where it is not wanted; d_conv_bias (kOut) and d_multiplier,
-// `multipliers` elements, kOut or 1. kept as forward left it. scratch, one after the other: dv, a slot for
-// each of `dv_slots` jobs; coefficients (N, kOut, 8); gradients and zeros (N, kOut); `partial` (jobs,
-// elements of 16 channels' weights); `most` (jobs, 16); winner, like y; sums (N, parts, kOut, 4). input_room
-// as in InputTiling.
+// dx (N, kIn, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias (kOut) and
+// d_multiplier, kOut elements or 1. kept as forward left it. dv_slots: as in BackwardPlan, input_room as in
+// InputTiling.
 template <class S, class Index, class T, class Tail>
-void backward(typename S::value_t* dx, typename S::value_t* d_weight, float* d_conv_bias, float* d_multiplier,
-              float* scratch, const T* dy, const float* kept, const Convolution<S>& c, int64_t N,
-              const Tail& tail, float eps, int64_t multipliers, int64_t dv_slots, int64_t input_room,
-              cudaStream_t stream) {
-  const BackwardPlan plan(c, N, dv_slots);
-  const int64_t size = int64_t(c.OD) * c.OH * c.OW;
-  const Kept<S, Index> parts(const_cast<float*>(kept), N, size);
-  auto* const dv = reinterpret_cast<float4*>(scratch);
-  auto* const coefficients = reinterpret_cast<NormGradient*>(dv + plan.dv_values);
-  float* const gradients = reinterpret_cast<float*>(coefficients + N * S::kOut);
-  float* const zeros = gradients + N * S::kOut;
-  float* const partial = zeros + N * S::kOut;
-  float* const most = partial + plan.jobs * kFilters<S>;
-  float* const winner = most + plan.jobs * 16;
-  auto* const sums = reinterpret_cast<Sums*>(winner + N * size);
+void backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight, Out<float> d_conv_bias,
+              Out<float> d_multiplier, In<T> dy, In<float> kept, const Convolution<S>& c, const Tail& tail,
+              float eps, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
+  const int64_t N = c.N, size = c.size();
+  expect(dy, N * size), expect(kept, Kept<S, Index>::count(N, size));
+  const Kept<S, Index> parts(const_cast<float*>(kept.data), N, size);
+  const BackwardScratch<S> scratch(c, dv_slots, stream);
   const unsigned count = blocks_for(size, kPart);
+  const Scratch<float> gradients(2 * N * S::kOut,
+                                 stream);         // of multiplier and conv_bias, by sample: (2, N, kOut)
+  const Scratch<float> winner(N * size, stream);  // like y
+  const Scratch<Sums> sums(N * count * S::kOut, stream);  // (N, parts, kOut)
   if (N > 0) {
     sums_kernel<S, T, Index, Tail><<<unsigned(N * count), kSumsBlock, 0, stream>>>(
         sums, winner, dy, parts.index, parts.centred, parts.moments, tail, eps, N, size, count);
     coefficients_kernel<S><<<blocks_for(N * S::kOut, 64), 64, 0, stream>>>(
-        coefficients, gradients, zeros, sums, parts.moments, tail.multiplier, eps, N, size, count);
+        scratch.coefficients, gradients, gradients + N * S::kOut, sums, parts.moments, tail.multiplier, eps,
+        N, size, count);
   }
-  const Problem<S, Index> problem{coefficients, parts.index, winner};
+  const Problem<S, Index> problem{scratch.coefficients, parts.index, winner};
   // The convolution's bias has no gradient: its sum is of zeros.
-  const ManyRowSums<2> parameters{{{d_multiplier, multipliers}, {d_conv_bias, S::kOut}}};
-  convolution_backward(dx, d_weight, parameters, dv, most, partial, gradients, nullptr, problem, plan,
-                       input_room, c, stream);
+  const ManyRowSums<2> parameters{{{d_multiplier, d_multiplier.numel()}, {d_conv_bias, S::kOut}}};
+  convolution_backward(dx, d_weight, parameters, scratch, gradients, nullptr, problem, input_room, c, stream);
 }
 
 }  // namespace grad::narrow3d::instance_norm

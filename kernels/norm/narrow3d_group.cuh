@@ -129,31 +129,42 @@ template <class S>
 constexpr int kGroupNormShared =
     sizeof(SharedStorage<S, store::Runs<store::Identity, float, true, false>, Statistics<false>>);
 
-// y (N, kOut, D', H', W'). saved, for backward, one after the other: affines (N, kOut, 4); active (N), 1
-// where an element of a sample passes a gradient or statistics are not finite, else 0. Null where no gradient
-// is wanted: they lie in scratch then, behind the statistics (N, slots, kOut, 2) of the `slots` tiles of each
-// sample.
+// What is kept for backward, one after the other: affines (N, kOut); active (N), 1 where an element of a
+// sample passes a gradient or statistics are not finite, else 0.
+template <class S>
+struct GroupNormKept {
+  Affine* affines;
+  float* active;
+  GroupNormKept(float* kept, int64_t N)
+      : affines(reinterpret_cast<Affine*>(kept)),
+        active(kept + N * S::kOut * (sizeof(Affine) / sizeof(float))) {}
+  static int64_t count(int64_t N) { return N * (S::kOut * int(sizeof(Affine) / sizeof(float)) + 1); }
+};
+
+// y (N, kOut, D', H', W'). kept, as GroupNormKept, or without elements where no gradient is wanted.
 template <class S, class T, class Tail>
-void group_norm(T* y, float* saved, float* scratch, const Convolution<S>& c, int64_t N, const GroupNorm& norm,
-                const Tail& tail, cudaStream_t stream) {
-  auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
-  float* const kept = saved ? saved : scratch + N * c.slots() * S::kOut * 2;
-  auto* const affines = reinterpret_cast<Affine*>(kept);
-  float* const active = kept + N * S::kOut * 4;
+void group_norm(Out<T> y, Out<float> kept, const Convolution<S>& c, const GroupNorm& norm, const Tail& tail,
+                cudaStream_t stream) {
+  const int64_t N = c.N, size = c.size();
+  expect(y, N * S::kOut * size);
+  if (kept) expect(kept, GroupNormKept<S>::count(N));
+  if (N == 0) return;
+  const Scratch<TileStatistics> statistics(N * c.slots() * S::kOut, stream);  // (N, slots, kOut)
+  const Scratch<float> unkept(kept ? 0 : GroupNormKept<S>::count(N), stream);
+  const GroupNormKept<S> own(kept ? kept.data : unkept.data, N);
   const Statistics<false> sink{statistics};
-  if (store::vectors_fit_runs(y, c)) {
-    convolve(c, N, stream, store::Runs<store::Identity, T, true, false>{y}, sink);
+  if (store::vectors_fit_runs(y.data, c)) {
+    convolve(c, stream, store::Runs<store::Identity, T, true, false>{y}, sink);
   } else {
-    convolve(c, N, stream, store::Runs<store::Identity, T, false, false>{y}, sink);
+    convolve(c, stream, store::Runs<store::Identity, T, false, false>{y}, sink);
   }
-  merge_kernel<S><<<unsigned(N), kThreads, 0, stream>>>(affines, active, statistics, norm, c);
-  const int64_t size = int64_t(c.OD) * c.OH * c.OW;
-  const bool aligned = vectors_fit(y, size);
+  merge_kernel<S><<<unsigned(N), kThreads, 0, stream>>>(own.affines, own.active, statistics, norm, c);
+  const bool aligned = vectors_fit(y.data, size);
   const auto apply =
-      saved ? (aligned ? apply_kernel<S, T, true, true, Tail> : apply_kernel<S, T, false, true, Tail>)
-            : (aligned ? apply_kernel<S, T, true, false, Tail> : apply_kernel<S, T, false, false, Tail>);
+      kept ? (aligned ? apply_kernel<S, T, true, true, Tail> : apply_kernel<S, T, false, true, Tail>)
+           : (aligned ? apply_kernel<S, T, true, false, Tail> : apply_kernel<S, T, false, false, Tail>);
   const unsigned channels = unsigned(N * S::kOut), chunks = chunks_for(size);
-  apply<<<channels * chunks, kThreads, 0, stream>>>(y, active, affines, tail, size, channels, chunks);
+  apply<<<channels * chunks, kThreads, 0, stream>>>(y, own.active, own.affines, tail, size, channels, chunks);
 }
 
 }  // namespace norms::narrow3d

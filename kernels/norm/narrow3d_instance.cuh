@@ -39,6 +39,9 @@ struct Kept {
   Index* index;
   Kept(float* kept, int64_t N, int64_t size)
       : centred(kept), moments(kept + N * size), index(reinterpret_cast<Index*>(moments + 2 * N * S::kOut)) {}
+  static int64_t count(int64_t N, int64_t size) {
+    return N * size + 2 * N * S::kOut + (N * size * int64_t(sizeof(Index)) + 3) / 4;
+  }
 };
 
 // Sums by channel in memory, of a turn's positions or of more. Stores of 8 channels meet no bank conflict,
@@ -365,14 +368,18 @@ __global__ void __launch_bounds__(kBlock, 1)
 template <class S>
 constexpr int kInstanceNormShared = sizeof(InstanceStorage<S>);
 
-// y (N, D', H', W'). kept for backward, as Kept, or null where no gradient is wanted. scratch: statistics (N,
-// slots, kOut, 2), where a sample has `slots` tiles; then `held` values, any number, where sums are held.
+// y (N, D', H', W'). kept for backward, as Kept, or without elements where no gradient is wanted. held: for
+// how many values, any number, there is scratch where sums are held.
 template <class S, class Index, class T, class Tail>
-void instance_norm_maximum(T* y, float* kept, float* scratch, const Convolution<S>& c, int64_t N,
-                           const float* conv_bias, const Tail& tail, float eps, int64_t held,
-                           cudaStream_t stream) {
-  const Kept<S, Index> parts(kept ? kept : scratch, N,
-                             int64_t(c.OD) * c.OH * c.OW);  // written to where there is one
+void instance_norm_maximum(Out<T> y, Out<float> kept, const Convolution<S>& c, const float* conv_bias,
+                           const Tail& tail, float eps, int64_t held, cudaStream_t stream) {
+  const int64_t N = c.N;
+  expect(y, N * c.size());
+  if (kept) expect(kept, Kept<S, Index>::count(N, c.size()));
+  if (N == 0) return;
+  const Scratch<TileStatistics> statistics(N * c.slots() * S::kOut, stream);  // (N, slots, kOut)
+  const Scratch<float> sums(held, stream);
+  const Kept<S, Index> parts(kept, N, c.size());  // written to where there is one
   const int64_t blocks = N * c.slots();
   constexpr auto saving = fused_kernel<S, T, Index, true, Tail>,
                  plain = fused_kernel<S, T, Index, false, Tail>;
@@ -396,10 +403,8 @@ void instance_norm_maximum(T* y, float* kept, float* scratch, const Convolution<
   config.dynamicSmemBytes = shared_turns ? all : laid_out;
   config.attrs = &cooperative, config.numAttrs = meet;
   const auto launch = [&](int phases) {
-    auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
-    float* const sums = scratch + blocks * S::kOut * 2;
-    cudaLaunchKernelEx(&config, kernel, y, parts.index, parts.centred, parts.moments, statistics, sums, N,
-                       conv_bias, tail, eps, phases, scratch_turns, shared_turns, c);
+    cudaLaunchKernelEx(&config, kernel, y.data, parts.index, parts.centred, parts.moments, statistics.data,
+                       sums.data, N, conv_bias, tail, eps, phases, scratch_turns, shared_turns, c);
   };
   if (one_launch)
     launch(kStatistics | kApply);

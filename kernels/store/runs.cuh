@@ -156,11 +156,13 @@ bool vectors_fit_runs(const T* y, const Convolution<S>& c) {
 
 // y = tail(conv3d(x, weight)), without the convolution's bias.
 template <class S, class T, class Tail>
-void pointwise(T* y, const Convolution<S>& c, int64_t N, const Tail& tail, cudaStream_t stream) {
-  if (vectors_fit_runs(y, c))
-    convolve(c, N, stream, Runs<Tail, T, true>{y, tail});
+void pointwise(Out<T> y, const Convolution<S>& c, const Tail& tail, cudaStream_t stream) {
+  expect(y, c.N * S::kOut * c.size());
+  if (c.N == 0) return;
+  if (vectors_fit_runs(y.data, c))
+    convolve(c, stream, Runs<Tail, T, true>{y, tail});
   else
-    convolve(c, N, stream, Runs<Tail, T, false>{y, tail});
+    convolve(c, stream, Runs<Tail, T, false>{y, tail});
 }
 
 }  // namespace store
