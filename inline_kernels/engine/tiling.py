@@ -208,9 +208,7 @@ _SAMPLES_BYTES = 114_000_000  # of dv of whole samples
 
 class VolumeBackward(NamedTuple):
     tiles: VolumeTiling
-    dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient …
-    dv: int  # … with so many float32 in all
-    jobs: int  # tiles and 16 channels
+    dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient
     input_room: int  # bytes of dynamic shared memory that a block of dx may take
 
     @property
@@ -226,10 +224,11 @@ def plan_volume_backward(x: Tensor, weight: Tensor, *, dx: bool) -> tuple[dict[s
     # As many samples as a launch has if x needs a gradient; the others' must not depend on that.
     samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
     defines, tiles = plan_volume(samples, x, weight, BACKWARD_SHARED, vectors=False)
+    defines["BACKWARD_SHARED"] = defines.pop("STATIC_SHARED")
     of_job, of_sample = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * OW, _TURN), tiles.slots * C // 16
     dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample))) if dx else 0
     room = device_properties(x.device.index).shared - BACKWARD_SHARED
-    return defines, VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, room)
+    return defines, VolumeBackward(tiles, dv_slots, room)
 
 
 def _input_strip_shared(weight: Tensor) -> int:
