@@ -105,7 +105,7 @@ class Plan(SimpleNamespace):
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
     element for all channels, the others C. outputs: an Output of each that forward writes; what nobody keeps has no elements. numbers: for `declare_fused`, all
-    that the launcher takes after what varies. launchers: which ones of the kernels, or all. `none`: like x without elements, in the place of what nobody wants.
+    that the launcher, the first one, takes after what varies. launchers: which ones of the kernels, or all. `none`: like x without elements, in the place of what nobody wants.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Plan(SimpleNamespace):
         sizes = [((size,) if isinstance(size, int) else size, dtype) for size, dtype, *_ in outputs]
         self._outputs = [new(0, dtype=each[1]) if each[0] == (0,) else each for each in sizes]
         if numbers is not None:
-            self.launch = self.kernels.forward.bound(*numbers)
+            self.launch = getattr(self.kernels, (launchers or ("forward",))[0]).bound(*numbers)
         super().__init__(**own)
 
     def when_needed(

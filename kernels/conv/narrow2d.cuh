@@ -222,7 +222,10 @@ template <class Tile, class... Sinks> struct TeamShared {
   alignas(16) sinks::Rooms<Tile, Sinks...> sinks;
 };
 
-// Sinks that write nothing of v's positions may leave it out where x's scale does not fit; here they begin anew.
+template <class Tile, class... Sinks>
+constexpr int kShared = Tile::kTeams * int(sizeof(TeamShared<Tile, Sinks...>));  // bytes of dynamic shared memory
+
+// Where x's largest magnitude turns out not to fit the scale, all is computed again, and the sinks begin anew.
 template <class Tile, class Flipped, class... Sinks>
 __global__ void __launch_bounds__(Tile::kBlockThreads, 1)
 convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped flipped,
@@ -268,15 +271,13 @@ convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped
 #endif
 }
 
-// Launches it; a geometry that does not cover v makes no blocks, and the launch fails.
+// Launches it.
 template <class Tile, class Flipped, class... Sinks>
 void convolve(const value_t* x, const value_t* weight, Flipped flipped, typename Tile::Geometry geometry,
               cudaStream_t stream, Sinks... sinks) {
   constexpr auto kernel = convolve_kernel<Tile, Flipped, Sinks...>;
-  constexpr int kShared = Tile::kTeams * int(sizeof(TeamShared<Tile, Sinks...>));
   allow_shared<kernel>();
-  const unsigned blocks = geometry.complete() ? unsigned(geometry.blocks()) : 0;
-  kernel<<<blocks, Tile::kBlockThreads, kShared, stream>>>(sinks..., x, weight, flipped, geometry);
+  kernel<<<unsigned(geometry.blocks()), Tile::kBlockThreads, kShared<Tile, Sinks...>, stream>>>(sinks..., x, weight, flipped, geometry);
 }
 
 }  // namespace conv::narrow2d

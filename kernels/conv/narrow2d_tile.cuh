@@ -1,6 +1,8 @@
 // A 2-D convolution of up to 16 channels in, row by row (conv/narrow2d.cuh): tiles of its result v, what a block and a
 // warp compute of it, and the block's shared memory.
 #pragma once
+#include <algorithm>
+
 #include "conv/shape.h"
 #include "core/reduce.cuh"
 #include "core/split.cuh"
@@ -52,12 +54,29 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     HOST_DEVICE int height() const { return H - Filter::kHeight + 1; }
     HOST_DEVICE int width() const { return W - Filter::kWidth + 1; }
     int64_t blocks() const { return int64_t(N) * kChannelBlocks * tiles() * strip_blocks(); }
-    // Do the strips and tiles cover v, and none of them nothing?
-    bool complete() const {
-      const int groups = height() / kRowGroup;
-      const bool in_rows = (strips - 1) * rows < groups && groups <= strips * rows;
-      return in_rows && (kStride ? (row_tiles - 1) * kStride < width() && width() <= row_tiles * kStride
-                                 : W <= kColumns);
+
+    // Of x (N, kIn, H, W): what keeps all multiprocessors busy with the fewest rows read twice. Throws where x is none for
+    // this build.
+    template <class View> static Geometry of(const View& x) {
+      if (x.dims != 4 || x.size(1) != Filter::kIn || (!kStride && x.size(3) > kColumns))
+        throw std::invalid_argument("expected x of the channels and the width that the kernels are compiled for");
+      Geometry g{int(x.size(0)), int(x.size(2)), int(x.size(3)), 1, 1, 1};
+      if constexpr (kStride > 0) g.row_tiles = (g.width() + kStride - 1) / kStride;
+      const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+      const int groups = g.height() / kRowGroup;
+      const int64_t row = int64_t(g.N) * kChannelBlocks * g.tiles();  // blocks, if a block had all rows
+      // Rows that the busiest multiprocessor reads, of `pairs` strips for each team.
+      const auto rows_read = [&](int64_t pairs) {
+        const int64_t strip = (groups + kTeams * pairs - 1) / (kTeams * pairs);
+        return (row * pairs + multiprocessors - 1) / multiprocessors * (strip * kRowGroup + Filter::kHeight + 3);
+      };
+      int64_t pairs = 1;
+      for (int64_t more = 2; row && more <= (kTeams * multiprocessors + row - 1) / row; more++)
+        if (rows_read(more) < rows_read(pairs)) pairs = more;
+      if (!groups) throw std::invalid_argument("expected an x with a whole group of rows of results");
+      const int most = int(std::min<int64_t>(groups, kTeams * pairs));
+      g.rows = (groups + most - 1) / most, g.strips = (groups + g.rows - 1) / g.rows;
+      return g;
     }
   };
 

@@ -29,63 +29,71 @@
 //                           0.12 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.
 #pragma once
+#include "host/tensor.h"
 #include "grad/selected/border.cuh"
 #include "grad/selected/input.cuh"
 #include "grad/selected/merge.cuh"
 
 namespace grad::selected {
 
-// Summed over the samples: of the convolution's bias, the normalisation's weight and bias, the scale behind it.
-struct ParameterGradients {
-  float *conv_bias, *norm_weight, *norm_bias, *scale;
+// What is asked for, summed over the samples: of x and of the filters; of the convolution's bias, the normalisation's weight
+// and bias, the scale behind it (kOut elements, or 1 for all channels).
+struct Gradients {
+  Out<value_t> x, weight;
+  Out<float> conv_bias, norm_weight, norm_bias, scale;
 };
 
-// The gradients of weight and of the parameters; that of the scale has `scales` elements, kOut or 1. scratch has room for
-// what Merged and then Partial say. Rows of x are cut into tiles of kPoolH, and those into strips; a geometry that does not
-// cover them makes no blocks, and the launch fails.
-template <class Build>
-void backward_weight(value_t* d_weight, ParameterGradients d, int64_t scales, double* scratch, const value_t* x,
-                     typename Build::Saved saved, GroupShape shape, typename Build::Geometry geometry,
-                     cudaStream_t stream) {
-  using Parts = Merging<Build>;
-  const int64_t N = shape.N, G = shape.G, strips = geometry.strips;
-  const typename Parts::Merged sums(scratch, N, G);
-  const typename Parts::Partial parts(Parts::Merged::end(scratch, N, G), N, strips);
-  const unsigned blocks = geometry.cover(geometry.tile_rows()) ? unsigned(strips * N * Parts::kStripBlocks) : 0;
-  constexpr auto strip = strip_kernel<Parts>;
-  constexpr auto sample = sample_kernel<Parts>;
-  constexpr auto total = total_kernel<Parts>;
-  allow_shared<strip>();
-  strip<<<blocks, kThreads, Parts::StripLayout::kBytes, stream>>>(parts, x, saved, shape, geometry);
-  sample<<<unsigned(N), Parts::kSampleThreads, 0, stream>>>(sums, parts, saved, shape, geometry);
-  total<<<Parts::kOut * (Parts::kDepth + 4) / 32, kThreads, 0, stream>>>(
-      d_weight, d.conv_bias, d.norm_weight, d.norm_bias, d.scale, sums, scales > 1, int(N));
-  if (scales == 1) sum_rows({{d.scale, 1}}, sums.gradients + 3 * N * Parts::kOut, N, Parts::kOut, stream);
-}
-
-// dx, after `backward_weight`, whose scratch it takes; what is behind the shift in Partial is overwritten. Rows of x are cut
-// into strips of a multiple of kPoolH, and columns into tiles of `stride`. The first tile has as many columns of dx as of v,
-// and so has the last; those between have kHaloW fewer.
-template <class Parts>
-void backward_input(value_t* dx, double* scratch, const value_t* x, typename Parts::Saved saved, GroupShape shape,
-                    typename Parts::Geometry geometry, int tiles, int stride, cudaStream_t stream) {
-  const int64_t N = shape.N, W = geometry.W;
-  float* const partial = Parts::Merged::end(scratch, N, shape.G);
-  const typename Parts::Composed composed(partial, N);
-  const bool cut = (tiles - 1) * int64_t(stride) < W && W <= tiles * int64_t(stride);
-  const bool fits = stride + (tiles > 2 ? Parts::kHaloW : 0) <= Parts::kInputColumns && geometry.rows % Parts::kPoolH == 0;
-  const unsigned blocks = geometry.cover(geometry.H) && cut && fits ? unsigned(geometry.strips * tiles * N) : 0;
-  constexpr auto compose = compose_kernel<Parts>;
-  constexpr auto input_gradient = input_gradient_kernel<Parts>;
-  using Borders = Bordering<typename Parts::Build>;
+// dx, from the sums and from the shift that `partial` begins with; what is behind that is overwritten.
+template <class P>
+void add_input(value_t* dx, const value_t* x, typename P::Saved saved, GroupShape shape, typename P::Geometry whole,
+               typename P::Merged sums, float* partial, cudaStream_t stream) {
+  using Borders = Bordering<typename P::Build>;
+  const int64_t N = shape.N;
+  const int stride = whole.W <= 2 * P::kInputColumns ? P::kInputColumns : P::kInputColumns - 8;
+  static_assert(P::kHaloW <= 8 && P::kInputColumns > 8, "tiles between the first and the last");
+  const int tiles = (whole.W + stride - 1) / stride;
+  auto geometry = whole.shared_out(whole.tile_rows(), N * tiles);
+  geometry.rows *= P::kPoolH;
+  const typename P::Composed composed(partial, N);
+  constexpr auto compose = compose_kernel<P>;
+  constexpr auto input_gradient = input_gradient_kernel<P>;
   constexpr auto add_border = border_kernel<Borders>;
   const dim3 border(unsigned(N), Borders::kEdges + 1);
   allow_shared<input_gradient>(), allow_shared<add_border>();
-  compose<<<unsigned(N + 1), Parts::kComposeThreads, 0, stream>>>(
-      composed, saved.weight, typename Parts::Merged(scratch, N, shape.G), shape);
-  input_gradient<<<blocks, Parts::kInputThreads, Parts::InputLayout::kBytes, stream>>>(
+  compose<<<unsigned(N + 1), P::kComposeThreads, 0, stream>>>(composed, saved.weight, sums, shape);
+  input_gradient<<<unsigned(geometry.strips * tiles * N), P::kInputThreads, P::InputLayout::kBytes, stream>>>(
       dx, x, partial, composed, saved, shape, geometry, tiles, stride);
   add_border<<<border, Borders::kBorderThreads, Borders::kBorderShared, stream>>>(dx, x, partial, composed, geometry);
+}
+
+// The gradients: of x, too, where P is an Input, and else not, where it is a Merging. saved: what forward was given and kept. Rows of x are cut
+// into tiles of kPoolH, and those into strips; for x's gradient, rows into strips of a multiple of kPoolH, and columns into
+// tiles: the first has as many columns of dx as of v, and so has the last; those between have kHaloW fewer.
+template <class P> void backward(const Gradients& d, const In<value_t>& x, typename P::Saved saved, int64_t G, cudaStream_t stream) {
+  const typename P::Geometry whole{int(x.size(0)), int(x.size(2)), int(x.size(3)), 1, 1};
+  const int64_t N = whole.N;
+  const auto geometry = whole.shared_out(whole.tile_rows(), N * P::kStripBlocks);
+  const GroupShape shape{N, P::kOut, G, int64_t(whole.height()) * whole.width()};
+  int64_t room = P::Partial::count(N, geometry.strips);
+  if constexpr (P::kOfInput) room = std::max(room, P::Composed::count(N));
+  const int64_t merged = P::Merged::count(N, G);
+  const Scratch<double> scratch(merged + (room + 1) / 2, stream);
+  const typename P::Merged sums(scratch, N, G);
+  float* const partial = reinterpret_cast<float*>(scratch + merged);
+  const typename P::Partial parts(partial, N, geometry.strips);
+  using Sums = Merging<typename P::Build>;
+  constexpr auto strip = strip_kernel<Sums>;
+  constexpr auto sample = sample_kernel<Sums>;
+  constexpr auto total = total_kernel<Sums>;
+  const bool scales = d.scale.numel() > 1;
+  allow_shared<strip>();
+  strip<<<unsigned(geometry.strips * N * P::kStripBlocks), kThreads, P::StripLayout::kBytes, stream>>>(
+      parts, x, saved, shape, geometry);
+  sample<<<unsigned(N), P::kSampleThreads, 0, stream>>>(sums, parts, saved, shape, geometry);
+  total<<<P::kOut * (P::kDepth + 4) / 32, kThreads, 0, stream>>>(
+      d.weight, d.conv_bias, d.norm_weight, d.norm_bias, d.scale, sums, scales, int(N));
+  if (!scales) sum_rows({{d.scale, 1}}, sums.gradients + 3 * N * P::kOut, N, P::kOut, stream);
+  if constexpr (P::kOfInput) add_input<P>(d.x, x, saved, shape, whole, sums, partial, stream);
 }
 
 }  // namespace grad::selected

@@ -44,6 +44,11 @@ template <class P> struct Composing : Merging<P> {
           levels(constants + N * kDepth),
           unscale(levels + N * kInputChannels),
           exponents(reinterpret_cast<int*>(unscale + kOut)) {}
+    // Of float32, with the shift that stays in front.
+    static int64_t count(int64_t N) {
+      const int64_t of_sample = 4 * kOfSample + kDepth * (kDepth + 1) + kInputChannels + 1;
+      return (N * kIn + 3) / 4 * 4 + 4 * kFilters + N * of_sample + kOut;
+    }
   };
 
 

@@ -28,6 +28,7 @@ __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t
 }
 
 template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputColumns_> {
+  static constexpr bool kOfInput = true;
   using Base = InputOperands<P, kInputColumns_>;
     using Base::kPlanes, Base::kTaps, Base::kUnits, Base::channel_of, Base::kInputChannels, Base::kFilterSteps,
       Base::kHaloH, Base::kHaloW, Base::kReachH, Base::kReachW, Base::kInputThreads, Base::kSlotPitch,

@@ -22,10 +22,8 @@ template <class P> struct Merging : Strips<P> {
           gradients(linear + N * G),                // (4, N, kOut) of conv_bias, norm, scale
           weight(gradients + 4 * N * kOut)  // (N, kOut, kDepth)
     {}
-    // What comes behind, from a multiple of 16 bytes on.
-    static float* end(double* from, int64_t N, int64_t G) {
-      return reinterpret_cast<float*>(from + (N * (kOut * (kDepth + 5) + G) + 1) / 2 * 2);
-    }
+    // To a multiple of 16 bytes.
+    static int64_t count(int64_t N, int64_t G) { return (N * (kOut * (kDepth + 5) + G) + 1) / 2 * 2; }
   };
 
   static constexpr int kSampleThreads = 512;

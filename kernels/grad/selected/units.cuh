@@ -2,6 +2,8 @@
 // stand: what the kernels share: sizes, units of a patch, and the gradients that windows select. The build,
 // or else the source before, says the sizes, as for conv/narrow2d_tile.cuh.
 #pragma once
+#include <algorithm>
+
 #include "norm/formulas.h"
 #include "core/split.cuh"
 #include "core/reduce.cuh"
@@ -31,6 +33,7 @@ __device__ __forceinline__ void with_constant(int value, const Act& act) {
 // P: what a build is for. The convolution's filter, the windows behind it, and the tail, of what a window selects.
 template <class Filter, class Pool, class Tail> struct Units {
   using Build = Units;
+  static constexpr bool kOfInput = false;  // is x's gradient asked for, too?
   static constexpr int kIn = Filter::kIn, kOut = Filter::kOut;
   static constexpr int kFilterH = Filter::kHeight, kFilterW = Filter::kWidth;
   static constexpr int kPoolH = Pool::kHeight, kPoolW = Pool::kWidth;
@@ -56,8 +59,21 @@ template <class Filter, class Pool, class Tail> struct Units {
     HOST_DEVICE int pooled_width() const { return width() / kPoolW; }
     HOST_DEVICE int64_t plane_size() const { return int64_t(H) * W; }
     HOST_DEVICE int64_t pooled_size() const { return int64_t(pooled_height()) * pooled_width(); }
-    // Do the strips cover that many rows, and none of them nothing?
-    bool cover(int all) const { return (strips - 1) * rows < all && all <= strips * rows; }
+    // The same with `all` rows shared out among strips, of `images` at once: so that two blocks a multiprocessor are busy
+    // for the shortest time.
+    Geometry shared_out(int all, int64_t images) const {
+      const int64_t blocks = 2 * device_attribute(cudaDevAttrMultiProcessorCount);
+      const int64_t most = std::min<int64_t>(all, std::max<int64_t>(1, blocks / std::max<int64_t>(1, images)));
+      const auto time = [&](int64_t count) {
+        return (images * count + blocks - 1) / blocks * ((all + count - 1) / count);
+      };
+      int64_t count = 1;
+      for (int64_t more = 2; more <= most; more++)
+        if (time(more) < time(count)) count = more;
+      Geometry other = *this;
+      other.rows = int((all + count - 1) / count), other.strips = (all + other.rows - 1) / other.rows;
+      return other;
+    }
   };
 
 

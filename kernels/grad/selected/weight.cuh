@@ -30,6 +30,9 @@ template <class P> struct Strips : Sparse<P> {
           frame(gram + N * strips * kGramSize),         // (N, kFrameRows, kGramSize)
           sparse(frame + N * kFrameRows * kGramSize),   // (N, strips, kOut, kDepth)
           sums(sparse + N * strips * kOut * kDepth) {}  // (N, strips, kOut, 2)
+    static int64_t count(int64_t N, int64_t strips) {
+      return (N * kIn + 3) / 4 * 4 + N * (strips + kFrameRows) * kGramSize + N * strips * kOut * (kDepth + 2);
+    }
   };
 
   // The blocks of a strip share its channels out, the units of the sparse product, and the roles of the Gram
