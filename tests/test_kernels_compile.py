@@ -21,6 +21,7 @@ import torch
 import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import inline_kernels.problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 from inline_kernels.engine import tiling
+from inline_kernels.loader import source as loader_source
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))
@@ -99,7 +100,9 @@ def entries(log: str) -> dict[str, Entry]:
     """By the kernel's name, of all its instances the largest of each figure."""
     found = {}
     for text in log.split("Compiling entry function ")[1:]:
-        name = re.search(r"\d([a-z_]+_kernel)", text)[1] + SAVING * ("fused_kernelILb1E" in text)
+        name = re.search(r"\d([a-z_]+_kernel)", text)[1] + SAVING * bool(
+            re.search(r"fused_kernel\w*Lb1E", text)
+        )
         figures = [
             re.search(rf"{form}", text) for form in (r"Used (\d+)", r"(\d+) bytes spill", r"(\d+) bytes smem")
         ]
@@ -117,18 +120,32 @@ INSTANCE_NORM = (
 )
 DROPOUT = "conv3d_groupnorm_min_clamp_dropout_fused", "convolve_kernel", dropout.STATIC_SHARED
 POOL = "conv2d_groupnorm_scale_maxpool_clamp_fused", "convolve_kernel", 1 << 10
-POOL_BACKWARD = "conv2d_groupnorm_scale_maxpool_clamp_backward_fused"
 SLACK = 640  # of those bytes: some arrays depend on the kernel size
 
 
-def built(kernel: tuple[str, str, int], value: str, defines: dict[str, int], folder: Path) -> list[Entry]:
+def source_of(name: str, folder: Path, launchers: tuple[str, ...]) -> Path:
+    """The source `name`, of which only `launchers` are built, and what they instantiate."""
+    text, path = (KERNELS / f"{name}.cu").read_text(), folder / f"{name}.cu"
+    others = {launcher.name for launcher in loader_source.parse_launchers(text)}.difference(launchers)
+    path.write_text(loader_source.without(text, others))
+    return path
+
+
+def built(
+    kernel: tuple[str, str, int],
+    value: str,
+    defines: dict[str, int],
+    folder: Path,
+    launcher: str = "forward",
+) -> list[Entry]:
     """What ptxas reports for each architecture. The kernel has the static shared memory that is planned
     for."""
     source, name, static_shared = kernel
+    source = source_of(source, folder, (launcher,))
     own = [f"VALUE_T={value}", *(f"{key}={number}" for key, number in defines.items())]
 
     def build(architecture: str) -> Entry:
-        done = nvcc(KERNELS / f"{source}.cu", architecture, own, folder / architecture)
+        done = nvcc(source, architecture, own, folder / architecture)
         assert done.returncode == 0, done.stdout + done.stderr
         all_of_it = entries(done.stderr)
         if saving := all_of_it.get(name + SAVING):  # what it keeps takes registers, too
@@ -185,7 +202,7 @@ def test_backward_of_volumes_takes_what_is_planned(name, value, shape, spilled, 
     defines, _ = tiling.plan_volume_backward(x, weight, dx=True)
     own = [f"VALUE_T={value}", "INDEX_T=int32_t", *(f"{key}={number}" for key, number in defines.items())]
     for architecture in FUSED_ARCHITECTURES:
-        done = nvcc(KERNELS / f"{name}_backward_fused.cu", architecture, own, tmp_path / architecture)
+        done = nvcc(KERNELS / f"{name}_fused.cu", architecture, own, tmp_path / architecture)
         assert done.returncode == 0, done.stdout + done.stderr
         assert all(entry.spilled <= spilled for entry in entries(done.stderr).values()), done.stderr
 
@@ -207,8 +224,8 @@ def test_strips_take_what_is_planned(shape, pool, width, saving, spilled, tmp_pa
     weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
     assert tiling.strips_obstacle(x, weight, x.dtype, pool) is None
     assert tiling.strips_fit(x, weight, pool, True) == (shape != (128, 16, 8, 1))
-    defines, _ = tiling.plan_strips(x, weight, pool, saving)
-    found = built(POOL, "float", defines, tmp_path)
+    defines = tiling.strips_defines(x, weight, pool, saving)
+    found = built(POOL, "float", defines, tmp_path, "forward_saving" if saving else "forward")
     assert all(entry.spilled <= spilled for entry in found), found
 
 
@@ -227,17 +244,18 @@ def test_backward_takes_what_is_planned(shape, pool, width, tmp_path, monkeypatc
     """Its kernels' shared memory, and registers but for some bytes outside their innermost loops, at two blocks a multiprocessor."""
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
-    defines, plan = tiling.plan_strips_backward(x, weight, pool, 4)
+    defines, columns = tiling.strips_backward_defines(x, weight, pool), tiling.input_columns(x, weight, pool)
+    source = source_of(POOL[0], tmp_path, ("backward", "backward_input"))
     defines = [f"{k}={v}" for k, v in defines.items()]
     own, default = (
-        H200.shared - tiling.input_gradient_shared(weight, pool, plan.input_columns),
+        H200.shared - tiling.input_gradient_shared(weight, pool, columns),
         shape[0] == 64,
     )
     for architecture in FUSED_ARCHITECTURES:
-        done = nvcc(KERNELS / f"{POOL_BACKWARD}.cu", architecture, defines, tmp_path / architecture)
+        done = nvcc(source, architecture, defines, tmp_path / architecture)
         assert done.returncode == 0, done.stdout + done.stderr
         found = entries(done.stderr)
-        assert found["input_gradient_kernel"].shared <= own and plan.input_columns
+        assert found["input_gradient_kernel"].shared <= own and columns
         assert all(entry.spilled <= 16 for entry in found.values()) or not default, found
 
 
@@ -253,11 +271,10 @@ def test_backward_takes_what_is_planned(shape, pool, width, tmp_path, monkeypatc
         (INSTANCE_NORM, {"TURN_POSITIONS": 16}),
         (INSTANCE_NORM, {"STAGE_PIXELS": 256}),
         (DROPOUT, {"STATIC_SHARED": 32 << 10}),
-        (POOL, {"DYNAMIC_SHARED": 69632 - 16}),
+        (POOL, {"STRIPS_SHARED": 69632 - 16}),
         (POOL, {"STATIC_SHARED": 800}),
-        (POOL, {"TILE_STRIDE": 129}),
-        (POOL, {"TILE_COLUMNS": 64}),
-        (POOL, {"BLOCK_CHANNELS": 32}),
+        (POOL, {"INPUT_SHARED": 1 << 10}),
+        (POOL, {"INPUT_COLUMNS": 32}),
     ],
     ids=str,
 )
@@ -265,7 +282,7 @@ def test_another_plan_does_not_compile(kernel, wrong, tmp_path, monkeypatch):
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     if kernel is POOL:
         weight, x, pool = torch.empty(64, 8, 3, 3), torch.empty(2, 8, 40, 128), (4, 4)
-        defines, _ = tiling.plan_strips(x, weight, pool, False)
+        defines = tiling.strips_defines(x, weight, pool, False) | tiling.strips_backward_defines(x, weight, pool)
     else:
         weight, x = torch.empty(16, 3, 3, 3, 3), torch.empty(2, 3, 16, 32, 32)
         defines, _ = tiling.plan_volume(2, x, weight, kernel[2], vectors=True)

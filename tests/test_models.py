@@ -147,6 +147,15 @@ def test_instance_norm_with_open_and_swapped_bounds(low, high, variant, device):
 
 
 @every_variant
+def test_instance_norm_of_values_whose_squares_overflow(variant, device):
+    """They count where the multiplier is small."""
+    model, x = numerics.small(INSTANCE_NORM, variant, device=device)
+    with torch.no_grad():
+        model.multiplier /= 2.0**63
+    numerics.assert_rule(model, x * 2.0**63, variant)
+
+
+@every_variant
 @pytest.mark.parametrize("name, slope", [(name, slope) for name in NAMES for slope in known(name).slopes])
 def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
     model, x = numerics.small(name, variant, device=device)

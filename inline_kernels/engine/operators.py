@@ -25,10 +25,14 @@ _GOLDEN = 0x4F1BBCDCBFA53E0B  # 2⁶³ by the golden ratio: modulo 2⁶³ its mu
 _CTYPES = dict(zip(DTYPES, ("float", "double", "half_t", "bfloat16_t")))
 
 
-def load(name: str, x: Tensor, out_dtype: torch.dtype, folder=None, **defines) -> inline_loader.Operators:
-    """The kernels of kernels/<name>.* (or of `folder`) for x's device and dtype, results in `out_dtype` (kernels/core/scalar.h)."""
+def load(
+    name: str, x: Tensor, out_dtype: torch.dtype, folder=None, launchers=None, **defines
+) -> inline_loader.Operators:
+    """The kernels of kernels/<name>.* (or of `folder`) for x's device and dtype, results in `out_dtype` (kernels/core/scalar.h): all, or
+    those of these `launchers`."""
     defines = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype], **defines}
-    return inline_loader.load(name, folder=folder, device=library.device_type(x), defines=defines)
+    chosen = {} if launchers is None else {"launchers": launchers}
+    return inline_loader.load(name, folder=folder, device=library.device_type(x), defines=defines, **chosen)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -101,15 +105,27 @@ class Plan(SimpleNamespace):
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
     element for all channels, the others C. outputs: an Output of each that forward writes; what nobody keeps has no elements. numbers: for `declare_fused`, all
-    that the launcher takes after what varies. `none`: like x without elements, in the place of what nobody wants.
+    that the launcher, the first one, takes after what varies. launchers: which ones of the kernels, or all. `none`: like x without elements, in the place of what nobody wants.
     """
 
-    def __init__(self, name, a: tuple, parameters, outputs, defines=None, folder=None, numbers=None, **own):
+    def __init__(
+        self,
+        name,
+        a: tuple,
+        parameters,
+        outputs,
+        defines=None,
+        folder=None,
+        numbers=None,
+        launchers=None,
+        **own,
+    ):
         (_, self.y_dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
         self._sums, self._last = accumulate_dtype(a.x.dtype), 2 + len(parameters)
         self._varying = sum(kind in (Tensor, Drawn) for kind in get_type_hints(type(a)).values())
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
-        self._ready, self.kernels = all(ready), load(name, a.x, self.y_dtype, folder, **defines or {})
+        self._ready = all(ready)
+        self.kernels = load(name, a.x, self.y_dtype, folder, launchers, **defines or {})
         layout = {} if self._ready else dict(dtype=self._sums, memory_format=torch.contiguous_format)
         self._gradient = functools.partial(torch.empty_like, **layout)
         self._as_given = self._ready and a.x.is_contiguous() and a.weight.is_contiguous()
@@ -118,14 +134,17 @@ class Plan(SimpleNamespace):
         sizes = [((size,) if isinstance(size, int) else size, dtype) for size, dtype, *_ in outputs]
         self._outputs = [new(0, dtype=each[1]) if each[0] == (0,) else each for each in sizes]
         if numbers is not None:
-            self.launch = self.kernels.forward.bound(*numbers)
+            self.launch = getattr(self.kernels, (launchers or ("forward",))[0]).bound(*numbers)
         super().__init__(**own)
 
-    def when_needed(self, name: str, defines: dict, launcher: str, *numbers) -> Callable[[], Callable]:
-        """Gives, when it is called, the `launcher` of other kernels, `name`, with `numbers` as its last arguments. They are built at the
-        first call, which may never come."""
+    def when_needed(
+        self, name: str, defines: dict, launcher: str, *numbers, launchers=None
+    ) -> Callable[[], Callable]:
+        """Gives, when it is called, the `launcher` of other kernels, `name`, with `numbers` as its last arguments. They, or
+        those of `launchers` alone, are built at the first call, which may never come."""
         x, dtype = self.none, self.y_dtype
-        return functools.cache(lambda: getattr(load(name, x, dtype, **defines), launcher).bound(*numbers))
+        build = functools.partial(load, name, x, dtype, launchers=launchers, **defines)
+        return functools.cache(lambda: getattr(build(), launcher).bound(*numbers))
 
     def outputs(self, a: tuple) -> list[Tensor]:
         """What forward writes, contiguous."""
@@ -189,15 +208,15 @@ def declare(name: str, forward: Callable, *, outputs: Callable, **functions: Cal
     return loader_operators.declare(name, forward, shapes=shapes, gradients=gradients, **functions)
 
 
-def declare_fused(name: str, *, plan: Callable, **functions: Callable) -> Operator:
+def declare_fused(name: str, *, plan: Callable, scratch: bool = True, **functions: Callable) -> Operator:
     """Likewise <name>_fused, of whose forward the plan says all: one launcher takes the result, what is saved and scratch, which are the
-    plan's outputs, all operands and the plan's numbers."""
+    plan's outputs, all operands and the plan's numbers. scratch: is there any, or is that the launcher's?"""
 
     def forward_fused(a, *, plan, saving):
-        y, *saved, scratch = plan.outputs(a)
-        plan.launch(y, *saved, scratch, *plan.operands(a))
+        y, *written = plan.outputs(a)
+        plan.launch(y, *written, *plan.operands(a))
         y = y.contiguous(memory_format=plan.y_format)
-        return (y, *saved) if saving else (y,)
+        return (y, *(written[:-1] if scratch else written)) if saving else (y,)
 
     forward_fused.__annotations__["a"] = get_type_hints(plan)["a"]
     return declare(f"{name}_fused", forward_fused, plan=plan, **functions)

@@ -208,9 +208,7 @@ _SAMPLES_BYTES = 114_000_000  # of dv of whole samples
 
 class VolumeBackward(NamedTuple):
     tiles: VolumeTiling
-    dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient …
-    dv: int  # … with so many float32 in all
-    jobs: int  # tiles and 16 channels
+    dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient
     input_room: int  # bytes of dynamic shared memory that a block of dx may take
 
     @property
@@ -226,10 +224,11 @@ def plan_volume_backward(x: Tensor, weight: Tensor, *, dx: bool) -> tuple[dict[s
     # As many samples as a launch has if x needs a gradient; the others' must not depend on that.
     samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
     defines, tiles = plan_volume(samples, x, weight, BACKWARD_SHARED, vectors=False)
+    defines["BACKWARD_SHARED"] = defines.pop("STATIC_SHARED")
     of_job, of_sample = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * OW, _TURN), tiles.slots * C // 16
     dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample))) if dx else 0
     room = device_properties(x.device.index).shared - BACKWARD_SHARED
-    return defines, VolumeBackward(tiles, dv_slots, dv_slots * of_job, N * of_sample, room)
+    return defines, VolumeBackward(tiles, dv_slots, room)
 
 
 def _input_strip_shared(weight: Tensor) -> int:
@@ -248,21 +247,6 @@ _COLUMNS = 128  # of the result, that a team computes at a time: a tile
 _CHANNELS = 64  # of the result, that a block computes
 _TEAMS = 2  # of a block, each with a strip of its own
 _STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
-
-
-class StripTiling(NamedTuple):
-    """One launch's plan: the result's rows are cut into strips of whole windows, and its columns into tiles."""
-
-    tiles: int  # of a row
-    stride: int  # columns from one tile to the next; 0 where there is only one
-    strips: int  # none of them empty
-    rows: int  # pooled rows of a strip; the last has what is left
-    saves: bool  # for backward, the places of what windows select
-
-    @property
-    def launch(self) -> tuple[int, int, int]:
-        """The launcher's last arguments."""
-        return self.tiles, self.strips, self.rows
 
 
 @first_obstacle
@@ -284,40 +268,33 @@ def strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -
 
 def strips_training_obstacle(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> str | None:
     """Why the kernels can't compute all gradients that are asked for, where there is no obstacle to forward; or None."""
-    fits = strips_fit(x, weight, pool, True) and (_input_columns(x, weight, pool) or not x.requires_grad)
+    fits = strips_fit(x, weight, pool, True) and (input_columns(x, weight, pool) or not x.requires_grad)
     return None if fits else "backward's windows or filters do not fit in shared memory"
 
 
-def _input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
+def input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
     """Of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room."""
     room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
     columns = _COLUMNS // 2, _COLUMNS // 4, _COLUMNS // 8
     return next((each for each in columns if input_gradient_shared(weight, pool, each) <= room), 0)
 
 
-def plan_strips(x: Tensor, weight: Tensor, pool, saving: bool) -> tuple[dict[str, int], StripTiling]:
-    """A build's definitions, and what keeps all multiprocessors busy with the fewest rows read twice, for sizes without an obstacle.
-    saving: for backward, if there is room."""
-    (N, _, H, W), (C, _, kh, kw) = x.shape, weight.shape
-    multiprocessors = device_properties(x.device.index).multiprocessors
-    # The only tile of a row has all columns of x that it needs. Others begin with a whole window.
-    stride = 0 if W <= _COLUMNS else _COLUMNS // pool[1] * pool[1]
-    tiles, pooled_rows = ceil_div(W - kw + 1, stride or _COLUMNS), (H - kh + 1) // pool[0]
-    row = N * ceil_div(C, _CHANNELS) * tiles  # blocks, if a block had all rows
+def strips_defines(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> dict[str, int]:
+    """A forward build's, for sizes without an obstacle; and what was assumed of the kernel's shared memory, which it asserts."""
+    defines = {**_pooled_defines(weight, pool), "LONG_ROWS": int(x.shape[3] > _COLUMNS), "SAVING": int(saving)}
+    dynamic = strips_shared(weight.shape[1], weight.shape[2], pool[1], saving)
+    return defines | {"STATIC_SHARED": _STRIPS_STATIC_SHARED, "STRIPS_SHARED": dynamic}
 
-    def rows_read(pairs: int) -> int:  # by the busiest multiprocessor, of `pairs` strips for each team
-        strip = ceil_div(pooled_rows, _TEAMS * pairs)
-        return ceil_div(row * pairs, multiprocessors) * (strip * pool[0] + kh + 3)
 
-    pairs = min(range(1, max(1, ceil_div(_TEAMS * multiprocessors, row)) + 1), key=rows_read)
-    rows = ceil_div(pooled_rows, min(pooled_rows, _TEAMS * pairs))
-    saves = saving and strips_fit(x, weight, pool, True)
-    plan = StripTiling(tiles, stride, ceil_div(pooled_rows, rows), rows, saves)
-    # What a build takes from the plan, and what the plan assumes of the kernel.
-    tile = {"TILE_COLUMNS": _COLUMNS, "TILE_STRIDE": stride, "BLOCK_CHANNELS": _CHANNELS, "TEAMS": _TEAMS}
-    dynamic = strips_shared(weight.shape[1], kh, pool[1], saves)
-    shared = {"STATIC_SHARED": _STRIPS_STATIC_SHARED, "DYNAMIC_SHARED": dynamic, "SAVING": int(saves)}
-    return {**spatial_defines(weight.shape), "POOL_H": pool[0], "POOL_W": pool[1], **tile, **shared}, plan
+def strips_backward_defines(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
+    """A backward build's, likewise."""
+    columns = input_columns(x, weight, pool) or _COLUMNS // 8
+    shared = {"INPUT_COLUMNS": columns, "INPUT_SHARED": input_gradient_shared(weight, pool, columns)}
+    return _pooled_defines(weight, pool) | shared
+
+
+def _pooled_defines(weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
+    return spatial_defines(weight.shape) | {"POOL_H": pool[0], "POOL_W": pool[1]}
 
 
 def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
@@ -329,16 +306,6 @@ def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
     return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * (5 if saving else 4))
 
 
-class StripsBackward(NamedTuple):
-    """One launch's plan of the backward kernels: rows of x, by as many as a window has, are cut into strips, a block each."""
-
-    strips: int
-    rows: int  # of as many rows of x as a window has
-    scratch: int  # float64, for what is summed up in it and for the strips' parts, in float32
-    input_columns: int  # of v, in a tile of the kernel for x's gradient; 0 where its filters leave no room
-    input_launch: tuple[int, ...]  # its tiles and columns from one to the next, strips and rows of x
-
-
 def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
     """Bytes of dynamic shared memory: filters and the composed one, and pixels of x, as two float16 per value; the selected positions'
     gradients and places; what columns give to those beside them, in float32."""
@@ -347,43 +314,6 @@ def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -
     filters = 512 * (C // 16 * planes * kh * kw + planes**2 * kw * (2 * kh - 1))
     pixels, held = 32 * planes * (pool[0] + 2 * (kh - 1)) * width, windows * (C // 4 + 1) * 24
     return filters + pixels + held + 32 * planes * kw * (pool[0] + kh - 1) * width
-
-
-def _composed_size(weight: Tensor, images: int) -> int:
-    """Words that the kernels for x's gradient share: filters, composed ones and what they are made of."""
-    C, channels, kh, kw = weight.shape
-    planes, depth = ceil_div(channels, 8), 8 * ceil_div(channels, 8) * kh * kw
-    of_image = 128 * planes**2 * kw * (2 * kh - 1) + depth * (depth + 1) + 8 * planes + 1
-    return C * depth + C + images * of_image
-
-
-def plan_strips_backward(x, weight, pool, groups: int) -> tuple[dict[str, int], StripsBackward]:
-    """A build's definitions, and the plan."""
-    (N, channels, H, W), (C, _, kh, kw) = x.shape, weight.shape
-    blocks = 2 * device_properties(x.device.index).multiprocessors  # at the same time
-    units = ceil_div(channels, 8) * kh * kw  # 8 channels at a tap
-    gram = 128 * (units // 2 + 1) * ceil_div(channels, 8) * kw  # values of a Gram matrix, in tiles
-
-    def share(rows: int, images: int) -> tuple[int, int]:  # strips, and rows of each
-        most = min(rows, max(1, blocks // max(1, images)))
-        count = min(range(1, most + 1), key=lambda n: ceil_div(images * n, blocks) * ceil_div(rows, n))
-        each = ceil_div(rows, count)
-        return ceil_div(rows, each), each
-
-    strips, rows = share(ceil_div(H, pool[0]), N * ceil_div(C, _CHANNELS) * ceil_div(ceil_div(units, 5), 2))
-    merged = _round_up(N * (C * (8 * units + 5) + groups), 2)
-    parts = N * (strips + 2 * (kh - 1)) * gram + N * strips * C * (8 * units + 2)
-    partial = ceil_div(N * channels, 4) * 4 + max(parts, _composed_size(weight, N))
-    columns = _input_columns(x, weight, pool)
-    # The first tile and the last have all columns of v that they need; those between need kw - 1 more than they write.
-    stride = columns if W <= 2 * columns else columns - 8
-    tiles = ceil_div(W, max(stride, 1))
-    _, input_rows = share(ceil_div(H, pool[0]), N * tiles)
-    launch = tiles, stride, ceil_div(H, input_rows * pool[0]), input_rows * pool[0]
-    of_tile = columns or _COLUMNS // 8
-    shared = {"INPUT_COLUMNS": of_tile, "INPUT_SHARED": input_gradient_shared(weight, pool, of_tile)}
-    defines = {**spatial_defines(weight.shape), "POOL_H": pool[0], "POOL_W": pool[1], **shared}
-    return defines, StripsBackward(strips, rows, merged + ceil_div(partial, 2), columns, launch)
 
 
 # ------------------------------------------------------------------------------------------------------------------- gemm

@@ -193,7 +193,7 @@ class Plan(SimpleNamespace):
         )
         self.launch = lambda *given: kernels.forward(*given, *numbers)
 
-    def when_needed(self, name, defines: dict, launcher: str, *numbers) -> Callable:
+    def when_needed(self, name, defines: dict, launcher: str, *numbers, launchers=None) -> Callable:
         kernels = functools.cache(lambda: load(name, self.none, DTYPE, **defines))
         return lambda: lambda *given: getattr(kernels(), launcher)(*given, *numbers)
 

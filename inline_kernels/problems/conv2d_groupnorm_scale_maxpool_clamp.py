@@ -138,27 +138,28 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 
 
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
-def _fused_outputs(a: Arguments, saving: bool, index: bool = True) -> list[operators.Output]:
-    """y; for backward, in one: the v that each window selects, the statistics with the biases, and its index in the window, a byte."""
+def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
+    """y; for backward, in one, what kernels/pool/kept.cuh has: as float32 the v that each window selects, the biases and the statistics,
+    and, a byte each, its index in the window and which channels are flat."""
     y, *_ = _outputs(a, False)
-    selected, statistics = math.prod(y[0]), 2 * a.x.shape[0] * (len(a.weight) + a.groups)
-    kept = selected + statistics + (tiling.ceil_div(selected, 4) if index else 0)
-    return [y, (kept if saving else 0, torch.float32)]
+    selected, channels, groups = math.prod(y[0]), a.x.shape[0] * len(a.weight), a.x.shape[0] * a.groups
+    kept = selected + 2 * (channels + groups) + tiling.ceil_div(selected + channels, 4)
+    return [y, (kept, torch.float32)] if saving else [y]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
-    defines, tiles = tiling.plan_strips(a.x, a.weight, a.pool, saving)
-    unsaved = 0 if saving else _fused_outputs(a, True, index=False)[1][0]
-    scratch = len(a.x) * len(a.weight) * tiles.tiles * tiles.strips * 3 + unsaved  # statistics of each strip
-    outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    numbers = a.low, a.high, len(a.x), a.groups, *a.x.shape[2:]
-    of_forward = dict(numbers=(*numbers, a.eps, *tiles.launch), saves=tiles.saves)
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, **of_forward)
-    if plan.saves:
-        defines, plan.tiles = tiling.plan_strips_backward(a.x, a.weight, a.pool, a.groups)
-        build = f"{NAME}_backward_fused", defines
-        plan.backward = plan.when_needed(*build, "backward", *numbers, a.scale.numel(), *plan.tiles[:2])
-        plan.backward_input = plan.when_needed(*build, "backward_input", *numbers, *plan.tiles.input_launch)
+    saves = saving and tiling.strips_fit(a.x, a.weight, a.pool, True)
+    numbers, launcher = (a.low, a.high), "forward_saving" if saves else "forward"
+    given = f"{NAME}_fused", a, PARAMETERS, _fused_outputs(a, saving), tiling.strips_defines(a.x, a.weight, a.pool, saves)
+    plan = operators.Plan(*given, numbers=(*numbers, a.eps, a.groups), launchers=(launcher,), saves=saves)
+    if saves:
+        build = given[0], tiling.strips_backward_defines(a.x, a.weight, a.pool)
+        plan.backward, plan.backward_input = (
+            plan.when_needed(*build, name, *numbers, a.groups, launchers=(name,)) for name in ("backward", "backward_input")
+        )
+    elif saving:  # kept, but not written
+        launch = plan.launch
+        plan.launch = lambda y, kept, *operands: launch(y, *operands)
     return plan
 
 
@@ -167,19 +168,21 @@ def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
         return operators.backward_of(epilogue, dy, a, needs)
     gradients, dx, dw = plan.gradients(a), None, a.weight.new_empty(*a.weight.shape)
     _, weight, _, scale = plan.parameters(a)
-    operands = dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, weight, scale
-    inputs = kept.new_empty(plan.tiles.scratch, dtype=torch.float64), *operands
-    plan.backward()(dw, *gradients, *inputs)
-    if needs[0] and plan.tiles.input_columns:
+    inputs = dw, *gradients, dy.contiguous(), a.x.contiguous(), a.weight.contiguous(), kept, weight, scale
+    if needs[0] and tiling.input_columns(a.x, a.weight, a.pool):
         dx = torch.empty_like(a.x, memory_format=torch.contiguous_format)
         plan.backward_input()(dx, *inputs)
         dx = dx.contiguous(memory_format=library.result_format(a.x, a.weight, True))
-    elif needs[0]:
+    else:
+        plan.backward()(*inputs)
+    if needs[0] and dx is None:
         dx, *_ = operators.backward_of(epilogue, dy, a, [True, *[False] * (len(needs) - 1)])
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
-fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)
+fused = operators.declare_fused(
+    NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused, scratch=False
+)
 
 
 class Conv2dGroupNormScaleMaxPoolClampNew(Twin, Conv2dGroupNormScaleMaxPoolClamp):

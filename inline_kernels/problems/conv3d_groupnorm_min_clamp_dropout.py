@@ -119,17 +119,13 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
-    (N, _, *size), C = a.x.shape, len(a.weight)
-    defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=True)
-    unsaved = 0 if saving else _fused_outputs(a, True)[1][0]
-    scratch = N * 2 * C * tiles.slots + unsaved  # statistics of each block, and what is not saved
-    outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    numbers = *a.bounds(), a.p, a.eps, a.groups, N, *size, *tiles.launch
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
+    defines, tiles = tiling.plan_volume(len(a.x), a.x, a.weight, STATIC_SHARED, vectors=True)
+    numbers = *a.bounds(), a.p, a.eps, a.groups, *tiles.launch
+    given = _fused_outputs(a, saving), defines
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, *given, numbers=numbers, launchers=("forward",))
     if saving:
-        own = dict(of_sample=7 * C + 1, of_job=4 * 16)  # coefficients, gradients, a flag; sums
         numbers = *a.bounds(), a.p, a.groups
-        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_fused", a, *numbers)
     return plan
 
 
@@ -139,7 +135,9 @@ def _fused_backward(dy: Tensor, a: Arguments, saved, *, plan, needs) -> tuple:
     return *volumes.backward(plan, a, inputs, needs), None
 
 
-fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)
+fused = operators.declare_fused(
+    NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused, scratch=False
+)
 
 
 class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):

@@ -16,7 +16,6 @@ NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
 STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
 # Bytes, where backward follows: each warp's sums, on their way to threads that have a position's channels.
 STAGED_SHARED = 30 << 10
-SUMMED = 3200  # positions that a block sums up in backward
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
 
 
@@ -130,22 +129,15 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
-    N, _, *size = a.x.shape
     staged = STAGED_SHARED if saving else 0
-    defines, tiles = tiling.plan_volume(N, a.x, a.weight, STATIC_SHARED, vectors=False, staged=staged)
+    defines, tiles = tiling.plan_volume(len(a.x), a.x, a.weight, STATIC_SHARED, vectors=False, staged=staged)
     held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
-    scratch = 2 * N * tiles.slots * len(a.weight) + held  # statistics of each block first
-    outputs = [*_fused_outputs(a, saving), (scratch, torch.float32)]
-    index, numbers = {"INDEX_T": operators.index_type(len(a.weight))[0]}, (a.low, a.high, a.eps)
-    defines |= index | {"STAGED_SHARED": STAGED_SHARED}
-    last = *numbers, held, N, *size, *tiles.launch
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=last)
+    index, constants = {"INDEX_T": operators.index_type(len(a.weight))[0]}, (a.low, a.high, a.eps)
+    given = _fused_outputs(a, saving), defines | index | {"STAGED_SHARED": STAGED_SHARED}
+    numbers = *constants, held, *tiles.launch
+    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, *given, numbers=numbers, launchers=("forward",))
     if saving:
-        S, C = math.prod(library.output_size(a.x, a.weight)), len(a.weight)
-        # coefficients and gradients; dz of the channels that won; sums by part
-        own = dict(of_sample=6 * C + S + 4 * C * tiling.ceil_div(S, SUMMED), SUMMED_POSITIONS=SUMMED, **index)
-        numbers = *numbers, a.multiplier.numel()
-        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_backward_fused", a, *numbers, **own)
+        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_fused", a, *constants, **index)
     return plan
 
 
@@ -154,7 +146,9 @@ def _fused_backward(dy: Tensor, a: Arguments, kept, *, plan, needs) -> tuple:
     return volumes.backward(plan, a, (*operands, plan.parameters(a)[1]), needs)
 
 
-fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)
+fused = operators.declare_fused(
+    NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused, scratch=False
+)
 
 
 class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstanceNormClampMultiplyMax):
