@@ -85,7 +85,7 @@ def test_the_wheel_holds_no_model(wheel):
     pair = {f"inline_compare/{name}.py" for name in ("charts", "checks", "compare", "honesty")}
     assert names == modules | pair | {
         f"inline_loader_headers/{name}.h"
-        for name in ("core/scalar", "host/bound", "host/host", "host/pytorch")
+        for name in ("core/scalar", "host/bound", "host/cell", "host/host", "host/pytorch", "host/sized", "host/tensor")
     }
 
 

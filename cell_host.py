@@ -1,0 +1,281 @@
+"""What an exported cell has below its kernels, one text for all models. export_cell.py copies what is below the line; the names above it
+are the cell's own."""
+
+import _thread
+import contextlib as _contextlib
+import copy as _copy
+import ctypes as _ctypes
+import functools as _functools
+import hashlib as _hashlib
+import operator as _operator
+import os as _os
+import re as _re
+import sys as _sys  # noqa: F401, for what export_cell.py writes
+import tempfile as _tempfile
+import time as _time
+
+import torch
+from torch import nn
+
+Model = get_inputs = get_init_inputs = _DEVICE = _DTYPE = None  # what the cell is for
+_FORMULA = _HEADERS = 0, ""  # the line where a text begins: launchers with their formulas; what they include
+_ARGUMENTS = {}  # of a launcher's parameter, the attribute of Model that it is
+_AS_WRITTEN = ""  # the digest of the formula's code as it was exported
+
+# ------------------------------------------------------------------------------------------- host: the same for all models
+_TYPES = {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_types(_DTYPE, torch.float32)}
+_TYPES |= {"float": torch.float32, "double": torch.float64, "bool": torch.bool, "uint8_t": torch.uint8}
+_TYPES |= {"int32_t": torch.int32, "int64_t": torch.int64}
+_LAUNCHERS = _re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M)
+_LAUNCHERS = {name: [each.split() for each in given.split(",")] for name, given in _LAUNCHERS}
+_CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
+_TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
+
+
+class _BuildError(RuntimeError):
+    def _render_traceback_(self):  # IPython's
+        return [f"BuildError: {self}"]
+
+
+class _Building(_contextlib.AbstractContextManager):
+    """A clock while it lasts, and a compiler's first error at the cell's own line."""
+
+    def __init__(self, name):
+        self.name, self.start, self.end = name, _time.monotonic(), ""
+        _thread.start_new_thread(self.tick, ())
+
+    def tick(self):
+        while not self.end:
+            self.say()
+            _time.sleep(0.2)
+
+    def say(self):
+        print(f"\rcompiling {self.name} … {_time.monotonic() - self.start:.1f} s", end=self.end, flush=True)
+
+    def __exit__(self, kind, error, trace):
+        self.end = "\n"
+        self.say()
+        if found := _re.search(
+            r"^(formula|headers)[:(](\d+)\)?:.*?error[^:]*: (.*)$", str(error), flags=_re.M
+        ):
+            part, line, (first, text) = (
+                found[1],
+                int(found[2]),
+                _FORMULA if found[1] == "formula" else _HEADERS,
+            )
+            code = f"{line:5} | {text.splitlines()[line - first]}"
+            raise _BuildError(f"{part}, line {line} of the cell: {found[3]}\n{code}") from None
+
+
+@_functools.cache
+def _library(name):
+    """The launcher `name` and what is asked of sizes, compiled if need be."""
+    from torch.utils.cpp_extension import _get_build_directory, load_inline
+
+    native = "-mcpu=native" if _os.uname().machine in ("aarch64", "arm64") else "-march=native"
+    flags, cuda_flags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native], None
+    if _DEVICE == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        flags, arch = ["-O1", "-fvisibility=hidden"], f"{major}{minor}" + "a" * (major >= 9)
+        cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
+    # The others are blank: what they alone need is not compiled.
+    others = _re.compile(rf"^EXPORT void (?!{name}\b)\w+\(.*?^}}$", flags=_re.M | _re.S)
+    formula = others.sub(lambda found: "\n" * found[0].count("\n"), _FORMULA[1])
+    called = "".join([f"CELL({each})\n" for each in _re.findall(r"^EXPORT \w+ (\w+)", formula, flags=_re.M)])
+    text = f'#line {_HEADERS[0]} "headers"\n{_HEADERS[1]}\n#line {_FORMULA[0]} "formula"\n{formula}\n{called}'
+    compiled = text, flags, cuda_flags, torch.__version__, torch.backends.cpu.get_cpu_capability()
+    folder = _get_build_directory(f"cell_{_hashlib.sha256(repr(compiled).encode()).hexdigest()[:16]}", False)
+    built = [file for file in _os.listdir(folder) if file.endswith(".so")]
+    if (
+        not built
+    ):  # under a name never used before: PyTorch waits for, or relies on, what an interrupted build has left
+        place = _tempfile.mkdtemp("", "build_", folder)
+        built = [_os.path.basename(place) + ".so"]
+        sources = ([""], [text]) if _DEVICE == "cuda" else ([text], None)
+        options = {"extra_cflags": flags, "extra_cuda_cflags": cuda_flags, "build_directory": place}
+        with _Building(name):
+            load_inline(built[0][:-3], *sources, **options, is_python_module=False, no_implicit_headers=True)
+        _os.replace(_os.path.join(place, built[0]), _os.path.join(folder, built[0]))
+    return _ctypes.CDLL(_os.path.join(folder, built[0]))
+
+
+class _Tensor(_ctypes.Structure):
+    _fields_ = [("dims", _ctypes.c_int64), ("sizes", _ctypes.c_int64 * 8), ("data", _ctypes.c_void_p)]
+
+    @classmethod
+    def from_param(cls, t):
+        return cls(t.dim(), (*t.shape,), t.data_ptr() if t.numel() else None)
+
+
+@_functools.cache
+def _launcher(name, build=None):
+    """The launcher `name` as a function of a dict: its arguments, by name."""
+    kinds, C = {last: kind for kind, last in _LAUNCHERS[name]}, _ctypes
+    dtypes = {each: _TYPES[kind[:-1].partition("<")[2]] for each, kind in kinds.items() if kind[-1] == ">"}
+    numbers = {"double": C.c_double, "int64_t": C.c_int64, "bool": C.c_bool, "cudaStream_t": C.c_void_p}
+    types = [numbers.get(kind, _Tensor) for kind in kinds.values()]
+    address = C.c_void_p.in_dll(_library(build or name), f"cell_{name}").value
+    run = C.CFUNCTYPE(C.c_char_p, C.c_void_p, *types)(address)
+
+    def call(given):
+        with torch.cuda.device_of(given["x"]):
+            given["stream"] = torch.cuda.current_stream().cuda_stream if _DEVICE == "cuda" else 0
+            values = [
+                given[each].to(dtypes[each]).contiguous() if each in dtypes else given[each] for each in kinds
+            ]
+            problem = run(C.addressof(result := C.c_int64()), *values)
+        if problem:
+            raise RuntimeError(f"{name}: {problem.decode()}")
+        return result.value
+
+    call.dtypes, call.outputs = dtypes, [each for each, kind in kinds.items() if kind.startswith("Out<")]
+    return call
+
+
+def _run(given, saving):
+    """y, and what backward needs beside what is given, by name."""
+    build = "forward_saving" if saving and "forward_saving" in _LAUNCHERS else "forward"
+    forward, like, made = _launcher(build), _MADE(given["x"].to("meta")), {}
+    if "v" in forward.dtypes:  # the library convolves
+        given["v"] = torch.ops.aten.convolution(given["x"], given["weight"], None, *_CONVOLUTION)
+    for name in forward.outputs:
+        shape = like.shape if saving or name == "y" else 0
+        shape = _launcher(f"{name}_size", build)(given) if shape and f"{name}_size" in _LAUNCHERS else shape
+        made[name] = given["x"].new_empty(shape, dtype=forward.dtypes[name])
+    forward(given | made)
+    return made.pop("y"), made | {name: given[name] for name in ("v", "seed") if name in given}
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, names, numbers, *tensors):
+        y, kept = _run(dict(zip(names, tensors)) | numbers, saving=True)
+        ctx.names, ctx.numbers = [*names, *kept], numbers
+        ctx.save_for_backward(*tensors, *kept.values())
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        if _CODE not in _TRAINS:
+            raise RuntimeError(
+                "the formula was edited: edit its gradient and Model, too, and call check() to compare them"
+            )
+        given, launch = (
+            dict(zip(ctx.names, ctx.saved_tensors)) | ctx.numbers | {"dy": dy},
+            _launcher("backward"),
+        )
+        needs, found = dict(zip(ctx.names, ctx.needs_input_grad[2:])), {}
+        for name in launch.outputs:
+            of = name.removeprefix("d").removeprefix("_")
+            wanted = given[of].dim() < 2 or needs.get(of, True)
+            found[of] = dy.new_empty(given[of].shape if wanted else 0, dtype=launch.dtypes[name])
+        launch(given | dict(zip(launch.outputs, found.values())))
+        if "v" in found:
+            operands, mask = (found["v"], given["x"], given["weight"]), [needs["x"], needs["weight"], False]
+            both = torch.ops.aten.convolution_backward(*operands, None, *_CONVOLUTION, mask)
+            found["x"], found["weight"], _ = both
+        return (
+            None,
+            None,
+            *[found[name].to(given[name].dtype) if need else None for name, need in needs.items()],
+        )
+
+
+def _state(model, x):
+    """What the kernels take for granted, by what it is; then what they are given, or None."""
+    watched = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    state = {"torch.func or forward-mode AD": watched, "autocast": torch.is_autocast_enabled(_DEVICE)}
+    state |= {"that all modules have hooks": nn.modules.module._has_any_global_hook()}
+    for path, module in model.named_modules():
+        own = vars(module)
+        state |= {
+            f"{path}.{key}".lstrip("."): value
+            for key, value in own.items()
+            if key[0] != "_" and key != "training"
+        }
+        if path:
+            hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+            state[f"that {path} has hooks"] = any([own[each] for each in hooks])
+            state[f"the class of {path}"], state[f"the forward of {path}"] = type(module), _forward(module)
+    for name, t in {"x": x, **dict(model.named_parameters())}.items():
+        state[name] = type(t) in (torch.Tensor, nn.Parameter), t.dtype, t.shape[name == "x" :], t.numel() > 0
+    return state
+
+
+def _forward(module):
+    return getattr(module.forward, "__func__", module.forward)
+
+
+class ModelNew(Model):
+    """Model by the kernels above. Where they can't stand for it, a call raises RuntimeError and says why."""
+
+    def forward(self, x):
+        given = {"x": x} | {name: _operator.attrgetter(path)(self) for name, path in _ARGUMENTS.items()}
+        tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+        numbers = {name: t for name, t in given.items() if name not in tensors}
+        state, devices = _state(self, x), {t.device for t in tensors.values()}
+        state |= {"the device of all": devices == {x.device} and x.device.type}
+        state |= {_ARGUMENTS[name]: isinstance(t, (int, float)) and t == t for name, t in numbers.items()}
+        for what, expected in _STATE.items():
+            if (got := state.get(what)) != expected:
+                raise RuntimeError(f"ModelNew can't run: {what} is {got}, its kernels are for {expected}")
+        if "p" in numbers:  # of dropout
+            numbers["p"] *= self.get_submodule(_ARGUMENTS["p"].rpartition(".")[0]).training
+            seed = torch.empty(int(numbers["p"] > 0), dtype=torch.int64, device=x.device).random_()
+            numbers |= {"seed": seed, "number": 0}
+        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors.values()]):
+            return _Function.apply([*tensors], numbers, *tensors.values())
+        return _run(tensors | numbers, saving=False)[0]
+
+
+def get_model(device=_DEVICE):
+    return ModelNew(*get_init_inputs()).to(device)
+
+
+def check(batch_size=2):
+    """Compares y and all gradients with Model's, by both's errors against Model in float64. Then an edited formula trains.
+
+    Raises AssertionError where an error is more than twice Model's.
+    """
+    ours, theirs = (each(*get_init_inputs()).to(_DEVICE, _DTYPE).eval() for each in (ModelNew, Model))
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.mul_(1 + torch.randn_like(p) / 4).add_(torch.randn_like(p) / 10)
+    theirs.load_state_dict(ours.state_dict())
+    x, dy, found = torch.randn_like(get_inputs(batch_size, _DEVICE)[0].to(_DTYPE)), None, []
+    with _contextlib.ExitStack() as stack:
+        if _CODE not in _TRAINS:
+            _TRAINS.add(_CODE), stack.callback(_TRAINS.discard, _CODE)
+        for model in (ours, theirs, _copy.deepcopy(theirs).double()):
+            given = x.to(next(model.parameters()).dtype, copy=True).requires_grad_()
+            y = model(given)
+            dy = torch.randn_like(y) if dy is None else dy
+            y.backward(dy.to(y.dtype))
+            gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters()}
+            found.append({"y": y.detach(), "x.grad": given.grad} | gradients)
+        for name, exact in found[2].items():
+            ours, theirs = (float((each[name].double() - exact).norm()) for each in found[:2])
+            print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {exact.norm():.1e}")
+            if not ours <= 2 * theirs + 1e-6 * float(exact.norm()):
+                raise AssertionError(f"{name} is not Model's: its error is {ours:.1e}, Model's {theirs:.1e}")
+        stack.pop_all()
+
+
+with torch.device("meta"):
+    _MADE = Model(*get_init_inputs()).to(_DTYPE)  # what the kernels are for
+_STATE = _state(_MADE, get_inputs(batch_size=1)[0].to(_DTYPE)) | {"the device of all": _DEVICE}
+_STATE |= {
+    path: True
+    for path in _ARGUMENTS.values()
+    if not isinstance(_operator.attrgetter(path)(_MADE), torch.Tensor)
+}
+_CONV = next((each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)), None)
+_CONVOLUTION = _CONV and (
+    _CONV.stride,
+    _CONV.padding,
+    _CONV.dilation,
+    False,
+    _CONV.output_padding,
+    _CONV.groups,
+)
