@@ -1,5 +1,4 @@
-"""What an exported cell has below its kernels, one text for all models. export_cell.py copies what is below the line; the names above it
-are the cell's own."""
+"""What an exported cell has below its kernels, one text for all models: below the line. What is above it are the cell's own names."""
 
 import _thread
 import contextlib as _contextlib
@@ -17,7 +16,7 @@ import time as _time
 import torch
 from torch import nn
 
-Model = get_inputs = get_init_inputs = _DEVICE = _DTYPE = None  # what the cell is for
+Model = get_inputs = get_init_inputs = _DEVICE = _DTYPE = None  # what the kernels are for
 _FORMULA = _HEADERS = 0, ""  # the line where a text begins: launchers with their formulas; what they include
 _ARGUMENTS = {}  # of a launcher's parameter, the attribute of Model that it is
 _AS_WRITTEN = ""  # the digest of the formula's code as it was exported
@@ -30,11 +29,6 @@ _LAUNCHERS = _re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_
 _LAUNCHERS = {name: [each.split() for each in given.split(",")] for name, given in _LAUNCHERS}
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
-
-
-class _BuildError(RuntimeError):
-    def _render_traceback_(self):  # IPython's
-        return [f"BuildError: {self}"]
 
 
 class _Building(_contextlib.AbstractContextManager):
@@ -58,13 +52,11 @@ class _Building(_contextlib.AbstractContextManager):
         if found := _re.search(
             r"^(formula|headers)[:(](\d+)\)?:.*?error[^:]*: (.*)$", str(error), flags=_re.M
         ):
-            part, line, (first, text) = (
-                found[1],
-                int(found[2]),
-                _FORMULA if found[1] == "formula" else _HEADERS,
-            )
+            line, (first, text) = int(found[2]), _FORMULA if found[1] == "formula" else _HEADERS
             code = f"{line:5} | {text.splitlines()[line - first]}"
-            raise _BuildError(f"{part}, line {line} of the cell: {found[3]}\n{code}") from None
+            told = RuntimeError(f"{found[1]}, line {line} of the cell: {found[3]}\n{code}")
+            told._render_traceback_ = lambda: [f"BuildError: {told}"]  # for IPython
+            raise told from None
 
 
 @_functools.cache
@@ -109,7 +101,7 @@ class _Tensor(_ctypes.Structure):
 
 @_functools.cache
 def _launcher(name, build=None):
-    """The launcher `name` as a function of a dict: its arguments, by name."""
+    """The launcher `name` as a function of a dict: its arguments, by name. `outputs` has the dtypes of what it writes."""
     kinds, C = {last: kind for kind, last in _LAUNCHERS[name]}, _ctypes
     dtypes = {each: _TYPES[kind[:-1].partition("<")[2]] for each, kind in kinds.items() if kind[-1] == ">"}
     numbers = {"double": C.c_double, "int64_t": C.c_int64, "bool": C.c_bool, "cudaStream_t": C.c_void_p}
@@ -128,7 +120,10 @@ def _launcher(name, build=None):
             raise RuntimeError(f"{name}: {problem.decode()}")
         return result.value
 
-    call.dtypes, call.outputs = dtypes, [each for each, kind in kinds.items() if kind.startswith("Out<")]
+    call.takes, call.outputs = (
+        kinds,
+        {each: dtypes[each] for each, kind in kinds.items() if kind[:4] == "Out<"},
+    )
     return call
 
 
@@ -136,12 +131,12 @@ def _run(given, saving):
     """y, and what backward needs beside what is given, by name."""
     build = "forward_saving" if saving and "forward_saving" in _LAUNCHERS else "forward"
     forward, like, made = _launcher(build), _MADE(given["x"].to("meta")), {}
-    if "v" in forward.dtypes:  # the library convolves
+    if "v" in forward.takes:  # the library convolves
         given["v"] = torch.ops.aten.convolution(given["x"], given["weight"], None, *_CONVOLUTION)
-    for name in forward.outputs:
+    for name, dtype in forward.outputs.items():
         shape = like.shape if saving or name == "y" else 0
         shape = _launcher(f"{name}_size", build)(given) if shape and f"{name}_size" in _LAUNCHERS else shape
-        made[name] = given["x"].new_empty(shape, dtype=forward.dtypes[name])
+        made[name] = given["x"].new_empty(shape, dtype=dtype)
     forward(given | made)
     return made.pop("y"), made | {name: given[name] for name in ("v", "seed") if name in given}
 
@@ -166,10 +161,10 @@ class _Function(torch.autograd.Function):
             _launcher("backward"),
         )
         needs, found = dict(zip(ctx.names, ctx.needs_input_grad[2:])), {}
-        for name in launch.outputs:
+        for name, dtype in launch.outputs.items():
             of = name.removeprefix("d").removeprefix("_")
-            wanted = given[of].dim() < 2 or needs.get(of, True)
-            found[of] = dy.new_empty(given[of].shape if wanted else 0, dtype=launch.dtypes[name])
+            wanted = of not in ("x", "weight") or needs[of]
+            found[of] = dy.new_empty(given[of].shape if wanted else 0, dtype=dtype)
         launch(given | dict(zip(launch.outputs, found.values())))
         if "v" in found:
             operands, mask = (found["v"], given["x"], given["weight"]), [needs["x"], needs["weight"], False]
@@ -183,10 +178,10 @@ class _Function(torch.autograd.Function):
 
 
 def _state(model, x):
-    """What the kernels take for granted, by what it is; then what they are given, or None."""
+    """What the kernels take for granted, by what it is."""
     watched = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     state = {"torch.func or forward-mode AD": watched, "autocast": torch.is_autocast_enabled(_DEVICE)}
-    state |= {"that all modules have hooks": nn.modules.module._has_any_global_hook()}
+    state["hooks on all modules"] = bool(nn.modules.module._has_any_global_hook())
     for path, module in model.named_modules():
         own = vars(module)
         state |= {
@@ -196,15 +191,13 @@ def _state(model, x):
         }
         if path:
             hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-            state[f"that {path} has hooks"] = any([own[each] for each in hooks])
-            state[f"the class of {path}"], state[f"the forward of {path}"] = type(module), _forward(module)
+            state[f"hooks on {path}"] = any([own[each] for each in hooks])
+            state[f"{path}'s class"] = type(module)
+            state[f"{path}'s forward"] = getattr(module.forward, "__func__", module.forward)
     for name, t in {"x": x, **dict(model.named_parameters())}.items():
-        state[name] = type(t) in (torch.Tensor, nn.Parameter), t.dtype, t.shape[name == "x" :], t.numel() > 0
+        kind = "" if type(t) in (torch.Tensor, nn.Parameter) else f"{type(t).__name__} of "
+        state[name] = f"{kind}{t.dtype} {[*t.shape[name == 'x' :]]}{'' if t.numel() else ' without elements'}"
     return state
-
-
-def _forward(module):
-    return getattr(module.forward, "__func__", module.forward)
 
 
 class ModelNew(Model):
@@ -214,9 +207,10 @@ class ModelNew(Model):
         given = {"x": x} | {name: _operator.attrgetter(path)(self) for name, path in _ARGUMENTS.items()}
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         numbers = {name: t for name, t in given.items() if name not in tensors}
-        state, devices = _state(self, x), {t.device for t in tensors.values()}
-        state |= {"the device of all": devices == {x.device} and x.device.type}
-        state |= {_ARGUMENTS[name]: isinstance(t, (int, float)) and t == t for name, t in numbers.items()}
+        state, devices = _state(self, x), {str(t.device) for t in tensors.values()}
+        state["the device of all"] = x.device.type if len(devices) == 1 else devices
+        for name, t in numbers.items():
+            state[_ARGUMENTS[name]] = "a number" if isinstance(t, (int, float)) and t == t else t
         for what, expected in _STATE.items():
             if (got := state.get(what)) != expected:
                 raise RuntimeError(f"ModelNew can't run: {what} is {got}, its kernels are for {expected}")
@@ -224,52 +218,40 @@ class ModelNew(Model):
             numbers["p"] *= self.get_submodule(_ARGUMENTS["p"].rpartition(".")[0]).training
             seed = torch.empty(int(numbers["p"] > 0), dtype=torch.int64, device=x.device).random_()
             numbers |= {"seed": seed, "number": 0}
+        numbers["checked"] = "checked" in vars(self)
         if torch.is_grad_enabled() and any([t.requires_grad for t in tensors.values()]):
             return _Function.apply([*tensors], numbers, *tensors.values())
         return _run(tensors | numbers, saving=False)[0]
 
 
-def get_model(device=_DEVICE):
-    return ModelNew(*get_init_inputs()).to(device)
-
-
 def check(batch_size=2):
-    """Compares y and all gradients with Model's, by both's errors against Model in float64. Then an edited formula trains.
+    """Compares y and all gradients with Model's, by the errors of both against Model in float64. Then an edited formula trains.
 
     Raises AssertionError where an error is more than twice Model's.
     """
-    ours, theirs = (each(*get_init_inputs()).to(_DEVICE, _DTYPE).eval() for each in (ModelNew, Model))
-    with torch.no_grad():
-        for p in ours.parameters():
-            p.mul_(1 + torch.randn_like(p) / 4).add_(torch.randn_like(p) / 10)
-    theirs.load_state_dict(ours.state_dict())
-    x, dy, found = torch.randn_like(get_inputs(batch_size, _DEVICE)[0].to(_DTYPE)), None, []
-    with _contextlib.ExitStack() as stack:
-        if _CODE not in _TRAINS:
-            _TRAINS.add(_CODE), stack.callback(_TRAINS.discard, _CODE)
-        for model in (ours, theirs, _copy.deepcopy(theirs).double()):
-            given = x.to(next(model.parameters()).dtype, copy=True).requires_grad_()
-            y = model(given)
-            dy = torch.randn_like(y) if dy is None else dy
-            y.backward(dy.to(y.dtype))
-            gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters()}
-            found.append({"y": y.detach(), "x.grad": given.grad} | gradients)
-        for name, exact in found[2].items():
-            ours, theirs = (float((each[name].double() - exact).norm()) for each in found[:2])
-            print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {exact.norm():.1e}")
-            if not ours <= 2 * theirs + 1e-6 * float(exact.norm()):
-                raise AssertionError(f"{name} is not Model's: its error is {ours:.1e}, Model's {theirs:.1e}")
-        stack.pop_all()
+    models = [each(*get_init_inputs()).to(_DEVICE, _DTYPE).eval() for each in (ModelNew, Model)]
+    models[0].checked, models[2:] = True, [_copy.deepcopy(models[1]).double()]
+    for same in zip(*[model.parameters() for model in models]):
+        value = same[0] * (1 + torch.randn_like(same[0]) / 4) + torch.randn_like(same[0]) / 10
+        [p.data.copy_(value) for p in same]
+    x, found = torch.randn_like(get_inputs(batch_size, _DEVICE)[0].to(_DTYPE)), []
+    dy, names = torch.randn_like(models[1](x)), [f"{name}.grad" for name, _ in models[0].named_parameters()]
+    for model in models:
+        inputs = [x.to(next(model.parameters()).dtype, copy=True).requires_grad_(), *model.parameters()]
+        y = model(inputs[0])
+        found.append([y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))])
+    for name, *both, exact in zip(["y", "x.grad", *names], *found):
+        ours, theirs, size = [float((t.double() - exact).norm()) for t in both] + [float(exact.norm())]
+        print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {size:.1e}")
+        if not ours <= 2 * theirs + 1e-6 * size:
+            raise AssertionError(f"{name} is not Model's: its error is {ours:.1e}, Model's {theirs:.1e}")
+    _TRAINS.add(_CODE)
 
 
 with torch.device("meta"):
-    _MADE = Model(*get_init_inputs()).to(_DTYPE)  # what the kernels are for
+    _MADE = Model(*get_init_inputs()).to(_DTYPE)  # without memory
 _STATE = _state(_MADE, get_inputs(batch_size=1)[0].to(_DTYPE)) | {"the device of all": _DEVICE}
-_STATE |= {
-    path: True
-    for path in _ARGUMENTS.values()
-    if not isinstance(_operator.attrgetter(path)(_MADE), torch.Tensor)
-}
+_STATE |= {path: "a number" for path in _ARGUMENTS.values() if path not in dict(_MADE.named_parameters())}
 _CONV = next((each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)), None)
 _CONVOLUTION = _CONV and (
     _CONV.stride,

@@ -44,5 +44,5 @@ EXPORT void backward(Out<value_t> dv, Out<accumulate_t> dconv_bias, Out<accumula
   const int64_t N = v.size(0), C = v.size(1);
   const Scratch<accumulate_t> sums(2 * N * C, stream);
   gradient_kernel<<<N * C, kThreads, 0, stream>>>(dv, sums, dy, v, Tail{conv_bias, bias, accumulate_t(scale)}, C, v.numel() / (N * C));
-  sum_rows({{dconv_bias, C}, {dbias, C}}, sums, N, C, stream);
+  sum_rows({{dconv_bias, C}, {dbias, C}}, sums.data, N, C, stream);
 }
