@@ -22,12 +22,13 @@ _ARGUMENTS = {}  # of a launcher's parameter, the attribute of Model that it is
 _AS_WRITTEN = ""  # the digest of the formula's code as it was exported
 
 # ------------------------------------------------------------------------------------------- host: the same for all models
-_TYPES = {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_types(_DTYPE, torch.float32)}
-_TYPES |= {"float": torch.float32, "double": torch.float64, "bool": torch.bool, "uint8_t": torch.uint8}
-_TYPES |= {"int32_t": torch.int32, "int64_t": torch.int64}
+_TYPES = {f"{name}_t": getattr(torch, name) for name in ("uint8", "int32", "int64")} | {"bool": torch.bool}
+_TYPES |= {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_types(_DTYPE, torch.float32)}
+_TYPES |= {"float": torch.float32, "double": torch.float64}
 _LAUNCHERS = _re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M)
 _LAUNCHERS = {name: [each.split() for each in given.split(",")] for name, given in _LAUNCHERS}
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
 
 
@@ -35,23 +36,19 @@ class _Building(_contextlib.AbstractContextManager):
     """A clock while it lasts, and a compiler's first error at the cell's own line."""
 
     def __init__(self, name):
-        self.name, self.start, self.end = name, _time.monotonic(), ""
+        start, self.end = _time.monotonic(), ""
+        self.line = lambda: f"\rcompiling {name} … {_time.monotonic() - start:.1f} s{self.end}"
         _thread.start_new_thread(self.tick, ())
 
     def tick(self):
         while not self.end:
-            self.say()
+            print(self.line(), end="", flush=True)
             _time.sleep(0.2)
-
-    def say(self):
-        print(f"\rcompiling {self.name} … {_time.monotonic() - self.start:.1f} s", end=self.end, flush=True)
 
     def __exit__(self, kind, error, trace):
         self.end = "\n"
-        self.say()
-        if found := _re.search(
-            r"^(formula|headers)[:(](\d+)\)?:.*?error[^:]*: (.*)$", str(error), flags=_re.M
-        ):
+        print(self.line(), end="", flush=True)
+        if found := _re.search(r"(?m)^(formula|headers)[:(](\d+)\)?:.*?error[^:]*: (.*)$", str(error)):
             line, (first, text) = int(found[2]), _FORMULA if found[1] == "formula" else _HEADERS
             code = f"{line:5} | {text.splitlines()[line - first]}"
             told = RuntimeError(f"{found[1]}, line {line} of the cell: {found[3]}\n{code}")
@@ -78,9 +75,7 @@ def _library(name):
     compiled = text, flags, cuda_flags, torch.__version__, torch.backends.cpu.get_cpu_capability()
     folder = _get_build_directory(f"cell_{_hashlib.sha256(repr(compiled).encode()).hexdigest()[:16]}", False)
     built = [file for file in _os.listdir(folder) if file.endswith(".so")]
-    if (
-        not built
-    ):  # under a name never used before: PyTorch waits for, or relies on, what an interrupted build has left
+    if not built:  # under a new name: PyTorch waits for, or relies on, what an interrupted build has left
         place = _tempfile.mkdtemp("", "build_", folder)
         built = [_os.path.basename(place) + ".so"]
         sources = ([""], [text]) if _DEVICE == "cuda" else ([text], None)
@@ -112,18 +107,13 @@ def _launcher(name, build=None):
     def call(given):
         with torch.cuda.device_of(given["x"]):
             given["stream"] = torch.cuda.current_stream().cuda_stream if _DEVICE == "cuda" else 0
-            values = [
-                given[each].to(dtypes[each]).contiguous() if each in dtypes else given[each] for each in kinds
-            ]
+            values = [given[n].to(dtypes[n]).contiguous() if n in dtypes else given[n] for n in kinds]
             problem = run(C.addressof(result := C.c_int64()), *values)
         if problem:
             raise RuntimeError(f"{name}: {problem.decode()}")
         return result.value
 
-    call.takes, call.outputs = (
-        kinds,
-        {each: dtypes[each] for each, kind in kinds.items() if kind[:4] == "Out<"},
-    )
+    call.takes, call.outputs = kinds, {n: dtypes[n] for n, kind in kinds.items() if kind[:4] == "Out<"}
     return call
 
 
@@ -152,29 +142,20 @@ class _Function(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        if _CODE not in _TRAINS:
-            raise RuntimeError(
-                "the formula was edited: edit its gradient and Model, too, and call check() to compare them"
-            )
-        given, launch = (
-            dict(zip(ctx.names, ctx.saved_tensors)) | ctx.numbers | {"dy": dy},
-            _launcher("backward"),
-        )
+        if _CODE not in _TRAINS and not ctx.numbers["checked"]:
+            raise RuntimeError("the formula was edited: edit its gradient and Model, too, and call check()")
+        launch, given = _launcher("backward"), dict(zip(ctx.names, ctx.saved_tensors)) | ctx.numbers
         needs, found = dict(zip(ctx.names, ctx.needs_input_grad[2:])), {}
         for name, dtype in launch.outputs.items():
             of = name.removeprefix("d").removeprefix("_")
             wanted = of not in ("x", "weight") or needs[of]
             found[of] = dy.new_empty(given[of].shape if wanted else 0, dtype=dtype)
-        launch(given | dict(zip(launch.outputs, found.values())))
+        launch(given | dict(zip(launch.outputs, found.values())) | {"dy": dy})
         if "v" in found:
-            operands, mask = (found["v"], given["x"], given["weight"]), [needs["x"], needs["weight"], False]
-            both = torch.ops.aten.convolution_backward(*operands, None, *_CONVOLUTION, mask)
+            operands = found["v"], given["x"], given["weight"], None, *_CONVOLUTION
+            both = torch.ops.aten.convolution_backward(*operands, [needs["x"], needs["weight"], False])
             found["x"], found["weight"], _ = both
-        return (
-            None,
-            None,
-            *[found[name].to(given[name].dtype) if need else None for name, need in needs.items()],
-        )
+        return None, None, *[found[n].to(given[n].dtype) if need else None for n, need in needs.items()]
 
 
 def _state(model, x):
@@ -183,15 +164,10 @@ def _state(model, x):
     state = {"torch.func or forward-mode AD": watched, "autocast": torch.is_autocast_enabled(_DEVICE)}
     state["hooks on all modules"] = bool(nn.modules.module._has_any_global_hook())
     for path, module in model.named_modules():
-        own = vars(module)
-        state |= {
-            f"{path}.{key}".lstrip("."): value
-            for key, value in own.items()
-            if key[0] != "_" and key != "training"
-        }
+        plain = {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"}
+        state |= {f"{path}.{key}".lstrip("."): value for key, value in plain.items()}
         if path:
-            hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-            state[f"hooks on {path}"] = any([own[each] for each in hooks])
+            state[f"hooks on {path}"] = any([getattr(module, each) for each in _HOOKS])
             state[f"{path}'s class"] = type(module)
             state[f"{path}'s forward"] = getattr(module.forward, "__func__", module.forward)
     for name, t in {"x": x, **dict(model.named_parameters())}.items():
@@ -252,12 +228,6 @@ with torch.device("meta"):
     _MADE = Model(*get_init_inputs()).to(_DTYPE)  # without memory
 _STATE = _state(_MADE, get_inputs(batch_size=1)[0].to(_DTYPE)) | {"the device of all": _DEVICE}
 _STATE |= {path: "a number" for path in _ARGUMENTS.values() if path not in dict(_MADE.named_parameters())}
-_CONV = next((each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)), None)
-_CONVOLUTION = _CONV and (
-    _CONV.stride,
-    _CONV.padding,
-    _CONV.dilation,
-    False,
-    _CONV.output_padding,
-    _CONV.groups,
-)
+_CONV = [each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)]
+_SETTINGS = _operator.attrgetter("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+_CONVOLUTION = _CONV and _SETTINGS(_CONV[0])
