@@ -26,7 +26,7 @@ _TYPES = {f"{name}_t": getattr(torch, name) for name in ("uint8", "int32", "int6
 _TYPES |= {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_types(_DTYPE, torch.float32)}
 _TYPES |= {"float": torch.float32, "double": torch.float64}
 _LAUNCHERS = _re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M)
-_LAUNCHERS = {name: [each.split() for each in given.split(",")] for name, given in _LAUNCHERS}
+_LAUNCHERS = {name: [each.split() for each in given.split(",") if each.strip()] for name, given in _LAUNCHERS}
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
@@ -67,6 +67,8 @@ def _library(name):
         major, minor = torch.cuda.get_device_capability()
         flags, arch = ["-O1", "-fvisibility=hidden"], f"{major}{minor}" + "a" * (major >= 9)
         cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
+        shared = torch.cuda.get_device_properties().shared_memory_per_block_optin
+        cuda_flags += [f"-DCAPABILITY={major}{minor}", f"-DSHARED_LIMIT={shared}"]
     # The others are blank: what they alone need is not compiled.
     others = _re.compile(rf"^EXPORT void (?!{name}\b)\w+\(.*?^}}$", flags=_re.M | _re.S)
     formula = others.sub(lambda found: "\n" * found[0].count("\n"), _FORMULA[1])
@@ -104,11 +106,16 @@ def _launcher(name, build=None):
     address = C.c_void_p.in_dll(_library(build or name), f"cell_{name}").value
     run = C.CFUNCTYPE(C.c_char_p, C.c_void_p, *types)(address)
 
+    def value(given, each):
+        if each not in dtypes:  # a number, or one that is asked for
+            return given[each] if each in given else _launcher(each, build or name)(given)
+        t = given[each].to(dtypes[each]).contiguous()
+        return t.clone() if t.data_ptr() % 16 else t
+
     def call(given):
         with torch.cuda.device_of(given["x"]):
             given["stream"] = torch.cuda.current_stream().cuda_stream if _DEVICE == "cuda" else 0
-            values = [given[n].to(dtypes[n]).contiguous() if n in dtypes else given[n] for n in kinds]
-            problem = run(C.addressof(result := C.c_int64()), *values)
+            problem = run(C.addressof(result := C.c_int64()), *[value(given, each) for each in kinds])
         if problem:
             raise RuntimeError(f"{name}: {problem.decode()}")
         return result.value
@@ -117,41 +124,53 @@ def _launcher(name, build=None):
     return call
 
 
+def _launch(name, given, shapes):
+    """Runs a launcher. Adds its outputs to what is given: of these shapes, else of so many elements as <name>_size says, or like y."""
+    launcher = _launcher(name)
+    for out, dtype in launcher.outputs.items():
+        sized = out not in shapes and f"{out}_size" in _LAUNCHERS
+        shape = _launcher(f"{out}_size", name)(given) if sized else shapes.get(out, shapes["y"])
+        given[out] = given["x"].new_empty(shape, dtype=dtype)
+    launcher(given)
+
+
 def _run(given, saving):
-    """y, and what backward needs beside what is given, by name."""
-    build = "forward_saving" if saving and "forward_saving" in _LAUNCHERS else "forward"
-    forward, like, made = _launcher(build), _MADE(given["x"].to("meta")), {}
-    if "v" in forward.takes:  # the library convolves
+    """Adds to what is given all that forward makes."""
+    name = "forward_saving" if saving and "forward_saving" in _LAUNCHERS else "forward"
+    if "v" in _launcher(name).takes:  # the library convolves
         given["v"] = torch.ops.aten.convolution(given["x"], given["weight"], None, *_CONVOLUTION)
-    for name, dtype in forward.outputs.items():
-        shape = like.shape if saving or name == "y" else 0
-        shape = _launcher(f"{name}_size", build)(given) if shape and f"{name}_size" in _LAUNCHERS else shape
-        made[name] = given["x"].new_empty(shape, dtype=dtype)
-    forward(given | made)
-    return made.pop("y"), made | {name: given[name] for name in ("v", "seed") if name in given}
+    shapes = {} if saving else dict.fromkeys(_launcher(name).outputs, 0)
+    _launch(name, given, shapes | {"y": _MADE(given["x"].to("meta")).shape})
+    return given
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, names, numbers, *tensors):
-        y, kept = _run(dict(zip(names, tensors)) | numbers, saving=True)
-        ctx.names, ctx.numbers = [*names, *kept], numbers
-        ctx.save_for_backward(*tensors, *kept.values())
+    def forward(ctx, numbers, names, *tensors):
+        given = _run(dict(zip(names, tensors)) | numbers, saving=True)
+        y, ctx.names, ctx.given = given.pop("y"), names, given
+        ctx.kept = [name for name, t in given.items() if isinstance(t, torch.Tensor)]
+        ctx.save_for_backward(*[given.pop(name) for name in ctx.kept])
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        if _CODE not in _TRAINS and not ctx.numbers["checked"]:
+        if _CODE not in _TRAINS and not ctx.given["checked"]:
             raise RuntimeError("the formula was edited: edit its gradient and Model, too, and call check()")
-        launch, given = _launcher("backward"), dict(zip(ctx.names, ctx.saved_tensors)) | ctx.numbers
-        needs, found = dict(zip(ctx.names, ctx.needs_input_grad[2:])), {}
-        for name, dtype in launch.outputs.items():
-            of = name.removeprefix("d").removeprefix("_")
-            wanted = of not in ("x", "weight") or needs[of]
-            found[of] = dy.new_empty(given[of].shape if wanted else 0, dtype=dtype)
-        launch(given | dict(zip(launch.outputs, found.values())) | {"dy": dy})
-        if "v" in found:
+        given = dict(zip(ctx.kept, ctx.saved_tensors)) | ctx.given | {"dy": dy}
+        needs = dict(zip(ctx.names, ctx.needs_input_grad[2:]))
+        shapes = {name: t.shape for name, t in given.items() if name in ctx.kept}
+        shapes |= {name: 0 for name in ("x", "weight") if not needs.get(name)}
+        shapes = {"y": dy.shape} | {
+            f"{d}{name}": shape for name, shape in shapes.items() for d in ("d", "d_")
+        }
+        for name, parameters in _LAUNCHERS.items():
+            outputs = [shapes.get(each, 1) for kind, each in parameters if kind[:4] == "Out<"]
+            if name.startswith("backward") and any(outputs):
+                _launch(name, given, shapes)
+        found = {name: given.get(f"d{name}", given.get(f"d_{name}")) for name in ctx.kept}
+        if found.get("v") is not None:
             operands = found["v"], given["x"], given["weight"], None, *_CONVOLUTION
             both = torch.ops.aten.convolution_backward(*operands, [needs["x"], needs["weight"], False])
             found["x"], found["weight"], _ = both
@@ -196,8 +215,8 @@ class ModelNew(Model):
             numbers |= {"seed": seed, "number": 0}
         numbers["checked"] = "checked" in vars(self)
         if torch.is_grad_enabled() and any([t.requires_grad for t in tensors.values()]):
-            return _Function.apply([*tensors], numbers, *tensors.values())
-        return _run(tensors | numbers, saving=False)[0]
+            return _Function.apply(numbers, [*tensors], *tensors.values())
+        return _run(tensors | numbers, saving=False)["y"]
 
 
 def check(batch_size=2):

@@ -6,7 +6,6 @@ and cell_host.py, the same for all models. Edited, the formula is what runs, and
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import json
@@ -32,29 +31,30 @@ _HOST = Path(__file__).with_name("cell_host.py").read_text(encoding="utf-8")
 def cell(
     Model: type[torch.nn.Module],
     source: str | Path,
-    *,
     arguments: Mapping[str, str],
     init_inputs: Sequence,
     input_shape: Sequence[int],
+    *,
     device: str | None = None,
     defines: Mapping[str, object] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> str:
     """The text of the file.
 
-    source: the composed source, or its path. Its launchers: forward(Out y, Out kept…, In x, In weight, …, numbers, stream), perhaps
-        forward_saving, which then has what is kept, and backward(Out dx, Out dweight, …, In dy, In kept…, In x, …), of which dx and
-        dweight have no elements where nobody wants them. Of a kept tensor that has not y's size, `EXPORT int64_t <name>_size(…)` gives
-        the number of elements. One that takes `v` in x's place gets the library's convolution, without its bias, and gives `dv`. One
-        that takes `seed` and `number` draws random numbers by them, where `p` is not 0.
-    arguments: of each parameter that is none of these, the attribute of Model that it is. device: by default what torch sees.
+    source: the composed source, or its path. forward(Out y, In x, In weight, …, numbers, stream) gives y; forward_saving, or where there
+        is none forward, what else backward needs: Out tensors, each of as many elements as y, or as `EXPORT int64_t <name>_size(…)`
+        says; without gradients they are empty. Functions backward… run in their order; they give dx and dweight, empty where nobody wants
+        them, and a d<argument> or d_<argument> of each parameter, and may give more to those behind them. What takes `v` in x's place gets
+        the library's convolution, without bias, and gives `dv`. `seed` and `number` are what random numbers are drawn by, where `p` is not
+        0. A number may be asked of an int64_t function of its name. Macros CAPABILITY and SHARED_LIMIT are the GPU's.
+    arguments: of each other parameter, the attribute of Model that it is. device: by default what torch sees.
 
-    Raises ValueError where a launcher has another parameter, or a pointer.
+    Raises ValueError where a launcher has a parameter that is none of these, or a pointer.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     text, place = (read(source), source.parent) if isinstance(source, Path) else (source, KERNELS)
     headers, formula = _split(text, place, device, {"VALUE_T": CTYPES[dtype], **(defines or {})})
-    _check(formula, arguments)
+    _check(formula, {*arguments, "x", "v", "dy", "seed", "number"})
     title = (inspect.getdoc(Model) or Model.__name__).partition("\n\n")[0].replace("\n", " ")
     model = re.sub(rf"\b{Model.__name__}\b", "Model", inspect.getsource(Model)).rstrip()
     imports = "\n".join(re.findall(r"^(?:import|from) [^#\n]*\w", _HOST, flags=re.M))
@@ -130,24 +130,19 @@ def _split(text: str, place: Path, device: str, defines: Mapping[str, object]) -
     return whole.rstrip("\n") + "\n", about + text[end:].strip("\n") + "\n"
 
 
-def _check(formula: str, arguments: Mapping[str, str]) -> None:
+def _check(formula: str, known: set[str]) -> None:
     """Raises ValueError for launchers that cell_host.py doesn't understand."""
     launchers = parse_launchers(formula)
-    known = {*arguments, "x", "v", "dy", "seed", "number"}.union(
+    known |= {each.name for each in launchers} | {
         p.name for each in launchers for p in each.parameters if p.written
-    )
-    for launcher in launchers:
-        for p in launcher.parameters:
-            if p.tensor and not p.sized:
-                raise ValueError(
-                    f"{launcher.name}: expected In<T> and Out<T> tensors, got `{p.declared} {p.name}`"
-                )
-            if p.name not in known:
-                raise ValueError(
-                    f"{launcher.name}: expected {p.name} among arguments, got {', '.join(arguments)}"
-                )
-        others = {each.name for each in launchers if not each.asked}.difference([launcher.name])
-        blank = re.sub(rf"^EXPORT void (?!{launcher.name}\b)\w+\(.*?^}}$", "", formula, flags=re.M | re.S)
+    }
+    for name, p in [(each.name, p) for each in launchers for p in each.parameters]:
+        if (p.tensor and not p.sized) or p.name not in known:
+            what = "In<T> and Out<T>" if p.name in known else f"parameters out of {', '.join(sorted(known))}"
+            raise ValueError(f"{name}: expected {what}, got `{p.declared} {p.name}`")
+    for own in launchers:
+        others = {each.name for each in launchers if not each.asked} - {own.name}
+        blank = re.sub(rf"^EXPORT void (?!{own.name}\b)\w+\(.*?^}}$", "", formula, flags=re.M | re.S)
         if code_of(blank).split() != code_of(without(formula, others)).split():
             raise ValueError(
                 "expected launchers that begin and end at the start of a line, as clang-format has them"
@@ -156,7 +151,4 @@ def _check(formula: str, arguments: Mapping[str, str]) -> None:
 
 def _literal(text: str) -> str:
     """KernelBench's checker takes the word `pass` for Python's statement."""
-    literal = 'r"""\n{}"""'.format(re.sub(r"\bpass\b", "sweep", text))
-    if '"""' in text or ast.literal_eval(literal)[1:] != re.sub(r"\bpass\b", "sweep", text):
-        raise ValueError("the kernels hold what a raw string can't")
-    return literal
+    return 'r"""\n{}"""'.format(re.sub(r"\bpass\b", "sweep", text).replace('"""', '"" "'))
