@@ -67,7 +67,7 @@ def _library(name):
         major, minor = torch.cuda.get_device_capability()
         flags, arch = ["-O1", "-fvisibility=hidden"], f"{major}{minor}" + "a" * (major >= 9)
         cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
-        shared = torch.cuda.get_device_properties().shared_memory_per_block_optin
+        shared = torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin
         cuda_flags += [f"-DCAPABILITY={major}{minor}", f"-DSHARED_LIMIT={shared}"]
     # The others are blank: what they alone need is not compiled.
     others = _re.compile(rf"^EXPORT void (?!{name}\b)\w+\(.*?^}}$", flags=_re.M | _re.S)
@@ -113,10 +113,9 @@ def _launcher(name, build=None):
         return t.clone() if t.data_ptr() % 16 else t
 
     def call(given):
-        with torch.cuda.device_of(given["x"]):
-            given["stream"] = torch.cuda.current_stream().cuda_stream if _DEVICE == "cuda" else 0
-            problem = run(C.addressof(result := C.c_int64()), *[value(given, each) for each in kinds])
-        if problem:
+        given["stream"] = torch.cuda.current_stream().cuda_stream if _DEVICE == "cuda" else 0
+        values = [value(given, each) for each in kinds]
+        if problem := run(C.addressof(result := C.c_int64()), *values):
             raise RuntimeError(f"{name}: {problem.decode()}")
         return result.value
 
@@ -140,7 +139,7 @@ def _run(given, saving):
     if "v" in _launcher(name).takes:  # the library convolves
         given["v"] = torch.ops.aten.convolution(given["x"], given["weight"], None, *_CONVOLUTION)
     shapes = {} if saving else dict.fromkeys(_launcher(name).outputs, 0)
-    _launch(name, given, shapes | {"y": _MADE(given["x"].to("meta")).shape})
+    _launch(name, given, shapes | {"y": _result(given["x"].shape)})
     return given
 
 
@@ -162,9 +161,7 @@ class _Function(torch.autograd.Function):
         needs = dict(zip(ctx.names, ctx.needs_input_grad[2:]))
         shapes = {name: t.shape for name, t in given.items() if name in ctx.kept}
         shapes |= {name: 0 for name in ("x", "weight") if not needs.get(name)}
-        shapes = {"y": dy.shape} | {
-            f"{d}{name}": shape for name, shape in shapes.items() for d in ("d", "d_")
-        }
+        shapes = {"y": dy.shape} | {f"{d}{n}": shape for n, shape in shapes.items() for d in ("d", "d_")}
         for name, parameters in _LAUNCHERS.items():
             outputs = [shapes.get(each, 1) for kind, each in parameters if kind[:4] == "Out<"]
             if name.startswith("backward") and any(outputs):
@@ -210,13 +207,16 @@ class ModelNew(Model):
             if (got := state.get(what)) != expected:
                 raise RuntimeError(f"ModelNew can't run: {what} is {got}, its kernels are for {expected}")
         if "p" in numbers:  # of dropout
+            if not 0 <= numbers["p"] <= 1:
+                raise ValueError(f"dropout probability has to be between 0 and 1, but got {numbers['p']}")
             numbers["p"] *= self.get_submodule(_ARGUMENTS["p"].rpartition(".")[0]).training
             seed = torch.empty(int(numbers["p"] > 0), dtype=torch.int64, device=x.device).random_()
             numbers |= {"seed": seed, "number": 0}
         numbers["checked"] = "checked" in vars(self)
-        if torch.is_grad_enabled() and any([t.requires_grad for t in tensors.values()]):
-            return _Function.apply(numbers, [*tensors], *tensors.values())
-        return _run(tensors | numbers, saving=False)["y"]
+        with torch.cuda.device_of(x):
+            if torch.is_grad_enabled() and any([t.requires_grad for t in tensors.values()]):
+                return _Function.apply(numbers, [*tensors], *tensors.values())
+            return _run(tensors | numbers, saving=False)["y"]
 
 
 def check(batch_size=2):
@@ -245,6 +245,7 @@ def check(batch_size=2):
 
 with torch.device("meta"):
     _MADE = Model(*get_init_inputs()).to(_DTYPE)  # without memory
+_result = _functools.cache(lambda shape: _MADE(torch.empty(shape, dtype=_DTYPE, device="meta")).shape)
 _STATE = _state(_MADE, get_inputs(batch_size=1)[0].to(_DTYPE)) | {"the device of all": _DEVICE}
 _STATE |= {path: "a number" for path in _ARGUMENTS.values() if path not in dict(_MADE.named_parameters())}
 _CONV = [each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)]

@@ -16,14 +16,10 @@ from pathlib import Path
 import torch
 
 from inline_loader import KERNELS, RESTORED
-from loader_source import Header, code_of, gather, inlined, macros, parse_launchers, read, without
+from loader_source import Header, gather, inlined, macros, parse_launchers, read
 
-CTYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "half_t",
-    torch.bfloat16: "bfloat16_t",
-}
+CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t"}
+CTYPES |= {torch.bfloat16: "bfloat16_t"}
 PART = "# %% "  # editors and `notebook` split a file here
 _HOST = Path(__file__).with_name("cell_host.py").read_text(encoding="utf-8")
 
@@ -53,7 +49,7 @@ def cell(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     text, place = (read(source), source.parent) if isinstance(source, Path) else (source, KERNELS)
-    headers, formula = _split(text, place, device, {"VALUE_T": CTYPES[dtype], **(defines or {})})
+    headers, formula = _split(text, place, device, macros({"VALUE_T": CTYPES[dtype], **(defines or {})}))
     _check(formula, {*arguments, "x", "v", "dy", "seed", "number"})
     title = (inspect.getdoc(Model) or Model.__name__).partition("\n\n")[0].replace("\n", " ")
     model = re.sub(rf"\b{Model.__name__}\b", "Model", inspect.getsource(Model)).rstrip()
@@ -94,40 +90,34 @@ def notebook(text: str) -> str:
     """The file as a notebook whose headers are folded."""
     cells = []
     for part in re.split(rf"^(?={PART})", text, flags=re.M):
-        metadata = {"jupyter": {"source_hidden": True}} if part.startswith(f"{PART}headers") else {}
-        source = part.strip("\n").splitlines(keepends=True)
-        cells.append(
-            {
-                "cell_type": "code",
-                "execution_count": None,
-                "metadata": metadata,
-                "outputs": [],
-                "source": source,
-            }
-        )
+        folded = {"jupyter": {"source_hidden": True}} if part.startswith(f"{PART}headers") else {}
+        cell = {"cell_type": "code", "metadata": folded, "source": part.strip("\n").splitlines(keepends=True)}
+        cells.append(cell | {"execution_count": None, "outputs": []})
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
-    return (
-        json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4}, indent=1) + "\n"
-    )
+    content = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4}
+    return json.dumps(content, indent=1) + "\n"
 
 
-def _split(text: str, place: Path, device: str, defines: Mapping[str, object]) -> tuple[str, str]:
-    """What a source includes, with what stands between its includes; and the rest: the comment at its top, and what follows them."""
-    about = re.match(r"(//.*\n)*\s*", text)[0]
+def _split(text: str, place: Path, device: str, defines: Mapping[str, str]) -> tuple[str, str]:
+    """What a source includes, with what stands between its includes; and the rest: the comment at its top, and what follows them. Of an
+    #ifdef of a macro that is known here the live branch is left."""
+    cuda, about = device == "cuda", re.match(r"(//.*\n)*\s*", text)[0]
     end = max(
         [found.end() for found in re.finditer(r'^#include ".*\n', text, flags=re.M)], default=len(about)
     )
-    halves = device == "cuda" or re.search("half_t|bfloat16_t", f"{text}{defines}")
+    halves = cuda or bool(re.search("half_t|bfloat16_t", f"{text}{defines}"))
     lines = ["#define EXPORT static"] + ["#define WITHOUT_HALVES"] * (not halves)
-    lines += [f"#undef __CUDA_NO_{what}__  // load_inline's" for what in RESTORED if device == "cuda"]
-    lines += [f"#define {name} {value}" for name, value in macros(defines).items()]
+    lines += [f"#undef __CUDA_NO_{what}__  // load_inline's" for what in RESTORED if cuda]
+    lines += [f"#define {name} {value}" for name, value in defines.items()]
     lines += ['#include "core/scalar.h"', '#include "host/tensor.h"', text[len(about) : end].strip("\n")]
     headers: dict[Path, Header] = {}
     gathered = gather("\n".join(lines), place, [place, KERNELS], headers)
     loaders, own = (KERNELS / "host" / name for name in ("host.h", "cell.h"))  # one is in the other's place
     headers[loaders] = Header(str(own), read(own), headers[loaders].copy)
-    whole = inlined(gathered, headers.values(), {"__CUDACC__": device == "cuda", "EXPORT": True})
-    return whole.rstrip("\n") + "\n", about + text[end:].strip("\n") + "\n"
+    known = {"EXPORT": True, "WITHOUT_HALVES": not halves, "__CUDACC__": cuda} | dict.fromkeys(defines, True)
+    known |= {"CAPABILITY": True, "SHARED_LIMIT": True} if cuda else {}
+    whole, rest = inlined(gathered, headers.values(), known), inlined(text[end:], (), known)
+    return whole.rstrip("\n") + "\n", about + rest.strip("\n") + "\n"
 
 
 def _check(formula: str, known: set[str]) -> None:
@@ -140,13 +130,6 @@ def _check(formula: str, known: set[str]) -> None:
         if (p.tensor and not p.sized) or p.name not in known:
             what = "In<T> and Out<T>" if p.name in known else f"parameters out of {', '.join(sorted(known))}"
             raise ValueError(f"{name}: expected {what}, got `{p.declared} {p.name}`")
-    for own in launchers:
-        others = {each.name for each in launchers if not each.asked} - {own.name}
-        blank = re.sub(rf"^EXPORT void (?!{own.name}\b)\w+\(.*?^}}$", "", formula, flags=re.M | re.S)
-        if code_of(blank).split() != code_of(without(formula, others)).split():
-            raise ValueError(
-                "expected launchers that begin and end at the start of a line, as clang-format has them"
-            )
 
 
 def _literal(text: str) -> str:
