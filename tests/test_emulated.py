@@ -181,7 +181,7 @@ def library_of(source: str, architecture: int, defines: dict, replaced: tuple, f
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
         text = library.with_suffix(".cpp")
         registered = loader_source.registration(loader_source.parse_launchers(source), "cuda")
-        parts = [translated(source, replaced), '#include "host/tensor.h"', registered, RUN]
+        parts = [translated(source, replaced), '#include "host/sized.h"', registered, RUN]
         text.write_text("\n".join(parts))
         compile_with(
             *macros, "-I", included, "-include", headers / "cuda.h", text, runs, "-shared", "-o", library
