@@ -28,7 +28,7 @@ NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=["cuda"])
+@pytest.fixture(params=["cuda", "cpu"])
 def device(request, guarded, monkeypatch, folder):  # noqa: F811
     """CPU tensors are said to be on it."""
     if request.param == "cuda":

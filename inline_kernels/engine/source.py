@@ -73,7 +73,8 @@ class _Text:
         self.targets = program.passes[number].targets
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
-        self.scalar = False
+        self.scalar = False  # is it of single positions?
+        self.picks_channel = False  # … at a channel of their own each?
         self.reads_v = False
         self.made: set[Key] = set()  # arrays of this pass
 
@@ -311,6 +312,7 @@ class _Text:
         place, axis = self.value(index, scope), index.attr[0]
         known = f"chosen{index.id}"
         if axis == "c":
+            self.picks_channel = True
             made = f"const auto {known} = {scope.at}.channel({place}, {self.number('C')});"
             inner = Scope("channels", known, scope.level, scope.n, f"{known}.c", [], scope)
         else:
@@ -344,7 +346,7 @@ class _Text:
         value = self.value(node.args[0], inner)
         if node.op == "put":
             value = f"math::select({self.value(node.args[1], inner)} == w.place, {value}, real(0))"
-        body = _in_one_line([*inner.lines, f"return real({value});"])
+        body = _in_one_line([*inner.lines, f"return w.zero() + {value};"])
         return f"{scope.at}.spread({self.pool(level)}, {self.extent(level)}, [&](const auto& w) {{ {body} }})"
 
     # -------------------------------------------------------------------------------------------------- planes passes
@@ -395,7 +397,8 @@ class _Text:
             lines.append(f"  {ctype.rstrip('*')} {', '.join(star + name for name in found)};")
         self.members = [name for found in members.values() for name in found]
         if self.scalar:
-            lines.append("  static constexpr bool kScalar = true;")
+            windows = "" if self.picks_channel else ", kWindows = true"
+            lines.append(f"  static constexpr bool kScalar = true{windows};")
         lines.append(f"  template <class {parameter}> ON_DEVICE void operator()({declared}) const {{")
         lines += [f"    {line}" for line in body]
         return [*lines, "  }", "};"]
