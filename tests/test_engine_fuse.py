@@ -728,7 +728,7 @@ def test_copies(kind, how):
     if how in ("copy", "replica"):
         return
     assert runs(other, x) == ["load"] * SEGMENTS[kind]
-    assert other._kept[0].parts[0].operator is fast._kept[0].parts[0].operator, "one for equal segments"
+    assert other._kept[0].parts[0].shared.operator is fast._kept[0].parts[0].shared.operator, "one for equal segments"
     with torch.no_grad():
         next(other.parameters()).zero_()
     assert torch.equal(fast(x), expected)
@@ -744,8 +744,8 @@ def test_exact_order_is_kept_by_copies():
 
 def test_equal_segments_share_an_operator():
     _, fast, x = pair(Residual)
-    first, second = (part.operator for part in fast._kept[0].parts[1:3])
-    assert first is second and first is not fast._kept[0].parts[0].operator
+    first, second = (part.shared.operator for part in fast._kept[0].parts[1:3])
+    assert first is second and first is not fast._kept[0].parts[0].shared.operator
 
 
 def test_state_dicts_go_both_ways():

@@ -106,7 +106,7 @@ def _serves(part) -> bool:
 
 def _call_of(part) -> Callable:
     """The registered operator, as a function that can be traced: of inputs, parameters and numbers."""
-    registered, tensors, random = part.operator.registered, len(part.names), bool(part.segment.random)
+    registered, tensors, random = part.shared.operator.registered, len(part.names), bool(part.segment.random)
     dropped = part._draws()
 
     def call(*given):

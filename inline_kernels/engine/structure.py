@@ -24,7 +24,7 @@ from loader_operators import check_memory, is_watched
 
 from . import capture, schedule, support
 from .guards import Guards, SideEffects, recorded
-from .operator import Decision, Names, Reference, operator_of, weightless
+from .operator import SCHEDULES, Decision, Names, Reference, operator_of, weightless
 from .support import NOT_THE_MODEL, Situation
 from .tracing import Named
 
@@ -42,6 +42,7 @@ class Structure:
         self.kind, self.generation = kind, inline_loader.generation
         self.run = self.watched = self.code = None
         self.parts: list[Part] = []
+        self.asked = Asked(model)  # likewise
         self.stale = types.SimpleNamespace(is_so=False)  # shared with parts, from which there is no way here
         self.reason, reads = _unfit(model, base, kind), {}
         captured = None
@@ -59,7 +60,7 @@ class Structure:
 
     def _bind(self, model: nn.Module, captured) -> None:
         self.parts = [
-            Part(segment, model, captured, self.guards, self.stale) for segment in captured.segments
+            Part(segment, model, captured, self.guards, self.stale, self.asked) for segment in captured.segments
         ]
         for node in captured.module.graph.nodes:
             if node.target in captured.segments:
@@ -80,6 +81,8 @@ class Structure:
         if self.generation != inline_loader.generation:  # edited kernels
             self._forget()
             self.generation = inline_loader.generation
+        if self.asked.variant is not getattr(model, "variant", None) and self.asked.changes(model):
+            self._forget()
         return True
 
     def _forget(self, numbers: dict | None = None) -> None:
@@ -155,6 +158,23 @@ class Structure:
         if decision.runs == "eager":
             raise RuntimeError(f"segment {number} runs eager: {decision.reason}")
         return "\n".join(request["source"] for request in decision.requests)
+
+
+class Asked:
+    """The variant that a module of `fused(Model)` is asked for, and the schedule's name that runs it; None: whatever is best."""
+
+    def __init__(self, model: nn.Module):
+        self.changes(model)
+
+    def changes(self, model: nn.Module) -> bool:
+        before, self.variant = getattr(self, "variant", None), getattr(model, "variant", None)
+        self.schedule = getattr(model, "_schedule_of", {}).get(self.variant)
+        return before != self.variant
+
+
+def schedules_of(model: nn.Module) -> dict[str, object]:
+    """By name, the most fused first: those of the model's class, and those that serve all."""
+    return {**getattr(type(model), "_schedules", {}), **SCHEDULES}
 
 
 # ------------------------------------------------------------------------------------------------------------------ capturing
@@ -283,8 +303,8 @@ def _weightless(model: nn.Module) -> nn.Module:
 class Part:
     """A segment of one model: called with its inputs, it gives its result. What it decided in a situation it keeps."""
 
-    def __init__(self, segment, model: nn.Module, captured, guards: Guards, stale: types.SimpleNamespace):
-        self.segment, self.guards, self.stale, self.model = segment, guards, stale, weakref.ref(model)
+    def __init__(self, segment, model: nn.Module, captured, guards: Guards, stale: types.SimpleNamespace, asked: Asked):
+        self.segment, self.guards, self.stale, self.asked, self.model = segment, guards, stale, asked, weakref.ref(model)
         self.name, self.situations = segment.conv.name or segment.parameters[0], []
         called = sorted(_called(segment))
         self.modules = {name: model.get_submodule(name) for name in called}
@@ -293,8 +313,13 @@ class Part:
         known = {*segment.parameters, *segment.buffers, *segment.scalars}
         read = {node.target for node in segment.eager.nodes if node.op == "get_attr"} - known
         self.others = {name: captured.constants[name] if name in captured.constants else _attribute(model, name) for name in read}
-        self.shared = operator_of(segment, self.modules, self.others, getattr(model, "_exact_order", False))
-        self.operator, self.own = self.shared.operator, Names(segment)
+        exact_order, schedules = getattr(model, "_exact_order", False), schedules_of(model)
+        self.by_schedule = {
+            name: operator_of(segment, self.modules, self.others, exact_order, name, schedule)
+            for name, schedule in schedules.items()
+        }
+        self.shared = next(iter(self.by_schedule.values()))  # all have the same arguments
+        self.own = Names(segment)
         self.names, self.inputs = self.own.tensors, self.own.inputs
         self.sources = [_source(model, name) for name in self.names[self.inputs :]]
         self.once = None  # gives of the tensors those that differ; None: all
@@ -308,6 +333,15 @@ class Part:
         if len(set(given)) < len(given):
             first = [i for i, each in enumerate(given) if each not in given[:i]]
             self.once = itemgetter(*first, *range(len(given), len(self.names)))
+
+    def operator_of(self, decision: Decision):
+        """loader_operators' operator; None: eager."""
+        return None if decision.runs == "eager" else self.by_schedule[decision.runs].operator
+
+    def _refuse(self, decision: Decision) -> None:
+        """Where one schedule was asked for and can't run, that is an error; but not where eager has one of its own to raise."""
+        if self.asked.schedule and decision.runs == "eager" and decision.reason != NOT_THE_MODEL:
+            raise RuntimeError(f"variant {self.asked.variant!r} can't run: {decision.reason}")
 
     def eager(self, *given):
         return self.eager_code(self.model(), *given)
@@ -341,18 +375,20 @@ class Part:
     def watched(self, *given):
         """The same where something sees operators by themselves, or a derivative goes forward: nothing is kept."""
         decision = self.decision(given)
-        if decision.runs == "eager" or self.counters:  # whoever watches shall see what is written to running statistics
+        operator = self.operator_of(decision)
+        if operator is None or self.counters:  # whoever watches shall see what is written to running statistics
             return self.eager(*given)
         tensors, constants = (*given, *self.tensors()), self._constants(decision)
         drawn = operators.drawn(given[0], self._draws(), True) if self.segment.random else ()
         autocast = support.autocast_dtype(given[0])
         if autocast is None:
-            return self.operator(*tensors, *drawn, *constants)
-        return _run_autocast(self.operator, autocast, self.inputs, *tensors, *drawn, *constants)
+            return operator(*tensors, *drawn, *constants)
+        return _run_autocast(operator, autocast, self.inputs, *tensors, *drawn, *constants)
 
     def _decide(self, given: tuple, situation: Situation | None) -> Tensor:
         """The first call in a situation, and what keeps the decision."""
         decision, run, drawn = self.decision(given), None, None
+        self._refuse(decision)
         if decision.runs != "eager":
             tensors = (*given, *self.tensors())
             drawn = self._draws() if self.segment.random else None
@@ -370,14 +406,15 @@ class Part:
 
     def _bound(self, tensors: tuple, drawn: bool | None, decision: Decision) -> Callable | None:
         """run(*tensors, *drawn), as short as can be; None where its kernels can't be built."""
+        operator = self.operator_of(decision)
         x, constants, autocast = tensors[0], self._constants(decision), support.autocast_dtype(tensors[0])
         needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
         cast = tensors if autocast is None else _cast(tensors, autocast, self.inputs)
         with _building(x.device.type) as built:
-            plan = self.operator.plan((*cast, *_undrawn(x, drawn), *constants), saving=needs_gradient)
+            plan = operator.plan((*cast, *_undrawn(x, drawn), *constants), saving=needs_gradient)
         if not built:
             return None
-        run = self.operator.bound(plan if autocast is None else None, constants, needs_gradient)
+        run = operator.bound(plan if autocast is None else None, constants, needs_gradient)
         if autocast is not None:
             run = functools.partial(_run_autocast, run, autocast, self.inputs)
         if self.counters:
@@ -440,7 +477,14 @@ class Part:
             return eager(f"there are no kernels for results of {like.dtype}")
         saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors]) if saving is None else saving
         arguments = arguments._replace(dtype=support.DTYPES.index(like.dtype))
-        return self.shared.decide(self.name, arguments, like, saving)
+        reasons = []
+        for name, shared in self.by_schedule.items():
+            if self.asked.schedule in (None, name):
+                decision = shared.decide(self.name, arguments, like, saving)
+                if decision.runs != "eager":
+                    return decision
+                reasons.append(decision.reason)
+        return eager("; ".join(reasons))
 
     def _misfit(self, tensors: tuple, device: str) -> str | None:
         """Why the inputs aren't what the segment was captured for; or None."""
