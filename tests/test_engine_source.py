@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-import subprocess
 import warnings
 
 import pytest
@@ -26,6 +25,7 @@ from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # n
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 NAN, INF = float("nan"), float("inf")
+ON_CPU = 6, 24, 31, 43, 52, 79, 82, 92  # every kind of pass; a build takes seconds
 
 
 @pytest.fixture(params=["cuda", "cpu"])
@@ -145,6 +145,8 @@ def problem(number: int, dtype=torch.float32) -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize("number", level2.PROBLEMS)
 def test_problems(number, device):
+    if device == "cpu" and number not in ON_CPU:
+        pytest.skip("compiled for a CPU by `make fuzz`")
     assert_rule(*problem(number), label=str(number))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .graph import ELEMENTS, Graph, Node, Space, order
+from .graph import Graph, Node, Space, order
 
 
 class Unsupported(Exception):
@@ -149,6 +149,11 @@ class Program:
             self._want(root.node, root.space)
         self._order()
         self._name()
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Is anything small made of several samples' values?"""
+        return any(isinstance(each, Small) and each.mode != "sample" for each in self.passes)
 
     def leaves(self) -> list[Node]:
         """What has to come in beside the arrays that are given."""
@@ -477,7 +482,7 @@ class Program:
             return []
         found = []
         for node in self._inside(key.node):
-            if planes := of_positions(node):
+            if of_positions(node):
                 if node.args[0] in self.moments_of:
                     found += [Key("mean", node.args[0])] + [Key("m2", node.args[0])] * (node.op == "variance")
                 else:
