@@ -81,3 +81,4 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(schedule, "backward", _backward)
     monkeypatch.setattr(schedule, "saved", _saved)
     monkeypatch.setattr(schedule, "requests", lambda *given: [])
+    monkeypatch.setattr(schedule, "describe", lambda *given: "the graph by torch")

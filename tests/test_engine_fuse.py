@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import inline_loader
+import numerics
 from engine_stand_in import stand_in  # noqa: F401
 from inline_kernels.engine import fuse as fusing
 from inline_kernels.engine import schedule, structure, support
@@ -127,7 +128,7 @@ every_moment = pytest.mark.parametrize("moment", ["before the first call", "afte
 def here(request):
     """On the stand-in, but for tests of kernels."""
     inline_loader.forget()
-    if not request.node.get_closest_marker("kernels"):
+    if not request.node.originalname.startswith("test_kernels"):
         request.getfixturevalue("stand_in")
     yield
     inline_loader.forget()
@@ -1160,7 +1161,8 @@ def test_without_a_compiler(monkeypatch):
         raise inline_loader.BuildError("no host compiler: install g++")
 
     monkeypatch.setattr(schedule, "plan", failing)
-    monkeypatch.setattr(structure, "_no_kernels", {})
+    monkeypatch.setattr(structure, "_said", set())
+    inline_loader.forget()
     model, fast, x = pair(Residual, called=False)
     with pytest.warns(RuntimeWarning, match="no host compiler: install g") as caught:
         y = fast(x)
@@ -1229,3 +1231,74 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
             for (name, wrapper), found in torch.load(tmp_path / f"{rank}.pt").items():
                 if name == kind.__name__:
                     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name} {wrapper}: {text}")
+
+
+# ----------------------------------------------------------------------------------------------------------------- kernels
+
+
+@every_model
+def test_kernels_follow_the_rule(kind):
+    """At most twice eager's error, in the result and in all gradients."""
+    model, _, x = pair(kind, called=False)
+    fast = fuse(model)
+    assert runs(fast, x) == ["load"] * SEGMENTS[kind]
+    numerics.assert_module_follows_rule(fast, model, x)
+    assert "#include" in fast.source(x)
+
+
+def test_kernels_of_batch_norm_in_training():
+    model, fast, x = pair(Residual, called=False, training=True)
+    for _ in range(2):
+        assert_same(fast, model, x)
+
+
+def test_kernels_draw_masks():
+    _, fast, x = pair(Dropping)
+    whole = 2 * fast(x)
+    fast.train()
+    torch.manual_seed(1)
+    first, second = fast(x.requires_grad_()), fast(x)
+    torch.manual_seed(1)
+    assert torch.equal(first, fast(x)) and not torch.equal(first, second)
+    torch.testing.assert_close(first, torch.where(first == 0, 0.0, whole))
+    (gradient,) = torch.autograd.grad(first.sum(), fast.conv.bias)
+    model = copy.deepcopy(fast).eval()
+    kept = torch.sigmoid(model.conv(x))
+    (expected,) = torch.autograd.grad((kept * 2 * (first != 0)).sum(), model.conv.bias)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+FREED = """
+import sys
+
+import torch
+
+from test_engine_fuse import INPUTS, Normed, Pointwise, pair
+
+kind = {"Normed": Normed, "Pointwise": Pointwise}[sys.argv[1]]
+model, fast, x = pair(kind)
+for key, t in {"x": x, **dict(fast.named_parameters())}.items():
+    for moved in (t.detach(), torch.cat([t.detach().flatten()] * 2)[t.numel() :].view_as(t)):  # a view
+        t.data = moved
+        whole = t.untyped_storage()
+        held, size = t.detach().clone(), whole.nbytes()
+        whole.resize_(0)
+        for wanted in (True, False):
+            with torch.set_grad_enabled(wanted):
+                try:
+                    fast(x)
+                except RuntimeError:
+                    continue
+            raise SystemExit(f"{key} was read")
+        whole.resize_(size)
+        t.detach().copy_(held)
+"""
+
+
+@pytest.mark.parametrize("name", ["Normed", "Pointwise"])
+def test_kernels_and_memory_that_was_freed(name):
+    """An error as eager's, in a process of its own, since it may crash."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    call = [sys.executable, "-c", FREED, name]
+    done = subprocess.run(call, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-1000:])

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
+import inline_loader
 import library
 import loader_operators
 from loader_operators import Drawn
@@ -83,6 +84,7 @@ class SegmentOperator:
         kinds |= {fields[name]: float for name in self.names.numbers} | {"dtype": int}
         self.arguments = NamedTuple("Arguments", [*kinds.items()])
         self._fields = [*fields.values()]
+        self._failed: dict[tuple, str] = {}  # for what its kernels can't be built, and why
         self.reference = Reference(self, segment, modules, others)
 
         def forward(a, *, plan, saving):
@@ -106,12 +108,21 @@ class SegmentOperator:
         """What the segment `name` runs for such arguments, whose inputs may have no memory and stand for some on the weight's device."""
         dtype, device = DTYPES[a.dtype], a[self.inputs].device
         standing = [Standing(t, device) if isinstance(t, Tensor) and t.is_meta else t for t in a]
+        if reason := self._failed.get(self._build_of(device, a, saving)):
+            return Decision(name, "eager", reason)
         given = self.segment, tuple.__new__(self.arguments, standing), saving, dtype, self.exact_order
         try:
             requests, line = self.schedule.requests(*given), self.schedule.describe(*given)
         except schedule.Unsupported as error:
             return Decision(name, "eager", str(error))
         return Decision(name, self.name, line, dtype, like, requests)
+
+    def failed(self, a: tuple, saving: bool, reason: str) -> None:
+        """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
+        self._failed[self._build_of(a[self.inputs].device, a, saving)] = reason
+
+    def _build_of(self, device: torch.device, a: tuple, saving: bool) -> tuple:
+        return inline_loader.generation, device.type, a[0].dtype, a[-1], saving
 
     # ----------------------------------------------------------------------------------------------- for loader_operators
 

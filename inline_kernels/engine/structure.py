@@ -50,7 +50,8 @@ class Structure:
             captured, self.reason, reads = _capture(model, base, kind[0])
         segments = captured.segments if captured else []
         if captured and not segments:
-            self.reason = "there is no convolution with a tail that kernels can take"
+            why = [f"{name}: {reason}" for name, reason in {**captured.opaque, **captured.remarks}.items()]
+            self.reason = "; ".join(["there is no convolution with a tail that kernels take", *why])
         numbers = {name for segment in segments for name in segment.scalars} - set(captured.values if captured else ())
         replaced = {name for segment in segments for name in _called(segment)}
         self.guards = Guards(model, base, reads, replaced, numbers)
@@ -410,9 +411,11 @@ class Part:
         x, constants, autocast = tensors[0], self._constants(decision), support.autocast_dtype(tensors[0])
         needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
         cast = tensors if autocast is None else _cast(tensors, autocast, self.inputs)
+        arguments = *cast, *_undrawn(x, drawn), *constants
         with _building(x.device.type) as built:
-            plan = operator.plan((*cast, *_undrawn(x, drawn), *constants), saving=needs_gradient)
+            plan = operator.plan(arguments, saving=needs_gradient)
         if not built:
+            self.by_schedule[decision.runs].failed(arguments, needs_gradient, built.reason)
             return None
         run = operator.bound(plan if autocast is None else None, constants, needs_gradient)
         if autocast is not None:
@@ -578,10 +581,10 @@ class _building:
         if self.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False  # the graph would hold eager's for ever
         self.reason = str(error)
-        if isinstance(error, BuildError) and self.reason not in _no_kernels.setdefault(self.device, []):
-            _no_kernels[self.device].append(self.reason)
+        if isinstance(error, BuildError) and (self.device, self.reason) not in _said:
+            _said.add((self.device, self.reason))
             warnings.warn(f"fused modules run eager on {self.device}: {self.reason}", RuntimeWarning, stacklevel=6)
         return True
 
 
-_no_kernels: dict[str, list[str]] = {}  # by device, why there are none
+_said: set[tuple[str, str]] = set()  # of a device, why kernels can't be built
