@@ -28,6 +28,7 @@ import library
 from . import source
 from .graph import ELEMENTS, Facts, Node, Space, order
 from .passes import Array, Planes, Program, Root, Unsupported, kind_of
+from .rewrites import rewritten
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
 
@@ -59,12 +60,14 @@ class Kind(NamedTuple):
     device: str
     saving: bool
     few_channels: bool  # a byte counts them
-    exact_order: bool
+    signs: tuple[tuple[str, int], ...] | None  # of the model's numbers; None: nothing is to be rewritten
 
 
 def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
     weight = arguments[len(segment.inputs)]
-    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, exact_order)
+    numbers = zip(segment.scalars, arguments[_first_number(segment) :])
+    signs = None if exact_order else tuple((name, (x > 0) - (x < 0)) for name, x in numbers)
+    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, signs)
 
 
 def _composed(segment, kind: Kind) -> Composed:
@@ -79,7 +82,8 @@ def _composed(segment, kind: Kind) -> Composed:
 def _compose(segment, kind: Kind) -> Composed:
     graph = segment.graph
     (y,) = segment.outputs
-    y = getattr(y, "node", y)
+    if kind.signs is not None:
+        y = rewritten(graph, y, dict(kind.signs))
     z = graph.leaf("z", ELEMENTS, "z")
     roots, statistics, back, saved, gradients = [Root("y", y, y.space, "output")], [], None, [], {}
     for update in segment.updates:
@@ -539,6 +543,6 @@ def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) 
     text = program.texts[number]
     known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
     read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
-    read += [known["v"]] * text.reads_v
+    read += [known["v"]] if text.reads_v else []
     megabytes = [sum(_bytes(plan, program, a) for a in arrays) / 1e6 for arrays in (read, own)]
     return f"{' and '.join(made)} (reads {megabytes[0]:.1f} MB, writes {megabytes[1]:.1f} MB)"
