@@ -68,17 +68,24 @@ def _backward(plan, dy, a, saved, needs):
         x, weight = (t.detach().requires_grad_() for t in (a[0], a[weight_at]))
         z = reference.convolve(segment, x, weight)
     dz = values.get("z", torch.zeros_like(z)).to(z.dtype)
-    found = [values[n].reshape(t.shape).to(t.dtype) if n in values else torch.zeros_like(t) for n, t in zip(names, a)]
+    found = [
+        values[n].reshape(t.shape).to(t.dtype) if n in values else torch.zeros_like(t)
+        for n, t in zip(names, a)
+    ]
     found[0], found[weight_at] = torch.autograd.grad(z, (x, weight), dz.contiguous())
     return [gradient if need else None for gradient, need in zip(found, needs)]
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """No kernels are built."""
+def replace_kernels(monkeypatch) -> None:
     monkeypatch.setattr(schedule, "plan", _plan)
     monkeypatch.setattr(schedule, "forward", _forward)
     monkeypatch.setattr(schedule, "backward", _backward)
     monkeypatch.setattr(schedule, "saved", _saved)
     monkeypatch.setattr(schedule, "requests", lambda *given: [])
     monkeypatch.setattr(schedule, "describe", lambda *given: "the graph by torch")
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """No kernels are built."""
+    replace_kernels(monkeypatch)

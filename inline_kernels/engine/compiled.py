@@ -22,7 +22,9 @@ from .support import DTYPES
 _models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 _structure_of: Callable  # fuse.structure_of
-_functions = types.ModuleType("inline_kernels.engine.compiled.functions")  # by name: of a dictionary a tracer would keep a copy
+_functions = types.ModuleType(
+    "inline_kernels.engine.compiled.functions"
+)  # by name: of a dictionary a tracer would keep a copy
 _PLACES = {dtype: i for i, dtype in enumerate(DTYPES)}
 
 
@@ -48,7 +50,9 @@ def function_for(fused: nn.Module, inputs: tuple, keywords: dict) -> Callable | 
 
 
 @torch.compiler.assume_constant_result
-def _name_of(number: int, count: int, dimensions: int, device: str, index: int | None, dtype: torch.dtype) -> str:
+def _name_of(
+    number: int, count: int, dimensions: int, device: str, index: int | None, dtype: torch.dtype
+) -> str:
     """Where in `_functions` there is one for such inputs of that model; "": there is none."""
     fused = _models.get(number)
     if fused is None or (support.may_be_foreign() and support.foreign()):

@@ -52,7 +52,9 @@ def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_orde
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got a {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch._dynamo"):
-        raise TypeError(f"expected an eager module, got a {type(model).__name__}: fuse the module that it was made of")
+        raise TypeError(
+            f"expected an eager module, got a {type(model).__name__}: fuse the module that it was made of"
+        )
     fused = _new(_base_of(type(model)), bool(exact_order))
     attributes = vars(model).items()
     vars(fused).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
@@ -150,9 +152,15 @@ def _class_of(base: type) -> type:
     with _capturing:
         found = _classes.get(base)
         if found is None:
-            body = {"__slots__": ("_kept", "_exact_order", "_number"), "__module__": base.__module__, "__doc__": base.__doc__}
+            body = {
+                "__slots__": ("_kept", "_exact_order", "_number"),
+                "__module__": base.__module__,
+                "__doc__": base.__doc__,
+            }
             body["forward"] = _signed(Fused.forward, base.forward)
-            made = types.new_class(f"Fused{base.__name__}", (Fused, base), {}, lambda names: names.update(body))
+            made = types.new_class(
+                f"Fused{base.__name__}", (Fused, base), {}, lambda names: names.update(body)
+            )
             found = _classes[base] = made
     return found
 

@@ -65,7 +65,11 @@ def _recording(cls: type, names: set[str]) -> type:
             names.add(name)
         return super(made, self).__getattribute__(name)
 
-    body = {"__getattribute__": __getattribute__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    body = {
+        "__getattribute__": __getattribute__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
     made = types.new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(body))
     return made
 
@@ -101,7 +105,11 @@ class SideEffects:
 
 def _state(module: nn.Module) -> dict[str, tuple]:
     fields = vars(module)
-    tables = {**{k: v for k, v in fields.items() if k not in _INTERNAL}, **fields["_buffers"], **fields["_parameters"]}
+    tables = {
+        **{k: v for k, v in fields.items() if k not in _INTERNAL},
+        **fields["_buffers"],
+        **fields["_parameters"],
+    }
     return {name: (id(value), _content(value)) for name, value in tables.items()}
 
 
@@ -166,7 +174,9 @@ class Guards:
             else:
                 continue
             self._remember(fields, names)
-            self.looked_at += [(inner + name, fields[name]) for name in names if _is_simple(fields.get(name, fields))]
+            self.looked_at += [
+                (inner + name, fields[name]) for name in names if _is_simple(fields.get(name, fields))
+            ]
             self.hooked_at += [f"{inner}{name}" for name in ("_forward_hooks", "_forward_pre_hooks") if path]
             self._values.append((fields, _TABLES, [fields[table] for table in _TABLES]))
             self._whole.append((module._modules, [*module._modules], None))
@@ -175,10 +185,14 @@ class Guards:
                 self._whole.append((table, [*table], [value is None for value in table.values()]))
         self._hooks, self._hooked = tables, [*map(bool, tables)]
         self._of_classes = [_class_guard(cls, names) for cls, names in self._of_classes.items()]
-        self._sources = {name: (modules[(path := name.rpartition("."))[0]], path[2]) for name in sorted(numbers)}
+        self._sources = {
+            name: (modules[(path := name.rpartition("."))[0]], path[2]) for name in sorted(numbers)
+        }
         # The model's own numbers: its dictionary, so that there is no way to the model.
         own = {name for name in self._sources if "." not in name}
-        self._sources = {name: source if name not in own else (None, name) for name, source in self._sources.items()}
+        self._sources = {
+            name: source if name not in own else (None, name) for name, source in self._sources.items()
+        }
         self.numbers = self._read(model)
         tables = [table for table, *_ in [*self._values, *self._whole]]
         tables += [vars(owner if owner is not None else model) for owner, _ in self._sources.values()]
@@ -188,10 +202,15 @@ class Guards:
     def _remember(self, table: dict, keys: Sequence[str]) -> None:
         values = [table.get(key) for key in keys]
         self._values.append((table, tuple(keys), values))
-        self._contents += [(value, _content(value)) for value in values if isinstance(value, (list, dict, set))]
+        self._contents += [
+            (value, _content(value)) for value in values if isinstance(value, (list, dict, set))
+        ]
 
     def _read(self, model: nn.Module) -> dict[str, float]:
-        return {name: getattr(owner if owner is not None else model, last) for name, (owner, last) in self._sources.items()}
+        return {
+            name: getattr(owner if owner is not None else model, last)
+            for name, (owner, last) in self._sources.items()
+        }
 
     def _versions_now(self) -> list[int] | bool:
         return HAS_VERSIONS and [*map(dict_version, self._tables)]

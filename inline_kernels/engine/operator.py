@@ -9,7 +9,6 @@ memory (`Reference`).
 from __future__ import annotations
 
 import copy
-import functools
 import keyword
 import re
 import threading
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import inline_loader
 import library
 import loader_operators
-from loader_operators import Drawn
+from loader_operators import Drawn, check_memory
 
 from . import schedule
 from .support import DTYPES
@@ -83,7 +82,7 @@ class SegmentOperator:
             kinds |= {"seed": Tensor, "number": Drawn}
         kinds |= {fields[name]: float for name in self.names.numbers} | {"dtype": int}
         self.arguments = NamedTuple("Arguments", [*kinds.items()])
-        self._fields = [*fields.values()]
+        self._fields, self.count = [*fields.values()], len(self.names.tensors)
         self._failed: dict[tuple, str] = {}  # for what its kernels can't be built, and why
         self.reference = Reference(self, segment, modules, others)
 
@@ -133,6 +132,7 @@ class SegmentOperator:
         return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), counts=counts)
 
     def _forward(self, a: tuple, plan: SimpleNamespace, saving: bool) -> Sequence[Tensor]:
+        check_memory(*a[: self.count])  # what copies and convolves reads without a look
         y, *rest = self.schedule.forward(plan.inner, a)
         if plan.counts:
             self._update(a, plan, (y, *rest))
@@ -147,7 +147,10 @@ class SegmentOperator:
                 running = a[self.names.tensors.index(name)]
                 running.lerp_(value.to(running.dtype).view_as(running), update.momentum)
 
-    def _backward(self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]) -> list:
+    def _backward(
+        self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]
+    ) -> list:
+        check_memory(*a[: self.count])
         # Forward chose the dtypes; a region of autocast around backward may not.
         with torch.autocast(dy.device.type, enabled=False):
             found = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
@@ -160,7 +163,13 @@ class SegmentOperator:
         y = torch.empty_like(self.reference(a), dtype=dtype)
         if not saving:
             return [y]
-        return [y, *[a[0].new_empty(shape, dtype=kind) for shape, kind in self.schedule.saved(self.segment, a, dtype, self.exact_order)]]
+        return [
+            y,
+            *[
+                a[0].new_empty(shape, dtype=kind)
+                for shape, kind in self.schedule.saved(self.segment, a, dtype, self.exact_order)
+            ],
+        ]
 
     def _gradients(self, a: tuple) -> list[Tensor]:
         x, weight = a[0], a[self.inputs]
@@ -231,27 +240,37 @@ class Reference:
     module, and running statistics are nobody's.
     """
 
-    def __init__(self, shared: SegmentOperator, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object]):
+    def __init__(
+        self, shared: SegmentOperator, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object]
+    ):
         names = Names(segment)
         self.eager, self.others, self.fields = segment.eager, others, shared.fields_of(names)
         self.inputs, self.names = names.inputs, names.tensors
         self.shells = {name: _shell(module) for name, module in modules.items()}
 
-    def like(self, a: tuple, device: torch.device | None = None, autocast: torch.dtype | None = None) -> Tensor:
+    def like(
+        self, a: tuple, device: torch.device | None = None, autocast: torch.dtype | None = None
+    ) -> Tensor:
         """y, without memory, in eager's layout. device: in eager's dtype, too, raising what eager raises, as on that device and under autocast
         to that dtype if it isn't None. Without it a's tensors may be of different dtypes, and y's says nothing."""
         layout = library.result_format(a[0], a[self.inputs], True)
         with _disable_current_modes(), torch.no_grad():
             if autocast is None:
                 alike = [weightless(t) if isinstance(t, Tensor) else t for t in a]
-                return self(tuple.__new__(type(a), alike), device is not None, layout, a[self.inputs].device.type)
+                return self(
+                    tuple.__new__(type(a), alike), device is not None, layout, a[self.inputs].device.type
+                )
             with FakeTensorMode():  # which knows what autocast does on that device
                 alike = [weightless(t, device) if isinstance(t, Tensor) else t for t in a]
                 y = self(tuple.__new__(type(a), alike), as_they_are=True)
             return weightless(y)
 
     def __call__(
-        self, a: tuple, as_they_are: bool = False, layout: torch.memory_format | None = None, device: str | None = None
+        self,
+        a: tuple,
+        as_they_are: bool = False,
+        layout: torch.memory_format | None = None,
+        device: str | None = None,
     ) -> Tensor:
         """as_they_are: in the tensors' own dtypes, else all in x's. layout: of the convolution's result. device: for which tensors stand."""
         values: dict[fx.Node, object] = {}
@@ -281,7 +300,9 @@ class Reference:
             else:
                 return args[0]
             if node.op in ("call_module", "call_function") and self._is_group_norm(node) and device == "cpu":
-                found = found.contiguous(memory_format=suggested(args[0]))  # which tensors without memory don't know
+                found = found.contiguous(
+                    memory_format=suggested(args[0])
+                )  # which tensors without memory don't know
             if layout is not None and node.op != "placeholder":  # the convolution is what comes first
                 if isinstance(found, Tensor) and node.op != "get_attr":
                     found, layout = found.contiguous(memory_format=layout), None
@@ -301,7 +322,9 @@ class Reference:
         """That module, with the arguments' tensors, and buffers that are nobody's."""
         module = copy.copy(self.shells[name])
         paths = {key: f"{name}.{key}" for key in module._parameters}
-        vars(module)["_parameters"] = {key: argument(path) if path in self.fields else None for key, path in paths.items()}
+        vars(module)["_parameters"] = {
+            key: argument(path) if path in self.fields else None for key, path in paths.items()
+        }
         buffers = {key: of and a[0].new_empty(of[0], dtype=of[1]) for key, of in module._buffers.items()}
         vars(module)["_buffers"] = buffers
         return module

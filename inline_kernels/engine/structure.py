@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -52,7 +51,9 @@ class Structure:
         if captured and not segments:
             why = [f"{name}: {reason}" for name, reason in {**captured.opaque, **captured.remarks}.items()]
             self.reason = "; ".join(["there is no convolution with a tail that kernels take", *why])
-        numbers = {name for segment in segments for name in segment.scalars} - set(captured.values if captured else ())
+        numbers = {name for segment in segments for name in segment.scalars} - set(
+            captured.values if captured else ()
+        )
         replaced = {name for segment in segments for name in _called(segment)}
         self.guards = Guards(model, base, reads, replaced, numbers)
         self.built = not segments
@@ -61,7 +62,8 @@ class Structure:
 
     def _bind(self, model: nn.Module, captured) -> None:
         self.parts = [
-            Part(segment, model, captured, self.guards, self.stale, self.asked) for segment in captured.segments
+            Part(segment, model, captured, self.guards, self.stale, self.asked)
+            for segment in captured.segments
         ]
         for node in captured.module.graph.nodes:
             if node.target in captured.segments:
@@ -70,7 +72,10 @@ class Structure:
         self.arguments = [node.target for node in graph.nodes if node.op == "placeholder"]
         self.remarks = {**_altered(graph, model), **captured.opaque, **captured.remarks}
         self.code = Code(graph, captured.constants, captured.segments)
-        self.graph, self.constants = fx.Graph(), captured.constants  # without the way to modules that the captured one has
+        self.graph, self.constants = (
+            fx.Graph(),
+            captured.constants,
+        )  # without the way to modules that the captured one has
         self.graph.output(self.graph.graph_copy(graph, {}))
         self.run = self.code.function(self.parts)
         self.watched = self.code.function([part.watched for part in self.parts])
@@ -100,7 +105,9 @@ class Structure:
 
     # ------------------------------------------------------------------------------------------------- before anything runs
 
-    def decisions(self, model: nn.Module, inputs: tuple, keywords: dict, saving: bool | None = None) -> list[Decision]:
+    def decisions(
+        self, model: nn.Module, inputs: tuple, keywords: dict, saving: bool | None = None
+    ) -> list[Decision]:
         """What each segment would do for such inputs. Nothing is computed: the code runs on tensors without memory.
 
         What lies between segments and can't run so leaves the rest undecided."""
@@ -121,7 +128,11 @@ class Structure:
             return decide
 
         empty = _weightless(model)
-        odd = [type(each).__name__ for each in (*inputs, *keywords.values()) if isinstance(each, Tensor) and type(each) not in support.TRACED]
+        odd = [
+            type(each).__name__
+            for each in (*inputs, *keywords.values())
+            if isinstance(each, Tensor) and type(each) not in support.TRACED
+        ]
         if odd:
             reason = f"the input is a {odd[0]}, a subclass of Tensor, which may give operators a meaning of its own"
             return [Decision(part.name, "eager", reason) for part in self.parts]
@@ -188,7 +199,9 @@ def _unfit(model: nn.Module, base: type, kind: tuple | None) -> str:
     if getattr(model, "_is_replica", False):
         return "it is a replica of nn.DataParallel: its parameters are no Parameters"
     for name, module in model.named_modules():
-        if "parametrizations" in module._modules and (not name or not type(module).__module__.startswith("torch.")):
+        if "parametrizations" in module._modules and (
+            not name or not type(module).__module__.startswith("torch.")
+        ):
             return f"{name or 'the model'} has parametrizations"
     return ""
 
@@ -227,7 +240,11 @@ class Code:
         self._function, self.text = space["forward"], made.src
 
     def function(self, calls: Sequence[Callable] = ()) -> Callable:
-        space = {"__builtins__": builtins, **self._globals, **{name: calls[i] for name, i in self._places.items()}}
+        space = {
+            "__builtins__": builtins,
+            **self._globals,
+            **{name: calls[i] for name, i in self._places.items()},
+        }
         made = types.FunctionType(self._function.__code__, space, "forward", self._function.__defaults__)
         made.__kwdefaults__ = self._function.__kwdefaults__
         return made
@@ -250,7 +267,9 @@ def _named(function: Callable, name: str) -> Callable:
     return function
 
 
-def _live(graph: fx.Graph, constants: dict[str, Tensor], segments: Sequence, places: Sequence[Callable]) -> fx.Graph:
+def _live(
+    graph: fx.Graph, constants: dict[str, Tensor], segments: Sequence, places: Sequence[Callable]
+) -> fx.Graph:
     """A copy of `graph` with places instead of segments, the model's attributes instead of its numbers, and tensors that tracing made instead
     of their names."""
     live, values, numbers = fx.Graph(), {}, {}
@@ -270,7 +289,10 @@ def _live(graph: fx.Graph, constants: dict[str, Tensor], segments: Sequence, pla
         if op == "call_function":
             target = place_of.get(id(target), target)
         if op == "get_attr" and target in constants:
-            op, target = "call_function", _named(functools.partial(_constant, constants[target]), f"constant_{target}")
+            op, target = (
+                "call_function",
+                _named(functools.partial(_constant, constants[target]), f"constant_{target}"),
+            )
         values[node] = live.create_node(op, target, args, kwargs, node.name, node.type)
     return live
 
@@ -288,7 +310,9 @@ def _weightless(model: nn.Module) -> nn.Module:
             return known.get(id(module))
         made = known[id(module)] = object.__new__(type(module))
         fields = vars(module).copy()
-        fields |= {key: type(value)() for key, value in fields.items() if "_hooks" in key and isinstance(value, dict)}
+        fields |= {
+            key: type(value)() for key, value in fields.items() if "_hooks" in key and isinstance(value, dict)
+        }
         fields["_modules"] = {key: copied(child) for key, child in module._modules.items()}
         for table in ("_parameters", "_buffers"):
             fields[table] = {key: t if t is None else weightless(t) for key, t in fields[table].items()}
@@ -304,8 +328,16 @@ def _weightless(model: nn.Module) -> nn.Module:
 class Part:
     """A segment of one model: called with its inputs, it gives its result. What it decided in a situation it keeps."""
 
-    def __init__(self, segment, model: nn.Module, captured, guards: Guards, stale: types.SimpleNamespace, asked: Asked):
-        self.segment, self.guards, self.stale, self.asked, self.model = segment, guards, stale, asked, weakref.ref(model)
+    def __init__(
+        self, segment, model: nn.Module, captured, guards: Guards, stale: types.SimpleNamespace, asked: Asked
+    ):
+        self.segment, self.guards, self.stale, self.asked, self.model = (
+            segment,
+            guards,
+            stale,
+            asked,
+            weakref.ref(model),
+        )
         self.name, self.situations = segment.conv.name or segment.parameters[0], []
         called = sorted(_called(segment))
         self.modules = {name: model.get_submodule(name) for name in called}
@@ -313,7 +345,10 @@ class Part:
         self.altered = next(filter(None, [support.altered(*each) for each in self.modules.items()]), None)
         known = {*segment.parameters, *segment.buffers, *segment.scalars}
         read = {node.target for node in segment.eager.nodes if node.op == "get_attr"} - known
-        self.others = {name: captured.constants[name] if name in captured.constants else _attribute(model, name) for name in read}
+        self.others = {
+            name: captured.constants[name] if name in captured.constants else _attribute(model, name)
+            for name in read
+        }
         exact_order, schedules = getattr(model, "_exact_order", False), schedules_of(model)
         self.by_schedule = {
             name: operator_of(segment, self.modules, self.others, exact_order, name, schedule)
@@ -377,7 +412,9 @@ class Part:
         """The same where something sees operators by themselves, or a derivative goes forward: nothing is kept."""
         decision = self.decision(given)
         operator = self.operator_of(decision)
-        if operator is None or self.counters:  # whoever watches shall see what is written to running statistics
+        if (
+            operator is None or self.counters
+        ):  # whoever watches shall see what is written to running statistics
             return self.eager(*given)
         tensors, constants = (*given, *self.tensors()), self._constants(decision)
         drawn = operators.drawn(given[0], self._draws(), True) if self.segment.random else ()
@@ -471,14 +508,18 @@ class Part:
         if reason := self._misfit(tensors, device.type):
             return eager(reason)
         reference = Reference(self.shared, self.segment, self.modules, self.others)
-        arguments = self.shared.arguments(*tensors, *_undrawn(given[0], False, bool(self.segment.random)), *numbers, 0)
+        arguments = self.shared.arguments(
+            *tensors, *_undrawn(given[0], False, bool(self.segment.random)), *numbers, 0
+        )
         try:
             like = reference.like(arguments, device, autocast)
         except Exception:  # whatever torch's functions say of it
             return eager(NOT_THE_MODEL)
         if like.dtype not in support.DTYPES:
             return eager(f"there are no kernels for results of {like.dtype}")
-        saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors]) if saving is None else saving
+        saving = (
+            torch.is_grad_enabled() and any([t.requires_grad for t in tensors]) if saving is None else saving
+        )
         arguments = arguments._replace(dtype=support.DTYPES.index(like.dtype))
         reasons = []
         for name, shared in self.by_schedule.items():
@@ -492,7 +533,11 @@ class Part:
     def _misfit(self, tensors: tuple, device: str) -> str | None:
         """Why the inputs aren't what the segment was captured for; or None."""
         x, weight = tensors[0], tensors[self.inputs]
-        convolved = [t for name, t in zip(self.names, tensors) if t is x or t is weight or name.startswith(f"{self.name}.")]
+        convolved = [
+            t
+            for name, t in zip(self.names, tensors)
+            if t is x or t is weight or name.startswith(f"{self.name}.")
+        ]
         if len({support.autocast_dtype(t, device) or t.dtype for t in convolved}) > 1:
             return NOT_THE_MODEL
         if x.dim() != weight.dim() or x.shape[1] != weight.shape[1] * self.segment.conv.groups:
@@ -583,7 +628,9 @@ class _building:
         self.reason = str(error)
         if isinstance(error, BuildError) and (self.device, self.reason) not in _said:
             _said.add((self.device, self.reason))
-            warnings.warn(f"fused modules run eager on {self.device}: {self.reason}", RuntimeWarning, stacklevel=6)
+            warnings.warn(
+                f"fused modules run eager on {self.device}: {self.reason}", RuntimeWarning, stacklevel=6
+            )
         return True
 
 

@@ -59,7 +59,9 @@ class Variants(Fused):
         if not isinstance(model, reference):
             raise TypeError(f"expected a {reference.__name__}, got a {type(model).__name__}")
         if type(model).forward not in (reference.forward, cls.forward) or "forward" in vars(model):
-            raise TypeError(f"expected {reference.__name__}'s forward, got a {type(model).__name__} with its own")
+            raise TypeError(
+                f"expected {reference.__name__}'s forward, got a {type(model).__name__} with its own"
+            )
         if "parametrizations" in model._modules:
             raise TypeError("expected plain parameters, got parametrized ones: parametrize what it becomes")
         fused = cls.__new__(cls)
@@ -83,7 +85,11 @@ class Variants(Fused):
             return Plan("eager", "asked for")
         plans = super().plan(*inputs, **keywords)
         eager = next((each for each in plans if each.runs == "eager"), None)
-        if eager is not None and self.variant != "auto" and not eager.reason.startswith("the input does not fit"):
+        if (
+            eager is not None
+            and self.variant != "auto"
+            and not eager.reason.startswith("the input does not fit")
+        ):
             raise RuntimeError(f"variant {self.variant!r} can't run: {eager.reason}")
         if self.variant != "auto":
             return Plan(self.variant, "asked for")
