@@ -498,6 +498,33 @@ def test_attributes_of_classes_and_helpers():
         del INPUTS[Held]
 
 
+SLOPE = 0.5
+
+
+def leaking(x):
+    return F.leaky_relu(x, SLOPE)
+
+
+def test_names_outside_of_the_class(monkeypatch):
+    """Globals, also of a function that forward calls, and what it encloses."""
+    power = 2.0
+
+    class Outside(Pointwise):
+        def forward(self, x):
+            return leaking(self.conv(x)) * power
+
+    monkeypatch.setitem(INPUTS, Outside, INPUTS[Pointwise])
+    model, fast, x = pair(Outside)
+    assert_same(fast, model, x)
+    monkeypatch.setitem(globals(), "SLOPE", 0.125)
+    assert_same(fast, model, x)
+    power = 3.0
+    assert_same(fast, model, x)
+    monkeypatch.setitem(globals(), "leaking", torch.tanh)
+    assert_same(fast, model, x)
+    assert runs(fast, x) == ["load"]
+
+
 def test_lists_that_forward_reads():
     class Listed(Pointwise):
         def __init__(self):
@@ -597,7 +624,8 @@ def test_arguments_of_forward():
     for _ in range(2):
         for given, keywords in calls:
             torch.testing.assert_close(fast(*given, **keywords), model(*given, **keywords))
-            assert fast.plan(*given, **keywords)
+            expected = ["eager" if "scale" in keywords or "shift" in keywords or len(given) > 1 else "load"]
+            assert [each.runs for each in fast.plan(*given, **keywords)] == expected
     with pytest.raises(TypeError):
         fast(x, scale, x)
     with pytest.raises(TypeError):

@@ -112,15 +112,16 @@ class Fused:
             run = compiled.function_for(self, inputs, keywords)
             return super().forward(*inputs, **keywords) if run is None else run(self, *inputs)
         structure = structure_of(self, inputs, keywords)
-        if structure.run is None or not structure.takes(inputs, keywords):
+        given = None if structure.run is None else structure.given(inputs, keywords)
+        if given is None:
             return super().forward(*inputs, **keywords)
         if support.may_be_foreign() and support.foreign():
             return super().forward(*inputs, **keywords)
         if is_watched() or forward_ad._current_level >= 0:
-            return structure.watched(self, *inputs, **keywords)
+            return structure.watched(self, *given)
         if not structure.built:
             structure.build(self, inputs, keywords, (torch.is_grad_enabled(),))
-        return structure.run(self, *inputs, **keywords)
+        return structure.run(self, *given)
 
     def __getstate__(self):
         """As of the user's class: what is kept is made anew."""
@@ -230,6 +231,6 @@ def _eager_reason(fused: nn.Module, structure: Structure, inputs: tuple, keyword
         return "the model has a forward of its own"
     if structure.reason or (reason := support.foreign()):
         return structure.reason or reason
-    if not structure.takes(inputs, keywords):
+    if structure.given(inputs, keywords) is None:
         return f"forward was captured with the arguments {', '.join(structure.arguments)} alone"
     return None

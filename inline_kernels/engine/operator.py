@@ -116,6 +116,14 @@ class SegmentOperator:
             return Decision(name, "eager", str(error))
         return Decision(name, self.name, line, dtype, like, requests)
 
+    def bound(self, plan: SimpleNamespace | None, constants: tuple, needs_gradient: bool) -> Callable:
+        """The operator as a function of what varies from call to call, as short as can be; as loader_operators.Operator.bound, of tensors
+        whose memory was looked at."""
+        if needs_gradient or plan is None or plan.counts or plan.layout.order is not None:
+            return self.operator.bound(plan, constants, needs_gradient)
+        forward, inner, shape = self.schedule.forward, plan.inner, plan.layout.shape
+        return lambda *varying: forward(inner, varying + constants)[0].view(shape)
+
     def failed(self, a: tuple, saving: bool, reason: str) -> None:
         """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
         self._failed[self._build_of(a[self.inputs].device, a, saving)] = reason

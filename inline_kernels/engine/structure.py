@@ -56,7 +56,7 @@ class Structure:
         )
         replaced = {name for segment in segments for name in _called(segment)}
         self.guards = Guards(model, base, reads, replaced, numbers)
-        self.built = not segments
+        self.built, self.arguments = not segments, []
         if segments:
             self._bind(model, captured)
 
@@ -87,7 +87,7 @@ class Structure:
         if self.generation != inline_loader.generation:  # edited kernels
             self._forget()
             self.generation = inline_loader.generation
-        if self.asked.variant is not getattr(model, "variant", None) and self.asked.changes(model):
+        if self.asked.ever and self.asked.variant is not model.variant and self.asked.changes(model):
             self._forget()
         return True
 
@@ -99,9 +99,12 @@ class Structure:
         """May it serve a model again that `other` serves? Not if it is of other modules, whose memory it would keep."""
         return self.guards.modules == other.guards.modules and not self.stale.is_so
 
-    def takes(self, inputs: tuple, keywords: dict) -> bool:
-        """Was it captured for that many?"""
-        return len(inputs) == len(self.arguments) and not keywords
+    def given(self, inputs: tuple, keywords: dict) -> tuple | None:
+        """The captured code's arguments; None: it was captured for others."""
+        if not keywords:
+            return inputs if len(inputs) == len(self.arguments) else None
+        names = self.arguments[len(inputs) :]
+        return (*inputs, *[keywords[name] for name in names]) if keywords.keys() == {*names} else None
 
     # ------------------------------------------------------------------------------------------------- before anything runs
 
@@ -136,12 +139,12 @@ class Structure:
         if odd:
             reason = f"the input is a {odd[0]}, a subclass of Tensor, which may give operators a meaning of its own"
             return [Decision(part.name, "eager", reason) for part in self.parts]
-        meta = [weightless(each) if isinstance(each, Tensor) else each for each in inputs]
-        keywords = {k: weightless(v) if isinstance(v, Tensor) else v for k, v in keywords.items()}
+        given = self.given(inputs, keywords)
+        meta = [weightless(each) if isinstance(each, Tensor) else each for each in given]
         rest = "what precedes it is not to be foreseen"
         try:
             with torch.no_grad():
-                self.code.function([of(part) for part in self.parts])(empty, *meta, **keywords)
+                self.code.function([of(part) for part in self.parts])(empty, *meta)
         except Exception:  # whatever a user's code does with such tensors, or raises for the input
             if failed:
                 raise
@@ -152,7 +155,7 @@ class Structure:
     def build(self, model: nn.Module, inputs: tuple, keywords: dict, saving: Sequence[bool]) -> None:
         """Builds the kernels of all segments side by side. What fails is left to the segments' own first calls."""
         self.built = True
-        if not self.parts:
+        if not self.parts or self.given(inputs, keywords) is None:
             return
         requests = []
         for each in saving:
@@ -176,11 +179,12 @@ class Asked:
     """The variant that a module of `fused(Model)` is asked for, and the schedule's name that runs it; None: whatever is best."""
 
     def __init__(self, model: nn.Module):
+        self.ever = hasattr(type(model), "_schedule_of")
         self.changes(model)
 
     def changes(self, model: nn.Module) -> bool:
-        before, self.variant = getattr(self, "variant", None), getattr(model, "variant", None)
-        self.schedule = getattr(model, "_schedule_of", {}).get(self.variant)
+        before, self.variant = getattr(self, "variant", None), model.variant if self.ever else None
+        self.schedule = model._schedule_of.get(self.variant) if self.ever else None
         return before != self.variant
 
 
@@ -454,7 +458,9 @@ class Part:
         if not built:
             self.by_schedule[decision.runs].failed(arguments, needs_gradient, built.reason)
             return None
-        run = operator.bound(plan if autocast is None else None, constants, needs_gradient)
+        run = self.by_schedule[decision.runs].bound(
+            plan if autocast is None else None, constants, needs_gradient
+        )
         if autocast is not None:
             run = functools.partial(_run_autocast, run, autocast, self.inputs)
         if self.counters:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from loader_operators import PLAIN, precision
+from loader_operators import LOW, PLAIN, check_memory, precision
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
@@ -166,5 +166,9 @@ def _modes(x: Tensor) -> tuple:
 
 
 def _others(tensors: tuple[Tensor, ...]) -> tuple:
-    alignment = functools.reduce(or_, map(Tensor.data_ptr, tensors)) % 16  # 0: of all
-    return precision(tensors[0]), alignment and [t.data_ptr() % 16 for t in tensors]
+    """Raises RuntimeError where the memory of one was freed."""
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    if min(addresses) < LOW:
+        check_memory(*tensors)
+    alignment = functools.reduce(or_, addresses) % 16  # 0: of all
+    return precision(tensors[0]), alignment and [address % 16 for address in addresses]
