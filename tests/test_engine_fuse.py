@@ -37,6 +37,7 @@ import engine_stand_in
 import inline_loader
 import numerics
 from engine_stand_in import stand_in  # noqa: F401
+from inline_kernels.engine import part as parts
 from inline_kernels.engine import schedule, structure
 from inline_kernels.engine.fuse import fuse
 from loading import ROOT
@@ -639,7 +640,7 @@ def test_arguments_of_forward():
 def made(monkeypatch):
     """made() is how many captures and how many decisions there were since it was asked last."""
     counts = [0, 0]
-    capture, decide = structure._capture, structure.Part._decide
+    capture, decide = structure._capture, parts.Part._decide
 
     def counted_capture(*arguments):
         counts[0] += 1
@@ -654,7 +655,7 @@ def made(monkeypatch):
         return found
 
     monkeypatch.setattr(structure, "_capture", counted_capture)
-    monkeypatch.setattr(structure.Part, "_decide", counted_decide)
+    monkeypatch.setattr(parts.Part, "_decide", counted_decide)
     return since
 
 
@@ -723,7 +724,7 @@ def test_train_and_eval_are_captured_apart_once(made):
 
 
 def test_situations_that_are_kept_are_few(made, monkeypatch):
-    monkeypatch.setattr(structure, "_KEPT_SITUATIONS", 3)
+    monkeypatch.setattr(parts, "_KEPT_SITUATIONS", 3)
     _, fast, x = pair(Pointwise, called=False)
     with torch.no_grad():
         for count, decided in (
@@ -887,7 +888,12 @@ ODD = {
 @every_model
 def test_odd_inputs(kind, how, moment):
     model, fast, x = pair(kind, called="after" in moment)
-    assert_same(fast, model, ODD[how](x))
+    given = ODD[how](x)
+    assert_same(fast, model, given)
+    if how in ("sparse", "a negative view"):
+        assert set(runs(fast, given)) == {"eager"}
+    elif how in ("transposed", "channels last", "expanded", "a view", "a Parameter"):
+        assert set(runs(fast, given)) == {"load"}
 
 
 @every_model
@@ -928,7 +934,7 @@ def test_dtype_and_autocast_are_toggled(kind):
         theirs, ours = model(x.to(dtype)), fast(x.to(dtype))
         assert ours.dtype == theirs.dtype and runs(fast, x.to(dtype)) == ["load"] * SEGMENTS[kind]
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=3e-2)
-    for dtype in (torch.bfloat16, None, torch.bfloat16):
+    for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             theirs, ours, inside = model(x), fast(x), runs(fast, x)
         assert ours.dtype == theirs.dtype and inside == ["load"] * SEGMENTS[kind]
@@ -1213,6 +1219,35 @@ def test_compile(kind, training):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [Normed, Volume], ids=lambda kind: kind.__name__)
+def test_compile_with_dynamic_shapes(kind):
+    """One graph for all batch sizes."""
+    torch._dynamo.reset()
+    model, fast, x = pair(kind, called=False)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(fast, fullgraph=True, dynamic=True, backend=backend)
+    for size in (7, 9, 11, 13):
+        part = x[:1].repeat(size, *[1] * (x.dim() - 1))
+        torch.testing.assert_close(compiled(part), model(part), rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compile_under_autocast():
+    torch._dynamo.reset()
+    model, fast, x = pair(Normed, called=False)
+    compiled = torch.compile(fast, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = compiled(x), model(x)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("kind", [Normed, Residual], ids=lambda kind: kind.__name__)
 def test_compile_with_inductor(kind):
     torch._dynamo.reset()
@@ -1259,7 +1294,7 @@ def test_without_a_compiler(monkeypatch):
         raise inline_loader.BuildError("no host compiler: install g++")
 
     monkeypatch.setattr(schedule, "plan", failing)
-    monkeypatch.setattr(structure, "_said", set())
+    monkeypatch.setattr(parts, "_said", set())
     inline_loader.forget()
     model, fast, x = pair(Residual, called=False)
     with pytest.warns(RuntimeWarning, match="no host compiler: install g") as caught:

@@ -139,7 +139,7 @@ class Guards:
     Compared are: attributes that forward read, by identity or, numbers and tuples, by value; of torch.nn's modules that kernels
     replace all attributes; which modules there are, which of them have hooks, their classes and those's forwards; which parameters and buffers there are. A
     global names and enclosed values that its functions use. A version of each dictionary says that nothing in it was assigned. `numbers` are read anew where something was; `changed` is called
-    with the new ones where they are others. There is no way from here to the model itself.
+    where they are others. There is no way from here to the model itself.
     """
 
     def __init__(
@@ -250,8 +250,8 @@ class Guards:
         if any([type(numbers[name]) is not type(was) for name, was in self.numbers.items()]):
             return False
         if any([numbers[name] != was for name, was in self.numbers.items()]):
-            changed(numbers)
             self.numbers = numbers
+            changed()
         self._versions = versions
         return True
 

@@ -111,6 +111,17 @@ def autocast_dtype(x: Tensor, device: str | None = None) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if x.is_floating_point() else None
 
 
+def odd(name: str, t) -> str | None:
+    """Why kernels can't read a tensor for what it says of itself; or None."""
+    if not isinstance(t, Tensor):
+        return None
+    if type(t) not in TRACED:
+        return f"{name} is a {type(t).__name__}, a subclass of Tensor, which may give operators a meaning of its own"
+    if t.layout is not torch.strided:
+        return f"{name} is not strided"
+    return f"{name} is a view whose sign is a flag" if t.is_conj() or t.is_neg() else None
+
+
 def obstacle(tensors: Sequence[Tensor], names: Sequence[str], weight: int, weightless: int) -> str | None:
     """Why only eager can run for these; or None. tensors[weight] is the convolution's weight; the first `weightless` stand for some on
     its device."""
@@ -120,16 +131,12 @@ def obstacle(tensors: Sequence[Tensor], names: Sequence[str], weight: int, weigh
         return f"{names[[isinstance(t, Tensor) for t in tensors].index(False)]} is no tensor"
     device = tensors[weight].device
     for i, (name, t) in enumerate(zip(names, tensors)):
-        if type(t) not in TRACED:
-            return f"{name} is a {type(t).__name__}, a subclass of Tensor, which may give operators a meaning of its own"
-        if t.layout is not torch.strided:
-            return f"{name} is not strided"
+        if reason := odd(name, t):
+            return reason
         if t.device != device and i >= weightless:
             return NOT_THE_MODEL
         if t.dtype not in DTYPES:
             return f"there are no kernels for {t.dtype}, which {name} is of"
-        if t.is_conj() or t.is_neg():
-            return f"{name} is a view whose sign is a flag"
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
             return "there is no derivative for forward-mode AD"
     if device.type not in ("cpu", "cuda"):
