@@ -567,6 +567,18 @@ class Counting(Pointwise):
         return super().forward(x)
 
 
+class Noting(Pointwise):
+    """Into a list that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def forward(self, x):
+        self.calls.append("a call")
+        return super().forward(x)
+
+
 class Drawing(Pointwise):
     """Of which a layer is skipped at random."""
 
@@ -582,7 +594,7 @@ class Switching(Pointwise):
         return gate * self.conv(x)
 
 
-@pytest.mark.parametrize("kind", [Counting, Drawing, Switching], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Counting, Noting, Drawing, Switching], ids=lambda kind: kind.__name__)
 def test_forwards_that_do_more_than_compute(kind):
     """They do it as often as the model's own."""
     INPUTS[kind] = INPUTS[Pointwise]
@@ -598,6 +610,8 @@ def test_forwards_that_do_more_than_compute(kind):
                 torch.testing.assert_close(ours, theirs)
         random.seed(0)
         assert_same(fast, model, x) if kind is Switching else None
+        if kind is Noting:
+            assert fast.calls == model.calls and len(fast.calls) == 6
         if kind is Counting:
             assert fast.calls == model.calls == 6 and fast.total == model.total == 6
     finally:

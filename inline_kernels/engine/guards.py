@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
-import sys
 import types
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_, is_not
@@ -85,20 +83,20 @@ def _copied(value):
 
 
 class SideEffects:
-    """What tracing did beside tracing: to a shadow, whose modules' paths `reads` has, and to random states."""
+    """What tracing wrote to a shadow, whose modules' paths `reads` has, and tracing.py didn't refuse: into lists, dictionaries, tensors."""
 
     def __init__(self, shadow: nn.Module, reads: Iterable[str]):
         self.shadow, self.paths = shadow, tuple(reads)
-        self.states, self.random = self._states(), _random_states()
+        self.states = self._states()
 
     def found(self) -> str | None:
-        """Which, as a reason to leave forward to eager; or None."""
+        """The first, as a reason to leave forward to eager; or None."""
         for path, now in self._states().items():
             before = self.states[path]
             for name in {**before, **now}:
                 if before.get(name) != now.get(name):
                     return f"forward changes {path and path + '.'}{name}"
-        return "forward draws random numbers in Python" if _random_states() != self.random else None
+        return None
 
     def _states(self) -> dict[str, dict]:
         return {path: _state(self.shadow.get_submodule(path)) for path in self.paths}
@@ -121,13 +119,6 @@ def _content(value) -> object:
     if isinstance(value, dict):
         return [(key, id(each)) for key, each in value.items()]
     return [*map(id, value)] if isinstance(value, (list, set)) else None
-
-
-def _random_states() -> list:
-    states = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    if numpy := sys.modules.get("numpy"):
-        states.append(str(numpy.random.get_state()))
-    return states
 
 
 # ----------------------------------------------------------------------------------------------------------------- comparing

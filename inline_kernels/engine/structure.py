@@ -174,7 +174,7 @@ def _unfit(model: nn.Module, base: type, kind: tuple | None) -> str:
 
 def _capture(model: nn.Module, base: type, dimensions: int) -> tuple[object, str, dict[str, set[str]]]:
     """What capture.py makes of the model's forward, or None and the reason; and which attributes were read."""
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    with _disable_current_modes():
         try:
             shadow, reads = recorded(model, base)
             effects = SideEffects(shadow, reads)
