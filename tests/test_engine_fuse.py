@@ -40,6 +40,7 @@ from engine_stand_in import stand_in  # noqa: F401
 from inline_kernels.engine import part as parts
 from inline_kernels.engine import schedule, structure
 from inline_kernels.engine.fuse import fuse
+from inline_kernels.engine.variants import fused
 from loading import ROOT
 
 # --------------------------------------------------------------------------------------------------------------------- models
@@ -1343,6 +1344,10 @@ def test_all_kernels_are_built_at_once(monkeypatch):
         fast(x), fast(x)
     assert len(built) == 1 and len(built[0]) == 3 and not any(each["saving"] for each in built[0])
     built.clear()
+    fuse(Residual().requires_grad_(False))(x)
+    fuse(Residual())(x)
+    assert [each["saving"] for requests in built for each in requests] == [False] * 3 + [True] * 3
+    built.clear()
     fuse(Residual(), example_inputs=x)
     assert [each["saving"] for each in built[0]] == [False] * 3 + [True] * 3
 
@@ -1388,6 +1393,89 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
                     torch.testing.assert_close(
                         found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name} {wrapper}: {text}"
                     )
+
+
+# ----------------------------------------------------------------------------------------------- classes with variants
+
+
+class Batches:
+    """A schedule of its own, which takes batches of two."""
+
+    ran = 0
+    saved = staticmethod(lambda *given: schedule.saved(*given))
+    backward = staticmethod(lambda *given: schedule.backward(*given))
+
+    def describe(self, *given):
+        return "by two"
+
+    def plan(self, segment, a, *given):
+        return self._served(a) or schedule.plan(segment, a, *given)
+
+    def requests(self, segment, a, *given):
+        return self._served(a) or []
+
+    def forward(self, plan, a):
+        self.ran += 1
+        return schedule.forward(plan, a)
+
+    def _served(self, a):
+        if a[0].shape[0] != 2:
+            raise schedule.Unsupported(f"batches of {a[0].shape[0]}")
+
+
+BY_TWO = Batches()
+PointwiseNew = fused(Pointwise, schedules={"fused": BY_TWO})
+ResidualNew = fused(Residual)
+
+
+def test_a_class_of_fused_modules():
+    model, x = PointwiseNew().eval(), torch.randn(2, 3, 5, 5)
+    assert isinstance(model, Pointwise) and PointwiseNew.reference() is Pointwise
+    assert PointwiseNew.variants() == ("eager", "epilogue", "fused") and ResidualNew.variants() == (
+        "eager",
+        "epilogue",
+    )
+    assert model.plan(x) == ("fused", "by two") and model.plan(x[:1])[0] == "epilogue"
+    expected, BY_TWO.ran = Pointwise.forward(model, x), 0
+    for variant, ran in (("auto", 1), ("eager", 0), ("epilogue", 0), ("fused", 1), ("auto", 1)):
+        model.variant = variant
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+        assert BY_TWO.ran == 2 * ran, variant
+        assert variant == "auto" or model.plan(x) == (variant, "asked for")
+        BY_TWO.ran = 0
+    model.variant = "fused"
+    for call in (model, model.plan):
+        with pytest.raises(RuntimeError, match="variant 'fused' can't run: batches of 1"):
+            call(x[:1])
+    with pytest.raises(RuntimeError, match="channels"):  # eager's
+        model(x[:, :1])
+    model.variant = "no such variant"
+    for call in (model, model.plan):
+        with pytest.raises(
+            ValueError, match="expected variant to be 'auto' or one of eager, epilogue, fused, got"
+        ):
+            call(x)
+
+
+def test_a_fused_class_from_a_model():
+    model, _, x = pair(Residual)
+    fast = ResidualNew.from_eager(model)
+    assert fast.head is model.head and fast.plan(x)[0] == "epilogue"
+    assert_same(fast, model, x)
+    for how in ("copy", "deepcopy", "pickle", "torch.save"):
+        other = COPIES[how](fast)
+        assert type(other) is ResidualNew
+        torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="expected a Residual, got a Pointwise"):
+        ResidualNew.from_eager(Pointwise())
+
+    class Other(Residual):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(TypeError, match="expected Residual's forward, got a Other with its own"):
+        ResidualNew.from_eager(Other())
 
 
 # ----------------------------------------------------------------------------------------------------------------- kernels

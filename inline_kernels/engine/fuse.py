@@ -120,7 +120,9 @@ class Fused:
         if is_watched() or forward_ad._current_level >= 0:
             return structure.watched(self, *given)
         if not structure.built:
-            structure.build(self, inputs, keywords, (torch.is_grad_enabled(),))
+            leaves = [*(each for each in given if isinstance(each, Tensor)), *self.parameters()]
+            saving = torch.is_grad_enabled() and any([t.requires_grad for t in leaves])
+            structure.build(self, inputs, keywords, (saving,))
         return structure.run(self, *given)
 
     def __getstate__(self):
