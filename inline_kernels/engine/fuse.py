@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 from loader_operators import is_watched
 
 from . import compiled, support
+from .guards import plain_class
 from .structure import Structure
 
 _KEPT_STRUCTURES = 8  # of one module, the last met
@@ -55,7 +56,7 @@ def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_orde
         raise TypeError(
             f"expected an eager module, got a {type(model).__name__}: fuse the module that it was made of"
         )
-    fused = _new(_base_of(type(model)), bool(exact_order))
+    fused = _new(plain_class(type(model)), bool(exact_order))
     attributes = vars(model).items()
     vars(fused).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
     if example_inputs is not None:
@@ -133,7 +134,7 @@ class Fused:
         return vars(self).copy()
 
     def __reduce_ex__(self, protocol):
-        base, exact_order = _base_of(type(self)), getattr(self, "_exact_order", False)
+        base, exact_order = plain_class(type(self)), getattr(self, "_exact_order", False)
         made, arguments, *rest = super().__reduce_ex__(protocol)
         if type(self) is not _class_of(base):  # somebody's subclass of it
             return made, arguments, *rest
@@ -145,22 +146,18 @@ class Fused:
 # ------------------------------------------------------------------------------------------------------------------- classes
 
 
-def _base_of(cls: type) -> type:
-    """The user's class of a fused module's; another one is its own."""
-    return cls.__mro__[cls.__mro__.index(Fused) + 1] if issubclass(cls, Fused) else cls
-
-
 def _class_of(base: type) -> type:
     """The class of fused modules of the class `base`: one, as long as any of them lives."""
     with _capturing:
         found = _classes.get(base)
         if found is None:
             body = {
+                "_unfused": base,
                 "__slots__": ("_kept", "_exact_order", "_number"),
                 "__module__": base.__module__,
                 "__doc__": base.__doc__,
             }
-            body["forward"] = _signed(Fused.forward, base.forward)
+            body["forward"] = signed(Fused.forward, base.forward)
             made = types.new_class(
                 f"Fused{base.__name__}", (Fused, base), {}, lambda names: names.update(body)
             )
@@ -168,7 +165,7 @@ def _class_of(base: type) -> type:
     return found
 
 
-def _signed(function: types.FunctionType, like: Callable) -> types.FunctionType:
+def signed(function: types.FunctionType, like: Callable) -> types.FunctionType:
     """A copy of `function` with the signature and the docstring of `like`."""
     made = types.FunctionType(function.__code__, function.__globals__, "forward", None, function.__closure__)
     made.__doc__ = like.__doc__
@@ -216,7 +213,7 @@ def _captured(fused: nn.Module, kind: tuple | None) -> Structure:
         for structure in getattr(fused, "_kept", ()):  # another thread's, meanwhile
             if structure.kind == kind and structure.holds(fused):
                 return structure
-        structure = Structure(fused, _base_of(type(fused)), kind)
+        structure = Structure(fused, plain_class(type(fused)), kind)
         _put_first(fused, structure)
     return structure
 

@@ -41,7 +41,7 @@ def recorded(model: nn.Module, base: type) -> tuple[nn.Module, dict[str, set[str
         if path and not container and is_torch_module(module):
             return known.setdefault(id(module), module)
         names = reads.setdefault(path, set())
-        cls = type(module) if path else base
+        cls = plain_class(type(module)) if path else base
         made = known[id(module)] = object.__new__(cls if container else _recording(cls, names))
         inner = f"{path}." if path else ""
         fields = {key: _copied(value) for key, value in vars(module).items()}
@@ -52,6 +52,11 @@ def recorded(model: nn.Module, base: type) -> tuple[nn.Module, dict[str, set[str
         return made
 
     return shadow(model, ""), reads
+
+
+def plain_class(cls: type) -> type:
+    """The user's class of a fused module's; another one is its own."""
+    return getattr(cls, "_unfused", cls)
 
 
 def is_torch_module(module: nn.Module) -> bool:
@@ -149,7 +154,7 @@ class Guards:
         self._values: list[tuple[dict, tuple, list]] = []  # a table, keys, what they were
         self._whole: list[tuple[dict, list, list]] = []  # a table, all of its keys, which of them are None
         self._contents: list[tuple[object, object]] = []
-        self._of_classes = {cls: set() for cls in {*self.classes, base}}
+        self._of_classes = {plain_class(cls): set() for cls in {*self.classes, base}}
         self.looked_at: list[tuple[str, object]] = []  # for tracers: paths of attributes, and what they were
         self.hooked_at: list[str] = []
         tables = []  # of hooks: of all modules but the model itself, whose own run around forward
@@ -158,7 +163,7 @@ class Guards:
             tables += support.hooks_of(module) if path else ()
             if path in reads:
                 names = [name for name in sorted(reads[path]) if inner + name not in numbers]
-                cls = type(module) if path else base
+                cls = plain_class(type(module)) if path else base
                 self._of_classes[cls] |= {name for name in names if name not in fields}
             elif path in replaced:
                 names = [name for name in fields if name not in _INTERNAL and inner + name not in numbers]

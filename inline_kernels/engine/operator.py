@@ -161,7 +161,10 @@ class SegmentOperator:
         check_memory(*a[: self.count])
         # Forward chose the dtypes; a region of autocast around backward may not.
         with torch.autocast(dy.device.type, enabled=False):
-            found = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
+            dx, *rest = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
+        layout = library.result_format(a[0], a[self.inputs], True)
+        found = [each if each is None else each.contiguous() for each in rest]
+        found.insert(0, dx if dx is None else dx.contiguous(memory_format=layout))
         return [*found, *[None] * (len(needs) - len(found))]
 
     def _shapes(self, a: tuple, *, saving: bool) -> list[Tensor]:

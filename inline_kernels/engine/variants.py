@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from . import compiled
-from .fuse import Fused, _base_of, _signed, structure_of
+from .fuse import Fused, signed, structure_of
 
 _NAMES = {"load": "epilogue"}  # of variants, where schedules have others
 
@@ -47,7 +47,7 @@ class Variants(Fused):
 
     @classmethod
     def reference(cls) -> type[nn.Module]:
-        return _base_of(cls)
+        return cls._unfused
 
     @classmethod
     def from_eager(cls, model: nn.Module) -> nn.Module:
@@ -110,8 +110,9 @@ def fused(Model: type[nn.Module], *, schedules: Mapping[str, object] | None = No
     body = {
         "__module__": Model.__module__,
         "__doc__": Model.__doc__,
+        "_unfused": Model,
         "__slots__": ("_kept", "_exact_order", "_number"),
-        "forward": _signed(Variants.forward, Model.forward),
+        "forward": signed(Variants.forward, Model.forward),
         "_schedules": own,
         "_schedule_of": {**{name: name for name in own}, "epilogue": "load"},
     }
