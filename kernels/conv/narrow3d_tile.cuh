@@ -10,8 +10,8 @@
 //   narrow3d_tile.cuh      sizes, tiles, the layout of shared memory
 //   narrow3d_stage.cuh     planes of x on their way from global memory
 //   narrow3d_operands.cuh  x and the weights, scaled, split and laid out as fragments
-//   narrow3d.cuh           the products, whose sums an epilogue takes from the registers
-//   norm/narrow3d_statistics.cuh  an epilogue that takes mean and variance
+//   narrow3d.cuh           the products, whose sums sinks take from the registers
+//   norm/narrow3d_statistics.cuh, store/runs.cuh  sinks: mean and deviation; results of a pointwise tail
 #pragma once
 #include <stdexcept>
 
