@@ -717,28 +717,6 @@ def test_operators_take_a_batch_of_none(name, gpu):
         assert new._compute(x[:0], "fused").shape[0] == 0
 
 
-@pytest.mark.parametrize(
-    "name, field, change",
-    [
-        (INSTANCE_NORM, "rows", 8),
-        (INSTANCE_NORM, "pitch", 0.5),
-        (DROPOUT, "raw", 0.5),
-        (DROPOUT, "shared", 0.5),
-    ],
-)
-def test_a_plan_without_room_is_not_launched(name, field, change, emulated, monkeypatch):
-    model, x = small(name)
-    plan = tiling.plan_volume
-
-    def changed(*arguments, **options):
-        defines, right = plan(*arguments, **options)
-        return defines, right._replace(**{field: int(getattr(right, field) * change)})
-
-    monkeypatch.setattr(tiling, "plan_volume", changed)
-    with pytest.raises(AssertionError, match="a launch that is not possible|a plan with room"):
-        emulated(name, model, x)
-
-
 @every_name
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_one_special_value(name, value, emulated):

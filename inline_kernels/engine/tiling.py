@@ -4,8 +4,8 @@ One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. Wh
 alone; a kernel takes it by its launcher's arguments and its build's definitions, and asserts at compile time, in the words of these,
 all that it relies on. What only a launch depends on, its launcher plans.
 
-- volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory.
-  Backward: likewise, for its gradient and the weight's. (Tiles of the gradient of x are its launcher's.)
+- volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory. Here is
+  only what can't run: launchers plan their tiles (kernels/conv/narrow3d_tile.cuh), and throw where there is no room.
 - strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
   Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
 - gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x.
@@ -83,29 +83,13 @@ _PLANES_AHEAD = 3  # of input, in the ring beside the kd that an output plane ne
 _RAW_PLANES = 3  # of input, on their way from global memory
 _TURN = 32  # output positions that a warp computes side by side
 _WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
-_HELD_SHARE = 0.25  # of the L2 cache, for sums that are then not computed again; the rest is for x
-
-
-class VolumeTiling(NamedTuple):
-    """One launch's plan; a block fills a multiprocessor."""
-
-    rows: int  # output rows that a block computes …
-    depth: int  # … of so many output planes
-    slots: int  # blocks of a sample
-    pitch: int  # pixels from one row to the next in the ring
-    stage: int  # pixels that the ring has room for
-    raw: int  # elements that a channel of a raw plane has room for
-    shared: int  # bytes of dynamic shared memory
-
-    @property
-    def launch(self) -> tuple[int, int, int, int, int]:
-        """The launchers' last arguments."""
-        return self.rows, self.depth, self.pitch, self.raw, self.shared
+BACKWARD_SHARED = 18 << 10  # bytes of shared memory that backward's kernels have for their own arrays
+SAMPLES_BYTES = 114_000_000  # of scratch for the gradient of the convolution, where x needs one
 
 
 @first_obstacle
 def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int):
-    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, which it asserts."""
+    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do."""
     yield from _fused_obstacles(x, dtype)
     (C, channels, *kernel), size = weight.shape, x.shape[2:]
     few = channels <= 4 and C % 16 == 0 and C <= 960
@@ -129,45 +113,14 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
     OH, OW = x.shape[3] - weight.shape[3] + 1, x.shape[4] - weight.shape[4] + 1
     for rows in (4, 2, 1):
         whole_vectors = rows * OW % 4 == 0 or OH * OW % 4 > 0
-        if whole_vectors and volume_layout(rows, x, weight)[-1] <= room:
+        if whole_vectors and volume_bytes(rows, x, weight) <= room:
             return True
     return False
 
 
-def plan_volume(
-    N: int, x: Tensor, weight: Tensor, static_shared: int, *, vectors: bool, staged: int = 0
-) -> tuple[dict[str, int], VolumeTiling]:
-    """A build's definitions, and what keeps all multiprocessors busy with the fewest rows and planes read twice, for N samples of sizes
-    without an obstacle. `vectors`: a block's positions in a plane are a multiple of 4 wherever H'·W' is, for stores of 16 bytes.
-    `staged`: bytes of shared memory that a block needs beside its tile's and its own arrays."""
-    (_, _, *size), (_, _, kd, kh, kw), device = x.shape, weight.shape, device_properties(x.device.index)
-    OD, OH, OW = size[0] - kd + 1, size[1] - kh + 1, size[2] - kw + 1
-    unit, best = 4 // math.gcd(OW, 4) if vectors and OH * OW % 4 == 0 else 1, None
-    for slabs in range(1, OH + 1):
-        rows = ceil_div(ceil_div(OH, slabs), unit) * unit
-        pitch, stage, raw, shared = volume_layout(rows, x, weight)
-        if shared > device.shared - static_shared - staged:
-            continue
-        for chunks in (1, 2, 4, 8):
-            depth = ceil_div(OD, chunks)
-            slots = ceil_div(OH, rows) * ceil_div(OD, depth)
-            work = ceil_div(N * slots, device.multiprocessors) * (rows + kh - 1) * (depth + kd + 1)
-            if best is None or work < best[0]:
-                best = work, VolumeTiling(rows, depth, slots, pitch, stage, raw, shared)
-    _, plan = best
-    # What a build takes from the plan, and what the plan assumes of the kernel.
-    planes = {"RING_PLANES": kd + _PLANES_AHEAD, "RAW_PLANES": _RAW_PLANES, "STATIC_SHARED": static_shared}
-    pixels = {"STAGE_PIXELS": plan.stage, "PIXEL_WORDS": _pixel_words(x), "TURN_POSITIONS": _TURN}
-    return {**spatial_defines(weight.shape), **planes, **pixels}, plan
-
-
-def held_values(plan: VolumeTiling, x: Tensor, weight: Tensor) -> int:
-    """How many float32 of scratch a kernel that needs its sums twice should have, so that they stay in the L2 cache: none where its
-    blocks can't wait for one another, or come to more than 16 channels."""
-    device, blocks = device_properties(x.device.index), x.shape[0] * plan.slots
-    if weight.shape[0] != 16 or (plan.slots > 1 and blocks > device.multiprocessors):
-        return 0
-    return min(int(_HELD_SHARE * device.l2_cache) // 4, 16 * x.shape[0] * math.prod(x.shape[2:]))
+def held_bytes(x: Tensor) -> int:
+    """Of the L2 cache, for sums that are then not computed again; the rest is for x."""
+    return device_properties(x.device.index).l2_cache // 4
 
 
 def _pixel_words(x: Tensor) -> int:
@@ -182,53 +135,16 @@ def ring_pitch(width: int) -> int:
     return padded + min((12 - padded) % 32, (24 - padded) % 32)
 
 
-def volume_layout(rows: int, x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
-    """A block of `rows` output rows: pitch, stage, raw and shared of its VolumeTiling.
-
-    Dynamic shared memory is the ring, of `stage` pixels; _RAW_PLANES raw planes; where each output position's pixel lies in a plane
-    of the ring, and where each raw element's, in 2 bytes each. The stage is rounded up, because it is compiled for; through the
-    ring pass the filters of 16 output channels, too, in float32, and their gradients, taps in eights.
-    """
+def volume_bytes(rows: int, x: Tensor, weight: Tensor) -> int:
+    """Of dynamic shared memory that a block of `rows` output rows needs, as kernels/conv/narrow3d_tile.cuh lays it out: the ring;
+    _RAW_PLANES raw planes; where each output position's pixel lies in a plane of the ring, and where each raw element's, in 2 bytes each.
+    Through the ring pass the filters of 16 output channels, too, in float32, and their gradients, taps in eights."""
     (_, channels, _, _, W), (_, _, kd, kh, kw), words = x.shape, weight.shape, _pixel_words(x)
-    pitch = ring_pitch(W)
     filters = ceil_div(16 * channels * ceil_div(kd * kh * kw, 8) * 8, words)  # in pixels
-    stage = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * pitch, filters), 256) * 256
+    ring = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * ring_pitch(W), filters), 256) * 256
     raw = (rows + kh - 1) * ceil_div(W, 8) * 8
     positions = ceil_div(rows * (W - kw + 1), _TURN) * _TURN
-    shared = 4 * words * stage + _RAW_PLANES * channels * raw * x.element_size() + 2 * (positions + raw)
-    return pitch, stage, raw, shared
-
-
-# The backward pass: the same tiles, of which each leaves its convolution's gradient dv in scratch where x needs a gradient
-# (kernels/grad/narrow3d_weight.cuh), and tiles of dx, which its launcher plans (kernels/grad/narrow3d_input.cuh).
-
-BACKWARD_SHARED = 18 << 10  # bytes of those kernels' own arrays
-_SAMPLES_BYTES = 114_000_000  # of dv of whole samples
-
-
-class VolumeBackward(NamedTuple):
-    tiles: VolumeTiling
-    dv_slots: int  # of scratch, each for dv of a tile and 16 channels; none where x needs no gradient
-    input_room: int  # bytes of dynamic shared memory that a block of dx may take
-
-    @property
-    def launch(self) -> tuple[int, ...]:
-        """The launchers' last arguments."""
-        return *self.tiles.launch, self.dv_slots, self.input_room
-
-
-def plan_volume_backward(x: Tensor, weight: Tensor, *, dx: bool) -> tuple[dict[str, int], VolumeBackward]:
-    """A build's definitions, and the plan where volume_obstacle finds nothing. dx: is the gradient of x wanted, too?"""
-    N, C, OW = x.shape[0], weight.shape[0], x.shape[4] - weight.shape[4] + 1
-    results = C * math.prod([extent - taps + 1 for extent, taps in zip(x.shape[2:], weight.shape[2:])])
-    # As many samples as a launch has if x needs a gradient; the others' must not depend on that.
-    samples = min(N, max(1, _SAMPLES_BYTES // (4 * results)))
-    defines, tiles = plan_volume(samples, x, weight, BACKWARD_SHARED, vectors=False)
-    defines["BACKWARD_SHARED"] = defines.pop("STATIC_SHARED")
-    of_job, of_sample = 16 * _TURN * tiles.depth * ceil_div(tiles.rows * OW, _TURN), tiles.slots * C // 16
-    dv_slots = of_sample * min(N, max(1, _SAMPLES_BYTES // (4 * of_job * of_sample))) if dx else 0
-    room = device_properties(x.device.index).shared - BACKWARD_SHARED
-    return defines, VolumeBackward(tiles, dv_slots, room)
+    return 4 * words * ring + _RAW_PLANES * channels * raw * x.element_size() + 2 * (positions + raw)
 
 
 def _input_strip_shared(weight: Tensor) -> int:
