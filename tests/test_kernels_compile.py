@@ -282,7 +282,9 @@ def test_another_plan_does_not_compile(kernel, wrong, tmp_path, monkeypatch):
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     if kernel is POOL:
         weight, x, pool = torch.empty(64, 8, 3, 3), torch.empty(2, 8, 40, 128), (4, 4)
-        defines = tiling.strips_defines(x, weight, pool, False) | tiling.strips_backward_defines(x, weight, pool)
+        defines = tiling.strips_defines(x, weight, pool, False) | tiling.strips_backward_defines(
+            x, weight, pool
+        )
     else:
         weight, x = torch.empty(16, 3, 3, 3, 3), torch.empty(2, 3, 16, 32, 32)
         defines, _ = tiling.plan_volume(2, x, weight, kernel[2], vectors=True)

@@ -281,7 +281,11 @@ def input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
 
 def strips_defines(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> dict[str, int]:
     """A forward build's, for sizes without an obstacle; and what was assumed of the kernel's shared memory, which it asserts."""
-    defines = {**_pooled_defines(weight, pool), "LONG_ROWS": int(x.shape[3] > _COLUMNS), "SAVING": int(saving)}
+    defines = {
+        **_pooled_defines(weight, pool),
+        "LONG_ROWS": int(x.shape[3] > _COLUMNS),
+        "SAVING": int(saving),
+    }
     dynamic = strips_shared(weight.shape[1], weight.shape[2], pool[1], saving)
     return defines | {"STATIC_SHARED": _STRIPS_STATIC_SHARED, "STRIPS_SHARED": dynamic}
 

@@ -150,12 +150,19 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     saves = saving and tiling.strips_fit(a.x, a.weight, a.pool, True)
     numbers, launcher = (a.low, a.high), "forward_saving" if saves else "forward"
-    given = f"{NAME}_fused", a, PARAMETERS, _fused_outputs(a, saving), tiling.strips_defines(a.x, a.weight, a.pool, saves)
+    given = (
+        f"{NAME}_fused",
+        a,
+        PARAMETERS,
+        _fused_outputs(a, saving),
+        tiling.strips_defines(a.x, a.weight, a.pool, saves),
+    )
     plan = operators.Plan(*given, numbers=(*numbers, a.eps, a.groups), launchers=(launcher,), saves=saves)
     if saves:
         build = given[0], tiling.strips_backward_defines(a.x, a.weight, a.pool)
         plan.backward, plan.backward_input = (
-            plan.when_needed(*build, name, *numbers, a.groups, launchers=(name,)) for name in ("backward", "backward_input")
+            plan.when_needed(*build, name, *numbers, a.groups, launchers=(name,))
+            for name in ("backward", "backward_input")
         )
     elif saving:  # kept, but not written
         launch = plan.launch
