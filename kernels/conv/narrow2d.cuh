@@ -19,6 +19,7 @@
 #pragma once
 #include "conv/narrow2d_rows.cuh"
 #include "core/sinks.cuh"
+#include "host/tensor.h"
 
 namespace conv::narrow2d {
 
@@ -278,6 +279,14 @@ void convolve(const value_t* x, const value_t* weight, Flipped flipped, typename
   constexpr auto kernel = convolve_kernel<Tile, Flipped, Sinks...>;
   allow_shared<kernel>();
   kernel<<<unsigned(geometry.blocks()), Tile::kBlockThreads, kShared<Tile, Sinks...>, stream>>>(sinks..., x, weight, flipped, geometry);
+}
+
+// Launches it with x and weight as they come from PyTorch; kLongRows: are rows of x longer than a tile?
+template <class Filter, bool kLongRows, class... Sinks>
+void pointwise(const In<value_t>& x, const In<value_t>& weight, cudaStream_t stream, Sinks... sinks) {
+  using Own = Tile<Filter, kLongRows ? 128 : 0, 1>;
+  expect_elements("weight", weight, Filter::kOut * Filter::kIn * Filter::kTaps);
+  convolve<Own>(x, weight, AsGiven(), Own::Geometry::of(x), stream, sinks...);
 }
 
 }  // namespace conv::narrow2d

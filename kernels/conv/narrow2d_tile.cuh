@@ -121,6 +121,7 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     __device__ __forceinline__ Place(const Storage& storage, const Geometry& geometry, const Job& job, int first_own)
         : storage(storage), geometry(geometry), job(job), first_own(first_own),
           first(int64_t(job.n) * kChannels + job.first_channel + first_own), columns(job.columns) {}
+    __device__ __forceinline__ int64_t sample() const { return job.n; }
     __device__ __forceinline__ int height() const { return geometry.height(); }  // of v
     __device__ __forceinline__ int width() const { return geometry.width(); }
     __device__ __forceinline__ int row() const { return job.row_begin; }  // the first
@@ -132,6 +133,10 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     }
     // What v of a channel is to be multiplied by: both.
     __device__ __forceinline__ float2 unscale(int own) const { return storage.unscale[first_own + own]; }
+    // Waits for all threads of the team, in a sink's functions.
+    __device__ __forceinline__ void sync_team() const {
+      sync_threads<kTeamThreads>(1 + kTeams + threadIdx.x / kTeamThreads);
+    }
     // Parts that each channel of a sample is computed in, and which this is, if it is one.
     __device__ __forceinline__ int parts() const { return geometry.tiles() * geometry.strips; }
     __device__ __forceinline__ int part() const { return job.tile * geometry.strips + job.strip; }
