@@ -4,58 +4,65 @@
 // x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), conv_bias and bias
 // (CHANNELS_OUT), y (N, CHANNELS_OUT, H', W') with H' = H - KERNEL_H + 1, W' = W - KERNEL_W + 1; stride 1, no
 // padding; all contiguous.
-//
-// An implicit GEMM on tensor cores: M = output channels, N = output pixels of one row, K = taps × input
-// channels.
-//   float32   an operand is one float16, which has as many digits as TF32 (11 bits), and is rounded as the
-//             library rounds for TF32: to the nearest, ties away from zero. Sums are float32. Powers of two
-//             bring each sample of x and each output channel of weight into float16's range; the epilogue
-//             takes them out again, exactly. A value that is more than 2^39 times smaller than the largest of
-//             its sample counts as zero.
-//   float32, SPLIT=1  an operand is the sum of two float16 (22 bits): three products give float32's accuracy.
-//   float16, bfloat16  are operands as they are.
-// inf and NaN reach every output whose window holds them, as in PyTorch.
-//
-//   conv/wide_operands.cuh       sizes, scales, conversion to operands, packed weights
-//   conv/wide_sm90.cuh           the convolution and its launch on compute capability 9.0, where it fits:
-//                                WGMMA=1
-//   conv/wide_sm90_stages.cuh, …_pipeline.cuh, …_producer.cuh  its stages, its tiles, and who fills the stages
-//   conv/wide_sm80.cuh           the same from compute capability 8.0 on, for any size
-//   conv2d_min_add_multiply.cuh  from sums to results
-// Which mainloop runs is planned in Python alone.
 #include <utility>
 
-#include "conv2d_min_add_multiply.cuh"
-#if WGMMA  // 0 by default, as of conv/wide_operands.cuh
-#include "conv/wide_sm90.cuh"
-#else
 #include "conv/wide_sm80.cuh"
+#include "conv/wide_sm90.cuh"
+#include "conv/wide_sm90_producer.cuh"
+#include "conv2d_min_add_multiply.cuh"
+
+#ifndef SPLIT
+#define SPLIT 0
+#endif
+#ifndef SAVES
+#define SAVES 0
+#endif
+#ifndef WGMMA
+#define WGMMA 0
+#endif
+#ifndef CHANNELS_IN  // sizes for which a source compiles alone
+#define CHANNELS_IN 64
+#define CHANNELS_OUT 128
+#define KERNEL_H 3
+#define KERNEL_W 3
+#endif
+#ifndef TILE_WIDTH
+#define GROUP (SPLIT ? 32 : 64)
+#define BLOCK_CHANNELS 128
+#define TILE_ROWS 1
+#define STAGES (WGMMA ? KERNEL_H + 1 : 3)
+#define REGISTER_STEPS 30
 #endif
 
-// Where SAVES, saved becomes what backward needs: the bits of each sample's largest finite magnitude (N,
-// rounded up to a multiple of 32), and the gates; see conv/wide_operands.cuh.
-//
-// workspace, in bytes: exponents 4·P, largest 4·N unless it is saved, packed weights 2·kParts·P·K, each
-// rounded up to 256; and by mma.sync packed x 2·kParts·N·C·H·W. C = CHANNELS_IN rounded up to GROUP, P =
-// CHANNELS_OUT to BLOCK_CHANNELS, K = C·kTaps. The launch fails if that is not workspace_bytes, which Python
-// planned.
+using Conv = conv::Wide<conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>,
+                        conv::Operands<value_t, bool(SPLIT)>, conv::Tile<GROUP, BLOCK_CHANNELS, TILE_ROWS, STAGES, REGISTER_STEPS>>;
+using Keep = std::conditional_t<SAVES, store::GradMask<CHANNELS_OUT>, store::Nothing>;
+template <template <class...> class Loop> using LoopOf = Loop<Conv, conv::Input<Conv::Operands>, Tail, Keep, store::Rows<output_t>>;
+using Loop = std::conditional_t<WGMMA, LoopOf<conv::WideSm90>, LoopOf<conv::WideSm80>>;
+#ifdef SHARED_BYTES
+static_assert(Loop::kSharedBytes == SHARED_BYTES, "Python planned another layout");
+#endif
+
 EXPORT void forward(output_t* y, int32_t* saved, uint8_t* workspace, const value_t* x, const value_t* weight,
                     const accumulate_t* conv_bias, const accumulate_t* bias, double constant, double scale,
                     int64_t workspace_bytes, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
   if (N == 0) return;
   uint8_t* next = workspace;
   const auto take = [&](int64_t bytes) { return std::exchange(next, next + (bytes + 255) / 256 * 256); };
-  int32_t* exponents = reinterpret_cast<int32_t*>(take(kPaddedOut * 4));
+  int32_t* exponents = reinterpret_cast<int32_t*>(take(Conv::kPaddedOut * 4));
   uint32_t* largest = reinterpret_cast<uint32_t*>(SAVES ? saved : static_cast<void*>(take(N * 4)));
-  const int64_t weight_units = int64_t(kChannelBlocks) * kGroups * kTaps * kTapWeights;
-  uint4* packed_weight = reinterpret_cast<uint4*>(take(weight_units * 16));
-  const int64_t needed = next - workspace + packed_input_bytes(N, H * W);
+  uint4* packed_weight = reinterpret_cast<uint4*>(take(Conv::kPackedWeights * 16));
+  const int64_t needed = next - workspace + (WGMMA ? 0 : conv::packed_input_bytes<Conv>(N, H * W));
   const bool agreed = needed == workspace_bytes;
   // If not, a grid without blocks makes the launch fail, which is reported.
-  pack_weight_kernel<<<agreed ? kPaddedOut : 0, 128, 0, stream>>>(
-      reinterpret_cast<operand_t*>(packed_weight), exponents, largest, weight, N);
+  conv::pack_weight<Conv>(packed_weight, exponents, largest, weight, N, agreed, stream);
   if (!agreed) return;
-  const Arguments args{y,         saved_gates(largest, N), x, packed_weight,   exponents,    largest,
-                       conv_bias, bias, float(constant), float(scale), N, H, W};
-  convolve(args, reinterpret_cast<uint4*>(next), stream);
+  const Loop::Arguments args{{y}, {largest + (N + 31) / 32 * 32}, {x}, packed_weight, exponents, largest, {conv_bias, bias, float(constant), float(scale)}, N, H, W};
+  if constexpr (WGMMA) {
+    conv::convolve_rows<Loop>(args, Conv::kScaled, stream);
+  } else {
+    uint4* const packed = reinterpret_cast<uint4*>(next);
+    conv::pack_input<Conv>(packed, largest, x, N, H * W, stream);
+    conv::convolve_packed<Loop>(args, packed, stream);
+  }
 }

@@ -58,7 +58,7 @@ def used(report: str) -> dict[str, dict[str, int]]:
     """By kernel: registers, bytes of static shared memory, bytes of registers that are spilled."""
     kernels = {}
     for part in report.split("Compiling entry function '")[1:]:
-        name = re.search(r"\d([a-z_]+_kernel)E", part)[1]
+        name = re.search(r"\d([a-z_]+_kernel)[EI]", part)[1].replace("convolve_rows_kernel", "convolve_kernel")
         shared = re.search(r"(\d+) bytes smem", part)
         kernels[name] = {
             "registers": int(re.search(r"Used (\d+) registers", part)[1]),
