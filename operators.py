@@ -25,10 +25,14 @@ _GOLDEN = 0x4F1BBCDCBFA53E0B  # 2⁶³ by the golden ratio: modulo 2⁶³ its mu
 _CTYPES = dict(zip(DTYPES, ("float", "double", "half_t", "bfloat16_t")))
 
 
-def load(name: str, x: Tensor, out_dtype: torch.dtype, folder=None, **defines) -> inline_loader.Operators:
-    """The kernels of kernels/<name>.* (or of `folder`) for x's device and dtype, results in `out_dtype` (kernels/core/scalar.h)."""
+def load(
+    name: str, x: Tensor, out_dtype: torch.dtype, folder=None, launchers=None, **defines
+) -> inline_loader.Operators:
+    """The kernels of kernels/<name>.* (or of `folder`) for x's device and dtype, results in `out_dtype` (kernels/core/scalar.h); of its
+    `launchers` those alone, where they are given."""
     defines = {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[out_dtype], **defines}
-    return inline_loader.load(name, folder=folder, device=library.device_type(x), defines=defines)
+    device, some = library.device_type(x), {} if launchers is None else {"launchers": launchers}
+    return inline_loader.load(name, folder=folder, device=device, defines=defines, **some)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -101,15 +105,28 @@ class Plan(SimpleNamespace):
 
     name: of the kernels. a: a problem's Arguments: x, weight, the parameters by channel, …. parameters: their names; one that ends in "?" may hold one
     element for all channels, the others C. outputs: an Output of each that forward writes; what nobody keeps has no elements. numbers: for `declare_fused`, all
-    that the launcher takes after what varies. `none`: like x without elements, in the place of what nobody wants.
+    that the launcher takes after what varies. launchers: those to build, by default all. `none`: like x without elements, in the place
+    of what nobody wants.
     """
 
-    def __init__(self, name, a: tuple, parameters, outputs, defines=None, folder=None, numbers=None, **own):
+    def __init__(
+        self,
+        name,
+        a: tuple,
+        parameters,
+        outputs,
+        defines=None,
+        folder=None,
+        numbers=None,
+        launchers=None,
+        **own,
+    ):
         (_, self.y_dtype, *y_format), self._names, C = outputs[0], parameters, len(a.weight)
         self._sums, self._last = accumulate_dtype(a.x.dtype), 2 + len(parameters)
         self._varying = sum(kind in (Tensor, Drawn) for kind in get_type_hints(type(a)).values())
         ready = [p.numel() == C and p.dtype == self._sums and p.is_contiguous() for p in a[2 : self._last]]
-        self._ready, self.kernels = all(ready), load(name, a.x, self.y_dtype, folder, **defines or {})
+        self._ready = all(ready)
+        self.kernels = load(name, a.x, self.y_dtype, folder, launchers, **defines or {})
         layout = {} if self._ready else dict(dtype=self._sums, memory_format=torch.contiguous_format)
         self._gradient = functools.partial(torch.empty_like, **layout)
         self._as_given = self._ready and a.x.is_contiguous() and a.weight.is_contiguous()
@@ -121,11 +138,15 @@ class Plan(SimpleNamespace):
             self.launch = self.kernels.forward.bound(*numbers)
         super().__init__(**own)
 
-    def when_needed(self, name: str, defines: dict, launcher: str, *numbers) -> Callable[[], Callable]:
+    def when_needed(
+        self, name: str, defines: dict, launcher: str, *numbers, launchers=None
+    ) -> Callable[[], Callable]:
         """Gives, when it is called, the `launcher` of other kernels, `name`, with `numbers` as its last arguments. They are built at the
-        first call, which may never come."""
+        first call, which may never come: all, or these `launchers`."""
         x, dtype = self.none, self.y_dtype
-        return functools.cache(lambda: getattr(load(name, x, dtype, **defines), launcher).bound(*numbers))
+        return functools.cache(
+            lambda: getattr(load(name, x, dtype, None, launchers, **defines), launcher).bound(*numbers)
+        )
 
     def outputs(self, a: tuple) -> list[Tensor]:
         """What forward writes, contiguous."""

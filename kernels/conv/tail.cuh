@@ -1,11 +1,11 @@
 // From a product's sums to a tail's results: a mainloop's last step before its sinks.
 //
-// A tail is a pointwise function of the convolution's values v without bias, with constants by channel:
-//   struct Channel                          what it knows of an output channel
-//   Channel channel(int c, bool real) const  reads that; zeros if c is not real
+// A tail is a pointwise function of the convolution's values v, without its bias:
+//   struct Channel                               what it knows of an output channel of a sample
+//   Channel channel(int64_t n, int c) const      reads that, of a channel that exists
 //   float operator()(float v, const Channel&) const
-//   Mask mask(float v, const Channel&) const                 where a sink keeps masks (store/grad_mask.cuh)
-//   Gradient gradient(float dy, Mask) const                  where gradients ask for it (grad/wide.cuh)
+//   Mask mask(float v, const Channel&) const     where masks are kept (store/grad_mask.cuh)
+//   Gradient<n> gradient(float dy, const Mask&) const    where gradients are asked for (grad/masked.cuh)
 #pragma once
 #include "core/split.cuh"
 
@@ -14,7 +14,7 @@ namespace conv {
 // The tail of a convolution that nothing follows.
 struct Identity {
   struct Channel {};
-  __device__ __forceinline__ Channel channel(int, bool) const { return {}; }
+  __device__ __forceinline__ Channel channel(int64_t, int) const { return {}; }
   __device__ __forceinline__ float operator()(float v, const Channel&) const { return v; }
 };
 
@@ -24,9 +24,9 @@ template <class Tail> struct ChannelConstants {
   float correction, factor;
   typename Tail::Channel channel;
 
-  // Of a channel that is `real`, or else of none.
-  __device__ __forceinline__ ChannelConstants(const Tail& tail, int c, bool real)
-      : correction(1.f), factor(1.f), channel(tail.channel(c, real)) {}
+  // Of channel c of sample n, if that is `real`.
+  __device__ __forceinline__ ChannelConstants(const Tail& tail, int64_t n, int c, bool real)
+      : correction(1.f), factor(1.f), channel(real ? tail.channel(n, c) : typename Tail::Channel{}) {}
 
   // Sums were scaled by 2^-exponent.
   __device__ __forceinline__ void set_exponent(int exponent) {

@@ -5,6 +5,8 @@
 // small: channel c of weight by 2^exponents[c], which brings its largest magnitude into [2^14, 2^15); a
 // sample of x by 2^kFirstExponent, unless its largest magnitude asks for another power (sample_exponent).
 #pragma once
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "conv/shape.h"
@@ -17,6 +19,11 @@ namespace conv {
 using namespace tensor_core;
 
 HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Throws std::runtime_error.
+inline void expect(bool holds, const char* what) {
+  if (!holds) throw std::runtime_error(std::string("expected ") + what);
+}
 
 // -------------------------------------------------------------------------------------------------- operands
 
@@ -97,13 +104,10 @@ template <class Value, bool kSplit_> struct Operands {
 
 constexpr int kTileWidth = 128;  // output pixels of a tile, part of a row
 
-// How a convolution is cut into blocks.
-template <int kKBlock_, int kBlockChannels_, int kRows_, int kStages_, int kRegisterSteps_> struct Tile {
-  static constexpr int kKBlock = kKBlock_;                // input channels in shared memory at a time
-  static constexpr int kBlockChannels = kBlockChannels_;  // output channels of a block
-  static constexpr int kRows = kRows_;                    // output rows of a tile, by mma.sync
-  static constexpr int kStages = kStages_;  // of the pipeline: rows of input by wgmma, else a tap's weights
-  static constexpr int kRegisterSteps = kRegisterSteps_;  // by wgmma: products with weights in registers
+// How a convolution is cut into blocks: the input channels that are in shared memory at a time, a K block;
+// the output channels of a block; and by mma.sync the output rows of a tile.
+template <int kKBlock_, int kBlockChannels_, int kRows_ = 1> struct Tile {
+  static constexpr int kKBlock = kKBlock_, kBlockChannels = kBlockChannels_, kRows = kRows_;
 };
 
 // A convolution as both mainloops see it. kTransposed: of flipped filters, over an input that zeros surround.
@@ -217,11 +221,11 @@ pack_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, uint32_
   }
 }
 
-// N: 0 where `largest` is another's.
+// N: of `largest`, or 0.
 template <class Conv>
 void pack_weight(uint4* packed, int32_t* exponents, uint32_t* largest, const typename Conv::value_t* weight,
-                 int64_t N, bool launches, cudaStream_t stream) {
-  pack_weight_kernel<Conv><<<launches ? Conv::kPaddedOut : 0, 128, 0, stream>>>(
+                 int64_t N, cudaStream_t stream) {
+  pack_weight_kernel<Conv><<<Conv::kPaddedOut, 128, 0, stream>>>(
       reinterpret_cast<typename Conv::operand_t*>(packed), exponents, largest, weight, N);
 }
 

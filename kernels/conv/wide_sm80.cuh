@@ -109,10 +109,11 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
       Conv::kTransposed;
   using Arguments = conv::Arguments<Conv, Source, Tail, Keep, Out>;
 
-  static constexpr int kStages = Tile::kStages;  // of weights: one in use, two on their way
+  static constexpr int kStages = 3;  // of weights: one in use, two on their way
   static constexpr int kTileRows = Tile::kRows;
-  static constexpr int kRows = kKernelH + kTileRows - 1;                 // of input
-  static constexpr int kInput = kKBlock / 8 * kParts * kRows * kPitch;   // of a tile and K block, 16 bytes each
+  static constexpr int kRows = kKernelH + kTileRows - 1;  // of input
+  // Of a tile and K block, in units of 16 bytes.
+  static constexpr int kInput = kKBlock / 8 * kParts * kRows * kPitch;
   static constexpr int kMWarps = kBlockChannels / 64;  // a warp computes 64 channels × 64 pixels of a row
   static constexpr int kThreads = kMWarps * kTileRows * 64;
   static constexpr int kIterations = kKBlocks * kTaps;
@@ -121,10 +122,11 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
   static constexpr int kOperandBytes = (kInput + kStages * kTapWeights) * 16;
   static constexpr int kStagingBytes = kThreads / 32 * store::Staged::kBytes;
   static constexpr int kSharedBytes = kOperandBytes > kStagingBytes ? kOperandBytes : kStagingBytes;
-  static_assert(kStages == 3);
 
   // Tiles on top of each other, and side by side.
-  static HOST_DEVICE int64_t bands(const Arguments& args) { return (args.height() + kTileRows - 1) / kTileRows; }
+  static HOST_DEVICE int64_t bands(const Arguments& args) {
+    return (args.height() + kTileRows - 1) / kTileRows;
+  }
   static HOST_DEVICE int64_t strips(const Arguments& args) {
     return (args.width() + kTileWidth - 1) / kTileWidth;
   }
@@ -142,8 +144,9 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
   };
 
   // A K block of input channels to shared memory, in the background: input [channel group][part][row][pixel].
-  static __device__ __forceinline__ void fetch_input(uint4* input, const uint4* packed_x, const Arguments& args,
-                                                     const TilePlace& tile, int k_block) {
+  static __device__ __forceinline__ void fetch_input(uint4* input, const uint4* packed_x,
+                                                     const Arguments& args, const TilePlace& tile,
+                                                     int k_block) {
     const int64_t S = args.H * args.W;
     for (int i = threadIdx.x; i < kInput; i += kThreads) {
       const int pixel = i % kPitch, tile_row = i / kPitch % kRows, group = i / (kPitch * kRows);
@@ -260,16 +263,16 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
     for (int i = 0; i < 4; i++) {
       const int channel = blockIdx.y * kBlockChannels + warp_m * 64 + i * 16;
       const auto constants = [&](int c) {
-        ChannelConstants<Tail> constants(args.tail, c, c < kChannelsOut);
+        ChannelConstants<Tail> constants(args.tail, tile.n, c, c < kChannelsOut);
         if (kScaled) constants.set_exponent(-args.exponents[c] - exponent);
         return constants;
       };
       const auto low = constants(channel + lane / 4), high = constants(channel + 8 + lane / 4);
       const auto kept = apply<Keep, kScaled>(args.tail, sums[i], low, high);
       if constexpr (Keep::kKeeps) {
-        uint32_t* const words =
-            args.keep.at(tile.n, channel, output_row, column, args.height(), args.width());
-        Keep::store(words, kept, kChannelsOut - channel, args.width() - column);
+        uint32_t* const words = args.keep.template at<kChannelsOut>(tile.n, channel, output_row, column,
+                                                                    args.height(), args.width());
+        Keep::template store<kChannelsOut>(words, kept, kChannelsOut - channel, args.width() - column);
       }
       const int64_t row = (tile.n * kChannelsOut + channel) * args.height() + output_row;
       float* const staging = reinterpret_cast<float*>(shared) + warp * (store::Staged::kBytes / 4);
@@ -292,9 +295,9 @@ convolve_kernel(typename Loop::Arguments args, const uint4* packed_x) {
 
 // ---------------------------------------------------------------------------------------------------- launch
 
-// Bytes of packed x.
-template <class Conv> int64_t packed_input_bytes(int64_t N, int64_t S) {
-  return int64_t(Conv::kChannelGroups) * 8 * 2 * Conv::kParts * N * S;
+// Of packed x, in units of 16 bytes.
+template <class Conv> int64_t packed_input_size(int64_t N, int64_t S) {
+  return int64_t(Conv::kChannelGroups) * Conv::kParts * N * S;
 }
 
 template <class Loop>
@@ -312,7 +315,7 @@ void pack_input(uint4* packed, uint32_t* largest, const typename Conv::value_t* 
                   samples);
   pack_input_kernel<Conv><<<grid, kPackThreads, 0, stream>>>(packed, largest, x, N, S);
   const dim3 repack_grid(kRepackBlocks, samples);
-  if (Conv::kScaled)
+  if constexpr (Conv::kScaled)
     repack_input_kernel<Conv><<<repack_grid, kPackThreads, 0, stream>>>(packed, largest, x, N, S);
 }
 

@@ -6,14 +6,14 @@
 // word of 4 bytes, and its rows are whole words. Tiles, and the pixels of a plane, are counted in int.
 //
 // Transposed it computes the gradient of x, from g, which another producer makes
-// (grad/wide_input_sm90_producer.cuh). A tile is then 64 channels of a whole row. Both consumers have the
+// (grad/wide_input_sm90.cuh). A tile is then 64 channels of a whole row. Both consumers have the
 // same channels, and take rows in turn. There are twice as many weights; one copy of most of them lies in
 // shared memory, for both.
 //
 // Blocks are persistent: they share all tiles of 128 pixels evenly. A block walks down strips of rows, so
 // that each row of input is read once and serves kKernelH tiles. Its three warpgroups are specialised:
-//   producer   makes rows of operands in the stages of a pipeline, [channel group][pixel] of 8 channels. There
-//              a tap is an offset, because the descriptor of an operand may start at any pixel
+//   producer   makes rows of operands in the stages of a pipeline, [channel group][pixel] of 8 channels.
+//              There a tap is an offset, because the descriptor of an operand may start at any pixel
 //   consumers  two of them, multiply, with most weights in registers; then tail and sinks
 //
 // float32 is converted under the scale 2^kFirstExponent, which fits almost all inputs, while the largest
@@ -36,6 +36,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
   using Constants = ChannelConstants<Tail>;
   using typename Conv::operand_t;
   using result_t = typename Out::result_t;
+  static constexpr bool kGuessesScale = Source::kGuessesScale;
   using Conv::kBlockChannels, Conv::kChannelsOut, Conv::kFirstExponent, Conv::kKernelH, Conv::kKernelW,
       Conv::kMTiles, Conv::kPitch, Conv::kRowBytes, Conv::kScaled, Conv::kTapSteps;
   using Layout::kConstantsAt, Layout::kInTurns, Layout::kRegisterSteps, Layout::kSharedConstants,
@@ -151,14 +152,14 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
     for (int tile = tiles.begin; tile < tiles.end;) {
       const TilePlace place = tiles[tile];
       const int start = tile, stop = min(tiles.end, tile - place.row + OH);
-      const bool own_exponent = again || (kScaled && !Source::kGuessesScale);
+      const bool own_exponent = again || (kScaled && !kGuessesScale);
       const int exponent = own_exponent ? Source::sample_exponent(args.largest[place.n]) : kFirstExponent;
       if (again && exponent == kFirstExponent) {
         tile = stop;
         continue;
       }
       const auto constants_of = [&](int c) {
-        Constants constants(args.tail, c, c < kChannelsOut);
+        Constants constants(args.tail, place.n, c, c < kChannelsOut);
         if (kScaled) constants.set_exponent(-args.exponents[c] - exponent);
         return constants;
       };
@@ -167,11 +168,12 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
       result_t* to =
           args.out.y + ((int64_t(place.n) * kChannelsOut + channel) * OH + place.row) * OW + place.column;
       const int pixels = OW - (kWholeRows ? 0 : place.column);
-      uint32_t* words = args.keep.at(place.n, channel, place.row, place.column, OH, OW);
+      uint32_t* words =
+          args.keep.template at<kChannelsOut>(place.n, channel, place.row, place.column, OH, OW);
 #pragma unroll
       for (int i = 0; i < kKernelH - 1; i++) await_row();
 #pragma unroll 1
-      for (; tile < stop; tile++, to += OW, words += Keep::row_pitch(OW)) {
+      for (; tile < stop; tile++, to += OW, words += Keep::template row_pitch<kChannelsOut>(OW)) {
         await_row();
         if (kSharers > 1 && tile % kSharers != turn) {
           release();
@@ -184,11 +186,12 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
         await_products<0>();
         hold(sums);
         release();
+        const int low = lane / 4, high = low + 8;
         if constexpr (!kSharedConstants) {
-          apply<Keep, kScaled>(args.tail, sums, constants_of(channel + lane / 4), constants_of(channel + lane / 4 + 8));
+          apply<Keep, kScaled>(args.tail, sums, constants_of(channel + low), constants_of(channel + high));
         } else {
-          const auto kept = apply<Keep, kScaled>(args.tail, sums, constants[lane / 4], constants[lane / 4 + 8]);
-          Keep::store(words, kept, kChannelsOut - channel, pixels);
+          const auto kept = apply<Keep, kScaled>(args.tail, sums, constants[low], constants[high]);
+          Keep::template store<kChannelsOut>(words, kept, kChannelsOut - channel, pixels);
         }
         Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
                    runs_on && tile != start, runs_on && tile + 1 != stop);
@@ -222,7 +225,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
 
 // again: see above.
 template <class Loop>
-__global__ void __launch_bounds__(Loop::kThreads, 1) convolve_rows_kernel(typename Loop::Arguments args, bool again) {
+__global__ void __launch_bounds__(Loop::kThreads, 1)
+convolve_rows_kernel(typename Loop::Arguments args, bool again) {
 #if TENSOR_CORE_WGMMA
   Loop::run(args, again);
 #endif
@@ -230,12 +234,12 @@ __global__ void __launch_bounds__(Loop::kThreads, 1) convolve_rows_kernel(typena
 
 // ---------------------------------------------------------------------------------------------------- launch
 
-template <class Loop> void convolve_rows(const typename Loop::Arguments& args, bool guesses, cudaStream_t stream) {
+template <class Loop> void convolve_rows(const typename Loop::Arguments& args, cudaStream_t stream) {
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   constexpr int kChannelBlocks = Loop::kChannelBlocks;
   allow_shared<convolve_rows_kernel<Loop>>();
   const dim3 grid(multiprocessors > kChannelBlocks ? multiprocessors / kChannelBlocks : 1, kChannelBlocks);
-  for (int pass = 0; pass < (guesses ? 2 : 1); pass++)
+  for (int pass = 0; pass < (Loop::kGuessesScale ? 2 : 1); pass++)
     convolve_rows_kernel<Loop><<<grid, Loop::kThreads, Loop::kSharedBytes, stream>>>(args, pass == 1);
 }
 

@@ -14,14 +14,15 @@ namespace conv {
 template <class Conv, class Source> struct Producer;
 
 template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 : Conv {
-  using typename Conv::Tile;
-  using Conv::kBlockChannels, Conv::kKBlocks, Conv::kKernelH, Conv::kRowBytes, Conv::kSplit,
-      Conv::kTapSteps, Conv::kTaps, Conv::kTransposed;
+  using Conv::kBlockChannels, Conv::kChannelsIn, Conv::kKBlocks, Conv::kKernelH, Conv::kRowBytes,
+      Conv::kSplit, Conv::kTapSteps, Conv::kTaps, Conv::kTransposed;
   using OwnProducer = Producer<Conv, Source>;
 
   static constexpr int kSteps = kTaps * kTapSteps;  // products of depth 16 per sum
-  // The weights of so many stay in registers, the others' in shared memory.
-  static constexpr int kRegisterSteps = kSteps < Tile::kRegisterSteps ? kSteps : Tile::kRegisterSteps;
+  // The weights of so many stay in registers, the others' in shared memory; of a transposed convolution
+  // fewer, whose consumers have 8 registers less.
+  static constexpr int kMostRegisterSteps = kTransposed ? 28 : 30;
+  static constexpr int kRegisterSteps = kSteps < kMostRegisterSteps ? kSteps : kMostRegisterSteps;
   // Each consumer multiplies 64 channels × 128 pixels at a time.
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   // Registers of a thread. A block starts with the same for each; were there fewer than its warpgroups ask
@@ -36,7 +37,7 @@ template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 :
   static constexpr bool kInTurns = kSharers == 1 || kTransposed;
   static constexpr bool kWholeRows = kTransposed;  // is a tile always a row?
 
-  static constexpr int kStages = Tile::kStages;  // rows of operands: those of a tile, and those that come next
+  static constexpr int kStages = kKernelH + 1;  // rows of operands: those of a tile, and the next
   // A consumer's: [step][channel group][channel]. A transposed convolution has one copy for both.
   static constexpr int kWeightBytes = (kSteps - kRegisterSteps) * 2 * 64 * 16;
   static constexpr int kWeightCopies = kTransposed ? 1 : kConsumers;
@@ -51,8 +52,8 @@ template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 :
   static constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
   // Is it for such sizes, where a block may have so much shared memory?
   static constexpr bool fits(int room) {
-    return !kSplit && kKBlocks == 1 && (kTransposed ? kBlockChannels == 64 : kSteps <= 36) &&
-           kStages > kKernelH && kSharedBytes <= room;
+    const bool sizes = kTransposed ? kBlockChannels == 64 : kChannelsIn <= 64 && kSteps <= 36;
+    return !kSplit && kKBlocks == 1 && sizes && kSharedBytes <= room;
   }
 };
 

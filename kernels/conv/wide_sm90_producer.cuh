@@ -83,8 +83,8 @@ template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Co
     });
   }
 
-  // Fills the pipeline, row by row. own: the producer's part of shared memory. again: for the samples alone that
-  // need another scale than the first.
+  // Fills the pipeline, row by row. own: the producer's part of shared memory. again: for the samples alone
+  // that need another scale than the first.
   template <class Arguments, class Pipeline>
   static __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
                                                  const Pipeline& pipeline, uint8_t* stages, uint8_t* own,

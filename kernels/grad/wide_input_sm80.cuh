@@ -2,7 +2,7 @@
 // a time. One that fits in the L2 cache is hardly written to memory.
 #pragma once
 #include "conv/wide_sm80.cuh"
-#include "grad/wide.cuh"
+#include "grad/masked.cuh"
 
 namespace grad {
 

@@ -2,7 +2,7 @@
 // magnitude of g, the gradient of v, in each sample.
 #pragma once
 #include "core/reduce.cuh"
-#include "grad/wide.cuh"
+#include "grad/masked.cuh"
 
 namespace grad {
 
@@ -68,13 +68,26 @@ gradient_sums_kernel(double* sums, uint32_t* largest, Source source, int64_t N, 
 #endif
 }
 
-// largest (N) and the sums of all splits, sums (kCount, splits, kChannels).
-template <class Source, int kChannels>
-void sum_gradients(double* sums, uint32_t* largest, const Source& source, int64_t splits, int64_t N,
-                   int64_t height, int64_t width, cudaStream_t stream) {
-  cudaMemsetAsync(largest, 0, N * 4, stream);
-  const dim3 grid(splits, ceil_div(kChannels, kWarps * 8));
-  gradient_sums_kernel<Source, kChannels><<<grid, kThreads, 0, stream>>>(sums, largest, source, N, height, width);
+// The gradients of as many parameters as the tail gives, the first that of v's bias, each by channel or of
+// all channels together: in double and in a fixed order. largest_g (N): the bits of each sample's largest
+// finite magnitude of g.
+template <class Source, class... Parameters>
+void sum_gradients(const Gradients<Source>& g, int32_t* largest_g, cudaStream_t stream,
+                   const Parameters&... d_parameters) {
+  constexpr int kChannels = Source::kChannels, kBlocks = ceil_div(kChannels, kWarps * 8);
+  constexpr int kCount = sizeof...(Parameters);
+  using Gradient = decltype(g.source.tail.gradient(0.f, Mask{}));
+  static_assert(kCount == Gradient::kCount, "a gradient for each parameter");
+  const RowSums of_parameters[] = {{d_parameters.data, d_parameters.numel()}...};
+  for (const RowSums& each : of_parameters)
+    expect(each.count == 1 || each.count == kChannels, "a gradient for each channel, or one for all");
+  const int64_t splits = splits_for(g, 8 * device_attribute(cudaDevAttrMultiProcessorCount) / kBlocks);
+  const Scratch<double> sums(kCount * splits * kChannels, stream);
+  cudaMemsetAsync(largest_g, 0, g.N * 4, stream);
+  const dim3 grid(splits, kBlocks);
+  gradient_sums_kernel<Source, kChannels><<<grid, kThreads, 0, stream>>>(
+      sums, reinterpret_cast<uint32_t*>(largest_g), g.source, g.N, g.height, g.width);
+  sum_rows(of_parameters, sums.data, splits, kChannels, stream);
 }
 
 }  // namespace grad

@@ -2,7 +2,7 @@
 // scales of a sample's g and x, the walk down strips, and a step of it on its way to shared memory.
 #pragma once
 #include "core/reduce.cuh"
-#include "grad/wide.cuh"
+#include "grad/masked.cuh"
 
 namespace grad {
 
@@ -48,9 +48,8 @@ template <class T> struct RawGroup {
   uint32_t words[32];  // of g's masks
 };
 
-// The source is g's (Masked). kCopiedX and kCopiedDy: pixels of a row of x and of dy that are copied at a
-// time, by wgmma.
-template <class Filter, class Operands, class Source_, bool kWgmma_, int kCopiedX, int kCopiedDy>
+// The source is g's (Masked).
+template <class Filter, class Operands, class Target, class Source_, bool kWgmma_>
 struct WideWeight : Operands {
   using Source = Source_;
   using Strip = typename Source::Strip;
@@ -72,6 +71,11 @@ struct WideWeight : Operands {
   static constexpr int kTapRows = ceil_div(kKernelH, kRowGroups);
   static constexpr int kBlockTaps = kTapRows * kTapColumns;
   static constexpr int kBlocks = kBlocksOut * kBlocksIn * kRowGroups * kColumnGroups;
+
+  // Pixels of a row that are copied at a time: all strips begin at a multiple of so many. (A block's first
+  // column may be any where there are several groups of columns.)
+  static constexpr int kCopiedX = kColumnGroups == 1 && Target::kXAligned % 4 == 0 ? 4 : 1;
+  static constexpr int kCopiedDy = Target::kDyAligned % 2 == 0 ? 2 : 1;
 
   // Shared memory, in units of 16 bytes, 8 channels of a pixel: rows of x [slot][part][channel group][pixel],
   // and g [stage][part][channel group][pixel]. By wgmma a row of x ends with the last 16 pixels of the strip
@@ -266,60 +270,13 @@ struct WideWeight : Operands {
 #pragma unroll
       for (int i = lane; i < kTapColumns * kTailPixels; i += 32) {
         const int column = i / kTailPixels, pixel = i % kTailPixels;
-        tails[column * kTail + pixel] = first + pixel < across ? from[pixel + column] : make_uint4(0, 0, 0, 0);
+        const uint4 zeros = make_uint4(0, 0, 0, 0);
+        tails[column * kTail + pixel] = first + pixel < across ? from[pixel + column] : zeros;
       }
     }
   };
 
 #endif
 };
-
-// ----------------------------------------------------------------------------------------------------- launch
-
-// A block's sums to partial [split][block][sum of a thread][thread]. Grid: splits of all strips, kBlocks.
-template <class Loop>
-__global__ void __launch_bounds__(Loop::kBlockThreads, 1)
-weight_gradient_kernel(float* partial, typename Loop::Source source, const typename Loop::value_t* x,
-                       const uint32_t* largest_x, const uint32_t* largest_g, int64_t N, int64_t H, int64_t W) {
-#if __CUDA_ARCH__ >= 800
-  Loop::run(partial, source, x, largest_x, largest_g, N, H, W);
-#endif
-}
-
-// dweight, from the partial sums of all splits. Grid: sums of a thread, kBlocks.
-template <class Loop>
-__global__ void __launch_bounds__(kThreads)
-merge_splits_kernel(typename Loop::value_t* dweight, const float* partial, const uint32_t* largest_x,
-                    const uint32_t* largest_g, int64_t splits, int64_t N) {
-  const typename Loop::BlockPlace place(blockIdx.y);
-  const SumPlace of_block = Loop::sum_place(blockIdx.x, threadIdx.x);
-  const int out = place.channel_out + of_block.out, in = place.channel_in + of_block.in;
-  const int row = place.kernel_row + of_block.tap / Loop::kTapColumns;
-  const int column = place.kernel_column + of_block.tap % Loop::kTapColumns;
-  const int exponent = -Loop::common_exponent(largest_x, largest_g, N);
-  if (of_block.tap >= Loop::kBlockTaps || row >= Loop::kKernelH || column >= Loop::kKernelW) return;
-  if (out >= Loop::kChannelsOut || in >= Loop::kChannelsIn) return;
-  double sum = 0;
-  for (int64_t split = 0; split < splits; split++)
-    sum += partial[((split * Loop::kBlocks + blockIdx.y) * Loop::kThreadSums + blockIdx.x) * kThreads +
-                   threadIdx.x];
-  dweight[((int64_t(out) * Loop::kChannelsIn + in) * Loop::kKernelH + row) * Loop::kKernelW + column] =
-      typename Loop::value_t(PowerOfTwo(exponent)(float(sum)));
-}
-
-// Elements of a split's partial sums.
-template <class Loop> constexpr int64_t kPartialSums = int64_t(Loop::kBlocks) * Loop::kThreadSums * kThreads;
-
-// dweight, from g and x; partial (splits, kPartialSums) is scratch.
-template <class Loop>
-void weight_gradient(typename Loop::value_t* dweight, float* partial, const typename Loop::Source& source,
-                     const typename Loop::value_t* x, const uint32_t* largest_x, const uint32_t* largest_g,
-                     int64_t splits, int64_t N, int64_t H, int64_t W, cudaStream_t stream) {
-  allow_shared<weight_gradient_kernel<Loop>>();
-  const dim3 grid(splits, Loop::kBlocks), merged(Loop::kThreadSums, Loop::kBlocks);
-  weight_gradient_kernel<Loop><<<grid, Loop::kBlockThreads, Loop::kSharedBytes, stream>>>(
-      partial, source, x, largest_x, largest_g, N, H, W);
-  merge_splits_kernel<Loop><<<merged, kThreads, 0, stream>>>(dweight, partial, largest_x, largest_g, splits, N);
-}
 
 }  // namespace grad

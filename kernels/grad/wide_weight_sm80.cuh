@@ -5,13 +5,13 @@
 
 namespace grad {
 
-template <class Filter, class Operands, class Source, int kCopiedX, int kCopiedDy>
-struct WideWeightSm80 : WideWeight<Filter, Operands, Source, false, kCopiedX, kCopiedDy> {
-  using Base = WideWeight<Filter, Operands, Source, false, kCopiedX, kCopiedDy>;
+template <class Filter, class Operands, class Target, class Source>
+struct WideWeightSm80 : WideWeight<Filter, Operands, Target, Source, false> {
+  using Base = WideWeight<Filter, Operands, Target, Source, false>;
   using typename Base::BlockPlace, typename Base::operand_t, typename Base::value_t;
-  using Base::kBlock, Base::kBlocks, Base::kBlockTaps, Base::kChannelsIn, Base::kChannelsOut, Base::kInputPitch,
-      Base::kOperandBytes, Base::kParts, Base::kSlot, Base::kSlots, Base::kSplit, Base::kStage, Base::kStages,
-      Base::kTapColumns, Base::kTapRows;
+  using Base::kBlock, Base::kBlocks, Base::kBlockTaps, Base::kChannelsIn, Base::kChannelsOut,
+      Base::kInputPitch, Base::kOperandBytes, Base::kParts, Base::kSlot, Base::kSlots, Base::kSplit,
+      Base::kStage, Base::kStages, Base::kTapColumns, Base::kTapRows;
 
   // Of 16 channels.
   static constexpr int kOutTiles = kChannelsOut < kBlock ? ceil_div(kChannelsOut, 16) : kBlock / 16;
@@ -82,8 +82,8 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Source, false, kCopiedX, kC
       taps[i / 2 / kParts][i / 2 % kParts][i % 2] &= real[i % 2];
   }
 
-  // sums += the products of a strip's first `pixels`, at least one. `gradient` and rows[r] are addresses as in
-  // load_taps.
+  // sums += the products of a strip's first `pixels`, at least one. `gradient` and rows[r] are addresses as
+  // in load_taps.
   static __device__ __forceinline__ void multiply(float (&sums)[kBlockTaps][kOutTiles][4], uint32_t gradient,
                                            uint32_t (&rows)[kTapRows], int pixels) {
 #pragma unroll 1
@@ -117,9 +117,9 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Source, false, kCopiedX, kC
               count * (blockIdx.x + 1) / gridDim.x, count * blockIdx.x / gridDim.x};
     if (walk.goes_on()) walk.start();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first channel group, and so on. g:
-    // 8-15 those of the second one, 16-31 pixels 8-15 likewise. x: 8-15 pixels 8-15, 16-31 those of the next
-    // tap.
+    // load_matrices_transposed: lanes 0-7 give pixels 0-7, of g those of the first channel group, and so on.
+    // g: 8-15 those of the second one, 16-31 pixels 8-15 likewise. x: 8-15 pixels 8-15, 16-31 those of the
+    // next tap.
     const uint32_t gradient_address =
         shared_address(gradients) + 16 * (lane / 8 % 2 * kStrip + lane / 16 * 8 + lane % 8);
     const uint32_t input_address = shared_address(shared) + 16 * (warp * kInputPitch + lane % 16 + lane / 16);
@@ -161,7 +161,8 @@ struct WideWeightSm80 : WideWeight<Filter, Operands, Source, false, kCopiedX, kC
     }
     float* to = partial + (int64_t(blockIdx.x) * kBlocks + blockIdx.y) * kThreadSums * kThreads + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < kThreadSums; i++) to[i * kThreads] = sums[i / 4 / kOutTiles][i / 4 % kOutTiles][i % 4];
+    for (int i = 0; i < kThreadSums; i++)
+      to[i * kThreads] = sums[i / 4 / kOutTiles][i / 4 % kOutTiles][i % 4];
   }
 
 #endif

@@ -11,9 +11,9 @@
 
 namespace grad {
 
-template <class Filter, class Operands, class Source, int kCopiedX, int kCopiedDy>
-struct WideWeightSm90 : WideWeight<Filter, Operands, Source, true, kCopiedX, kCopiedDy> {
-  using Base = WideWeight<Filter, Operands, Source, true, kCopiedX, kCopiedDy>;
+template <class Filter, class Operands, class Target, class Source>
+struct WideWeightSm90 : WideWeight<Filter, Operands, Target, Source, true> {
+  using Base = WideWeight<Filter, Operands, Target, Source, true>;
   using typename Base::BlockPlace, typename Base::operand_t, typename Base::value_t;
   using Base::kBlocks, Base::kBlockTaps, Base::kInputPitch, Base::kOperandBytes, Base::kSlot, Base::kSlots,
       Base::kSplit, Base::kStage, Base::kStages, Base::kTail, Base::kTailPixels, Base::kTapColumns;
@@ -32,7 +32,10 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Source, true, kCopiedX, kCo
   static constexpr int kRawBytes = (kAhead + 1) * kWarpGroups * sizeof(RawGroup<float>);  // a warp's
   static constexpr int kSharedBytes =
       kOperandBytes + kTailPixels * 16 + kWarps * kRawBytes + kStages * (2 * 8 + 4);
-  static_assert(!kSplit && kSharedBytes <= 227 << 10, "planned where it can't run");
+  // Is it for such values? Those of 16 bits can't be copied in the background, which is what it wins by.
+  static constexpr bool fits(int room) {
+    return !kSplit && sizeof(value_t) == 4 && kSharedBytes <= room;
+  }
 
   // Which of a block's sums is sum i of a consumers' thread.
   static __device__ __forceinline__ SumPlace sum_place(int i, int thread) {
@@ -45,8 +48,8 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Source, true, kCopiedX, kCo
 
   using typename Base::StagedGradient, typename Base::StagedInput, typename Base::Walk;
 
-  // Each stage's operands and the pixels of its g: 0 where there is none, -1 where the walk has ended. A stage
-  // that is empty again leaves room for a row of x, too: the oldest is read for the last time with it.
+  // Each stage's operands and the pixels of its g: 0 where there is none, -1 where the walk has ended. A
+  // stage that is empty again leaves room for a row of x, too: the oldest is read for the last time with it.
   struct StepPipeline : Pipeline<Base::kStages> {
     int* pixels;
     __device__ __forceinline__ explicit StepPipeline(uint4* behind_operands)
@@ -100,8 +103,8 @@ struct WideWeightSm90 : WideWeight<Filter, Operands, Source, true, kCopiedX, kCo
 
   // Sums of the taps from kFirst on, a consumer's.
   template <int kFirst>
-  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline, uint32_t inputs,
-                                                 uint32_t gradients, uint32_t zeros) {
+  static __device__ __forceinline__ void consume(float* partial, const StepPipeline& pipeline,
+                                                 uint32_t inputs, uint32_t gradients, uint32_t zeros) {
     constexpr int kTaps = kBlockTaps - kFirst < kConsumerTaps ? kBlockTaps - kFirst : kConsumerTaps;
     float sums[kConsumerTaps][8][4] = {};
     PipelineState<kStages> state;

@@ -30,9 +30,9 @@ HOST_DEVICE int64_t mask_index(
   return (n * height + row) * mask_row(width, channels) + (column / kStrip * channels + channel) * 4;
 }
 
-// A sink of masks; of kChannels.
-template <int kChannels> struct GradMask {
-  uint32_t* words;
+// A sink of masks.
+struct GradMask {
+  int32_t* words;
   static constexpr bool kKeeps = true;
 
   // A lane's, of the values that a product leaves it: a word per channel and strip.
@@ -47,14 +47,17 @@ template <int kChannels> struct GradMask {
     }
   };
 
+  template <int kChannels>
   __device__ __forceinline__ uint32_t* at(int64_t n, int64_t channel, int64_t row, int64_t column,
                                           int64_t height, int64_t width) const {
-    return words + mask_index(n, channel, row, column, height, width, kChannels);
+    return reinterpret_cast<uint32_t*>(words) + mask_index(n, channel, row, column, height, width, kChannels);
   }
-  static __device__ __forceinline__ int64_t row_pitch(int64_t width) { return mask_row(width, kChannels); }
+  template <int kChannels> static __device__ __forceinline__ int64_t row_pitch(int64_t width) {
+    return mask_row(width, kChannels);
+  }
 
   // A warp's to `words`, those of its first channel and strip; so many of its channels and pixels exist.
-  template <int kTiles>
+  template <int kChannels, int kTiles>
   static __device__ __forceinline__ void store(
       uint32_t* words, const Kept<kTiles>& kept, int channels, int64_t pixels) {
     const int lane = threadIdx.x % 32;
@@ -68,14 +71,15 @@ template <int kChannels> struct GradMask {
 
 // In its place where nothing is kept.
 struct Nothing {
-  uint32_t* words;
+  int32_t* words;
   static constexpr bool kKeeps = false;
   template <int kTiles> struct Kept {};
+  template <int kChannels>
   __device__ __forceinline__ uint32_t* at(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) const {
     return nullptr;
   }
-  static __device__ __forceinline__ int64_t row_pitch(int64_t) { return 0; }
-  template <int kTiles>
+  template <int kChannels> static __device__ __forceinline__ int64_t row_pitch(int64_t) { return 0; }
+  template <int kChannels, int kTiles>
   static __device__ __forceinline__ void store(uint32_t*, const Kept<kTiles>&, int, int64_t) {}
 };
 

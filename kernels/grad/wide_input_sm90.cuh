@@ -6,7 +6,7 @@
 // arrive one after the other: nvcc lets both wait for all loads.)
 #pragma once
 #include "conv/wide_sm90_pipeline.cuh"
-#include "grad/wide.cuh"
+#include "grad/masked.cuh"
 
 namespace conv {
 
@@ -32,7 +32,8 @@ template <class Conv, class Tail, int kChannels> struct Producer<Conv, grad::Mas
 
   // A unit of a channel group from `column` of g on, under a scale, to a stage.
   static __device__ __forceinline__ void convert_unit(
-      uint4* stage, const Strip& strip, int group, int column, const Tail& tail, int width, float to_operand) {
+      uint4* stage, const Strip& strip, int group, int column, const Tail& tail, int width,
+      float to_operand) {
     const int lane = threadIdx.x % 32;
     float values[kLanePixels][8];
     strip.for_each(tail, [&](int i, int c, const auto& gradient) {
@@ -41,7 +42,8 @@ template <class Conv, class Tail, int kChannels> struct Producer<Conv, grad::Mas
     uint4* const to = stage + group * kPitch + kPadColumns + column + lane;
 #pragma unroll
     for (int i = 0; i < kLanePixels; i++)
-      if (group < kChannelGroups && column + lane + i * 32 < width) Conv::pack_pixel(to + i * 32, 0, values[i]);
+      if (group < kChannelGroups && column + lane + i * 32 < width)
+        Conv::pack_pixel(to + i * 32, 0, values[i]);
   }
 
   // What a warp of the producer knows throughout.
@@ -103,7 +105,8 @@ template <class Conv, class Tail, int kChannels> struct Producer<Conv, grad::Mas
           const bool same_row = unit + 2 < kUnits;
           const int next_row = same_row ? row : row + 1, next_unit = same_row ? unit + 2 : 0;
           const auto convert = [&](const Strip& strip, int unit) {
-            convert_unit(stage, strip, group_of(unit), column_of(unit), args.source.tail, int(args.W), to_operand);
+            convert_unit(stage, strip, group_of(unit), column_of(unit), args.source.tail, int(args.W),
+                         to_operand);
           };
           convert(even, unit);
           Strip odd;
