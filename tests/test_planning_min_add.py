@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import inline_loader
 from inline_kernels.engine import tiling
+from inline_kernels.loader import source as loader_source
 from inline_kernels.loader.source import parse_launchers
 from numerics import MIN_ADD
 from test_emulated import Emulated, folder, library_of  # noqa: F401
@@ -61,7 +62,7 @@ def image(weight, value_bytes=4, size=(128, 128)) -> torch.Tensor:
 def compiled(launchers, architecture: str, defines: dict, folder: Path) -> dict[str, dict[str, int]]:
     """Of these launchers' kernels by name: registers, bytes of static shared memory, bytes of registers that are spilled."""
     source = folder / "source.cu"
-    source.write_text(inline_loader.without(SOURCE.read_text(), LAUNCHERS.difference(launchers)))
+    source.write_text(loader_source.without(SOURCE.read_text(), LAUNCHERS.difference(launchers)))
     command = [
         NVCC,
         "-cubin",
@@ -156,7 +157,7 @@ EXPORT int64_t copied(int64_t of_dy) { return of_dy ? Weight::Loop::kCopiedDy : 
 
 def asked(defines: dict, folder: Path) -> Emulated:
     """What the kernels answer that are compiled for these."""
-    source = inline_loader.without(SOURCE.read_text(), LAUNCHERS) + ASKED
+    source = loader_source.without(SOURCE.read_text(), LAUNCHERS) + ASKED
     return Emulated(source, library_of(source, 900, defines, (), folder))
 
 
