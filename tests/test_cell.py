@@ -379,18 +379,18 @@ def replaced(path: str, value):
 
 
 HINDRANCES = {
-    "a hook": (lambda m, x: m.conv.register_forward_hook(lambda *_: None), "hooks on conv is True"),
-    "a pre-hook": (lambda m, x: m.conv.register_full_backward_pre_hook(lambda *_: None), "hooks on conv is True"),
+    "a hook": (lambda m, x: m.conv.register_forward_hook(lambda *_: None), "conv.hooks is True"),
+    "a pre-hook": (lambda m, x: m.conv.register_full_backward_pre_hook(lambda *_: None), "conv.hooks is True"),
     "a module": (replaced("conv", nn.Sequential()), "attribute"),
-    "a class": (replaced("conv", type("Own", (nn.Conv2d,), {})(3, 8, 3)), "conv's class is .*Own"),
-    "a forward": (replaced("conv.forward", lambda x: x), "conv's forward is"),
+    "a class": (replaced("conv", type("Own", (nn.Conv2d,), {})(3, 8, 3)), "conv.class is .*Own"),
+    "a forward": (replaced("conv.forward", lambda x: x), "conv.forward is"),
     "padding": (replaced("conv.padding", (1, 1)), r"conv.padding is \(1, 1\), its kernels are for \(0, 0\)"),
     "no bias": (replaced("conv.bias", None), "conv.bias is None"),
-    "another bias": (replaced("bias", nn.Parameter(torch.ones(1))), r"bias is torch.float32 \[1\], its kernels are for torch.float32 \[8, 1, 1\]"),
+    "another bias": (replaced("bias", nn.Parameter(torch.ones(1))), r"bias is \(torch.float32, \[1\]\), its kernels are for \(torch.float32, \[8, 1, 1\]\)"),
     "a constant": (replaced("scale", None), "scale is None, its kernels are for a number"),
     "NaN": (replaced("scale", float("nan")), "scale is nan"),
-    "doubles": (lambda m, x: m.double(), "bias is .*torch.float64"),
-    "parametrized": (lambda m, x: nn.utils.parametrizations.weight_norm(m.conv), "conv's class is .*Parametrized"),
+    "doubles": (lambda m, x: m.double(), "conv.weight is .*torch.float64"),
+    "parametrized": (lambda m, x: nn.utils.parametrizations.weight_norm(m.conv), "conv.class is .*Parametrized"),
 }  # fmt: skip
 
 
@@ -406,9 +406,9 @@ def test_what_stands_in_its_way_is_told(what):
 
 
 @pytest.mark.parametrize("x, message", [
-    (torch.rand(4, 3, 10, 11), r"x is torch.float32 \[3, 10, 11\], its kernels are for torch.float32 \[3, 10, 12\]"),
+    (torch.rand(4, 3, 10, 11), r"x is \(torch.float32, \[3, 10, 11\]\), its kernels are for \(torch.float32, \[3, 10, 12\]\)"),
     (torch.rand(4, 3, 10, 12).double(), "x is .*float64"),
-    (torch.rand(0, 3, 10, 12), "x is .* without elements"),
+    (torch.rand(0, 3, 10, 12), "x's batch is empty"),
     (torch.rand(4, 3, 10, 12, device="meta"), "the device of all is {.*}, its kernels are for cpu"),
 ], ids=["sizes", "dtype", "empty", "device"])  # fmt: skip
 def test_inputs_that_its_kernels_are_not_for(x, message):
@@ -433,7 +433,7 @@ def test_what_stands_around_the_model_is_asked_at_each_call(monkeypatch):
         model(x)
     model(x)
     monkeypatch.setattr(nn.Conv2d, "forward", lambda self, x: x)
-    with pytest.raises(RuntimeError, match="conv's forward is"):
+    with pytest.raises(RuntimeError, match="conv.forward is"):
         model(x)
 
 
