@@ -155,9 +155,12 @@ class _Function(torch.autograd.Function):
         shapes = {name: t.shape for name, t in given.items() if name in ctx.kept}
         shapes |= {name: 0 for name in ("x", "weight") if not needs.get(name)}
         shapes = {"y": dy.shape} | {f"{d}{n}": shape for n, shape in shapes.items() for d in ("d", "d_")}
-        for name, parameters in _LAUNCHERS.items():
-            outputs = [shapes.get(each, 1) for each, kind in parameters.items() if kind[:4] == "Out<"]
-            if name.startswith("backward") and any(outputs):
+        made = {}  # by launcher, whether each of its outputs is wanted
+        for name in filter(_re.compile("backward").match, _LAUNCHERS):
+            outputs = [each for each, kind in _LAUNCHERS[name].items() if kind[:4] == "Out<"]
+            made[name] = {each: shapes.get(each, 1) != 0 for each in outputs}
+        for name, own in made.items():
+            if not any([_better(other, own) for other in [{}, *made.values()]]):
                 _launcher(name)(given, shapes)
         found = {name: given.get(f"d{name}", given.get(f"d_{name}")) for name in ctx.kept}
         if found.get("v") is not None:
@@ -175,6 +178,12 @@ def _settings(path, module):
         kinds = "forward", "forward_pre", "backward", "backward_pre"
         found["hooks"] = any([getattr(module, f"_{kind}_hooks") for kind in kinds])
     return found
+
+
+def _better(other, own):
+    """Has the launcher `other` all that is wanted of `own`, and more of it, or less that is not?"""
+    more, all_own = ({name for name, wanted in outputs.items() if wanted} for outputs in (other, own))
+    return all_own <= more and (all_own != more or len(other) < len(own))
 
 
 def _compared(model, tensors, numbers):
