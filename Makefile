@@ -9,7 +9,7 @@
 # make host       what a call costs the host, beside eager's
 # make notebooks  run the notebooks, all at once; with a GPU they keep their outputs, without one build/notebooks/ gets them
 # make notebooks-alone  copies of the notebooks that run without the repository, in build/notebooks-alone/
-# make wheel      the loader, and what compares a pair of models, as a wheel in build/wheel/
+# make wheel      the package inline_kernels, its kernels and inline_loader as a wheel in build/wheel/
 # make clean      remove .venv and build; compiled kernels stay in the user's cache
 #
 # PYTHON=python3.12 chooses the Python that .venv is made of. PYTHON=python VENV= uses an environment of your own as it is.

@@ -15,7 +15,7 @@ import importlib
 import torch
 from torch import nn
 
-from problems import Problem
+from inline_kernels.problems import Problem
 
 PROBLEMS: dict[str, Problem] = {}
 
@@ -35,7 +35,7 @@ _NAMES = (
     "conv2d_groupnorm_scale_maxpool_clamp",
 )
 for _name in _NAMES:
-    register(importlib.import_module(f"problems.{_name}").PROBLEM)
+    register(importlib.import_module(f"inline_kernels.problems.{_name}").PROBLEM)
 
 
 def __getattr__(name: str) -> type[nn.Module]:

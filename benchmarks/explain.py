@@ -31,9 +31,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch.utils.cpp_extension import CUDA_HOME  # noqa: E402
 
-import compare  # noqa: E402
 import models  # noqa: E402
-from benchmarks import report  # noqa: E402
+from inline_kernels.bench import compare, records, timing  # noqa: E402
 
 CALLS = 9
 VARIANTS = "eager,epilogue,fused"
@@ -58,14 +57,14 @@ UNITS = {
 }
 
 
-def call_of(name: str, variant: str, phase: str) -> compare.Call:
+def call_of(name: str, variant: str, phase: str) -> timing.Call:
     """A call of `variant`, with a random input and, for a training step, a random gradient of its output, on the GPU."""
     contest = compare.contest_of(name, device="cuda")
     model, inputs = contest.model(), contest.inputs()
     with torch.no_grad():
         y = model(*inputs)
     g = torch.randn_like(y) if compare.has_backward(phase) else None
-    return compare.Call.of(contest.contestant(variant, model), inputs, phase, g)
+    return timing.Call.of(contest.contestant(variant, model), inputs, phase, g)
 
 
 def short(kernel: str) -> str:
@@ -196,7 +195,7 @@ def explain(name: str, variant: str, phase: str, cache: Path) -> dict:
         kernels = profile(call)
     row = {
         "problem": name, "number": problem.number, "variant": variant, "phase": phase, "shape": list(x.shape),
-        "ms": compare.time({variant: call}, "cuda", seconds=1)[variant].median,
+        "ms": timing.time({variant: call}, "cuda", seconds=1)[variant].median,
         "bytes": problem.bytes(x, y), "operations": problem.operations(contest.model(), x), "floor_ms": None,
         "kernels": kernels,
     }  # fmt: skip
@@ -269,7 +268,7 @@ def main() -> None:
         rows = [explain(*case, Path(folder)) for case in cases]
     print(table(rows))
     if options.json:
-        report.write(Path(options.json), rows)
+        records.write(Path(options.json), rows)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-import choice
+from inline_kernels.engine import choice
 
 ENOUGH = 0.97  # times eager's speed
 SLOW, LEAF, NEVER = 10.0, 0.6, 1e6

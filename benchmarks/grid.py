@@ -41,11 +41,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-import compare  # noqa: E402
-import loader_toolchain  # noqa: E402
 import models  # noqa: E402
-from benchmarks import fit, report  # noqa: E402
+from benchmarks import fit  # noqa: E402
 from benchmarks.fit import ENOUGH, speed  # noqa: E402
+from inline_kernels.bench import records, timing  # noqa: E402
+from inline_kernels.loader import toolchain as loader_toolchain  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PHASES = ("forward", "train")
@@ -346,7 +346,7 @@ def measure(point: Point, large: torch.Tensor) -> dict | None:
             calls["left"]()
             rounds = max(2, min(ROUNDS, int(SECONDS / total / CALLS)))
             called = gpu_us(calls, rounds, CALLS, large[: 256 << 20], True)
-            host = compare.host_times(calls, "cuda", min(SECONDS, 50 * total) / 4)
+            host = timing.host_times(calls, "cuda", min(SECONDS, 50 * total) / 4)
     for way in (*WAYS, "left"):
         row |= {f"{way}_us": us.get(way), f"{way}_call_us": called.get(way), f"{way}_host_us": host.get(way)}
     row["left_us"] = row["eager_us"]
@@ -403,7 +403,7 @@ def fitting(points: list[Point], record: dict) -> list[Point]:
 
 
 def read_or_begin(path: Path) -> dict:
-    fresh = report.record([]) | {"skipped": []}
+    fresh = records.record([]) | {"skipped": []}
     if path.exists():
         known = json.loads(path.read_text(encoding="utf-8"))
         if all(known[name] == fresh[name] for name in ("gpu", "sources")):

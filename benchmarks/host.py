@@ -30,9 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-import compare  # noqa: E402
 import models  # noqa: E402
-from benchmarks import report  # noqa: E402
+from inline_kernels.bench import records, timing  # noqa: E402
 
 PHASES = ("forward", "forward_grad", "train")
 LOOP = 100  # calls
@@ -134,11 +133,11 @@ def measure(problem, device: str, variant: str, seconds: float) -> list[dict]:
         with torch.set_grad_enabled(phase != "forward"):
             calls = {name: call_of(module, x, phase) for name, module in modules.items()}
             warm_up(calls, x)
-            us, one_thread = compare.host_times(calls, device, seconds, now), dict.fromkeys(calls)
+            us, one_thread = timing.host_times(calls, device, seconds, now), dict.fromkeys(calls)
             loop = loop_microseconds(calls, x) if x.is_cuda else dict.fromkeys(calls)
             if phase == "train" and x.is_cuda:
                 with torch.autograd.set_multithreading_enabled(False):
-                    one_thread = compare.host_times(calls, device, seconds, now)
+                    one_thread = timing.host_times(calls, device, seconds, now)
             plan = str(modules["ours"].plan(x))
         rows.append({
             "problem": problem.name, "number": problem.number, "phase": phase, "device": device, "shape": list(x.shape),
@@ -204,7 +203,7 @@ def main() -> None:
     )
     print(table(rows))
     if options.json:
-        report.write(options.json, rows)
+        records.write(options.json, rows)
 
 
 if __name__ == "__main__":

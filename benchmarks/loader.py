@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import inline_loader  # noqa: E402
+from inline_kernels.loader import units  # noqa: E402
 
 NAMES = (
     "conv2d_min_add_multiply",
@@ -121,6 +122,7 @@ import sys, time, torch
 sys.path.insert(0, {root!r})
 start = time.perf_counter()
 import inline_loader
+from inline_kernels.loader import units  # noqa: E402
 inline_loader.load({name!r}, device={device!r})
 print("seconds", time.perf_counter() - start)
 """,
@@ -146,7 +148,7 @@ print("seconds", time.perf_counter() - start)
 
 def usual(name: str, device: str) -> dict:
     """load_inline's arguments for the kernels of `name`, written the usual way."""
-    unit = inline_loader._unit(name, None, device, {})
+    unit = units.unit_of(name, None, device, {})
     declarations, functions = [], []
     for launcher in unit.launchers:
         parameters = [f"{'torch::Tensor' if p.tensor else p.ctype} {p.name}" for p in launcher.parameters]

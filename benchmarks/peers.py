@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import compare
+from inline_kernels.bench import compare
 
 
 class CudnnMinAdd(nn.Module):

@@ -12,23 +12,15 @@ compare.py. Older records lack some of a row's fields: without `call_ms` the GPU
 from __future__ import annotations
 
 import argparse
-import datetime
-import hashlib
 import json
-import os
-import platform
-import shlex
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
-import charts  # noqa: E402
-import compare  # noqa: E402
-from checks import PHASES  # noqa: E402
+from inline_kernels.bench import charts  # noqa: E402
+from inline_kernels.bench.checks import PHASES  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -37,56 +29,6 @@ PICTURE, PLOT = "overview.png", "speedup.png"  # in benchmarks/, of README and o
 PHASES_SHOWN = ("forward_grad", "train")  # as users meet them
 
 # ---------------------------------------------------------------------------------------------------- records
-
-
-def record(rows: list[dict]) -> dict:
-    """The rows of one run together with what they were measured on."""
-    gpu, (script, *arguments) = torch.cuda.is_available(), sys.argv
-    if Path(script).resolve().is_relative_to(ROOT):
-        script = str(Path(script).resolve().relative_to(ROOT))
-    commit = compare.output_of("git", "rev-parse", "HEAD") or None
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", script, *arguments]),
-        "gpu": torch.cuda.get_device_name() if gpu else None,
-        "driver": driver(),
-        "cpu": charts.cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "allow_tf32": allows_tf32(),
-        "commit": commit,
-        "dirty": bool(compare.output_of("git", "status", "--porcelain")) if commit else None,
-        "sources": sources(),
-        "rows": rows,
-    }
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def driver() -> str | None:
-    """The GPU driver's version."""
-    drivers = compare.output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return drivers.split("\n")[0] or None
-
-
-def allows_tf32() -> bool:
-    """May a GPU's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading
-    the older may raise."""
-    library = torch.backends.cudnn
-    allowed = library.conv.fp32_precision == "tf32" if hasattr(library, "conv") else library.allow_tf32
-    return allowed and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
-
-
-def sources() -> str:
-    """A hash of the code that a record depends on, to tell it where there is no git."""
-    folders = (ROOT.glob("*.py"), (ROOT / "problems").glob("*.py"), (ROOT / "kernels").rglob("*.*"))
-    paths = sorted(path for paths in folders for path in paths)
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in paths)).hexdigest()[:16]
 
 
 def records_in(folder: Path = RESULTS) -> list[tuple[Path, dict]]:

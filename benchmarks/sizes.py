@@ -20,9 +20,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-import compare  # noqa: E402
 import models  # noqa: E402
-from benchmarks import report  # noqa: E402
+from inline_kernels.bench import compare, records, timing  # noqa: E402
 
 VARIANTS = ("eager", "compile", "auto")
 
@@ -51,7 +50,7 @@ def autocast_ms(problem: models.Problem, dtype: torch.dtype) -> float:
         with torch.no_grad(), torch.autocast("cuda", dtype=dtype):
             return model(x)
 
-    return compare.time({"auto": run}, "cuda", seconds=1)["auto"].median
+    return timing.time({"auto": run}, "cuda", seconds=1)["auto"].median
 
 
 def measure(problem: models.Problem) -> list[dict]:
@@ -103,7 +102,7 @@ def main() -> None:
     for name in options.names or models.PROBLEMS:
         rows += measure(models.PROBLEMS[name])
         if options.json:
-            report.write(Path(options.json), rows)
+            records.write(Path(options.json), rows)
     print(table(rows))
 
 

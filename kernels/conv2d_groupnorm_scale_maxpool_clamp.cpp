@@ -184,6 +184,31 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
                         conv_bias, eps, C, G, H, W);
     }
   });
+  // In a flat channel, all of whose values tie behind the normalisation, each window selects its first value, as
+  // max_pool2d does. That counts for backward alone.
+  if (index) host::parallel_for(N, 1, [&](int64_t begin, int64_t end) {
+    std::vector<int64_t> flat;
+    for (int64_t n = begin; n < end; n++) {
+      flat.clear();
+      for (int64_t c = 0; c < C; c++) {
+        const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
+        const accumulate_t of_channel = mean[n * C + c];
+        if (is_flat(of_channel + conv_bias[c], m2[n * C + c], normalise.slope, normalise(of_channel),
+                    [&](accumulate_t z) { return z * scale[c]; }))
+          flat.push_back(c);
+      }
+      if (flat.empty()) continue;
+      auto rows = rows_of();
+      for (int64_t row = 0; row < pooled_height; row++) {
+        const value_t* const v = rows(n, row * POOL_H, POOL_H);
+        for (int64_t p = 0; p < pooled_width; p++)
+          for (const int64_t c : flat) {
+            const int64_t at = (n * C + c) * pooled + row * pooled_width + p;
+            extreme[at] = v[p * POOL_W * C + c], index[at] = 0;
+          }
+      }
+    }
+  });
   const accumulate_t lower = low, upper = high;
   host::parallel_for(N * C, 16, [=](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; plane++) {

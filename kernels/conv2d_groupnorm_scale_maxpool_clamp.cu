@@ -63,16 +63,25 @@ pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, acc
   if (threadIdx.x == 0) mean[plane] = moments.mean, m2[plane] = moments.m2;
 }
 
-// y from the selected values; a block per (sample, channel).
+// y from the selected values; a block per (sample, channel). In a flat channel, all of whose values tie behind
+// the normalisation, each window selects its first value instead, as max_pool2d does; that counts for backward
+// alone, so only where there is an index.
 __global__ void __launch_bounds__(kThreads)
-apply_kernel(output_t* y, const value_t* extreme, const accumulate_t* group_mean,
-             const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
-             const accumulate_t* bias, const accumulate_t* scale, accumulate_t low, accumulate_t high,
-             GroupShape shape, int64_t pooled) {
-  const int plane = blockIdx.x, c = plane % shape.C;
-  const Normaliser normalise =
-      normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, c);
+apply_kernel(output_t* y, value_t* extreme, index_t* index, const value_t* v, const accumulate_t* mean,
+             const accumulate_t* m2, const accumulate_t* group_mean, const accumulate_t* group_rstd,
+             const accumulate_t* conv_bias, const accumulate_t* weight, const accumulate_t* bias,
+             const accumulate_t* scale, accumulate_t low, accumulate_t high, GroupShape shape, Image image) {
+  const int plane = blockIdx.x, c = plane % shape.C, n = plane / shape.C;
+  const int64_t pooled = image.pooled();
+  const Normaliser normalise = normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, n, c);
+  const bool flat = index && is_flat(mean[plane] + conv_bias[c], m2[plane], normalise.slope, normalise(mean[plane]),
+                                     [&](accumulate_t z) { return z * scale[c]; });
   for (int64_t i = threadIdx.x; i < pooled; i += kThreads) {
+    if (flat) {
+      const int64_t row = i / image.pooled_width() * POOL_H, column = i % image.pooled_width() * POOL_W;
+      extreme[plane * pooled + i] = v[plane * shape.S + row * image.W + column];
+      index[plane * pooled + i] = 0;
+    }
     const accumulate_t z = normalise(accumulate_t(extreme[plane * pooled + i]));
     // The formula of conv2d_groupnorm_scale_maxpool_clamp.
     y[plane * pooled + i] = output_t(clamp(z * scale[c], low, high));
@@ -150,8 +159,8 @@ EXPORT void forward(output_t* y, value_t* extreme, index_t* index, accumulate_t*
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
                                                                   eps, shape, bias,
                                                                   kept_conv_bias, kept_bias);
-  apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, group_mean, group_rstd, conv_bias, weight, bias,
-                                               scale, low, high, shape, image.pooled());
+  apply_kernel<<<N * C, kThreads, 0, stream>>>(y, extreme, index, v, mean, m2, group_mean, group_rstd, conv_bias,
+                                               weight, bias, scale, low, high, shape, image);
 }
 
 // The gradients of v and, summed over the samples, of the parameters; d_scale has `scales` elements, C or 1.

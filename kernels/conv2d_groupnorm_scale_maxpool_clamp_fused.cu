@@ -1,272 +1,131 @@
-// y = clamp(max_pool(group_norm(conv2d(x, weight) + conv_bias)·scale), low, high), the convolution never
-// written.
+// y = clamp(max_pool(group_norm(conv2d(x, weight) + conv_bias)·scale), low, high)
 //
-// x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), contiguous; y (N,
-// CHANNELS_OUT, PH, PW) with PH = OH / POOL_H, PW = OW / POOL_W, floored. v (N, CHANNELS_OUT, OH, OW) is the
-// convolution without its bias.
+// group_norm(v)·scale is a line in v for each channel of a sample, and the sign of its slope, norm_weight·scale, is known
+// before the statistics. With that sign in the filters every window wants its maximum, so that max_pool may come first: v,
+// the convolution without its bias, is never written.
+//   forward   1  convolve   moments of v by part of a channel; of each window the v that wins, and for backward its place
+//             2  finish     moments merged; the line and clamp, of y's size
+//   backward  dv = slope·dz·[selected] + constant + linear·v, never written either (grad/selected/backward.cuh)
 //
-// The slope of group_norm(v)·scale has the sign of norm_weight·scale. With that sign in the filters every
-// window wants its maximum. Two launches:
-//   convolve_kernel   statistics of v per (sample, channel, tile, strip), and `extreme`, the v of each window
-//   finish_kernel     the statistics merged; affine and clamp of `extreme`
-// For backward (SAVING), convolve_kernel also writes `index`, the place of that v in its window, by rows; the
-// first among equal ones, as max_pool2d has it. (Where the slope is zero all are equal; that is left to
-// backward.)
-// Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the variance
-// is infinite, its inverse root 0, and norm_bias is left, as in eager on a GPU.
-//
-// A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N =
-// columns, K = taps × channels in.
-// - Operands: each is a sum of two float16 (core/split.cuh; one, if it has 16 bits), scaled by powers of two:
-//   filters by channel; x by block, first by a scale that fits almost all inputs, then, where the block's
-//   largest magnitude turns out not to fit, again by one that does. Filters stay in registers.
-// - Stage: a ring of rows of x in shared memory. A pixel's 8 channels lie side by side there, so that a tap
-//   is an offset, and B needs no im2col.
-// - Mainloop: two teams of four warps, each with its own strip of rows, take turns with the tensor cores:
-//   while one team's products are formed, the other sums up its own, converts the next row of x and fetches
-//   the one after. (Teams that may all form products at once do everything else at once, too, and leave the
-//   tensor cores idle meanwhile.)
-//
-// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4: 67 MB in, 31.5 MB of extreme (mostly kept
-// in L2), 31.5 MB out: 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for
-// float32's accuracy: 0.06 ms. Measured on an H200: 0.127 ms; 0.103 to convolve, the tensor cores busy 74 %
-// of it, and 0.02 to finish.
-//
-//   conv/narrow2d_tile.cuh   sizes, tiles, the layout of shared memory
-//   conv/narrow2d_rows.cuh   rows of x on their way to shared memory
-//   conv/narrow2d.cuh        filters and products
-//   pool/windows.cuh         statistics and windows
-#include "conv2d_groupnorm_scale_maxpool_clamp.cuh"
-#include "pool/windows.cuh"
+// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4: 67 MB in, 31.5 MB of window_max (mostly kept in L2),
+// 31.5 MB out: 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for float32's accuracy: 0.06
+// ms. Measured on an H200: 0.127 ms; 0.103 to convolve, the tensor cores busy 74 % of it, and 0.02 to finish.
 #include "conv/narrow2d.cuh"
-#include "conv/narrow2d_rows.cuh"
-#include "norm/formulas.h"
-#include "core/vector.cuh"
+#include "grad/selected/backward.cuh"
+#include "norm/apply.cuh"
+#include "norm/moments.cuh"
+#include "pool/kept.cuh"
+#include "pool/window.cuh"
 
-namespace {
+#ifndef CHANNELS_IN
+#define CHANNELS_IN 8
+#define CHANNELS_OUT 64
+#define KERNEL_H 3
+#define KERNEL_W 3
+#define POOL_H 4
+#define POOL_W 4
+#endif
+#ifndef LONG_ROWS  // are rows of x longer than a tile?
+#define LONG_ROWS 0
+#endif
+#ifndef INPUT_COLUMNS  // of a tile of x's gradient
+#define INPUT_COLUMNS 64
+#endif
 
-// What a block computes, a team's strip of it.
-struct Job {
-  int strip, tile, first_channel, n;
-  int row_begin, row_end, turns;  // rows of v; of the block's longest strip
-  int column, columns;            // that are this tile's
-  __device__ __forceinline__ Job(Geometry geometry, int team) {
-    const int strip_blocks = geometry.strip_blocks(), tiles = geometry.tiles();
-    const unsigned job = blockIdx.x / strip_blocks;
-    strip = blockIdx.x % strip_blocks * kTeams + team, tile = job % tiles;
-    first_channel = job / tiles % kChannelBlocks * kBlockChannels, n = job / tiles / kChannelBlocks;
-    row_begin = strip * geometry.rows * POOL_H;
-    const int past_last = strip >= geometry.strips ? row_begin : row_begin + geometry.rows * POOL_H;
-    row_end = strip == geometry.strips - 1 ? geometry.height() : past_last;
-    const bool last_strips = blockIdx.x % strip_blocks == strip_blocks - 1;
-    turns = geometry.rows * POOL_H + (last_strips ? geometry.height() % POOL_H : 0);
-    column = tile * kStride;
-    columns = tile == tiles - 1 ? geometry.width() - column : kStride;
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
+using Pool = pool::Max<POOL_H, POOL_W>;
+using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 / POOL_W * POOL_W : 0, POOL_H>;
+
+struct Tail {  // of the normalised z of what a window selects
+  const float* scale;  // (CHANNELS_OUT)
+  float low, high;
+
+  struct Channel {
+    float scale;
+  };
+  __device__ __forceinline__ Channel channel(int64_t, int c) const { return {scale[c]}; }
+  // What windows compare.
+  __device__ __forceinline__ float compared(float z, const Channel& c) const { return z * c.scale; }
+  __device__ __forceinline__ float operator()(float z, const Channel& c) const {
+    // The formula of conv2d_groupnorm_scale_maxpool_clamp_fused.
+    return clamp(compared(z, c), low, high);
+  }
+  // Of what windows compare.
+  __device__ __forceinline__ float gradient(float dy, float z, const Channel& c) const {
+    // The gradient of conv2d_groupnorm_scale_maxpool_clamp_fused.
+    return clamp_passes(compared(z, c), low, high) ? dy : 0.f;
   }
 };
 
-// All rows of a team's strip, x scaled by 2^exponent.
-__device__ __forceinline__ void convolve_strip(WindowsEpilogue& epilogue, Rows& rows, const Filters& filters,
-                                               const Job& job, int team, unsigned char* shared,
-                                               int exponent) {
-  const float factor = power_of_two(exponent);
-#pragma unroll 1
-  for (int kh = 0; kh < KERNEL_H && job.row_begin < job.row_end; kh++)
-    rows.fetch(job.row_begin + kh), rows.convert(kh, factor);
-  if (job.row_begin + 1 < job.row_end) rows.fetch(job.row_begin + KERNEL_H);
-  int slot = 0;
-  float d[kTiles][4];  // v, scaled; then less the shift
-  if (team == kTeams - 1) hand_on(team);
-  publish();
-#pragma unroll 1
-  for (int turn = 0; turn < job.turns; turn++) {
-    const int row = job.row_begin + turn;
-    take_turn(team);  // the row's pixels are there, and the products of the row before it have been formed
-    uint32_t addresses[KERNEL_H];
-#pragma unroll
-    for (int kh = 0; kh < KERNEL_H; kh++)
-      addresses[kh] = shared_address(shared) + (slot + kh - (slot + kh >= kRing ? kRing : 0)) * kRowBytes;
-    multiply_row(d, filters.fragments, addresses);  // after the last row, of stale pixels, for nobody
-    if (team < kTeams - 1 || turn < job.turns - 1) hand_on(team);
-    if (epilogue.complete()) epilogue.flush();
-    if (row + 1 < job.row_end) {
-      // Nobody reads the slot of the row before this one.
-      rows.convert(slot == 0 ? kRing - 1 : slot - 1, factor);
-      if (row + 2 < job.row_end) rows.fetch(row + 1 + KERNEL_H);
-    }
-    slot = slot == kRing - 1 ? 0 : slot + 1;
-    publish();
-    await(d);
-    if (turn == 0) epilogue.take_shift(d);
-    if (row < job.row_end) epilogue.take(d);
-  }
-  if (epilogue.complete()) epilogue.flush();
-}
+using Build = grad::selected::Units<Filter, Pool, Tail>;
+using Input = grad::selected::Input<Build, INPUT_COLUMNS>;
+template <bool kSaving> using Window = pool::Window<Pool, kSaving>;
 
-// extreme, index (N, CHANNELS_OUT, PH, PW); partial (N, CHANNELS_OUT, tiles·strips, 3): count, mean, m2 of v.
-// Grid: strips by kTeams, tiles, channel blocks, samples, the first fastest.
-__global__ void __launch_bounds__(kTeams * kTeamThreads, 1)
-convolve_kernel(float* extreme, uint8_t* index, accumulate_t* partial, const value_t* x,
-                const value_t* weight, const accumulate_t* norm_weight, const accumulate_t* scale,
-                Geometry geometry) {
-#if __CUDA_ARCH__ >= 800
-  extern __shared__ __align__(128) unsigned char all_shared[];
-  __shared__ SharedStorage storage;
-  const int team = __shfl_sync(~0u, threadIdx.x / kTeamThreads, 0), thread = threadIdx.x % kTeamThreads;
-  unsigned char* const shared = all_shared + team * kTeamBytes;
-  const Job job(geometry, team);
-  const int warp = thread / 32, first_own = warp * 16;
-  const int64_t first = int64_t(job.n) * CHANNELS_OUT + job.first_channel + first_own;  // the warp's channel
-  const Filters filters(storage, weight, norm_weight, scale, job.first_channel, first_own, team == 0);
-  Rows rows(x + int64_t(job.n) * CHANNELS_IN * geometry.H * geometry.W, geometry.H, geometry.W, job.column,
-            shared, thread);
-  rows.clear_behind_tile();
-  float* const staging = reinterpret_cast<float*>(shared + kRing * kRowBytes) + first_own * kStagingPitch;
-  uint8_t* const origins = shared + kRing * kRowBytes + kStagingBytes + first_own * kStagingPitch;
-  WindowsEpilogue epilogue{storage, staging, origins, extreme, index, geometry, job.columns,
-                           job.columns / POOL_W, job.first_channel, first_own};
-
-  __syncthreads();  // the filters' exponents are there
-  int exponent = kFirstExponent;
-  for (bool again = false;; again = true) {
-    if (threadIdx.x < kBlockChannels) {
-      const PowerOfTwo power(-exponent - storage.filter_exponent[threadIdx.x]);
-      storage.unscale[threadIdx.x] =
-          make_float2(storage.flipped[threadIdx.x] ? -power.first : power.first, power.second);
-    }
-    rows.largest = 0;
-    if (threadIdx.x == 0) storage.largest = 0;
-    __syncthreads();  // unscale and largest are set
-    epilogue.start(extreme +
-                   (first * geometry.pooled_height() + job.row_begin / POOL_H) * geometry.pooled_width() +
-                   job.column / POOL_W);
-    convolve_strip(epilogue, rows, filters, job, team, shared, exponent);
-    atomicMax(&storage.largest, __float_as_int(rows.largest));
-    __syncthreads();  // complete
-    const float magnitude = __int_as_float(storage.largest);
-    const int fitting = fitting_exponent(magnitude);
-    if (again || magnitude == 0.f || magnitude == INFINITY ||
-        (fitting >= kFirstExponent && fitting <= kFirstExponent + kSlack))
-      break;
-    exponent = fitting;
-    __syncthreads();  // storage.largest has been read
-  }
-  const int slots = geometry.tiles() * geometry.strips, slot = job.tile * geometry.strips + job.strip;
-  epilogue.write_moments(partial + (first * slots + slot) * 3, slots, job.row_end - job.row_begin,
-                         job.strip < geometry.strips);
+// What Python was told of shared memory (tiling.py), where it says so.
+#ifdef STRIPS_SHARED
+static_assert(conv::narrow2d::kShared<Tile, norms::Moments, Window<SAVING>> == STRIPS_SHARED, "what was planned with");
+static_assert(sizeof(Tile::Storage) <= STATIC_SHARED, "what was planned with");
 #endif
-}
-
-constexpr int kAhead = 4;  // vectors that a thread of finish_kernel fetches before all else
-
-// Copies of the biases (N, C); group_mean, group_rstd (N, G) from `slots` partial moments per channel; y from
-// extreme.
-// `chunks` blocks per group.
-__global__ void __launch_bounds__(kThreads, 5)
-finish_kernel(output_t* y, accumulate_t* kept_conv_bias, accumulate_t* kept_bias, accumulate_t* group_mean,
-              accumulate_t* group_rstd, const accumulate_t* partial, const float* extreme,
-              const accumulate_t* conv_bias, const accumulate_t* norm_weight,
-              const accumulate_t* norm_bias, const accumulate_t* scale, accumulate_t low,
-              accumulate_t high, accumulate_t eps, GroupShape shape, int64_t pooled, int slots,
-              int chunks, bool aligned) {
-  __shared__ Moments<accumulate_t> of_channel[CHANNELS_OUT];
-  __shared__ float4 affine[CHANNELS_OUT];  // offset, slope, bias, scale
-  const int64_t group = blockIdx.x / chunks, n = group / shape.G, g = group % shape.G;
-  const int channels = int(shape.channels()), chunk = int(blockIdx.x % chunks);
-  const int64_t first = n * shape.C + g * channels;  // channel
-  const float* in = extreme + first * pooled;
-  output_t* out = y + first * pooled;
-  const int size = int(channels * pooled), plane = int(pooled), begin = chunk * kThreads + threadIdx.x;
-  const int step = chunks * kThreads;
-#if __CUDA_ARCH__ >= 900
-  await_previous_kernel();
+#ifdef INPUT_SHARED
+static_assert(Input::InputLayout::kBytes == INPUT_SHARED, "what was planned with");
 #endif
-  Vector<float> ahead[kAhead];  // on their way while the statistics are merged
-#pragma unroll
-  for (int k = 0; k < kAhead; k++)
-    if (aligned && begin + k * step < size / kVector)
-      ahead[k] = reinterpret_cast<const Vector<float>*>(in)[begin + k * step];
-  // Every block of a group finds the same statistics; the first one writes them.
-  for (int c = threadIdx.x; c < channels; c += kThreads) {
-    const accumulate_t* from = partial + (first + c) * slots * 3;
-    Moments<accumulate_t> moments{from[0], from[1], from[2]};
-    for (int slot = 1; slot < slots; slot++)
-      moments = moments.merge({from[slot * 3], from[slot * 3 + 1], from[slot * 3 + 2]});
-    const accumulate_t own = conv_bias[g * channels + c];
-    if (chunk == 0) kept_conv_bias[first + c] = own, kept_bias[first + c] = norm_bias[g * channels + c];
-    moments.mean += own;
-    of_channel[c] = moments;
-  }
-  __syncthreads();  // the group's channels are there
-  for (int c = threadIdx.x; c < channels; c += kThreads) {
-    Moments<accumulate_t> moments = of_channel[0];
-    for (int i = 1; i < channels; i++) moments = moments.merge(of_channel[i]);
-    const accumulate_t rstd = 1 / sqrt(moments.variance() + eps);
-    if (chunk == 0 && c == 0) group_mean[group] = moments.mean, group_rstd[group] = rstd;
-    const int64_t channel = g * channels + c;
-    affine[c] = make_float4(conv_bias[channel] - moments.mean, rstd * norm_weight[channel],
-                            norm_bias[channel], scale[channel]);
-  }
-  __syncthreads();  // affine is complete
-  const auto apply = [&](const float4& a, float v) {
-    // The formula of conv2d_groupnorm_scale_maxpool_clamp.
-    return output_t(clamp(((v + a.x) * a.y + a.z) * a.w, low, high));
-  };
-  if (aligned) {
-    const auto apply_vector = [&](int i, const Vector<float>& four) {
-      Vector<output_t> result;
-      const int c = i * kVector / plane, next = (c + 1) * plane;
-      const float4 mine = affine[c];
-#pragma unroll
-      for (int j = 0; j < kVector; j++) {
-        const int s = i * kVector + j;
-        result.at[j] = apply(s < next ? mine : affine[s / plane], four.at[j]);
-      }
-      reinterpret_cast<Vector<output_t>*>(out)[i] = result;
-    };
-#pragma unroll
-    for (int k = 0; k < kAhead; k++)
-      if (begin + k * step < size / kVector) apply_vector(begin + k * step, ahead[k]);
-    for (int i = begin + kAhead * step; i < size / kVector; i += step)
-      apply_vector(i, reinterpret_cast<const Vector<float>*>(in)[i]);
-  } else {
-    for (int i = begin; i < size; i += step) out[i] = apply(affine[i / plane], in[i]);
-  }
+
+// kept: pool::Kept, or none.
+template <bool kSaving>
+void run(Out<output_t> y, float* kept, In<value_t> x, In<value_t> weight, norms::Group norm, Tail tail, double eps,
+         int64_t groups, cudaStream_t stream) {
+  const auto geometry = Tile::Geometry::of(x);
+  const int64_t N = geometry.N, size = y.numel(), parts = geometry.tiles() * geometry.strips;
+  expect_elements("weight", weight, Filter::kOut * Filter::kIn * Filter::kTaps);
+  expect_elements("y", y, N * Filter::kOut * (geometry.height() / POOL_H) * (geometry.width() / POOL_W));
+  const int64_t partial = N * Filter::kOut * parts * 3;
+  const Scratch<float> scratch(partial + (kSaving ? 0 : pool::Kept::floats(size, N, Filter::kOut, groups)), stream);
+  const pool::Kept own(kSaving ? kept : scratch + partial, size, N, Filter::kOut, groups);
+  conv::narrow2d::convolve<Tile>(x, weight, conv::narrow2d::SignedBy{norm.weight, tail.scale}, geometry, stream,
+                                 norms::Moments{scratch}, Window<kSaving>{own.window_max, own.argmax});
+  const norms::Kept statistics{own.conv_bias, own.bias, own.group_mean, own.group_rstd, kSaving ? own.flat : nullptr};
+  norms::finish<Filter::kOut>(y, statistics, own.window_max, scratch, int(parts), norm, tail, eps,
+                              {N, Filter::kOut, groups, int64_t(geometry.height()) * geometry.width()},
+                              size / (N * Filter::kOut), stream);
 }
 
-}  // namespace
+EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float> conv_bias, In<float> norm_weight,
+                    In<float> norm_bias, In<float> scale, double low, double high, double eps, int64_t groups,
+                    cudaStream_t stream) {
+  run<false>(y, nullptr, x, weight, {conv_bias, norm_weight, norm_bias}, {scale, float(low), float(high)}, eps, groups,
+             stream);
+}
 
-// kept, as Kept: for backward, or without elements where nobody wants it. scratch: what is not kept, but the
-// index, then partial (N, C, tiles·strips, 3).
-// Columns of v are cut into tiles, and rows into strips of `rows` pooled rows, the last of what is left
-// (tiling.py's StripTiling); a plan that does not cover v makes no blocks, and the launch fails.
-EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, const value_t* weight,
-                    const accumulate_t* conv_bias, const accumulate_t* norm_weight,
-                    const accumulate_t* norm_bias, const accumulate_t* scale, double low, double high,
-                    int64_t N, int64_t G, int64_t H, int64_t W, double eps, int64_t tiles, int64_t strips,
-                    int64_t rows, cudaStream_t stream) {
-  const Geometry geometry{int(N), int(H), int(W), int(tiles), int(strips), int(rows)};
-  const GroupShape shape{N, CHANNELS_OUT, G, int64_t(geometry.height()) * geometry.width()};
-  const int64_t pooled = int64_t(geometry.pooled_height()) * geometry.pooled_width();
-  const auto [extreme, statistics, index] =
-      Kept(kept ? kept : scratch, N * CHANNELS_OUT * pooled, N, G);
-  float* const partial = kept ? scratch : reinterpret_cast<float*>(index);
-  allow_shared<convolve_kernel>();
-  const int64_t blocks =
-      geometry.complete() ? N * kChannelBlocks * geometry.tiles() * geometry.strip_blocks() : 0;
-  convolve_kernel<<<unsigned(blocks), kTeams * kTeamThreads, kTeams * kTeamBytes, stream>>>(
-      extreme, index, partial, x, weight, norm_weight, scale, geometry);
-  const int64_t size = shape.channels() * pooled;
-  const int chunks = int(size / (kThreads * kVector * kAhead + 1) + 1);
-  const bool aligned = vectors_fit(y, size) && vectors_fit(extreme, size);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(N * G * chunks), config.blockDim = kThreads, config.stream = stream;
-  config.attrs = &early, config.numAttrs = starts_early() ? 1 : 0;
-  cudaLaunchKernelEx(&config, finish_kernel, y, statistics.mean, statistics.m2, statistics.group_mean,
-                     statistics.group_rstd, partial, extreme, conv_bias, norm_weight, norm_bias, scale,
-                     accumulate_t(low), accumulate_t(high), accumulate_t(eps), shape, pooled,
-                     int(geometry.tiles() * geometry.strips), chunks, aligned);
+EXPORT void forward_saving(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
+                           In<float> norm_weight, In<float> norm_bias, In<float> scale, double low, double high,
+                           double eps, int64_t groups, cudaStream_t stream) {
+  expect_elements("kept", kept, pool::Kept::size(y.numel(), y.size(0), Filter::kOut, groups));
+  run<true>(y, kept, x, weight, {conv_bias, norm_weight, norm_bias}, {scale, float(low), float(high)}, eps, groups, stream);
+}
+
+template <class P>
+void run_backward(const grad::selected::Gradients& d, In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept,
+                  In<float> norm_weight, Tail tail, int64_t groups, cudaStream_t stream) {
+  const int64_t N = x.size(0), size = dy.numel();
+  expect_elements("kept", kept, pool::Kept::size(size, N, Filter::kOut, groups));
+  const pool::Kept own(const_cast<float*>(kept.data), size, N, Filter::kOut, groups);
+  grad::selected::backward<P>(d, x, {weight, dy, own.window_max, own.argmax, own.flat, own.group_mean, own.group_rstd,
+                                     own.conv_bias, norm_weight, own.bias, tail}, groups, stream);
+}
+
+// The gradients of weight and of the parameters; d_scale has CHANNELS_OUT elements or 1.
+EXPORT void backward(Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_norm_weight, Out<float> d_norm_bias,
+                     Out<float> d_scale, In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept,
+                     In<float> norm_weight, In<float> scale, double low, double high, int64_t groups, cudaStream_t stream) {
+  run_backward<grad::selected::Merging<Build>>({{}, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, d_scale}, dy, x,
+                                               weight, kept, norm_weight, {scale, float(low), float(high)}, groups, stream);
+}
+
+// The same, and x's.
+EXPORT void backward_input(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_norm_weight,
+                           Out<float> d_norm_bias, Out<float> d_scale, In<output_t> dy, In<value_t> x, In<value_t> weight,
+                           In<float> kept, In<float> norm_weight, In<float> scale, double low, double high, int64_t groups,
+                           cudaStream_t stream) {
+  run_backward<Input>({dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, d_scale}, dy, x, weight, kept, norm_weight,
+                      {scale, float(low), float(high)}, groups, stream);
 }

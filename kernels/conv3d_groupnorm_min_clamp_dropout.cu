@@ -27,14 +27,13 @@ struct Dropout {
   }
 };
 
-// Calls body(i, factor) for the elements i of this block's share of a plane. Element i of the plane is
-// element begin + i of the tensor, and four neighbours there share a draw.
+// Calls body(i, factor) for the elements i of a plane that are thread `own`'s of `threads`. Element i of the
+// plane is element begin + i of the tensor, and four neighbours there share a draw.
 template <class Body>
-__device__ void for_each_element(int64_t size, int chunk, unsigned chunks, int64_t begin,
+__device__ void for_each_element(int64_t size, int64_t own, unsigned threads, int64_t begin,
                                  const Dropout& dropout, const Body& body) {
   const int64_t first = begin / 4, last = (begin + size - 1) / 4;  // draws that touch the plane
-  for (int64_t draw = first + int64_t(chunk) * kThreads + threadIdx.x; draw <= last;
-       draw += chunks * kThreads) {
+  for (int64_t draw = first + own; draw <= last; draw += threads) {
     accumulate_t factor[4];
     dropout.factors(factor, draw * 4);
 #pragma unroll
@@ -45,20 +44,25 @@ __device__ void for_each_element(int64_t size, int chunk, unsigned chunks, int64
   }
 }
 
-// `active` (N, C) becomes 1 where an element passes a gradient or the statistics are not finite.
+// `active` (N, C) becomes 1 where an element passes a gradient or the statistics are not finite. A plane is
+// `chunks` blocks', or, kSmall, a warp's.
+template <bool kSmall>
 __global__ void __launch_bounds__(kThreads)
-apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean,
-             const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
-             const accumulate_t* bias, Tail tail, Dropout dropout, int64_t offset, GroupShape shape,
-             unsigned chunks, bool aligned) {
-  const int plane = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
+    apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t* group_mean,
+                 const accumulate_t* group_rstd, const accumulate_t* conv_bias, const accumulate_t* weight,
+                 const accumulate_t* bias, Tail tail, Dropout dropout, int64_t offset, GroupShape shape,
+                 unsigned chunks, bool aligned) {
+  const int plane = kSmall ? blockIdx.x * kWarps + threadIdx.x / 32 : blockIdx.x / chunks;
+  if (kSmall && plane >= shape.N * shape.C) return;
+  const int64_t own = kSmall ? threadIdx.x % 32 : int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x;
+  const unsigned threads = kSmall ? 32 : chunks * kThreads;
   const Normaliser normalise =
       normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, plane % shape.C);
   const value_t* in = v + plane * shape.S;
   output_t* out = y + plane * shape.S;
   bool any = !isfinite(normalise.offset * normalise.slope);
   if (aligned) {
-    for (int64_t k = int64_t(chunk) * kThreads + threadIdx.x; k < shape.S / kVector; k += chunks * kThreads) {
+    for (int64_t k = own; k < shape.S / kVector; k += threads) {
       const auto four = load_vector(in + k * kVector);
       accumulate_t factor[4];
       dropout.factors(factor, offset + plane * shape.S + k * kVector);
@@ -72,14 +76,16 @@ apply_kernel(output_t* y, int32_t* active, const value_t* v, const accumulate_t*
       store_vector(out + k * kVector, result);
     }
   } else {
-    for_each_element(shape.S, chunk, chunks, offset + plane * shape.S, dropout,
+    for_each_element(shape.S, own, threads, offset + plane * shape.S, dropout,
                      [&](int64_t i, accumulate_t factor) {
                        const accumulate_t z = normalise(accumulate_t(in[i]));
                        any |= tail.gradient(z) != 0;
                        out[i] = output_t(tail(z) * factor);
                      });
   }
-  if (active && __syncthreads_or(any) && threadIdx.x == 0) active[plane] = 1;
+  if (!active) return;
+  const bool found = kSmall ? __any_sync(~0u, any) : __syncthreads_or(any);
+  if (found && threadIdx.x % (kSmall ? 32 : kThreads) == 0) active[plane] = 1;
 }
 
 // sums (2, N, C) of dz and dz·(u - mean); a block per plane.
@@ -94,7 +100,7 @@ backward_sums_kernel(accumulate_t* sums, const output_t* dy, const value_t* v, c
   if (active[plane]) {
     const Normaliser normalise =
         normaliser(group_mean, group_rstd, conv_bias, weight, bias, shape, plane / shape.C, plane % shape.C);
-    for_each_element(shape.S, 0, 1, base, dropout, [&](int64_t i, accumulate_t factor) {
+    for_each_element(shape.S, threadIdx.x, kThreads, base, dropout, [&](int64_t i, accumulate_t factor) {
       // The gradient of conv3d_groupnorm_min_clamp_dropout.
       const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
       const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
@@ -121,13 +127,14 @@ backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const int32_t
       dv[base + i] = value_t(0);
     return;
   }
-  for_each_element(shape.S, chunk, chunks, base, plane_active ? dropout : Dropout{nullptr, 0, 0, 1},
-                   [&](int64_t i, accumulate_t factor) {
-    // The gradient of conv3d_groupnorm_min_clamp_dropout.
-    const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
-    const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
-    dv[base + i] = value_t(dz * normalise.slope + constant + linear * normalise.centred(value));
-  });
+  for_each_element(
+      shape.S, int64_t(chunk) * kThreads + threadIdx.x, chunks * kThreads, base,
+      plane_active ? dropout : Dropout{nullptr, 0, 0, 1}, [&](int64_t i, accumulate_t factor) {
+        // The gradient of conv3d_groupnorm_min_clamp_dropout.
+        const accumulate_t value = accumulate_t(v[base + i]), gate = tail.gradient(normalise(value));
+        const accumulate_t dz = gate != 0 ? accumulate_t(dy[base + i]) * factor * gate : accumulate_t(0);
+        dv[base + i] = value_t(dz * normalise.slope + constant + linear * normalise.centred(value));
+      });
 }
 
 static Dropout dropout_from(const int64_t* seed, int64_t number, double p) {
@@ -145,14 +152,16 @@ EXPORT void forward(output_t* y, accumulate_t* statistics, int32_t* active, cons
   const auto [mean, m2, group_mean, group_rstd, kept_conv_bias, kept_bias] =
       GroupStatistics(statistics, N, C, G);
   const unsigned chunks = chunks_for(S);
-  plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, nullptr, C, S, vectors_fit(v, S));
+  plane_statistics(mean, m2, v, nullptr, N * C, C, S, stream);
   merge_groups_kernel<<<blocks_for(N * G, 128), 128, 0, stream>>>(group_mean, group_rstd, mean, m2, conv_bias,
                                                                   eps, shape, bias,
                                                                   kept_conv_bias, kept_bias);
-  apply_kernel<<<N * C * chunks, kThreads, 0, stream>>>(
-      y, active, v, group_mean, group_rstd, conv_bias, weight, bias,
-      Tail{accumulate_t(low), accumulate_t(high)}, dropout_from(seed, number, p), offset, shape, chunks,
-      vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
+  const auto apply = suits_a_warp(S) ? apply_kernel<true> : apply_kernel<false>;
+  const unsigned blocks = suits_a_warp(S) ? blocks_for(N * C, kWarps) : unsigned(N * C * chunks);
+  apply<<<blocks, kThreads, 0, stream>>>(y, active, v, group_mean, group_rstd, conv_bias, weight, bias,
+                                         Tail{accumulate_t(low), accumulate_t(high)},
+                                         dropout_from(seed, number, p), offset, shape, chunks,
+                                         vectors_fit(v, S) && vectors_fit(y, S) && offset % kVector == 0);
 }
 
 // The gradients of v and, summed over the samples, of the parameters (C). scratch holds the parameters'

@@ -18,10 +18,10 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
                     const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high,
                     double eps, int64_t N, int64_t C, int64_t S) {
   Sums own(statistics ? 0 : 2 * N * C);  // where nobody keeps them
-  accumulate_t *mean = statistics ? statistics : own.data(), *m2 = mean + N * C;
+  accumulate_t *mean = statistics ? statistics : own.data(), *deviation = mean + N * C;
   const accumulate_t lower = low, upper = high;
   const int64_t strips = (S + kStrip - 1) / kStrip;
-  plane_statistics(mean, m2, v, N * C, S);
+  plane_deviations(mean, deviation, v, N * C, S);
   for (int64_t i = 0; i < N * C; i++) mean[i] = mean_with(conv_bias[i % C], mean[i]);
   host::parallel_for(N * strips, 1, [=](int64_t begin, int64_t end) {
     accumulate_t best[kStrip];
@@ -29,7 +29,7 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
     for (int64_t strip = begin; strip < end; strip++) {
       const int64_t n = strip / strips, s0 = strip % strips * kStrip, count = std::min(kStrip, S - s0);
       for (int64_t c = 0; c < C; c++) {
-        const ScaledChannel channel = scaled_channel(mean, m2, multiplier, eps, n, c, C, S);
+        const ScaledChannel channel = scaled_channel(mean, deviation, multiplier, eps, n, c, C);
         const value_t* in = v + (n * C + c) * S + s0;
         for (int64_t i = 0; i < count; i++) {
           const accumulate_t z = (accumulate_t(in[i]) - channel.mean) * channel.a;
@@ -50,7 +50,8 @@ EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* 
   });
 }
 
-// The gradient of v: constant + linear·(v - mean) in each channel of a sample, and a·dz more where it won.
+// The gradient of v: a·(constant + linear·z) in each channel of a sample, z = (v - mean)·a, and a·dz more
+// where it won.
 struct GradientOfV {
   struct Channel {
     accumulate_t mean, a, constant, linear;
@@ -70,9 +71,9 @@ struct GradientOfV {
     for (int64_t i = 0; i < count; i++) won[i] = index[first + i] == index_t(c);
     for (int64_t i = 0; i < count; i++) {
       // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
-      const accumulate_t dense = channel.constant + channel.linear * (accumulate_t(v[at + i]) - channel.mean);
-      const accumulate_t sparse = channel.a * dz[first + i];
-      values[i] = dense + (won[i] ? sparse : 0);
+      const accumulate_t z = (accumulate_t(v[at + i]) - channel.mean) * channel.a;
+      const accumulate_t dense = channel.constant + channel.linear * z;
+      values[i] = channel.a * (dense + (won[i] ? dz[first + i] : 0));
     }
   }
 };
@@ -93,7 +94,7 @@ static GradientOfV gradients(accumulate_t* d_conv_bias, accumulate_t* d_multipli
     for (int64_t n = begin; n < end; n++) {
       std::vector<double> gradient(C), product(C), clamped(C);
       for (int64_t c = 0; c < C; c++)
-        channels[c] = scaled_channel(statistics, statistics + N * C, multiplier, eps, n, c, C, S);
+        channels[c] = scaled_channel(statistics, statistics + N * C, multiplier, eps, n, c, C);
       for (int64_t first = n * S, count; first < (n + 1) * S; first += count) {
         accumulate_t centred[kStrip], z[kStrip], whole[kStrip], of_clamped[kStrip];
         accumulate_t* const dz = of_v.dz.data() + first;
@@ -117,9 +118,7 @@ static GradientOfV gradients(accumulate_t* d_conv_bias, accumulate_t* d_multipli
         // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
         const auto [mean, a, m, rstd] = channels[c];
         const accumulate_t sum = gradient[c], with_centred = product[c];
-        // a³ alone may underflow.
-        of_v.channels[n * C + c] = {mean, a, -a * sum / accumulate_t(S),
-                                    -(a * with_centred) / accumulate_t(S) * a * a};
+        of_v.channels[n * C + c] = {mean, a, -sum / accumulate_t(S), -(a * with_centred) / accumulate_t(S)};
         // NaN in a channel counts even where another one wins.
         const accumulate_t nothing = mean - mean;
         by_sample[n * C + c] =

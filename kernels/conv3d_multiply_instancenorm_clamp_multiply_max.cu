@@ -21,10 +21,9 @@ struct Winner {
 // coalesced.
 template <int kPerThread>
 __global__ void __launch_bounds__(kThreads)
-apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, const accumulate_t* mean,
-             const accumulate_t* m2, const accumulate_t* multiplier,
-             accumulate_t low, accumulate_t high, accumulate_t eps, int64_t C, int64_t S,
-             unsigned chunks) {
+    apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, const accumulate_t* mean,
+                 const accumulate_t* deviation, const accumulate_t* multiplier, accumulate_t low,
+                 accumulate_t high, accumulate_t eps, int64_t C, int64_t S, unsigned chunks) {
   __shared__ ScaledChannel channels[kChannels];
   const int64_t n = blockIdx.x / chunks;
   const int64_t s = (int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x) * kPerThread;
@@ -32,7 +31,7 @@ apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, con
   for (int64_t c0 = 0; c0 < C; c0 += kChannels) {
     __syncthreads();  // the previous channels have been used
     if (c0 + threadIdx.x < C && threadIdx.x < kChannels)
-      channels[threadIdx.x] = scaled_channel(mean, m2, multiplier, eps, n, c0 + threadIdx.x, C, S);
+      channels[threadIdx.x] = scaled_channel(mean, deviation, multiplier, eps, n, c0 + threadIdx.x, C);
     __syncthreads();  // the coefficients are there
     if (s >= S) continue;
     const int count = int(min(C - c0, int64_t(kChannels)));
@@ -69,11 +68,12 @@ apply_kernel(output_t* y, index_t* index, value_t* winner, const value_t* v, con
 // sums (3, N, C) over the positions that channel c won: of dz, dz·(v - mean) and dy·clamp(z). A block per
 // (sample, channel).
 __global__ void __launch_bounds__(kThreads)
-backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* index, const value_t* winner,
-                     const accumulate_t* mean, const accumulate_t* m2, const accumulate_t* multiplier,
-                     accumulate_t low, accumulate_t high, accumulate_t eps, int64_t N, int64_t C, int64_t S) {
+    backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* index, const value_t* winner,
+                         const accumulate_t* mean, const accumulate_t* deviation,
+                         const accumulate_t* multiplier, accumulate_t low, accumulate_t high,
+                         accumulate_t eps, int64_t N, int64_t C, int64_t S) {
   const int n = blockIdx.x / unsigned(C), c = blockIdx.x % unsigned(C);
-  const ScaledChannel channel = scaled_channel(mean, m2, multiplier, eps, n, c, C, S);
+  const ScaledChannel channel = scaled_channel(mean, deviation, multiplier, eps, n, c, C);
   accumulate_t sum[3] = {};
   for (int64_t s = threadIdx.x; s < S; s += kThreads) {
     if (index[n * S + s] != index_t(c)) continue;
@@ -94,11 +94,11 @@ backward_sums_kernel(accumulate_t* sums, const output_t* dy, const index_t* inde
 // which only the share of eps remains: normalising removes any other effect of a factor.
 __global__ void multiplier_gradient_kernel(accumulate_t* gradients, accumulate_t* zeros,
                                            const accumulate_t* sums, const accumulate_t* mean,
-                                           const accumulate_t* m2, const accumulate_t* multiplier,
+                                           const accumulate_t* deviation, const accumulate_t* multiplier,
                                            accumulate_t eps, int64_t N, int64_t C, int64_t S) {
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= N * C) return;
-  const ScaledChannel channel = scaled_channel(mean, m2, multiplier, eps, i / C, i % C, C, S);
+  const ScaledChannel channel = scaled_channel(mean, deviation, multiplier, eps, i / C, i % C, C);
   const accumulate_t rstd = channel.rstd;
   // NaN in a channel counts even where another one wins.
   // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
@@ -107,40 +107,40 @@ __global__ void multiplier_gradient_kernel(accumulate_t* gradients, accumulate_t
   zeros[i] = 0 * gradients[i];
 }
 
-// dv = a·(dz - mean of dz) - a³·(v - mean)·mean of dz·(v - mean); a block per share of a plane.
+// dv = a·(dz - mean of dz - z·mean of dz·z); a block per share of a plane.
 __global__ void __launch_bounds__(kThreads)
-backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index,
-                const accumulate_t* sums, const accumulate_t* mean, const accumulate_t* m2,
-                const accumulate_t* multiplier, accumulate_t low, accumulate_t high, accumulate_t eps,
-                int64_t N, int64_t C, int64_t S, unsigned chunks) {
+    backward_kernel(value_t* dv, const output_t* dy, const value_t* v, const index_t* index,
+                    const accumulate_t* sums, const accumulate_t* mean, const accumulate_t* deviation,
+                    const accumulate_t* multiplier, accumulate_t low, accumulate_t high, accumulate_t eps,
+                    int64_t N, int64_t C, int64_t S, unsigned chunks) {
   const unsigned plane = blockIdx.x / chunks, n = plane / unsigned(C), c = plane % unsigned(C);
-  const ScaledChannel channel = scaled_channel(mean, m2, multiplier, eps, n, c, C, S);
-  const accumulate_t a = channel.a, constant = -a * sums[plane] / accumulate_t(S);
-  const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S) * a * a;  // a³ alone may underflow
+  const ScaledChannel channel = scaled_channel(mean, deviation, multiplier, eps, n, c, C);
+  const accumulate_t a = channel.a, constant = -sums[plane] / accumulate_t(S);
+  const accumulate_t linear = -(a * sums[N * C + plane]) / accumulate_t(S);  // a³ may underflow
 #pragma unroll 4
   for (int64_t s = int64_t(blockIdx.x % chunks) * kThreads + threadIdx.x; s < S; s += chunks * kThreads) {
     // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max.
-    const accumulate_t centred = accumulate_t(v[plane * S + s]) - channel.mean;
-    accumulate_t result = constant + linear * centred;
-    if (index[n * S + s] == index_t(c) && clamp_passes(centred * a, low, high))
-      result += a * channel.m * accumulate_t(dy[n * S + s]);
-    dv[plane * S + s] = value_t(result);
+    const accumulate_t z = (accumulate_t(v[plane * S + s]) - channel.mean) * a;
+    accumulate_t result = constant + linear * z;
+    if (index[n * S + s] == index_t(c) && clamp_passes(z, low, high))
+      result += channel.m * accumulate_t(dy[n * S + s]);
+    dv[plane * S + s] = value_t(a * result);
   }
 }
 
 EXPORT void forward(output_t* y, index_t* index, value_t* winner, accumulate_t* statistics, const value_t* v,
                     const accumulate_t* conv_bias, const accumulate_t* multiplier, double low, double high,
                     double eps, int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
-  accumulate_t *mean = statistics, *m2 = mean + N * C;
-  plane_statistics_kernel<<<N * C, kThreads, 0, stream>>>(mean, m2, v, conv_bias, C, S, vectors_fit(v, S));
+  accumulate_t *mean = statistics, *deviation = mean + N * C;
+  plane_statistics(mean, deviation, v, conv_bias, N * C, C, S, stream);
   if (vectors_fit(v, S)) {
     const unsigned chunks = blocks_for(S, kThreads * kVector);
-    apply_kernel<kVector><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, m2, multiplier, low,
-                                                               high, eps, C, S, chunks);
+    apply_kernel<kVector><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, deviation,
+                                                               multiplier, low, high, eps, C, S, chunks);
   } else {
     const unsigned chunks = blocks_for(S, kThreads);
-    apply_kernel<1><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, m2, multiplier, low, high,
-                                                         eps, C, S, chunks);
+    apply_kernel<1><<<N * chunks, kThreads, 0, stream>>>(y, index, winner, v, mean, deviation, multiplier,
+                                                         low, high, eps, C, S, chunks);
   }
 }
 
@@ -151,14 +151,14 @@ EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_mul
                      const value_t* winner, const accumulate_t* statistics,
                      const accumulate_t* multiplier, double low, double high, double eps, int64_t multipliers,
                      int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
-  const accumulate_t *mean = statistics, *m2 = mean + N * C;
+  const accumulate_t *mean = statistics, *deviation = mean + N * C;
   accumulate_t *gradients = scratch, *zeros = gradients + N * C, *sums = zeros + N * C;
   const unsigned chunks = chunks_for(S);
-  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, index, winner, mean, m2,
-                                                       multiplier, low, high, eps, N, C, S);
-  multiplier_gradient_kernel<<<blocks_for(N * C, 128), 128, 0, stream>>>(gradients, zeros, sums, mean, m2,
-                                                                         multiplier, eps, N, C, S);
-  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, sums, mean, m2,
+  backward_sums_kernel<<<N * C, kThreads, 0, stream>>>(sums, dy, index, winner, mean, deviation, multiplier,
+                                                       low, high, eps, N, C, S);
+  multiplier_gradient_kernel<<<blocks_for(N * C, 128), 128, 0, stream>>>(gradients, zeros, sums, mean,
+                                                                         deviation, multiplier, eps, N, C, S);
+  backward_kernel<<<N * C * chunks, kThreads, 0, stream>>>(dv, dy, v, index, sums, mean, deviation,
                                                            multiplier, low, high, eps, N, C, S, chunks);
   sum_rows({{d_multiplier, multipliers}, {d_conv_bias, C}}, gradients, N, C, stream);  // and zeros
 }

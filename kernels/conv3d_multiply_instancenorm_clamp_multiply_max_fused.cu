@@ -1,384 +1,58 @@
-// y = max over c of m[c]·clamp(instance_norm(conv(x)·m[c]), low, high), forward, with the convolution inside.
+// y = max over c of m[c]·clamp(instance_norm(conv3d(x, weight)·m[c]), low, high)
 //
-// x (N, CHANNELS_IN, D, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_D, KERNEL_H, KERNEL_W), m
-// (CHANNELS_OUT); y (N, D', H', W').
-//
-// Two phases: statistics per (sample, tile, channel), then the convolution again, normalised and reduced over
-// the channels. One launch where a block has a whole sample, or where all blocks run at the same time and can
-// meet in between; else two. In one launch the sums at the last positions are held, not computed again: those
-// that find room in shared memory, and before them those for which there is scratch, small enough to stay in
-// the L2 cache. Instance normalisation removes what is constant over a channel: the convolution's bias and
-// what shifting x adds.
+//   forward   statistics of v; v again, where it is not held, normalised and reduced over the channels
+//   backward  v again, tile by tile, for dv, the weight's gradient and dx
 //
 // At the default size (128, 3, 16, 32, 32), 3×3×3, 16 channels: 25 MB in, 6.5 MB out, 0.007 ms at 4.28 TB/s.
-#include <cooperative_groups.h>
+// Backward: 25 MB of x, 15 of dy, index and centred; 2.1 G products of a weight and an element each for v,
+// the weight's gradient and dx.
+#include "grad/narrow3d_instance.cuh"
+#include "norm/narrow3d_instance.cuh"
 
-#include "conv3d_multiply_instancenorm_clamp_multiply_max.cuh"
-#include "norm/narrow3d_statistics.cuh"
-#include "norm/formulas.h"
+using namespace conv::narrow3d;
 
-// What a channel of a sample needs: m·clamp(z) = clamp((v + offset)·slope, low, high), with m in the bounds
-// and, squared, in `slope`. The maximum over channels of max(low, min(value, high)) is the larger one of
-// their lows' and of their min(value, high)'s.
-struct Coefficients {
-  float offset, slope, low, high;
-};
-// m·bound; where 0 times infinity would stand, 0, which is what m·clamp(z) is.
-__device__ inline float scaled_bound(float bound, float m) {
-  return m == 0 && isinf(bound) ? 0.f : bound * m;
-}
-
-// Sums by channel in memory, of a turn's positions or of more. Stores of 8 channels meet no bank conflict, and
-// fill sectors.
-constexpr int kPad = 8;
-constexpr int kStagedPitch = kTurn + kPad, kStaged = 16 * kStagedPitch;  // a warp's own, of one turn
-#ifdef STAGED_SHARED  // what was planned with
-static_assert(STAGED_SHARED == kBlockWarps * kStaged * int(sizeof(float)));
+#ifndef CHANNELS_IN  // those with which a source compiles alone
+#define CHANNELS_IN 3
+#define CHANNELS_OUT 16
+#define KERNEL_D 3
+#define KERNEL_H 3
+#define KERNEL_W 3
 #endif
-__device__ __forceinline__ void put(float* values, int pitch, const float (&v)[kFragments][4]) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int j = 0; j < kFragments; j++)
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      *reinterpret_cast<float2*>(values + (g + 8 * r) * pitch + 8 * j + 2 * t) =
-          make_float2(v[j][2 * r], v[j][2 * r + 1]);
+using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;
+
+struct Tail {               // of the normalised z
+  const float* multiplier;  // (CHANNELS_OUT)
+  float low, high;
+
+  // m·clamp(z) = clamp((v - mean)·a·m, …), with m in the bounds.
+  __device__ norms::narrow3d::Line line(const ScaledChannel& channel) const {
+    const float at_low = norms::narrow3d::scaled_bound(low > high ? high : low, channel.m);
+    const float at_high = norms::narrow3d::scaled_bound(high, channel.m);
+    const bool turned = channel.m < 0;
+    // The formula of conv3d_multiply_instancenorm_clamp_multiply_max_fused.
+    return {-channel.mean, channel.a, channel.m, turned ? at_high : at_low, turned ? at_low : at_high};
+  }
+  __device__ __forceinline__ grad::narrow3d::instance_norm::Gradient gradient(float dy, float z,
+                                                                              float m) const {
+    // The gradient of conv3d_multiply_instancenorm_clamp_multiply_max_fused.
+    return {clamp_passes(z, low, high) ? dy * m : 0.f, dy * clamp(z, low, high)};
+  }
+};
+
+// y (N, D', H', W'); kept: Kept; cache: bytes of the L2 cache for sums that are held.
+EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
+                    In<float> multiplier, double low, double high, double eps, int64_t cache,
+                    cudaStream_t stream) {
+  norms::narrow3d::instance_norm_maximum<Conv, index_t>(
+      y, kept, x, weight, conv_bias, Tail{multiplier, float(low), float(high)}, float(eps), cache, stream);
 }
 
-// Sums at `turns` of a tile's turns, from `first` on, where there is room for `most`.
-struct Held {
-  float* values;  // [16][pitch]
-  int first, turns, pitch;
-  __device__ static int pitch_of(int most) { return most * kTurn + kPad; }
-  __device__ Held(float* values, int first, int turns, int most)
-      : values(values), first(first), turns(turns), pitch(pitch_of(most)) {}
-  __device__ __forceinline__ void take(const float (&v)[kFragments][4], const float (&shift)[2],
-                                       int turn) const {
-    turn -= first;
-    if (turn < 0 || turn >= turns) return;
-    float shifted[kFragments][4];
-#pragma unroll
-    for (int j = 0; j < kFragments; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) shifted[j][i] = v[j][i] + shift[i / 2];
-    put(values + turn * kTurn, pitch, shifted);
-  }
-};
-// For how many turns have so many `values` room?
-inline int held_turns(int64_t values) { return int(max(values / 16 - kPad, int64_t(0)) / kTurn); }
-
-struct SharedStorage {
-  float4 scaled[16];  // high, initial, factor, low (below)
-  float units[16];    // of the sums
-  Coefficients coefficients[16];
-  MainloopStorage mainloop;
-};
-static_assert(kPlanned<SharedStorage>);
-
-// ------------------------------------------------------------------------------------------------- epilogues
-
-// Takes statistics, and holds sums.
-struct HoldingEpilogue : StatisticsEpilogue {
-  const Held &in_scratch, &in_shared;
-  const int first_plane, plane_turns;
-  __device__ HoldingEpilogue(MainloopStorage& storage, const Held& in_scratch, const Held& in_shared,
-                             int first_plane, int plane_turns)
-      : StatisticsEpilogue(storage), in_scratch(in_scratch), in_shared(in_shared), first_plane(first_plane),
-        plane_turns(plane_turns) {}
-  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
-    StatisticsEpilogue::take(v, plane, q, positions);
-    const int turn = (plane - first_plane) * plane_turns + q / kTurn;
-    in_scratch.take(v, shift, turn), in_shared.take(v, shift, turn);
-  }
-};
-
-// What backward wants of the maximum: the first channel that attains it, and its v - mean.
-struct Winners {
-  index_t* index;  // both of the sample's first plane, at the tile's first row
-  float* centred;
-};
-
-// The maxima of the 8 lanes g that share t, at 8 positions, where a lane has its own channels' maxima: a lane
-// gets that of its own position.
-__device__ __forceinline__ float combined_maximum(float (&best)[8]) {
-  const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int step = 0, count = 4; step < 3; step++, count /= 2) {  // each halves the positions that a lane has
-    const bool upper = g >> step & 1;
-#pragma unroll
-    for (int i = 0; i < count; i++) {
-      const float mine = upper ? best[count + i] : best[i], other = upper ? best[i] : best[count + i];
-      best[i] = max_nan(mine, __shfl_xor_sync(~0u, other, 4 << step));
-    }
-  }
-  return best[0];
-}
-// Lane g's own one of 8 positions: g's bits in reverse.
-static_assert(kFragments == 4, "as many positions as there are lanes g");
-HOST_DEVICE constexpr int own_position(int g) { return g % 2 * 4 + g / 2 % 2 * 2 + g / 4; }
-
-// The largest of some channels' values, and the first that has it; NaN, and the first such, where there is one.
-struct Winner {
-  float value;
-  int channel;
-  Winner() = default;
-  __device__ __forceinline__ explicit Winner(const float (&values)[8]) {
-    float pairs[4], fours[2];
-#pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = max_nan(values[2 * i], values[2 * i + 1]);
-#pragma unroll
-    for (int i = 0; i < 2; i++) fours[i] = max_nan(pairs[2 * i], pairs[2 * i + 1]);
-    value = max_nan(fours[0], fours[1]);
-    // Down again: into the first half wherever the winner is there, which first halves' maxima say.
-    const bool four = !is_largest(fours[0]), pair = !is_largest(four ? pairs[2] : pairs[0]);
-    const float first = four ? values[4] : values[0], third = four ? values[6] : values[2];
-    const bool odd = !is_largest(pair ? third : first);
-    channel = four * 4 + pair * 2 + odd;
-  }
-  // Channels from `from` on come behind these.
-  __device__ __forceinline__ void join(const Winner& other, int from) {
-    if (!replaces_maximum(other.value, value)) return;
-    value = other.value, channel = from + other.channel;
-  }
-
- private:
-  // A NaN makes the maximum NaN.
-  __device__ __forceinline__ bool is_largest(float of) const { return of == value || of != of; }
-};
-
-// Normalises, and takes the maximum over channels.
-template <bool kSaving> struct MaximumEpilogue {
-  SharedStorage& storage;
-  float* staged;  // in shared memory, kStaged for each warp, where the winner is saved
-  output_t* y;    // of the sample's first plane, at the tile's first row
-  Winners winners;
-  int plane_size, first_channel;
-  float low;                             // the largest of all channels
-  float high[2], initial[2], factor[2];  // of channels g, g + 8; the last two in units of the sums
-  __device__ void start(float scale) {
-    low = -INFINITY;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const Coefficients own = storage.coefficients[threadIdx.x % 32 / 4 + 8 * r];
-      low = max_nan(low, own.low), high[r] = own.high;
-      const float w_scale = storage.mainloop.weight_scale[threadIdx.x % 32 / 4 + 8 * r];
-      initial[r] = own.offset * scale * w_scale, factor[r] = own.slope * (1 / scale) * (1 / w_scale);
-      if (threadIdx.x < 32 && threadIdx.x % 4 == 0) {
-        storage.scaled[threadIdx.x / 4 + 8 * r] = make_float4(high[r], initial[r], factor[r], own.low);
-        if (kSaving) storage.units[threadIdx.x / 4 + 8 * r] = 1 / scale * (1 / w_scale);
-      }
-    }
-    for (int m = 4; m < 32; m *= 2) low = max_nan(low, __shfl_xor_sync(~0u, low, m));
-    if (kSaving) __syncthreads();  // what take() reads is there
-  }
-  // Of kCount neighbouring positions, of which the first `real` count, the first being element `at` of y: the
-  // maximum over channels of their sums [16][pitch], which are less the mean already if kCentred.
-  template <int kCount, bool kCentred>
-  __device__ __forceinline__ void reduce(const float* sums, int pitch, int64_t at, int real) const {
-    struct alignas(4 * kCount) Positions {
-      float at[kCount];
-    };
-    Winner largest[kCount];
-    float best[kCount];
-#pragma unroll
-    for (int u = 0; u < kCount; u++) best[u] = low;
-#pragma unroll
-    for (int from = 0; from < 16; from += 8) {
-      float values[kCount][8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const Positions v = *reinterpret_cast<const Positions*>(sums + (from + i) * pitch);
-        const float4 own = storage.scaled[from + i];
-#pragma unroll
-        for (int u = 0; u < kCount; u++) {
-          const float value = min_nan((kCentred ? v.at[u] : v.at[u] + own.y) * own.z, own.x);
-          values[u][i] = max_nan(value, own.w), best[u] = max_nan(best[u], value);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kCount; u++) {
-        const Winner of_half(values[u]);
-        if (from == 0) largest[u] = of_half;
-        else largest[u].join(of_half, from);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kCount; u++) {
-      if (u >= real) continue;
-      if constexpr (kSaving) {
-        const int channel = largest[u].channel;
-        const float sum = sums[channel * pitch + u];
-        save(at + u, largest[u], kCentred ? sum : sum + storage.scaled[channel].y);
-      } else {
-        y[at + u] = output_t(best[u]);
-      }
-    }
-  }
-  // The best of 16 channels, and its v - mean in units of its sums, unless one before them is as good.
-  __device__ __forceinline__ void save(int64_t at, const Winner& winner, float centred) const {
-    const output_t value = output_t(winner.value);
-    if (first_channel > 0 && !replaces_maximum(float(value), float(y[at]))) return;
-    y[at] = value, winners.index[at] = index_t(first_channel + winner.channel);
-    winners.centred[at] = centred * storage.units[winner.channel];
-  }
-  // What is held, a thread per two positions.
-  __device__ __forceinline__ void take_held(const Held& held, const Tile& tile, int plane_turns) const {
-#pragma unroll 1
-    for (int i = 2 * thread_index_anew(); i < held.turns * kTurn; i += 2 * kBlock) {
-      const int turn = held.first + i / kTurn, plane = turn / plane_turns;
-      const int q = turn % plane_turns * kTurn + i % kTurn;
-      const int64_t at = int64_t(tile.first_plane + plane) * plane_size + q;
-      reduce<2, false>(held.values + i, held.pitch, at, tile.positions - q);
-    }
-  }
-  __device__ __forceinline__ void begin(float (&c)[kFragments][4]) const {
-#pragma unroll
-    for (int j = 0; j < kFragments; j++) c[j][0] = c[j][1] = initial[0], c[j][2] = c[j][3] = initial[1];
-  }
-  __device__ __forceinline__ float value(int r, float v) const { return min_nan(v * factor[r], high[r]); }
-  __device__ __forceinline__ void expect(int, int, int) {}
-  __device__ __forceinline__ void meanwhile(int) {}
-  __device__ __forceinline__ void finish() {}
-  __device__ __forceinline__ void take(float (&v)[kFragments][4], int plane, int q, int positions) {
-    const int64_t at = int64_t(plane) * plane_size + q;
-    if constexpr (kSaving) {  // by way of memory: a thread then has a position's 16 channels
-      const int lane = thread_index_anew() % 32;
-      float* const own = staged + thread_index_anew() / 32 * kStaged;
-      __syncwarp();  // the turn before has been read
-      put(own, kStagedPitch, v);
-      __syncwarp();  // this one is there
-      reduce<1, true>(own + lane, kStagedPitch, at + lane, positions - q - lane);
-    } else {
-      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, own = own_position(g);
-      float best[8];  // of both channels, at positions 2t, 2t + 1 of each 8
-#pragma unroll
-      for (int i = 0; i < 8; i++) best[i] = max_nan(value(0, v[i / 2][i % 2]), value(1, v[i / 2][i % 2 + 2]));
-      const float all = max_nan(combined_maximum(best), low);
-      const int position = own / 2 * 8 + 2 * t + own % 2;
-      output_t& to = y[at + position];
-      if (q + position < positions) to = output_t(first_channel == 0 ? all : max_nan(all, float(to)));
-    }
-  }
-};
-
-// ---------------------------------------------------------------------------------------------------- kernel
-
-enum Phases { kStatistics = 1, kApply = 2 };
-
-// Of a channel of sample n, from the statistics of all its tiles, merged in their order.
-__device__ inline Coefficients coefficients_of(const TileStatistics* statistics, const Convolution& c,
-                                               int64_t n, int channel, float conv_bias, float multiplier,
-                                               float low, float high, float eps, Moments<float>& all) {
-  all = {0, 0, 0};
-  for (int slot = 0; slot < c.slots(); slot++) all = all.merge(moments_of(statistics, c, n, slot, channel));
-  const int64_t size = int64_t(c.OD) * c.OH * c.OW;
-  all.mean = mean_with(conv_bias, all.mean);
-  const ScaledChannel scaled = scaled_channel(&all.mean, &all.m2, &multiplier, eps, 0, 0, 1, size);
-  const float at_low = scaled_bound(low > high ? high : low, scaled.m);
-  const float at_high = scaled_bound(high, scaled.m);
-  const bool turned = scaled.m < 0;
-  // The formula of conv3d_multiply_instancenorm_clamp_multiply_max.
-  return {-scaled.mean, scaled.a * scaled.m, turned ? at_high : at_low, turned ? at_low : at_high};
-}
-
-// Grid: N · slots. The channels come 16 at a time; y holds the maximum so far, which the same thread reads
-// again. kSaving: for backward also index and centred, like y, and moments (2, N, kOut), mean and m2.
-template <bool kSaving>
-__global__ void __launch_bounds__(kBlock, 1)
-fused_kernel(output_t* y, index_t* index, float* centred, float* moments, TileStatistics* statistics,
-             float* scratch, int64_t N, const float* conv_bias,
-             const float* multiplier, float low, float high, float eps, int phases, int scratch_turns,
-             int shared_turns, const Convolution c) {
-  extern __shared__ uint4 shared[];
-  __shared__ SharedStorage storage;
-  const Tile tile(c, blockIdx.x);
-  Mainloop<> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), 0);
-  // At the edges few for what has room.
-  const int plane_turns = mainloop.turns(), turns = tile.planes * plane_turns;
-  const int in_shared_turns = min(shared_turns, turns);
-  const int in_scratch_turns = min(scratch_turns, turns - in_shared_turns);
-  const int unheld = turns - in_scratch_turns - in_shared_turns;
-  float* const own_scratch = scratch + int64_t(blockIdx.x) * 16 * Held::pitch_of(scratch_turns);
-  float* const staged = reinterpret_cast<float*>(shared + (c.shared + 15) / 16);
-  float* const rest_of_shared = staged + (kSaving ? kBlockWarps * kStaged : 0);
-  const Held in_scratch(own_scratch, unheld, in_scratch_turns, scratch_turns);
-  const Held in_shared(rest_of_shared, unheld + in_scratch_turns, in_shared_turns, shared_turns);
-#pragma unroll 1
-  for (int first_channel = 0; first_channel < kOut; first_channel += 16) {
-    if (first_channel > 0) {
-      mainloop.operands.fetch_weights(first_channel);
-      __syncthreads();  // they are there, and weight_scale has been read
-    }
-    if (phases & kStatistics) {
-      HoldingEpilogue epilogue(storage.mainloop, in_scratch, in_shared, tile.first_plane, plane_turns);
-      mainloop.run(epilogue, turns);
-      epilogue.write(statistics, c, tile, first_channel);
-    }
-    // All statistics are there.
-    if (phases == (kStatistics | kApply) && c.slots() > 1) cooperative_groups::this_grid().sync();
-    if (phases & kApply) {
-      const int own = threadIdx.x / 8, channel = first_channel + own;
-      // The thread that wrote the tile's own statistics of this channel.
-      if (threadIdx.x % 8 == 0 && own < 16) {
-        Moments<float> all;
-        storage.coefficients[own] = coefficients_of(statistics, c, tile.n, channel, conv_bias[channel],
-                                                    multiplier[channel], low, high, eps, all);
-        if (kSaving && tile.slot == 0)
-          moments[tile.n * kOut + channel] = all.mean, moments[(N + tile.n) * kOut + channel] = all.m2;
-      }
-      MaximumEpilogue<kSaving> epilogue{storage, staged};
-      epilogue.plane_size = c.OH * c.OW, epilogue.first_channel = first_channel;
-      const int64_t first = tile.n * c.OD * int64_t(epilogue.plane_size) + tile.first_row * c.OW;
-      epilogue.y = y + first, epilogue.winners = {index + first, centred + first};
-      mainloop.run(epilogue, unheld);
-#pragma unroll 1
-      for (int i = 0; i < 2; i++) {
-        Held held = in_scratch;
-        if (i) held = in_shared;
-        epilogue.take_held(held, tile, plane_turns);
-      }
-    }
-  }
-}
-
-// y (N, D', H', W'). kept for backward, as Kept, or without elements where no gradient is wanted. scratch:
-// statistics (N, slots, CHANNELS_OUT, 2), where a sample has `slots` tiles; then `held` values, any number,
-// where sums are held. rows to shared are the plan (convolution()).
-EXPORT void forward(output_t* y, float* kept, float* scratch, const value_t* x, const value_t* weight,
-                    const float* conv_bias, const float* multiplier, double low, double high, double eps,
-                    int64_t held, int64_t N, int64_t D, int64_t H, int64_t W, int64_t rows, int64_t depth,
-                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
-  if (N == 0) return;
-  const Convolution c = convolution(x, weight, D, H, W, rows, depth, pitch, raw, shared);
-  const Kept parts(kept ? kept : scratch, N, int64_t(c.OD) * c.OH * c.OW);  // written to where there is one
-  const int64_t blocks = N * c.slots();
-  const auto kernel = kept ? fused_kernel<true> : fused_kernel<false>;
-  const int all = kept ? allow_shared<fused_kernel<true>>() : allow_shared<fused_kernel<false>>();
-  const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
-  const int staged = kept ? kBlockWarps * kStaged * int(sizeof(float)) : 0;
-  const int64_t laid_out = (int64_t(c.shared) + 15) / 16 * 16 + staged;
-  int shared_turns = 0, scratch_turns = 0;
-  if (one_launch && kOut == 16) {
-    const int most = c.depth * c.turns();
-    shared_turns = min(held_turns((all - laid_out) / int(sizeof(float))), most);
-    scratch_turns = min(held_turns(held / blocks), most - shared_turns);
-    const int last_round = (most - shared_turns - scratch_turns) % kBlockWarps;  // of turns that are not held
-    if (last_round) scratch_turns -= min(scratch_turns, kBlockWarps - last_round);
-  }
-  cudaLaunchAttribute cooperative{};
-  cooperative.id = cudaLaunchAttributeCooperative;
-  cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(blocks), config.blockDim = kBlock, config.stream = stream;
-  config.dynamicSmemBytes = shared_turns ? all : laid_out;
-  config.attrs = &cooperative, config.numAttrs = meet;
-  const auto launch = [&](int phases) {
-    auto* const statistics = reinterpret_cast<TileStatistics*>(scratch);
-    float* const sums = scratch + blocks * kOut * 2;
-    cudaLaunchKernelEx(&config, kernel, y, parts.index, parts.centred, parts.moments, statistics, sums, N,
-                       conv_bias, multiplier, float(low), float(high), float(eps), phases, scratch_turns,
-                       shared_turns, c);
-  };
-  if (one_launch) launch(kStatistics | kApply);
-  else launch(kStatistics), launch(kApply);
+// dx (N, CHANNELS_IN, D, H, W), d_weight, d_conv_bias and d_multiplier, CHANNELS_OUT elements or 1. kept:
+// forward's. dv_bytes: of scratch for dv.
+EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_multiplier,
+                     In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept, In<float> multiplier,
+                     double low, double high, double eps, int64_t dv_bytes, cudaStream_t stream) {
+  grad::narrow3d::instance_norm::backward<Conv, index_t>(dx, d_weight, d_conv_bias, d_multiplier, dy, kept, x,
+                                                         weight, Tail{multiplier, float(low), float(high)},
+                                                         float(eps), dv_bytes, stream);
 }

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 CELL_ID = "sources"  # of the cell, in each notebook, that finds the repository
-PARTS = ("*.py", "LICENSE", "requirements.txt", "problems/*.py", "kernels/**/*.*", "notebooks/*.py", "benchmarks/*.py")  # fmt: skip
+PARTS = ("*.py", "LICENSE", "requirements.txt", "inline_kernels/**/*.py", "kernels/**/*.*", "notebooks/*.py", "benchmarks/*.py")  # fmt: skip
 RECORDS = ("benchmarks/results/*.json", "benchmarks/results/loader/*.json", "benchmarks/results/ladders/*.json")  # fmt: skip
 
 

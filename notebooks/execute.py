@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
 
-from benchmarks import report  # noqa: E402
+from inline_kernels.bench import records  # noqa: E402
 
 NOTEBOOKS = ROOT / "notebooks"
 RUNGS = "application/vnd.rungs+json"  # of walkthrough.Ladder
@@ -145,7 +145,7 @@ def compact(png: str) -> str:
 
 async def run(paths: list[Path], into: Path, jobs: int, seconds: float) -> bool:
     """Did all of the notebooks run?"""
-    stamp = {key: value for key, value in report.record([]).items() if key in STAMP}
+    stamp = {key: value for key, value in records.record([]).items() if key in STAMP}
     stamp["commit"] = stamp["commit"] or os.environ.get("COMMIT")
     gate = asyncio.Semaphore(jobs)
     return all(await asyncio.gather(*[execute(path, into, stamp, gate, seconds) for path in paths]))

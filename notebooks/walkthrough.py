@@ -26,12 +26,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from torch import nn
 
-import charts
-import checks
-import compare
 import inline_loader
-import loader_toolchain as toolchain
 from benchmarks import report
+from inline_kernels.bench import charts, checks, compare, records, timing
+from inline_kernels.loader import toolchain
 
 LADDERS = report.RESULTS / "ladders"  # what notebooks/execute.py finds in the lessons' outputs
 RUNGS = "application/vnd.rungs+json"  # the kind of output in which it finds them
@@ -42,11 +40,11 @@ RUNGS = "application/vnd.rungs+json"  # the kind of output in which it finds the
 def environment() -> str:
     """Prints what this notebook runs on, in a line; returns the device, "cuda" or "cpu"."""
     device, why = compare.pick_device()
-    commit = compare.output_of("git", "rev-parse", "HEAD") or os.environ.get("COMMIT", "")
+    commit = records.output_of("git", "rev-parse", "HEAD") or os.environ.get("COMMIT", "")
     compilers = [toolchain.host_compiler()] + ([toolchain.nvcc()] if device == "cuda" else [])
     versions = [toolchain.version_of(compiler).strip().splitlines() for compiler in compilers]
     lines = [next((line for line in version if "release" in line), version[0]) for version in versions]
-    stamp = [f"driver {report.driver()}"] * (device == "cuda") + [f"commit {commit[:10]}"] * bool(commit)
+    stamp = [f"driver {records.driver()}"] * (device == "cuda") + [f"commit {commit[:10]}"] * bool(commit)
     print(" · ".join([why, f"torch {torch.__version__}", *lines, *stamp]))
     return device
 
@@ -82,7 +80,7 @@ def rate(device: str, size: float) -> float:
     """Bytes per millisecond of simple passes over `size` bytes, three in a row as eager PyTorch runs them."""
     tensor = torch.rand(int(size) // 4, device=device)
     passes = {"three additions": lambda: tensor.add(1).add(1).add(1)}
-    return 3 * 2 * size / compare.time(passes, device, seconds=1)["three additions"].median
+    return 3 * 2 * size / timing.time(passes, device, seconds=1)["three additions"].median
 
 
 @functools.cache
@@ -92,12 +90,12 @@ def roofs(device: str) -> dict[str, float]:
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     with checks.without_tf32():
-        times = compare.time({"float32": lambda: a @ b}, device, seconds=0.5)
+        times = timing.time({"float32": lambda: a @ b}, device, seconds=0.5)
     if device == "cuda":
         before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
         halves = a.half(), b.half()
         products = {"TF32": lambda: a @ b, "float16": lambda: halves[0] @ halves[1]}
-        found = compare.time(products, device, seconds=0.5)
+        found = timing.time(products, device, seconds=0.5)
         times |= {f"{name}, tensor cores": timing for name, timing in found.items()}
         torch.backends.cuda.matmul.allow_tf32 = before
     memory = rate(device, 1 << 29 if device == "cuda" else 1 << 27)
@@ -215,17 +213,17 @@ def batches(problem, device: str, sizes: tuple[int, ...] | None = None) -> None:
         model, inputs = compare.contest_of(problem, device=device, batch_size=size).drawn(0)
         both = {"eager": model, "ours": problem.ModelNew.from_eager(model)}
         calls = {
-            name: compare.Call.of(checks.as_contestant(each, model), inputs, "forward", None)
+            name: timing.Call.of(checks.as_contestant(each, model), inputs, "forward", None)
             for name, each in both.items()
         }
         kinds = (
-            {"on the GPU": compare.time, "as called": compare.call_times}
+            {"on the GPU": timing.time, "as called": timing.call_times}
             if device == "cuda"
-            else {"": compare.time}
+            else {"": timing.time}
         )
         for kind, clock in kinds.items():
-            for name, timing in clock(calls, device, seconds=0.2).items():
-                found.setdefault(", ".join(filter(None, (name, kind))), {})[size] = timing.median
+            for name, times in clock(calls, device, seconds=0.2).items():
+                found.setdefault(", ".join(filter(None, (name, kind))), {})[size] = times.median
     tell("")
     picture(
         charts.against(
@@ -362,8 +360,8 @@ class Ladder:
             with torch.no_grad():
                 g = torch.randn_like(self.model(*self.inputs))
         pair = {"eager": checks.as_contestant(self.model, self.model), "rung": contestant}
-        calls = {name: compare.Call.of(each, self.inputs, self.phase, g) for name, each in pair.items()}
-        times = compare.time(calls, self.device, seconds=0.6)
+        calls = {name: timing.Call.of(each, self.inputs, self.phase, g) for name, each in pair.items()}
+        times = timing.time(calls, self.device, seconds=0.6)
         return {"ms": times["rung"].median, "eager_ms": times["eager"].median}
 
     @functools.cached_property

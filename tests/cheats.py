@@ -979,8 +979,7 @@ def patches(
 
 
 def module_of_the_judge(name: str) -> Callable[[], object]:
-    """The module of this name, also in a package."""
-    return lambda: next((m for key, m in sys.modules.items() if key.rpartition(".")[2] == name and m), None)
+    return lambda: sys.modules.get(f"inline_kernels.bench.{name}")
 
 
 def zeros_in_training(self, y):

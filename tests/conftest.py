@@ -15,9 +15,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils.cpp_extension import CUDA_HOME
 
-import choice
 import inline_loader
-import loader_toolchain
+from inline_kernels.engine import choice
+from inline_kernels.loader import library, units
+from inline_kernels.loader import toolchain as loader_toolchain
 from loading import ROOT, wait_until
 
 _compiled = tempfile.TemporaryDirectory(prefix="torchinductor-", ignore_cleanup_errors=True)
@@ -73,7 +74,7 @@ def warm(cache, host_sides, monkeypatch) -> Path:
     if not built.exists():
         with monkeypatch.context() as patch:
             patch.setenv("INLINE_LOADER_CACHE", str(built))
-            inline_loader._library(inline_loader._host_unit("cpu"))
+            library.library_of(units.host_unit("cpu"), inline_loader._compile)
     return shutil.copytree(built, cache)
 
 
@@ -122,7 +123,7 @@ def kernels_folder(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "kernels"
     for name in ("core", "host"):
         shutil.copytree(ROOT / "kernels" / name, folder / name)
-    monkeypatch.setattr(inline_loader, "KERNELS", folder)
+    monkeypatch.setattr(units, "KERNELS", folder)
     return folder
 
 

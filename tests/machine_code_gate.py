@@ -61,7 +61,9 @@ def build(tree: Path, folder: Path) -> None:
 
 def kernels(path: Path) -> Counter:
     """Of each section of code or of memory in `path`: which kernel's, without scopes, and its text without names."""
-    import loader_machine_code  # not in nvcc's place: it takes torch along
+    from inline_kernels.loader import (
+        machine_code as loader_machine_code,  # not in nvcc's place: it takes torch along
+    )
 
     listing = subprocess.run(
         [loader_machine_code._nvdisasm(NVCC), str(path)], capture_output=True, text=True, check=True

@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import checks
-import honesty
 import models
+from inline_kernels.bench import checks, honesty
 
 NAMES = list(models.PROBLEMS)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

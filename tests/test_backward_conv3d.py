@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import checks
+import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import numerics
-import problems.conv3d_groupnorm_min_clamp_dropout as dropout
-import tiling
+from inline_kernels.bench import checks
+from inline_kernels.engine import tiling
 from numerics import DROPOUT, INSTANCE_NORM
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 
@@ -67,7 +67,7 @@ def test_random_sizes_devices_and_pieces(name, gpu, monkeypatch):
         channels, C, kernel = size(1, 4), 16 * size(1, 2), one_of((3, 3, 3), (1, 2, 4), (5, 1, 2), (1, 4, 6))
         shape = size(1, 4), channels, *(extent - 1 + size(4, 12) for extent in kernel)
         model, x = drawn(name, channels, C, kernel, shape, one_of(torch.float32, torch.bfloat16))
-        monkeypatch.setattr(tiling, "_SAMPLES_BYTES", 1 << size(17, 22))
+        monkeypatch.setattr(tiling, "SAMPLES_BYTES", 1 << size(17, 22))
         architecture, multiprocessors = one_of(800, 900), size(1, 12)
 
         def takes(kilobytes: int) -> bool:

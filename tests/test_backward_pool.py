@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import checks
 import numerics
-import tiling
+from inline_kernels.bench import checks
+from inline_kernels.engine import tiling
 from numerics import POOL
-from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
+from test_emulated import Emulated, folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 
 SMALL = (5, 16, 3, 4, (16, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 9, 13)
 
@@ -87,6 +87,18 @@ def small(model, x):
     x *= 1e-15
 
 
+def lost(model, x):
+    """Beside both biases, or beside the normalisation's: all of a window's values tie, and the first is selected."""
+    model.conv.bias[:4] = 0
+    x *= 1e-20
+
+
+def nearly_lost(model, x):
+    """In float32, though not in float64."""
+    model.conv.bias[::2] = 0
+    x *= 1e-10
+
+
 def samples_apart(model, x):
     x *= torch.tensor([1e6, 1, 1e-6]).view(-1, 1, 1, 1)
 
@@ -116,6 +128,8 @@ def zeros(model, x):
         large_mean,
         large,
         small,
+        lost,
+        nearly_lost,
         samples_apart,
         rows_apart,
         channels_apart,
@@ -129,6 +143,15 @@ def test_values(change, gpu):  # noqa: F811
         change(model, x)
     gpu()
     assert_gradients(model, x)
+
+
+@pytest.mark.parametrize("change", [flat, lost, nearly_lost])
+def test_flat_channels_of_the_epilogue_variant(change, gpu):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
+    with torch.no_grad():
+        change(model, x)
+    gpu()
+    assert_gradients(model, x, numerics.twin_of(model, "epilogue"))
 
 
 def test_ties_in_even_windows(gpu):  # noqa: F811
@@ -187,20 +210,38 @@ def test_strided_dy(gpu):  # noqa: F811
         assert all(torch.equal(*pair) for pair in zip(*(each.values() for each in found)))
 
 
-@pytest.mark.parametrize("field, change", [("strips", 2), ("rows", 0.5), ("input_launch", (1, 0, 1, 1))])
-def test_a_plan_that_covers_too_little_is_not_launched(field, change, gpu, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("launcher", ["forward_saving", "backward_input"])
+def test_kept_of_another_size_is_not_launched(launcher, gpu, monkeypatch):  # noqa: F811
     model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
-    plan = tiling.plan_strips_backward
-
-    def changed(*arguments):
-        defines, right = plan(*arguments)
-        value = getattr(right, field)
-        changed = change if isinstance(value, tuple) else int(value * change)
-        return defines, right._replace(**{field: changed})
-
-    monkeypatch.setattr(tiling, "plan_strips_backward", changed)
     gpu()
-    with pytest.raises(AssertionError, match="a launch that is not possible"):
+    call = Emulated.__getattr__
+
+    def shortened(kernels, name):
+        found = call(kernels, name)
+        if name != launcher:
+            return found
+
+        def bound(*last):
+            def run(*given):
+                largest = max(given, key=lambda t: t.numel() * (t.dim() == 1))  # kept
+                found(*[t[:-1] if t is largest else t for t in given], *last)
+
+            return run
+
+        found.bound = bound
+        return found
+
+    monkeypatch.setattr(Emulated, "__getattr__", shortened)
+    with pytest.raises(AssertionError, match=r"kept: expected \d+ elements, got \d+"):
+        numerics.results(numerics.twin_of(model, "fused"), x)
+
+
+def test_longer_rows_than_compiled_for_are_not_launched(gpu, monkeypatch):  # noqa: F811
+    model, x = numerics.build(POOL, SMALL[0]), numerics.random_input((1, 5, 9, 140))
+    gpu()
+    right = tiling.strips_defines
+    monkeypatch.setattr(tiling, "strips_defines", lambda *a: right(*a) | {"LONG_ROWS": 0})
+    with pytest.raises(AssertionError, match="the width that the kernels are compiled for"):
         numerics.results(numerics.twin_of(model, "fused"), x)
 
 
@@ -212,7 +253,7 @@ def test_library_where_filters_leave_no_room(gpu, monkeypatch):  # noqa: F811
     with pytest.raises(AssertionError, match="what was planned with"):
         numerics.results(numerics.twin_of(model, "fused"), x)
     monkeypatch.undo()
-    monkeypatch.setattr(tiling, "_input_columns", lambda *a: 0)
+    monkeypatch.setattr(tiling, "input_columns", lambda *a: 0)
     gpu()
     assert_gradients(model, x)
 

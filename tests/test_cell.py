@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import nn
 
-import export_cell
-import inline_loader
-import loader_source
 import test_emulated
+from inline_kernels.export import composed as export_cell
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader import units
 from test_emulated import folder  # noqa: F401
 from test_export import FORBIDDEN
 
@@ -581,5 +581,5 @@ def test_flags_are_the_loader_s(monkeypatch):
     monkeypatch.setattr("torch.__version__", "another")
     with pytest.raises(FileNotFoundError):
         names["_library"]("forward")
-    unit = inline_loader._unit("f", LOAD, "cpu", {})
+    unit = units.unit_of("f", LOAD, "cpu", {})
     assert given["extra_cflags"] == list(unit.cflags)

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import checks
-import compare
 import models
+from inline_kernels.bench import checks, compare
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, known
 
 # Of other problems numerics.py knows one.

@@ -8,16 +8,14 @@ import json
 import pytest
 import torch
 
-import choice
-import library
 import models
 import numerics
-import tiling
 from benchmarks import fit, grid
+from inline_kernels.engine import choice, library, tiling
+from inline_kernels.engine.twin import Plan
 from loading import ROOT
 from numerics import DROPOUT, MIN_ADD, POOL
 from test_kernels_compile import H200
-from twin import Plan
 
 fused_names = pytest.mark.parametrize(
     "name", [name for name, problem in models.PROBLEMS.items() if problem.ModelNew.fused]

@@ -10,17 +10,19 @@ import ast
 import functools
 import itertools
 import json
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import charts
-import checks
-import compare
+import compare as command
 import models
 from benchmarks import peers
+from inline_kernels.bench import charts, checks, compare, timing
 from test_checks import DROPOUT, MIN_ADD, POOL, small
 
 ROW = (
@@ -134,7 +136,7 @@ def test_a_peer_is_judged_on_the_mean_of_draws():
 def test_peers_lie_in_memory_as_they_are_said_to():
     model = models.PROBLEMS[MIN_ADD].Model(4, 8, 3, 0.5, (8, 1, 1), 2.0)
     peer = compare.Peer(lambda model: model, channels_last=True).contestant(model)
-    call = compare.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train", torch.rand(2, 8, 7, 7))
+    call = timing.Call.of(peer, [torch.rand(2, 4, 9, 9)], "train", torch.rand(2, 8, 7, 7))
     tensors = call.inputs[0], call.g, peer.module.conv.weight
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in tensors)
     assert model.conv.weight.is_contiguous() and not any(t.is_contiguous() for t in tensors)
@@ -218,10 +220,10 @@ def test_any_pair(phase):
 def test_short_calls_are_timed_in_a_row(ticks_of_calls, in_a_row, monkeypatch):
     """None pays for what another contestant left in the caches; long ones are not repeated."""
     made, ticks = [], itertools.count()
-    monkeypatch.setattr(compare, "clock", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr(compare, "IN_A_ROW", ticks_of_calls)
+    monkeypatch.setattr(timing, "clock", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(timing, "IN_A_ROW", ticks_of_calls)
     calls = {name: functools.partial(made.append, name) for name in ("a", "b")}
-    compare._cpu_rounds(calls, 2)
+    timing._cpu_rounds(calls, 2)
     assert made == (["a"] * in_a_row + ["b"] * in_a_row) * 2
 
 
@@ -294,7 +296,7 @@ def test_a_pair_that_cannot_be_compared(reference, message):
 
 @pytest.mark.parametrize("name", ["checks", "honesty", "compare"])
 def test_imports_no_model_and_no_problem(name):
-    text = (compare.FOLDER / f"{name}.py").read_text()
+    text = (Path(compare.__file__).parent / f"{name}.py").read_text()
     top = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in top for alias in node.names} | {
         getattr(node, "module", "") for node in top
@@ -312,9 +314,10 @@ def test_command(tmp_path, monkeypatch, capsys):
     problems = {MIN_ADD: small(MIN_ADD), DROPOUT: small(DROPOUT)}
     monkeypatch.setattr(compare, "variants_of", lambda problem, device, peers: ("eager", "epilogue"))
     monkeypatch.setattr(compare, "registry", lambda: problems)
+    monkeypatch.setattr(models, "PROBLEMS", problems)
     path = tmp_path / "new" / "times.json"
     arguments = "--device cpu --batch 3 --phase forward_grad,train".split()
-    assert compare.main([*arguments, "--json", str(path), "--plots", str(tmp_path)]) == 0
+    assert command.main([*arguments, "--json", str(path), "--plots", str(tmp_path)]) == 0
     item = json.loads(path.read_text(), parse_constant=pytest.fail)
     machine = "date command gpu driver cpu threads torch cuda python allow_tf32 commit dirty sources rows"
     assert set(machine.split()) == set(item) and all(set(row) == set(ROW.split()) for row in item["rows"])
@@ -323,9 +326,54 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "epilogue" in capsys.readouterr().out
 
     problems[MIN_ADD] = small(MIN_ADD, lambda self, x, right: right(x) + 1)
-    assert compare.main([MIN_ADD, "--device", "cpu"]) == 1
+    assert command.main([MIN_ADD, "--device", "cpu"]) == 1
     with pytest.raises(SystemExit, match="2"):
-        compare.main(["nothing"])
+        command.main(["nothing"])
+
+
+CANDIDATE = """
+import os, torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(features))
+    def forward(self, x):
+        return torch.relu(x * self.scale)
+
+def get_inputs():
+    return [torch.rand(64, 32)]
+
+def get_init_inputs():
+    return [32]
+"""
+RIGHT = """
+class ModelNew(Model):
+    def forward(self, x):
+        return (x * self.scale).clamp_min(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "file, status, told",
+    [
+        (CANDIDATE + RIGHT, 0, "forward: right and honest; "),
+        (CANDIDATE, 0, "forward: right and honest; "),  # fused; without a convolution that is eager's
+        (CANDIDATE + RIGHT.replace("x * self", "1.001 * x * self"), 1, "forward: fails: "),
+        (CANDIDATE + RIGHT.replace("return", "os.kill(os.getpid(), 9) #"), 9, "SIGKILL"),
+        (CANDIDATE.replace("def get_inputs", "def inputs"), 1, "found no get_inputs"),
+    ],
+    ids=["right", "without ModelNew", "wrong", "ends its process", "lacks a name"],
+)
+def test_a_candidate_in_a_file(file, status, told, tmp_path):
+    (tmp_path / "mine.py").write_text(file)
+    arguments = ["--candidate", str(tmp_path / "mine.py"), "--device", "cpu", "--phase", "forward"]
+    done = subprocess.run(
+        [sys.executable, str(Path(command.__file__)), *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, told in done.stdout + done.stderr) == (status, True), done.stdout + done.stderr
+    assert ("fast_1" in done.stdout) == (told.startswith("forward"))
 
 
 @pytest.mark.gpu

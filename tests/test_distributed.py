@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-import choice
 import models
 import numerics
+from inline_kernels.engine import choice
 from numerics import NAMES, every_name
 
 PROCESSES = 2

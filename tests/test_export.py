@@ -17,13 +17,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import export
-import export_kernels
-import export_layout
-import export_python
 import inline_loader
+from inline_kernels.export import export
+from inline_kernels.export import kernels as export_kernels
+from inline_kernels.export import layout as export_layout
+from inline_kernels.export import python as export_python
+from inline_kernels.loader import units
 
-ROOT = Path(export.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 NAMES = list(export.models.PROBLEMS)
 DEVICES = "cpu", "cuda"
 PUBLIC = {"Model", "ModelNew", "get_inputs", "get_init_inputs", "get_model"}
@@ -648,7 +649,7 @@ def test_flags_are_the_loader_s(monkeypatch):
     monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
     with pytest.raises(InterruptedError):
         namespace["get_model"]()(*namespace["get_inputs"](batch_size=1))
-    assert given["extra_cflags"] == list(inline_loader._unit(name, None, "cpu", {}).cflags)
+    assert given["extra_cflags"] == list(units.unit_of(name, None, "cpu", {}).cflags)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the command
@@ -659,7 +660,8 @@ def test_command(tmp_path):
         command = [sys.executable, "export.py", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
 
-    assert call(NAMES[0]).stdout == cell(NAMES[0], "cuda")
+    done = call(NAMES[0])
+    assert done.stdout == cell(NAMES[0], "cuda")
     done = call(NAMES[0], "--device", "cpu", "-o", str(tmp_path / "a.py"))
     assert done.returncode == 0 and (tmp_path / "a.py").read_text(encoding="utf-8") == cell(NAMES[0], "cpu")
     done = call("nonsense")

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-import checks
-import compare
-import honesty
 import inline_loader
 import models
+from inline_kernels.bench import checks, compare, honesty
 from test_checks import DROPOUT, MIN_ADD, POOL, SIZES, adds_noise, small
 
 

@@ -22,9 +22,10 @@ import pytest
 import torch
 
 import inline_loader
-import loader_cache
-import loader_report
-import loader_toolchain
+from inline_kernels.loader import cache as loader_cache
+from inline_kernels.loader import messages as loader_report
+from inline_kernels.loader import toolchain as loader_toolchain
+from inline_kernels.loader import units
 from inline_loader import BuildError
 from loading import (
     PATIENCE,
@@ -110,7 +111,7 @@ def test_bad_requests(arguments, error):
 
 def test_aten_host_side_below_torch_2_10(monkeypatch):
     """The other half of host.h, compiled and run with today's torch."""
-    monkeypatch.setattr(inline_loader, "STABLE_ABI", False)
+    monkeypatch.setattr(units, "STABLE_ABI", False)
     kernels = inline_loader.load("scale", source=scale())
     assert run(kernels) == [2.0, -6.0]
     with pytest.raises(RuntimeError, match="scale: x: expected a float32 tensor, got float64"):
@@ -176,7 +177,7 @@ def test_everything_that_matters_is_in_the_key(kernels_folder, monkeypatch, tmp_
     (kernels_folder / "k.cpp").write_text('#include "outer.h"\n' + scale())
 
     def parts(**defines):
-        return dict(inline_loader._unit("k", None, "cpu", defines).parts)
+        return dict(units.unit_of("k", None, "cpu", defines).parts)
 
     def changed(now) -> list[str]:
         return [part for part in before if before[part] != now[part]]
@@ -194,7 +195,7 @@ def test_everything_that_matters_is_in_the_key(kernels_folder, monkeypatch, tmp_
         (torch, "__version__", "9.9.9", "torch"),
         (torch.version, "git_version", "other", "torch"),
         (torch.version, "cuda", "99.0", "torch"),
-        (inline_loader, "STABLE_ABI", not inline_loader.STABLE_ABI, "flags"),
+        (units, "STABLE_ABI", not units.STABLE_ABI, "flags"),
         (loader_toolchain, "version_of", lambda compiler: "c++ 99.0.0", "compiler"),
         (loader_toolchain, "processor", lambda: "another", "processor"),
     ]:
@@ -296,7 +297,7 @@ def test_killed_builder_leaves_nothing_that_hurts(compiler, cache, kill):
 
 def test_locks_that_torch_left_do_not_matter(warm, cache, tmp_path):
     source = scale()
-    unit = inline_loader._unit("scale", source, "cpu", {})
+    unit = units.unit_of("scale", source, "cpu", {})
     for folder in (
         cache / unit.namespace,
         tmp_path / "extensions" / "scale",
@@ -388,7 +389,7 @@ def test_undefined_symbol_is_named():
         inline_loader.load("scale", source="float missing(float);\n" + scale(" + missing(1)"))
 
 
-def first_error_of_nvcc(unit: inline_loader.Unit, folder: Path) -> list[str]:
+def first_error_of_nvcc(unit: units.Unit, folder: Path) -> list[str]:
     """Of its CUDA build, where the folder's headers are a library's."""
     unit = dataclasses.replace(unit, device="cuda")
     for name, text in unit.files().items():
@@ -404,7 +405,7 @@ def test_error_of_nvcc(tmp_path):
     source = "\n".join(
         ["__global__ void k(float* y) {", "\t y[0] = nonsense;", "}", "EXPORT void f(float* y) {}"]
     )
-    text = first_error_of_nvcc(inline_loader._unit("k", source, "cpu", {}, first_line=2), tmp_path)
+    text = first_error_of_nvcc(units.unit_of("k", source, "cpu", {}, first_line=2), tmp_path)
     assert text[0].startswith("<k>:3:") and "nonsense" in text[0]
     assert text[1][text[2].index("^") :].startswith("nonsense"), text
 
@@ -414,7 +415,7 @@ def test_error_of_nvcc_in_a_librarys_header_shows_the_line(tmp_path):
     """There it is a macro of the build that does not fit, and is to be seen."""
     (tmp_path / "library.h").write_text("template <int COUNT> struct Vector {};\n")
     source = "#include <library.h>\n__global__ void k(float* y) {}\nEXPORT void f(float* y) {}\n"
-    text = first_error_of_nvcc(inline_loader._unit("k", source, "cpu", {"COUNT": "4"}), tmp_path)
+    text = first_error_of_nvcc(units.unit_of("k", source, "cpu", {"COUNT": "4"}), tmp_path)
     assert text[0].startswith(f"{tmp_path}/library.h:1: error: ") and "template <int COUNT>" in text[1], text
 
 
@@ -521,9 +522,9 @@ def cuda_scale(extra: str = "", threads: int = 256) -> str:
 
 
 @needs_gpu
-@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+@pytest.mark.parametrize("stable", sorted({False, units.STABLE_ABI}))
 def test_cuda_builds_and_runs(monkeypatch, stable):
-    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    monkeypatch.setattr(units, "STABLE_ABI", stable)
     kernels = inline_loader.load("scale", source=cuda_scale(), device="cuda")
     x = torch.randn(1000, device="cuda")
     y = torch.empty_like(x)

@@ -8,16 +8,16 @@ import re
 import pytest
 import torch
 
-import compare
 from cheats import CHEATS, SPARED_NOTHING, contained
 from honest_modules import HONEST
+from inline_kernels.bench import compare, timing
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """As few rounds as the judge takes, because no time is looked at here; and one thread, because two wait for each other longer than such
     small tensors take."""
-    monkeypatch.setattr(compare, "time", functools.partial(compare.time, seconds=0.0))
+    monkeypatch.setattr(timing, "time", functools.partial(timing.time, seconds=0.0))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import inline_loader
-import twin as twins
+from inline_kernels.engine import twin as twins
 from numerics import call_both, every_name, pair
 
 

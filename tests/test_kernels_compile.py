@@ -18,9 +18,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-import problems.conv3d_groupnorm_min_clamp_dropout as dropout
-import problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
-import tiling
+import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
+import inline_kernels.problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
+from inline_kernels.engine import tiling
+from inline_kernels.loader import source as loader_source
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 SOURCES = sorted(KERNELS.glob("*.cu"))
@@ -35,9 +36,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 
 
 def nvcc(source: Path, architecture: str, defines: list[str], out: Path) -> subprocess.CompletedProcess:
-    # With the host's half where it is another than usual: sizes of a launch are the host's, too.
-    kind = "-c" if "WGMMA=1" in defines else "-cubin"
-    command = [NVCC, kind, f"-arch=sm_{architecture}", *(f"-D{define}" for define in defines), *FLAGS]
+    command = [NVCC, "-cubin", f"-arch=sm_{architecture}", *(f"-D{define}" for define in defines), *FLAGS]
     command += ["-Xptxas", "-v", "-o", str(out), str(source)]
     return subprocess.run(command, capture_output=True, text=True)
 
@@ -69,13 +68,12 @@ def test_no_loop_stands_bare_behind_if_constexpr(source):
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_compiles_for_every_architecture(source, tmp_path):
-    """float for all architectures, the other element types for one; the fused kernels in all their types, and
-    by wgmma."""
-    if source.stem.endswith("_fused"):
+    """float for all architectures, the other element types for one; the fused kernels in all their types. (By
+    wgmma: tests/test_planning_min_add.py.)"""
+    if source.stem.endswith("_fused") or '"conv/' in source.read_text():
         jobs = [
             (source, architecture, define) for architecture in FUSED_ARCHITECTURES for define in TYPES[:3]
         ]
-        jobs += [(source, "90a", "WGMMA=1")] if "#if WGMMA" in source.read_text() else []
     else:
         jobs = [(source, architecture, TYPES[0]) for architecture in ARCHITECTURES]
         jobs += [(source, "75", define) for define in TYPES[1:]]
@@ -99,7 +97,9 @@ def entries(log: str) -> dict[str, Entry]:
     """By the kernel's name, of all its instances the largest of each figure."""
     found = {}
     for text in log.split("Compiling entry function ")[1:]:
-        name = re.search(r"\d([a-z_]+_kernel)", text)[1] + SAVING * ("fused_kernelILb1E" in text)
+        name = re.search(r"\d([a-z_]+_kernel)", text)[1] + SAVING * bool(
+            re.search(r"fused_kernel\w*Lb1E", text)
+        )
         figures = [
             re.search(rf"{form}", text) for form in (r"Used (\d+)", r"(\d+) bytes spill", r"(\d+) bytes smem")
         ]
@@ -117,18 +117,32 @@ INSTANCE_NORM = (
 )
 DROPOUT = "conv3d_groupnorm_min_clamp_dropout_fused", "convolve_kernel", dropout.STATIC_SHARED
 POOL = "conv2d_groupnorm_scale_maxpool_clamp_fused", "convolve_kernel", 1 << 10
-POOL_BACKWARD = "conv2d_groupnorm_scale_maxpool_clamp_backward_fused"
 SLACK = 640  # of those bytes: some arrays depend on the kernel size
 
 
-def built(kernel: tuple[str, str, int], value: str, defines: dict[str, int], folder: Path) -> list[Entry]:
+def source_of(name: str, folder: Path, launchers: tuple[str, ...]) -> Path:
+    """The source `name`, of which only `launchers` are built, and what they instantiate."""
+    text, path = (KERNELS / f"{name}.cu").read_text(), folder / f"{name}.cu"
+    others = {launcher.name for launcher in loader_source.parse_launchers(text)}.difference(launchers)
+    path.write_text(loader_source.without(text, others))
+    return path
+
+
+def built(
+    kernel: tuple[str, str, int],
+    value: str,
+    defines: dict[str, int],
+    folder: Path,
+    launcher: str = "forward",
+) -> list[Entry]:
     """What ptxas reports for each architecture. The kernel has the static shared memory that is planned
     for."""
     source, name, static_shared = kernel
+    source = source_of(source, folder, (launcher,))
     own = [f"VALUE_T={value}", *(f"{key}={number}" for key, number in defines.items())]
 
     def build(architecture: str) -> Entry:
-        done = nvcc(KERNELS / f"{source}.cu", architecture, own, folder / architecture)
+        done = nvcc(source, architecture, own, folder / architecture)
         assert done.returncode == 0, done.stdout + done.stderr
         all_of_it = entries(done.stderr)
         if saving := all_of_it.get(name + SAVING):  # what it keeps takes registers, too
@@ -166,7 +180,7 @@ def test_volumes_take_what_is_planned(kernel, value, shape, spilled, tmp_path, m
     )
     x = torch.empty((), dtype=dtype).expand(2, shape[1], *(extent + 12 for extent in shape[2:]))
     assert tiling.volume_obstacle(x, weight, dtype, static_shared) is None
-    defines, _ = tiling.plan_volume(2, x, weight, static_shared, vectors=True)
+    defines = tiling.spatial_defines(shape)
     found = built(kernel, value, defines, tmp_path)
     assert all(entry.spilled <= spilled for entry in found), found
 
@@ -178,14 +192,11 @@ def test_volumes_take_what_is_planned(kernel, value, shape, spilled, tmp_path, m
     [("float", (16, 3, 3, 3, 3), 64), ("half_t", (16, 3, 3, 3, 3), 64), ("float", (960, 2, 3, 4, 5), 512)],
     ids=str,
 )
-def test_backward_of_volumes_takes_what_is_planned(name, value, shape, spilled, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
-    weight, dtype = torch.empty(shape), {"float": torch.float32}.get(value, torch.half)
-    x = torch.empty((), dtype=dtype).expand(2, shape[1], *(extent + 12 for extent in shape[2:]))
-    defines, _ = tiling.plan_volume_backward(x, weight, dx=True)
+def test_backward_of_volumes_takes_what_is_planned(name, value, shape, spilled, tmp_path):
+    defines = tiling.spatial_defines(shape)
     own = [f"VALUE_T={value}", "INDEX_T=int32_t", *(f"{key}={number}" for key, number in defines.items())]
     for architecture in FUSED_ARCHITECTURES:
-        done = nvcc(KERNELS / f"{name}_backward_fused.cu", architecture, own, tmp_path / architecture)
+        done = nvcc(KERNELS / f"{name}_fused.cu", architecture, own, tmp_path / architecture)
         assert done.returncode == 0, done.stdout + done.stderr
         assert all(entry.spilled <= spilled for entry in entries(done.stderr).values()), done.stderr
 
@@ -207,8 +218,8 @@ def test_strips_take_what_is_planned(shape, pool, width, saving, spilled, tmp_pa
     weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
     assert tiling.strips_obstacle(x, weight, x.dtype, pool) is None
     assert tiling.strips_fit(x, weight, pool, True) == (shape != (128, 16, 8, 1))
-    defines, _ = tiling.plan_strips(x, weight, pool, saving)
-    found = built(POOL, "float", defines, tmp_path)
+    defines = tiling.strips_defines(x, weight, pool, saving)
+    found = built(POOL, "float", defines, tmp_path, "forward_saving" if saving else "forward")
     assert all(entry.spilled <= spilled for entry in found), found
 
 
@@ -227,17 +238,18 @@ def test_backward_takes_what_is_planned(shape, pool, width, tmp_path, monkeypatc
     """Its kernels' shared memory, and registers but for some bytes outside their innermost loops, at two blocks a multiprocessor."""
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     weight, x = torch.empty(shape), torch.empty(()).expand(2, shape[1], 40, width)
-    defines, plan = tiling.plan_strips_backward(x, weight, pool, 4)
+    defines, columns = tiling.strips_backward_defines(x, weight, pool), tiling.input_columns(x, weight, pool)
+    source = source_of(POOL[0], tmp_path, ("backward", "backward_input"))
     defines = [f"{k}={v}" for k, v in defines.items()]
     own, default = (
-        H200.shared - tiling.input_gradient_shared(weight, pool, plan.input_columns),
+        H200.shared - tiling.input_gradient_shared(weight, pool, columns),
         shape[0] == 64,
     )
     for architecture in FUSED_ARCHITECTURES:
-        done = nvcc(KERNELS / f"{POOL_BACKWARD}.cu", architecture, defines, tmp_path / architecture)
+        done = nvcc(source, architecture, defines, tmp_path / architecture)
         assert done.returncode == 0, done.stdout + done.stderr
         found = entries(done.stderr)
-        assert found["input_gradient_kernel"].shared <= own and plan.input_columns
+        assert found["input_gradient_kernel"].shared <= own and columns
         assert all(entry.spilled <= 16 for entry in found.values()) or not default, found
 
 
@@ -245,31 +257,17 @@ def test_backward_takes_what_is_planned(shape, pool, width, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "kernel, wrong",
     [
-        (INSTANCE_NORM, {"STATIC_SHARED": 3 << 10}),
-        (INSTANCE_NORM, {"STAGED_SHARED": 29 << 10}),
-        (INSTANCE_NORM, {"PIXEL_WORDS": 2}),
-        (INSTANCE_NORM, {"RING_PLANES": 5}),
-        (INSTANCE_NORM, {"RAW_PLANES": 2}),
-        (INSTANCE_NORM, {"TURN_POSITIONS": 16}),
-        (INSTANCE_NORM, {"STAGE_PIXELS": 256}),
-        (DROPOUT, {"STATIC_SHARED": 32 << 10}),
-        (POOL, {"DYNAMIC_SHARED": 69632 - 16}),
+        (POOL, {"STRIPS_SHARED": 69632 - 16}),
         (POOL, {"STATIC_SHARED": 800}),
-        (POOL, {"TILE_STRIDE": 129}),
-        (POOL, {"TILE_COLUMNS": 64}),
-        (POOL, {"BLOCK_CHANNELS": 32}),
+        (POOL, {"INPUT_SHARED": 1 << 10}),
+        (POOL, {"INPUT_COLUMNS": 32}),
     ],
     ids=str,
 )
 def test_another_plan_does_not_compile(kernel, wrong, tmp_path, monkeypatch):
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
-    if kernel is POOL:
-        weight, x, pool = torch.empty(64, 8, 3, 3), torch.empty(2, 8, 40, 128), (4, 4)
-        defines, _ = tiling.plan_strips(x, weight, pool, False)
-    else:
-        weight, x = torch.empty(16, 3, 3, 3, 3), torch.empty(2, 3, 16, 32, 32)
-        defines, _ = tiling.plan_volume(2, x, weight, kernel[2], vectors=True)
-        defines |= {"STAGED_SHARED": instance_norm.STAGED_SHARED} if kernel is INSTANCE_NORM else {}
+    weight, x, pool = torch.empty(64, 8, 3, 3), torch.empty(2, 8, 40, 128), (4, 4)
+    defines = tiling.strips_defines(x, weight, pool, False) | tiling.strips_backward_defines(x, weight, pool)
     assert defines.keys() >= wrong.keys()
     own = [f"{key}={number}" for key, number in {**defines, **wrong}.items()]
     done = nvcc(KERNELS / f"{kernel[0]}.cu", "80", own, tmp_path / "out")

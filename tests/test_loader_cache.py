@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import inline_loader
-import loader_cache
-import loader_toolchain
+from inline_kernels.loader import cache as loader_cache
+from inline_kernels.loader import toolchain as loader_toolchain
+from inline_kernels.loader import units
 from inline_loader import BuildError
 from loading import (
     ROOT,
@@ -164,7 +165,7 @@ def test_a_file_in_the_place_of_a_folder(cache, tmp_path, monkeypatch, place):
     if place == "above the cache":
         monkeypatch.setenv("INLINE_LOADER_CACHE", str(file / "cache"))
     elif place != "the cache":
-        file = loader_cache.cache_folder() / inline_loader._unit("scale", source, "cpu", {}).namespace
+        file = loader_cache.cache_folder() / units.unit_of("scale", source, "cpu", {}).namespace
     if place.endswith("link"):
         file.symlink_to(tmp_path / "nowhere")
     else:
@@ -328,7 +329,7 @@ def test_scanning_bears_folders_that_vanish(cache):
 def test_records_of_any_content(cache, content):
     other = loader_cache.cache_folder() / "scale_0123456789abcdef"
     source = scale()
-    unit = inline_loader._unit("scale", source, "cpu", {})
+    unit = units.unit_of("scale", source, "cpu", {})
     for folder in (other, cache / unit.namespace):
         folder.mkdir()
         Path(f"{folder}.lock").touch()
@@ -401,7 +402,7 @@ def test_what_all_builds_share_is_made_again_where_it_is_not_whole(cache, damage
 
 def test_what_all_builds_share_has_a_key_of_its_own(kernels_folder, monkeypatch, tmp_path):
     def keys() -> tuple[str, str]:
-        return inline_loader._host_unit("cpu").key, inline_loader._unit("scale", source, "cpu", {}).key
+        return units.host_unit("cpu").key, units.unit_of("scale", source, "cpu", {}).key
 
     source = scale()
     before = keys()
@@ -409,7 +410,7 @@ def test_what_all_builds_share_has_a_key_of_its_own(kernels_folder, monkeypatch,
     for target, name, value in [
         (torch, "__version__", "9.9.9"),
         (torch.version, "git_version", "other"),
-        (inline_loader, "STABLE_ABI", not inline_loader.STABLE_ABI),
+        (units, "STABLE_ABI", not units.STABLE_ABI),
         (loader_toolchain, "version_of", lambda compiler: "c++ 99.0.0"),
     ]:
         with monkeypatch.context() as patch:
@@ -479,8 +480,8 @@ def odd_project(tmp_path_factory) -> Path:
     """The project and torch itself in a folder with every character that has broken a build somewhere."""
     folder = tmp_path_factory.mktemp("odd") / ODD
     folder.mkdir()
-    for path in ROOT.glob("*loader*.py"):
-        shutil.copy(path, folder)
+    shutil.copy(ROOT / "inline_loader.py", folder)
+    shutil.copytree(ROOT / "inline_kernels", folder / "inline_kernels")
     shutil.copytree(ROOT / "kernels", folder / "kernels")
     (folder / "site").mkdir()
     (folder / "site" / "torch").symlink_to(Path(torch.__file__).parent)

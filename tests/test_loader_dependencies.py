@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import inline_loader
-import loader_toolchain
+from inline_kernels.loader import library
+from inline_kernels.loader import toolchain as loader_toolchain
 from inline_loader import BuildError
 from loading import builds, finish, run, scale, start
 from test_inline_loader import cuda_scale, needs_gpu
@@ -101,8 +102,8 @@ def test_a_header_that_is_written_to_while_it_is_compiled(folder, compiler):
 def test_headers_of_a_version_cost_no_look(warm):
     inline_loader.load("scale", source="#include <vector>\n#include <Python.h>\n" + scale())
     (folder,) = warm.glob("scale_*/kernels.so")
-    library = inline_loader._load_cached(folder.parent)
-    assert library.dependencies == {}
+    found = library._load_cached(folder.parent)
+    assert found.dependencies == {}
 
 
 ASSEMBLY = r"""asm(".section .rodata\nblob: .incbin %s\n.text");

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import inline_loader
-import loader_operators
-from loader_operators import Drawn, declare
+from inline_kernels.loader import operators as loader_operators
+from inline_kernels.loader.operators import Drawn, declare
 
 SOURCE = """
 EXPORT void forward(double* y, const double* x, const double* bias, double slope, int64_t rows, int64_t columns) {

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import inline_loader
-import loader_source
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader import units
+from inline_kernels.loader.operators import declare
 from inline_loader import BuildError
-from loader_operators import declare
 from loading import run, scale
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -263,13 +264,13 @@ EXPORT int64_t version() { return -3; }
 """
 
 
-@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+@pytest.mark.parametrize("stable", sorted({False, units.STABLE_ABI}))
 @pytest.mark.parametrize(
     "dtype, T", [(torch.float32, "float"), (torch.bfloat16, "bfloat16_t"), (torch.bool, "bool")]
 )
 def test_tensors_with_their_sizes(stable, dtype, T, monkeypatch):
     """By the operator and by what is bound, with no name of tensor.h included."""
-    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    monkeypatch.setattr(units, "STABLE_ABI", stable)
     kernels = inline_loader.load("sized", source=SIZED, defines={"T": T})
     assert (
         "describe(Tensor(sizes!) sizes, Tensor x, Tensor other, int at), room(Tensor x, float share"
@@ -323,9 +324,9 @@ EXPORT void reversed(Out<double> y, In<double> x, int64_t count) {
 """
 
 
-@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+@pytest.mark.parametrize("stable", sorted({False, units.STABLE_ABI}))
 def test_scratch_memory(stable, monkeypatch):
-    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    monkeypatch.setattr(units, "STABLE_ABI", stable)
     reverse, x = inline_loader.load("reversed", source=SCRATCH), torch.randn(1000).double()
     launch = reverse.reversed.bound(1000)
     for call in (lambda y: reverse(y, x, 1000), lambda y: launch(y, x), lambda y: launch(y, x)):
@@ -410,9 +411,7 @@ def test_a_launcher_is_built_again_for_an_edit_of_its_own(cache, capfd):
     """Not for one of another launcher; and the progress names it."""
     first, edited = HELD.format("x[i] * a", "g"), HELD.format("x[i] + a", "g")
     keys = [
-        inline_loader._unit("held", each, "cpu", {}, only=(name,)).key
-        for name in "fg"
-        for each in (first, edited)
+        units.unit_of("held", each, "cpu", {}, only=(name,)).key for name in "fg" for each in (first, edited)
     ]
     assert keys[0] != keys[1] and keys[2] == keys[3] and len({*keys}) == 3
     inline_loader.load("held", source=first, launchers=["f"])
@@ -463,7 +462,7 @@ def test_a_header_by_its_absolute_path_is_compiled_hashed_and_not_touched(tmp_pa
 def test_names_of_headers_in_text_stay(kernels_folder):
     (kernels_folder / "extra.h").write_text("#define EXTRA + 1\n")
     source = 'const char* text = R"(\n#include "extra.h"\n)";\n#if __has_include("extra.h")\n#include <extra.h>\n#endif\n'
-    unit = inline_loader._unit("scale", source + scale(" EXTRA"), "cpu", {})
+    unit = units.unit_of("scale", source + scale(" EXTRA"), "cpu", {})
     assert unit.source.count('"extra.h"') == 1 and unit.source.count("headers/0/extra.h") == 2
     assert run(inline_loader.load("scale", source=source + scale(" EXTRA"))) == [3.0, -5.0]
 
@@ -541,9 +540,9 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize("stable", sorted({False, inline_loader.STABLE_ABI}))
+@pytest.mark.parametrize("stable", sorted({False, units.STABLE_ABI}))
 def test_macros_reach_the_users_source_alone(monkeypatch, stable):
-    monkeypatch.setattr(inline_loader, "STABLE_ABI", stable)
+    monkeypatch.setattr(units, "STABLE_ABI", stable)
     defines = dict.fromkeys(TAKEN, 4) | {"T": "float", "F(a)": "a + N"}
     source = "EXPORT void plus(T* y, T const* x, int64_t n) { for (int64_t i = 0; i < n; i++) y[i] = F(x[i]) + index; }\n"
     y = torch.zeros(1)
@@ -581,7 +580,7 @@ def test_an_argument_that_requires_a_gradient_is_refused_where_it_would_be_lost(
     x = torch.ones(2, requires_grad=True)
     for arguments in [(torch.zeros(2), x, 2), (x.clone(), torch.ones(2), 2)]:
         with pytest.raises(
-            RuntimeError, match=r"^twice: .* requires a gradient.*loader_operators.declare\(.*torch.no_grad"
+            RuntimeError, match=r"^twice: .* requires a gradient.*inline_kernels.declare\(.*torch.no_grad"
         ):
             twice(*arguments)
     with torch.no_grad():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import inline_loader
-import loader_toolchain
+from inline_kernels.loader import toolchain as loader_toolchain
 from inline_loader import BuildError
 from loading import (
     ROOT,
@@ -160,9 +160,10 @@ import sys
 sys.path[:0] = [{str(ROOT)!r}, {str(pips_cuda)!r}]
 import torch
 torch.version.cuda = "13.0"
-import inline_loader, loader_toolchain
-loader_toolchain.USUAL_CUDA_HOME = "/nowhere"
-print(loader_toolchain.nvcc())
+import inline_loader
+from inline_kernels.loader import toolchain
+toolchain.USUAL_CUDA_HOME = "/nowhere"
+print(toolchain.nvcc())
 print(inline_loader.load("scale", source={CUDA_SOURCE.replace("scale", "exp").replace("float*", "T*")!r}, device="cuda", defines=dict(T="float", N=4)))
 """
     libraries = os.pathsep.join(map(str, (tmp_path, pips_cuda / "nvidia/cu13/lib")))

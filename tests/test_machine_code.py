@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 import inline_loader
-import loader_machine_code as machine_code
-from loader_report import BuildError
+from inline_kernels.loader import machine_code
+from inline_kernels.loader.messages import BuildError
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")

@@ -22,11 +22,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import inline_loader
-import library
 import models
 import numerics
-import operators
-import tiling
+from inline_kernels.engine import library, operators, tiling
 from numerics import (
     DROPOUT,
     DTYPES,
@@ -146,6 +144,15 @@ def test_instance_norm_with_open_and_swapped_bounds(low, high, variant, device):
     with torch.no_grad():
         model.multiplier[::3], model.multiplier[1] = 0, -1
     numerics.assert_rule(model, x, variant)
+
+
+@every_variant
+def test_instance_norm_of_values_whose_squares_overflow(variant, device):
+    """They count where the multiplier is small."""
+    model, x = numerics.small(INSTANCE_NORM, variant, device=device)
+    with torch.no_grad():
+        model.multiplier /= 2.0**63
+    numerics.assert_rule(model, x * 2.0**63, variant)
 
 
 @every_variant

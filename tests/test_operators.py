@@ -12,11 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import inline_loader
-import library
 import models
 import numerics
-import operators
-import tiling
+from inline_kernels.engine import library, operators, tiling
 from numerics import (
     DROPOUT,
     INSTANCE_NORM,

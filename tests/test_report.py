@@ -13,9 +13,8 @@ import sys
 
 import pytest
 
-import charts
-import compare
 from benchmarks import report
+from inline_kernels.bench import charts, compare, records
 from test_checks import MIN_ADD, small
 
 GPU = "NVIDIA H200"
@@ -44,7 +43,7 @@ def rows_of(row, misses=(), **times) -> list[dict]:
 
 
 def record(rows, **others) -> dict:
-    return {**report.record(rows), "commit": "a" * 40, "dirty": False, **others}
+    return {**records.record(rows), "commit": "a" * 40, "dirty": False, **others}
 
 
 def write(folder, name, rows, **others):

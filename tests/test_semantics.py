@@ -15,9 +15,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import checks
 import models
 import numerics
+from inline_kernels.bench import checks
 from numerics import (
     DROPOUT,
     INSTANCE_NORM,
@@ -358,6 +358,20 @@ def test_pool_of_large_magnitudes(reason, dtype, magnitudes):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=near, equal_nan=True)
         met_nan |= bool(theirs.isnan().any())
     assert met_nan == ("whole" in reason or dtype == torch.float16)  # whose convolution overflows
+
+
+@pytest.mark.parametrize("conv_bias", [True, False])
+@pytest.mark.parametrize("magnitude", [1e-10, 1e-20, 1e-30])
+@pytest.mark.parametrize("reason", ["winograd, a rest", "library, a rest"])
+def test_pool_of_what_is_lost_beside_a_bias(reason, magnitude, conv_bias):
+    """All of a window's values tie behind group_norm, so that the first is selected, whichever was the largest."""
+    arguments, shape = MAGNITUDES[reason]
+    model, x = numerics.build(POOL, arguments), numerics.random_input(shape) * magnitude
+    if not conv_bias:
+        with torch.no_grad():
+            model.conv.bias.zero_()
+    errors, _ = checks.errors_of("", numerics.twin_of(model), model, x, "train_dx")
+    assert all(error.share <= 1 for error in errors), errors
 
 
 @every_variant

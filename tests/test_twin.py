@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 import inline_loader
 import models
 import numerics
-import operators
+from inline_kernels.engine import operators
 from loading import ROOT
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, NAMES, POOL, every_name, pair, results
 

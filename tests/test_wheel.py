@@ -26,12 +26,12 @@ run("%load_ext inline_loader")
 run(CELL)
 run("import torch; x = torch.tensor([1.0, -3.0]); y = torch.empty(2); scale(y, x, 2.0, 2); print(y.tolist())")
 
-import inline_loader, loader_operators
+import inline_kernels, inline_loader
 def forward(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     shell.user_ns["scale"](y, x, 2.0, x.numel())
     return y
-double = loader_operators.declare("double", forward, shapes=torch.empty_like, backward=lambda dy, x, *, needs: [2 * dy])
+double = inline_kernels.declare("double", forward, shapes=torch.empty_like, backward=lambda dy, x, *, needs: [2 * dy])
 x = torch.ones(2, requires_grad=True)
 double(x).sum().backward()
 print(x.grad.tolist())
@@ -41,7 +41,7 @@ print(inline_loader.__file__)
 
 PAIR = """
 import importlib.util, torch
-from inline_compare.compare import compare_pair, table
+from inline_kernels import compare_pair, table
 
 assert not any(importlib.util.find_spec(name) for name in ("compare", "checks", "honesty", "charts", "models", "problems"))
 class Twice(torch.nn.Module):
@@ -64,7 +64,8 @@ def wheel(tmp_path_factory) -> Path:
     source.mkdir()
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "LICENSE"]:
         shutil.copy(path, source)
-    shutil.copytree(ROOT / "kernels", source / "kernels")
+    for folder_of in ("kernels", "inline_kernels"):
+        shutil.copytree(ROOT / folder_of, source / folder_of, ignore=shutil.ignore_patterns("__pycache__"))
     command = [
         "wheel",
         "--quiet",
@@ -79,13 +80,18 @@ def wheel(tmp_path_factory) -> Path:
     return found
 
 
-def test_the_wheel_holds_no_model(wheel):
+def test_the_wheel_holds_the_package_with_its_kernels_and_no_model(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {path.name for path in ROOT.glob("loader_*.py")} | {"inline_loader.py"}
-    pair = {f"inline_compare/{name}.py" for name in ("charts", "checks", "compare", "honesty")}
-    assert names == modules | pair | {
-        f"inline_loader_headers/{name}.h"
-        for name in ("core/scalar", "host/bound", "host/cell", "host/host", "host/pytorch", "host/sized", "host/tensor")
+    package = ROOT / "inline_kernels"
+    modules = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")} | {"inline_loader.py"}
+    modules = {
+        name
+        for name in modules
+        if not name.startswith(("inline_kernels/export/", "inline_kernels/problems/"))
+    }
+    assert names == modules | {
+        f"inline_kernels/kernels/{path.relative_to(ROOT / 'kernels')}"
+        for path in (ROOT / "kernels").rglob("*.*")
     }
 
 

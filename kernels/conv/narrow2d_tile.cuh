@@ -1,93 +1,147 @@
-// A 2-D convolution of up to 16 channels in, row by row (conv/narrow2d.cuh): tiles of its result v, the plan,
-// and how a block's shared memory is laid out. The build, or else the source before, says the sizes:
-// CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W, and those of windows, POOL_H and POOL_W.
+// A 2-D convolution of up to 16 channels in, row by row (conv/narrow2d.cuh): tiles of its result v, what a block and a
+// warp compute of it, and the block's shared memory.
 #pragma once
-#include "core/split.cuh"
+#include <algorithm>
+
+#include "conv/shape.h"
 #include "core/reduce.cuh"
+#include "core/split.cuh"
 #include "core/tensor_core.cuh"
 
-#ifndef TILE_STRIDE  // the plan, as tiling.py makes it; else one for which a source compiles alone
-#define TILE_COLUMNS 128
-#define TILE_STRIDE 0
-#define BLOCK_CHANNELS 64
-#define TEAMS 2
-#define STATIC_SHARED (1 << 10)
-#define DYNAMIC_SHARED (kTeams * kTeamBytes)
-#endif
-#ifndef SAVING
-#define SAVING 0
-#endif
-
-namespace {
+namespace conv::narrow2d {
 
 using namespace tensor_core;
 
-constexpr int kTile = TILE_COLUMNS;   // columns of a team
-constexpr int kStride = TILE_STRIDE;  // from one tile to the next; 0 where a row has only one
-constexpr int kTiles = kTile / 8;
-constexpr int kBlockChannels = BLOCK_CHANNELS;
-constexpr int kChannelBlocks = (CHANNELS_OUT + kBlockChannels - 1) / kBlockChannels;
-constexpr int kTeamThreads = 128;  // a thread stages a column; a warp owns 16 channels
-constexpr int kTeams = TEAMS;      // three would leave 168 registers to a thread, which is too few
-constexpr int kPlanes = (CHANNELS_IN + 7) / 8;  // of 8 input channels each, zeros behind the last
-constexpr int kPixels = kTile + 8;              // in shared memory; those behind the tile stay zero
-constexpr int kRing = KERNEL_H + 1;             // rows in shared memory
-static_assert(kTile == kTeamThreads && kBlockChannels == kTeamThreads / 32 * 16, "what was planned with");
-static_assert(kStride <= kTile && KERNEL_W <= 9, "a tile's last column reads up to 8 pixels further");
-// Does a tile's filter see columns behind those of its threads?
-constexpr bool kReadsOn = kStride + KERNEL_W - 1 > kTile;
+// kStride: columns from one tile to the next; 0 where a row has only one. kRowGroup: rows of v that belong together.
+template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
+  using Filter = Filter_;
+  static constexpr int kStride = kStride_, kRowGroup = kRowGroup_;
+  static constexpr int kColumns = 128;  // of a team
+  static constexpr int kTiles = kColumns / 8;
+  static constexpr int kTeamThreads = 128;  // a thread stages a column; a warp owns 16 channels
+  static constexpr int kTeams = 2;          // three would leave 168 registers to a thread, which is too few
+  static constexpr int kBlockThreads = kTeams * kTeamThreads;
+  static constexpr int kBlockChannels = kTeamThreads / 32 * 16;
+  static constexpr int kChannelBlocks = (Filter::kOut + kBlockChannels - 1) / kBlockChannels;
+  static constexpr int kGroups = (Filter::kIn + 7) / 8;  // of 8 channels in each, zeros behind the last
+  static constexpr int kPixels = kColumns + 8;           // in shared memory; those behind the tile stay zero
+  static constexpr int kRing = Filter::kHeight + 1;      // rows in shared memory
+  static_assert(kColumns == kTeamThreads, "a thread stages a column");
+  static_assert(kStride <= kColumns && Filter::kWidth <= 9, "a tile's last column reads up to 8 pixels further");
+  // Does a tile's filter see columns behind those of its threads?
+  static constexpr bool kReadsOn = kStride + Filter::kWidth - 1 > kColumns;
 
-// Units of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd number,
-// the last is paired with itself: (high, low) of the filter meet the same pixels.
-constexpr int kUnits = kPlanes * KERNEL_W;  // of a kernel row
-constexpr int kPairs = kUnits / 2;
-constexpr bool kOdd = kUnits % 2;
-constexpr int kFragments = 2 * kPairs + kOdd;
-constexpr int kPartBytes = kPlanes * kPixels * 16;
-constexpr int kRowBytes = 2 * kPartBytes;  // high, low
-HOST_DEVICE constexpr int unit_offset(int unit) { return (unit / KERNEL_W * kPixels + unit % KERNEL_W) * 16; }
-
-// float16 holds a value of 16 bits, scaled: there is no low part, but of what is so small beside the largest
-// that its last bits don't count.
-constexpr bool kOnePart = sizeof(value_t) == 2;
-
-// Until a window's rows are complete, a thread keeps of two neighbouring columns the larger value, or both
-// where windows of an odd width may part them.
-constexpr int kKept = POOL_W % 2 == 0 ? 1 : 2;                 // values
-constexpr int kWidth = POOL_W % 2 == 0 ? POOL_W / 2 : POOL_W;  // kept values that a window has in a row
-constexpr int kStagingPitch = kTile / 2 * kKept + 4 * kKept;   // kept values of a channel; no bank conflicts
-
-constexpr bool kSaving = SAVING;
-constexpr int kPacked = kKept == 1 ? 1 : 8;  // origins of kept values in a register
-constexpr int kStagingBytes = kBlockChannels * kStagingPitch * 4;
-// Behind the kept values, where each of them comes from.
-constexpr int kOriginsBytes = kSaving ? kBlockChannels * kStagingPitch : 0;
-constexpr int kTeamBytes = kRing * kRowBytes + kStagingBytes + kOriginsBytes;
-static_assert(kTeams * kTeamBytes == DYNAMIC_SHARED, "what was planned with");
-
-struct Geometry {
-  int N, H, W, row_tiles, strips, rows;  // a strip has `rows` pooled rows, the last one what is left
-  HOST_DEVICE int tiles() const { return kStride ? row_tiles : 1; }
-  HOST_DEVICE int strip_blocks() const { return (strips + kTeams - 1) / kTeams; }
-  HOST_DEVICE int height() const { return H - KERNEL_H + 1; }
-  HOST_DEVICE int width() const { return W - KERNEL_W + 1; }
-  HOST_DEVICE int pooled_height() const { return height() / POOL_H; }
-  HOST_DEVICE int pooled_width() const { return width() / POOL_W; }
-  // Do the strips and tiles cover v, and none of them nothing?
-  bool complete() const {
-    const bool in_rows = (strips - 1) * rows < pooled_height() && pooled_height() <= strips * rows;
-    return in_rows &&
-           (kStride ? (row_tiles - 1) * kStride < width() && width() <= row_tiles * kStride : W <= kTile);
+  // Slices of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd number, the last
+  // is paired with itself: (high, low) of the filter meet the same pixels.
+  static constexpr int kSlices = kGroups * Filter::kWidth;  // of a kernel row
+  static constexpr int kPairs = kSlices / 2;
+  static constexpr bool kOdd = kSlices % 2;
+  static constexpr int kFragments = 2 * kPairs + kOdd;
+  static constexpr int kPartBytes = kGroups * kPixels * 16;
+  static constexpr int kRowBytes = 2 * kPartBytes;  // high, low
+  HOST_DEVICE static constexpr int slice_offset(int slice) {
+    return (slice / Filter::kWidth * kPixels + slice % Filter::kWidth) * 16;
   }
+
+  // float16 holds a value of 16 bits, scaled: there is no low part, but of what is so small beside the largest that its
+  // last bits don't count.
+  static constexpr bool kOnePart = sizeof(value_t) == 2;
+
+  struct Geometry {
+    int N, H, W, row_tiles, strips, rows;  // a strip has `rows` groups of rows, the last one what is left
+    HOST_DEVICE int tiles() const { return kStride ? row_tiles : 1; }
+    HOST_DEVICE int strip_blocks() const { return (strips + kTeams - 1) / kTeams; }
+    HOST_DEVICE int height() const { return H - Filter::kHeight + 1; }
+    HOST_DEVICE int width() const { return W - Filter::kWidth + 1; }
+    int64_t blocks() const { return int64_t(N) * kChannelBlocks * tiles() * strip_blocks(); }
+
+    // Of x (N, kIn, H, W): what keeps all multiprocessors busy with the fewest rows read twice. Throws where x is none for
+    // this build.
+    template <class View> static Geometry of(const View& x) {
+      if (x.dims != 4 || x.size(1) != Filter::kIn || (!kStride && x.size(3) > kColumns))
+        throw std::invalid_argument("expected x of the channels and the width that the kernels are compiled for");
+      Geometry g{int(x.size(0)), int(x.size(2)), int(x.size(3)), 1, 1, 1};
+      if constexpr (kStride > 0) g.row_tiles = (g.width() + kStride - 1) / kStride;
+      const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+      const int groups = g.height() / kRowGroup;
+      const int64_t row = int64_t(g.N) * kChannelBlocks * g.tiles();  // blocks, if a block had all rows
+      // Rows that the busiest multiprocessor reads, of `pairs` strips for each team.
+      const auto rows_read = [&](int64_t pairs) {
+        const int64_t strip = (groups + kTeams * pairs - 1) / (kTeams * pairs);
+        return (row * pairs + multiprocessors - 1) / multiprocessors * (strip * kRowGroup + Filter::kHeight + 3);
+      };
+      int64_t pairs = 1;
+      for (int64_t more = 2; row && more <= (kTeams * multiprocessors + row - 1) / row; more++)
+        if (rows_read(more) < rows_read(pairs)) pairs = more;
+      if (!groups) throw std::invalid_argument("expected an x with a whole group of rows of results");
+      const int most = int(std::min<int64_t>(groups, kTeams * pairs));
+      g.rows = (groups + most - 1) / most, g.strips = (groups + g.rows - 1) / g.rows;
+      return g;
+    }
+  };
+
+  // What a block computes, a team's strip of it. Grid: strips by kTeams, tiles, channel blocks, samples, the first
+  // fastest.
+  struct Job {
+    int strip, tile, first_channel, n;
+    int row_begin, row_end, turns;  // rows of v; of the block's longest strip
+    int column, columns;            // that are this tile's
+    __device__ __forceinline__ Job(Geometry geometry, int team) {
+      const int strip_blocks = geometry.strip_blocks(), tiles = geometry.tiles();
+      const unsigned job = blockIdx.x / strip_blocks;
+      strip = blockIdx.x % strip_blocks * kTeams + team, tile = job % tiles;
+      first_channel = job / tiles % kChannelBlocks * kBlockChannels, n = job / tiles / kChannelBlocks;
+      row_begin = strip * geometry.rows * kRowGroup;
+      const int past_last = strip >= geometry.strips ? row_begin : row_begin + geometry.rows * kRowGroup;
+      row_end = strip == geometry.strips - 1 ? geometry.height() : past_last;
+      const bool last_strips = blockIdx.x % strip_blocks == strip_blocks - 1;
+      turns = geometry.rows * kRowGroup + (last_strips ? geometry.height() % kRowGroup : 0);
+      column = tile * kStride;
+      columns = tile == tiles - 1 ? geometry.width() - column : kStride;
+    }
+  };
+
+  struct Storage {  // beside the teams' dynamic shared memory
+    // Of a channel: two factors of a power of two, the first with the filter's sign.
+    float2 unscale[kBlockChannels];
+    int filter_exponent[kBlockChannels];
+    bool flipped[kBlockChannels];
+    int largest;  // magnitude of x, as bits
+  };
+
+  // What a sink is told of a warp's 16 channels × its team's strip.
+  struct Place {
+    static constexpr int kChannels = Filter::kOut;
+    const Storage& storage;
+    const Geometry& geometry;
+    const Job& job;
+    const int first_own;  // of the block's channels
+    const int64_t first;  // channel, counted through the samples
+    const int columns;
+    __device__ __forceinline__ Place(const Storage& storage, const Geometry& geometry, const Job& job, int first_own)
+        : storage(storage), geometry(geometry), job(job), first_own(first_own),
+          first(int64_t(job.n) * kChannels + job.first_channel + first_own), columns(job.columns) {}
+    __device__ __forceinline__ int64_t sample() const { return job.n; }
+    __device__ __forceinline__ int height() const { return geometry.height(); }  // of v
+    __device__ __forceinline__ int width() const { return geometry.width(); }
+    __device__ __forceinline__ int row() const { return job.row_begin; }  // the first
+    __device__ __forceinline__ int rows() const { return job.row_end - job.row_begin; }
+    __device__ __forceinline__ int column() const { return job.column; }
+    __device__ __forceinline__ int channel(int own) const { return job.first_channel + first_own + own; }
+    __device__ __forceinline__ bool real(int own) const {
+      return kChannels % kBlockChannels == 0 || channel(own) < kChannels;
+    }
+    // What v of a channel is to be multiplied by: both.
+    __device__ __forceinline__ float2 unscale(int own) const { return storage.unscale[first_own + own]; }
+    // Waits for all threads of the team, in a sink's functions.
+    __device__ __forceinline__ void sync_team() const {
+      sync_threads<kTeamThreads>(1 + kTeams + threadIdx.x / kTeamThreads);
+    }
+    // Parts that each channel of a sample is computed in, and which this is, if it is one.
+    __device__ __forceinline__ int parts() const { return geometry.tiles() * geometry.strips; }
+    __device__ __forceinline__ int part() const { return job.tile * geometry.strips + job.strip; }
+    __device__ __forceinline__ bool is_part() const { return job.strip < geometry.strips; }
+  };
 };
 
-struct SharedStorage {
-  // Of a channel: two factors of a power of two, the first with the filter's sign.
-  float2 unscale[kBlockChannels];
-  int filter_exponent[kBlockChannels];
-  bool flipped[kBlockChannels];
-  int largest;  // magnitude of x, as bits
-};
-static_assert(sizeof(SharedStorage) <= STATIC_SHARED, "what was planned with");
-
-}  // namespace
+}  // namespace conv::narrow2d

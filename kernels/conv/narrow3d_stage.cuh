@@ -4,15 +4,18 @@
 #pragma once
 #include "conv/narrow3d_tile.cuh"
 
+namespace conv::narrow3d {
+
+template <class S>
 struct Stage {
-  const Block block;
+  const Block<S> block;
 #if __CUDA_ARCH__ >= 900
-  const bool bulk = kSplit ? block.c.aligned : block.c.bulk;  // the same, of float32
+  const bool bulk = S::kSplit ? block.c.aligned : block.c.bulk;  // the same, of float32
 #else
   static constexpr bool bulk = false;
 #endif
 
-  __device__ __forceinline__ explicit Stage(const Block& block) : block(block) {}
+  __device__ __forceinline__ explicit Stage(const Block<S>& block) : block(block) {}
 
   __device__ __forceinline__ uint64_t* arrived(int plane) const {
     return block.storage.arrived + plane % kRaw;
@@ -26,24 +29,26 @@ struct Stage {
   __device__ __forceinline__ void set_off(int plane, int planes) const {
     const int items = block.items;
     const int64_t channel = block.c.channel;
-    const value_t* const from = block.origin + plane * block.plane_stride;  // rows follow one another
-    value_t* const to = block.raw(plane);
+    const typename S::value_t* const from =
+        block.origin + plane * block.plane_stride;  // rows follow one another
+    typename S::value_t* const to = block.raw(plane);
 #if __CUDA_ARCH__ >= 900
     if (bulk) {
       if (threadIdx.x != plane % kBlockWarps * 32 || plane >= planes) return;
-      const int bytes = items * 4 * int(sizeof(value_t));
-      arrive(arrived(plane), kIn * bytes);
-      for (int k = 0; k < kIn; k++) copy_bulk(to + k * items * 4, from + k * channel, bytes, arrived(plane));
+      const int bytes = items * 4 * int(sizeof(typename S::value_t));
+      arrive(arrived(plane), S::kIn * bytes);
+      for (int k = 0; k < S::kIn; k++)
+        copy_bulk(to + k * items * 4, from + k * channel, bytes, arrived(plane));
       return;
     }
 #endif
     if (plane < planes) {
       block.for_items(plane, [&](int i) {
 #pragma unroll
-        for (int k = 0; k < kIn; k++) {
+        for (int k = 0; k < S::kIn; k++) {
           if (block.c.aligned) {
-            copy_async<4 * sizeof(value_t)>(to + (k * items + i) * 4, from + k * channel + i * 4);
-          } else if constexpr (kSplit) {
+            copy_async<4 * sizeof(typename S::value_t)>(to + (k * items + i) * 4, from + k * channel + i * 4);
+          } else if constexpr (S::kSplit) {
             copy_async<4>(to + k * items + i, from + k * channel + i);
           } else {
             to[k * items + i] = from[k * channel + i];  // too few bytes for an asynchronous copy
@@ -65,3 +70,5 @@ struct Stage {
     }
   }
 };
+
+}  // namespace conv::narrow3d

@@ -10,93 +10,137 @@
 //   narrow3d_tile.cuh      sizes, tiles, the layout of shared memory
 //   narrow3d_stage.cuh     planes of x on their way from global memory
 //   narrow3d_operands.cuh  x and the weights, scaled, split and laid out as fragments
-//   narrow3d.cuh           the products, whose sums an epilogue takes from the registers
-//   norm/narrow3d_statistics.cuh  an epilogue that takes mean and variance
+//   narrow3d.cuh           the products, whose sums sinks take from the registers
+//   norm/narrow3d_statistics.cuh, store/runs.cuh  sinks: mean and deviation; results of a pointwise tail
 #pragma once
-#include <limits.h>
+#include <stdexcept>
 
+#include "core/launch.cuh"
 #include "core/numerics.h"
 #include "core/split.cuh"
 #include "core/tensor_core.cuh"
 #include "core/vector.cuh"
+#include "host/tensor.h"
 
-#ifndef CHANNELS_IN
-#define CHANNELS_IN 3
-#define CHANNELS_OUT 16
-#define KERNEL_D 3
-#define KERNEL_H 3
-#define KERNEL_W 3
-#endif
-#ifndef STAGE_PIXELS  // the plan, as tiling.py makes it; else one with which a source compiles alone
-#define STAGE_PIXELS 8704
-#define PIXEL_WORDS kWords
-#define RING_PLANES kRing
-#define RAW_PLANES kRaw
-#define TURN_POSITIONS kTurn
-#define STATIC_SHARED (33 << 10)
-#endif
+namespace conv::narrow3d {
 
 using namespace tensor_core;
 
-constexpr int kIn = CHANNELS_IN, kOut = CHANNELS_OUT, kDepth = KERNEL_D, kHeight = KERNEL_H;
-constexpr int kWidth = KERNEL_W;
-constexpr int kTaps = kDepth * kHeight * kWidth;
 constexpr int kBlock = 384, kBlockWarps = kBlock / 32;  // 168 registers a thread
-
-// float32 is split into two float16, high + low; 16 bits are an operand as they are, which is then `high`. A
-// pixel is its channels' highs, then their lows, in words of two.
-constexpr bool kSplit = std::is_same_v<value_t, float>;
-using operand_t = std::conditional_t<kSplit, half_t, value_t>;
-// With a high; where kIn is odd, the last of them has a low, too, or zero.
-constexpr int kHighWords = (kIn + 1) / 2;
-constexpr int kLowWords = kSplit ? kIn - kHighWords : 0;  // with lows alone
-constexpr int kWords = kHighWords + kLowWords;
-
-constexpr int kStage = STAGE_PIXELS;   // pixels that the ring has room for
-constexpr int kRing = kDepth + 3;      // planes in it
 constexpr int kRaw = 3;                // planes on their way
 constexpr int kFragments = 4;          // of 8 positions, that a warp computes side by side
 constexpr int kTurn = 8 * kFragments;  // positions that a warp computes at a time; warps take turns
-static_assert(kIn >= 1 && kIn <= 4 && kOut % 16 == 0, "the sizes that this kernel serves");
-static_assert(kWords * kStage >= 16 * kIn * kTaps, "the weights of 16 channels pass through the ring");
-static_assert(PIXEL_WORDS == kWords && RING_PLANES == kRing && RAW_PLANES == kRaw && TURN_POSITIONS == kTurn,
-              "what was planned with");
 
+// What is compiled for: x's and the weights' type, and the sizes of the filters.
+template <class Value, int kChannelsIn, int kChannelsOut, int kPlanes, int kRows, int kColumns>
+struct Shape {
+  using value_t = Value;
+  static constexpr int kIn = kChannelsIn, kOut = kChannelsOut, kDepth = kPlanes, kHeight = kRows;
+  static constexpr int kWidth = kColumns, kTaps = kDepth * kHeight * kWidth;
+  static constexpr int kSteps = (kTaps + 3) / 4;  // of four taps
+  static constexpr int kRing = kDepth + 3;        // planes in the ring
+  // float32 is split into two float16, high + low; 16 bits are an operand as they are, which is then `high`.
+  // A pixel is its channels' highs, then their lows, in words of two.
+  static constexpr bool kSplit = std::is_same_v<value_t, float>;
+  using operand_t = std::conditional_t<kSplit, half_t, value_t>;
+  // With a high; where kIn is odd, the last of them has a low, too, or zero.
+  static constexpr int kHighWords = (kIn + 1) / 2;
+  static constexpr int kLowWords = kSplit ? kIn - kHighWords : 0;  // with lows alone
+  static constexpr int kWords = kHighWords + kLowWords;
+  // Words of weights, of 16 output channels two rows each, which are two registers of fragment A: the highs
+  // that meet the words with a high, from kHighs on; the lows that do, from kLows on; the highs that meet
+  // words of lows, from kRest on. Two neighbours, from an even one on, are a fragment.
+  static constexpr int kHighs = 0, kLows = (kSteps * kHighWords + 1) / 2 * 2, kRest = 2 * kLows;
+  static constexpr int kWeightWords = kRest + (kSteps * kLowWords + 1) / 2 * 2;
+  static_assert(kIn >= 1 && kIn <= 4, "the sizes that this kernel serves");
+  // Pixels that a ring has room for at least: through it pass the weights of 16 channels, and their
+  // gradients, taps in eights.
+  static constexpr int kLeastStage = (16 * kIn * ((kTaps + 7) / 8 * 8) + kWords - 1) / kWords;
+};
+
+inline int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// Throws where a tensor hasn't so many elements.
+template <class T>
+void expect(const inline_loader::View<T>& tensor, int64_t count) {
+  const int64_t found = tensor.numel();
+  if (found != count)
+    throw std::invalid_argument("expected a tensor of " + std::to_string(count) + " elements, got " +
+                                std::to_string(found));
+}
+
+template <class S>
 struct Convolution {
-  const value_t* x;
-  const value_t* weight;
+  const typename S::value_t* x;
+  const typename S::value_t* weight;
   int64_t channel;  // D·H·W
   int D, H, W, OD, OH, OW;
   int rows, slabs, depth, chunks;  // of a tile: output rows and planes; of a sample: parts along either
   int pitch, plane, raw;           // pixels: of a row and a plane of the ring; of a raw plane
+  int stage;                       // pixels that the ring has room for
   int shared;                      // bytes of dynamic shared memory
   bool aligned;                    // rows of x start at multiples of four elements, 16 bytes of float32
   bool bulk;                       // rows of x start at multiples of 16 bytes
+  int64_t N;                       // the host's
   HOST_DEVICE int slots() const { return slabs * chunks; }                            // tiles of a sample
+  HOST_DEVICE int64_t size() const { return int64_t(OD) * OH * OW; }  // of a channel of the result
   HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }  // of a tile's plane
 
-  // Dynamic shared memory: the ring; raw planes; `positions` and `places` (below). Each begins where the one
-  // before it ends.
-  HOST_DEVICE int laid_out_bytes() const {
-    const int ring = kWords * kStage * 4, raw_planes = kRaw * kIn * raw * int(sizeof(value_t));
-    return ring + raw_planes + (turns() * kTurn + raw) * 2;
+  // Tiles of `tile_rows`, if a block with `room` bytes of dynamic shared memory holds them: the ring; raw
+  // planes; `positions` and `places` (below). Each begins where the one before it ends.
+  bool lay_out(int tile_rows, int64_t room) {
+    const int64_t rows_in = tile_rows + S::kHeight - 1, of_plane = rows_in * pitch,
+                  of_raw = rows_in * round_up(W, 8);
+    const int64_t pixels = round_up(max(S::kRing * of_plane, int64_t(S::kLeastStage)), 256);
+    const int64_t bytes = 4 * S::kWords * pixels + kRaw * S::kIn * of_raw * int(sizeof(typename S::value_t)) +
+                          2 * (round_up(int64_t(tile_rows) * OW, kTurn) + of_raw);
+    if (bytes > room) return false;
+    rows = tile_rows, slabs = (OH + rows - 1) / rows;
+    plane = int(of_plane), raw = int(of_raw), stage = int(pixels), shared = int(bytes);
+    return true;
   }
 };
 
-// `rows` to `shared` are the plan (tiling.py's VolumeTiling). One that has no room for the layout asks for
-// more shared memory than there is, so that the launch fails.
-inline Convolution convolution(const value_t* x, const value_t* weight, int64_t D, int64_t H, int64_t W,
-                               int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared) {
-  Convolution c{x, weight, D * H * W, int(D), int(H), int(W)};
-  c.OD = c.D - kDepth + 1, c.OH = c.H - kHeight + 1, c.OW = c.W - kWidth + 1;
-  c.rows = int(rows), c.slabs = (c.OH + c.rows - 1) / c.rows;
-  c.depth = int(depth), c.chunks = (c.OD + c.depth - 1) / c.depth;
-  const int rows_in = c.rows + kHeight - 1;
-  c.pitch = int(pitch), c.plane = rows_in * c.pitch, c.raw = int(raw);
-  const bool room = pitch >= W && kRing * c.plane <= kStage && rows_in * W <= raw;
-  c.shared = room && c.laid_out_bytes() <= shared ? int(shared) : INT_MAX;
-  c.aligned = vectors_fit(x, W), c.bulk = W * sizeof(value_t) % 16 == 0 && uintptr_t(x) % 16 == 0;
-  return c;
+// Of x (N, kIn, D, H, W) and weight (kOut, kIn, kDepth, kHeight, kWidth): tiles that keep all multiprocessors
+// busy with the fewest rows and planes read twice, where a launch has so many `samples`. own: bytes of shared
+// memory that the kernel needs besides. vectors: are a tile's positions in a plane a multiple of 4 wherever
+// H'·W' is? Throws std::invalid_argument where the tensors are others, or there is no room.
+template <class S>
+Convolution<S> convolution(const In<typename S::value_t>& x, const In<typename S::value_t>& weight, int own,
+                           bool vectors, int64_t samples) {
+  const int64_t filters[] = {S::kOut, S::kIn, S::kDepth, S::kHeight, S::kWidth};
+  bool expected = x.dims == 5 && weight.dims == 5 && x.size(1) == S::kIn;
+  for (int i = 0; i < 5; i++) expected = expected && weight.size(i) == filters[i];
+  if (!expected)
+    throw std::invalid_argument("expected the filters that the kernels are compiled for, and such an x");
+  Convolution<S> c{
+      x, weight, x.size(2) * x.size(3) * x.size(4), int(x.size(2)), int(x.size(3)), int(x.size(4))};
+  c.N = x.size(0), c.OD = c.D - S::kDepth + 1, c.OH = c.H - S::kHeight + 1, c.OW = c.W - S::kWidth + 1;
+  c.aligned = vectors_fit(c.x, c.W);
+  c.bulk = c.W * sizeof(typename S::value_t) % 16 == 0 && uintptr_t(c.x) % 16 == 0;
+  // The rows of a group of taps start in different banks: 12 or 24 modulo 32 pixels apart.
+  const int padded = int(round_up(c.W, 4));
+  c.pitch = padded + min((12 - padded % 32 + 32) % 32, (24 - padded % 32 + 32) % 32);
+  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - own;
+  const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  int unit = 1;  // of rows
+  while (vectors && int64_t(c.OH) * c.OW % 4 == 0 && unit * c.OW % 4) unit *= 2;
+  int64_t least = -1;
+  Convolution<S> best = c;
+  for (int slabs = 1, last = 0; slabs <= c.OH; slabs++) {
+    const int rows = int(round_up((c.OH + slabs - 1) / slabs, unit));
+    if (rows == last || !c.lay_out(rows, room)) continue;
+    last = rows;
+    for (int chunks = 1; chunks <= 8; chunks *= 2) {
+      c.depth = (c.OD + chunks - 1) / chunks, c.chunks = (c.OD + c.depth - 1) / c.depth;
+      const int64_t rounds = (samples * c.slots() + multiprocessors - 1) / multiprocessors;
+      const int64_t work = rounds * (rows + S::kHeight - 1) * (c.depth + S::kDepth + 1);
+      if (least < 0 || work < least) least = work, best = c;
+    }
+  }
+  if (least < 0)
+    throw std::invalid_argument("expected planes of x that shared memory has room for, got larger ones");
+  return best;
 }
 
 // What a block computes.
@@ -104,7 +148,8 @@ struct Tile {
   int64_t n;
   int slot, first_row, rows, first_plane, planes;
   int positions;  // in a plane
-  __device__ Tile(const Convolution& c, unsigned job) {
+  template <class S>
+  __device__ Tile(const Convolution<S>& c, unsigned job) {
     n = job / c.slots(), slot = int(job % c.slots());
     first_row = slot % c.slabs * c.rows, rows = min(c.rows, c.OH - first_row);
     first_plane = slot / c.slabs * c.depth, planes = min(c.depth, c.OD - first_plane);
@@ -113,7 +158,8 @@ struct Tile {
 };
 
 // Output positions of a sample's tile.
-__device__ inline float slot_count(const Convolution& c, int slot) {
+template <class S>
+__device__ float slot_count(const Convolution<S>& c, int slot) {
   const int rows = min(c.rows, c.OH - slot % c.slabs * c.rows);
   const int planes = min(c.depth, c.OD - slot / c.slabs * c.depth);
   return float(rows) * float(planes) * float(c.OW);
@@ -126,44 +172,45 @@ struct Scaling {
 };
 
 // A block's static shared memory, of which each kernel has some, and more of its own.
+template <class S>
 struct MainloopStorage {
   uint64_t done[2];                         // a barrier: all threads are through with a plane of output
   uint64_t arrived[kRaw];                   // and: a raw plane has been copied
   Moments<float> moments[kBlockWarps][16];  // statistics by warp and channel
   float weight_scale[16];
-  float largest[kBlockWarps][kIn];  // magnitudes by warp
-  Scaling scaling[kIn];
-  uint32_t taps[(kTaps + 3) / 4 * 4];  // where a tap's pixel lies in the ring, from a position's
+  float largest[kBlockWarps][S::kIn];  // magnitudes by warp
+  Scaling scaling[S::kIn];
+  uint32_t taps[(S::kTaps + 3) / 4 * 4];  // where a tap's pixel lies in the ring, from a position's
 };
-template <class SharedStorage> constexpr bool kPlanned = sizeof(SharedStorage) <= STATIC_SHARED;
 
 // What a thread knows of its block: the tile, the planes of x that it needs, and shared memory. A plane's
 // items, `width` neighbouring pixels each, are shared out among the threads.
+template <class S>
 struct Block {
-  const Convolution& c;
+  const Convolution<S>& c;
   const Tile& tile;
-  MainloopStorage& storage;
+  MainloopStorage<S>& storage;
   uint32_t* const ring;  // of the words with a high
   const int turns = (tile.positions + kTurn - 1) / kTurn;
   const int width = c.aligned ? 4 : 1;
   const int row_items = c.aligned ? c.W / 4 : c.W;
-  const int items = (tile.rows + kHeight - 1) * row_items;
+  const int items = (tile.rows + S::kHeight - 1) * row_items;
   const int64_t plane_stride = int64_t(c.H) * c.W;
-  const value_t* const sample = c.x + tile.n * kIn * c.channel;
-  const value_t* const origin = sample + tile.first_plane * plane_stride + tile.first_row * c.W;
+  const typename S::value_t* const sample = c.x + tile.n * S::kIn * c.channel;
+  const typename S::value_t* const origin = sample + tile.first_plane * plane_stride + tile.first_row * c.W;
 
-  __device__ __forceinline__ Block(const Convolution& c, const Tile& tile, MainloopStorage& storage,
+  __device__ __forceinline__ Block(const Convolution<S>& c, const Tile& tile, MainloopStorage<S>& storage,
                                    uint32_t* ring)
       : c(c), tile(tile), storage(storage), ring(ring) {}
 
   // Of the others.
-  __device__ __forceinline__ uint32_t* low_ring() const { return ring + kHighWords * kStage; }
-  __device__ __forceinline__ value_t* raw(int plane) const {
-    return reinterpret_cast<value_t*>(ring + kWords * kStage) + plane % kRaw * kIn * c.raw;
+  __device__ __forceinline__ uint32_t* low_ring() const { return ring + S::kHighWords * c.stage; }
+  __device__ __forceinline__ typename S::value_t* raw(int plane) const {
+    return reinterpret_cast<typename S::value_t*>(ring + S::kWords * c.stage) + plane % kRaw * S::kIn * c.raw;
   }
   // Where the pixel lies in a plane of the ring: of an output position, and the first of an item.
   __device__ __forceinline__ uint16_t* positions() const {
-    return reinterpret_cast<uint16_t*>(raw(0) + kRaw * kIn * c.raw);
+    return reinterpret_cast<uint16_t*>(raw(0) + kRaw * S::kIn * c.raw);
   }
   __device__ __forceinline__ uint16_t* places() const { return positions() + c.turns() * kTurn; }
 
@@ -175,9 +222,9 @@ struct Block {
     for (int i = threadIdx.x; i < items; i += kBlock)
       places()[i] = i / row_items * c.pitch + i % row_items * width;
     if (threadIdx.x < sizeof storage.taps / sizeof storage.taps[0]) {
-      const int tap = min(int(threadIdx.x), kTaps - 1);
-      const int plane = tap / (kHeight * kWidth), row = tap / kWidth % kHeight;
-      storage.taps[threadIdx.x] = plane * c.plane + row * c.pitch + tap % kWidth;
+      const int tap = min(int(threadIdx.x), S::kTaps - 1);
+      const int plane = tap / (S::kHeight * S::kWidth), row = tap / S::kWidth % S::kHeight;
+      storage.taps[threadIdx.x] = plane * c.plane + row * c.pitch + tap % S::kWidth;
     }
   }
 
@@ -190,3 +237,5 @@ struct Block {
     for (int i = first; i < items; i += kBlock) body(i);
   }
 };
+
+}  // namespace conv::narrow3d

@@ -1,6 +1,15 @@
 // What the host asks before it launches kernels.
 #pragma once
 #include <stdint.h>
+#include <stdexcept>
+#include <string>
+
+// Throws where a launcher's tensor (host/tensor.h) hasn't so many elements.
+template <class View> inline void expect_elements(const char* name, const View& tensor, int64_t count) {
+  if (const int64_t found = tensor.numel(); found != count)
+    throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(count) + " elements, got " +
+                                std::to_string(found));
+}
 
 inline unsigned blocks_for(int64_t work, int threads) { return unsigned((work + threads - 1) / threads); }
 

@@ -1,6 +1,7 @@
 // What the CPU kernels share: vectors, and statistics made with them.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 #include <vector>
 #include "norm/formulas.h"
@@ -81,6 +82,26 @@ inline void plane_statistics(accumulate_t* mean, accumulate_t* m2, const value_t
     for (int64_t plane = begin; plane < end; plane++) {
       const Moments<double> moments = moments_of(v + plane * size, size);
       mean[plane] = moments.mean, m2[plane] = moments.m2;
+    }
+  });
+}
+
+// mean and standard deviation (planes) of v (planes, size): of values whose squares overflow, too.
+inline void plane_deviations(accumulate_t* mean, accumulate_t* deviation, const value_t* v, int64_t planes,
+                             int64_t size) {
+  host::parallel_for(planes, 1, [=](int64_t begin, int64_t end) {
+    for (int64_t plane = begin; plane < end; plane++) {
+      const value_t* const values = v + plane * size;
+      Moments<double> moments = moments_of(values, size);
+      if (!std::isfinite(moments.m2)) {
+        double sum = 0, square = 0;  // less the first value
+        for (int64_t i = 0; i < size; i++) {
+          const double d = double(accumulate_t(values[i])) - double(accumulate_t(values[0]));
+          sum += d, square += d * d;
+        }
+        moments = Moments<double>::from_shifted(double(size), accumulate_t(values[0]), sum, square);
+      }
+      mean[plane] = moments.mean, deviation[plane] = std::sqrt(moments.variance());
     }
   });
 }

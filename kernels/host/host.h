@@ -91,8 +91,9 @@ template <class T> T argument(const Argument* arguments, const Sizes* sizes, siz
   else return Parameter<T>::of(arguments[index]);
 }
 
-template <auto function, const char* const* names, class = decltype(function)> struct Entry;
-template <auto function, const char* const* names, class R, class... T> struct Entry<function, names, R (*)(T...)> {
+// Not by decltype(function): nvcc writes a launcher's name there, which may be overloaded.
+template <auto function, const char* const* names> struct Entry;
+template <class R, class... T, R (*function)(T...), const char* const* names> struct Entry<function, names> {
   template <size_t... I> static R run_with(const Argument* arguments, const Sizes* sizes, std::index_sequence<I...>) {
     return function(argument<T>(arguments, sizes, I)...);
   }

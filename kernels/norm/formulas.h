@@ -55,6 +55,15 @@ HOST_DEVICE Normaliser normaliser(const accumulate_t* group_mean, const accumula
   return {conv_bias[c] - group_mean[group], group_rstd[group], group_rstd[group] * weight[c], bias[c]};
 }
 
+// Do all v of a channel of a sample become one and the same, as `behind` rounds what it makes of z? u, z: of v's mean, with
+// conv_bias and normalised; m2: v's, from whose mean none is farther away than √m2, beside what m2 loses where it
+// underflows; slope: of z in v.
+template <class Behind>
+HOST_DEVICE bool is_flat(accumulate_t u, accumulate_t m2, accumulate_t slope, accumulate_t z, const Behind& behind) {
+  const accumulate_t spread = sqrt(m2) + accumulate_t(1e-18), moved = spread * slope;
+  return u + spread == u - spread || behind(z + moved) == behind(z - moved);
+}
+
 // dv = dz * slope + constant + centred * linear: `constant` and `linear` are shared by a group.
 //
 // Reads sums (2, N, C) of dz and dz·(u - mean); writes coefficients (2, N, G) = constant, linear, and the
@@ -83,9 +92,10 @@ HOST_DEVICE void group_gradient(accumulate_t* coefficients, accumulate_t* gradie
   }
 }
 
-// Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt(m²·variance + eps),
-// the statistics being v's. It removes conv_bias; one that is not finite makes the mean NaN, and thus the
-// channel, as it does in PyTorch.
+// Instance normalisation of v·m[c]: z = (v - mean)·a with a = m·rstd and rstd = 1 / sqrt((m·deviation)² +
+// eps), the statistics being v's: mean and standard deviation, since v's variance may overflow where v·m's
+// does not. It removes conv_bias; one that is not finite makes the mean NaN, and thus the channel, as it does
+// in PyTorch.
 HOST_DEVICE accumulate_t mean_with(accumulate_t conv_bias, accumulate_t mean) {
   return mean + (conv_bias - conv_bias);
 }
@@ -93,10 +103,11 @@ struct ScaledChannel {
   accumulate_t mean, a, m, rstd;
 };
 
-HOST_DEVICE ScaledChannel scaled_channel(const accumulate_t* mean, const accumulate_t* m2,
+// Of channel c of sample n, from the statistics (N, C).
+HOST_DEVICE ScaledChannel scaled_channel(const accumulate_t* mean, const accumulate_t* deviation,
                                          const accumulate_t* multiplier, accumulate_t eps, int64_t n,
-                                         int64_t c, int64_t C, int64_t S) {
-  const accumulate_t m = multiplier[c], variance = m2[n * C + c] / accumulate_t(S);
-  const accumulate_t rstd = 1 / sqrt(m * m * variance + eps);
+                                         int64_t c, int64_t C) {
+  const accumulate_t m = multiplier[c], scaled = m * deviation[n * C + c];
+  const accumulate_t rstd = 1 / sqrt(scaled * scaled + eps);
   return {mean[n * C + c], m * rstd, m, rstd};
 }

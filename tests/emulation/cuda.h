@@ -63,6 +63,8 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 }
 inline bool __any_sync(unsigned, bool value) { return __reduce_max_sync(~0u, value); }
 inline bool __all_sync(unsigned, bool value) { return !__any_sync(~0u, !value); }
+inline float rsqrt(float x) { return float(1 / std::sqrt(double(x))); }
+inline double rsqrt(double x) { return 1 / std::sqrt(x); }
 inline void __threadfence() {}
 template <class T, class U> T atomicAdd(T* at, U value) { return std::exchange(*at, *at + T(value)); }
 template <class T, class U> T atomicMax(T* at, U value) { return std::exchange(*at, max(*at, T(value))); }

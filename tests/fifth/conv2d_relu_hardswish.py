@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import library
-import operators
-from problems import Problem
-from twin import Twin
+from inline_kernels.engine import library, operators
+from inline_kernels.engine.twin import Twin
+from inline_kernels.problems import Problem
 
 NAME = "conv2d_relu_hardswish"
 FOLDER = Path(__file__).resolve().parent  # of the kernels

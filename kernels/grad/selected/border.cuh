@@ -3,223 +3,233 @@
 #pragma once
 #include "grad/selected/compose.cuh"
 
-namespace {
+namespace grad::selected {
 
-// Pixels for which the same taps are left make a class, with a composed filter of its own: classes count rows
-// (or columns) before the first with all taps, all with all of them as one, and those behind.
-struct Range {
-  int begin, end;           // rows of x
-  int first_tap, last_tap;  // whose positions are in v
-};
-__device__ __forceinline__ Range range_of(int own, int halo, int size) {
-  const int inside = size - halo;  // positions
-  if (own == halo) return {halo, inside, 0, halo};
-  const int at = own < halo ? own : max(inside, halo) + own - halo - 1;
-  return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
-}
+template <class P> struct Bordering : Composing<P> {
+  using Base = Composing<P>;
+    using Base::kTaps, Base::kUnits, Base::kDepth, Base::kInputChannels, Base::kHaloH, Base::kHaloW,
+      Base::kReachH, Base::kReachW, Base::kIn, Base::kFilterH, Base::kFilterW;
+    using typename Base::Geometry, typename Base::Composed;
 
-// Two threads share an edge's pixel: each has every second row of the filter.
-constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128, kBorderThreads = 2 * kBorderPixels;
-constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
-constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
-constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * kReachW;
-constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
-constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
-constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
-
-// What a block knows of its sample: adds to dx there.
-struct Border {
-  value_t* const dx;
-  const value_t* const x;
-  const float* const shift;
-  const Composed& composed;
-  const Geometry& geometry;
-  const int n = blockIdx.x;
-  const value_t* const sample = x + int64_t(n) * CHANNELS_IN * geometry.plane_size();
-
-  __device__ __forceinline__ void add(int channel, int row, int column, float value) const {
-    value_t* const to = dx + (int64_t(n) * CHANNELS_IN + channel) * geometry.plane_size() +
-                        int64_t(row) * geometry.W + column;
-    *to = value_t(float(*to) + value);
+  // Pixels for which the same taps are left make a class, with a composed filter of its own: classes count rows
+  // (or columns) before the first with all taps, all with all of them as one, and those behind.
+  struct Range {
+    int begin, end;           // rows of x
+    int first_tap, last_tap;  // whose positions are in v
+  };
+  __device__ __forceinline__ static Range range_of(int own, int halo, int size) {
+    const int inside = size - halo;  // positions
+    if (own == halo) return {halo, inside, 0, halo};
+    const int at = own < halo ? own : max(inside, halo) + own - halo - 1;
+    return {at, min(at + 1, size), max(0, at - inside + 1), min(halo, at)};
   }
 
-  // All corners, a thread for a channel of a pixel.
-  __device__ __forceinline__ void add_corners() const {
-    for (int i = threadIdx.x; i < 4 * kHaloH * kHaloW * CHANNELS_IN; i += kBorderThreads) {
-      constexpr int kOfRow = 2 * kHaloW + !kHaloW;  // corners
-      const int h = i / CHANNELS_IN / kOfRow, w = i / CHANNELS_IN % kOfRow;
-      const Range rows = range_of(h + (h >= kHaloH), kHaloH, geometry.H);
-      const Range columns = range_of(w + (w >= kHaloW), kHaloW, geometry.W);
-      if (rows.begin < rows.end && columns.begin < columns.end)
-        add(i % CHANNELS_IN, rows.begin, columns.begin, corner_gradient(i % CHANNELS_IN, rows, columns));
+  // Two threads share an edge's pixel: each has every second row of the filter.
+  static constexpr int kBorderPixels = kReachH > 5 || kReachW > 5 ? 32 : 128, kBorderThreads = 2 * kBorderPixels;
+  static constexpr int kPixelPitch = kInputChannels + 4;  // no bank conflicts
+  static constexpr int kOfRow = kReachH * (kBorderPixels + 2 * kHaloW);
+  static constexpr int kOfColumn = (kBorderPixels + 2 * kHaloH) * kReachW;
+  static constexpr int kBorderFilter = kReachH * kReachW * kInputChannels * kInputChannels;  // (row, column, in, out)
+  static constexpr int kBorderShared = ((kOfRow > kOfColumn ? kOfRow : kOfColumn) * kPixelPitch + kBorderFilter) * 4;
+  static constexpr int kEdges = 2 * kHaloH + 2 * kHaloW;
+
+  // What a block knows of its sample: adds to dx there.
+  struct Border {
+    value_t* const dx;
+    const value_t* const x;
+    const float* const shift;
+    const Composed& composed;
+    const Geometry& geometry;
+    const int n = blockIdx.x;
+    const value_t* const sample = x + int64_t(n) * kIn * geometry.plane_size();
+
+    __device__ __forceinline__ void add(int channel, int row, int column, float value) const {
+      value_t* const to = dx + (int64_t(n) * kIn + channel) * geometry.plane_size() +
+                          int64_t(row) * geometry.W + column;
+      *to = value_t(float(*to) + value);
     }
-  }
 
- private:
-  // What a pixel gets from the taps in `rows` and `columns`, for channel `out`.
-  __device__ float corner_gradient(int out, Range rows, Range columns) const {
-    const int H = geometry.H, W = geometry.W;
-    float total = 0;
-    for (int kh = rows.first_tap; kh <= rows.last_tap; kh++)
-      for (int kw = columns.first_tap; kw <= columns.last_tap; kw++) {
-        const int64_t tap = int64_t(n) * kTaps + kh * KERNEL_W + kw;
-        const float* const products = composed.products + tap * (kDepth * kInputChannels) + out;
-        float sum = composed.constants[tap * kInputChannels + out];
+    // All corners, a thread for a channel of a pixel.
+    __device__ __forceinline__ void add_corners() const {
+      for (int i = threadIdx.x; i < 4 * kHaloH * kHaloW * kIn; i += kBorderThreads) {
+        constexpr int kOfRow = 2 * kHaloW + !kHaloW;  // corners
+        const int h = i / kIn / kOfRow, w = i / kIn % kOfRow;
+        const Range rows = range_of(h + (h >= kHaloH), kHaloH, geometry.H);
+        const Range columns = range_of(w + (w >= kHaloW), kHaloW, geometry.W);
+        if (rows.begin < rows.end && columns.begin < columns.end)
+          add(i % kIn, rows.begin, columns.begin, corner_gradient(i % kIn, rows, columns));
+      }
+    }
+
+   private:
+    // What a pixel gets from the taps in `rows` and `columns`, for channel `out`.
+    __device__ float corner_gradient(int out, Range rows, Range columns) const {
+      const int H = geometry.H, W = geometry.W;
+      float total = 0;
+      for (int kh = rows.first_tap; kh <= rows.last_tap; kh++)
+        for (int kw = columns.first_tap; kw <= columns.last_tap; kw++) {
+          const int64_t tap = int64_t(n) * kTaps + kh * kFilterW + kw;
+          const float* const products = composed.products + tap * (kDepth * kInputChannels) + out;
+          float sum = composed.constants[tap * kInputChannels + out];
 #pragma unroll 2
-        for (int unit = 0; unit < kUnits; unit++) {
-          const int row = rows.begin - kh + unit % kTaps / KERNEL_W;
-          const int column = columns.begin - kw + unit % KERNEL_W;
+          for (int unit = 0; unit < kUnits; unit++) {
+            const int row = rows.begin - kh + unit % kTaps / kFilterW;
+            const int column = columns.begin - kw + unit % kFilterW;
 #pragma unroll
-          for (int i = 0; i < 8; i++) {
-            const int c = unit / kTaps * 8 + i;
-            if (c < CHANNELS_IN)
-              sum += (float(sample[(int64_t(c) * H + row) * W + column]) - shift[n * CHANNELS_IN + c]) *
-                     products[(unit * 8 + i) * kInputChannels];
+            for (int i = 0; i < 8; i++) {
+              const int c = unit / kTaps * 8 + i;
+              if (c < kIn)
+                sum += (float(sample[(int64_t(c) * H + row) * W + column]) - shift[n * kIn + c]) *
+                       products[(unit * 8 + i) * kInputChannels];
+            }
+          }
+          total += sum;
+        }
+      return total;
+    }
+  };
+
+  // An edge: a row or, `down`, a column of pixels with the same taps, whose composed filter is in shared
+  // memory.
+  struct Edge {
+    const Border& border;
+    const bool down;
+    const Range rows, columns;
+    float *const filter, *const pixels, *const level;  // in shared memory
+
+    __device__ __forceinline__ bool is_empty() const {
+      return rows.begin >= rows.end || columns.begin >= columns.end;
+    }
+
+    // The composed filter of the taps that are left, and the constants'.
+    __device__ __forceinline__ void compose_filter() const {
+      const float* const products = border.composed.products + int64_t(border.n) * kDepth * kDepth;
+#pragma unroll 2
+      for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
+        const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
+        const int at = i / kInputChannels / kInputChannels;
+        const int below = at / kReachW - kHaloH, right = at % kReachW - kHaloW;
+        filter[i] = sum_of_taps(
+            products,
+            [&](int kh, int kw) {
+              return unsigned(kh + below) < kFilterH && unsigned(kw + right) < kFilterW;
+            },
+            [&](int tap, int kh, int kw) {
+              const int unit = in / 8 * kTaps + (kh + below) * kFilterW + kw + right;
+              return (tap * kDepth + unit * 8 + in % 8) * kInputChannels + out;
+            });
+      }
+      if (threadIdx.x < kInputChannels)
+        level[threadIdx.x] = sum_of_taps(
+            border.composed.constants + int64_t(border.n) * kDepth, [](int, int) { return true; },
+            [](int tap, int, int) { return tap * kInputChannels + int(threadIdx.x); });
+    }
+
+    // x less its shift around the edge's pixels: height × pitch pixels from (top, left) on; zeros outside of x.
+    __device__ __forceinline__ void stage_pixels(int top, int left, int height, int pitch) const {
+      const Geometry& geometry = border.geometry;
+#pragma unroll 2
+      for (int i = threadIdx.x; i < height * pitch; i += kBorderThreads) {
+        const int row = top + i / pitch, column = left + i % pitch;
+        const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
+        const value_t* from = border.sample + (inside ? int64_t(row) * geometry.W + column : 0);
+#pragma unroll
+        for (int c = 0; c < kInputChannels; c++) {
+          const float value = c < kIn ? float(from[c * geometry.plane_size()]) -
+                                                    border.shift[border.n * kIn + c]
+                                              : 0.f;
+          pixels[i * kPixelPitch + c] = inside ? value : 0.f;
+        }
+      }
+    }
+
+    // Adds the products of every second row of the filter for one of the pixels.
+    __device__ __forceinline__ void multiply(float (&sum)[kInputChannels], int pixel, int second,
+                                             int pitch) const {
+      for (int kh = kHaloH - rows.last_tap + second; kh < kReachH - rows.first_tap; kh += 2)
+        for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
+          const int at = ((down ? pixel : 0) + kh) * pitch + (down ? 0 : pixel) + kw;
+          const float* from = pixels + at * kPixelPitch;
+          const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
+#pragma unroll
+          for (int c = 0; c < kInputChannels; c += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(from + c);
+            const float of_pixel[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+#pragma unroll
+              for (int i = 0; i < kInputChannels; i += 4) {
+                const float4 factor =
+                    *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
+                sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
+                sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
+              }
           }
         }
-        total += sum;
+    }
+
+   private:
+    // The sum over those taps of which `real` says so; all loads are under way at once.
+    template <class Real, class Index>
+    __device__ __forceinline__ float sum_of_taps(const float* from, const Real& real,
+                                                 const Index& index) const {
+      float sum = 0;
+#pragma unroll
+      for (int tap = 0; tap < kTaps; tap++) {
+        const int kh = tap / kFilterW, kw = tap % kFilterW;
+        const bool counts = rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw &&
+                            kw <= columns.last_tap && real(kh, kw);
+        const float one = from[counts ? index(tap, kh, kw) : 0];
+        sum += counts ? one : 0.f;
       }
-    return total;
+      return sum;
+    }
+  };
+
+  // Grid: samples, of which there may be more than a grid has rows; edges and, last, all corners.
+  __device__ __forceinline__ static void add_border(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ float level[kInputChannels];
+    __shared__ float halves[kBorderPixels][kInputChannels + 1];
+    const Border border{dx, x, shift, composed, geometry};
+    if (blockIdx.y == kEdges) return border.add_corners();
+    const bool down = blockIdx.y >= 2 * kHaloH;
+    const int own = down ? blockIdx.y - 2 * kHaloH : blockIdx.y;
+    float* const filter = reinterpret_cast<float*>(shared);
+    const Edge edge{border, down, range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, geometry.H),
+                    range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, geometry.W), filter,
+                    filter + kBorderFilter, level};
+    if (edge.is_empty()) return;
+    edge.compose_filter();
+
+    const Range along = down ? edge.rows : edge.columns;
+    const int own_pixel = threadIdx.x % kBorderPixels, second = threadIdx.x / kBorderPixels;
+    for (int first = along.begin; first < along.end; first += kBorderPixels) {
+      const int count = min(kBorderPixels, along.end - first);
+      const int row = down ? first : edge.rows.begin, column = down ? edge.columns.begin : first;
+      const int pitch = (down ? 1 : count) + 2 * kHaloW, height = (down ? count : 1) + 2 * kHaloH;
+      __syncthreads();  // the pixels have been read
+      edge.stage_pixels(row - kHaloH, column - kHaloW, height, pitch);
+      __syncthreads();  // they are there, and the filter
+      float sum[kInputChannels] = {};
+      if (own_pixel < count) {
+        edge.multiply(sum, own_pixel, second, pitch);
+        if (second)
+#pragma unroll
+          for (int i = 0; i < kInputChannels; i++) halves[own_pixel][i] = sum[i];
+      }
+      __syncthreads();  // the second halves are there
+      if (!second && own_pixel < count)
+#pragma unroll
+        for (int i = 0; i < kIn; i++)
+          border.add(i, row + (down ? own_pixel : 0), column + (down ? 0 : own_pixel),
+                     level[i] + (sum[i] + halves[own_pixel][i]));
+    }
   }
 };
 
-// An edge: a row or, `down`, a column of pixels with the same taps, whose composed filter is in shared
-// memory.
-struct Edge {
-  const Border& border;
-  const bool down;
-  const Range rows, columns;
-  float *const filter, *const pixels, *const level;  // in shared memory
-
-  __device__ __forceinline__ bool is_empty() const {
-    return rows.begin >= rows.end || columns.begin >= columns.end;
-  }
-
-  // The composed filter of the taps that are left, and the constants'.
-  __device__ __forceinline__ void compose_filter() const {
-    const float* const products = border.composed.products + int64_t(border.n) * kDepth * kDepth;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < kBorderFilter; i += kBorderThreads) {
-      const int out = i % kInputChannels, in = i / kInputChannels % kInputChannels;
-      const int at = i / kInputChannels / kInputChannels;
-      const int below = at / kReachW - kHaloH, right = at % kReachW - kHaloW;
-      filter[i] = sum_of_taps(
-          products,
-          [&](int kh, int kw) {
-            return unsigned(kh + below) < KERNEL_H && unsigned(kw + right) < KERNEL_W;
-          },
-          [&](int tap, int kh, int kw) {
-            const int unit = in / 8 * kTaps + (kh + below) * KERNEL_W + kw + right;
-            return (tap * kDepth + unit * 8 + in % 8) * kInputChannels + out;
-          });
-    }
-    if (threadIdx.x < kInputChannels)
-      level[threadIdx.x] = sum_of_taps(
-          border.composed.constants + int64_t(border.n) * kDepth, [](int, int) { return true; },
-          [](int tap, int, int) { return tap * kInputChannels + int(threadIdx.x); });
-  }
-
-  // x less its shift around the edge's pixels: height × pitch pixels from (top, left) on; zeros outside of x.
-  __device__ __forceinline__ void stage_pixels(int top, int left, int height, int pitch) const {
-    const Geometry& geometry = border.geometry;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < height * pitch; i += kBorderThreads) {
-      const int row = top + i / pitch, column = left + i % pitch;
-      const bool inside = unsigned(row) < unsigned(geometry.H) && unsigned(column) < unsigned(geometry.W);
-      const value_t* from = border.sample + (inside ? int64_t(row) * geometry.W + column : 0);
-#pragma unroll
-      for (int c = 0; c < kInputChannels; c++) {
-        const float value = c < CHANNELS_IN ? float(from[c * geometry.plane_size()]) -
-                                                  border.shift[border.n * CHANNELS_IN + c]
-                                            : 0.f;
-        pixels[i * kPixelPitch + c] = inside ? value : 0.f;
-      }
-    }
-  }
-
-  // Adds the products of every second row of the filter for one of the pixels.
-  __device__ __forceinline__ void multiply(float (&sum)[kInputChannels], int pixel, int second,
-                                           int pitch) const {
-    for (int kh = kHaloH - rows.last_tap + second; kh < kReachH - rows.first_tap; kh += 2)
-      for (int kw = kHaloW - columns.last_tap; kw < kReachW - columns.first_tap; kw++) {
-        const int at = ((down ? pixel : 0) + kh) * pitch + (down ? 0 : pixel) + kw;
-        const float* from = pixels + at * kPixelPitch;
-        const float* factors = filter + (kh * kReachW + kw) * kInputChannels * kInputChannels;
-#pragma unroll
-        for (int c = 0; c < kInputChannels; c += 4) {
-          const float4 four = *reinterpret_cast<const float4*>(from + c);
-          const float of_pixel[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-          for (int k = 0; k < 4; k++)
-#pragma unroll
-            for (int i = 0; i < kInputChannels; i += 4) {
-              const float4 factor =
-                  *reinterpret_cast<const float4*>(factors + (c + k) * kInputChannels + i);
-              sum[i] += of_pixel[k] * factor.x, sum[i + 1] += of_pixel[k] * factor.y;
-              sum[i + 2] += of_pixel[k] * factor.z, sum[i + 3] += of_pixel[k] * factor.w;
-            }
-        }
-      }
-  }
-
- private:
-  // The sum over those taps of which `real` says so; all loads are under way at once.
-  template <class Real, class Index>
-  __device__ __forceinline__ float sum_of_taps(const float* from, const Real& real,
-                                               const Index& index) const {
-    float sum = 0;
-#pragma unroll
-    for (int tap = 0; tap < kTaps; tap++) {
-      const int kh = tap / KERNEL_W, kw = tap % KERNEL_W;
-      const bool counts = rows.first_tap <= kh && kh <= rows.last_tap && columns.first_tap <= kw &&
-                          kw <= columns.last_tap && real(kh, kw);
-      const float one = from[counts ? index(tap, kh, kw) : 0];
-      sum += counts ? one : 0.f;
-    }
-    return sum;
-  }
-};
-
-// Grid: samples, of which there may be more than a grid has rows; edges and, last, all corners.
-__global__ void __launch_bounds__(kBorderThreads, 4)
-border_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Geometry geometry) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ float level[kInputChannels];
-  __shared__ float halves[kBorderPixels][kInputChannels + 1];
-  const Border border{dx, x, shift, composed, geometry};
-  if (blockIdx.y == kEdges) return border.add_corners();
-  const bool down = blockIdx.y >= 2 * kHaloH;
-  const int own = down ? blockIdx.y - 2 * kHaloH : blockIdx.y;
-  float* const filter = reinterpret_cast<float*>(shared);
-  const Edge edge{border, down, range_of(down ? kHaloH : own + (own >= kHaloH), kHaloH, geometry.H),
-                  range_of(down ? own + (own >= kHaloW) : kHaloW, kHaloW, geometry.W), filter,
-                  filter + kBorderFilter, level};
-  if (edge.is_empty()) return;
-  edge.compose_filter();
-
-  const Range along = down ? edge.rows : edge.columns;
-  const int own_pixel = threadIdx.x % kBorderPixels, second = threadIdx.x / kBorderPixels;
-  for (int first = along.begin; first < along.end; first += kBorderPixels) {
-    const int count = min(kBorderPixels, along.end - first);
-    const int row = down ? first : edge.rows.begin, column = down ? edge.columns.begin : first;
-    const int pitch = (down ? 1 : count) + 2 * kHaloW, height = (down ? count : 1) + 2 * kHaloH;
-    __syncthreads();  // the pixels have been read
-    edge.stage_pixels(row - kHaloH, column - kHaloW, height, pitch);
-    __syncthreads();  // they are there, and the filter
-    float sum[kInputChannels] = {};
-    if (own_pixel < count) {
-      edge.multiply(sum, own_pixel, second, pitch);
-      if (second)
-#pragma unroll
-        for (int i = 0; i < kInputChannels; i++) halves[own_pixel][i] = sum[i];
-    }
-    __syncthreads();  // the second halves are there
-    if (!second && own_pixel < count)
-#pragma unroll
-      for (int i = 0; i < CHANNELS_IN; i++)
-        border.add(i, row + (down ? own_pixel : 0), column + (down ? 0 : own_pixel),
-                   level[i] + (sum[i] + halves[own_pixel][i]));
-  }
+template <class P> __global__ void __launch_bounds__(P::kBorderThreads, 4) border_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed, typename P::Geometry geometry) {
+  P::add_border(dx, x, shift, composed, geometry);
 }
 
-}  // namespace
+}  // namespace grad::selected

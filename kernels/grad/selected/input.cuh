@@ -17,12 +17,7 @@
 #pragma once
 #include "grad/selected/input_operands.cuh"
 
-namespace {
-
-constexpr int kRowTiles = (POOL_H + 1) / 2;  // of products: two rows each
-// Of the filter's columns, and of products' tiles: those whose sums are in registers together.
-constexpr int kGroupColumns = KERNEL_H > 9 ? 1 : 9 / KERNEL_H < KERNEL_W ? 9 / KERNEL_H : KERNEL_W;
-constexpr int kGroupTiles = KERNEL_H > 9 ? 1 : 2;
+namespace grad::selected {
 
 // d += a·b, each the sum of two halves.
 __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t (&high)[4],
@@ -32,256 +27,275 @@ __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t
   multiply_add(d, high, b.x, b.y);
 }
 
-// The products for a row of windows, and the rows of dx under it. A thread has one column of v, and of dx,
-// and two channels in of each plane.
-struct InputProducts {
-  const InputTile& tile;
-  const InputStage& operands;
-  unsigned char* const shared;
+template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputColumns_> {
+  static constexpr bool kOfInput = true;
+  using Base = InputOperands<P, kInputColumns_>;
+    using Base::kPlanes, Base::kTaps, Base::kUnits, Base::channel_of, Base::kInputChannels, Base::kFilterSteps,
+      Base::kHaloH, Base::kHaloW, Base::kReachH, Base::kReachW, Base::kInputThreads, Base::kSlotPitch,
+      Base::kRing, Base::kRingColumns, Base::kRingRow, Base::kRingPlane, Base::kRingPart, Base::kSumRows,
+      Base::kIn, Base::kOut, Base::kFilterH, Base::kFilterW, Base::kPoolH, Base::kPoolW;
+    using typename Base::Geometry, typename Base::Saved, typename Base::Composed, typename Base::InputLayout,
+      typename Base::InputStorage, typename Base::InputTile, typename Base::InputStage;
 
-  // Row r of terms from `row` on, of the filter's column kw, for this thread.
-  __device__ __forceinline__ float2* term(int plane, int kw, int row, int r) const {
-    float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
-    return reinterpret_cast<float2*>(terms + (plane * KERNEL_W + kw) * InputLayout::kTermPlane +
-                                     wrapped<kSumRows>(row % kSumRows + r) * (kRingColumns * 8) + kHaloW * 8 +
-                                     2 * thread_index_anew());
-  }
+  static constexpr int kRowTiles = (kPoolH + 1) / 2;  // of products: two rows each
+  // Of the filter's columns, and of products' tiles: those whose sums are in registers together.
+  static constexpr int kGroupColumns = kFilterH > 9 ? 1 : 9 / kFilterH < kFilterW ? 9 / kFilterH : kFilterW;
+  static constexpr int kGroupTiles = kFilterH > 9 ? 1 : 2;
 
-  // The terms of selected positions, from the row of windows at `row`.
-  __device__ __forceinline__ void add_selected(int row) const {
-    for_constants<kPlanes>([&](auto plane) {
-      for_constants<(KERNEL_W + kGroupColumns - 1) / kGroupColumns>([&](auto group) {
-        add_selected<decltype(plane)::value, decltype(group)::value * kGroupColumns>(row);
+
+  // The products for a row of windows, and the rows of dx under it. A thread has one column of v, and of dx,
+  // and two channels in of each plane.
+  struct InputProducts {
+    const InputTile& tile;
+    const InputStage& operands;
+    unsigned char* const shared;
+
+    // Row r of terms from `row` on, of the filter's column kw, for this thread.
+    __device__ __forceinline__ float2* term(int plane, int kw, int row, int r) const {
+      float* const terms = reinterpret_cast<float*>(shared + InputLayout::kTerms);
+      return reinterpret_cast<float2*>(terms + (plane * kFilterW + kw) * InputLayout::kTermPlane +
+                                       wrapped<kSumRows>(row % kSumRows + r) * (kRingColumns * 8) + kHaloW * 8 +
+                                       2 * thread_index_anew());
+    }
+
+    // The terms of selected positions, from the row of windows at `row`.
+    __device__ __forceinline__ void add_selected(int row) const {
+      for_constants<kPlanes>([&](auto plane) {
+        for_constants<(kFilterW + kGroupColumns - 1) / kGroupColumns>([&](auto group) {
+          add_selected<decltype(plane)::value, decltype(group)::value * kGroupColumns>(row);
+        });
       });
-    });
-  }
+    }
 
-  // The composed filter's share of as many rows of dx, on top of the terms that this thread reads, too.
-  __device__ __forceinline__ void add_composed(int row) const {
-    float dense[kPlanes][kRowTiles][4] = {};
-    multiply_composed(dense, (row - kHaloH + kRing) % kRing);
-    const PowerOfTwo unscale_dense(-(operands.x_exponent + operands.storage.composed_exponent));
-    const int thread = thread_index_anew(), own_x = tile.first_column + tile.ahead + thread / 4;
-    if (kHaloW <= own_x && own_x < tile.width)
+    // The composed filter's share of as many rows of dx, on top of the terms that this thread reads, too.
+    __device__ __forceinline__ void add_composed(int row) const {
+      float dense[kPlanes][kRowTiles][4] = {};
+      multiply_composed(dense, (row - kHaloH + kRing) % kRing);
+      const PowerOfTwo unscale_dense(-(operands.x_exponent + operands.storage.composed_exponent));
+      const int thread = thread_index_anew(), own_x = tile.first_column + tile.ahead + thread / 4;
+      if (kHaloW <= own_x && own_x < tile.width)
 #pragma unroll
-    for (int plane = 0; plane < kPlanes; plane++)
+      for (int plane = 0; plane < kPlanes; plane++)
 #pragma unroll
-      for (int r = 0; r < POOL_H; r++) {
-        if (row + r < kHaloH || row + r >= tile.height) continue;
-        float2* const to = term(plane, tile.ahead, row, r);
-        const float* own = dense[plane][r / 2] + r % 2 * 2;
-        const float* level = operands.storage.levels + plane * 8 + thread % 4 * 2;
-        *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
-                          to->y + (unscale_dense(own[1]) + level[1]));
-      }
-  }
-
-  // Those rows of dx, whose terms are complete.
-  __device__ __forceinline__ void write(value_t* dx, int row) const {
-    const Geometry& geometry = tile.geometry;
-    const int thread = thread_index_anew(), own_x = tile.first_column + tile.ahead + thread / 4;
-    if (own_x >= tile.column_end) return;
-#pragma unroll
-    for (int plane = 0; plane < kPlanes; plane++) {
-      const int c = plane * 8 + thread % 4 * 2;
-      const int64_t of_channel = (int64_t(tile.n) * CHANNELS_IN + c) * geometry.plane_size();
-      value_t* to = dx + of_channel + int64_t(row) * geometry.W + own_x;
-#pragma unroll
-      for (int r = 0; r < POOL_H; r++, to += geometry.W) {
-        float2 sum = make_float2(0, 0);
-#pragma unroll
-        for (int kw = 0; kw < KERNEL_W; kw++) {
-          const float2 one = term(plane, kw, row, r)[(tile.ahead - kw) * 4];
-          sum.x += one.x, sum.y += one.y;
+        for (int r = 0; r < kPoolH; r++) {
+          if (row + r < kHaloH || row + r >= tile.height) continue;
+          float2* const to = term(plane, tile.ahead, row, r);
+          const float* own = dense[plane][r / 2] + r % 2 * 2;
+          const float* level = operands.storage.levels + plane * 8 + thread % 4 * 2;
+          *to = make_float2(to->x + (unscale_dense(own[0]) + level[0]),
+                            to->y + (unscale_dense(own[1]) + level[1]));
         }
-        if (row + r >= geometry.H) continue;
-        if (c < CHANNELS_IN) to[0] = value_t(sum.x);
-        if (c + 1 < CHANNELS_IN) to[geometry.plane_size()] = value_t(sum.y);
+    }
+
+    // Those rows of dx, whose terms are complete.
+    __device__ __forceinline__ void write(value_t* dx, int row) const {
+      const Geometry& geometry = tile.geometry;
+      const int thread = thread_index_anew(), own_x = tile.first_column + tile.ahead + thread / 4;
+      if (own_x >= tile.column_end) return;
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; plane++) {
+        const int c = plane * 8 + thread % 4 * 2;
+        const int64_t of_channel = (int64_t(tile.n) * kIn + c) * geometry.plane_size();
+        value_t* to = dx + of_channel + int64_t(row) * geometry.W + own_x;
+#pragma unroll
+        for (int r = 0; r < kPoolH; r++, to += geometry.W) {
+          float2 sum = make_float2(0, 0);
+#pragma unroll
+          for (int kw = 0; kw < kFilterW; kw++) {
+            const float2 one = term(plane, kw, row, r)[(tile.ahead - kw) * 4];
+            sum.x += one.x, sum.y += one.y;
+          }
+          if (row + r >= geometry.H) continue;
+          if (c < kIn) to[0] = value_t(sum.x);
+          if (c + 1 < kIn) to[geometry.plane_size()] = value_t(sum.y);
+        }
       }
     }
-  }
 
- private:
-  // Those of a plane of channels in, and of the filter's columns from kFirst on.
-  template <int kPlane, int kFirst> __device__ __forceinline__ void add_selected(int row) const {
-    constexpr int kCount = KERNEL_W - kFirst < kGroupColumns ? KERNEL_W - kFirst : kGroupColumns;
-    const float unscale = power_of_two(-operands.exponent);
-    float sums[kCount][kSumRows][2];
+   private:
+    // Those of a plane of channels in, and of the filter's columns from kFirst on.
+    template <int kPlane, int kFirst> __device__ __forceinline__ void add_selected(int row) const {
+      constexpr int kCount = kFilterW - kFirst < kGroupColumns ? kFilterW - kFirst : kGroupColumns;
+      const float unscale = power_of_two(-operands.exponent);
+      float sums[kCount][kSumRows][2];
 #pragma unroll
-    for (int i = 0; i < kCount * kSumRows * 2; i++) (&sums[0][0][0])[i] = -0.f;  // adds nothing
-    if (row / POOL_H < tile.geometry.pooled_height())
+      for (int i = 0; i < kCount * kSumRows * 2; i++) (&sums[0][0][0])[i] = -0.f;  // adds nothing
+      if (row / kPoolH < tile.geometry.pooled_height())
 #pragma unroll
-      for (int first = 0; first < POOL_H; first += 2 * kGroupTiles) {
-        float d[kCount][KERNEL_H][kGroupTiles][4];
-        multiply_selected<kPlane, kFirst>(d, first);
+        for (int first = 0; first < kPoolH; first += 2 * kGroupTiles) {
+          float d[kCount][kFilterH][kGroupTiles][4];
+          multiply_selected<kPlane, kFirst>(d, first);
 #pragma unroll
-        for (int kw = 0; kw < kCount; kw++)
+          for (int kw = 0; kw < kCount; kw++)
 #pragma unroll
-          for (int kh = 0; kh < KERNEL_H; kh++)
+            for (int kh = 0; kh < kFilterH; kh++)
 #pragma unroll
-            for (int i = 0; i < kGroupTiles * 4; i++) {
-              const int of_window = first + i / 2;  // row
-              if (of_window < POOL_H) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
-            }
-      }
-#pragma unroll
-    for (int kw = 0; kw < kCount; kw++)
-#pragma unroll
-      for (int r = 0; r < kSumRows; r++) {
-        float2* const to = term(kPlane, kFirst + kw, row, r);
-        const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
-        *to = make_float2(before.x + sums[kw][r][0] * unscale, before.y + sums[kw][r][1] * unscale);
-      }
-  }
-
-  // d = the products of the windows' gradients at their rows from `first` on, by column and row of the
-  // filter and pair of rows.
-  template <int kPlane, int kFirst, int kCount>
-  __device__ __forceinline__ void multiply_selected(float (&d)[kCount][KERNEL_H][kGroupTiles][4],
-                                                    int first) const {
-    const uint4* const filters = reinterpret_cast<const uint4*>(shared);
-    const int lane = thread_index_anew() % 32, column = tile.first_column + thread_index_anew() / 4;
-    const int slot = (column / POOL_W - tile.first_window) * kSlotPitch + lane % 4;
-    const uint4* const values_at = reinterpret_cast<const uint4*>(shared + InputLayout::kValues) + slot;
-    const uint2* const places_at = reinterpret_cast<const uint2*>(shared + InputLayout::kPlaces) + slot;
-    const uint32_t place = pair_of(column % POOL_W, column % POOL_W);
-#pragma unroll
-    for (int i = 0; i < kCount * KERNEL_H * kGroupTiles * 4; i++) (&d[0][0][0][0])[i] = 0;
-#pragma unroll 1  // more take more registers than there are
-    for (int step = 0; step < kFilterSteps; step++) {
-      const uint4 values = values_at[step * 4];
-      const uint2 places = places_at[step * 4];
-      uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
-#pragma unroll
-      for (int m = 0; m < kGroupTiles; m++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const uint32_t own = place + (first + 2 * m + half) * POOL_W * 0x10001;
-          const uint32_t here = equal_halves(places.x, own), next = equal_halves(places.y, own);
-          high[m][half] = values.x & here, high[m][half + 2] = values.y & next;
-          low[m][half] = values.z & here, low[m][half + 2] = values.w & next;
+              for (int i = 0; i < kGroupTiles * 4; i++) {
+                const int of_window = first + i / 2;  // row
+                if (of_window < kPoolH) sums[kw][of_window + kh][i % 2] += d[kw][kh][i / 4][i % 4];
+              }
         }
 #pragma unroll
       for (int kw = 0; kw < kCount; kw++)
 #pragma unroll
-        for (int kh = 0; kh < KERNEL_H; kh++) {
-          const int unit = kPlane * kTaps + kh * KERNEL_W + kFirst + kw;
-          const uint4 b = filters[(step * kUnits + unit) * 32 + lane];
-#pragma unroll
-          for (int m = 0; m < kGroupTiles; m++)
-            if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], low[m], b.x, b.y);
-#pragma unroll
-          for (int m = 0; m < kGroupTiles; m++)
-            if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.z, b.w);
-#pragma unroll
-          for (int m = 0; m < kGroupTiles; m++)
-            if (first + 2 * m < POOL_H) multiply_add(d[kw][kh][m], high[m], b.x, b.y);
+        for (int r = 0; r < kSumRows; r++) {
+          float2* const to = term(kPlane, kFirst + kw, row, r);
+          const float2 before = r < kHaloH ? *to : make_float2(0, 0);  // by the last row of windows
+          *to = make_float2(before.x + sums[kw][r][0] * unscale, before.y + sums[kw][r][1] * unscale);
         }
     }
-  }
 
-  // Adds the products of the composed filter and x for POOL_H rows of dx, the first of which needs x from
-  // ring_row on.
-  __device__ __forceinline__ void multiply_composed(float (&dense)[kPlanes][kRowTiles][4],
-                                                    int ring_row) const {
-    const uint4* const composed_filter = reinterpret_cast<const uint4*>(shared + InputLayout::kComposed);
-    unsigned char* const pixels = shared + InputLayout::kPixels;
+    // d = the products of the windows' gradients at their rows from `first` on, by column and row of the
+    // filter and pair of rows.
+    template <int kPlane, int kFirst, int kCount>
+    __device__ __forceinline__ void multiply_selected(float (&d)[kCount][kFilterH][kGroupTiles][4],
+                                                      int first) const {
+      const uint4* const filters = reinterpret_cast<const uint4*>(shared);
+      const int lane = thread_index_anew() % 32, column = tile.first_column + thread_index_anew() / 4;
+      const int slot = (column / kPoolW - tile.first_window) * kSlotPitch + lane % 4;
+      const uint4* const values_at = reinterpret_cast<const uint4*>(shared + InputLayout::kValues) + slot;
+      const uint2* const places_at = reinterpret_cast<const uint2*>(shared + InputLayout::kPlaces) + slot;
+      const uint32_t place = pair_of(column % kPoolW, column % kPoolW);
 #pragma unroll
-    for (int from = 0; from < kPlanes; from++) {
-      constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
-      const int thread = thread_index_anew(), matrix = thread % 32 / 8;
-      // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A with
-      // two rows of dx and two columns of the filter. Of the last column alone, high halves and low ones.
-      const uint32_t first = shared_address(pixels) + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
-      const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
+      for (int i = 0; i < kCount * kFilterH * kGroupTiles * 4; i++) (&d[0][0][0][0])[i] = 0;
+#pragma unroll 1  // more take more registers than there are
+      for (int step = 0; step < kFilterSteps; step++) {
+        const uint4 values = values_at[step * 4];
+        const uint2 places = places_at[step * 4];
+        uint32_t high[kGroupTiles][4], low[kGroupTiles][4];
 #pragma unroll
-      for (int column = 0; column < kReachW; column += 2) {
-        const bool alone = column + 1 == kReachW;
-        uint4 b[kPlanes][kReachH];
+        for (int m = 0; m < kGroupTiles; m++)
 #pragma unroll
-        for (int i = 0; i < kPlanes * kReachH; i++)
-          b[i / kReachH][i % kReachH] =
-              composed_filter[((i / kReachH * kPlanes + from) * (kHaloW + 1) + column / 2) * kReachH * 32 +
-                              i % kReachH * 32 + thread % 32];
-#pragma unroll
-        for (int i = 0; i < kRows - 1; i++) {
-          const int at = wrapped<kRing>(wrapped<kRing>(ring_row + i) + matrix % 2) * kRingRow + column * 16;
-          uint32_t halves[2][4];  // of the last column, all in the first one
-          if (alone) {
-            load_matrices(halves[0], first + at + low);
-          } else {
-            load_matrices(halves[0], first + at + second);
-            load_matrices(halves[1], first + at + second + kRingPart);
+          for (int half = 0; half < 2; half++) {
+            const uint32_t own = place + (first + 2 * m + half) * kPoolW * 0x10001;
+            const uint32_t here = equal_halves(places.x, own), next = equal_halves(places.y, own);
+            high[m][half] = values.x & here, high[m][half + 2] = values.y & next;
+            low[m][half] = values.z & here, low[m][half + 2] = values.w & next;
           }
 #pragma unroll
-          for (int plane = 0; plane < kPlanes; plane++)
+        for (int kw = 0; kw < kCount; kw++)
 #pragma unroll
-            for (int m = 0; m < kRowTiles; m++) {
-              if (unsigned(i - 2 * m) >= kReachH) continue;
-              float(&d)[4] = dense[plane][m];
-              const uint4 filter = b[plane][i - 2 * m];
-              if (alone) {
-                multiply_add(d, halves[0][2], halves[0][3], filter.x);
-                multiply_add(d, halves[0][0], halves[0][1], filter.z);
-                multiply_add(d, halves[0][0], halves[0][1], filter.x);
-              } else {
-                multiply_add_split(d, halves[0], halves[1], filter);
-              }
+          for (int kh = 0; kh < kFilterH; kh++) {
+            const int unit = kPlane * kTaps + kh * kFilterW + kFirst + kw;
+            const uint4 b = filters[(step * kUnits + unit) * 32 + lane];
+#pragma unroll
+            for (int m = 0; m < kGroupTiles; m++)
+              if (first + 2 * m < kPoolH) multiply_add(d[kw][kh][m], low[m], b.x, b.y);
+#pragma unroll
+            for (int m = 0; m < kGroupTiles; m++)
+              if (first + 2 * m < kPoolH) multiply_add(d[kw][kh][m], high[m], b.z, b.w);
+#pragma unroll
+            for (int m = 0; m < kGroupTiles; m++)
+              if (first + 2 * m < kPoolH) multiply_add(d[kw][kh][m], high[m], b.x, b.y);
+          }
+      }
+    }
+
+    // Adds the products of the composed filter and x for kPoolH rows of dx, the first of which needs x from
+    // ring_row on.
+    __device__ __forceinline__ void multiply_composed(float (&dense)[kPlanes][kRowTiles][4],
+                                                      int ring_row) const {
+      const uint4* const composed_filter = reinterpret_cast<const uint4*>(shared + InputLayout::kComposed);
+      unsigned char* const pixels = shared + InputLayout::kPixels;
+#pragma unroll
+      for (int from = 0; from < kPlanes; from++) {
+        constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
+        const int thread = thread_index_anew(), matrix = thread % 32 / 8;
+        // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A with
+        // two rows of dx and two columns of the filter. Of the last column alone, high halves and low ones.
+        const uint32_t first = shared_address(pixels) + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
+        const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
+#pragma unroll
+        for (int column = 0; column < kReachW; column += 2) {
+          const bool alone = column + 1 == kReachW;
+          uint4 b[kPlanes][kReachH];
+#pragma unroll
+          for (int i = 0; i < kPlanes * kReachH; i++)
+            b[i / kReachH][i % kReachH] =
+                composed_filter[((i / kReachH * kPlanes + from) * (kHaloW + 1) + column / 2) * kReachH * 32 +
+                                i % kReachH * 32 + thread % 32];
+#pragma unroll
+          for (int i = 0; i < kRows - 1; i++) {
+            const int at = wrapped<kRing>(wrapped<kRing>(ring_row + i) + matrix % 2) * kRingRow + column * 16;
+            uint32_t halves[2][4];  // of the last column, all in the first one
+            if (alone) {
+              load_matrices(halves[0], first + at + low);
+            } else {
+              load_matrices(halves[0], first + at + second);
+              load_matrices(halves[1], first + at + second + kRingPart);
             }
+#pragma unroll
+            for (int plane = 0; plane < kPlanes; plane++)
+#pragma unroll
+              for (int m = 0; m < kRowTiles; m++) {
+                if (unsigned(i - 2 * m) >= kReachH) continue;
+                float(&d)[4] = dense[plane][m];
+                const uint4 filter = b[plane][i - 2 * m];
+                if (alone) {
+                  multiply_add(d, halves[0][2], halves[0][3], filter.x);
+                  multiply_add(d, halves[0][0], halves[0][1], filter.z);
+                  multiply_add(d, halves[0][0], halves[0][1], filter.x);
+                } else {
+                  multiply_add_split(d, halves[0], halves[1], filter);
+                }
+              }
+          }
         }
       }
     }
+  };
+
+  // Everything that stays in shared memory; zeros where no window is, and beside the tile's columns.
+  __device__ __forceinline__ static void fill_shared(unsigned char* shared, InputStorage& storage,
+                                              const Composed& composed, const float* shift, const Saved& saved,
+                                              const GroupShape& shape, int n) {
+    for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
+      reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
+    for (int i = threadIdx.x; i < Composed::kOfSample; i += kInputThreads)
+      reinterpret_cast<uint4*>(shared + InputLayout::kComposed)[i] =
+          composed.composed[int64_t(n) * Composed::kOfSample + i];
+    for (int c = threadIdx.x; c < kOut; c += kInputThreads)
+      storage.channels[c] = channel_of(saved, shape, n, c), storage.unscale[c] = composed.unscale[c];
+    for (int i = threadIdx.x; i < (InputLayout::kBytes - InputLayout::kValues) / 4; i += kInputThreads)
+      reinterpret_cast<uint32_t*>(shared + InputLayout::kValues)[i] = 0;
+    if (threadIdx.x < kInputChannels) {
+      storage.levels[threadIdx.x] = composed.levels[n * kInputChannels + threadIdx.x];
+      storage.shifts[threadIdx.x] = threadIdx.x < kIn ? shift[n * kIn + threadIdx.x] : 0.f;
+    }
+    if (threadIdx.x < 4) (&storage.largest[0][0])[threadIdx.x] = 0;
+    if (threadIdx.x == 0) storage.composed_exponent = composed.exponents[n];
+  }
+
+  // dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of
+  // kPoolH; tiles of `stride` columns; samples, the first fastest.
+  __device__ __forceinline__ static void input_gradient(value_t* dx, const value_t* x, const float* shift, Composed composed, Saved saved, GroupShape shape, Geometry geometry, int tiles, int stride) {
+#if __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(128) unsigned char shared[];
+    __shared__ InputStorage storage;
+    const InputTile tile(geometry, tiles, stride);
+    fill_shared(shared, storage, composed, shift, saved, shape, tile.n);
+    __syncthreads();  // all of that is there
+    InputStage operands{tile, saved, x, storage, shared};
+    const InputProducts products{tile, operands, shared};
+    int row = tile.first_row();
+    auto next = operands.load_ahead(row);
+    for (; row < tile.row_end; row += kPoolH) {
+      operands.stage(row, next);
+      __syncthreads();  // that is there; and terms have been read
+      if (threadIdx.x < 2) storage.largest[(row / kPoolH + 1) % 2][threadIdx.x] = 0;
+      operands.rescale(row);
+      products.add_selected(row);
+      if (row >= tile.row_begin) products.add_composed(row);
+      next = operands.load_ahead(row + kPoolH);
+      __syncthreads();  // all terms are there, and what was staged has been read
+      if (row >= tile.row_begin) products.write(dx, row);
+    }
+#endif
   }
 };
 
-// Everything that stays in shared memory; zeros where no window is, and beside the tile's columns.
-__device__ __forceinline__ void fill_shared(unsigned char* shared, InputStorage& storage,
-                                            const Composed& composed, const float* shift, const Saved& saved,
-                                            const GroupShape& shape, int n) {
-  for (int i = threadIdx.x; i < Composed::kFilters; i += kInputThreads)
-    reinterpret_cast<uint4*>(shared)[i] = composed.filters[i];
-  for (int i = threadIdx.x; i < Composed::kOfSample; i += kInputThreads)
-    reinterpret_cast<uint4*>(shared + InputLayout::kComposed)[i] =
-        composed.composed[int64_t(n) * Composed::kOfSample + i];
-  for (int c = threadIdx.x; c < CHANNELS_OUT; c += kInputThreads)
-    storage.channels[c] = channel_of(saved, shape, n, c), storage.unscale[c] = composed.unscale[c];
-  for (int i = threadIdx.x; i < (InputLayout::kBytes - InputLayout::kValues) / 4; i += kInputThreads)
-    reinterpret_cast<uint32_t*>(shared + InputLayout::kValues)[i] = 0;
-  if (threadIdx.x < kInputChannels) {
-    storage.levels[threadIdx.x] = composed.levels[n * kInputChannels + threadIdx.x];
-    storage.shifts[threadIdx.x] = threadIdx.x < CHANNELS_IN ? shift[n * CHANNELS_IN + threadIdx.x] : 0.f;
-  }
-  if (threadIdx.x < 4) (&storage.largest[0][0])[threadIdx.x] = 0;
-  if (threadIdx.x == 0) storage.composed_exponent = composed.exponents[n];
+template <class P> __global__ void __launch_bounds__(P::kInputThreads, 2) input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed, typename P::Saved saved, GroupShape shape, typename P::Geometry geometry, int tiles, int stride) {
+  P::input_gradient(dx, x, shift, composed, saved, shape, geometry, tiles, stride);
 }
 
-// dx like x, complete but for what border_kernel adds. Grid: strips of `rows` rows of x, a multiple of
-// POOL_H; tiles of `stride` columns; samples, the first fastest.
-__global__ void __launch_bounds__(kInputThreads, 2)
-input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, Composed composed, Saved saved,
-                      GroupShape shape, Geometry geometry, int tiles, int stride) {
-#if __CUDA_ARCH__ >= 800
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ InputStorage storage;
-  const InputTile tile(geometry, tiles, stride);
-  fill_shared(shared, storage, composed, shift, saved, shape, tile.n);
-  __syncthreads();  // all of that is there
-  InputStage operands{tile, saved, x, storage, shared};
-  const InputProducts products{tile, operands, shared};
-  int row = tile.first_row();
-  InputStage::Ahead next = operands.load_ahead(row);
-  for (; row < tile.row_end; row += POOL_H) {
-    operands.stage(row, next);
-    __syncthreads();  // that is there; and terms have been read
-    if (threadIdx.x < 2) storage.largest[(row / POOL_H + 1) % 2][threadIdx.x] = 0;
-    operands.rescale(row);
-    products.add_selected(row);
-    if (row >= tile.row_begin) products.add_composed(row);
-    next = operands.load_ahead(row + POOL_H);
-    __syncthreads();  // all terms are there, and what was staged has been read
-    if (row >= tile.row_begin) products.write(dx, row);
-  }
-#endif
-}
-
-}  // namespace
+}  // namespace grad::selected

@@ -1,0 +1,1 @@
+"""What checks and times a model and its faster versions: the error rule, honesty, times, charts, records."""

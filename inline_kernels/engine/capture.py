@@ -1,0 +1,719 @@
+"""A model as a torch.fx graph in which each convolution with what follows it is one call: a Segment.
+
+`capture(model, training, x_dim)` traces the forward (tracing.py) and lets a segment grow from each convolution, down over the calls that
+the table of operations takes (ops.py), values used twice among them. It is cut where one value alone leaves it, at the place that keeps
+the most calls. What comes from outside (residuals) is an input. Everything else stays PyTorch's.
+
+Nothing here depends on sizes but on the convolution's channels: a segment serves any batch and image. That a second input has the shape
+that its leaf's space says is for the caller to check, at each call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from . import ops
+from .graph import ELEMENTS, Graph, Node, Space, order
+from .ops import NotAccepted, Random, Tail, Update, Value
+from .tracing import Named, NotCaptured, has_hooks, trace
+
+__all__ = ["Captured", "Conv", "NotCaptured", "Segment", "Update", "capture", "sizes"]
+
+
+class Conv(NamedTuple):
+    """The convolution. `name`: the module, or "" for a call of the function. `padding`: by axis, or "same"."""
+
+    name: str
+    nd: int
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str = "zeros"
+    transposed: bool = False
+
+
+class Segment:
+    """A convolution and its tail. Read-only.
+
+    `graph`, `outputs` (one node), `axes` (of the result's tensor: "n", "c", "0", "1", "2", "s" all positions in one, "" of size 1), `conv`,
+    `inputs` (leaves; the first is the convolution's x, which the tail doesn't have), `parameters` (qualified names: weight, bias if there is
+    one, the tail's), `buffers`, `scalars` (qualified attribute name -> leaf), `modules` (name -> class and the settings read from it),
+    `random`, `updates` (batch norms in training), `channels`, `eager` (the calls that the segment stands for, as a graph: placeholders in
+    the inputs' order), `stopped` (why it ends where it does), `digest` (equal for segments that differ in names alone)."""
+
+    def __init__(self, **fields: Any):
+        self.__dict__.update(fields)
+        self.__name__ = f"segment_{self.index}"
+        self.__module__ = "inline_kernels.engine"
+
+    index: int
+    graph: Graph
+    outputs: list[Node]
+    axes: tuple[str, ...]
+    conv: Conv
+    inputs: list[Node]
+    parameters: list[str]
+    buffers: list[str]
+    scalars: dict[str, Node]
+    modules: dict[str, tuple[type, dict[str, Any]]]
+    random: list[Random]
+    updates: list[Update]
+    channels: int
+    eager: fx.Graph
+    stopped: str
+    digest: str
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        raise TypeError("a segment is run by an operator, or by its eager graph")
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__} of {self.conv.name or 'a convolution'}: {len(self.eager.nodes)} calls>"
+
+
+class Captured(NamedTuple):
+    """`module`: its graph's nodes `call_function(segments[i])` take the values of the segment's inputs; get_attr and call_module targets
+    are the model's qualified names, or `constants`'. `inlined`: modules that were traced through. `values`: qualified names of attributes
+    whose value the capture used. `opaque`: modules that couldn't be traced through, with the reason. `optional`: arguments of forward
+    that were left at their default. `remarks`: what became of convolutions without a segment."""
+
+    module: fx.GraphModule
+    segments: list[Segment]
+    constants: dict[str, torch.Tensor]
+    inlined: tuple[str, ...]
+    values: frozenset[str]
+    opaque: dict[str, str]
+    optional: dict[str, Any]
+    remarks: dict[str, str]
+
+
+def capture(model: nn.Module, training: bool, x_dim: int) -> Captured:
+    """Raises NotCaptured with the reason, and the line of the model's source where there is one."""
+    if training != model.training:
+        raise ValueError(f"training={training}, and the model's own is {model.training}")
+    traced = trace(model)
+    context = _Context(model, traced, x_dim)
+    remarks: dict[str, str] = {}
+    grown: list[_Growth] = []
+    for node in traced.graph.nodes:
+        if node not in context.owner and _conv_arguments(context, node) is not None:
+            try:
+                growth = _Growth(context, node)
+                growth.cut()
+            except NotAccepted as reason:
+                remarks[_name_of(node)] = str(reason)
+                continue
+            for member in growth.members:
+                context.owner[member] = growth
+            grown.append(growth)
+    segments = [growth.segment(i) for i, growth in enumerate(grown)]
+    graph = _replaced(context, grown, segments)
+    attributes = {
+        n.target: context.attribute(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")
+    }
+    return Captured(
+        module=fx.GraphModule(attributes, graph, type(model).__name__),
+        segments=segments,
+        constants=traced.constants,
+        inlined=traced.inlined,
+        values=traced.values | context.values,
+        opaque=traced.opaque,
+        optional=traced.optional,
+        remarks=remarks,
+    )
+
+
+class _Context:
+    """What growths share."""
+
+    def __init__(self, model: nn.Module, traced, x_dim: int):
+        self.model, self.traced, self.x_dim = model, traced, x_dim
+        self.nodes = list(traced.graph.nodes)
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.owner: dict[fx.Node, _Growth] = {}
+        self.values: set[str] = set()
+        self._shapes: dict[fx.Node, tuple[int, ...]] | None = None
+
+    def attribute(self, name: str) -> Any:
+        if name in self.traced.constants:
+            return self.traced.constants[name]
+        value: Any = self.model
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+    def value_of(self, name: str) -> float:
+        self.values.add(name)
+        return self.attribute(name)
+
+    def shape(self, node: fx.Node) -> tuple[int, ...] | None:
+        """The shape of a node's value for one example input; which axes have size 1 is taken from it. None: not known."""
+        if self._shapes is None:
+            self._shapes = _example_shapes(self)
+        return self._shapes.get(node)
+
+
+# ---- the convolution
+_CONVS: dict[Any, int] = {
+    nn.Conv2d: 2,
+    nn.Conv3d: 3,
+    F.conv2d: 2,
+    F.conv3d: 3,
+    torch.conv2d: 2,
+    torch.conv3d: 3,
+}
+
+
+def _conv_arguments(context: _Context, node: fx.Node) -> dict[str, Any] | None:
+    """x, weight, bias (as fx nodes or qualified names), and the settings; None: no convolution."""
+    if node.op == "call_module":
+        module = context.attribute(node.target)
+        if type(module) not in _CONVS or has_hooks(module):
+            return None
+        names = ("stride", "padding", "dilation", "groups", "padding_mode")
+        settings = {name: getattr(module, name) for name in names}
+        bias = None if module.bias is None else f"{node.target}.bias"
+        return dict(
+            x=node.args[0], weight=f"{node.target}.weight", bias=bias, nd=_CONVS[type(module)], **settings
+        )
+    if node.op != "call_function" or node.target not in _CONVS:
+        return None
+    defaults = dict(bias=None, stride=1, padding=0, dilation=1, groups=1)
+    given = dict(zip(("input", "weight", *defaults), node.args), **node.kwargs)
+    arguments = {**defaults, **given, "nd": _CONVS[node.target], "padding_mode": "zeros"}
+    arguments["x"] = arguments.pop("input")
+    for name in ("weight", "bias"):
+        tensor = arguments[name]
+        if tensor is not None:
+            if not (isinstance(tensor, fx.Node) and tensor.op == "get_attr"):
+                raise NotAccepted(f"its {name} is computed")
+            arguments[name] = tensor.target
+    return arguments
+
+
+def _each(size: Any, nd: int) -> tuple[int, ...]:
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    if not all(isinstance(s, int) for s in sizes):
+        raise NotAccepted("the convolution's settings are computed")
+    return sizes * nd if len(sizes) == 1 else sizes
+
+
+def _conv(node: fx.Node, a: dict[str, Any]) -> Conv:
+    nd, padding = a["nd"], a["padding"]
+    if padding == "valid":
+        padding = 0
+    return Conv(
+        name=node.target if node.op == "call_module" else "",
+        nd=nd,
+        stride=_each(a["stride"], nd),
+        padding=padding if isinstance(padding, str) else _each(padding, nd),
+        dilation=_each(a["dilation"], nd),
+        groups=a["groups"],
+        padding_mode=a["padding_mode"],
+    )
+
+
+# ---- growth
+_QUERIES = {"device", "dtype", "is_cuda"}  # of a tensor: attributes that no value depends on
+_ALIASES = {
+    "contiguous",
+    "identity",
+    "dropout",
+    "other_dropout",
+    "squeeze",
+    "unsqueeze",
+    "flatten",
+    "permute",
+}
+
+
+class _Growth:
+    """A segment in the making: from its convolution down over what the table takes."""
+
+    def __init__(self, context: _Context, conv: fx.Node):
+        self.context, self.conv_node = context, conv
+        arguments = _conv_arguments(context, conv)
+        self.conv = _conv(conv, arguments)
+        if context.x_dim != self.conv.nd + 2:
+            raise NotAccepted(
+                f"the model's input has {context.x_dim} axes, a batch for it {self.conv.nd + 2}"
+            )
+        self.x: fx.Node = arguments["x"]
+        weight = context.attribute(arguments["weight"])
+        if not isinstance(weight, nn.Parameter):
+            raise NotAccepted("its weight is no parameter")
+        self.channels = weight.shape[0]
+        self.tail = Tail(self.conv.nd, self.channels, context.value_of)
+        self.weight, self.bias = arguments["weight"], arguments["bias"]
+        self.inputs: dict[fx.Node, Value] = {}
+        self.of_parameters: dict[fx.Node, Value] = {}
+        self.attributes: dict[str, Value] = {}
+        self.modules: dict[str, tuple[type, dict[str, Any]]] = {}
+        self.values: dict[fx.Node, Any] = {conv: self._start()}
+        self.updates: dict[fx.Node, list[Update]] = {}
+        self.random: dict[fx.Node, list[Random]] = {}
+        self.stops: dict[fx.Node, str] = {}
+        self.halt = "nothing follows that the table takes"
+        self._grow()
+
+    def _start(self) -> Value:
+        z = Value(self.tail.graph.leaf("z", ELEMENTS, "z"), ("n", "c", *self.tail.spatial))
+        if self.bias is None:
+            return z
+        value = self._attribute(self.bias)
+        return Value(self.tail.graph.scalar("add", z.node, value.node), z.axes)
+
+    def _grow(self) -> None:
+        """Calls in their order. What depends on the convolution and isn't taken bars whatever depends on it."""
+        barred: set[fx.Node] = set()
+        for node in self.context.nodes[self.context.place[self.conv_node] + 1 :]:
+            operands = set(node.all_input_nodes)
+            if operands & barred:
+                barred.add(node)
+            elif operands & self.values.keys():
+                try:
+                    self.values[node] = self._taken(node)
+                except NotAccepted as reason:
+                    self.stops[node] = str(reason)
+                    barred.add(node)
+            elif self._writes_an_input(node):
+                self.halt = f"{_name_of(node)}: it writes one of the segment's inputs in place"
+                return
+
+    def _taken(self, node: fx.Node) -> Any:
+        """The value of a call as part of this segment."""
+        if node in self.context.owner:
+            raise NotAccepted("another segment has it")
+        if node.op == "output":
+            raise NotAccepted("the model returns it")
+        if node.op == "call_function" and node.target is getattr and node.args[1] in _QUERIES:
+            return None
+        if node.op == "call_function" and node.target in (torch.tensor, torch.as_tensor):
+            return self._number_tensor(node)
+        row, args, kwargs = self._call(node)
+        if ops.is_inplace(row.name if node.op == "call_module" else node.target, kwargs):
+            self._check_in_place(node)
+        before = len(self.tail.updates), len(self.tail.random)
+        try:
+            result = row.build(self.tail, *args, **kwargs)
+        except (TypeError, AttributeError, KeyError, IndexError) as error:
+            raise NotAccepted(f"arguments that aren't served: {error}") from error
+        except ValueError as error:
+            raise NotAccepted(str(error)) from error
+        self.updates[node], self.random[node] = self.tail.updates[before[0] :], self.tail.random[before[1] :]
+        return result
+
+    def _call(self, node: fx.Node) -> tuple[ops.Row, list[Any], dict[str, Any]]:
+        if node.op == "call_module":
+            return self._module_call(node)
+        row = ops.find(node.target) if node.op in ("call_function", "call_method") else None
+        if row is None:
+            raise NotAccepted(f"{_name_of(node)} isn't in the table")
+        beside = self._reference(node)
+        args = fx.node.map_aggregate(node.args, lambda a: self._operand(a, beside))
+        return row, list(args), dict(fx.node.map_aggregate(node.kwargs, lambda a: self._operand(a, beside)))
+
+    def _module_call(self, node: fx.Node) -> tuple[ops.Row, list[Any], dict[str, Any]]:
+        module = self.context.attribute(node.target)
+        own = ops.MODULES.get(type(module))
+        if own is None:
+            raise NotAccepted(f"{type(module).__name__} isn't in the table")
+        if has_hooks(module):
+            raise NotAccepted("it has hooks")
+        if len(node.args) != 1 or node.kwargs:
+            raise NotAccepted("arguments besides its input")
+        settings = {name: getattr(module, name) for name in own.settings.values()}
+        self.modules[node.target] = type(module), settings
+        arguments = ops.module_arguments(module)
+        for argument, name in ops.module_tensors(module).items():
+            arguments[argument] = self._attribute(f"{node.target}.{name}")
+        return ops.ROWS[own.row], [self._operand(node.args[0], None)], arguments
+
+    # ---- operands
+    def _reference(self, node: fx.Node) -> fx.Node | None:
+        """The operand of this segment that others are broadcast against."""
+        own = [
+            a for a in node.all_input_nodes if isinstance(self.values.get(a), Value) and self.values[a].axes
+        ]
+        return max(own, key=lambda a: len(self.values[a].axes), default=None)
+
+    def _operand(self, a: Any, beside: fx.Node | None) -> Any:
+        if isinstance(a, Named):
+            return self._attribute(a.name)
+        if not isinstance(a, fx.Node):
+            return a
+        if a in self.values:
+            return self.values[a]
+        if a.op == "get_attr":
+            return self._attribute(a.target)
+        if a.op == "call_function" and a.target in (torch.tensor, torch.as_tensor):
+            return self._number_tensor(a)
+        value = self._of_parameters(a)
+        return self._input(a, beside) if value is None else value
+
+    def _of_parameters(self, a: fx.Node) -> Value | None:
+        """A call on parameters and numbers alone is computed again in the segment."""
+        if a in self.of_parameters:
+            return self.of_parameters[a]
+        sources = a.all_input_nodes
+        if a.op not in ("call_function", "call_method") or not sources or a in self.context.owner:
+            return None
+        if any(s.op != "get_attr" and self._of_parameters(s) is None for s in sources):
+            return None
+        row = ops.find(a.target)
+        if row is None or ops.is_inplace(a.target, a.kwargs):
+            return None
+        try:
+            args = fx.node.map_aggregate(a.args, lambda b: self._operand(b, None))
+            kwargs = fx.node.map_aggregate(a.kwargs, lambda b: self._operand(b, None))
+            value = row.build(self.tail, *args, **kwargs)
+        except (NotAccepted, TypeError, ValueError):
+            return None
+        if isinstance(value, Value) and value.node.op != "leaf":
+            self.of_parameters[a] = value
+        return self.of_parameters.get(a)
+
+    def _attribute(self, name: str) -> Any:
+        """A tensor or number of the model."""
+        if name in self.attributes:
+            return self.attributes[name]
+        held = self.context.attribute(name)
+        if isinstance(held, float):
+            value = Value(self.tail.graph.leaf(name, Space(False, False, ""), "scalar"))
+        elif name in self.context.traced.constants and held.numel() == 1 and not held.requires_grad:
+            return Value(self.tail.graph.const(held.item()), ("",) * held.dim())
+        elif isinstance(held, torch.Tensor) and name not in self.context.traced.constants:
+            if not held.is_floating_point():
+                raise NotAccepted(f"{name} is {held.dtype}")
+            kind = "parameter" if isinstance(held, nn.Parameter) else "buffer"
+            value = self.tail.parameter(name, kind, held.shape)
+        else:
+            raise NotAccepted(f"{name} is neither a number nor a tensor of the model")
+        self.attributes[name] = value
+        return value
+
+    def _number_tensor(self, node: fx.Node) -> Value:
+        """torch.tensor(a number): no axes, and the other operand's type."""
+        data = node.args[0] if node.args else node.kwargs.get("data")
+        if node.kwargs.get("dtype") is not None or node.kwargs.get("requires_grad"):
+            raise NotAccepted("a tensor of its own type")
+        narrow = torch.get_default_dtype() == torch.float32
+        if isinstance(data, Named):
+            value = self._attribute(data.name)
+            return Value(value.node.apply("narrow")) if narrow else value
+        if type(data) is float:
+            return Value(self.tail.graph.const(torch.tensor(data).item()))
+        raise NotAccepted("a tensor of more than a number")
+
+    def _input(self, a: fx.Node, beside: fx.Node | None) -> Value:
+        """A value from outside, as a leaf: of the shape of the operand beside it, or broadcast along some of its axes."""
+        if a in self.inputs:
+            return self.inputs[a]
+        shape = self.context.shape(a)
+        against = beside and self.context.shape(beside)
+        if shape is None or against is None:
+            raise NotAccepted(f"the shape of {a.name} isn't known")
+        value = self.values[beside]
+        axes = [*value.axes[max(0, len(value.axes) - len(shape)) :]] if shape else []
+        if len(shape) > len(axes):
+            raise NotAccepted(f"{a.name} has more axes than what it meets")
+        for i, (own, size) in enumerate(zip(shape, against[len(against) - len(shape) :])):
+            if own == 1:
+                axes[i] = ""
+            elif own != size or not axes[i]:
+                raise NotAccepted(f"{a.name} {shape} isn't of the shape that it meets, {against}")
+        name = f"input{len(self.inputs) + 1}"
+        leaf = self.tail.graph.leaf(name, self._space(axes, value), "input")
+        self.inputs[a] = Value(leaf, tuple(axes))
+        return self.inputs[a]
+
+    def _space(self, axes: Sequence[str], beside: Value) -> Space:
+        positions = [t for t in axes if t in (*self.tail.spatial, "s")]
+        if positions and positions != [t for t in beside.axes if t in (*self.tail.spatial, "s")]:
+            raise NotAccepted("an input that varies along some of the positions' axes only")
+        return Space("n" in axes, "c" in axes, beside.node.space.level if positions else "")
+
+    # ---- in place
+    def _check_in_place(self, node: fx.Node) -> None:
+        """Writing into a value is as good as making a new one if nobody reads the old one later."""
+        written = node.args[0]
+        if written not in self.values:
+            raise NotAccepted("it writes a value from outside in place")
+        for alias in self._aliases(written):
+            if any(
+                self.context.place[user] > self.context.place[node]
+                for user in alias.users
+                if user in alias.users
+            ):
+                raise NotAccepted("in place, and what it overwrites is used later")
+
+    def _aliases(self, node: fx.Node) -> set[fx.Node]:
+        """Calls of this segment whose results may share the node's memory."""
+        found: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            a = stack.pop()
+            if a in found or a not in self.values:
+                continue
+            found.add(a)
+            if self._is_alias(a):
+                stack.append(a.args[0])
+            stack.extend(user for user in a.users if user in self.values and self._is_alias(user))
+        return found
+
+    def _is_alias(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            own = ops.MODULES.get(type(self.context.attribute(node.target)))
+            return own is not None and own.row in _ALIASES
+        row = ops.find(node.target) if node.op in ("call_function", "call_method") else None
+        return row is not None and row.name in _ALIASES
+
+    def _writes_an_input(self, node: fx.Node) -> bool:
+        """Does a call from outside write what this segment reads (or may it)?"""
+        if node.op not in ("call_function", "call_method", "call_module") or not node.args:
+            return False
+        inplace = ops.is_inplace(node.target, node.kwargs) or (
+            node.op == "call_method" and node.target.endswith("_")
+        )
+        if node.op == "call_module":
+            inplace = getattr(self.context.attribute(node.target), "inplace", False)
+        at, read = node.args[0], {self.x, *self.inputs}
+        while inplace and isinstance(at, fx.Node):
+            if at in read:
+                return True
+            at = at.args[0] if at.args and at.op in ("call_method", "call_function") else None
+        return False
+
+    # ---- the cut
+    def cut(self) -> None:
+        """Chooses the value that leaves: the one that keeps the most calls, of those from which alone something goes on."""
+        best: tuple[int, fx.Node, set[fx.Node]] | None = None
+        for node, value in self.values.items():
+            if not isinstance(value, Value) or not self._canonical(value.axes):
+                continue
+            members = self._members(node)
+            leaks = any(user not in members for m in members if m is not node for user in m.users)
+            if not leaks and (best is None or len(members) > best[0]):
+                best = len(members), node, members
+        if best is None or self.values[best[1]].node is self.values[self.conv_node].node:
+            raise NotAccepted(self._why(self.conv_node))
+        _, self.result, self.members = best
+
+    def _members(self, result: fx.Node) -> set[fx.Node]:
+        """What the result is computed from within this segment, with queries of it that lead nowhere else."""
+        members, stack = set(), [result]
+        while stack:
+            node = stack.pop()
+            if node in members or node not in self.values:
+                continue
+            members.add(node)
+            stack.extend(node.all_input_nodes)
+        return members
+
+    def _canonical(self, axes: tuple[str, ...]) -> bool:
+        """In the order in which a result is written."""
+        named = [a for a in axes if a]
+        return named == sorted(named, key=("n", "c", "0", "1", "2", "s").index)
+
+    def _why(self, result: fx.Node) -> str:
+        for user in result.users:
+            if user in self.stops:
+                return f"{_name_of(user)}: {self.stops[user]}"
+        return "its result is used in several places" if len(result.users) > 1 else self.halt
+
+    # ---- the segment
+    def segment(self, index: int) -> Segment:
+        node = self.values[self.result].node
+        updates = [u for m in self._in_order() for u in self.updates.get(m, ())]
+        roots = [node, *(n for u in updates for n in (u.mean, u.variance))]
+        leaves = [n.attr for n in order(roots) if n.op == "leaf"]
+        named = [name for name in self.attributes if any(name == leaf for leaf, _ in leaves)]
+        kinds = dict(leaves)
+        parameters = [n for n in named if kinds[n] == "parameter" and n != self.bias]
+        self.inputs = {a: v for a, v in self.inputs.items() if v.node.attr[0] in kinds}
+        fields = dict(
+            graph=self.tail.graph,
+            outputs=[node],
+            axes=self.values[self.result].axes,
+            conv=self.conv,
+            inputs=[self.tail.graph.leaf("x", ELEMENTS, "input"), *(v.node for v in self.inputs.values())],
+            parameters=[self.weight, *([self.bias] if self.bias else []), *parameters],
+            buffers=[n for n in named if kinds[n] == "buffer"],
+            scalars={n: self.attributes[n].node for n in named if kinds[n] == "scalar"},
+            modules={m.target: self.modules[m.target] for m in self._in_order() if m.target in self.modules},
+            random=[r for m in self._in_order() for r in self.random.get(m, ())],
+            updates=updates,
+            channels=self.channels,
+        )
+        eager = self._eager()
+        return Segment(
+            index=index, **fields, eager=eager, stopped=self._why(self.result), digest=_digest(fields)
+        )
+
+    def _in_order(self) -> list[fx.Node]:
+        return sorted(self.members, key=self.context.place.__getitem__)
+
+    def input_nodes(self) -> list[fx.Node]:
+        return [self.x, *self.inputs]
+
+    def _eager(self) -> fx.Graph:
+        """The members as a graph of their own. A value that comes in twice has two placeholders."""
+        graph, copies = fx.Graph(), {}
+        names = ["x", *(v.node.attr[0] for v in self.inputs.values())]
+        for name, node in zip(names, self.input_nodes()):
+            copies[node] = graph.placeholder(name)
+
+        def copy(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                if node not in self.members and node.op not in ("get_attr", "call_function", "call_method"):
+                    raise AssertionError(f"{node} is no part of the segment")
+                for a in node.all_input_nodes:
+                    copy(a)
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            return copies[node]
+
+        for node in self._in_order():
+            copy(node)
+        graph.output(copies[self.result])
+        return graph
+
+
+def _name_of(node: fx.Node) -> str:
+    if node.op in ("call_module", "call_method", "get_attr", "output"):
+        return str(node.target)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    """Of the structure: leaves by their place."""
+    kinds = ("inputs", "parameters", "buffers", "scalars")
+    names = {**fields, "inputs": [leaf.attr[0] for leaf in fields["inputs"]]}
+    places = {name: f"{kind}{i}" for kind in kinds for i, name in enumerate(names[kind])}
+    updates = [n for u in fields["updates"] for n in (u.mean, u.variance, u.count)]
+    nodes = order([*fields["outputs"], *updates])
+    number = {node.id: i for i, node in enumerate(nodes)}
+    lines = [
+        repr(fields["conv"]._replace(name="")),
+        repr(fields["axes"]),
+        repr(sorted(fields["graph"].levels.items())),
+    ]
+    lines += [f"{kind} {len(fields[kind])}" for kind in kinds] + [repr([*fields["random"]])]
+    for u in fields["updates"]:
+        lines.append(repr((number[u.mean.id], number[u.variance.id], number[u.count.id], u.momentum)))
+    for node in nodes:
+        attr = (places.get(node.attr[0], node.attr[0]), node.attr[1]) if node.op == "leaf" else node.attr
+        if node.op == "detach":
+            attr = None
+        lines.append(f"{node.op} {attr} {node.space} {[number[a.id] for a in node.args]}")
+    lines.append(repr([number[n.id] for n in fields["outputs"]]))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+# ---- the model's graph, with segments as calls
+def _replaced(context: _Context, grown: Sequence[_Growth], segments: Sequence[Segment]) -> fx.Graph:
+    calls = {growth.result: (growth, segment) for growth, segment in zip(grown, segments)}
+    graph, copies = fx.Graph(), {}
+    for node in context.nodes:
+        if node in calls:
+            growth, segment = calls[node]
+            copies[node] = graph.call_function(segment, tuple(copies[a] for a in growth.input_nodes()))
+        elif node not in context.owner:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    absorbed = {copies.get(a) for growth in grown for a in growth.of_parameters}
+    for node in reversed(graph.nodes):  # what only members needed
+        if not node.users and (node.op == "get_attr" or node in absorbed or _makes_a_number(node)):
+            graph.erase_node(node)
+    return graph
+
+
+def _makes_a_number(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (torch.tensor, torch.as_tensor, getattr)
+
+
+# ---- shapes of an example
+class _Unknown(Exception):
+    pass
+
+
+class _Shapes(fx.Interpreter):
+    """Runs the traced graph on meta tensors, as far as it goes."""
+
+    def __init__(self, context: _Context):
+        super().__init__(nn.Module(), garbage_collect_values=False, graph=context.traced.graph)
+        self.context = context
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        try:
+            result = super().run_node(node)
+        except Exception:  # whatever can't be run on an example has no known shape
+            return None
+        if isinstance(result, torch.Tensor):
+            self.shapes[node] = tuple(result.shape)
+        return result
+
+    def fetch_args_kwargs_from_env(self, node: fx.Node):
+        if any(self.env.get(a) is None for a in node.all_input_nodes):
+            raise _Unknown
+        return super().fetch_args_kwargs_from_env(node)
+
+    def get_attr(self, target, args, kwargs):
+        held = self.context.attribute(target)
+        return held.detach().to("meta") if isinstance(held, torch.Tensor) else held
+
+    def call_module(self, target, args, kwargs):
+        module = self.context.attribute(target)
+        tensors = dict([*module.named_parameters(), *module.named_buffers()])
+        on_meta = {name: t.detach().to("meta") for name, t in tensors.items()}
+        return torch.func.functional_call(module, on_meta, args, kwargs)
+
+    def call_function(self, target, args, kwargs):
+        kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+        return super().call_function(target, args, kwargs)
+
+
+def _example_shapes(context: _Context) -> dict[fx.Node, tuple[int, ...]]:
+    convs = [a for a in map(lambda n: _safe_conv(context, n), context.nodes) if a]
+    if not convs:
+        return {}
+    weight = context.attribute(convs[0]["weight"])
+    channels = weight.shape[1] * convs[0]["groups"]
+    positions = {2: 224, 3: 64}[weight.dim() - 2]
+    x = torch.empty(2, channels, *[positions] * (weight.dim() - 2), dtype=weight.dtype, device="meta")
+    interpreter = _Shapes(context)
+    others = sum(n.op == "placeholder" for n in context.nodes) - 1
+    with torch.no_grad():
+        interpreter.run(x, *[None] * others)
+    return interpreter.shapes
+
+
+def _safe_conv(context: _Context, node: fx.Node) -> dict[str, Any] | None:
+    try:
+        return _conv_arguments(context, node)
+    except NotAccepted:
+        return None
+
+
+# ---- sizes
+def sizes(
+    segment: Segment, x_shape: Sequence[int], weight_shape: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """The positions of "e" and of each level, for an input."""
+    conv, kernel = segment.conv, weight_shape[2:]
+    found = {}
+    if conv.padding == "same":
+        found["e"] = tuple(x_shape[-conv.nd :])
+    else:
+        found["e"] = tuple(
+            (size + 2 * p - d * (k - 1) - 1) // s + 1
+            for size, k, s, p, d in zip(x_shape[-conv.nd :], kernel, conv.stride, conv.padding, conv.dilation)
+        )
+    for name, level in segment.graph.levels.items():
+        found[name] = tuple(1 if w is None else s // w for s, w in zip(found[level.parent], level.window))
+    return found

@@ -1,0 +1,235 @@
+"""`fuse(model)`: the same model, in which each convolution with what surrounds it runs as one operator.
+
+    fast = fuse(model)          # an instance of type(model), with the same Parameters, buffers, submodules and mode
+    y = fast(x)                 # right, or eager
+    print(fast.plan(x))         # a line a segment: what runs, or why eager does
+
+The model's forward is captured (capture.py) at the first call of a kind: dimensions, device, dtype. The captured code runs with the live
+model: parameters are read at each call, and what lies between segments is the user's own modules. All that the capture hangs on is compared
+at each call (guards.py), and so is all that a segment's decision depends on (support.Situation). Numbers that only kernels read are given
+to them anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import copyreg
+import inspect
+import json as jsons
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from inline_kernels.loader.operators import is_watched
+
+from . import compiled, support
+from .guards import plain_class
+from .structure import Structure
+
+_KEPT_STRUCTURES = 8  # of one module, the last met
+_capturing = threading.RLock()
+_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+
+
+# ---------------------------------------------------------------------------------------------------------- what a user calls
+
+
+def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_order: bool = False) -> nn.Module:
+    """A module that computes what `model` does, convolutions with their tails by fused kernels: an instance of type(model) with the same
+    Parameters, buffers and submodules (shared, not copied). `model` stays as it is.
+
+    example_inputs: what forward will be given; the kernels for it are built now. exact_order: no rewriting that adds in another order
+    than eager. The result has `plan(*inputs)` and `source(*inputs, segment=0)`.
+
+    Raises TypeError for what is no eager module: one that torch.compile or torch.jit made.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got a {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch._dynamo"):
+        raise TypeError(
+            f"expected an eager module, got a {type(model).__name__}: fuse the module that it was made of"
+        )
+    fused = _new(plain_class(type(model)), bool(exact_order))
+    attributes = vars(model).items()
+    vars(fused).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
+    if example_inputs is not None:
+        given = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+        structure_of(fused, given, {}).build(fused, given, {}, (False, True))
+    return fused
+
+
+class SegmentPlan(NamedTuple):
+    """What runs for a segment, named by its convolution: "load" (the library's convolution, then kernels), or "eager"; and why, or how."""
+
+    segment: str
+    runs: str
+    reason: str
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self))
+
+
+class Plans(tuple):
+    """A SegmentPlan for each segment, in the order in which they run, or one for the model; printed, a line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+class Fused:
+    """What fused modules' classes share; the user's class comes after it."""
+
+    __slots__ = ()
+
+    def plan(self, *inputs, json: bool = False, **keywords) -> Plans | str:
+        """What forward(*inputs, **keywords) runs, a line a segment. json: the same as JSON, a list of objects. Nothing is computed."""
+        structure = structure_of(self, inputs, keywords)
+        if reason := _eager_reason(self, structure, inputs, keywords):
+            found = [SegmentPlan("", "eager", reason)]
+        else:
+            decisions = structure.decisions(self, inputs, keywords)
+            if structure.stale.is_so:  # which they found out
+                return self.plan(*inputs, json=json, **keywords)
+            found = [SegmentPlan(*each[:3]) for each in decisions]
+            found += [SegmentPlan(name, "eager", reason) for name, reason in structure.remarks.items()]
+        return jsons.dumps([each._asdict() for each in found]) if json else Plans(found)
+
+    def source(self, *inputs, segment: int = 0, **keywords) -> str:
+        """The text of a segment's kernels for those inputs. Raises RuntimeError where it is eager's, IndexError where there is none."""
+        structure = structure_of(self, inputs, keywords)
+        if reason := _eager_reason(self, structure, inputs, keywords):
+            raise RuntimeError(f"eager runs: {reason}")
+        return structure.source(self, inputs, keywords, segment)
+
+    def forward(self, *inputs, **keywords):
+        if torch.compiler.is_compiling():
+            run = compiled.function_for(self, inputs, keywords)
+            return super().forward(*inputs, **keywords) if run is None else run(self, *inputs)
+        structure = structure_of(self, inputs, keywords)
+        given = None if structure.run is None else structure.given(inputs, keywords)
+        if given is None:
+            return super().forward(*inputs, **keywords)
+        if support.may_be_foreign() and support.foreign():
+            return super().forward(*inputs, **keywords)
+        if is_watched() or forward_ad._current_level >= 0:
+            return structure.watched(self, *given)
+        if not structure.built:
+            leaves = [*(each for each in given if isinstance(each, Tensor)), *self.parameters()]
+            saving = torch.is_grad_enabled() and any([t.requires_grad for t in leaves])
+            structure.build(self, inputs, keywords, (saving,))
+        return structure.run(self, *given)
+
+    def __getstate__(self):
+        """As of the user's class: what is kept is made anew."""
+        following = type(self).__mro__[type(self).__mro__.index(Fused) + 1 :]
+        if any("__getstate__" in vars(cls) for cls in following if cls is not object):
+            return super().__getstate__()
+        return vars(self).copy()
+
+    def __reduce_ex__(self, protocol):
+        base, exact_order = plain_class(type(self)), getattr(self, "_exact_order", False)
+        made, arguments, *rest = super().__reduce_ex__(protocol)
+        if type(self) is not _class_of(base):  # somebody's subclass of it
+            return made, arguments, *rest
+        if made is copyreg.__newobj__:  # the class is found again by its base
+            return _new, (base, exact_order, *arguments[1:]), *rest
+        return _fused_again, (made, arguments, exact_order), *rest
+
+
+# ------------------------------------------------------------------------------------------------------------------- classes
+
+
+def _class_of(base: type) -> type:
+    """The class of fused modules of the class `base`: one, as long as any of them lives."""
+    with _capturing:
+        found = _classes.get(base)
+        if found is None:
+            body = {
+                "_unfused": base,
+                "__slots__": ("_kept", "_exact_order", "_number"),
+                "__module__": base.__module__,
+                "__doc__": base.__doc__,
+            }
+            body["forward"] = signed(Fused.forward, base.forward)
+            made = types.new_class(
+                f"Fused{base.__name__}", (Fused, base), {}, lambda names: names.update(body)
+            )
+            found = _classes[base] = made
+    return found
+
+
+def signed(function: types.FunctionType, like: Callable) -> types.FunctionType:
+    """A copy of `function` with the signature and the docstring of `like`."""
+    made = types.FunctionType(function.__code__, function.__globals__, "forward", None, function.__closure__)
+    made.__doc__ = like.__doc__
+    with contextlib.suppress(ValueError, TypeError):
+        made.__signature__ = inspect.signature(like)
+    return made
+
+
+def _new(base: type, exact_order: bool, *arguments) -> nn.Module:
+    cls = _class_of(base)
+    fused = cls.__new__(cls, *arguments)
+    object.__setattr__(fused, "_exact_order", exact_order)
+    object.__setattr__(fused, "_number", compiled.known(fused, structure_of))
+    return fused
+
+
+def _fused_again(make: Callable, arguments: tuple, exact_order: bool) -> nn.Module:
+    return fuse(make(*arguments), exact_order=exact_order)
+
+
+# ---------------------------------------------------------------------------------------------------------------- structures
+
+
+def structure_of(fused: nn.Module, inputs: tuple, keywords: dict) -> Structure:
+    """The capture that serves such inputs, as the model is now; captured where there is none."""
+    x = inputs[0] if inputs and isinstance(inputs[0], Tensor) else _first_tensor(inputs, keywords)
+    kind = None if x is None else (x.dim(), x.device, x.dtype)
+    kept = getattr(fused, "_kept", ())
+    for structure in kept:
+        if structure.kind == kind and structure.holds(fused):
+            break
+    else:
+        return _captured(fused, kind)
+    if structure is not kept[0]:
+        _put_first(fused, structure)
+    return structure
+
+
+def _first_tensor(inputs: tuple, keywords: dict) -> Tensor | None:
+    return next((each for each in (*inputs, *keywords.values()) if isinstance(each, Tensor)), None)
+
+
+def _captured(fused: nn.Module, kind: tuple | None) -> Structure:
+    with _capturing:
+        for structure in getattr(fused, "_kept", ()):  # another thread's, meanwhile
+            if structure.kind == kind and structure.holds(fused):
+                return structure
+        structure = Structure(fused, plain_class(type(fused)), kind)
+        _put_first(fused, structure)
+    return structure
+
+
+def _put_first(fused: nn.Module, structure: Structure) -> None:
+    """Of those that may serve again: with other modules than now, none will."""
+    kept = [each for each in getattr(fused, "_kept", ()) if each is not structure and each.is_of(structure)]
+    object.__setattr__(fused, "_kept", (structure, *kept[: _KEPT_STRUCTURES - 1]))
+
+
+def _eager_reason(fused: nn.Module, structure: Structure, inputs: tuple, keywords: dict) -> str | None:
+    """Why the whole model runs eager, or None."""
+    if "forward" in vars(fused):
+        return "the model has a forward of its own"
+    if structure.reason or (reason := support.foreign()):
+        return structure.reason or reason
+    if structure.given(inputs, keywords) is None:
+        return f"forward was captured with the arguments {', '.join(structure.arguments)} alone"
+    return None

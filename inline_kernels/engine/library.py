@@ -1,0 +1,242 @@
+"""What torch's own convolution does, and when it serves: layouts, TF32, pieces of a batch, Winograd's way, its backward pass.
+
+Convolutions here have stride 1, no padding and no bias. x is (N, channels in, …), weight (C, channels in, …), and the result
+(N, C, …), with spatial sizes size - kernel + 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from inline_kernels.engine import tiling
+from inline_kernels.loader.operators import LOW, check_memory
+
+# The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
+CPU_PIECE_BYTES = 8 << 20
+
+
+def device_type(tensor: Tensor) -> str:
+    """Whose kernels take it: "cpu" or "cuda"; or another type, which has none."""
+    return tensor.device.type
+
+
+def output_size(x: Tensor, weight: Tensor) -> list[int]:
+    """The convolution's spatial output size."""
+    return [size - kernel + 1 for size, kernel in zip(x.shape[2:], weight.shape[2:])]
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+def channels_last(x: Tensor) -> torch.memory_format:
+    return torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+
+
+def is_channels_last(*tensors: Tensor) -> bool:
+    """Would the library's convolution of these give a channels-last result?"""
+    return any(t.is_contiguous(memory_format=channels_last(t)) and not t.is_contiguous() for t in tensors)
+
+
+def result_format(x: Tensor, weight: Tensor, follows_on_cuda: bool) -> torch.memory_format:
+    """Eager's layout of a result with the convolution's number of dimensions: contiguous where its library has no other way.
+
+    follows_on_cuda: do the operations after the convolution keep its layout on a GPU?
+    """
+    if not is_channels_last(x, weight):
+        return torch.contiguous_format
+    if device_type(x) == "cuda":
+        follows = follows_on_cuda and x.dtype != torch.float64
+    else:
+        follows = x.dim() == 4 or not _is_slow_in_3d(x, weight)
+    return channels_last(x) if follows else torch.contiguous_format
+
+
+def _is_slow_in_3d(x: Tensor, weight: Tensor) -> bool:
+    """Does a CPU's library leave the convolution to PyTorch's own, which has one layout? It does for single small volumes."""
+    ones, zeros = [1] * 3, [0] * 3
+    backend = torch._C._select_conv_backend(x, weight, None, ones, zeros, ones, False, zeros, 1)
+    return backend == torch._C._ConvBackend.Slow3d
+
+
+def contiguous(t: Tensor, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """t in `layout`. Raises RuntimeError where its memory was freed: the library copies without a look."""
+    if t.data_ptr() < LOW:
+        check_memory(t)
+    return t.contiguous(memory_format=layout)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """t as kernels read it that copy up to 16 bytes at a time: contiguous, and at a multiple of so many."""
+    return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t.contiguous()
+
+
+def to_channels_last(t: Tensor, kernels, round_to_tf32: bool = False) -> Tensor:
+    """t (N, C, H, W) with channels-last strides, by our own `transpose`, a launcher: the library's takes twice as long."""
+    if t.is_contiguous(memory_format=torch.channels_last):
+        return t
+    N, C, H, W = t.shape
+    out = t.new_empty(N, H, W, C)
+    kernels.transpose(out, t.contiguous(), N, C, H * W, round_to_tf32)
+    return out.permute(0, 3, 1, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------- TF32
+
+
+def allows_tf32() -> bool:
+    """May a GPU's convolutions run TF32? By torch's newer setting where there is one: once it is set, reading the older may raise."""
+    library = torch.backends.cudnn
+    allowed = library.conv.fp32_precision == "tf32" if hasattr(library, "conv") else library.allow_tf32
+    return allowed and library.enabled and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+
+
+def may_run_tf32(x: Tensor) -> bool:
+    """May the library's convolution of x, on a GPU, run TF32?"""
+    return x.dtype == torch.float32 and allows_tf32() and tiling.capability(x) >= (8, 0)
+
+
+def eager_runs_tf32(x: Tensor, weight: Tensor) -> bool:
+    """Does eager's convolution, on a GPU, run TF32? Observed with cuDNN where it is allowed: always from 64 to 128 channels on,
+    but for filters one column wide (benchmarks/results/trials/tf32.json)."""
+    C, channels, _, width = weight.shape
+    return may_run_tf32(x) and channels >= 64 and C >= 128 and width > 1
+
+
+def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
+    """Does a GPU's library run TF32 in forward and backward, in every layout? For filters of two or three columns and up to three rows
+    it did from 14 thousand positions on, up to the 254 thousand that were tried (cuDNN on an H200, the same record). Eager's layout
+    stays in float32 here and there with fewer positions, fewer channels and other filters.
+    """
+    (C, channels, height, width), size = weight.shape, output_size(x, weight)
+    small = height <= 3 and 1 < width <= 3
+    return may_run_tf32(x) and channels >= 64 and C >= 128 and small and len(x) * math.prod(size) >= 2**16
+
+
+def convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
+    """Is a GPU's convolution in 2-D to run channels last? As eager, and where that takes no precision away."""
+    if is_channels_last(x, weight) or surely_runs_tf32(x, weight):
+        return True
+    return not may_run_tf32(x) and min(weight.shape[:2]) >= 32
+
+
+# ------------------------------------------------------------------------------------------------------ the convolution
+
+
+def convolve(x: Tensor, weight: Tensor, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """The convolution, run in `layout`: of shape (N, C, …) and in that layout."""
+    run = torch.conv2d if x.dim() == 4 else torch.conv3d
+    v = run(contiguous(x, layout), contiguous(weight, layout))
+    return v.contiguous(memory_format=layout)
+
+
+def winograd_applies(image: Tensor, filters: Tensor) -> bool:
+    """Is kernels/cpu/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to make
+    transforming cheap. Up to 128 terms of a sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
+    """
+    if device_type(image) != "cpu" or image.dtype != torch.float32 or filters.shape[-2:] != (3, 3):
+        return False
+    terms = math.prod(filters.shape[1:-2])
+    large = 8 <= terms <= 128 and filters.shape[0] % 8 == 0 and min(image.shape[-2:]) >= 18
+    return large and not is_channels_last(image, filters)
+
+
+def filter_sizes(image: Tensor, filters: Tensor) -> tuple[int, ...]:
+    """N, channels in and out, the image's spatial sizes and the filters' depth, as the CPU kernels take them of a 3-D convolution."""
+    return *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
+
+
+def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:
+    """The convolution by the launcher `convolve` of a problem's CPU kernels."""
+    size = [extent - taps + 1 for extent, taps in zip(image.shape[2:], filters.shape[2:])]
+    v = image.new_empty(len(image), len(filters), *size)
+    kernels.convolve(v, contiguous(image), contiguous(filters), *filter_sizes(image, filters))
+    return v
+
+
+def input_gradient_by_winograd(dv: Tensor, weight: Tensor, kernels) -> Tensor | None:
+    """dx in 2-D, of dv with as many zeros around it as a filter reaches: its convolution with the filters turned round. None where that
+    is not faster than the library."""
+    turned = weight.flip(2, 3).transpose(0, 1).contiguous()
+    if not winograd_applies(dv, turned):
+        return None
+    return convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), kernels).squeeze(2)
+
+
+def convolution(x: Tensor, weight: Tensor, kernels) -> Callable[[Tensor, Tensor], Tensor]:
+    """What convolves such x and weight fastest to a contiguous result: our own where it applies, else the library's."""
+    if winograd_applies(x, weight):
+        return functools.partial(convolve_by_winograd, kernels=kernels)
+    return convolve
+
+
+def sums_directly(x: Tensor, weight: Tensor) -> bool:
+    """Does kernels/cpu/direct_gradient.h give the gradient of 3-D filters? On a CPU, with few channels in, it is no slower than the library,
+    and loses no digits to the number of positions."""
+    if device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3):
+        return False
+    return weight.shape[1] <= 8 and weight.shape[0] % 8 == 0
+
+
+def convolve_backward(
+    dv: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    layout: torch.memory_format,
+    needs: list[bool],
+    laid_out=None,
+    direct=None,
+) -> list[Tensor | None]:
+    """Gradients of x, in eager's layout, and of weight, contiguous; None where needs[i] is False. The library computes in `layout`;
+    laid_out is (x, weight) in that layout, where the caller has them. direct: a problem's CPU kernels, whose launcher `filter_gradient`
+    gives that of weight (`sums_directly`)."""
+    mask, ones, zeros = [*needs[:2], False], [1] * (x.dim() - 2), [0] * (x.dim() - 2)
+    dx = dw = None
+    if direct and needs[1]:
+        dw, mask[1] = weight.new_empty(weight.shape), False
+        direct.filter_gradient(dw, dv, contiguous(x), *filter_sizes(x, weight))
+    if any(mask):
+        # Channels last the library also copies an operand that it has no need of, and does not look whether it was freed.
+        read = [t for t, need in zip((weight, x), mask) if need or layout != torch.contiguous_format]
+        check_memory(*read)
+        operands = [t.contiguous(memory_format=layout) for t in (dv, *(laid_out or (x, weight)))]
+        found = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
+        dx = found[0].contiguous(memory_format=result_format(x, weight, True)) if needs[0] else None
+        dw = found[1].contiguous() if mask[1] else dw
+    return [dx, dw]
+
+
+def gradient_shapes(x: Tensor, weight: Tensor, *parameters: Tensor) -> list[Tensor]:
+    """Tensors with the shapes and strides of the gradients of x, weight and parameters by channel."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx = dx.contiguous(memory_format=result_format(x, weight, True))
+    others = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (weight, *parameters)]
+    return [dx, *others]
+
+
+# --------------------------------------------------------------------------------------------------------------- pieces
+
+
+def samples_per_piece(x: Tensor, weight: Tensor, saving: bool) -> int:
+    """How many samples are convolved at a time: all on a GPU or if backward will follow, else as CPU_PIECE_BYTES says.
+
+    A piece has two samples or more, because the library is slow on single ones.
+    """
+    if saving or device_type(x) == "cuda":
+        return max(1, x.shape[0])
+    sample = weight.shape[0] * math.prod(output_size(x, weight)) * x.element_size()
+    return max(2, CPU_PIECE_BYTES // max(1, sample))
+
+
+def pieces(count: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """The tensors' first `count` rows, then the next, …; what has no elements stays whole."""
+    N = tensors[0].shape[0]
+    if count >= N:
+        return (tensors,)
+    starts = range(0, N, count)
+    return (tuple(t[i : i + count] if t.numel() else t for t in tensors) for i in starts)

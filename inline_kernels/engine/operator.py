@@ -1,0 +1,369 @@
+"""A segment's operator: one for all segments that are the same but for names, declared with all of its faces by loader_operators.
+
+Its arguments are a NamedTuple made from the segment. Tensors come first: inputs, parameters, buffers that are read, running statistics
+that are written, a seed; then a drawn number, the model's numbers, and the dtype of y. What forward and backward compute is schedule's.
+y's shape, strides and dtype, and eager's errors, are had from the torch operations that the segment stands for, run on tensors without
+memory (`Reference`).
+"""
+
+from __future__ import annotations
+
+import copy
+import keyword
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import _disable_current_modes
+
+import inline_loader
+from inline_kernels.engine import library
+from inline_kernels.loader import operators as loader_operators
+from inline_kernels.loader.operators import Drawn, check_memory
+
+from . import schedule
+from .support import DTYPES
+from .tracing import Named
+
+_known: dict[tuple, SegmentOperator] = {}
+_lock = threading.Lock()
+
+
+class Decision(NamedTuple):
+    """What a segment does: it `runs` a schedule's name, or "eager"; and how, or why. dtype: of its result; like: its result, without memory.
+    requests: what inline_loader has to build."""
+
+    segment: str
+    runs: str
+    reason: str
+    dtype: torch.dtype | None = None
+    like: Tensor | None = None
+    requests: Sequence[Mapping] = ()
+
+
+# By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
+# schedule.py says; requests and plan raise Unsupported with the reason where it can't.
+SCHEDULES: dict[str, object] = {"load": schedule}
+
+
+def operator_of(
+    segment,
+    modules: Mapping[str, nn.Module],
+    others: Mapping[str, object],
+    exact_order: bool,
+    name: str,
+    schedule: object,
+) -> SegmentOperator:
+    """The segment's operator by the schedule of that name, a new one where there is none of an equal segment. modules, others: those that
+    segment.eager calls, and the attributes that it reads beside the operator's arguments."""
+    key = segment.digest, exact_order, name
+    with _lock:
+        found = _known.get(key)
+        if found is None or found.schedule is not schedule:
+            found = _known[key] = SegmentOperator(segment, modules, others, exact_order, name, schedule)
+    return found
+
+
+class SegmentOperator:
+    """`operator` is loader_operators'; `arguments` the NamedTuple's class; `names` are those of the segment that it was made of."""
+
+    def __init__(self, segment, modules, others, exact_order: bool, name: str, schedule: object):
+        self.segment, self.exact_order, self.names = segment, exact_order, Names(segment)
+        self.name, self.schedule = name, schedule
+        self.inputs, fields = self.names.inputs, field_names([*self.names.tensors, *self.names.numbers])
+        kinds = {fields[name]: Tensor for name in self.names.tensors}
+        if segment.random:
+            kinds |= {"seed": Tensor, "number": Drawn}
+        kinds |= {fields[name]: float for name in self.names.numbers} | {"dtype": int}
+        self.arguments = NamedTuple("Arguments", [*kinds.items()])
+        self._fields, self.count = [*fields.values()], len(self.names.tensors)
+        self._failed: dict[tuple, str] = {}  # for what its kernels can't be built, and why
+        self.reference = Reference(self, segment, modules, others)
+
+        def forward(a, *, plan, saving):
+            return self._forward(a, plan, saving)
+
+        forward.__annotations__["a"] = self.arguments
+        self.operator = loader_operators.declare(
+            f"fused_{name}_{segment.digest}{'_exact' * exact_order}",
+            forward,
+            shapes=self._shapes,
+            backward=self._backward,
+            gradients=self._gradients,
+            plan=self._plan,
+        )
+
+    def fields_of(self, names: Names) -> dict[str, str]:
+        """The NamedTuple's fields by the names of an equal segment."""
+        return dict(zip((*names.tensors, *names.numbers), self._fields))
+
+    def decide(self, name: str, a: tuple, like: Tensor, saving: bool) -> Decision:
+        """What the segment `name` runs for such arguments, whose inputs may have no memory and stand for some on the weight's device."""
+        dtype, device = DTYPES[a.dtype], a[self.inputs].device
+        standing = [Standing(t, device) if isinstance(t, Tensor) and t.is_meta else t for t in a]
+        if reason := self._failed.get(self._build_of(device, a, saving)):
+            return Decision(name, "eager", reason)
+        given = self.segment, tuple.__new__(self.arguments, standing), saving, dtype, self.exact_order
+        try:
+            requests, line = self.schedule.requests(*given), self.schedule.describe(*given)
+        except schedule.Unsupported as error:
+            return Decision(name, "eager", str(error))
+        return Decision(name, self.name, line, dtype, like, requests)
+
+    def bound(self, plan: SimpleNamespace | None, constants: tuple, needs_gradient: bool) -> Callable:
+        """The operator as a function of what varies from call to call, as short as can be; as loader_operators.Operator.bound, of tensors
+        whose memory was looked at."""
+        if needs_gradient or plan is None or plan.counts or plan.layout.order is not None:
+            return self.operator.bound(plan, constants, needs_gradient)
+        forward, inner, shape = self.schedule.forward, plan.inner, plan.layout.shape
+        return lambda *varying: forward(inner, varying + constants)[0].view(shape)
+
+    def failed(self, a: tuple, saving: bool, reason: str) -> None:
+        """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
+        self._failed[self._build_of(a[self.inputs].device, a, saving)] = reason
+
+    def _build_of(self, device: torch.device, a: tuple, saving: bool) -> tuple:
+        return inline_loader.generation, device.type, a[0].dtype, a[-1], saving
+
+    # ----------------------------------------------------------------------------------------------- for loader_operators
+
+    def _plan(self, a: tuple, *, saving: bool) -> SimpleNamespace:
+        """Raises schedule.Unsupported."""
+        inner = self.schedule.plan(self.segment, a, saving, DTYPES[a.dtype], self.exact_order)
+        counts = [self.schedule.count(self.segment, a, update.count) for update in self.segment.updates]
+        return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), counts=counts)
+
+    def _forward(self, a: tuple, plan: SimpleNamespace, saving: bool) -> Sequence[Tensor]:
+        check_memory(*a[: self.count])  # what copies and convolves reads without a look
+        y, *rest = self.schedule.forward(plan.inner, a)
+        if plan.counts:
+            self._update(a, plan, (y, *rest))
+        y = plan.layout.laid_out(y)
+        return (y, *rest) if saving else (y,)
+
+    def _update(self, a: tuple, plan: SimpleNamespace, found: Sequence[Tensor]) -> None:
+        """running = (1 - momentum) * running + momentum * statistic; the variance's is the unbiased one. As nn.BatchNorm's."""
+        for update, count, (mean, variance) in zip(self.segment.updates, plan.counts, plan.inner.statistics):
+            unbiased = found[variance] * (count / (count - 1))
+            for name, value in ((update.mean_buffer, found[mean]), (update.variance_buffer, unbiased)):
+                running = a[self.names.tensors.index(name)]
+                running.lerp_(value.to(running.dtype).view_as(running), update.momentum)
+
+    def _backward(
+        self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]
+    ) -> list:
+        check_memory(*a[: self.count])
+        # Forward chose the dtypes; a region of autocast around backward may not.
+        with torch.autocast(dy.device.type, enabled=False):
+            dx, *rest = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
+        layout = library.result_format(a[0], a[self.inputs], True)
+        found = [each if each is None else each.contiguous() for each in rest]
+        found.insert(0, dx if dx is None else dx.contiguous(memory_format=layout))
+        return [*found, *[None] * (len(needs) - len(found))]
+
+    def _shapes(self, a: tuple, *, saving: bool) -> list[Tensor]:
+        dtype, x, weight = DTYPES[a.dtype], a[0], a[self.inputs]
+        if x.dtype != weight.dtype:
+            raise RuntimeError(f"expected x of the weight's dtype {weight.dtype}, got {x.dtype}")
+        y = torch.empty_like(self.reference(a), dtype=dtype)
+        if not saving:
+            return [y]
+        return [
+            y,
+            *[
+                a[0].new_empty(shape, dtype=kind)
+                for shape, kind in self.schedule.saved(self.segment, a, dtype, self.exact_order)
+            ],
+        ]
+
+    def _gradients(self, a: tuple) -> list[Tensor]:
+        x, weight = a[0], a[self.inputs]
+        tensors = [t for t in a if isinstance(t, Tensor)]
+        others = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        others[0] = others[0].contiguous(memory_format=library.result_format(x, weight, True))
+        return others
+
+
+class Names:
+    """A segment's own names: of all tensors that its operator takes (inputs, parameters, buffers, and `updated`, which are written), in
+    order, and of its `numbers`. The first `inputs` are inputs; the convolution's weight comes next."""
+
+    def __init__(self, segment):
+        inputs = [leaf.attr[0] for leaf in segment.inputs]
+        self.updated = [name for update in segment.updates for name in update[:2]]
+        self.tensors = [*inputs, *segment.parameters, *segment.buffers, *self.updated]
+        self.inputs, self.numbers = len(inputs), [*segment.scalars]
+
+
+def field_names(names: Iterable[str]) -> dict[str, str]:
+    """Fields of a NamedTuple by qualified names: dots become underscores; what is no name, or taken, gets a letter, or a number."""
+    found, taken = {}, {"seed", "number", "dtype", "count", "index", "self", *keyword.kwlist}
+    for name in names:
+        base = re.sub(r"\W", "_", name, flags=re.A).lstrip("_") or "t"
+        field = base = f"t{base}" if base[0].isdigit() else base
+        for number in range(2, 1 << 20):
+            if field not in taken:
+                break
+            field = f"{base}_{number}"
+        taken.add(field)
+        found[name] = field
+    return found
+
+
+class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.device)])):
+    """What a tensor is, on another device, without its memory."""
+
+    shape = property(lambda self: self.tensor.shape)
+    dtype = property(lambda self: self.tensor.dtype)
+
+    def dim(self) -> int:
+        return self.tensor.dim()
+
+
+class Layout:
+    """The shape and the order in memory of a result."""
+
+    def __init__(self, like: Tensor):
+        self.shape, self.order = list(like.shape), None  # None: contiguous
+        if not like.is_contiguous():
+            self.order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i))
+            self.back = [self.order.index(i) for i in range(like.dim())]
+
+    def laid_out(self, y: Tensor) -> Tensor:
+        """y, contiguous and of any shape with the same elements, so."""
+        y = y.view(self.shape)
+        return y if self.order is None else y.permute(self.order).contiguous().permute(self.back)
+
+
+# ----------------------------------------------------------------------------------------------------------------- reference
+
+
+class Reference:
+    """The torch operations that a segment stands for, as a function of its operator's arguments: for shapes, strides, dtypes, errors.
+
+    modules: torch.nn's, whose settings are read now. others: attributes of the model that are no arguments. Nothing keeps a tensor of a
+    module, and running statistics are nobody's.
+    """
+
+    def __init__(
+        self, shared: SegmentOperator, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object]
+    ):
+        names = Names(segment)
+        self.eager, self.others, self.fields = segment.eager, others, shared.fields_of(names)
+        self.inputs, self.names = names.inputs, names.tensors
+        self.shells = {name: _shell(module) for name, module in modules.items()}
+
+    def like(
+        self, a: tuple, device: torch.device | None = None, autocast: torch.dtype | None = None
+    ) -> Tensor:
+        """y, without memory, in eager's layout. device: in eager's dtype, too, raising what eager raises, as on that device and under autocast
+        to that dtype if it isn't None. Without it a's tensors may be of different dtypes, and y's says nothing."""
+        layout = library.result_format(a[0], a[self.inputs], True)
+        with _disable_current_modes(), torch.no_grad():
+            if autocast is None:
+                alike = [weightless(t) if isinstance(t, Tensor) else t for t in a]
+                return self(
+                    tuple.__new__(type(a), alike), device is not None, layout, a[self.inputs].device.type
+                )
+            with FakeTensorMode():  # which knows what autocast does on that device
+                alike = [weightless(t, device) if isinstance(t, Tensor) else t for t in a]
+                y = self(tuple.__new__(type(a), alike), as_they_are=True)
+            return weightless(y)
+
+    def __call__(
+        self,
+        a: tuple,
+        as_they_are: bool = False,
+        layout: torch.memory_format | None = None,
+        device: str | None = None,
+    ) -> Tensor:
+        """as_they_are: in the tensors' own dtypes, else all in x's. layout: of the convolution's result. device: for which tensors stand."""
+        values: dict[fx.Node, object] = {}
+        names, dtype, device = iter(self.names), a[0].dtype, device or a[0].device.type
+
+        def argument(name: str):
+            t = getattr(a, self.fields[name])
+            return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and not as_they_are else t
+
+        def number(value):
+            named = type(value) is Named and value.name in self.fields
+            return getattr(a, self.fields[value.name]) if named else value
+
+        for node in self.eager.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = map_aggregate((args, kwargs), number)
+            if node.op == "placeholder":
+                found = argument(next(names))
+            elif node.op == "get_attr":
+                found = argument(node.target) if node.target in self.fields else self._other(node.target, a)
+            elif node.op == "call_module":
+                found = self._module(node.target, a, argument)(*args, **kwargs)
+            elif node.op == "call_method":
+                found = getattr(args[0], node.target)(*args[1:], **kwargs)
+            elif node.op == "call_function":
+                found = node.target(*args, **kwargs)
+            else:
+                return args[0]
+            if node.op in ("call_module", "call_function") and self._is_group_norm(node) and device == "cpu":
+                found = found.contiguous(
+                    memory_format=suggested(args[0])
+                )  # which tensors without memory don't know
+            if layout is not None and node.op != "placeholder":  # the convolution is what comes first
+                if isinstance(found, Tensor) and node.op != "get_attr":
+                    found, layout = found.contiguous(memory_format=layout), None
+            values[node] = found
+        raise RuntimeError("a segment without an output")
+
+    def _is_group_norm(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return type(self.shells[node.target]) is nn.GroupNorm
+        return node.target in (nn.functional.group_norm, torch.group_norm)
+
+    def _other(self, name: str, a: tuple):
+        found = self.others[name]
+        return torch.empty_like(found, device=a[0].device) if isinstance(found, Tensor) else found
+
+    def _module(self, name: str, a: tuple, argument: Callable[[str], Tensor]) -> nn.Module:
+        """That module, with the arguments' tensors, and buffers that are nobody's."""
+        module = copy.copy(self.shells[name])
+        paths = {key: f"{name}.{key}" for key in module._parameters}
+        vars(module)["_parameters"] = {
+            key: argument(path) if path in self.fields else None for key, path in paths.items()
+        }
+        buffers = {key: of and a[0].new_empty(of[0], dtype=of[1]) for key, of in module._buffers.items()}
+        vars(module)["_buffers"] = buffers
+        return module
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """`module` without tensors and hooks; its buffers are described by shape and dtype."""
+    shell = object.__new__(type(module))
+    nn.Module.__init__(shell)
+    vars(shell).update({k: v for k, v in vars(module).items() if "_hooks" not in k and k != "forward"})
+    vars(shell)["_parameters"] = dict.fromkeys(module._parameters)
+    vars(shell)["_buffers"] = {k: t if t is None else (t.shape, t.dtype) for k, t in module._buffers.items()}
+    return shell
+
+
+def weightless(t: Tensor, device: torch.device | str = "meta") -> Tensor:
+    """Like t, without its values: where PyTorch doesn't know sizes yet, with those that it expects."""
+    sizes, strides = ([_expected(each) for each in given] for given in (t.shape, t.stride()))
+    return torch.empty_strided(sizes, strides, dtype=t.dtype, device=device)
+
+
+def suggested(t: Tensor) -> torch.memory_format:
+    """The memory format that operations on t keep."""
+    for layout in (torch.channels_last, torch.channels_last_3d):
+        if t.dim() == (4 if layout is torch.channels_last else 5) and t.is_contiguous(memory_format=layout):
+            return torch.contiguous_format if t.is_contiguous() else layout
+    return torch.contiguous_format
+
+
+def _expected(size) -> int:
+    return size if isinstance(size, int) else size.node.hint

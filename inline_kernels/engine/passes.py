@@ -1,0 +1,533 @@
+"""From roots of a graph to passes over memory, forward and backward alike.
+
+Arrays hold only what is reduced (sums, moments, extremes with their index, channel and window sums), what leaves and what comes in; all
+that is pointwise is computed again where it is used. Each array is written by one pass:
+
+- a **planes** pass walks over the positions of one level, by (sample, channel) or by sample. Windows of the finer level are walked over
+  inside it, channels inside a pass by sample; sums over positions leave it as one number a plane and part.
+- a **small** pass makes values without positions, in double, a block by sample, by channel or one for all.
+
+What is computed inside a pass and what becomes an array follows from where a node is used: a reduction over channels can be had in a pass by
+sample alone, windows anywhere but inside a loop over channels, and nothing is reduced at the windows that a finer pass looks up. A pass comes
+as early as its arrays allow; sums that no other pass waits for join a later pass over the same planes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .graph import Graph, Node, Space, order
+
+
+class Unsupported(Exception):
+    """Why a schedule can't do this."""
+
+
+class Root(NamedTuple):
+    """What leaves: a node, and the space of its array, along all of which it is written. kind: of its elements, see `Array`."""
+
+    name: str
+    node: Node
+    space: Space
+    kind: str
+
+
+class Array(NamedTuple):
+    """kind of its elements: "value" (the convolution's), "output", "real" (in which is computed), "double", "index", "byte", "mask"; "moments": three
+    doubles. parts: the pass whose parts it has a value of, each, or None."""
+
+    name: str
+    kind: str
+    space: Space
+    parts: int | None = None
+
+
+class Key(NamedTuple):
+    """What an array holds: "value" of a node; by part of a plane: "sums" (of a node that is a sum over positions), "moments" (of a node); and
+    those merged: "sum", "mean", "m2"."""
+
+    what: str
+    node: Node
+
+    @property
+    def source(self) -> Node:
+        """What is computed at positions for it."""
+        return self.node.args[0] if self.what in ("sums", "sum") else self.node
+
+
+@dataclass
+class Planes:
+    """A pass over the positions of `level`, by sample, or by channel of one."""
+
+    level: str
+    by_sample: bool
+    targets: list[Key] = field(default_factory=list)
+
+
+@dataclass
+class Small:
+    """Small values, in order; a block for each "sample" or "channel", or "one"."""
+
+    mode: str
+    targets: list[Key] = field(default_factory=list)
+
+
+def over_channels(node: Node) -> bool:
+    """Is it a reduction over channels?"""
+    if node.op == "take":
+        return node.args[1].attr[0] == "c"
+    return (
+        (node.op == "sum" and node.attr == "c")
+        or (node.op == "pick" and node.attr[0] == "c")
+        or (node.op == "variance" and set(node.attr) == {"c"})
+    )
+
+
+def over_windows(node: Node) -> bool:
+    """Is it a reduction over windows?"""
+    index = node.args[1] if node.op == "take" else node
+    axis = index.attr[0] if index.op == "pick" else node.attr if node.op == "sum" else ""
+    return axis in node.graph.levels
+
+
+def of_positions(node: Node) -> Key | None:
+    """By what a plane is to be summed up for this node."""
+    if node.op == "sum" and node.attr == "s":
+        return Key("sums", node)
+    if node.op == "variance" and node.args[0].space.level and "s" in node.attr:
+        return Key("moments", node.args[0])
+    return None
+
+
+def kind_of(node: Node, few_channels: bool) -> str:
+    """Of the elements of an array of this node's values at positions."""
+    if node.op == "pick":
+        window = (
+            (257,)
+            if node.attr[0] == "s"
+            else ()
+            if node.attr[0] == "c"
+            else node.graph.levels[node.attr[0]].window
+        )
+        small = few_channels if node.attr[0] == "c" else None not in window and math.prod(window) <= 256
+        return "byte" if small and node.space.level else "index"
+    if node.space.small:
+        return "double"
+    return "mask" if node.is_boolean else "real"
+
+
+@functools.lru_cache(1 << 16)
+def is_static(node: Node) -> bool:
+    """Is it pointwise in parameters and numbers alone?"""
+    if node.op == "leaf":
+        return node.attr[1] in ("parameter", "buffer", "scalar")
+    if node.op in ("const", "count"):
+        return True
+    return node.space.small and node.is_scalar_op and all(is_static(a) for a in node.args)
+
+
+class Program:
+    """The passes that compute `roots`, given arrays of some nodes.
+
+    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? texts: of the passes, by source.py."""
+
+    def __init__(
+        self, graph: Graph, roots: Iterable[Root], given: Mapping[Node, Array], few_channels: bool = True
+    ):
+        self.graph, self.given, self.few_channels = graph, dict(given), few_channels
+        self.roots = [self._written_anew(root) for root in roots]
+        self.arrays: dict[Key, Array] = {}
+        self.wanted: dict[Key, bool] = {}  # by sample?
+        self.small: dict[Key, None] = {}
+        self.root_of: dict[Key, Root] = {}
+        self._seen: set = set()
+        self._reached: dict[str, set[Node]] = {}
+        nodes = order([r.node for r in self.roots])
+        self.moments_of = {
+            key.node
+            for n in nodes
+            if n not in self.given and (key := of_positions(n)) and key.what == "moments"
+        }
+        self._channel_sums_meet = self._reaching_channels(nodes)
+        for root in self.roots:
+            self.root_of[Key("value", root.node)] = root
+        for root in self.roots:
+            self._want(root.node, root.space)
+        self._order()
+        self._name()
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Is anything small made of several samples' values?"""
+        return any(isinstance(each, Small) and each.mode != "sample" for each in self.passes)
+
+    def leaves(self) -> list[Node]:
+        """What has to come in beside the arrays that are given."""
+        seen: set[Node] = set()
+        stack = [root.node for root in self.roots]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += () if node in self.given else node.args
+        return sorted((n for n in seen if n.op == "leaf" and n not in self.given), key=lambda node: node.id)
+
+    # ------------------------------------------------------------------------------------------- what becomes an array
+
+    def _written_anew(self, root: Root) -> Root:
+        """What is broadcast along its array, or comes in, is a value of its own there."""
+        if (
+            root.node.space == root.space
+            and root.node not in self.given
+            and root.node.op not in ("leaf", "const")
+        ):
+            return root
+        node = self.graph.make("spread", root.node, attr=(root.name, root.space.level), space=root.space)
+        return root._replace(node=node)
+
+    def _channels_in(self, node: Node) -> bool:
+        """Does its value hang, point by point, on a reduction over channels of the same level that is not an array?"""
+        return node in self._reach(node.space.level)
+
+    def _reach(self, level: str) -> set[Node]:
+        if level in self._reached:
+            return self._reached[level]
+        found = self._reached[level] = set()
+        for node in order([r.node for r in self.roots]):
+            if node in self.given or node.space.level != level:
+                continue
+            if over_channels(node) or (not over_windows(node) and any(a in found for a in node.args)):
+                found.add(node)
+        return found
+
+    def _reaching_channels(self, nodes: Iterable[Node]) -> set[str]:
+        """The levels where a sum over positions, by channel, hangs on a reduction over channels: that has to be had before."""
+        return {
+            n.args[0].space.level
+            for n in nodes
+            if n not in self.given
+            and of_positions(n)
+            and n.args[0].space.c
+            and n.args[0] in self._reach(n.args[0].space.level)
+        }
+
+    def _want(self, node: Node, space: Space) -> None:
+        """The node becomes an array."""
+        if node in self.given:
+            return
+        if space.small:
+            self._want_small(node, True)
+            return
+        key = Key("value", node)
+        if key in self.wanted:
+            return
+        by_sample = not space.c
+        if space.c and node.space.level == space.level and self._channels_in(node):
+            by_sample = space.level not in self._channel_sums_meet
+        self.wanted[key] = by_sample
+        self._walk(node, "sample" if by_sample else "point")
+
+    def _want_planes(self, key: Key) -> None:
+        if key in self.wanted:
+            return
+        node = key.source
+        by_sample = not node.space.c
+        self.wanted[key] = by_sample
+        self._walk(node, "sample" if by_sample else "point")
+
+    def _want_small(self, node: Node, is_array: bool) -> None:
+        """A small value is needed: as an array, or as a part of one in a small pass."""
+        if node in self.given or is_static(node):
+            if is_array and Key("value", node) in self.root_of:
+                self.small[Key("value", node)] = None
+            return
+        if is_array and node.op not in ("leaf", "const", "count"):
+            self.small[Key("value", node)] = None
+        elif Key("value", node) in self.root_of:
+            self.small[Key("value", node)] = None
+        if (node, "small") in self._seen:
+            return
+        self._seen.add((node, "small"))
+        if planes := of_positions(node):
+            if node.args[0] in self.moments_of:
+                planes = Key("moments", node.args[0])
+            self._want_planes(planes)
+            for what in ("mean", "m2") if planes.what == "moments" else ("sum",):
+                self.small[Key(what, planes.node)] = None
+            if node.op == "variance":
+                self._want_small(node.args[1], True)
+                self.small[Key("value", node)] = None
+            return
+        if any(a.space.level for a in node.args):
+            raise Unsupported(f"{node.op} of values at positions gives a value without them")
+        reduces = node.op in ("sum", "group", "variance", "pick", "take")
+        for a in node.args:
+            self._want_small(a, False)
+        if reduces:
+            self.small[Key("value", node)] = None
+
+    def _walk(self, node: Node, where: str) -> None:
+        """Finds what has to be an array for `node` to be computed at a point: of a plane by "sample" or by channel ("point"), in a loop over
+        "channels", in a "window", or at a window that is "looked up"."""
+        if node in self.given or is_static(node) or node.op == "leaf":
+            return
+        if node.space.small:
+            self._want_small(node, True)
+            return
+        if (node, where) in self._seen:
+            return
+        self._seen.add((node, where))
+        if over_channels(node):
+            if where not in ("sample", "channels"):
+                self._want(node, node.space)
+            elif node.op == "take":
+                self._walk(node.args[1], where)
+                self._walk(node.args[0], "channels")
+            else:
+                self._walk(node.args[0], "channels")
+                for mean in node.args[1:]:
+                    self._walk(mean, "sample")
+        elif over_windows(node):
+            if where in ("channels", "looked up") or (where == "sample" and node.space.c):
+                self._want(node, node.space)
+            else:
+                for a in node.args:
+                    self._walk(a, where if a.op == "pick" else "window")
+        elif node.op == "put":
+            values, index = node.args
+            if index.attr[0] == "c":
+                self._walk(index, where)
+                self._walk(values, where)
+            elif index.attr[0] == "s":
+                self._want_small(index, True)
+                self._walk(values, where) if values.space.level else self._want_small(values, True)
+            else:
+                self._want(index, index.space)
+                self._walk(values, "looked up")
+        elif node.op == "upsample":
+            self._walk(node.args[0], "looked up")
+        elif of_positions(node) or node.op in ("sum", "pick", "take", "group", "variance"):
+            raise Unsupported(f"{node.op} over {node.attr}, of values {node.args[0].space}, at {node.space}")
+        else:
+            for a in node.args:
+                self._walk(a, where)
+
+    # ------------------------------------------------------------------------------------------------- in which order
+
+    def _space_of(self, key: Key) -> Space:
+        """Of the planes or positions of an array."""
+        if key.what == "value":
+            return self.root_of[key].space if key in self.root_of else key.node.space
+        return key.source.space
+
+    def needs(self, key: Key) -> dict[Key, bool]:
+        """The arrays that a planes pass reads for a target, or computes on the way; with it, is it looked up: another window's, or channel's,
+        that an earlier pass has to have written?"""
+        found: dict[Key, bool] = {}
+        seen: set[tuple[Node, bool]] = set()
+
+        def visit(node: Node, top: bool, looks_up: bool) -> None:
+            if (node, looks_up) in seen and not top:
+                return
+            seen.add((node, looks_up))
+            own = Key("value", node)
+            if node in self.given or is_static(node) or node.op == "leaf":
+                return
+            if node.space.small or (not top and own in self.wanted):
+                found[own] = found.get(own, False) or looks_up
+                return
+            of_windows = node.op == "upsample" or (node.op == "put" and node.args[1].attr[0] != "c")
+            for a in node.args:
+                visit(a, False, looks_up or of_windows)
+
+        visit(key.source, key.what == "value", False)
+        return found
+
+    def _order(self) -> None:
+        stage: dict[Key, int] = {}
+        domain = {key: (self._space_of(key).level, by_sample) for key, by_sample in self.wanted.items()}
+
+        def planes_stage(key: Key) -> int:
+            if key not in stage:
+                stage[key] = 0
+                for need, looks_up in self.needs(key).items():
+                    if need in self.wanted:
+                        apart = looks_up or domain[need] != domain[key]
+                        stage[key] = max(stage[key], planes_stage(need) + apart)
+                    else:
+                        stage[key] = max(stage[key], small_stage(need.node) + 1)
+            return stage[key]
+
+        @functools.lru_cache(None)
+        def small_stage(node: Node) -> int:
+            if node in self.given or is_static(node) or node.op == "leaf":
+                return -1
+            if planes := of_positions(node):
+                if node.args[0] in self.moments_of:
+                    planes = Key("moments", node.args[0])
+                return max(planes_stage(planes), *(small_stage(a) for a in node.args[1:]), -1)
+            return max((small_stage(a) for a in node.args), default=-1)
+
+        for key in self.wanted:
+            planes_stage(key)
+        self._delay(stage, domain)
+        small_stage.cache_clear()  # sums may have moved to a later pass, and what is made of them with them
+        of_planes = {"sum": "sums", "mean": "moments", "m2": "moments"}
+        smalls = {
+            key: small_stage(key.node) if key.what == "value" else stage[Key(of_planes[key.what], key.node)]
+            for key in self.small
+        }
+        self.passes: list[Planes | Small] = []
+        last = max([*stage.values(), *smalls.values(), 0])
+        for now in range(-1, last + 1):
+            groups: dict[tuple, Planes] = {}
+            for key in self.wanted:
+                if stage[key] == now:
+                    groups.setdefault(domain[key], Planes(*domain[key])).targets.append(key)
+            self.passes += groups.values()
+            self.passes += self._small_passes([key for key in self.small if smalls[key] == now])
+
+    def _delay(self, stage: dict[Key, int], domain: dict[Key, tuple]) -> None:
+        """Sums that no pass over positions waits for join the next pass over the same planes, where they would have been alone."""
+        waited: set[Node] = set()
+        for key in self.wanted:
+            for need in self.needs(key):
+                waited.update(order([need.node]))
+
+        def is_waited_for(key: Key) -> bool:
+            if key.what == "value":
+                return True
+            return any(
+                n in waited for n in self.graph.nodes if of_positions(n) and key.node in (n, n.args[0])
+            )
+
+        stages: dict[tuple, list[int]] = {}
+        for key in self.wanted:
+            stages.setdefault(domain[key], []).append(stage[key])
+        for key in self.wanted:
+            if is_waited_for(key):
+                continue
+            must = {stage[k] for k in self.wanted if domain[k] == domain[key] and is_waited_for(k)}
+            later = [s for s in must if s >= stage[key]]
+            if later:
+                stage[key] = min(later)
+
+    # ---------------------------------------------------------------------------------------------------- small passes
+
+    def _modes(self, key: Key) -> set[str]:
+        """In what blocks a small value can be made."""
+        space = self._space_of(key)
+        if key.what != "value":
+            return {"sample", "channel"} if space.c else {"sample", "one"}
+        node, space = key.node, self.root_of[key].space if key in self.root_of else key.node.space
+        own = {
+            (True, True): {"sample", "channel"},
+            (True, False): {"sample", "one"},
+            (False, True): {"channel", "one"},
+            (False, False): {"one"},
+        }[space.n, space.c]
+        modes = own
+        for each in self._inside(node):
+            modes = modes & self._reduction_modes(each)
+        if not modes:
+            raise Unsupported(f"small values {space} of {node.op}")
+        return modes
+
+    def _inside(self, node: Node) -> list[Node]:
+        """The node and what is computed with it in one go: down to arrays."""
+        found, stack = [], [node]
+        while stack:
+            n = stack.pop()
+            found.append(n)
+            for a in n.args:
+                if not (a in self.given or is_static(a) or a.space.level or Key("value", a) in self.small):
+                    stack.append(a)
+        return found
+
+    def _reduction_modes(self, node: Node) -> set[str]:
+        everywhere = {"sample", "channel", "one"}
+        axes: list = []
+        if node.op == "sum" and node.attr != "s":
+            axes = [node.attr]
+        elif node.op == "group":
+            axes = ["c"]
+        elif node.op in ("pick", "take"):
+            axes = [node.attr[0] if node.op == "pick" else node.args[1].attr[0]]
+        elif node.op == "variance":
+            axes = ["c" if isinstance(step, int) else step for step in node.attr if step != "s"]
+        if "s" in axes:
+            raise Unsupported("an extreme over all positions")
+        if "n" in axes:
+            everywhere = everywhere & ({"one"} if "c" in axes else {"channel", "one"})
+        if "c" in axes:
+            everywhere = everywhere & {"sample", "one"}
+        return everywhere
+
+    def _small_passes(self, keys: list[Key]) -> list[Small]:
+        passes, pending = [], list(dict.fromkeys(keys))
+        pending.sort(key=lambda key: (key.what == "value", key.node.id))
+        while pending:
+            best: list[Key] = []
+            for mode in ("sample", "channel", "one"):
+                if len(found := self._closure(pending, mode)) > len(best):
+                    best, best_mode = found, mode
+            if not best:
+                raise Unsupported("small values that wait for one another")
+            passes.append(Small(best_mode, best))
+            pending = [key for key in pending if key not in best]
+        return passes
+
+    def _closure(self, pending: list[Key], mode: str) -> list[Key]:
+        """What a pass in this mode can make of what is pending."""
+        made: list[Key] = []
+        for key in pending:
+            needs = [need for need in self.small_needs(key) if need in pending]
+            if mode in self._modes(key) and all(need in made and self._is_own(need, mode) for need in needs):
+                made.append(key)
+        return made
+
+    def _is_own(self, key: Key, mode: str) -> bool:
+        """Does a block of the mode read no other block's values of this array?"""
+        space = self._space_of(key)
+        return mode == "one" or (space.n if mode == "sample" else space.c)
+
+    def small_needs(self, key: Key) -> list[Key]:
+        """The small arrays that a small value is made of."""
+        if key.what != "value":
+            return []
+        found = []
+        for node in self._inside(key.node):
+            if of_positions(node):
+                if node.args[0] in self.moments_of:
+                    found += [Key("mean", node.args[0])] + [Key("m2", node.args[0])] * (node.op == "variance")
+                else:
+                    found.append(Key("sum", node))
+            found += [
+                Key("value", a) for a in node.args if Key("value", a) in self.small and a not in self.given
+            ]
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- names
+
+    def _name(self) -> None:
+        for number, each in enumerate(self.passes):
+            for key in each.targets:
+                self.arrays[key] = self._array(key, number, isinstance(each, Small))
+
+    def _array(self, key: Key, number: int, is_small: bool) -> Array:
+        node, root = key.node, self.root_of.get(key)
+        if root and key.what == "value":
+            return Array(root.name, root.kind, root.space)
+        name = f"{node.op}_{node.id}"
+        if is_small:
+            if key.what == "value":
+                return Array(name, kind_of(node, self.few_channels), node.space)
+            return Array(f"{key.what}_{node.id}", "double", key.source.space._replace(level=""))
+        if key.what == "value":
+            return Array(name, kind_of(node, self.few_channels), node.space)
+        kind = "moments" if key.what == "moments" else "double"
+        return Array(f"{key.what}_{node.id}", kind, key.source.space._replace(level=""), number)

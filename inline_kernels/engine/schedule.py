@@ -1,0 +1,604 @@
+"""The schedule `load`: the library's convolution gives v, generated kernels do the rest of a segment, forward and backward.
+
+    plan = schedule.plan(segment, arguments, saving=True, dtype=torch.float32)
+    y, *saved = schedule.forward(plan, arguments)
+    gradients = schedule.backward(plan, dy, arguments, saved, needs)
+
+`arguments`: tensors (x and the second inputs, parameters, buffers that are read, two for each update of running statistics), then, where there
+is dropout, a seed and a number, then the model's numbers. y and dy are contiguous; their shape is the caller's, what counts is the order of
+their elements. What forward saves is v, or masks in its place where backward needs no more of it, and results of reductions.
+
+passes.py decides what is computed in which pass, source.py writes it down; here is which arrays there are at given sizes, and who runs.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import inline_loader
+from inline_kernels.engine import library
+
+from . import source
+from .graph import ELEMENTS, Facts, Node, Space, order
+from .passes import Array, Planes, Program, Root, Unsupported, kind_of
+from .rewrites import rewritten
+
+__all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
+
+_CTYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "half_t",
+    torch.bfloat16: "bfloat16_t",
+}
+_MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
+_lock = threading.Lock()
+
+
+class Composed(NamedTuple):
+    """A segment's passes and their text for one kind of arguments. `saved`: arrays from forward to backward, in their order; `gradients`: the
+    root of each tensor's gradient, by leaf; `updates`: names of arrays, (mean, variance) each; `dy`: the leaf."""
+
+    text: str
+    forward: Program
+    forward_names: source.Names
+    backward: Program | None
+    backward_names: source.Names | None
+    saved: list[Array]
+    gradients: dict[Node, Root | None]
+    statistics: list[tuple[str, str]]
+
+
+# ---------------------------------------------------------------------------------------------------------------- composing
+
+
+class Kind(NamedTuple):
+    """What a text hangs on beside its segment."""
+
+    device: str
+    saving: bool
+    few_channels: bool  # a byte counts them
+    signs: tuple[tuple[str, int], ...] | None  # of the model's numbers; None: nothing is to be rewritten
+
+
+def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
+    weight = arguments[len(segment.inputs)]
+    numbers = zip(segment.scalars, arguments[_first_number(segment) :])
+    signs = None if exact_order else tuple((name, (x > 0) - (x < 0)) for name, x in numbers)
+    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, signs)
+
+
+def _composed(segment, kind: Kind) -> Composed:
+    """Made once a segment and kind; kept with its graph."""
+    with _lock:
+        known = vars(segment.graph).setdefault("composed", {})
+        if kind not in known:
+            known[kind] = _compose(segment, kind)
+        return known[kind]
+
+
+def _compose(segment, kind: Kind) -> Composed:
+    graph = segment.graph
+    (y,) = segment.outputs
+    if kind.signs is not None:
+        y = rewritten(graph, y, dict(kind.signs))
+    z = graph.leaf("z", ELEMENTS, "z")
+    roots, statistics, back, saved, gradients = [Root("y", y, y.space, "output")], [], None, [], {}
+    for update in segment.updates:
+        names = tuple(f"{what}_{update.mean.id}" for what in ("batch_mean", "batch_variance"))
+        statistics.append(names)
+        roots += [
+            Root(name, node, node.space, "real") for name, node in zip(names, (update.mean, update.variance))
+        ]
+    if kind.saving:
+        back, saved, gradients = _backward_program(graph, y, z, kind.few_channels)
+        known = {root.node for root in roots}
+        for array, node in saved:
+            if node is not z:  # what leaves already is written once more
+                own = (
+                    graph.make("spread", node, attr=(array.name, ""), space=node.space)
+                    if node in known
+                    else node
+                )
+                roots.append(Root(array.name, own, array.space, array.kind))
+        saved = [array for array, _ in saved]
+    ahead = Program(graph, roots, {}, kind.few_channels)
+    names, back_names = _names(segment, ahead), back and _names(segment, back)
+    programs = {"forward": ahead} | ({"backward": back} if back else {})
+    text = source.compose(
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name
+    )
+    return Composed(text, ahead, names, back, back_names, saved, gradients, statistics)
+
+
+def _backward_program(graph, y: Node, z: Node, few_channels: bool):
+    dy = graph.leaf("dy", y.space, "dy")
+    leaves = [z, *[n for n in order([y]) if n.op == "leaf" and n.attr[1] in ("parameter", "input")]]
+    found = graph.adjoints(y, dy, leaves)
+    roots: dict[tuple, Root] = {}
+    gradients: dict[Node, Root | None] = {}
+    for leaf, node in zip(leaves, found):
+        if node is None:
+            gradients[leaf] = None
+            continue
+        name, kind = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
+        if leaf.attr[1] == "input":
+            kind = "value"
+        gradients[leaf] = roots.setdefault((node, leaf.space, kind), Root(name, node, leaf.space, kind))
+    kept = _kept(graph, [root.node for root in roots.values()], z)
+    given = {node: _saved_array(node, z, few_channels) for node in kept}
+    of_nodes = {node: array for node, array in given.items() if node is not z}
+    program = Program(graph, roots.values(), of_nodes, few_channels)
+    return program, [(array, node) for node, array in given.items()], gradients
+
+
+def _kept(graph, roots: Sequence[Node], z: Node) -> list[Node]:
+    """What forward leaves for these: masks in place of v where v serves for nothing else."""
+    facts = Facts(roots, keeps=True)
+
+    def walk(masks: bool) -> list[Node]:
+        found, seen, stack = [], set(), list(roots)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            kind = facts.is_kept(node)
+            if node is z or (kind and kind != "input" and (masks or kind != "mask")):
+                found.append(node)
+            else:
+                stack += node.args
+        return sorted(found, key=lambda node: node.id)
+
+    found = walk(True)
+    few = sum(node.is_boolean and facts.at_elements(node) for node in found) <= _MOST_MASKS
+    return found if z not in found and few else walk(False)
+
+
+def _saved_array(node: Node, z: Node, few_channels: bool) -> Array:
+    if node is z:
+        return Array("v", "value", ELEMENTS)
+    of_z = node.op == "take" and node.args[0] is z
+    kind = "value" if of_z else kind_of(node, few_channels)
+    return Array(f"kept_{node.op}_{node.id}", kind, node.space)
+
+
+def _names(segment, program: Program) -> source.Names:
+    """Of what comes into a program's launcher."""
+    incoming: dict[Node, Array] = {}
+    scalars, random = [], {}
+    drawn = {each.leaf: (i, each.p) for i, each in enumerate(segment.random)}
+    for node in program.leaves():
+        name, kind = node.attr
+        if kind == "scalar":
+            scalars.append(name)
+        elif kind == "drawn":
+            random[name] = drawn[name]
+            incoming[node] = Array("seed", "seed", Space(False, False, ""))
+        else:
+            array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (source.identifier(name), "value")}
+            incoming[node] = Array(*array.get(kind, (source.identifier(name), "real")), node.space)
+    return source.Names(incoming, scalars, random)
+
+
+# ------------------------------------------------------------------------------------------------------------------ sizes
+
+
+class Sizes(NamedTuple):
+    """N, C and each level's (D, H, W); D is 1 in two dimensions."""
+
+    N: int
+    C: int
+    levels: dict[str, tuple[int, int, int]]
+
+    def shape(self, space: Space) -> list[int]:
+        own = [self.N] * space.n + [self.C] * space.c
+        return [*own, *self.levels[space.level]] if space.level else own
+
+    def positions(self, level: str) -> int:
+        return math.prod(self.levels[level])
+
+
+def _pair(value, dimensions: int) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * dimensions
+
+
+def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
+    conv, nd = segment.conv, weight.dim() - 2
+    stride, dilation = _pair(conv.stride, nd), _pair(conv.dilation, nd)
+    found = []
+    for i in range(nd):
+        extent = dilation[i] * (weight.shape[2 + i] - 1) + 1
+        around = sum(_padding(segment, weight)[i])
+        found.append((x.shape[2 + i] + around - extent) // stride[i] + 1)
+    levels = {"e": tuple(found)}
+    for name, level in segment.graph.levels.items():
+        levels[name] = tuple(1 if w is None else s // w for s, w in zip(levels[level.parent], level.window))
+    padded = {name: ((1,) * (3 - nd) + size) for name, size in levels.items()}
+    if min([x.shape[0], *(min(size) for size in padded.values())]) < 1:
+        raise Unsupported("there is nothing to compute")
+    return Sizes(x.shape[0], weight.shape[0], padded)
+
+
+def _padding(segment, weight: Tensor) -> list[tuple[int, int]]:
+    """Before and after each axis."""
+    conv, nd = segment.conv, weight.dim() - 2
+    if conv.padding == "valid":
+        return [(0, 0)] * nd
+    if conv.padding == "same":
+        dilation = _pair(conv.dilation, nd)
+        around = [dilation[i] * (weight.shape[2 + i] - 1) for i in range(nd)]
+        return [(each // 2, each - each // 2) for each in around]
+    return [(each, each) for each in _pair(conv.padding, nd)]
+
+
+# --------------------------------------------------------------------------------------------------------------- planning
+
+
+class Entry(NamedTuple):
+    """A launcher's tensor. It comes from what is there by its name, or is made: an argument (its number) in `dtype`, or a new array."""
+
+    name: str
+    dtype: torch.dtype
+    argument: int | None
+    shape: list[int] | None
+
+
+@dataclass
+class Plan:
+    """What is decided for arguments with the same shapes, dtypes and numbers. `statistics`: of each update, where forward's results have mean
+    and variance."""
+
+    segment: object
+    composed: Composed
+    sizes: Sizes
+    value_dtype: torch.dtype
+    dtype: torch.dtype
+    saving: bool
+    device: str
+    in_place: bool = False
+    statistics: Sequence[tuple[int, int]] = ()
+    launch: object = None
+    backward_launch: object = None
+    table: Sequence[Entry] = ()
+    backward_table: Sequence[Entry] = ()
+
+    @property
+    def results(self) -> list[str]:
+        """The names of what forward returns: y, what is saved, what else norms' statistics are."""
+        names = ["y", *[a.name for a in self.composed.saved]]
+        return names + [each for pair in self.composed.statistics for each in pair if each not in names]
+
+    @property
+    def line(self) -> str:
+        return _words(self)
+
+
+def _defines(segment, x: Tensor, dtype: torch.dtype) -> dict[str, str]:
+    return {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[dtype]}
+
+
+def _build(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> dict:
+    x = arguments[0]
+    kind = _kind(segment, arguments, saving, exact_order)
+    name = "tail_" + source.identifier(segment.conv.name)
+    return {
+        "name": name,
+        "source": _composed(segment, kind).text,
+        "device": kind.device,
+        "defines": _defines(segment, x, dtype),
+    }
+
+
+def requests(
+    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+) -> list[dict]:
+    """What inline_loader builds for such arguments."""
+    return [_build(segment, arguments, saving, dtype, exact_order)]
+
+
+def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
+    """Raises Unsupported with the reason where the schedule can't do it."""
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    if x.dtype not in _CTYPES or dtype not in _CTYPES:
+        raise Unsupported(f"there are kernels for {', '.join(_CTYPES.values())}")
+    sizes = sizes_of(segment, x, weight)
+    request = _build(segment, arguments, saving, dtype, exact_order)
+    composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
+    kernels = inline_loader.load(
+        request["name"], source=request["source"], device=request["device"], defines=request["defines"]
+    )
+    keeps_v = any(array.name == "v" for array in composed.saved)
+    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
+    found.in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
+    names = found.results
+    found.statistics = [tuple(names.index(each) for each in pair) for pair in composed.statistics]
+    ahead, back = (composed.forward, composed.forward_names), (composed.backward, composed.backward_names)
+    found.table, found.launch = (
+        _table(found, *ahead, arguments),
+        kernels.forward.bound(*_numbers(found, *ahead, arguments)),
+    )
+    if composed.backward and composed.backward.roots:
+        found.backward_table = _table(found, *back, arguments)
+        found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
+    return found
+
+
+def _may_write_over_v(composed: Composed) -> bool:
+    """Does y's pass read v at its own place alone, and no later one v?"""
+    program = composed.forward
+    (own,) = [
+        i for i, each in enumerate(program.passes) for key in each.targets if program.arrays[key].name == "y"
+    ]
+    reads = [each.reads_v for each in program.texts]
+    return program.roots[0].space == ELEMENTS and not program.texts[own].scalar and not any(reads[own + 1 :])
+
+
+def _numbers(plan: Plan, program: Program, names: source.Names, arguments: Sequence) -> list:
+    segment, sizes = plan.segment, plan.sizes
+    values = dict(zip(segment.scalars, arguments[_first_number(segment) :]))
+    found: list = [float(values[name]) for name in names.scalars]
+    found += [sizes.N, sizes.C]
+    for level in ["e", *segment.graph.levels]:
+        found += sizes.levels[level]
+    return found + [_parts(plan, each) for each in program.passes if isinstance(each, Planes)]
+
+
+def _first_number(segment) -> int:
+    tensors = len(segment.inputs) + len(segment.parameters) + len(segment.buffers) + 2 * len(segment.updates)
+    return tensors + 2 * bool(segment.random)
+
+
+def _parts(plan: Plan, each: Planes) -> int:
+    """Blocks that share a plane: of a few packs a thread on a GPU; strips that fill a core's cache on a CPU."""
+    positions = plan.sizes.positions(each.level)
+    if plan.device == "cpu":
+        return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
+    return positions // (1024 if each.by_sample else 4096) + 1
+
+
+# -------------------------------------------------------------------------------------------------------------- execution
+
+
+def _dtype(plan: Plan, array: Array) -> torch.dtype:
+    accumulated = torch.float64 if plan.value_dtype == torch.float64 else torch.float32
+    return {
+        "value": plan.value_dtype,
+        "output": plan.dtype,
+        "real": accumulated,
+        "double": torch.float64,
+        "moments": torch.float64,
+        "index": torch.int32,
+        "byte": torch.uint8,
+        "mask": torch.uint8,
+        "seed": torch.int64,
+    }[array.kind]
+
+
+def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
+    shape = plan.sizes.shape(array.space)
+    if array.parts is not None:
+        shape = [*shape, _parts(plan, program.passes[array.parts])]
+    return [*shape, 3] if array.kind == "moments" else shape
+
+
+def _bytes(plan: Plan, program: Program, array: Array) -> int:
+    return math.prod(_shape(plan, program, array)) * _dtype(plan, array).itemsize
+
+
+def _table(plan: Plan, program: Program, names: source.Names, arguments: Sequence) -> list[Entry]:
+    segment = plan.segment
+    given = [_name(each) for each in segment.inputs] + [*segment.parameters, *segment.buffers]
+    at = {source.identifier(name): i for i, name in enumerate(given)}
+    at["seed"] = _first_number(segment) - 2
+    made, found = set(program.arrays.values()), []
+    for array in source.parameters(program, names):
+        if array is source.SCRATCH:
+            sizes = [_bytes(plan, program, a) for a in source.scratch(program)]
+            found.append(
+                Entry(array.name, torch.float64, None, [sum((size + 15) // 16 * 2 for size in sizes)])
+            )
+        elif array in made:
+            found.append(Entry(array.name, _dtype(plan, array), None, _shape(plan, program, array)))
+        else:
+            found.append(Entry(array.name, _dtype(plan, array), at.get(array.name), None))
+    return found
+
+
+def _name(each) -> str:
+    return each if isinstance(each, str) else each.attr[0]
+
+
+def _run(plan: Plan, launch, table: Sequence[Entry], arrays: dict[str, Tensor], arguments: Sequence) -> None:
+    """Allocates what is not there, and launches."""
+    x, tensors = arguments[0], []
+    for name, dtype, argument, shape in table:
+        t = arrays.get(name)
+        if t is None:
+            t = x.new_empty(shape, dtype=dtype) if argument is None else _as_read(arguments[argument], dtype)
+            arrays[name] = t
+        tensors.append(t)
+    if plan.segment.random:
+        launch(*tensors, arguments[_first_number(plan.segment) - 1])
+    else:
+        launch(*tensors)
+
+
+def _as_read(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """An argument as kernels read it."""
+    t = t if t.dtype == dtype else t.detach().to(dtype)
+    return library.aligned(t) if t.dim() > 1 else t.contiguous()
+
+
+def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
+    """y, what backward needs, and batch norms' statistics."""
+    v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
+    arrays = {"v": v, "y": v} if plan.in_place else {"v": v}
+    _run(plan, plan.launch, plan.table, arrays, arguments)
+    arrays["y"] = arrays["y"].view(_result_shape(plan))
+    return [arrays[name] for name in plan.results]
+
+
+def _result_shape(plan: Plan) -> list[int]:
+    """Eager's."""
+    segment, sizes = plan.segment, plan.sizes
+    level = segment.outputs[0].space.level
+    positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
+    of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1} | {
+        str(i): s for i, s in enumerate(positions)
+    }
+    return [of_axis[axis] for axis in segment.axes]
+
+
+def backward(
+    plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of inputs, parameters and buffers (None)."""
+    composed, segment = plan.composed, plan.segment
+    arrays = {a.name: t for a, t in zip(composed.saved, saved)} | {"dy": library.aligned(dy)}
+    if plan.backward_launch:
+        _run(plan, plan.backward_launch, plan.backward_table, arrays, arguments)
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    by_name = {leaf.attr[0]: root and arrays[root.name] for leaf, root in composed.gradients.items()}
+    dz = by_name.pop("z")
+    weight_at, found = len(segment.inputs), []
+    wanted = [needs[0], needs[weight_at]]
+    dx, dw = (
+        convolve_backward(segment, dz, x, weight, wanted) if dz is not None and any(wanted) else (None, None)
+    )
+    names = [_name(each) for each in segment.inputs] + list(segment.parameters)
+    for i, name in enumerate(names):
+        gradient = dx if i == 0 else dw if i == weight_at else by_name.get(name)
+        t = arguments[i]
+        found.append(
+            gradient if gradient is None or i in (0, weight_at) else gradient.to(t.dtype).reshape(t.shape)
+        )
+    return found + [None] * len(segment.buffers)
+
+
+# ---------------------------------------------------------------------------------------------- the library's convolution
+
+
+def _spread_around(segment, x: Tensor, weight: Tensor) -> tuple[Tensor, list[int]]:
+    """x, with what lies around it where the convolution can't add that, and the padding that is left to the convolution."""
+    around = _padding(segment, weight)
+    mode = segment.conv.padding_mode
+    if mode == "zeros" and all(before == after for before, after in around):
+        return x, [before for before, _ in around]
+    flat = [each for pair in reversed(around) for each in pair]
+    padded = torch.nn.functional.pad(x, flat, mode="constant" if mode == "zeros" else mode)
+    return padded, [0] * len(around)
+
+
+def convolve(segment, x: Tensor, weight: Tensor) -> Tensor:
+    """v, contiguous."""
+    conv, nd = segment.conv, weight.dim() - 2
+    x, padding = _spread_around(segment, x, weight)
+    run = torch.conv2d if nd == 2 else torch.conv3d
+    v = run(x, weight, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd), conv.groups)
+    return v.contiguous()
+
+
+def convolve_backward(
+    segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of x and weight that are needed."""
+    conv, nd = segment.conv, weight.dim() - 2
+    with torch.enable_grad():
+        given = x.detach().requires_grad_()
+        padded, padding = _spread_around(segment, given, weight)
+    dz = dz.view(dz.shape[0], dz.shape[1], *dz.shape[5 - nd :]) if dz.dim() == 5 else dz
+    found = torch.ops.aten.convolution_backward(
+        *(dz, padded.detach(), weight, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd)),
+        *(False, [0] * nd, conv.groups, [*needs, False]),
+    )
+    dx, dw = found[0], found[1]
+    if needs[0] and padded is not given:
+        (dx,) = torch.autograd.grad(padded, given, dx)
+    return [dx if needs[0] else None, dw if needs[1] else None]
+
+
+# ------------------------------------------------------------------------------------------------------------ in words
+
+
+def saved(
+    segment, arguments: Sequence, dtype: torch.dtype, exact_order: bool = False
+) -> list[tuple[list[int], torch.dtype]]:
+    """Shapes and dtypes of what forward saves."""
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    composed = _composed(segment, _kind(segment, arguments, True, exact_order))
+    found = Plan(
+        segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
+    )
+    return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
+
+
+def count(segment, arguments: Sequence, node: Node) -> float:
+    """A number of values: a node of counts."""
+    sizes = sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
+    if node.op == "const":
+        return node.attr
+    if node.op == "count":
+        axis, what = node.attr
+        counts = {
+            "n": lambda: sizes.N,
+            "c": lambda: sizes.C,
+            "group": lambda: sizes.C // what,
+            "s": lambda: sizes.positions(what),
+        }
+        return float(counts[axis]())
+    if node.op == "mul":
+        return math.prod(count(segment, arguments, a) for a in node.args)
+    raise Unsupported(f"a count made by {node.op}")
+
+
+def text(plan: Plan) -> str:
+    return plan.composed.text
+
+
+def describe(
+    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+) -> str:
+    """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
+    return _words(
+        Plan(segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, saving, library.device_type(x))
+    )
+
+
+def _words(plan: Plan) -> str:
+    """Each pass over positions, with the bytes that it reads and writes."""
+    composed, words = plan.composed, ["the library's convolution"]
+    of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
+    for program, names in of_text[: 1 + bool(composed.backward)]:
+        words.append("; backward: " if program is composed.backward else ", then ")
+        each = [
+            _pass_words(plan, program, names, i)
+            for i, one in enumerate(program.passes)
+            if isinstance(one, Planes)
+        ]
+        words.append(", ".join(each) or "small values")
+    return "".join(words)
+
+
+def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) -> str:
+    results = {root.name for root in program.roots}
+    own = [program.arrays[key] for key in program.passes[number].targets]
+    made = dict.fromkeys(
+        a.name if a.name in results else "sums" if a.parts is not None else "reductions" for a in own
+    )
+    made = [name for name in made if not name.startswith("kept_")] or ["what is kept"]
+    text = program.texts[number]
+    known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
+    read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
+    read += [known["v"]] if text.reads_v else []
+    megabytes = [sum(_bytes(plan, program, a) for a in arrays) / 1e6 for arrays in (read, own)]
+    return f"{' and '.join(made)} (reads {megabytes[0]:.1f} MB, writes {megabytes[1]:.1f} MB)"

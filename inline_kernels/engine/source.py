@@ -1,0 +1,683 @@
+"""The text of passes: one struct each, whose operator() is the tail, a line an operation; and the launcher that runs them in their order.
+
+What the words of a pass mean (plane, point, lanes) stands in kernels/load/load.h. Operations have their texts from engine/scalars.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .graph import Node, Space
+from .passes import (
+    Array,
+    Key,
+    Planes,
+    Program,
+    Small,
+    Unsupported,
+    is_static,
+    of_positions,
+    over_channels,
+    over_windows,
+)
+from .scalars import SCALARS
+
+TYPES = {
+    "value": "value_t",
+    "output": "output_t",
+    "real": "real",
+    "double": "double",
+    "index": "int32_t",
+    "byte": "uint8_t",
+    "mask": "uint8_t",
+    "moments": "Moments<double>",
+    "seed": "int64_t",
+}
+SCRATCH = Array("scratch", "double", Space(False, False, ""))
+EXPORTED = {**TYPES, "real": "accumulate_t"}
+_TAKEN = {
+    "n",
+    "c",
+    "N",
+    "C",
+    "at",
+    "e",
+    "w",
+    "i",
+    "lanes",
+    "plane",
+    "block",
+    "real",
+    "math",
+    "load",
+    "stream",
+    "seed",
+    "number",
+    "parts",
+}
+
+
+def identifier(name: str) -> str:
+    """A user's name as C++ has it."""
+    name = re.sub(r"\W", "_", name)
+    return f"{name}_" if name in _TAKEN or re.match(r"\d|_", name) else name
+
+
+def _in_one_line(lines: Sequence[str]) -> str:
+    return " ".join(line.split("  //")[0] for line in lines)
+
+
+@dataclass
+class Scope:
+    """Where lines are written. at: the point of its elements. n, c: what it calls them. Values by node."""
+
+    kind: str
+    at: str
+    level: str
+    n: str
+    c: str
+    lines: list[str]
+    parent: Scope | None = None
+    known: dict[Node, str] = field(default_factory=dict)
+    axis: str = ""  # of small values: what a loop of lanes runs along
+
+
+@dataclass
+class Names:
+    """What comes into a launcher: arrays by leaf ("v" by that of the convolution), the names of scalars, and of dropouts, by leaf, the number and
+    the probability."""
+
+    incoming: dict[Node, Array]
+    scalars: Sequence[str] = ()
+    random: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+
+class _Text:
+    """The struct of one pass."""
+
+    def __init__(self, name: str, program: Program, names: Names, number: int):
+        self.name, self.program, self.names = name, program, names
+        self.graph = program.graph
+        self.targets = program.passes[number].targets
+        self.pointers: dict[str, str] = {}  # by name, its declaration's type
+        self.numbers: dict[str, str] = {}
+        self.scalar = False  # is it of single positions?
+        self.picks_channel = False  # … at a channel of their own each?
+        self.reads_v = False
+        self.made: set[Key] = set()  # arrays of this pass
+
+    # ------------------------------------------------------------------------------------------------------ members
+
+    def pointer(self, array: Array, written: bool = False) -> str:
+        ctype = TYPES[array.kind]
+        if written or not self.pointers.get(array.name):
+            self.pointers[array.name] = f"{ctype}*" if written else f"const {ctype}*"
+        return array.name
+
+    def number(self, name: str, ctype: str = "int64_t") -> str:
+        self.numbers[name] = ctype
+        return name
+
+    def extent(self, level: str) -> str:
+        return self.number(f"extent_{level}", "load::Extent")
+
+    def pool(self, level: str) -> str:
+        window = self.graph.levels[level].window
+        return f"load::Pool<{', '.join(str(w or 0) for w in (1,) * (3 - len(window)) + window)}>()"
+
+    def index(self, space, scope: Scope) -> str:
+        """Of a small array."""
+        if space.n and space.c:
+            return f"{scope.n} * {self.number('C')} + {scope.c}"
+        return scope.n if space.n else scope.c if space.c else "0"
+
+    # ------------------------------------------------------------------------------------------------------- values
+
+    def home(self, node: Node, scope: Scope) -> Scope:
+        """The outermost scope that can have the node's value."""
+        while scope.parent:
+            if scope.kind == "lanes":
+                if node.space.has(scope.axis):
+                    break
+            elif node.space.small:
+                if node.space.c and scope.kind == "channels":
+                    break
+            elif scope.kind != "channels" or node.space.c:
+                break
+            scope = scope.parent
+        return scope
+
+    def real(self, scope: Scope) -> str:
+        return "double" if scope.kind in ("small", "lanes") else "real"
+
+    def value(self, node: Node, scope: Scope) -> str:
+        scope = self.home(node, scope)
+        for each in self._and_outer(scope):
+            if node in each.known:
+                return each.known[node]
+        if node.op == "const":
+            return self._literal(node.attr, scope)
+        if node.op in ("detach", "spread") and not self._array(node):
+            return self.value(node.args[0], scope)
+        text, comment = self._text(node, scope)
+        if re.fullmatch(r"[\w.]+", text):
+            scope.known[node] = text
+            return text
+        name = self._local(node)
+        scope.lines.append(f"const auto {name} = {text};" + (f"  // {comment}" if comment else ""))
+        scope.known[node] = name
+        return name
+
+    @staticmethod
+    def _and_outer(scope: Scope):
+        while scope:
+            yield scope
+            scope = scope.parent
+
+    def _local(self, node: Node) -> str:
+        if node.op == "leaf":
+            return f"{identifier(node.attr[0])}_{node.id}"
+        return f"{node.op}{node.id}"
+
+    def _literal(self, value: float, scope: Scope) -> str:
+        real = self.real(scope)
+        if math.isfinite(value):
+            return repr(value) if real == "double" else f"real({value!r})"
+        return f"{real}({'NAN' if value != value else '-INFINITY' if value < 0 else 'INFINITY'})"
+
+    def _text(self, node: Node, scope: Scope) -> tuple[str, str]:
+        array = self._array(node)
+        if array:
+            return self._read(node, array, scope), ""
+        if node.op == "leaf":
+            return self._leaf(node, scope)
+        if node.op == "count":
+            return f"{self.real(scope)}({self._count(*node.attr)})", ""
+        if node.is_scalar_op:
+            args = [self._operand(a, scope) for a in node.args]
+            return SCALARS[node.op].text.format(*args), ""
+        if node.op in ("put", "upsample"):
+            return self._spread(node, scope), ""
+        if scope.kind in ("small", "lanes"):
+            return self._small_reduction(node, scope), ""
+        if node.op == "take":
+            return self._chosen(node, scope), ""
+        raise Unsupported(f"{node.op} {node.attr} at {node.space} inside a pass")
+
+    def _operand(self, node: Node, scope: Scope) -> str:
+        text = self.value(node, scope)
+        return f"({text})" if text.startswith("-") else text
+
+    def _array(self, node: Node) -> Array | None:
+        if node in self.program.given:
+            return self.program.given[node]
+        key = Key("value", node)
+        return self.program.arrays.get(key) if key not in self.made else None
+
+    def _read(self, node: Node, array: Array, scope: Scope) -> str:
+        name = self.pointer(array)
+        if array.space.small:
+            text = f"{name}[{self.index(array.space, scope)}]"
+            return f"{self.real(scope)}({text})" if array.kind not in ("index", "byte") else text
+        if array.space.c or (scope.kind == "point" and scope.c == "0"):
+            text = f"{scope.at}.read({name})"
+        else:
+            text = f"{scope.at}.shared({name})"
+        return f"{text} != 0" if array.kind == "mask" else text
+
+    def _leaf(self, node: Node, scope: Scope) -> tuple[str, str]:
+        name, kind = node.attr
+        if kind == "z":
+            self.reads_v = True
+            return f"{scope.at}.v()", "conv"
+        if kind == "scalar":
+            self.number(identifier(name), "real")
+            return f"double({identifier(name)})" if self.real(scope) == "double" else identifier(name), name
+        if kind == "drawn":
+            return self._drawn(node, scope)
+        return self._read(node, self.names.incoming[node], scope), name
+
+    def _drawn(self, node: Node, scope: Scope) -> tuple[str, str]:
+        if node.space.small:
+            raise Unsupported("dropout of values without positions")
+        which, probability = self.names.random[node.attr[0]]
+        seed = self.pointer(Array("seed", "seed", node.space))
+        self.number("number")
+        mask = f"{scope.at}.kept({seed}, number, {which}, {probability!r})"
+        real = self.real(scope)
+        return f"math::select({mask}, {real}(1), {real}(0))", "dropout"
+
+    def _count(self, axis: str, what) -> str:
+        if axis == "group":
+            return f"{self.number('C')} / {what}"
+        if axis in ("n", "c"):
+            return self.number(axis.upper())
+        if axis == "s":
+            return f"{self.extent(what)}.positions()"
+        level = self.graph.levels[what]
+        if None not in level.window:
+            return str(math.prod(level.window))
+        fine = self.extent(level.parent)
+        sides = "DHW"[3 - len(level.window) :]
+        return " * ".join(str(w) if w else f"{fine}.{side}" for w, side in zip(level.window, sides))
+
+    # --------------------------------------------------------------------------------------- reductions inside a point
+
+    def prepare(self, nodes: Sequence[Node], scope: Scope) -> None:
+        """Makes the reductions over channels and windows that these nodes hang on at this point, loop by loop."""
+        depth: dict[Node, int] = {}
+        seen: dict[Node, int] = {}
+
+        def visit(node: Node) -> int:
+            """The number of loops before the node is known."""
+            if node in seen:
+                return seen[node]
+            seen[node] = 0
+            if self._array(node) or is_static(node) or node.op == "leaf" or node.space.small:
+                return 0
+            reduces = over_channels(node) or over_windows(node)
+            if reduces and node.op != "take":
+                inner = node.args if over_channels(node) else ()
+                seen[node] = depth[node] = 1 + max((visit(a) for a in inner), default=0)
+            elif reduces:  # take
+                seen[node] = max(
+                    visit(node.args[1]), *([visit(node.args[0])] if over_channels(node) else [0])
+                )
+            elif node.op in ("put", "upsample"):
+                inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()
+                seen[node] = max((visit(a) for a in inner), default=0)
+            else:
+                seen[node] = max((visit(a) for a in node.args), default=0)
+            return seen[node]
+
+        for node in nodes:
+            visit(node)
+        groups: dict[tuple, list[Node]] = {}
+        for node, number in depth.items():
+            if not any(node in each.known for each in self._and_outer(scope)):
+                axis = "c" if over_channels(node) else node.attr if node.op == "sum" else node.attr[0]
+                groups.setdefault((number, axis), []).append(node)
+        for (_, axis), together in sorted(groups.items()):
+            self._loop(together, axis, scope)
+
+    def _loop(self, nodes: list[Node], axis: str, scope: Scope) -> None:
+        """One loop at a point over channels or a window, for several reductions."""
+        if axis == "c":
+            inner = Scope("channels", "e", scope.level, "e.n", "e.c", [], scope)
+            head = f"{scope.at}.channels({self.number('C')}, [&](const auto& e) {{"
+        else:
+            parent = self.graph.levels[axis].parent
+            inner = Scope("point", "e", parent, scope.n, scope.c, [], scope)
+            head = f"{scope.at}.window({self.pool(axis)}, {self.extent(parent)}, [&](const auto& e) {{"
+            self.scalar = True
+            self.prepare([node.args[0] for node in nodes], inner)
+        declared, ends = [], []
+        for node in nodes:
+            name = self._local(node)
+            term = self._broadcast(node.args[0], inner)
+            if node.op == "pick":
+                declared.append(
+                    f"auto best{node.id} = {scope.at}.{'largest' if node.attr[1] > 0 else 'smallest'}();"
+                )
+                last = axis != "c" and None not in self.graph.levels[axis].window
+                place = "e.c" if axis == "c" else "e.place"
+                inner.lines.append(f"best{node.id}.{'take_last' if last else 'take'}({term}, {place});")
+                scope.known[node] = f"best{node.id}.index"
+                continue
+            declared.append(f"auto {name} = {scope.at}.zero();")
+            if node.op == "variance":
+                mean = self.value(node.args[1], inner)
+                inner.lines.append(f"{name} += math::square({self._operand(node.args[0], inner)} - {mean});")
+                ends.append(f"{name} = {name} / real({self.number('C')});  // variance")
+            else:
+                inner.lines.append(f"{name} += {term};")
+            scope.known[node] = name
+        scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
+
+    def _chosen(self, node: Node, scope: Scope) -> str:
+        """A value at a picked place."""
+        of, index = node.args
+        if self._array(index) is None and of is index.args[0]:
+            self.value_of_pick(index, scope)
+            return f"best{index.id}.value"
+        self.scalar = True
+        place, axis = self.value(index, scope), index.attr[0]
+        known = f"chosen{index.id}"
+        if axis == "c":
+            self.picks_channel = True
+            made = f"const auto {known} = {scope.at}.channel({place}, {self.number('C')});"
+            inner = Scope("channels", known, scope.level, scope.n, f"{known}.c", [], scope)
+        else:
+            parent = self.graph.levels[axis].parent
+            made = (
+                f"const auto {known} = {scope.at}.chosen({self.pool(axis)}, {self.extent(parent)}, {place});"
+            )
+            inner = Scope("point", known, parent, scope.n, scope.c, [], scope)
+        self.prepare([of], inner)
+        value = self.value(of, inner)
+        if made not in scope.lines:
+            scope.lines.append(made)
+        # Lines of another value at the same place have other names: a node has one.
+        name = f"at_{known}_{of.id}"
+        scope.lines += [
+            f"const auto {name} = [&] {{",
+            *[f"  {line}" for line in inner.lines],
+            f"  return {value};",
+            "}();",
+        ]
+        return name
+
+    def value_of_pick(self, index: Node, scope: Scope) -> None:
+        if not any(index in each.known for each in self._and_outer(scope)):
+            raise Unsupported("an extreme that no loop has found")
+
+    def _spread(self, node: Node, scope: Scope) -> str:
+        """What lies at windows, or at picked channels, as a value of each position."""
+        real = self.real(scope)
+        if node.op == "put" and node.args[1].attr[0] == "c":
+            index, values = self.value(node.args[1], scope), self.value(node.args[0], scope)
+            return f"math::select({index} == int({scope.c}), {values}, {real}(0))"
+        if node.op == "put" and node.args[1].attr[0] == "s":
+            raise Unsupported("an extreme over all positions")
+        level = node.args[1].attr[0] if node.op == "put" else node.attr
+        inner = Scope("point", "w", level, scope.n, scope.c, [], scope)
+        inner.kind = "looked up"
+        value = self.value(node.args[0], inner)
+        if node.op == "put":
+            value = f"math::select({self.value(node.args[1], inner)} == w.place, {value}, real(0))"
+        body = _in_one_line([*inner.lines, f"return w.zero() + {value};"])
+        return f"{scope.at}.spread({self.pool(level)}, {self.extent(level)}, [&](const auto& w) {{ {body} }})"
+
+    # -------------------------------------------------------------------------------------------------- planes passes
+
+    def planes(self, each: Planes) -> list[str]:
+        body: list[str] = []
+        plane = Scope("plane", "plane", "", "plane.n", "plane.c", body)
+        point = Scope("point", "at", each.level, "at.n", "0" if each.by_sample else "at.c", [], plane)
+        self.made = {key for key in self.targets if key.what == "value"}
+        terms = {key: key.source for key in self.targets}
+        self.prepare(list(terms.values()), point)
+        totals, ends, last = [], [], None
+        for key, node in terms.items():
+            array = self.program.arrays[key]
+            if key.what == "value":
+                to = self.pointer(array, written=True)
+                if each.by_sample and array.space.c:
+                    if last is None:
+                        last = Scope("channels", "e", each.level, "e.n", "e.c", [], point)
+                    last.lines.append(f"e.write({to}, {self._broadcast(node, last)});")
+                else:
+                    point.lines.append(f"at.write({to}, {self._broadcast(node, point)});")
+                continue
+            word = "moments" if key.what == "moments" else "sum"
+            name = f"{word}{key.node.id}"
+            totals.append(f"auto {name} = plane.{word}();")
+            point.lines.append(f"{name}.add({self._broadcast(node, point)});")
+            ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
+        if last:
+            point.lines += [
+                f"at.channels({self.number('C')}, [&](const auto& e) {{",
+                *[f"  {line}" for line in last.lines],
+                "});",
+            ]
+        walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
+        return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
+
+    def _broadcast(self, node: Node, scope: Scope) -> str:
+        """A value for each position, of what may be the same at all of them."""
+        text = self.value(node, scope)
+        while node.op in ("spread", "detach"):
+            node = node.args[0]
+        return f"{scope.at}.zero() + {text}" if node.space.small else text
+
+    def _struct(self, parameter: str, declared: str, body: list[str]) -> list[str]:
+        members: dict[str, list[str]] = {}
+        for name, ctype in {**self.pointers, **self.numbers}.items():
+            members.setdefault(ctype, []).append(name)
+        lines = [f"struct {self.name} {{"]
+        for ctype, found in members.items():
+            star = "*" if ctype.endswith("*") else ""
+            lines.append(f"  {ctype.rstrip('*')} {', '.join(star + name for name in found)};")
+        self.members = [name for found in members.values() for name in found]
+        if self.scalar:
+            windows = "" if self.picks_channel else ", kWindows = true"
+            lines.append(f"  static constexpr bool kScalar = true{windows};")
+        lines.append(f"  template <class {parameter}> ON_DEVICE void operator()({declared}) const {{")
+        lines += [f"    {line}" for line in body]
+        return [*lines, "  }", "};"]
+
+    # --------------------------------------------------------------------------------------------------- small passes
+
+    def small(self, each: Small) -> list[str]:
+        index = {"sample": "n", "channel": "c"}.get(each.mode)
+        body = [f"const int64_t {index} = block.index;"] if index else []
+        outer = Scope("small", "", "", "n", "c", body)
+        self.made = set(self.targets)
+        done: set[Key] = set()
+        pending = list(self.targets)
+        while pending:
+            first = self._loop_of(pending[0], each.mode)
+            together: list[Key] = []
+            for key in pending:
+                waits = [
+                    need for need in self.program.small_needs(key) if need in self.made and need not in done
+                ]
+                if self._loop_of(key, each.mode) == first and not waits:
+                    together.append(key)
+            self.made -= done
+            body += self._small_loop(together, first, outer)
+            done |= set(together)
+            pending = [key for key in pending if key not in together]
+        used = [line for line in body if not line.startswith("const int64_t")]
+        if index and not re.search(rf"\b{index}\b", "\n".join(used)):
+            body.pop(0)
+        return self._struct("Block", "const Block& block", body)
+
+    def _loop_of(self, key: Key, mode: str) -> str:
+        """Over what a block's loop runs: "n", "c" or one turn."""
+        space = self.program.arrays[key].space
+        if mode == "one" and space.n and space.c:
+            raise Unsupported("values of all samples' channels in one block")
+        if mode == "sample":
+            return "c" if space.c else ""
+        if mode == "channel":
+            return "n" if space.n else ""
+        return "n" if space.n else "c" if space.c else ""
+
+    def _small_loop(self, keys: list[Key], axis: str, outer: Scope) -> list[str]:
+        scope = Scope("small", "", "", "n", "c", [], None)
+        for key in keys:
+            array = self.program.arrays[key]
+            to = self.pointer(array, written=True)
+            at = f"{to} + {self.index(array.space, scope)}" if self.index(array.space, scope) != "0" else to
+            if key.what == "value":
+                text = self.value(key.node, scope)
+            else:
+                text = self._merged(key, scope)
+            scope.lines.append(f"lanes.write({at}, {text});")
+        count = self.number(axis.upper()) if axis else "1"
+        head = f"block.each({count}, [&](int64_t{' ' + axis if axis else ''}, const auto& lanes) {{"
+        return [head, *[f"  {line}" for line in scope.lines], "});"]
+
+    def _merged(self, key: Key, scope: Scope) -> str:
+        """A plane's parts together. Of moments the mean or m2."""
+        parts_key = Key("sums" if key.what == "sum" else "moments", key.node)
+        array = self.program.arrays[parts_key]
+        parts = self.number(f"parts_{array.parts}")
+        index = self.index(key.source.space._replace(level=""), scope)
+        first = f"({index}) * {parts}" if " " in index else f"{index} * {parts}"
+        name = self.pointer(array)
+        if key.what == "sum":
+            return f"lanes.sum({parts}, [&](int64_t i) {{ return {name}[{first} + i]; }})"
+        known = f"plane{key.node.id}"
+        line = f"const Moments<double> {known} = lanes.merge({name} + {first}, {parts});"
+        if line not in scope.lines:
+            scope.lines.append(line)
+        return f"{known}.{key.what}"
+
+    def _small_array(self, key: Key, scope: Scope) -> str:
+        array = self.program.arrays[key]
+        return f"{self.pointer(array)}[{self.index(array.space, scope)}]"
+
+    def _small_reduction(self, node: Node, scope: Scope) -> str:
+        if of_positions(node):
+            if node.op == "sum" and node.args[0] not in self.program.moments_of:
+                return self._small_array(Key("sum", node), scope)
+            of = node.args[0]
+            count = f"double({self._count('s', of.space.level)})"
+            if node.op == "sum":
+                return f"{count} * {self._small_array(Key('mean', of), scope)}"
+            return self._variance(node, scope, count)
+        if node.op == "sum":
+            return self._lanes_sum([node.attr], scope, lambda inner: self.value(node.args[0], inner))
+        if node.op == "group":
+            return self._lanes_sum([node.attr], scope, lambda inner: self.value(node.args[0], inner))
+        if node.op == "variance":
+            return self._variance(node, scope, "")
+        if node.op == "pick":
+            inner = self._lanes(scope, "c")
+            term = self.value(node.args[0], inner)
+            body = _in_one_line([*inner.lines, f"return {term};"])
+            word = "largest" if node.attr[1] > 0 else "smallest"
+            return f"lanes.{word}({self.number('C')}, [&](int64_t c) {{ {body} }})"
+        if node.op == "take":
+            inner = self._lanes(scope, "c")
+            place = self.value(node.args[1], scope)
+            term = self.value(node.args[0], inner)
+            body = _in_one_line([f"const int64_t c = {place};", *inner.lines, f"return {term};"])
+            return f"[&] {{ {body} }}()"
+        raise Unsupported(f"{node.op} {node.attr} of small values")
+
+    def _lanes(self, scope: Scope, axis: str) -> Scope:
+        return Scope("lanes", "", "", "n", "c", [], scope, axis=axis)
+
+    def _variance(self, node: Node, scope: Scope, count: str) -> str:
+        """Of means and second moments of planes (Chan), or of small values, about the mean of all."""
+        of, mean = node.args
+        steps = [step for step in node.attr if step != "s"]
+
+        def term(inner: Scope) -> str:
+            about = self.value(mean, inner)
+            if not count:
+                return f"math::square({self.value(of, inner)} - {about})"
+            own = f"{self._small_array(Key('mean', of), inner)} - {about}"
+            return f"{self._small_array(Key('m2', of), inner)} + {count} * math::square({own})"
+
+        total = term(scope) if not steps else self._lanes_sum(steps, scope, term)
+        counts = [self._count("group", s) if isinstance(s, int) else self.number(s.upper()) for s in steps]
+        divisor = " * ".join([count] * bool(count) + [f"double({each})" for each in counts])
+        return f"({total}) / ({divisor})"
+
+    def _lanes_sum(self, steps: list, scope: Scope, term) -> str:
+        if len(steps) == 1:
+            axis = "c" if isinstance(steps[0], int) else steps[0]
+            inner = self._lanes(scope, axis)
+            text = term(inner)
+            lines = _in_one_line([*inner.lines, f"return {text};"])
+            if isinstance(steps[0], int):
+                size = f"({self.number('C')} / {steps[0]})"
+                own = f"{scope.c} / {size} * {size}"
+                return f"[&] {{ const int64_t first = {own}; return lanes.sum({size}, [&](int64_t i) {{ const int64_t c = first + i; {lines} }}); }}()"
+            return f"lanes.sum({self.number(axis.upper())}, [&](int64_t {axis}) {{ {lines} }})"
+        if set(steps) <= {"n", "c"}:
+            inner = self._lanes(scope, "n")
+            inner = self._lanes(inner, "c")
+            text = term(inner)
+            lines = _in_one_line([*inner.parent.lines, *inner.lines, f"return {text};"])
+            N, C = self.number("N"), self.number("C")
+            return (
+                f"lanes.sum({N} * {C}, [&](int64_t i) {{ const int64_t n = i / {C}, c = i % {C}; {lines} }})"
+            )
+        raise Unsupported(f"statistics over {steps}")
+
+
+def struct(name: str, program: Program, names: Names, number: int) -> tuple[list[str], _Text]:
+    each, text = program.passes[number], _Text(name, program, names, number)
+    lines = text.planes(each) if isinstance(each, Planes) else text.small(each)
+    return lines, text
+
+
+def compose(programs: dict[str, Program], names: dict[str, Names], device: str, title: str) -> str:
+    """The source: for each program its passes and the launcher of that name."""
+    parts = [f"// {title}" if title else "", '#include "load/load.h"', ""]
+    for launcher, program in programs.items():
+        parts += _program(launcher, program, names[launcher], device)
+    return "\n".join(parts)
+
+
+def scratch(program: Program) -> list[Array]:
+    """The arrays that nobody outside sees: they share one tensor."""
+    results = {root.name for root in program.roots}
+    return [array for array in program.arrays.values() if array.name not in results]
+
+
+def parameters(program: Program, names: Names) -> list[Array]:
+    """The launcher's tensors: what leaves, the scratch of its passes (`SCRATCH`), what comes in."""
+    results = {root.name for root in program.roots}
+    written = [array for array in program.arrays.values() if array.name in results]
+    return list(dict.fromkeys([*written, SCRATCH, *names.incoming.values(), *program.given.values()]))
+
+
+def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tuple[str, str]]:
+    """The launcher's numbers, (type, name)."""
+    found = [("int64_t", "number")] if random else []
+    found += [("double", identifier(name)) for name in scalars]
+    found += [("int64_t", "N"), ("int64_t", "C")]
+    levels = ["e", *program.graph.levels]
+    found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
+    return found + [
+        ("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)
+    ]
+
+
+def _program(launcher: str, program: Program, names: Names, device: str) -> list[str]:
+    lines, calls, used_levels = [], [], set()
+    program.texts = []
+    stream = ", stream" if device == "cuda" else ""
+    title = launcher.title()
+    for number, each in enumerate(program.passes):
+        text_lines, text = struct(f"{title}{number}", program, names, number)
+        lines += [*text_lines, ""]
+        program.texts.append(text)
+        given = ", ".join(text.members)
+        used_levels |= {name for name in text.numbers if name.startswith("extent_")}
+        if isinstance(each, Planes):
+            channels, level = "1" if each.by_sample else "C", each.level
+            extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
+            v = "v" if text.reads_v else "nullptr"
+            calls.append(f"load::planes({title}{number}{{{given}}}, {extent}, {v}, parts_{number}{stream});")
+        else:
+            blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
+            calls.append(f"load::small({title}{number}{{{given}}}, {blocks}{stream});")
+    tensors = parameters(program, names)
+    reals = [(t, name) for t, name in numbers(program, names.scalars, bool(names.random))]
+    written = {*program.arrays.values(), SCRATCH}
+    declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
+    declared += [f"{t} {_scalar(t, name)}" for t, name in reals]
+    if device == "cuda":
+        declared.append("cudaStream_t stream")
+    inside = [f"const real {name} = real({_scalar(t, name)});" for t, name in reals if t == "double"]
+    inside += [
+        f"{TYPES[a.kind]}* const {a.name} = load::next<{TYPES[a.kind]}>(scratch, {_size(a)});"
+        for a in scratch(program)
+    ]
+    for name in sorted(used_levels):
+        level = name.removeprefix("extent_")
+        inside.append(f"const load::Extent {name}(N, C, {level}_D, {level}_H, {level}_W);")
+    head = f"EXPORT void {launcher}({', '.join(declared)}) {{"
+    return [*lines, head, *[f"  {line}" for line in [*inside, *calls]], "}", ""]
+
+
+def _size(array: Array) -> str:
+    """The number of an array's elements."""
+    factors = ["N"] * array.space.n + ["C"] * array.space.c
+    factors += [f"{array.space.level}_{side}" for side in "DHW"] if array.space.level else []
+    factors += [f"parts_{array.parts}"] if array.parts is not None else []
+    return " * ".join(factors or ["1"])
+
+
+def _scalar(ctype: str, name: str) -> str:
+    return f"{name}_given" if ctype == "double" else name

@@ -1,0 +1,199 @@
+"""A model as it was captured: the captured code, and its segments, each of which decides for itself what runs (`Part`)."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import inline_loader
+
+from . import capture, support
+from .code import Code, without_memory
+from .guards import Guards, SideEffects, recorded
+from .operator import Decision, weightless
+from .part import Asked, Part, building, called
+from .support import NOT_THE_MODEL
+
+
+class Structure:
+    """The model as it was captured for inputs of a `kind`: (dimensions, device, dtype), or None.
+
+    `run(model, *inputs)` is the captured code, None where there is none, for the `reason`; `watched` is the same where something sees
+    operators by themselves. `built`: have the kernels of the first call been built?
+    """
+
+    def __init__(self, model: nn.Module, base: type, kind: tuple | None):
+        self.kind, self.generation = kind, inline_loader.generation
+        self.run = self.watched = self.code = None
+        self.parts: list[Part] = []
+        # Shared with the parts, from which there is no way here.
+        self.asked, self.stale = Asked(model), types.SimpleNamespace(is_so=False)
+        self.reason, reads = _unfit(model, base, kind), {}
+        captured = None
+        if not self.reason:
+            captured, self.reason, reads = _capture(model, base, kind[0])
+        segments = captured.segments if captured else []
+        if captured and not segments:
+            why = [f"{name}: {reason}" for name, reason in {**captured.opaque, **captured.remarks}.items()]
+            self.reason = "; ".join(["there is no convolution with a tail that kernels take", *why])
+        by_value = captured.values if captured else frozenset()
+        numbers = {name for segment in segments for name in segment.scalars} - by_value
+        replaced = {name for segment in segments for name in called(segment)}
+        self.guards = Guards(model, base, reads, replaced, numbers)
+        self.built, self.arguments = not segments, []
+        if segments:
+            self._bind(model, captured)
+
+    def _bind(self, model: nn.Module, captured) -> None:
+        self.parts = [
+            Part(segment, model, captured, self.guards, self.stale, self.asked)
+            for segment in captured.segments
+        ]
+        for node in captured.module.graph.nodes:
+            if node.target in captured.segments:
+                self.parts[captured.segments.index(node.target)].guard_once(node.args)
+        graph = captured.module.graph
+        self.arguments = [node.target for node in graph.nodes if node.op == "placeholder"]
+        self.remarks = {**_altered(graph, model), **captured.opaque, **captured.remarks}
+        self.code = Code(graph, captured.constants, captured.segments)
+        self.constants = captured.constants
+        self.graph = fx.Graph()  # which has no way to modules, as the captured one has
+        self.graph.output(self.graph.graph_copy(graph, {}))
+        self.run = self.code.function(self.parts)
+        self.watched = self.code.function([part.watched for part in self.parts])
+
+    def holds(self, model: nn.Module) -> bool:
+        """Is the model what it was, but for numbers that only kernels read?"""
+        if self.stale.is_so or not self.guards.holds(model, self._forget):
+            return False
+        if self.generation != inline_loader.generation:  # edited kernels
+            self._forget()
+            self.generation = inline_loader.generation
+        if self.asked.ever and self.asked.variant is not model.variant and self.asked.changes(model):
+            self._forget()
+        return True
+
+    def _forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
+    def is_of(self, other: Structure) -> bool:
+        """May it serve a model again that `other` serves? Not if it is of other modules, whose memory it would keep."""
+        return self.guards.modules == other.guards.modules and not self.stale.is_so
+
+    def given(self, inputs: tuple, keywords: dict) -> tuple | None:
+        """The captured code's arguments; None: it was captured for others."""
+        if not keywords:
+            return inputs if len(inputs) == len(self.arguments) else None
+        names = self.arguments[len(inputs) :]
+        return (*inputs, *[keywords[name] for name in names]) if keywords.keys() == {*names} else None
+
+    # ------------------------------------------------------------------------------------------------- before anything runs
+
+    def decisions(
+        self, model: nn.Module, inputs: tuple, keywords: dict, saving: bool | None = None
+    ) -> list[Decision]:
+        """What each segment would do for such inputs. Nothing is computed: the code runs on tensors without memory.
+
+        What lies between segments and can't run so leaves the rest undecided."""
+        found: list[Decision] = []
+        failed: list[Exception] = []  # here, and not in the user's code
+        saving = torch.is_grad_enabled() if saving is None else saving
+
+        def of(part: Part) -> Callable:
+            def decide(*given):
+                try:
+                    decision = part.decision(given, saving)
+                except Exception as error:
+                    failed.append(error)
+                    raise
+                found.append(decision)
+                return decision.like if decision.like is not None else part.eager_code(empty, *given)
+
+            return decide
+
+        empty = without_memory(model)
+        given = self.given(inputs, keywords)
+        if reason := next(filter(None, [support.odd("the input", each) for each in given]), None):
+            return [Decision(part.name, "eager", reason) for part in self.parts]
+        meta = [weightless(each) if isinstance(each, Tensor) else each for each in given]
+        rest = "what precedes it is not to be foreseen"
+        try:
+            with torch.no_grad():
+                self.code.function([of(part) for part in self.parts])(empty, *meta)
+        except Exception:  # whatever a user's code does with such tensors, or raises for the input
+            if failed:
+                raise
+            rest = NOT_THE_MODEL if found and found[-1].reason == NOT_THE_MODEL else rest
+        found += [Decision(part.name, "eager", rest) for part in self.parts[len(found) :]]
+        return found
+
+    def build(self, model: nn.Module, inputs: tuple, keywords: dict, saving: Sequence[bool]) -> None:
+        """Builds the kernels of all segments side by side. What fails is left to the segments' own first calls."""
+        self.built = True
+        if not self.parts or self.given(inputs, keywords) is None:
+            return
+        requests = []
+        for each in saving:
+            for decision in self.decisions(model, inputs, keywords, each):
+                requests += [request for request in decision.requests if request not in requests]
+        if requests:
+            with building(self.kind[1].type):
+                inline_loader.load_all(requests)
+
+    def source(self, model: nn.Module, inputs: tuple, keywords: dict, number: int) -> str:
+        decisions = self.decisions(model, inputs, keywords)
+        if not -len(decisions) <= number < len(decisions):
+            raise IndexError(f"expected a segment below {len(decisions)}, got {number}")
+        decision = decisions[number]
+        if decision.runs == "eager":
+            raise RuntimeError(f"segment {number} runs eager: {decision.reason}")
+        return "\n".join(request["source"] for request in decision.requests)
+
+
+# ------------------------------------------------------------------------------------------------------------------ capturing
+
+
+def _unfit(model: nn.Module, base: type, kind: tuple | None) -> str:
+    """Why a forward isn't even traced, or nothing."""
+    if kind is None:
+        return "forward is given no tensor"
+    if getattr(model, "_is_replica", False):
+        return "it is a replica of nn.DataParallel: its parameters are no Parameters"
+    for name, module in model.named_modules():
+        if "parametrizations" in module._modules and (
+            not name or not type(module).__module__.startswith("torch.")
+        ):
+            return f"{name or 'the model'} has parametrizations"
+    return ""
+
+
+def _capture(model: nn.Module, base: type, dimensions: int) -> tuple[object, str, dict[str, set[str]]]:
+    """What capture.py makes of the model's forward, or None and the reason; and which attributes were read."""
+    with _disable_current_modes():
+        try:
+            shadow, reads = recorded(model, base)
+            effects = SideEffects(shadow, reads)
+        except Exception as error:  # what a user's class does when it is derived from or copied
+            return None, f"the model can't be copied: {type(error).__name__}: {error}", {}
+        try:
+            captured = capture.capture(shadow, model.training, dimensions)
+        except capture.NotCaptured as error:
+            return None, str(error), reads
+        reason = effects.found()
+        return (None, reason, reads) if reason else (captured, "", reads)
+
+
+def _altered(graph: fx.Graph, model: nn.Module) -> dict[str, str]:
+    """Of the convolutions that are left to eager because somebody changed them: why."""
+    found = {}
+    for node in graph.nodes:
+        module = model.get_submodule(node.target) if node.op == "call_module" else None
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            replaced = f"{node.target} is a {type(module).__name__}, and kernels follow torch.nn's own"
+            found[node.target] = support.altered(node.target, module) or replaced
+    return found

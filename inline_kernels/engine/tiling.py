@@ -1,0 +1,279 @@
+"""How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and what fits nowhere.
+
+One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. What is compiled for, or allocated, is planned here
+alone; a kernel takes it by its launcher's arguments and its build's definitions, and asserts at compile time, in the words of these,
+all that it relies on. What only a launch depends on, its launcher plans.
+
+- volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory. Here is
+  only what can't run: launchers plan their tiles (kernels/conv/narrow3d_tile.cuh), and throw where there is no room.
+- strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
+  Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
+- wide: a 2-D convolution with many channels, as a product of the weights with shifted rows of x. Here are the rules of where it runs
+  alone: its tiles, scratch and launches are planned beside the kernels (kernels/conv/wide.cuh).
+
+An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
+it asks for as few of them as it can. A plan exists wherever there is no obstacle; it is made of ints, and kept.
+
+Words. x (N, C_in, [D,] H, W) and weight (C_out, C_in, [kd,] kh, kw) are the convolution's; its result has the extents D', H', W' =
+D - kd + 1, …. A `pixel` is all input channels at one position; in shared memory it is some words of 4 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Device(NamedTuple):
+    capability: tuple[int, int]
+    shared: int  # bytes of shared memory that a block may ask for
+    multiprocessors: int
+    l2_cache: int  # bytes
+
+
+@torch.compiler.assume_constant_result
+def device_properties(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    # torch 2.8 does not say what a block may ask for; CUDA's programming guide does, by architecture
+    by_architecture = (163 if capability in ((8, 0), (8, 7)) else 99) << 10
+    shared = getattr(properties, "shared_memory_per_block_optin", by_architecture)
+    return Device(capability, shared, properties.multi_processor_count, properties.L2_cache_size)
+
+
+def capability(x: Tensor) -> tuple[int, int]:
+    return device_properties(x.device.index).capability
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def spatial_defines(filters: Sequence[int]) -> dict[str, int]:
+    """What tells a build of any kernels the convolution's channels and kernel size."""
+    names = ("CHANNELS_OUT", "CHANNELS_IN", *("KERNEL_D", "KERNEL_H", "KERNEL_W")[5 - len(filters) :])
+    return dict(zip(names, filters))
+
+
+def first_obstacle(obstacles: Callable[..., Iterable[tuple[object, str]]]) -> Callable[..., str | None]:
+    """Of a function that yields pairs (is an obstacle there?, what it is), one that returns the first that is there, or None; it looks
+    at nothing that comes after that."""
+
+    @functools.wraps(obstacles)
+    def first(*arguments):
+        return next((obstacle for is_there, obstacle in obstacles(*arguments) if is_there), None)
+
+    return first
+
+
+def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, str]]:
+    """What stands in the way of any fused kernel, if it sees x in `dtype`."""
+    taken = torch.float32, torch.float16, torch.bfloat16
+    yield dtype not in taken, "the fused kernels are not written for this dtype"
+    yield capability(x) < (8, 0), "the fused kernels need a GPU of compute capability 8.0 or later"
+
+
+# ---------------------------------------------------------------------------------------------------- volumes
+
+_PLANES_AHEAD = 3  # of input, in the ring beside the kd that an output plane needs
+_RAW_PLANES = 3  # of input, on their way from global memory
+_TURN = 32  # output positions that a warp computes side by side
+_WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
+BACKWARD_SHARED = 18 << 10  # bytes of shared memory that backward's kernels have for their own arrays
+SAMPLES_BYTES = 114_000_000  # of scratch for the gradient of the convolution, where x needs one
+
+
+@first_obstacle
+def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int):
+    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do."""
+    yield from _fused_obstacles(x, dtype)
+    (C, channels, *kernel), size = weight.shape, x.shape[2:]
+    few = channels <= 4 and C % 16 == 0 and C <= 960
+    yield not few, "the fused kernels take up to 4 channels in, and 16, 32, … 960 out"
+    pairs = (channels + 1) // 2
+    # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
+    registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
+    yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
+    room = device_properties(x.device.index).shared - static_shared
+    yield _input_strip_shared(weight) > room, "the filter does not fit in shared memory"
+    positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
+    yield positions < 64, "the fused kernels' statistics are exact enough from 64 positions on"
+    too_large = size[1] * size[2] >= 2**24 or size[0] >= 2**15 or not volume_fits(x, weight, static_shared)
+    yield too_large, "the planes are too large for shared memory"
+
+
+def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
+    """Is there a plan, for stores of 16 bytes too? The fewest rows decide. A trace with dynamic shapes asks this, so it asks for
+    four rows first: where they fit, as they mostly do, one bound on W is its only guard."""
+    room = device_properties(x.device.index).shared - static_shared
+    OH, OW = x.shape[3] - weight.shape[3] + 1, x.shape[4] - weight.shape[4] + 1
+    for rows in (4, 2, 1):
+        whole_vectors = rows * OW % 4 == 0 or OH * OW % 4 > 0
+        if whole_vectors and volume_bytes(rows, x, weight) <= room:
+            return True
+    return False
+
+
+def held_bytes(x: Tensor) -> int:
+    """Of the L2 cache, for sums that are then not computed again; the rest is for x."""
+    return device_properties(x.device.index).l2_cache // 4
+
+
+def _pixel_words(x: Tensor) -> int:
+    """Of 4 bytes, in the ring: two halves each; a float32 is two halves."""
+    return x.shape[1] if x.element_size() == 4 else ceil_div(x.shape[1], 2)
+
+
+def ring_pitch(width: int) -> int:
+    """Pixels from row to row in the ring for rows of `width`: 12 or 24 modulo 32, so that the rows of a group of taps start in
+    different banks; in terms that stay symbolic."""
+    padded = ceil_div(width, 4) * 4
+    return padded + min((12 - padded) % 32, (24 - padded) % 32)
+
+
+def volume_bytes(rows: int, x: Tensor, weight: Tensor) -> int:
+    """Of dynamic shared memory that a block of `rows` output rows needs, as kernels/conv/narrow3d_tile.cuh lays it out: the ring;
+    _RAW_PLANES raw planes; where each output position's pixel lies in a plane of the ring, and where each raw element's, in 2 bytes each.
+    Through the ring pass the filters of 16 output channels, too, in float32, and their gradients, taps in eights."""
+    (_, channels, _, _, W), (_, _, kd, kh, kw), words = x.shape, weight.shape, _pixel_words(x)
+    filters = ceil_div(16 * channels * ceil_div(kd * kh * kw, 8) * 8, words)  # in pixels
+    ring = ceil_div(max((kd + _PLANES_AHEAD) * (rows + kh - 1) * ring_pitch(W), filters), 256) * 256
+    raw = (rows + kh - 1) * ceil_div(W, 8) * 8
+    positions = ceil_div(rows * (W - kw + 1), _TURN) * _TURN
+    return 4 * words * ring + _RAW_PLANES * channels * raw * x.element_size() + 2 * (positions + raw)
+
+
+def _input_strip_shared(weight: Tensor) -> int:
+    """Bytes of dynamic shared memory of the smallest block of dx, of the rows that a warp computes and 8 columns: two stages of dv, the
+    weights, scales, and where dv's fragments go."""
+    C, channels, kd, kh, kw = weight.shape
+    of_rows = ceil_div(ceil_div(channels, 2) * kd, 8)  # products with 16 rows, two of them a pair of channels
+    pitch, stage_rows = ceil_div(kw + 7, 8) * 8, max(1, 8 // of_rows) + kh - 1
+    fragments = stage_rows * (pitch // 8 + 2)
+    return 2 * stage_rows * pitch * 64 + kh * kw * of_rows * 1024 + 8 * C + 40 * fragments
+
+
+# ----------------------------------------------------------------------------------------------------- strips
+
+_COLUMNS = 128  # of the result, that a team computes at a time: a tile
+_CHANNELS = 64  # of the result, that a block computes
+_TEAMS = 2  # of a block, each with a strip of its own
+_STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
+
+
+@first_obstacle
+def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[int, int]):
+    yield from _fused_obstacles(x, dtype)
+    C, channels, kh, kw = weight.shape
+    few = channels <= 16 and C <= 128 and C % 16 == 0
+    yield not few, "the fused kernels take up to 16 channels in, and 16, 32, … 128 out"
+    yield min(pool) < 2 or max(pool) > 8, "the fused kernels pool windows of 2 to 8 rows and columns"
+    yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
+    yield not strips_fit(x, weight, pool, False), "the kernel's window does not fit in shared memory"
+
+
+def strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
+    """Is there room for what the kernels keep in shared memory, and, where `saving`, for what they then keep for backward?"""
+    room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
+    return strips_shared(weight.shape[1], weight.shape[2], pool[1], saving) <= room
+
+
+def strips_training_obstacle(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> str | None:
+    """Why the kernels can't compute all gradients that are asked for, where there is no obstacle to forward; or None."""
+    fits = strips_fit(x, weight, pool, True) and (input_columns(x, weight, pool) or not x.requires_grad)
+    return None if fits else "backward's windows or filters do not fit in shared memory"
+
+
+def input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
+    """Of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room."""
+    room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
+    columns = _COLUMNS // 2, _COLUMNS // 4, _COLUMNS // 8
+    return next((each for each in columns if input_gradient_shared(weight, pool, each) <= room), 0)
+
+
+def strips_defines(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> dict[str, int]:
+    """A forward build's, for sizes without an obstacle; and what was assumed of the kernel's shared memory, which it asserts."""
+    defines = {
+        **_pooled_defines(weight, pool),
+        "LONG_ROWS": int(x.shape[3] > _COLUMNS),
+        "SAVING": int(saving),
+    }
+    dynamic = strips_shared(weight.shape[1], weight.shape[2], pool[1], saving)
+    return defines | {"STATIC_SHARED": _STRIPS_STATIC_SHARED, "STRIPS_SHARED": dynamic}
+
+
+def strips_backward_defines(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
+    """A backward build's, likewise."""
+    columns = input_columns(x, weight, pool) or _COLUMNS // 8
+    shared = {"INPUT_COLUMNS": columns, "INPUT_SHARED": input_gradient_shared(weight, pool, columns)}
+    return _pooled_defines(weight, pool) | shared
+
+
+def _pooled_defines(weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
+    return spatial_defines(weight.shape) | {"POOL_H": pool[0], "POOL_W": pool[1]}
+
+
+def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
+    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x, in pixels of 8 channels and two float16 per value, 8 pixels
+    of them behind the tile; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32,
+    with a byte that says where each is from."""
+    row = 2 * ceil_div(channels, 8) * (_COLUMNS + 8) * 16
+    kept = 1 if pool_width % 2 == 0 else 2
+    return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * (5 if saving else 4))
+
+
+def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
+    """Bytes of dynamic shared memory: filters and the composed one, and pixels of x, as two float16 per value; the selected positions'
+    gradients and places; what columns give to those beside them, in float32."""
+    C, channels, kh, kw = weight.shape
+    planes, width, windows = ceil_div(channels, 8), columns + 2 * (kw - 1), columns // pool[1] + 2
+    filters = 512 * (C // 16 * planes * kh * kw + planes**2 * kw * (2 * kh - 1))
+    pixels, held = 32 * planes * (pool[0] + 2 * (kh - 1)) * width, windows * (C // 4 + 1) * 24
+    return filters + pixels + held + 32 * planes * kw * (pool[0] + kh - 1) * width
+
+
+# ------------------------------------------------------------------------------------------------------------------- wide
+
+
+@first_obstacle
+def wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
+    yield from _fused_obstacles(x, dtype)
+    (outputs, channels, kh, kw), parts = weight.shape, 2 if dtype == torch.float32 else 1
+    # The smallest tile, 16 channels in at a time: kh rows of pixels, and three taps of weights.
+    block = 128 if max(outputs, channels) > 64 else 64
+    needed = (kh * (_COLUMNS + kw - 1) + 3 * block) * 16 * 2 * parts
+    yield (
+        needed > device_properties(x.device.index).shared,
+        "the kernel's window does not fit in shared memory",
+    )
+
+
+def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradients: bool) -> dict[str, int]:
+    """What a build of forward or of the gradients knows of the GPU and of x. Tiles and scratch are the kernels' own affair.
+    split: is an operand the sum of two float16? aligned: does x begin at a multiple of 16 bytes, in forward of 4?"""
+    (N, _, H, W), kw, (capability, shared, *_) = x.shape, weight.shape[3], device_properties(x.device.index)
+    counts_in_int = N * H * ceil_div(W, _COLUMNS) < 2**31 and H * W < 2**31
+    words = 1 if x.element_size() == 4 or W % 2 or not aligned else 2  # of 4 bytes, in forward
+    # Forward reads no dy, and has tiles for rows of any length.
+    x_aligned, dy_aligned = (
+        (4 if W % 4 == 0 and aligned else 1, 1 + (W - kw) % 2) if gradients else (words, 1)
+    )
+    known = {"SPLIT": int(split), "CAPABILITY": 90 if capability == (9, 0) else 80, "SHARED_LIMIT": shared}
+    known |= {"X_ALIGNED": x_aligned, "DY_ALIGNED": dy_aligned, "ONE_TILE": int(gradients and W <= _COLUMNS)}
+    known["COUNTS_IN_INT"] = int(counts_in_int)
+    return spatial_defines(weight.shape) | known
+
+
+def mask_shape(image: Sequence[int], filters: Sequence[int]) -> tuple[int, ...]:
+    """Of the masks that forward keeps for backward, in words of 32 bits: kernels/store/grad_mask.cuh."""
+    (N, _, H, W), (outputs, _, kh, kw) = image, filters
+    return N, H - kh + 1, ceil_div(W - kw + 1, 64), outputs, 4
+
+
+def _round_up(size: int, unit: int) -> int:
+    return ceil_div(size, unit) * unit

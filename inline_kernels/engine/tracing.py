@@ -1,0 +1,386 @@
+"""A model's forward as a torch.fx graph, without touching the model, torch's classes or other threads.
+
+torch.fx's own tracer replaces nn.Module.__call__ for all threads while it runs. This one calls the forward of a shadow: for each module an
+object of a class derived from the module's own, which shares its attributes and hands out proxies for tensors, `Named` floats for
+attributes that are floats, and calls of leaf modules as nodes. Nothing is written to the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import random
+import sys
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import Scope, TracerBase
+from torch.overrides import TorchFunctionMode
+
+
+class NotCaptured(Exception):
+    """Why a model can't be captured: a sentence, with the line of its source where there is one."""
+
+
+class Named(float):
+    """A float attribute of the model, that knows its qualified name. Whatever turns it into a plain number notes that."""
+
+    name: str
+    noted: set[str]
+
+    def __new__(cls, value: float, name: str, noted: set[str]):
+        self = super().__new__(cls, value)
+        self.name, self.noted = name, noted
+        return self
+
+    def __reduce__(self):
+        return float, (float(self),)
+
+
+def _noting(name: str) -> Callable:
+    plain = getattr(float, name)
+
+    def method(self, *args):
+        result = plain(self, *args)
+        if result is not NotImplemented:
+            self.noted.add(self.name)
+        return result
+
+    return method
+
+
+for _name in (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rdivmod", "rpow"),
+    *("neg", "pos", "abs", "bool", "int", "float", "round", "trunc", "floor", "ceil"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "hash", "format", "str", "repr"),
+):
+    setattr(Named, f"__{_name}__", _noting(f"__{_name}__"))
+Named.is_integer, Named.as_integer_ratio, Named.hex = map(_noting, ("is_integer", "as_integer_ratio", "hex"))
+
+# Called without a proxy they would be computed once, and drawn once.
+_FACTORIES = {
+    getattr(torch, name)
+    for name in (
+        *(
+            "tensor",
+            "as_tensor",
+            "scalar_tensor",
+            "zeros",
+            "ones",
+            "full",
+            "empty",
+            "eye",
+            "arange",
+            "linspace",
+        ),
+        *("rand", "randn", "randint", "randperm", "normal", "bernoulli"),
+    )
+}
+
+
+class _Stopped(Exception):
+    """Tracing can't go on, for this reason."""
+
+
+class _Proxy(fx.Proxy):
+    """torch.fx's records `x += y` as x + y, which is another thing where x is used again."""
+
+
+class _TensorProxy(_Proxy):
+    """A parameter or buffer: its sizes are known, and may steer."""
+
+    def __init__(self, node: fx.Node, tracer: _Tracer, tensor: torch.Tensor):
+        super().__init__(node, tracer)
+        self.__dict__["_tensor"] = tensor
+
+    shape = property(lambda self: self._tensor.shape)
+    ndim = property(lambda self: self._tensor.ndim)
+
+    def size(self, *args):
+        return self._tensor.size(*args)
+
+    def dim(self):
+        return self._tensor.dim()
+
+    def numel(self):
+        return self._tensor.numel()
+
+    nelement = numel
+
+
+def _in_place(target: Callable) -> Callable:
+    return lambda self, other: self.tracer.create_proxy("call_function", target, (self, other), {})
+
+
+for _name in ("iadd", "isub", "imul", "itruediv"):
+    setattr(_Proxy, f"__{_name}__", _in_place(getattr(sys.modules["operator"], _name)))
+
+
+class _Tracer(TracerBase):
+    def __init__(self, model: nn.Module, leaves: Collection[str]):
+        super().__init__()
+        self.graph = fx.Graph()
+        self.scope, self.module_stack, self.node_name_to_scope = (
+            Scope("", None),
+            {},
+            {},
+        )  # torch.fx's bookkeeping
+        self.model, self.leaves = model, leaves
+        self.names = {id(m): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self.tensors = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.noted: set[str] = set()
+        self.read: list[Named] = []
+        self.inlined: list[str] = []
+        self.stack: list[str] = []
+        self.shadows: dict[int, nn.Module] = {}
+        self.modes = _modes()
+
+    # ---- what torch.fx asks of a tracer
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def create_proxy(self, kind, target, args, kwargs, name=None, type_expr=None, proxy_factory_fn=None):
+        if _modes() != self.modes:
+            raise _Stopped("gradients or autocast are switched inside of its forward")
+        return super().create_proxy(kind, target, args, kwargs, name, type_expr, proxy_factory_fn)
+
+    def create_arg(self, a):
+        if isinstance(a, Named):
+            return a
+        if isinstance(a, torch.Tensor):
+            return self.get_attr(self.tensors.get(id(a)) or self.constant(a))
+        if isinstance(a, nn.Module):
+            raise _Stopped("a module is passed as an argument")
+        return super().create_arg(a)
+
+    def constant(self, a: torch.Tensor) -> str:
+        for name, known in self.constants.items():
+            if known is a:
+                return name
+        name = f"_tensor_constant{len(self.constants)}"
+        self.constants[name] = a
+        return name
+
+    def get_attr(self, name: str) -> fx.Node:
+        return self.create_node("get_attr", name, (), {})
+
+    # ---- shadows
+    def shadow(self, module: nn.Module) -> nn.Module:
+        found = self.shadows.get(id(module))
+        if found is None:
+            name = self.names.get(id(module), "")
+            own = (_LeafShadow if self.is_leaf(module, name) else _Shadow, type(module))
+            cls = type(type(module).__name__, own, {"__module__": type(module).__module__})
+            found = self.shadows[id(module)] = cls.__new__(cls)
+            found.__dict__.update(module.__dict__)
+            found.__dict__["_shadow"] = _Known(self, module, name)
+            found.__dict__["_modules"] = {
+                k: None if m is None else self.shadow(m) for k, m in module._modules.items()
+            }
+        return found
+
+    def is_leaf(self, module: nn.Module, name: str) -> bool:
+        if name in self.leaves:
+            return True
+        if module is self.model:
+            return False
+        if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            return has_hooks(module)
+        home = type(module).__module__
+        return (
+            home.startswith(("torch.nn.", "torch.ao.nn.", "torch._dynamo."))
+            or isinstance(module, torch.jit.ScriptModule)
+            or hasattr(module, "parametrizations")
+            or "forward" in module.__dict__
+            or has_hooks(module)
+        )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(
+        getattr(module, name, None)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def _modes() -> tuple:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(d) for d in ("cpu", "cuda")),
+    )
+
+
+class _Known(NamedTuple):
+    tracer: _Tracer
+    module: nn.Module
+    name: str
+
+    def qualified(self, attribute: str) -> str:
+        return f"{self.name}.{attribute}" if self.name else attribute
+
+
+class _TensorsAreProxies(nn.Module):
+    def __getattr__(self, name: str):
+        value = super().__getattr__(name)
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = self.__dict__["_shadow"]
+        node = known.tracer.get_attr(known.tracer.tensors.get(id(value)) or known.qualified(name))
+        return _TensorProxy(node, known.tracer, value)
+
+
+class _Shadow(_TensorsAreProxies):
+    """Before a module's own class: a module that is traced through."""
+
+    def __call__(self, *args, **kwargs):
+        tracer, module, name = self.__dict__["_shadow"]
+        tracer.stack.append(name)
+        tracer.inlined.append(name)
+        result = self.forward(*args, **kwargs)
+        tracer.stack.pop()
+        return result
+
+    def __getattribute__(self, name: str):
+        value = super().__getattribute__(name)
+        if type(value) is float:
+            known = super().__getattribute__("__dict__")["_shadow"]
+            value = Named(value, known.qualified(name), known.tracer.noted)
+            known.tracer.read.append(value)
+        return value
+
+    def __setattr__(self, name: str, value: Any):
+        raise _Stopped(f"its forward writes self.{name}")
+
+    def __delattr__(self, name: str):
+        raise _Stopped(f"its forward deletes self.{name}")
+
+
+class _LeafShadow(_TensorsAreProxies):
+    """Before a module's own class: a module whose calls are nodes."""
+
+    def __call__(self, *args, **kwargs):
+        known = self.__dict__["_shadow"]
+        return known.tracer.create_proxy("call_module", known.name, args, kwargs)
+
+    forward = __call__
+
+
+class _Mode(TorchFunctionMode):
+    """Tensors made on the way are nodes, whether a proxy takes part or not."""
+
+    def __init__(self, tracer: _Tracer):
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _FACTORIES:
+            return self.tracer.create_proxy("call_function", func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Traced(NamedTuple):
+    """`graph`: float attributes of the model are Named among its nodes' arguments; its get_attr and call_module targets are the model's names, or `constants`'. `values`: names of float attributes of which
+    tracing used the value. `inlined`: names of the modules that were traced through. `opaque`: those of which that failed, with the
+    reason. `optional`: arguments that were left at their default."""
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    values: frozenset[str]
+    inlined: tuple[str, ...]
+    opaque: dict[str, str]
+    optional: dict[str, Any]
+
+
+def trace(model: nn.Module) -> Traced:
+    """The model's forward as it is now. A module that can't be traced through is called as a whole. Raises NotCaptured."""
+    leaves: dict[str, str] = {}
+    while True:
+        tracer = _Tracer(model, leaves)
+        drawn = _random_state()
+        try:
+            optional = _run(tracer)
+        except Exception as error:
+            if not tracer.stack or tracer.stack[-1] in leaves:
+                raise NotCaptured(_sentence(model, error)) from error
+            leaves[tracer.stack[-1]] = _sentence(model, error)
+            continue
+        if _random_state() != drawn:
+            raise NotCaptured("its forward draws Python's or NumPy's random numbers")
+        _name_results_of_writes(tracer.graph)
+        values = tracer.noted | _used_by_value(tracer)
+        inlined = tuple(dict.fromkeys(tracer.inlined))
+        return Traced(tracer.graph, tracer.constants, frozenset(values), inlined, leaves, optional)
+
+
+def _run(tracer: _Tracer) -> dict[str, Any]:
+    if "forward" in tracer.model.__dict__:
+        raise _Stopped("its forward was replaced on the object")
+    optional, arguments = {}, []
+    for name, parameter in inspect.signature(type(tracer.model).forward).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.KEYWORD_ONLY):
+            if parameter.default is parameter.empty and parameter.kind == parameter.KEYWORD_ONLY:
+                raise _Stopped(f"its forward needs the keyword {name}")
+            continue
+        arguments.append((name, parameter))
+    proxies = []
+    for i, (name, parameter) in enumerate(arguments[1:]):
+        if parameter.default is not parameter.empty and i:
+            optional[name] = parameter.default
+        else:
+            proxies.append(tracer.create_proxy("placeholder", name, (), {}))
+    shadow = tracer.shadow(tracer.model)
+    with _Mode(tracer):
+        result = type(shadow).forward(shadow, *proxies)
+    tracer.inlined.insert(0, "")
+    tracer.create_node("output", "output", (tracer.create_arg(result),), {})
+    return optional
+
+
+def _name_results_of_writes(graph: fx.Graph) -> None:
+    """A method that works in place returns what it wrote: later uses of that are uses of the result."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        in_place = node.op == "call_method" and node.target.endswith("_") and not node.target.endswith("__")
+        if in_place and isinstance(node.args[0], fx.Node):
+            later = [user for user in node.args[0].users if place[user] > place[node]]
+            for user in later:
+                user.replace_input_with(node.args[0], node)
+
+
+def _used_by_value(tracer: _Tracer) -> set[str]:
+    """Names of attributes of which no read reached the graph as a Named float."""
+    reached: set[int] = set()
+
+    def visit(a):
+        if isinstance(a, Named):
+            reached.add(id(a))
+        return a
+
+    for node in tracer.graph.nodes:
+        fx.node.map_aggregate((node.args, node.kwargs), visit)
+    return {a.name for a in tracer.read if id(a) not in reached}
+
+
+def _random_state():
+    numpy = sys.modules.get("numpy")
+    legacy = numpy.random.get_state() if numpy is not None and hasattr(numpy, "random") else None
+    return random.getstate(), legacy and (legacy[0], legacy[1].tobytes(), *legacy[2:])
+
+
+def _sentence(model: nn.Module, error: Exception) -> str:
+    """The error, and the line of the user's code that led to it."""
+    line, at = "", error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        name = code.co_filename
+        if "/torch/" not in name and name != __file__:
+            source = linecache.getline(name, at.tb_lineno).strip()
+            line = f" at {name}:{at.tb_lineno}: {source}" if source else f" at {name}:{at.tb_lineno}"
+        at = at.tb_next
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    return f"{type(model).__name__}{line}: {text}"

@@ -1,0 +1,1 @@
+"""The loader: a source becomes operators. `inline_loader.load` is its face."""

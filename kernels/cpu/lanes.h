@@ -1,0 +1,141 @@
+// Vectors of neighbouring values: how a CPU's passes load, store and gather them.
+#pragma once
+#include <string.h>
+
+#include <algorithm>
+
+#include "core/math.h"
+#include "core/scalar.h"
+
+namespace load {
+
+using real = accumulate_t;
+
+#if defined(__AVX512F__)
+constexpr int kRegister = 64;  // bytes; compilers split wider vectors badly
+#elif defined(__AVX2__)
+constexpr int kRegister = 32;
+#else
+constexpr int kRegister = 16;
+#endif
+constexpr int kLanes = kRegister / sizeof(real);
+
+template <class E> using VectorOf __attribute__((vector_size(sizeof(E) * kLanes))) = E;
+using Lanes = VectorOf<real>;
+using Integers = math::Integer<Lanes>;  // as wide as a real: masks, and what is read of integers
+using Doubles = VectorOf<double>;
+
+// What a pass computes with an array's elements.
+template <class E> using Computed = std::conditional_t<std::is_integral_v<E>, Integers, Lanes>;
+
+// 0, 1, 2, …
+inline Integers count_up() {
+  Integers lanes{};
+#pragma GCC unroll 64
+  for (int j = 0; j < kLanes; j++) lanes[j] = j;
+  return lanes;
+}
+
+template <class E> inline Computed<E> load_lanes(const E* from) {
+  if constexpr (std::is_arithmetic_v<E>) {
+    VectorOf<E> lanes;
+    memcpy(&lanes, from, sizeof lanes);
+    return __builtin_convertvector(lanes, Computed<E>);
+  } else {
+    Lanes lanes;
+    for (int j = 0; j < kLanes; j++) lanes[j] = real(from[j]);
+    return lanes;
+  }
+}
+
+// x is a vector, or a number for all lanes.
+template <class E, class X> inline void store_lanes(E* to, const X& x) {
+  if constexpr (std::is_arithmetic_v<X>) {
+    std::fill_n(to, kLanes, E(x));
+  } else if constexpr (std::is_arithmetic_v<E>) {
+    const VectorOf<E> lanes = __builtin_convertvector(x, VectorOf<E>);
+    memcpy(to, &lanes, sizeof lanes);
+  } else {
+    for (int j = 0; j < kLanes; j++) to[j] = E(real(x[j]));
+  }
+}
+
+// Past the caches, where `to` allows it.
+template <class E, class X> inline void stream_lanes(E* to, const X& x) {
+#if defined(__AVX512F__) && !defined(__clang__)
+  if constexpr (std::is_same_v<E, real> && std::is_same_v<X, Lanes>) {
+    if (uintptr_t(to) % kRegister == 0) {
+      if constexpr (sizeof(real) == 4)
+        __builtin_ia32_movntps512(reinterpret_cast<float*>(to), x);
+      else
+        __builtin_ia32_movntpd512(reinterpret_cast<double*>(to), x);
+      return;
+    }
+  }
+#elif defined(__AVX2__) && !defined(__clang__)
+  if constexpr (std::is_same_v<E, real> && std::is_same_v<X, Lanes>) {
+    if (uintptr_t(to) % kRegister == 0) {
+      if constexpr (sizeof(real) == 4)
+        __builtin_ia32_movntps256(reinterpret_cast<float*>(to), x);
+      else
+        __builtin_ia32_movntpd256(reinterpret_cast<double*>(to), x);
+      return;
+    }
+  }
+#elif defined(__clang__)
+  if constexpr (std::is_same_v<E, real> && std::is_same_v<X, Lanes>) {
+    if (uintptr_t(to) % kRegister == 0) {
+      __builtin_nontemporal_store(x, reinterpret_cast<Lanes*>(to));
+      return;
+    }
+  }
+#endif
+  store_lanes(to, x);
+}
+
+// What was streamed is there for other threads.
+inline void end_streams() {
+#if defined(__x86_64__)
+  asm volatile("sfence" ::: "memory");
+#endif
+}
+
+// Lane j of the result is lane (which[j] mod 2·kLanes) of a and b, one behind the other.
+template <class V> inline V shuffled(const V& a, const V& b, const Integers& which) {
+#ifdef __clang__
+  V result;
+  for (int j = 0; j < kLanes; j++) {
+    const int from = int(which[j]) & (2 * kLanes - 1);
+    result[j] = from < kLanes ? a[from] : b[from - kLanes];
+  }
+  return result;
+#else
+  return __builtin_shuffle(a, b, which);
+#endif
+}
+
+// from[k + stride·j] for j in 0 to kLanes - 1; k < stride. Behind from[stride·count] there may be nothing.
+template <int stride, class E> inline Computed<E> load_strided(const E* from, int k, int count) {
+  E rest[stride * kLanes];
+  if (count < kLanes) {  // nothing behind the last is touched
+    std::fill(std::copy_n(from, stride * count, rest), rest + stride * kLanes, E(0));
+    from = rest;
+  }
+  const Integers lane = count_up();
+  if constexpr (stride == 1) {
+    return load_lanes(from);
+  } else if constexpr (stride == 2) {
+    return shuffled(load_lanes(from), load_lanes(from + kLanes), lane * 2 + k);
+  } else if constexpr (stride == 4) {
+    const Integers which = lane * 4 + k;
+    const auto low = shuffled(load_lanes(from), load_lanes(from + kLanes), which);
+    const auto high = shuffled(load_lanes(from + 2 * kLanes), load_lanes(from + 3 * kLanes), which);
+    return lane < kLanes / 2 ? low : high;
+  } else {
+    Computed<E> result;
+    for (int j = 0; j < kLanes; j++) result[j] = math::Element<Computed<E>>(from[k + stride * j]);
+    return result;
+  }
+}
+
+}  // namespace load

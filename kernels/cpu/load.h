@@ -1,0 +1,537 @@
+// The skeletons of a generated source's passes on a CPU; load/load.h lists their words.
+//
+// A thread takes a part of a plane after the other; a point is kLanes neighbouring positions, the last of a part
+// perhaps fewer, whose other lanes hold anything. Points in windows, and those that were picked, are scattered: a position
+// for each lane. Sums are made in lanes, in double, in an order that sizes alone fix.
+//
+// A result larger than the last cache's share is stored past the caches: nobody finds it there.
+#pragma once
+#include <unistd.h>
+
+#include "core/numerics.h"
+#include "core/philox.h"
+#include "cpu/lanes.h"
+#include "host/host.h"
+#include "load/extent.h"
+
+namespace load {
+
+// ------------------------------------------------------------------------------------------------------ reductions
+
+// The largest (sign > 0) or smallest value and its place: the first among ties. NaN comes before all: the first with
+// `take`, as torch has it in reductions, the last with `take_last`, as in its pools.
+template <int sign, class T> struct Extreme {
+  T value{};
+  math::Integer<T> index = math::Integer<T>{} - 1;
+  void take(const T& x, int64_t place) { set(x, place, (x != x) & (value == value)); }
+  void take_last(const T& x, int64_t place) { set(x, place, x != x); }
+
+ private:
+  template <class Mask> void set(const T& x, int64_t place, const Mask& is_nan) {
+    const auto better = (index < 0) | (sign > 0 ? x > value : x < value) | is_nan;
+    value = better ? x : value;
+    index = better ? math::Integer<T>{} + math::Element<math::Integer<T>>(place) : index;
+  }
+};
+
+// Sums know of a point how many of its lanes count.
+struct Counted {
+  const int& lanes;
+  template <class T> T masked(const T& x) const {
+    if (lanes == kLanes) return x;
+    T rest = x;
+    for (int j = lanes; j < kLanes; j++) rest[j] = 0;
+    return rest;
+  }
+};
+
+class Sum {
+ public:
+  explicit Sum(const int& lanes) : counted_{lanes} {}
+  void add(const Lanes& x) {
+    few_ += counted_.masked(x);
+    if (++count_ == kFew) flush();
+  }
+  void add(real x) { alone_ += x; }  // of passes whose points are single positions
+  double value() {
+    flush();
+    double total = alone_;
+    for (int j = 0; j < kLanes; j++) total += totals_[j];
+    return total;
+  }
+
+ private:
+  static constexpr int kFew = 4;  // summed as they are; more would lose digits where terms cancel
+  void flush() {
+    totals_ += __builtin_convertvector(few_, Doubles);
+    few_ = Lanes{}, count_ = 0;
+  }
+  Counted counted_;
+  Doubles totals_{};
+  double alone_ = 0;
+  Lanes few_{};
+  int count_ = 0;
+};
+
+// Moments from sums shifted by about the mean of their first values, a block of values at a time.
+class ShiftedSums {
+ public:
+  explicit ShiftedSums(const int& lanes) : counted_{lanes} {}
+  void add(const Lanes& x) {
+    const int lanes = counted_.lanes;
+    if (count_ == 0) {
+      double few = 0;
+      for (int j = 0; j < lanes; j++) few += x[j];
+      shift_ = real(few / lanes);
+    }
+    const Lanes d = counted_.masked(x - shift_);
+    sum_ += d, square_ += d * d, count_ += lanes;
+    if (count_ >= kBlock) flush();
+  }
+  void add(real x) { total_ = total_.merge({1, double(x), 0}); }
+  Moments<double> value() {
+    flush();
+    return total_;
+  }
+
+ private:
+  static constexpr int kBlock = 64 * kLanes;
+  void flush() {
+    double sum = 0, square = 0;
+    for (int j = 0; j < kLanes; j++) sum += sum_[j], square += square_[j];
+    total_ = total_.merge(Moments<double>::from_shifted(count_, shift_, sum, square));
+    sum_ = square_ = Lanes{}, count_ = 0;
+  }
+  Counted counted_;
+  Moments<double> total_{0, 0, 0};
+  Lanes sum_{}, square_{};
+  real shift_ = 0;
+  int count_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------- points
+
+// A dropout's mask of the element `at`; which: of a pass's dropouts.
+struct Dropout {
+  uint64_t drawn_by;
+  double probability;
+  Dropout(const int64_t* seed, int64_t number, int which, double probability)
+      : drawn_by(seed_of(seed, number) + which * 0x9E3779B97F4A7C15u), probability(probability) {}
+  bool keeps(int64_t at) const { return dropout_keeps(philox(drawn_by, at / 4).lane[at % 4], probability); }
+};
+
+// What the points share: where they are. An array of planes has C channels.
+struct Plane_ {
+  const Extent& extent;
+  const value_t* values;  // the convolution's
+  int64_t n, c, C;
+  int64_t first() const { return (n * C + c) * extent.positions(); }
+  Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, n, of, channels}; }
+};
+
+// How lanes of scattered points lie: anywhere; side by side in a row, `stride` apart; or in ascending order within
+// kLanes elements.
+enum class Order { any, strided, near };
+
+// A position for each lane. The first `count` count; the others repeat one of them.
+template <Order order, int stride, class Place> struct Scattered : Plane_ {
+  using T = Lanes;
+  int count;
+  Integers at;
+  Place place;
+
+  template <class E> Computed<E> read(const E* from) const { return gathered(from + first()); }
+  template <class E> Computed<E> shared(const E* from) const { return gathered(from + n * extent.positions()); }
+  Lanes v() const { return read(values); }
+  template <class E, class X> void write(E* to, const X& x) const {
+    E all[kLanes];
+    store_lanes(all, x);
+    for (int j = 0; j < count; j++) to[first() + at[j]] = all[j];
+  }
+  Integers kept(const int64_t* seed, int64_t number, int which, double probability) const {
+    const Dropout dropout(seed, number, which, probability);
+    Integers mask{};
+    for (int j = 0; j < count; j++) mask[j] = -int(dropout.keeps(first() + at[j]));
+    return mask;
+  }
+  Scattered channel(int64_t of, int64_t channels) const { return {Plane_::channel(of, channels), count, at, place}; }
+  template <class F> void channels(int64_t many, const F& f) const {
+    for (int64_t i = 0; i < many; i++) f(channel(i, many));
+  }
+  template <class P, class F> void window(P pool, const Extent& fine, const F& f) const;
+  template <class P> auto chosen(P pool, const Extent& fine, const Integers& places) const;
+  template <class P, class F> Lanes spread(P pool, const Extent& coarse, const F& f) const;
+  Extreme<1, Lanes> largest() const { return {}; }
+  Extreme<-1, Lanes> smallest() const { return {}; }
+  Lanes zero() const { return Lanes{}; }
+
+ private:
+  template <class E> Computed<E> gathered(const E* plane) const {
+    if constexpr (order == Order::strided) {
+      const int k = place % stride, begin = int(at[0]) - k;
+      const bool all = begin + stride * kLanes <= extent.positions();
+      return load_strided<stride>(plane + begin, k, all ? kLanes : count);
+    }
+    if constexpr (order == Order::near) {
+      if (at[0] + kLanes <= extent.positions()) {
+        const auto all = load_lanes(plane + at[0]);
+        return shuffled(all, all, at - at[0]);
+      }
+    }
+    Computed<E> result;
+    for (int j = 0; j < kLanes; j++) result[j] = math::Element<Computed<E>>(plane[at[j]]);
+    return result;
+  }
+};
+
+// A pool's width; 0: the whole row.
+template <int kDepth, int kHeight, int kWidth> constexpr int width_of(Pool<kDepth, kHeight, kWidth>) { return kWidth; }
+
+// Where the lanes of a point lie in its level.
+struct Places {
+  Integers d, h, w;
+  template <class Position> Places(const Extent& extent, int count, const Position& position) {
+    for (int j = 0; j < kLanes; j++) {
+      const Coordinates here = coordinates(extent, position(std::min(j, count - 1)));
+      d[j] = here.d, h[j] = here.h, w[j] = here.w;
+    }
+  }
+};
+
+// Calls f with the points of each lane's window, which begin at `corner`; count lanes.
+template <Order order, int stride, class P, class F>
+inline void walk_windows(P, const Plane_& plane, int count, const Integers& corner, const F& f) {
+  const Extent& fine = plane.extent;
+  const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
+  for (int i = 0; i < kd; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < kh; j++) {
+      const Integers row = corner + (i * fine.H + j) * fine.W;
+#pragma GCC unroll 4
+      for (int k = 0; k < kw; k++) f(Scattered<order, stride, int>{plane, count, row + k, (i * kh + j) * kw + k});
+    }
+}
+
+template <class P> inline Integers corners(P, const Extent& fine, const Places& at) {
+  return (at.d * P::depth(fine) * fine.H + at.h * P::height(fine)) * fine.W + at.w * P::width(fine);
+}
+
+template <class P> inline auto chosen_in(P pool, const Plane_& plane, int count, const Places& at, const Integers& places) {
+  const Extent& fine = plane.extent;
+  const int kh = P::height(fine), kw = P::width(fine);
+  Integers to = corners(pool, fine, at);
+  for (int j = 0; j < kLanes; j++) {
+    const int place = std::max(0, int(places[std::min(j, count - 1)])), row = place / kw;
+    to[j] += (row / kh * fine.H + row % kh) * fine.W + place % kw;
+  }
+  return Scattered<Order::any, 1, Integers>{plane, count, to, places};
+}
+
+// What f says of the windows that hold the lanes, 0 where none does.
+template <class P, class F>
+inline Lanes spread_from(P, const Plane_& coarse, const Extent& fine, int count, const Places& at, const F& f) {
+  const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
+  Integers to, place, inside;
+  for (int j = 0; j < kLanes; j++) {
+    const int d = int(at.d[j]), h = int(at.h[j]), w = int(at.w[j]), z = d / kd, y = h / kh, x = w / kw;
+    const bool is_inside = z < coarse.extent.D && y < coarse.extent.H && x < coarse.extent.W;
+    inside[j] = -int(is_inside);
+    to[j] = is_inside ? (z * coarse.extent.H + y) * coarse.extent.W + x : 0;
+    place[j] = ((d - z * kd) * kh + h - y * kh) * kw + w - x * kw;
+  }
+  const Lanes found = f(Scattered<Order::any, 1, Integers>{coarse, count, to, place});
+  return inside ? found : Lanes{};
+}
+// The same for neighbours of one row, w on.
+template <class P, class F>
+inline Lanes spread_along(P, const Plane_& coarse, const Extent& fine, int count, const Coordinates& first, const F& f) {
+  constexpr int kWide = width_of(P());
+  const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
+  const int z = first.d / kd, y = first.h / kh, begin = first.w / kw;
+  if (z >= coarse.extent.D || y >= coarse.extent.H || begin >= coarse.extent.W) return Lanes{};
+  const Integers lane = count_up();
+  const Integers w = lane + (first.w - begin * kw);  // from the first window's left
+  Integers x;
+  if constexpr (kWide == 1 || kWide == 2 || kWide == 4 || kWide == 8)
+    x = w / kWide;
+  else
+    for (int j = 0; j < kLanes; j++) x[j] = w[j] / kw;
+  const auto inside = x < coarse.extent.W - begin;
+  const Integers place = w - x * kw + ((first.d - z * kd) * kh + first.h - y * kh) * kw;
+  const Integers to = (inside ? x : Integers{}) + ((z * coarse.extent.H + y) * coarse.extent.W + begin);
+  const Lanes found = f(Scattered<Order::near, 1, Integers>{coarse, count, to, place});
+  return inside ? found : Lanes{};
+}
+
+template <Order order, int stride, class Place>
+template <class P, class F>
+void Scattered<order, stride, Place>::window(P pool, const Extent& fine, const F& f) const {
+  const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
+  walk_windows<Order::any, 1>(pool, Plane_{fine, values, n, c, C}, count, corners(pool, fine, places), f);
+}
+template <Order order, int stride, class Place>
+template <class P>
+auto Scattered<order, stride, Place>::chosen(P pool, const Extent& fine, const Integers& which) const {
+  const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
+  return chosen_in(pool, Plane_{fine, values, n, c, C}, count, places, which);
+}
+template <Order order, int stride, class Place>
+template <class P, class F>
+Lanes Scattered<order, stride, Place>::spread(P pool, const Extent& coarse, const F& f) const {
+  const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
+  return spread_from(pool, Plane_{coarse, values, n, c, C}, extent, count, places, f);
+}
+
+// Neighbours from `position` on: kLanes, or where not kWhole the first `count`.
+template <bool kWhole> struct Row : Plane_ {
+  using T = Lanes;
+  static constexpr int kAhead = 4;
+  int position, count;
+  bool streams;
+  int place = 0;
+
+  int64_t offset() const { return first() + position; }
+  template <class E> Computed<E> read(const E* from) const { return loaded(from + offset()); }
+  template <class E> Computed<E> shared(const E* from) const { return loaded(from + n * extent.positions() + position); }
+  Lanes v() const { return read(values); }
+  template <class E, class X> void write(E* to, const X& x) const {
+    if constexpr (kWhole) {
+      streams ? stream_lanes(to + offset(), x) : store_lanes(to + offset(), x);
+    } else {
+      E all[kLanes];
+      store_lanes(all, x);
+      std::copy_n(all, count, to + offset());
+    }
+  }
+  Integers kept(const int64_t* seed, int64_t number, int which, double probability) const {
+    const Dropout dropout(seed, number, which, probability);
+    Integers mask{};
+    if (kWhole && offset() % 4 == 0) {
+      for (int j = 0; j < kLanes; j += 4) {
+        const Philox4 random = philox(dropout.drawn_by, (offset() + j) / 4);
+        for (int i = 0; i < 4 && j + i < kLanes; i++) mask[j + i] = -int(dropout_keeps(random.lane[i], probability));
+      }
+    } else {
+      for (int j = 0; j < count; j++) mask[j] = -int(dropout.keeps(offset() + j));
+    }
+    return mask;
+  }
+  Row channel(int64_t of, int64_t channels) const {
+    return {Plane_::channel(of, channels), position, count, streams};
+  }
+  // Each channel's next values are fetched ahead: processors follow fewer rows by themselves.
+  template <class F> void channels(int64_t many, const F& f) const {
+    const int64_t step = extent.positions();
+    const value_t* ahead = values ? values + n * many * step + position + kAhead * kLanes : nullptr;
+    for (int64_t i = 0; i < many; i++) {
+      if (values) __builtin_prefetch(ahead + i * step);
+      f(channel(i, many));
+    }
+  }
+  // Neighbours in one row have their windows side by side.
+  template <class P, class F> void window(P pool, const Extent& fine, const F& f) const {
+    constexpr int stride = std::max(1, width_of(P()));
+    const Plane_ plane{fine, values, n, c, C};
+    const Places places(extent, count, [&](int j) { return position + j; });
+    const Integers corner = corners(pool, fine, places);
+    const bool in_row = int(places.w[0]) + count <= extent.W;
+    if (P::width(fine) == stride && in_row)
+      walk_windows<Order::strided, stride>(pool, plane, count, corner, f);
+    else
+      walk_windows<Order::any, 1>(pool, plane, count, corner, f);
+  }
+  template <class P> auto chosen(P pool, const Extent& fine, const Integers& which) const {
+    const Places places(extent, count, [&](int j) { return position + j; });
+    return chosen_in(pool, Plane_{fine, values, n, c, C}, count, places, which);
+  }
+  template <class P, class F> Lanes spread(P pool, const Extent& coarse, const F& f) const {
+    const Plane_ plane{coarse, values, n, c, C};
+    const Coordinates here = coordinates(extent, position);
+    if (here.w + count <= extent.W) return spread_along(pool, plane, extent, count, here, f);
+    const Places places(extent, count, [&](int j) { return position + j; });
+    return spread_from(pool, plane, extent, count, places, f);
+  }
+  Extreme<1, Lanes> largest() const { return {}; }
+  Extreme<-1, Lanes> smallest() const { return {}; }
+  Lanes zero() const { return Lanes{}; }
+
+ private:
+  template <class E> Computed<E> loaded(const E* from) const {
+    if (kWhole || position + kLanes <= extent.positions()) return load_lanes(from);
+    E all[kLanes];
+    std::fill(std::copy_n(from, count, all), all + kLanes, E(0));
+    return load_lanes(all);
+  }
+};
+
+// One position: of passes in which a channel is picked, because channels' own values are read by number.
+struct Single : Plane_ {
+  using T = real;
+  int position, place = 0;
+
+  int64_t offset() const { return first() + position; }
+  template <class E> using One = std::conditional_t<std::is_integral_v<E>, int, real>;
+  template <class E> One<E> read(const E* from) const { return One<E>(from[offset()]); }
+  template <class E> One<E> shared(const E* from) const { return One<E>(from[n * extent.positions() + position]); }
+  real v() const { return read(values); }
+  template <class E, class X> void write(E* to, const X& x) const { to[offset()] = E(x); }
+  bool kept(const int64_t* seed, int64_t number, int which, double probability) const {
+    return Dropout(seed, number, which, probability).keeps(offset());
+  }
+  Single channel(int64_t of, int64_t channels) const { return {Plane_::channel(of, channels), position}; }
+  template <class F> void channels(int64_t many, const F& f) const {
+    for (int64_t i = 0; i < many; i++) f(channel(i, many));
+  }
+  template <class P, class F> void window(P, const Extent& fine, const F& f) const {
+    const Coordinates w = coordinates(extent, position);
+    const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
+    for (int i = 0; i < kd; i++)
+      for (int j = 0; j < kh; j++) {
+        const int row = ((w.d * kd + i) * fine.H + w.h * kh + j) * fine.W + w.w * kw;
+        for (int k = 0; k < kw; k++) f(Single{{fine, values, n, c, C}, row + k, (i * kh + j) * kw + k});
+      }
+  }
+  template <class P> Single chosen(P, const Extent& fine, int which) const {
+    const Coordinates w = coordinates(extent, position);
+    const int kh = P::height(fine), kw = P::width(fine), row = which / kw;
+    const int x = w.w * kw + which % kw, y = w.h * kh + row % kh, z = w.d * P::depth(fine) + row / kh;
+    return {{fine, values, n, c, C}, (z * fine.H + y) * fine.W + x, which};
+  }
+  template <class P, class F> real spread(P, const Extent& coarse, const F& f) const {
+    const Coordinates here = coordinates(extent, position);
+    const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
+    const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
+    if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
+    const int in = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
+    return f(Single{{coarse, values, n, c, C}, (z * coarse.H + y) * coarse.W + x, in});
+  }
+  Extreme<1, real> largest() const { return {}; }
+  Extreme<-1, real> smallest() const { return {}; }
+  real zero() const { return 0; }
+};
+
+// ---------------------------------------------------------------------------------------------------------- passes
+
+template <class Pass, class = void> constexpr bool is_scalar = false;
+template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
+template <class Pass, class = void> constexpr bool has_windows = false;
+template <class Pass> constexpr bool has_windows<Pass, std::enable_if_t<Pass::kWindows>> = true;
+enum class Walk { rows, windows, single };
+template <class Pass> constexpr Walk walk_of = !is_scalar<Pass>     ? Walk::rows
+                                               : has_windows<Pass> ? Walk::windows
+                                                                   : Walk::single;
+
+// A part of a plane.
+template <Walk walk> class Plane {
+ public:
+  const int64_t n, c;
+  Plane(const Extent& extent, const value_t* values, int64_t plane, int64_t part, int64_t parts, bool streams)
+      : n(plane / extent.C), c(plane % extent.C), extent_(extent), values_(values), at_(plane * parts + part),
+        first_(int(extent.positions() * part / parts)), last_(int(extent.positions() * (part + 1) / parts)),
+        streams_(streams) {}
+
+  template <class F> void each(const F& f) {
+    if constexpr (walk == Walk::single) {
+      for (int i = first_; i < last_; i++) f(Single{{extent_, values_, n, c, extent_.C}, i});
+    } else {
+      // Windows of neighbours lie side by side within a row.
+      const bool by_row = walk == Walk::windows && extent_.W >= kLanes / 2;
+      for (int i = first_; i < last_;) {
+        const int end = by_row ? std::min(last_, (i / extent_.W + 1) * extent_.W) : last_;
+        if (streams_) i = run(f, i, std::min(end, i + before_line(i)));
+        i = run(f, i, end);
+      }
+    }
+  }
+  Sum sum() const { return Sum(lanes_); }
+  ShiftedSums moments() const { return ShiftedSums(lanes_); }
+  void reduce(double* out, Sum& sum) const { out[at_] = sum.value(); }
+  void reduce(Moments<double>* out, ShiftedSums& moments) const { out[at_] = moments.value(); }
+
+ private:
+  template <class F> int run(const F& f, int i, int end) {
+    lanes_ = kLanes;
+    for (; i + kLanes <= end; i += kLanes) f(point<true>(i, kLanes));
+    if (i < end) f(point<false>(i, lanes_ = end - i));
+    return end;
+  }
+  // Positions before the next that stands at a whole register, as arrays begin at one.
+  int before_line(int i) const {
+    const int64_t at = (n * extent_.C + c) * extent_.positions() + i;
+    return int((kLanes - at % kLanes) % kLanes);
+  }
+  template <bool kWhole> Row<kWhole> point(int position, int count) const {
+    return {{extent_, values_, n, c, extent_.C}, position, count, streams_};
+  }
+  const Extent& extent_;
+  const value_t* values_;
+  const int64_t at_;  // of this part's sums
+  const int first_, last_;
+  const bool streams_;
+  int lanes_ = kLanes;  // of the point at hand
+};
+
+// Bytes of the last cache, or a usual one's.
+inline int64_t last_cache() {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  static const int64_t found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  if (found > 0) return found;
+#endif
+  return 32 << 20;
+}
+
+// values: the convolution's, or null. Each plane is taken in `parts`.
+template <class Pass> void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts) {
+  constexpr int64_t kGrain = 1 << 12;  // positions: fewer are not worth a thread
+  const int64_t count = extent.N * extent.C * parts, positions = extent.positions();
+  if (!count || !positions) return;
+  const bool streams = extent.N * extent.C * positions * int64_t(sizeof(real)) > last_cache() / 2;
+  host::parallel_for(count, std::max<int64_t>(1, kGrain * parts / positions), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      Plane<walk_of<Pass>> plane(extent, values, i / parts, i % parts, parts, streams);
+      pass(plane);
+    }
+    if (streams) end_streams();
+  });
+}
+
+// ----------------------------------------------------------------------------------------------------- small values
+
+struct Alone {
+  template <class F> double sum(int64_t count, const F& f) const {
+    double total = 0;
+    for (int64_t i = 0; i < count; i++) total += f(i);
+    return total;
+  }
+  Moments<double> merge(const Moments<double>* of, int64_t count) const {
+    Moments<double> moments{0, 0, 0};
+    for (int64_t i = 0; i < count; i++) moments = moments.merge(of[i]);
+    return moments;
+  }
+  // The place of an extreme; the first among ties, the first NaN before all.
+  template <class F> int64_t largest(int64_t count, const F& f) const { return extreme<1>(count, f); }
+  template <class F> int64_t smallest(int64_t count, const F& f) const { return extreme<-1>(count, f); }
+  template <class E, class X> void write(E* to, X x) const { *to = E(x); }
+
+ private:
+  template <int sign, class F> int64_t extreme(int64_t count, const F& f) const {
+    Extreme<sign, double> best;
+    for (int64_t i = 0; i < count; i++) best.take(f(i), i);
+    return best.index;
+  }
+};
+
+struct Block {
+  int64_t index;
+  template <class F> void each(int64_t count, const F& f) const {
+    for (int64_t i = 0; i < count; i++) f(i, Alone());
+  }
+};
+
+template <class Pass> void small(const Pass& pass, int64_t blocks) {
+  host::parallel_for(blocks, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) pass(Block{i});
+  });
+}
+
+}  // namespace load

@@ -1,0 +1,28 @@
+// What a generated source includes: the skeletons of its passes, for nvcc and for the host compiler alike.
+//
+// A pass is a struct of pointers and numbers whose operator() is the text; a skeleton (`planes`, `small`) says where it
+// runs. Both devices have the same words; this list is their contract.
+//
+//   Plane   n, c; each(f); sum(), moments(); reduce(out, of those)
+//   point   T; n, c; v(), read(p), write(p, x), shared(p), kept(…); channels(C, f), channel(c); window(pool, fine, f),
+//           chosen(pool, fine, place); spread(pool, coarse, f); largest(), smallest(), zero()
+//   Block   index; each(count, f) with lanes: sum(count, f), merge(moments, count), write(p, x)
+#pragma once
+#include "core/numerics.h"
+#include "core/philox.h"
+
+using real = accumulate_t;
+
+#ifdef __CUDACC__
+#define ON_DEVICE __device__ __forceinline__
+#else
+#define ON_DEVICE inline
+#endif
+
+#include "load/extent.h"
+#ifdef __CUDACC__
+#include "load/planes.cuh"
+#include "load/small.cuh"
+#else
+#include "cpu/load.h"
+#endif

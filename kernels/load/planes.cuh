@@ -1,0 +1,203 @@
+// A pass over the positions of a level, by (sample, channel) or, without channels, by sample. Blocks share planes in
+// `parts`; their sums are merged later, in their order.
+//
+// Arrays are contiguous and aligned to 16 bytes. A thread takes kPack neighbours at a time, at multiples of so many in
+// the whole array; what stands before the first and after the last such in a plane goes alone.
+#pragma once
+#include "load/extent.h"
+#include "load/extreme.cuh"
+#include "load/reduce.cuh"
+
+namespace load {
+
+constexpr int kPlaneThreads = 256;
+constexpr int kPack = sizeof(value_t) == 2 ? 8 : 4;
+
+// Loads and stores of at most 16 bytes.
+template <class E, int K> struct alignas(sizeof(E) * K < 16 ? sizeof(E) * K : 16) Memory {
+  E at[K];
+};
+// The type in which a pass computes with an array's elements.
+template <class E> using computed = std::conditional_t<std::is_integral_v<E>, int, real>;
+
+// K neighbouring positions of plane (n, c) of a level with C channels.
+template <int K> struct Point {
+  using T = std::conditional_t<K == 1, real, Pack<real, K>>;
+  const Extent& extent;
+  const value_t* values;  // the convolution's
+  int64_t n, c, C;
+  int position, place;
+  bool aligned;  // is offset() a multiple of K?
+
+  __device__ __forceinline__ int64_t offset() const { return (n * C + c) * extent.positions() + position; }
+  template <class E> __device__ __forceinline__ auto read(const E* from) const { return load(from + offset(), aligned); }
+  template <class E> __device__ __forceinline__ auto shared(const E* from) const {
+    const int S = extent.positions();
+    return load(from + n * S + position, S % K == 0);
+  }
+  __device__ __forceinline__ T v() const { return read(values); }
+  template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
+    if constexpr (K == 1) {
+      to[offset()] = E(lane_of(x, 0));
+    } else if (!aligned) {
+#pragma unroll
+      for (int i = 0; i < K; i++) to[offset() + i] = E(lane_of(x, i));
+    } else {
+      Memory<E, K> memory;
+#pragma unroll
+      for (int i = 0; i < K; i++) memory.at[i] = E(lane_of(x, i));
+      *reinterpret_cast<Memory<E, K>*>(to + offset()) = memory;
+    }
+  }
+  // The mask of a dropout by (sample, channel, position): four neighbours share a draw. which: of a pass's dropouts.
+  __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
+    const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;
+    const int64_t first = offset();
+    const auto one = [&](int64_t i) { return dropout_keeps(philox(drawn_by, i / 4).lane[i % 4], probability); };
+    if constexpr (K == 1) {
+      return one(first);
+    } else {
+      if (!aligned) return lanes<K>([&](int i) { return one(first + i); });
+      Pack<bool, K> mask;
+#pragma unroll
+      for (int i = 0; i < K; i += 4) {
+        const Philox4 random = philox(drawn_by, first / 4 + i / 4);
+#pragma unroll
+        for (int j = 0; j < 4; j++) mask.at[i + j] = dropout_keeps(random.lane[j], probability);
+      }
+      return mask;
+    }
+  }
+
+  __device__ __forceinline__ Point channel(int64_t of, int64_t channels) const {
+    return {extent, values, n, of, channels, position, 0, extent.positions() % K == 0};
+  }
+  template <class F> __device__ __forceinline__ void channels(int64_t count, const F& f) const {
+#pragma unroll 4
+    for (int64_t i = 0; i < count; i++) f(channel(i, count));
+  }
+
+  // ------------------------------------------------------------------------------- windows; of single positions
+  // `at`: a place in this point's window.
+  template <class P> __device__ __forceinline__ Point chosen(P, const Extent& fine, int at) const {
+    const Coordinates w = coordinates(extent, position);
+    const int kh = P::height(fine), kw = P::width(fine), row = at / kw;
+    const int x = w.w * kw + at % kw, y = w.h * kh + row % kh, z = w.d * P::depth(fine) + row / kh;
+    return {fine, values, n, c, C, (z * fine.H + y) * fine.W + x, at, true};
+  }
+  template <class P, class F>
+  __device__ __forceinline__ void window(P, const Extent& fine, const F& f) const {
+    const Coordinates w = coordinates(extent, position);
+    const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
+    for (int i = 0; i < kd; i++)
+#pragma unroll 4
+      for (int j = 0; j < kh; j++) {
+        const int row = ((w.d * kd + i) * fine.H + w.h * kh + j) * fine.W + w.w * kw;
+#pragma unroll 4
+        for (int k = 0; k < kw; k++) f(Point{fine, values, n, c, C, row + k, (i * kh + j) * kw + k, true});
+      }
+  }
+  // What f says of the window that holds this point; 0 where none does.
+  template <class P, class F> __device__ __forceinline__ T spread(P pool, const Extent& coarse, const F& f) const {
+    if constexpr (K == 1) {
+      return spread_to(position, pool, coarse, f);
+    } else {
+      return lanes<K>([&](int i) { return spread_to(position + i, pool, coarse, f); });
+    }
+  }
+
+  __device__ __forceinline__ Extreme<1, T> largest() const { return {}; }
+  __device__ __forceinline__ Extreme<-1, T> smallest() const { return {}; }
+  __device__ __forceinline__ T zero() const {
+    if constexpr (K == 1) return 0;
+    else return splat<K>(real(0));
+  }
+
+ private:
+  template <class E> __device__ __forceinline__ auto load(const E* from, bool aligned) const {
+    using To = computed<E>;
+    if constexpr (K == 1) {
+      return To(*from);
+    } else {
+      if (!aligned) return lanes<K>([&](int i) { return To(from[i]); });
+      const Memory<E, K> memory = *reinterpret_cast<const Memory<E, K>*>(from);
+      return lanes<K>([&](int i) { return To(memory.at[i]); });
+    }
+  }
+  template <class P, class F>
+  __device__ __forceinline__ real spread_to(int at, P, const Extent& coarse, const F& f) const {
+    const Coordinates here = coordinates(extent, at);
+    const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
+    const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
+    if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
+    const int place = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
+    return f(Point<1>{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
+  }
+};
+
+// A thread's share of a plane.
+template <bool kScalar> class Plane {
+ public:
+  const int64_t n, c;
+  __device__ Plane(const Extent& extent, const value_t* values, unsigned parts)
+      : n(blockIdx.x / parts / unsigned(extent.C)), c(blockIdx.x / parts % unsigned(extent.C)), extent_(extent), values_(values),
+        plane_(blockIdx.x / parts), part_(blockIdx.x % parts), parts_(parts) {}
+
+  template <class F> __device__ __forceinline__ void each(const F& f) {
+    const int S = extent_.positions();
+    const int first = int(part_ * blockDim.x + threadIdx.x), step = int(parts_ * blockDim.x);
+    if constexpr (kScalar) {
+      for (int i = first; i < S; i += step) f(point<1>(i));
+    } else {
+      const int before = int(int64_t(plane_) * S % kPack);  // of the plane's first pack
+      for (int i = first * kPack - before; i < S; i += step * kPack) {
+        if (i >= 0 && i + kPack <= S) {
+          f(point<kPack>(i));
+        } else {
+          for (int j = i < 0 ? 0 : i; j < i + kPack && j < S; j++) f(point<1>(j));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ Sum sum() const { return {}; }
+  __device__ __forceinline__ ShiftedSums moments() const { return {}; }
+  // One of a plane's `parts` values.
+  __device__ void reduce(double* out, Sum& sum) const {
+    const double value = block_sum(sum.value());
+    if (threadIdx.x == 0) out[blockIdx.x] = value;
+  }
+  __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
+    const Moments<double> value = block_merge(sums.value());
+    if (threadIdx.x == 0) out[blockIdx.x] = value;
+  }
+
+ private:
+  template <int K> __device__ __forceinline__ Point<K> point(int position) const {
+    return {extent_, values_, n, c, extent_.C, position, 0, true};
+  }
+  const Extent& extent_;
+  const value_t* values_;
+  const unsigned plane_, part_, parts_;
+};
+
+template <class Pass, class = void> constexpr bool is_scalar = false;
+template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
+
+template <class Pass>
+__global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
+planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts) {
+  Plane<is_scalar<Pass>> plane(extent, values, parts);
+  pass(plane);
+}
+
+// values: the convolution's, or null. A part has at most 2³¹ positions.
+template <class Pass>
+void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
+  const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts;
+  if (!blocks || !S) return;
+  const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
+  const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
+  planes_kernel<Pass><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+}
+
+}  // namespace load

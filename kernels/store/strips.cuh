@@ -1,0 +1,121 @@
+// A sink (core/sinks.cuh) that stores a pointwise tail of v, rows of any length, in whole sectors.
+//
+// Rows of a channel follow one another in memory. They pass through shared memory, where an element lies as it does in its
+// sector; what fills no sector waits there for the next row. Only the first and the last sector of a strip, and of a row that
+// is cut into tiles, are written by elements.
+#pragma once
+#include "core/sinks.cuh"
+
+namespace store {
+
+// y (N, C, OH, OW) = tail(v, channel, at):
+//   struct Channel                                                what is the same for a channel of a sample
+//   Channel channel(int64_t n, int c) const                       c < C
+//   T operator()(float v, const Channel&, int64_t at) const       at: an element of y, always one that exists
+template <class T, class Tail> struct Strips {
+  T* y;
+  Tail tail;
+
+  static constexpr int kRowGroup = 1;
+  static constexpr int kSector = 32 / sizeof(T), kVector = 16 / sizeof(T);  // elements
+  template <class Loop> static constexpr int kPitch = Loop::kColumns + 2 * kSector;
+  template <class Loop> struct Shared {
+    alignas(16) T rows[Loop::kBlockChannels][kPitch<Loop>];
+  };
+
+  template <class Loop> struct Warp : sinks::IdleWarp {
+    static constexpr int kTiles = Loop::kTiles, kStagingPitch = kPitch<Loop>;
+    static constexpr bool kWholeRows = Loop::kStride == 0;
+    using Place = typename Loop::Place;
+    const Place& place;
+    const Tail& tail;
+    T* const y;
+    T* const staging;   // [16][kStagingPitch]
+    T* out;             // the first element of the next row, of the warp's first channel
+    int left, behind;    // rows that are still to come; elements of a channel since the strip, or the row's tile, began
+    bool staged;         // does a row wait to be written?
+    typename Tail::Channel channel[2];
+
+    __device__ __forceinline__ Warp(const Strips& sink, Shared<Loop>& shared, const Place& place)
+        : place(place), tail(sink.tail), y(sink.y), staging(&shared.rows[0][0] + place.first_own * kStagingPitch) {
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        channel[half] = tail.channel(place.sample(), existing(half * 8 + threadIdx.x % 32 / 4));
+    }
+    __device__ __forceinline__ void begin() {
+      out = y + (place.first * place.height() + place.row()) * place.width() + place.column();
+      left = place.rows(), behind = 0, staged = false;
+    }
+    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
+      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+      __syncwarp();  // what waits lies where it belongs
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int own = half * 8 + g;
+        const float2 power = place.unscale(own);
+        T* const row = staging + own * kStagingPitch + phase(own) + 2 * t;
+        const int64_t at = out - y + (existing(own) - place.channel(0)) * plane();
+#pragma unroll
+        for (int i = 0; i < kTiles * 2; i++) {
+          const int column = i / 2 * 8 + i % 2;
+          float value = v[i / 2][half * 2 + i % 2];
+          if constexpr (!std::is_same_v<Offset, sinks::NoOffset>) value += offset[half];
+          row[column] = T(tail(value * power.x * power.y, channel[half], at + min(column + 2 * t, place.columns - 1)));
+        }
+      }
+      staged = true, left--;
+    }
+    __device__ __forceinline__ void overlap() {
+      if (staged) write_row();
+    }
+    __device__ __forceinline__ void end() { overlap(); }
+
+   private:
+    __device__ __forceinline__ int64_t plane() const { return int64_t(place.height()) * place.width(); }
+    __device__ __forceinline__ int existing(int own) const { return min(place.channel(own), Place::kChannels - 1); }
+    // Where in its sector the row begins.
+    __device__ __forceinline__ int phase(int own) const {
+      return int(uintptr_t(out + own * plane()) / sizeof(T) % kSector);
+    }
+    // Writes the sectors that are complete; all of them, if the row is the strip's last or rows are cut into tiles.
+    __device__ __forceinline__ void write_row() {
+      constexpr int kVectors = kStagingPitch / kVector;
+      const int lane = threadIdx.x % 32;
+      const bool last = left == 0 || !kWholeRows;
+      __syncwarp();  // the row is there
+#pragma unroll 1
+      for (int i = lane; i < 16 * kVectors; i += 32) {
+        const int own = i / kVectors, begin = i % kVectors * kVector, end = begin + kVector;
+        const int lead = phase(own), from = max(0, lead - behind), to = lead + place.columns;
+        const int until = last ? to : to / kSector * kSector;
+        const T* const row = staging + own * kStagingPitch;
+        T* const sectors = out + own * plane() - lead;
+        if (place.channel(own) >= Place::kChannels || end <= from || begin >= until) continue;
+        if (from <= begin && end <= until) {
+          *reinterpret_cast<uint4*>(sectors + begin) = *reinterpret_cast<const uint4*>(row + begin);
+        } else {
+          for (int e = max(begin, from); e < min(end, until); e++) sectors[e] = row[e];
+        }
+      }
+      if (!last) keep_rest();
+      out += place.width(), behind += kWholeRows ? place.columns : 0, staged = false;
+    }
+    // What fills no sector comes first, where the next row's sectors begin.
+    __device__ __forceinline__ void keep_rest() {
+      constexpr int kOwn = 16 * kSector / 32;
+      T rest[kOwn];
+#pragma unroll
+      for (int k = 0; k < kOwn; k++) rest[k] = rest_of(k)[0];
+      __syncwarp();  // all has been read
+#pragma unroll
+      for (int k = 0; k < kOwn; k++)
+        staging[(k * 32 + threadIdx.x % 32) / kSector * kStagingPitch + threadIdx.x % kSector] = rest[k];
+    }
+    __device__ __forceinline__ const T* rest_of(int k) const {
+      const int own = (k * 32 + threadIdx.x % 32) / kSector, to = phase(own) + place.columns;
+      return staging + own * kStagingPitch + to / kSector * kSector + threadIdx.x % kSector;
+    }
+  };
+};
+
+}  // namespace store

@@ -1,0 +1,91 @@
+"""In the place of generated kernels, the graph evaluated by torch: what tests of `fuse` that are about everything else run on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import reference_graph as reference
+from inline_kernels.engine import schedule
+
+
+def _plan(segment, arguments, saving, dtype, exact_order=False):
+    updates = [(2 + 2 * i - (not saving), 3 + 2 * i - (not saving)) for i in range(len(segment.updates))]
+    return SimpleNamespace(segment=segment, saving=saving, dtype=dtype, statistics=updates)
+
+
+def _leaves(segment, a, z):
+    """In the dtype of sums."""
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    count = len(segment.inputs) + len(segment.parameters) + len(segment.buffers)
+    tensors = [t.to(wide) for t in a[:count]]
+    numbers = dict(zip(segment.scalars, a[len(a) - 1 - len(segment.scalars) :]))
+    sizes = reference.Sizes(segment.graph, z.shape[0], z.shape[1], z.shape[2:])
+    generator = torch.Generator()
+    if segment.random:
+        seed, number = a[count + 2 * len(segment.updates) :][:2]
+        generator.manual_seed(int(seed) % 2**62 if seed.numel() else number)
+
+    def mask_of(p):
+        return lambda shape: (torch.rand(shape, generator=generator) >= p).to(wide)
+
+    masks = [mask_of(each.p) for each in segment.random]
+    return reference._leaves(segment, z.to(wide), numbers, masks, tensors, sizes), sizes
+
+
+def _forward(plan, a):
+    segment = plan.segment
+    z = reference.convolve(segment, a[0].detach(), a[len(segment.inputs)].detach())
+    leaves, sizes = _leaves(segment, [t.detach() if isinstance(t, torch.Tensor) else t for t in a], z)
+    roots = [*segment.outputs, *(n for u in segment.updates for n in (u.mean, u.variance))]
+    y, *statistics = reference.evaluate(roots, leaves, sizes)
+    y = y.expand(sizes.shape(segment.outputs[0].space)).to(plan.dtype).contiguous().clone()
+    return [y, *([z] if plan.saving else []), *[t.reshape(-1) for t in statistics]]
+
+
+def _saved(segment, a, dtype, exact_order=False):
+    sizes = schedule.sizes_of(segment, a[0], a[len(segment.inputs)])
+    positions = sizes.levels["e"][3 - (a[0].dim() - 2) :]
+    return [((sizes.N, sizes.C, *positions), a[0].dtype)]
+
+
+def _backward(plan, dy, a, saved, needs):
+    segment = plan.segment
+    graph, (y,) = segment.graph, segment.outputs
+    leaves, sizes = _leaves(segment, a, saved[0])
+    own = {n.attr[0]: n for n in reference.order([y]) if n.op == "leaf"}
+    names = reference._names(segment)
+    wanted = [own[name] for name in ("z", *names) if name in own]
+    nodes = dict(zip([w.attr[0] for w in wanted], graph.adjoints(y, graph.leaf("dy", y.space, "dy"), wanted)))
+    computed = {name: node for name, node in nodes.items() if node is not None}
+    given = {**leaves, "dy": dy.to(leaves["z"].dtype).reshape(sizes.shape(y.space))}
+    values = dict(zip(computed, reference.evaluate([*computed.values()], given, sizes)))
+    values = {name: value.expand(sizes.shape(own[name].space)) for name, value in values.items()}
+    weight_at = len(segment.inputs)
+    with torch.enable_grad():
+        x, weight = (t.detach().requires_grad_() for t in (a[0], a[weight_at]))
+        z = reference.convolve(segment, x, weight)
+    dz = values.get("z", torch.zeros_like(z)).to(z.dtype)
+    found = [
+        values[n].reshape(t.shape).to(t.dtype) if n in values else torch.zeros_like(t)
+        for n, t in zip(names, a)
+    ]
+    found[0], found[weight_at] = torch.autograd.grad(z, (x, weight), dz.contiguous())
+    return [gradient if need else None for gradient, need in zip(found, needs)]
+
+
+def replace_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(schedule, "plan", _plan)
+    monkeypatch.setattr(schedule, "forward", _forward)
+    monkeypatch.setattr(schedule, "backward", _backward)
+    monkeypatch.setattr(schedule, "saved", _saved)
+    monkeypatch.setattr(schedule, "requests", lambda *given: [])
+    monkeypatch.setattr(schedule, "describe", lambda *given: "the graph by torch")
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """No kernels are built."""
+    replace_kernels(monkeypatch)

@@ -1,0 +1,348 @@
+"""Random programs: a convolution of random settings and sizes, and two to eight operations of the table behind it.
+
+    python tests/fuzz_engine.py [--first 0] [--count 500] [--fused] [--device cpu]
+
+Without --fused the captured graph and its adjoints, by torch in float64, are held against autograd. With it `fuse(model)` in float32 is
+held against eager: for the result and each gradient at most twice eager's error, both against float64. Prints what differs, by seed; a
+program is its seed's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import random
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Shape(NamedTuple):
+    """What a random program knows of its value: has it all channels, and how many positions."""
+
+    channels: bool
+    positions: tuple[int, ...]
+
+
+class RandomTail(nn.Module):
+    """`conv`, then `steps`: functions of (module, value, the value of the same shape that a residual adds)."""
+
+    def __init__(self, conv: nn.Module, prologue: bool):
+        super().__init__()
+        self.conv, self.second = conv, prologue
+        self.steps: list[Callable] = []
+        self.names: list[str] = []
+        self.number = 0.75
+
+    def forward(self, x):
+        v = self.conv(x)
+        if self.second:
+            v = v + torch.sigmoid(v)
+        kept = v
+        for step, keeps in self.steps:
+            v = step(self, v, kept)
+            kept = v if keeps else kept
+        return v
+
+
+class _Builder:
+    def __init__(self, seed: int):
+        self.r = random.Random(seed)
+        torch.manual_seed(seed)
+
+    def choose(self, *options):
+        return self.r.choice(options)
+
+    def model(self) -> tuple[RandomTail, torch.Tensor]:
+        self.dimensions = self.choose(2, 2, 3)
+        groups = self.choose(1, 1, 1, 2)
+        inside, outside = groups * self.r.randint(1, 3), groups * self.choose(1, 2, 3, 4, 6, 8, 12, 16)
+        kernel = [self.choose(1, 2, 3, 3, 5) for _ in range(self.dimensions)]
+        settings = dict(stride=self.choose(1, 1, 1, 2), dilation=self.choose(1, 1, 2), groups=groups)
+        settings["padding"] = self.choose(0, 0, 1, 2)
+        settings["bias"] = self.choose(True, True, False)
+        convolution = nn.Conv2d if self.dimensions == 2 else nn.Conv3d
+        model = RandomTail(convolution(inside, outside, kernel, **settings), self.choose(True, False, False))
+        size = [self.r.randint(13, 21) if self.dimensions == 2 else self.r.randint(11, 14) for _ in kernel]
+        x = torch.randn(self.r.randint(1, 3), inside, *size)
+        with torch.no_grad():
+            self.shape = Shape(True, tuple(model.conv(x).shape[2:]))
+        self.outside = outside
+        for _ in range(self.r.randint(2, 8)):
+            self.step(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape) * 0.5 + (0.3 if p.dim() < 3 else 0.0))
+        return model.train(self.choose(True, True, False)), x
+
+    def step(self, model: RandomTail) -> None:
+        kinds = ["pointwise"] * 4 + ["parameter"] * 2 + ["number", "residual"]
+        if self.count(self.shape.positions) > 1:
+            kinds += ["positions"]
+        if 1 not in self.shape.positions:
+            kinds += ["pool"] * 2
+        if self.shape.channels:
+            kinds += ["channels"] + ["norm"] * 3
+        kind = self.r.choice(kinds)
+        before = self.shape
+        name, function = getattr(self, kind)(model)
+        model.steps.append((function, before != self.shape))
+        model.names.append(name)
+
+    # ---- kinds of steps: a name and a function of (module, value, kept)
+    def pointwise(self, model):
+        a, b = self.r.uniform(-1, 0), self.r.uniform(0, 1)
+        return self.r.choice(
+            [
+                ("relu", lambda m, v, k: torch.relu(v)),
+                ("leaky_relu", lambda m, v, k: F.leaky_relu(v, b)),
+                ("gelu", lambda m, v, k: F.gelu(v)),
+                ("gelu tanh", lambda m, v, k: F.gelu(v, approximate="tanh")),
+                ("silu", lambda m, v, k: F.silu(v)),
+                ("mish", lambda m, v, k: F.mish(v)),
+                ("softplus", lambda m, v, k: F.softplus(v, beta=2.0)),
+                ("sigmoid", lambda m, v, k: torch.sigmoid(v)),
+                ("tanh", lambda m, v, k: v.tanh()),
+                ("hardswish", lambda m, v, k: F.hardswish(v)),
+                ("hardtanh", lambda m, v, k: F.hardtanh(v, a, b)),
+                ("elu", lambda m, v, k: F.elu(v, 0.5)),
+                ("clamp", lambda m, v, k: torch.clamp(v, a, b)),
+                ("clamp_min", lambda m, v, k: v.clamp(min=a)),
+                ("min", lambda m, v, k: torch.min(v, torch.tensor(0.25))),
+                ("max", lambda m, v, k: torch.max(v, torch.tensor(-0.25))),
+                ("exp", lambda m, v, k: torch.exp(torch.tanh(v))),
+                ("log", lambda m, v, k: torch.log(torch.abs(v) + 0.5)),
+                ("sqrt", lambda m, v, k: torch.sqrt(v * v + 0.1)),
+                ("rsqrt", lambda m, v, k: torch.rsqrt(torch.square(v) + 0.5)),
+                ("neg", lambda m, v, k: -v),
+            ]
+        )
+
+    def parameter(self, model):
+        name = f"p{len(model.steps)}"
+        by_channel = self.shape.channels and self.choose(True, True, False)
+        ones = [1] * self.dimensions
+        shape = (self.outside, *ones) if by_channel else tuple(ones * self.choose(0, 1))
+        model.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        return self.r.choice(
+            [
+                ("add parameter", lambda m, v, k: v + getattr(m, name)),
+                ("subtract from parameter", lambda m, v, k: getattr(m, name) - 0.75 * v),
+                ("multiply by parameter", lambda m, v, k: v * getattr(m, name)),
+                ("divide by parameter", lambda m, v, k: v / (getattr(m, name) * 0.1 + 1.5)),
+                ("maximum", lambda m, v, k: torch.maximum(v, getattr(m, name))),
+            ]
+        )
+
+    def number(self, model):
+        a = self.r.uniform(-1.5, 1.5)
+        return self.r.choice(
+            [
+                ("add number", lambda m, v, k: v + a),
+                ("multiply by attribute", lambda m, v, k: v * m.number),
+                ("divide by number", lambda m, v, k: v / 1.7),
+                ("from number", lambda m, v, k: a - 0.75 * v),
+            ]
+        )
+
+    def residual(self, model):
+        return self.r.choice(
+            [("residual", lambda m, v, k: v + k), ("gate", lambda m, v, k: torch.sigmoid(v) * k)]
+        )
+
+    def norm(self, model):
+        name = f"norm{len(model.steps)}"
+        groups = self.r.choice([g for g in (1, 2, 3, 4, 8) if self.outside % g == 0])
+        instance, batch = (
+            (nn.InstanceNorm2d, nn.BatchNorm2d)
+            if self.dimensions == 2
+            else (nn.InstanceNorm3d, nn.BatchNorm3d)
+        )
+        made = [
+            ("group_norm", lambda: nn.GroupNorm(groups, self.outside)),
+            ("instance_norm", lambda: instance(self.outside, affine=self.choose(True, False))),
+            ("batch_norm", lambda: batch(self.outside)),
+        ]
+        if self.count(self.shape.positions) == 1:
+            made = [("tanh", nn.Tanh)]
+        kind, make = self.r.choice(made)
+        model.add_module(name, make())
+        return kind, lambda m, v, k: getattr(m, name)(v)
+
+    @staticmethod
+    def count(positions) -> int:
+        total = 1
+        for size in positions:
+            total *= size
+        return total
+
+    def pool(self, model):
+        window = tuple(self.choose(1, 2, 2, 3) for _ in range(self.dimensions))
+        sizes = tuple(s // w for s, w in zip(self.shape.positions, window))
+        if min(sizes) < 1:
+            return self.pointwise(model)
+        self.shape = self.shape._replace(positions=sizes)
+        two = self.dimensions == 2
+        return self.r.choice(
+            [
+                ("max_pool", lambda m, v, k: (F.max_pool2d if two else F.max_pool3d)(v, window)),
+                ("avg_pool", lambda m, v, k: (F.avg_pool2d if two else F.avg_pool3d)(v, window)),
+            ]
+        )
+
+    def positions(self, model):
+        """Over all positions, or one axis of them."""
+        axes, axis = tuple(range(2, 2 + self.dimensions)), self.r.randint(2, 1 + self.dimensions)
+        whole = self.choose(True, False)
+        if self.choose(True, False):
+            return self.r.choice(
+                [
+                    ("softmax over an axis", lambda m, v, k: torch.softmax(v, axis)),
+                    ("minus the mean", lambda m, v, k: v - v.mean(axes, keepdim=True)),
+                    ("times the sum of an axis", lambda m, v, k: v * v.sum(axis, keepdim=True)),
+                ]
+            )
+        sizes = [1 if whole or i == axis - 2 else s for i, s in enumerate(self.shape.positions)]
+        self.shape = self.shape._replace(positions=tuple(sizes))
+        over = axes if whole else axis
+        options = [
+            ("mean", lambda m, v, k: v.mean(over, keepdim=True)),
+            ("sum", lambda m, v, k: torch.sum(v, over, keepdim=True)),
+            ("amax", lambda m, v, k: torch.amax(v, over, keepdim=True)),
+            ("logsumexp", lambda m, v, k: torch.logsumexp(v, over, keepdim=True)),
+        ]
+        if not whole:
+            options.append(("min over an axis", lambda m, v, k: torch.min(v, over, keepdim=True)[0]))
+        return self.r.choice(options)
+
+    def channels(self, model):
+        if self.outside == 1:  # their own mean: zeros, which only rounding tells apart
+            return self.pointwise(model)
+        if self.choose(True, False):
+            return self.r.choice(
+                [
+                    ("softmax", lambda m, v, k: torch.softmax(v, 1)),
+                    ("minus the channels' mean", lambda m, v, k: v - v.mean(1, keepdim=True)),
+                ]
+            )
+        self.shape = self.shape._replace(channels=False)
+        return self.r.choice(
+            [
+                ("channel max", lambda m, v, k: torch.max(v, 1, keepdim=True)[0]),
+                ("channel min", lambda m, v, k: torch.min(v, dim=1, keepdim=True).values),
+                ("channel sum", lambda m, v, k: v.sum(1, keepdim=True)),
+                ("channel mean", lambda m, v, k: v.mean(1, keepdim=True)),
+                ("channel logsumexp", lambda m, v, k: torch.logsumexp(v, 1, keepdim=True)),
+            ]
+        )
+
+
+def random_program(seed: int) -> tuple[RandomTail, torch.Tensor]:
+    """A model in float32, its names of steps in `model.names`, and an input."""
+    return _Builder(seed).model()
+
+
+def gradients(run: Callable, model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The result, and the gradients of x and of each parameter that has one, for a dy of the seed 1."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = run(x)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y.backward(dy.to(y))
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **found}
+
+
+def check_graph(seed: int) -> tuple[str, object]:
+    """What differs from autograd ("" if nothing), and the segment."""
+    from inline_kernels.engine.capture import capture
+    from reference_graph import Reference
+
+    model, x = random_program(seed)
+    model, x = model.double(), x.double()
+    captured = capture(model, model.training, x.dim())
+    if len(captured.segments) != 1 or len(captured.module.graph.nodes) != 3:
+        return (
+            f"{len(captured.segments)} segments, {[s.stopped for s in captured.segments]} {captured.remarks}",
+            None,
+        )
+    twin = copy.deepcopy(model)
+    want = gradients(model, model, x)
+    got = gradients(Reference(twin, captured).run, twin, x)
+    for name, value in want.items():
+        difference = (got[name] - value).norm().item()
+        if not difference <= 1e-8 * max(value.norm().item(), 1e-2 * want["y"].norm().item(), 0.1):
+            return f"{name} differs by {difference:.1e} of {value.norm().item():.1e}", captured.segments[0]
+    return "", captured.segments[0]
+
+
+def check_fused(seed: int, device: str) -> str:
+    """What is less exact than twice eager ("" if nothing)."""
+    from inline_kernels import fuse
+
+    model, x = random_program(seed)
+    model, x = model.to(device), x.to(device)
+    doubled = copy.deepcopy(model).double()
+    exact = gradients(doubled, doubled, x.double())
+    twin = copy.deepcopy(model)
+    eager = gradients(twin, twin, x)
+    fused = fuse(model)
+    got = gradients(fused, fused, x)
+    for name, value in exact.items():
+        own, theirs = ((found[name].double() - value).norm().item() for found in (got, eager))
+        floor = (
+            4
+            * torch.finfo(torch.float32).eps
+            * max(value.norm().item(), 1e-2 * exact["y"].norm().item(), 1e-3)
+        )
+        if not own <= max(2 * theirs, floor):
+            return f"{name}: error {own:.1e}, eager's {theirs:.1e}, of {value.norm().item():.1e}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--fused", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    bad, classes = 0, collections.Counter()
+    for seed in range(options.first, options.first + options.count):
+        try:
+            if options.fused:
+                wrong, segment = check_fused(seed, options.device), None
+            else:
+                wrong, segment = check_graph(seed)
+        except Exception as error:  # reported, as a difference is
+            wrong, segment = f"{type(error).__name__}: {error}", None
+        if segment is not None:
+            classes[_class_of(segment)] += 1
+        if wrong:
+            bad += 1
+            print(seed, wrong.split("\n")[0], random_program(seed)[0].names)
+    print(f"{options.count} programs, {bad} wrong; {dict(classes)}")
+    return bad > 0
+
+
+def _class_of(segment) -> str:
+    from inline_kernels.engine.graph import ELEMENTS, Facts
+
+    graph, (y,) = segment.graph, segment.outputs
+    (dz,) = graph.adjoints(y, graph.leaf("dy", y.space, "dy"), [graph.leaf("z", ELEMENTS, "z")])
+    if dz is None:
+        return "none"
+    facts = Facts([dz], keeps=True)
+    return f"{facts.gradient_class(dz)}, {facts.passes()} passes"
+
+
+if __name__ == "__main__":
+    sys.path[:0] = ["."]
+    sys.exit(main())

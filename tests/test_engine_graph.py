@@ -1,0 +1,149 @@
+"""The graph: nodes are shared, rewrites are exact, adjoints are autograd's, facts are what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inline_kernels.engine.graph import BY_CHANNEL, ELEMENTS, ONE, Facts, Graph, order
+from reference_graph import Sizes, evaluate
+
+N, C, POSITIONS = 3, 4, (5, 7)
+
+
+@pytest.fixture
+def graph():
+    return Graph(dimensions=2)
+
+
+def z_of(graph):
+    return graph.leaf("z", ELEMENTS, "z")
+
+
+def random_leaves(graph, roots, sizes, requires_grad=False):
+    leaves = {}
+    for node in order(roots):
+        if node.op == "leaf":
+            leaves[node.attr[0]] = torch.randn(sizes.shape(node.space), dtype=torch.float64)
+    return leaves
+
+
+def check_adjoints(graph, y, wanted):
+    """Against autograd through the interpreter's own operations."""
+    dy = graph.leaf("dy", y.space, "dy")
+    sizes = Sizes(graph, N, C, POSITIONS)
+    leaves = random_leaves(graph, [y, dy], sizes)
+    adjoints = graph.adjoints(y, dy, wanted)
+    got = evaluate([a for a in adjoints if a is not None], leaves, sizes)
+    tracked = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+    (value,) = evaluate([y], tracked, sizes)
+    value.expand(sizes.shape(y.space)).backward(leaves["dy"])
+    for node, gradient in zip([w for w, a in zip(wanted, adjoints) if a is not None], got):
+        want = tracked[node.attr[0]].grad
+        torch.testing.assert_close(gradient.expand(want.shape), want, rtol=1e-9, atol=1e-9)
+
+
+def test_equal_nodes_are_one(graph):
+    z = z_of(graph)
+    assert (z + 1.0) is (z + 1.0)
+    assert (z + 1.0) is not (z + 2.0)
+    assert graph.const(0.0) is not graph.const(-0.0)
+    assert (1.0 + z) is (z + 1.0)
+
+
+def test_what_must_not_be_simplified(graph):
+    z = z_of(graph)
+    assert (z * 0.0).op == "mul", "NaN and infinities stay"
+    assert (z + 0.0).op == "add", "-0.0 becomes 0.0"
+    assert (z / 3.0).op == "div"
+    assert (z / 2.0).op == "mul" and (z * 1.0) is z and (z - 0.0) is z and (-z).apply("neg") is z
+
+
+def test_levels_are_named_by_what_they_are(graph):
+    a, b = graph.level("e", (2, 2)), graph.level("e", (2, 3))
+    assert (a, b) == ("w", "v") and graph.level("e", [2, 2]) == a
+    with pytest.raises(ValueError, match="positive"):
+        graph.level("e", (2, 0))
+    with pytest.raises(ValueError, match="meet"):
+        graph.sum(a, z_of(graph)) + z_of(graph)
+
+
+@pytest.mark.parametrize("axis", ["c", "s", "pool", "rows"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_extremes_stay_sparse(graph, axis, sign):
+    axis = (
+        graph.level("e", (2, 3))
+        if axis == "pool"
+        else graph.level("e", (None, 1))
+        if axis == "rows"
+        else axis
+    )
+    bias = graph.leaf("bias", BY_CHANNEL, "parameter")
+    u = (z_of(graph) + bias).apply("tanh") * bias
+    y = graph.extreme(axis, u, sign) * 3.0
+    check_adjoints(graph, y, [z_of(graph), bias])
+    (dz,) = graph.adjoints(y, graph.leaf("dy", y.space, "dy"), [z_of(graph)])
+    assert dz.op == "put" and Facts([dz], keeps=True).gradient_class(dz) == "sparse"
+
+
+@pytest.mark.parametrize("steps", [("s",), ("s", "n"), ("s", 2), ("c",), ("s", "c")])
+def test_norms(graph, steps):
+    gamma = graph.leaf("gamma", BY_CHANNEL, "parameter")
+    z = z_of(graph)
+    mean = graph.mean(z, steps)
+    y = (z - mean) * (graph.variance(z, mean, steps) + 1e-5).apply("rsqrt") * gamma
+    check_adjoints(graph, y, [z, gamma])
+
+
+def test_sums_and_windows(graph):
+    z, bias = z_of(graph), graph.leaf("bias", BY_CHANNEL, "parameter")
+    w = graph.level("e", (2, 2))
+    rows = graph.level("e", (None, 1))
+    means = graph.sum(w, z * bias) / graph.count("window", w)
+    column = graph.upsample(graph.sum(rows, z.apply("exp")), rows)
+    check_adjoints(graph, graph.sum("s", means.apply("tanh")) + bias, [z, bias])
+    check_adjoints(graph, z / column + graph.sum("c", z), [z])
+    check_adjoints(graph, graph.sum("c", graph.sum("s", graph.sum("n", z * z))), [z])
+
+
+def test_a_detached_value_has_its_path_s_adjoint(graph):
+    z = z_of(graph)
+    y = graph.detach(z.apply("exp"), path=z * 5.0)
+    dy = graph.leaf("dy", y.space, "dy")
+    (dz,) = graph.adjoints(y, dy, [z])
+    assert dz is dy * 5.0
+    assert graph.adjoints(graph.detach(z), dy, [z]) == [None]
+
+
+def test_facts_of_a_norm(graph):
+    z = z_of(graph)
+    mean = graph.mean(z, ("s",))
+    y = ((z - mean) * (graph.variance(z, mean, ("s",)) + 1e-5).apply("rsqrt")).apply("relu")
+    dy = graph.leaf("dy", y.space, "dy")
+    (dz,) = graph.adjoints(y, dy, [z])
+    assert Facts([y], keeps=False).passes() == 2
+    backward = Facts([dz], keeps=True)
+    assert backward.passes() == 2
+    assert backward.gradient_class(dz) == "affine"
+    kept = backward.kept()
+    assert len(kept["small"]) == 2 and "window" not in kept
+
+
+def test_facts_of_pointwise_tails(graph):
+    z = z_of(graph)
+    dy = graph.leaf("dy", ELEMENTS, "dy")
+    for name, want in {"relu": "gates", "mish": "nonlinear", "neg": "linear"}.items():
+        (dz,) = graph.adjoints(z.apply(name), dy, [z])
+        facts = Facts([dz], keeps=True)
+        assert facts.gradient_class(dz) == want and facts.passes() == 1
+        assert set(facts.kept()) == {"gates": {"mask"}, "nonlinear": {"z"}, "linear": set()}[want]
+
+
+def test_affine_parts(graph):
+    z, dy = z_of(graph), graph.leaf("dy", ELEMENTS, "dy")
+    scale = graph.leaf("scale", ONE, "scalar")
+    (dz,) = graph.adjoints(z * z * scale, dy, [z])
+    facts = Facts([dz], keeps=True)
+    assert facts.degree[dz.id] == 1 and facts.affine(dz) is None, "dy is not small"
+    small = z * scale - dy
+    assert Facts([small], keeps=True).affine(small) == (-dy, scale)
