@@ -167,8 +167,10 @@ def precompile(architecture: int, headers: Path) -> None:
     compile_with(define, "-x", "c++-header", headers / "cuda.h", "-o", headers / "cuda.h.gch")
 
 
-def library_of(source: str, architecture: int, defines: dict, replaced: tuple, folder: Path) -> ctypes.CDLL:
-    """A source's own, which may include what kernels/ has."""
+def library_of(
+    source: str, architecture: int, defines: dict, replaced: tuple, folder: Path, alone: bool = False
+) -> ctypes.CDLL:
+    """A source's own, which may include what kernels/ has. alone: its functions are called by themselves, not by `Emulated`."""
 
     def key(*parts) -> str:
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -180,8 +182,10 @@ def library_of(source: str, architecture: int, defines: dict, replaced: tuple, f
         runs = once(folder / "emulation.so", lambda so: compile_with("-O3", emulation, "-shared", "-o", so))
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
         text = library.with_suffix(".cpp")
-        registered = loader_source.registration(loader_source.parse_launchers(source), "cuda")
-        parts = [translated(source, replaced), '#include "host/sized.h"', registered, RUN]
+        parts = [translated(source, replaced)]
+        if not alone:
+            registered = loader_source.registration(loader_source.parse_launchers(source), "cuda")
+            parts += ['#include "host/sized.h"', registered, RUN]
         text.write_text("\n".join(parts))
         compile_with(
             *macros, "-I", included, "-include", headers / "cuda.h", text, runs, "-shared", "-o", library
@@ -190,7 +194,8 @@ def library_of(source: str, architecture: int, defines: dict, replaced: tuple, f
     name = key(source, architecture, sorted(defines.items()), replaced)
     library = ctypes.CDLL(str(once(folder / f"{name}.so", make)))
     library.emulation_failure.restype = ctypes.c_char_p
-    library.emulation_run.restype = ctypes.c_int64
+    if not alone:
+        library.emulation_run.restype = ctypes.c_int64
     return library
 
 

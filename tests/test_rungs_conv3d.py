@@ -62,7 +62,7 @@ def emulated(source: str, folder: Path) -> ctypes.CDLL:
     source = re.sub(r'#include "/.*/kernels/', '#include "', source).replace('extern "C"', "EXPORT")
     source = TENSOR_CORES.sub(EMULATED, source).replace("__device__ __forceinline__", "inline")
     source = '#include "core/numerics.h"\n#include "core/tensor_core.cuh"\n' + source
-    return test_emulated.library_of(source, 900, {}, (), folder)
+    return test_emulated.library_of(source, 900, {}, (), folder, alone=True)
 
 
 def call(library, name: str, *arguments) -> None:

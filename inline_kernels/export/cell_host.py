@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib as _contextlib
-import copy as _copy
 import ctypes as _ctypes
 import functools as _functools
 import hashlib as _hashlib
@@ -26,9 +25,9 @@ _TYPES = {f"{name}_t": getattr(torch, name) for name in ("uint8", "int32", "int6
 _TYPES |= {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_types(_DTYPE, torch.float32)}
 _TYPES |= {"float": torch.float32, "double": torch.float64}
 _LAUNCHERS = _re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M)
-_LAUNCHERS = {name: [each.split() for each in given.split(",") if each.strip()] for name, given in _LAUNCHERS}
+_LAUNCHERS = {name: [each.split()[::-1] for each in given.split(",")] for name, given in _LAUNCHERS}
+_LAUNCHERS = {name: dict(filter(None, given)) for name, given in _LAUNCHERS.items()}  # types by name
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
 
 
@@ -98,8 +97,9 @@ class _Tensor(_ctypes.Structure):
 
 @_functools.cache
 def _launcher(name, build=None):
-    """The launcher `name` as a function of a dict: its arguments, by name. `outputs` has the dtypes of what it writes."""
-    kinds, C = {last: kind for kind, last in _LAUNCHERS[name]}, _ctypes
+    """The launcher `name` as a function of a dict: its arguments, by name. It adds its outputs: of these shapes, else of so many elements as
+    the function <name>_size says, or like y."""
+    kinds, C = _LAUNCHERS[name], _ctypes
     dtypes = {each: _TYPES[kind[:-1].partition("<")[2]] for each, kind in kinds.items() if kind[-1] == ">"}
     numbers = {"double": C.c_double, "int64_t": C.c_int64, "bool": C.c_bool, "cudaStream_t": C.c_void_p}
     types = [numbers.get(kind, _Tensor) for kind in kinds.values()]
@@ -112,34 +112,27 @@ def _launcher(name, build=None):
         t = given[each].to(dtypes[each]).contiguous()
         return t.clone() if t.data_ptr() % 16 else t
 
-    def call(given):
+    def call(given, shapes=()):
+        for out in [each for each, kind in kinds.items() if kind[:4] == "Out<"]:
+            sized = out not in shapes and f"{out}_size" in _LAUNCHERS
+            shape = _launcher(f"{out}_size", name)(given) if sized else shapes.get(out, shapes["y"])
+            given[out] = given["x"].new_empty(shape, dtype=dtypes[out])
         given["stream"] = torch.cuda.current_stream().cuda_stream if _DEVICE == "cuda" else 0
         values = [value(given, each) for each in kinds]
         if problem := run(C.addressof(result := C.c_int64()), *values):
             raise RuntimeError(f"{name}: {problem.decode()}")
         return result.value
 
-    call.takes, call.outputs = kinds, {n: dtypes[n] for n, kind in kinds.items() if kind[:4] == "Out<"}
     return call
-
-
-def _launch(name, given, shapes):
-    """Runs a launcher. Adds its outputs to what is given: of these shapes, else of so many elements as <name>_size says, or like y."""
-    launcher = _launcher(name)
-    for out, dtype in launcher.outputs.items():
-        sized = out not in shapes and f"{out}_size" in _LAUNCHERS
-        shape = _launcher(f"{out}_size", name)(given) if sized else shapes.get(out, shapes["y"])
-        given[out] = given["x"].new_empty(shape, dtype=dtype)
-    launcher(given)
 
 
 def _run(given, saving):
     """Adds to what is given all that forward makes."""
     name = "forward_saving" if saving and "forward_saving" in _LAUNCHERS else "forward"
-    if "v" in _launcher(name).takes:  # the library convolves
+    if "v" in _LAUNCHERS[name]:  # the library convolves
         given["v"] = torch.ops.aten.convolution(given["x"], given["weight"], None, *_CONVOLUTION)
-    shapes = {} if saving else dict.fromkeys(_launcher(name).outputs, 0)
-    _launch(name, given, shapes | {"y": _result(given["x"].shape)})
+    shapes = {} if saving else dict.fromkeys(_LAUNCHERS[name], 0)
+    _launcher(name)(given, shapes | {"y": _result(given["x"].shape)})
     return given
 
 
@@ -162,10 +155,13 @@ class _Function(torch.autograd.Function):
         shapes = {name: t.shape for name, t in given.items() if name in ctx.kept}
         shapes |= {name: 0 for name in ("x", "weight") if not needs.get(name)}
         shapes = {"y": dy.shape} | {f"{d}{n}": shape for n, shape in shapes.items() for d in ("d", "d_")}
-        for name, parameters in _LAUNCHERS.items():
-            outputs = [shapes.get(each, 1) for kind, each in parameters if kind[:4] == "Out<"]
-            if name.startswith("backward") and any(outputs):
-                _launch(name, given, shapes)
+        made = {}  # by launcher, whether each of its outputs is wanted
+        for name in filter(_re.compile("backward").match, _LAUNCHERS):
+            outputs = [each for each, kind in _LAUNCHERS[name].items() if kind[:4] == "Out<"]
+            made[name] = {each: shapes.get(each, 1) != 0 for each in outputs}
+        for name, own in made.items():
+            if not any([_better(other, own) for other in [{}, *made.values()]]):
+                _launcher(name)(given, shapes)
         found = {name: given.get(f"d{name}", given.get(f"d_{name}")) for name in ctx.kept}
         if found.get("v") is not None:
             operands = found["v"], given["x"], given["weight"], None, *_CONVOLUTION
@@ -174,38 +170,54 @@ class _Function(torch.autograd.Function):
         return None, None, *[found[n].to(given[n].dtype) if need else None for n, need in needs.items()]
 
 
-def _state(model, x):
-    """What the kernels take for granted, by what it is."""
+def _settings(path, module):
+    """What the kernels take for granted of a module."""
+    found = {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"}
+    if path:
+        found |= {"class": type(module), "forward": getattr(module.forward, "__func__", module.forward)}
+        kinds = "forward", "forward_pre", "backward", "backward_pre"
+        found["hooks"] = any([getattr(module, f"_{kind}_hooks") for kind in kinds])
+    return found
+
+
+def _better(other, own):
+    """Has the launcher `other` all that is wanted of `own`, and more of it, or less that is not?"""
+    more, all_own = ({name for name, wanted in outputs.items() if wanted} for outputs in (other, own))
+    return all_own <= more and (all_own != more or len(other) < len(own))
+
+
+def _compared(model, tensors, numbers):
+    """What the kernels take for granted: what it is, how it is, how it was when they were written."""
     watched = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    state = {"torch.func or forward-mode AD": watched, "autocast": torch.is_autocast_enabled(_DEVICE)}
-    state["hooks on all modules"] = bool(nn.modules.module._has_any_global_hook())
-    for path, module in model.named_modules():
-        plain = {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"}
-        state |= {f"{path}.{key}".lstrip("."): value for key, value in plain.items()}
-        if path:
-            state[f"hooks on {path}"] = any([getattr(module, each) for each in _HOOKS])
-            state[f"{path}'s class"] = type(module)
-            state[f"{path}'s forward"] = getattr(module.forward, "__func__", module.forward)
-    for name, t in {"x": x, **dict(model.named_parameters())}.items():
-        kind = "" if type(t) in (torch.Tensor, nn.Parameter) else f"{type(t).__name__} of "
-        state[name] = f"{kind}{t.dtype} {[*t.shape[name == 'x' :]]}{'' if t.numel() else ' without elements'}"
-    return state
+    yield "torch.func or forward-mode AD", watched, False
+    yield "autocast", torch.is_autocast_enabled(_DEVICE), False
+    yield "hooks on all modules", bool(nn.modules.module._has_any_global_hook()), False
+    modules = dict(model.named_modules())
+    for path, expected in _MODULES.items():
+        if (found := _settings(path, modules.get(path, model))) != expected:
+            for key in expected.keys() - _FREE.get(path, ()):
+                yield f"{path}.{key}".lstrip("."), found.get(key), expected[key]
+    for name, t in numbers.items():
+        yield _ARGUMENTS[name], "a number" if isinstance(t, (int, float)) and t == t else t, "a number"
+    for name, (dtype, shape) in _SHAPES.items():
+        t, what = tensors.get(name), _ARGUMENTS.get(name, name)
+        yield f"{what}'s class", type(t) in (torch.Tensor, nn.Parameter) or type(t), True
+        yield what, (t.dtype, [*t.shape[name == "x" :]]), (dtype, shape)
+    yield "x's batch", len(tensors["x"]) or "empty", len(tensors["x"])
+    devices = {t.device for t in tensors.values()}
+    yield "the device of all", tensors["x"].device.type if len(devices) == 1 else devices, _DEVICE
 
 
 class ModelNew(Model):
     """Model by the kernels above. Where they can't stand for it, a call raises RuntimeError and says why."""
 
     def forward(self, x):
-        given = {"x": x} | {name: _operator.attrgetter(path)(self) for name, path in _ARGUMENTS.items()}
+        given = {"x": x} | {name: get(self) for name, get in _GETTERS.items()}
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         numbers = {name: t for name, t in given.items() if name not in tensors}
-        state, devices = _state(self, x), {str(t.device) for t in tensors.values()}
-        state["the device of all"] = x.device.type if len(devices) == 1 else devices
-        for name, t in numbers.items():
-            state[_ARGUMENTS[name]] = "a number" if isinstance(t, (int, float)) and t == t else t
-        for what, expected in _STATE.items():
-            if (got := state.get(what)) != expected:
-                raise RuntimeError(f"ModelNew can't run: {what} is {got}, its kernels are for {expected}")
+        for what, found, expected in _compared(self, tensors, numbers):
+            if found != expected:
+                raise RuntimeError(f"ModelNew can't run: {what} is {found}, its kernels are for {expected}")
         if "p" in numbers:  # of dropout
             if not 0 <= numbers["p"] <= 1:
                 raise ValueError(f"dropout probability has to be between 0 and 1, but got {numbers['p']}")
@@ -220,12 +232,10 @@ class ModelNew(Model):
 
 
 def check(batch_size=2):
-    """Compares y and all gradients with Model's, by the errors of both against Model in float64. Then an edited formula trains.
-
-    Raises AssertionError where an error is more than twice Model's.
-    """
-    models = [each(*get_init_inputs()).to(_DEVICE, _DTYPE).eval() for each in (ModelNew, Model)]
-    models[0].checked, models[2:] = True, [_copy.deepcopy(models[1]).double()]
+    """Compares y and gradients with Model's: an error above twice Model's raises. Then an edited formula trains."""
+    kinds = (ModelNew, _DTYPE), (Model, _DTYPE), (Model, torch.float64)
+    models = [each(*get_init_inputs()).to(_DEVICE, dtype).eval() for each, dtype in kinds]
+    models[0].checked = True
     for same in zip(*[model.parameters() for model in models]):
         value = same[0] * (1 + torch.randn_like(same[0]) / 4) + torch.randn_like(same[0]) / 10
         [p.data.copy_(value) for p in same]
@@ -246,8 +256,15 @@ def check(batch_size=2):
 with torch.device("meta"):
     _MADE = Model(*get_init_inputs()).to(_DTYPE)  # without memory
 _result = _functools.cache(lambda shape: _MADE(torch.empty(shape, dtype=_DTYPE, device="meta")).shape)
-_STATE = _state(_MADE, get_inputs(batch_size=1)[0].to(_DTYPE)) | {"the device of all": _DEVICE}
-_STATE |= {path: "a number" for path in _ARGUMENTS.values() if path not in dict(_MADE.named_parameters())}
+_GETTERS = {name: _operator.attrgetter(path) for name, path in _ARGUMENTS.items()}
+_TENSORS = {name: get(_MADE) for name, get in _GETTERS.items() if isinstance(get(_MADE), torch.Tensor)}
+_SHAPES = {name: (_DTYPE, [*t.shape]) for name, t in _TENSORS.items()}
+_SHAPES = {"x": (_DTYPE, [*get_inputs(batch_size=1)[0].shape[1:]]), **_SHAPES}
+_MODULES = {path: _settings(path, module) for path, module in _MADE.named_modules()}
+_FREE = {
+    path: {p.rpartition(".")[2] for p in _ARGUMENTS.values() if p.rpartition(".")[0] == path}
+    for path in _MODULES
+}
 _CONV = [each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)]
 _SETTINGS = _operator.attrgetter("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _CONVOLUTION = _CONV and _SETTINGS(_CONV[0])

@@ -20,6 +20,7 @@ from inline_kernels.loader.units import KERNELS, RESTORED
 
 CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t"}
 CTYPES |= {torch.bfloat16: "bfloat16_t"}
+TYPES = "value_t output_t accumulate_t float double bool uint8_t int32_t int64_t".split()
 PART = "# %% "  # editors and `notebook` split a file here
 _HOST = Path(__file__).with_name("cell_host.py").read_text(encoding="utf-8")
 
@@ -39,8 +40,9 @@ def cell(
 
     source: the composed source, or its path. forward(Out y, In x, In weight, …, numbers, stream) gives y; forward_saving, or where there
         is none forward, what else backward needs: Out tensors, each of as many elements as y, or as `EXPORT int64_t <name>_size(…)`
-        says; without gradients they are empty. Functions backward… run in their order; they give dx and dweight, empty where nobody wants
-        them, and a d<argument> or d_<argument> of each parameter, and may give more to those behind them. What takes `v` in x's place gets
+        says; without gradients they are empty. Functions backward… run in their order, but for those that have no more than another one has
+        of what is wanted; they give dx and dweight, empty where nobody wants them, and a d<argument> or d_<argument> of each parameter, and
+        may give more to those behind them. What takes `v` in x's place gets
         the library's convolution, without bias, and gives `dv`. `seed` and `number` are what random numbers are drawn by, where `p` is not
         0. A number may be asked of an int64_t function of its name. Macros CAPABILITY and SHARED_LIMIT are the GPU's.
     arguments: of each other parameter, the attribute of Model that it is. device: by default what torch sees.
@@ -127,8 +129,9 @@ def _check(formula: str, known: set[str]) -> None:
         p.name for each in launchers for p in each.parameters if p.written
     }
     for name, p in [(each.name, p) for each in launchers for p in each.parameters]:
-        if (p.tensor and not p.sized) or p.name not in known:
-            what = "In<T> and Out<T>" if p.name in known else f"parameters out of {', '.join(sorted(known))}"
+        if (p.tensor and not p.sized) or p.name not in known or p.tensor and p.ctype not in TYPES:
+            what = f"In<T> and Out<T>, T out of {', '.join(TYPES)}"
+            what = what if p.name in known else f"parameters out of {', '.join(sorted(known))}"
             raise ValueError(f"{name}: expected {what}, got `{p.declared} {p.name}`")
 
 
