@@ -89,9 +89,10 @@ void run(Out<output_t> y, float* kept, In<value_t> x, In<value_t> weight, norms:
                               size / (N * Filter::kOut), stream);
 }
 
-EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float> conv_bias, In<float> norm_weight,
-                    In<float> norm_bias, In<float> scale, double low, double high, double eps, int64_t groups,
-                    cudaStream_t stream) {
+// What backward needs is not kept.
+EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
+                    In<float> norm_weight, In<float> norm_bias, In<float> scale, double low, double high, double eps,
+                    int64_t groups, cudaStream_t stream) {
   run<false>(y, nullptr, x, weight, {conv_bias, norm_weight, norm_bias}, {scale, float(low), float(high)}, eps, groups,
              stream);
 }
