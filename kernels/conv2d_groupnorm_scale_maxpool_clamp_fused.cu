@@ -1,15 +1,18 @@
 // y = clamp(max_pool(group_norm(conv2d(x, weight) + conv_bias)·scale), low, high)
 //
-// group_norm(v)·scale is a line in v for each channel of a sample, and the sign of its slope, norm_weight·scale, is known
-// before the statistics. With that sign in the filters every window wants its maximum, so that max_pool may come first: v,
-// the convolution without its bias, is never written.
-//   forward   1  convolve   moments of v by part of a channel; of each window the v that wins, and for backward its place
+// group_norm(v)·scale is a line in v for each channel of a sample, and the sign of its slope,
+// norm_weight·scale, is known before the statistics. With that sign in the filters every window wants its
+// maximum, so that max_pool may come first: v, the convolution without its bias, is never written.
+//   forward   1  convolve   moments of v by part of a channel; of each window the v that wins, and for
+//             backward its place
 //             2  finish     moments merged; the line and clamp, of y's size
-//   backward  dv = slope·dz·[selected] + constant + linear·v, never written either (grad/selected/backward.cuh)
+//   backward  dv = slope·dz·[selected] + constant + linear·v, never written either
+//             (grad/selected/backward.cuh)
 //
-// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4: 67 MB in, 31.5 MB of window_max (mostly kept in L2),
-// 31.5 MB out: 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for float32's accuracy: 0.06
-// ms. Measured on an H200: 0.127 ms; 0.103 to convolve, the tensor cores busy 74 % of it, and 0.02 to finish.
+// At the default size (128, 8, 128, 128), 3×3, 64 channels, pool 4: 67 MB in, 31.5 MB of window_max (mostly
+// kept in L2), 31.5 MB out: 0.023 ms at 4.28 TB/s; 15 products of 64×128×16 a row, three in place of one for
+// float32's accuracy: 0.06 ms. Measured on an H200: 0.127 ms; 0.103 to convolve, the tensor cores busy 74 %
+// of it, and 0.02 to finish.
 #include "conv/narrow2d.cuh"
 #include "grad/selected/backward.cuh"
 #include "norm/apply.cuh"

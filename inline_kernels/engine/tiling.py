@@ -6,8 +6,7 @@ all that it relies on. What only a launch depends on, its launcher plans.
 
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory.
   Backward: likewise, for its gradient and the weight's. (Tiles of the gradient of x are its launcher's.)
-- strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
-  Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
+- strips: a 2-D convolution that a pool follows. Only what can run: a launcher plans its strips of rows itself.
 - gemm: a 2-D convolution with many channels, as a product of the weights with shifted rows of x.
 
 An `…_obstacle(x, weight, …)` says why such kernels can't run, or None. torch.compile traces it, with sizes that may be symbolic, so
