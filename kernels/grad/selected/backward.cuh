@@ -30,10 +30,11 @@
 //                           dx, 206 MB: 0.12 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.
 #pragma once
-#include "host/tensor.h"
 #include "grad/selected/border.cuh"
 #include "grad/selected/input.cuh"
 #include "grad/selected/merge.cuh"
+#include "host/tensor.h"
+#include "pool/kept.cuh"
 
 namespace grad::selected {
 
@@ -71,9 +72,15 @@ void add_input(value_t* dx, const value_t* x, typename P::Saved saved, GroupShap
 // given and kept. Rows of x are cut into tiles of kPoolH, and those into strips; for x's gradient, rows into
 // strips of a multiple of kPoolH, and columns into tiles: the first has as many columns of dx as of v, and so
 // has the last; those between have kHaloW fewer.
-template <class P> void backward(const Gradients& d, const In<value_t>& x, typename P::Saved saved, int64_t G, cudaStream_t stream) {
+template <class P, class Tail>
+void backward(const Gradients& d, const In<output_t>& dy, const In<value_t>& x, const In<value_t>& weight,
+              const In<float>& kept, const float* norm_weight, Tail tail, int64_t G, cudaStream_t stream) {
   const typename P::Geometry whole{int(x.size(0)), int(x.size(2)), int(x.size(3)), 1, 1};
-  const int64_t N = whole.N;
+  const int64_t N = whole.N, selected = dy.numel();
+  expect_elements("kept", kept, pool::Kept::size(selected, N, P::kOut, G));
+  const pool::Kept own(const_cast<float*>(kept.data), selected, N, P::kOut, G);
+  const typename P::Saved saved{weight, dy, own.window_max, own.argmax, own.flat, own.group_mean, own.group_rstd,
+                                own.conv_bias, norm_weight, own.bias, tail};
   const auto geometry = whole.shared_out(whole.tile_rows(), N * P::kStripBlocks);
   const GroupShape shape{N, P::kOut, G, int64_t(whole.height()) * whole.width()};
   int64_t room = P::Partial::count(N, geometry.strips);
