@@ -1,194 +1,84 @@
-// y = (min(conv + conv_bias, constant) + bias) * scale, and its gradient: what follows the library's
-// convolution.
+// y = (min(conv2d(x, weight) + conv_bias, constant) + bias) * scale, and its gradients. Neither the
+// convolution nor its gradient is ever written.
 //
-//   v, dv (N, S, C)  the convolution without its bias, channels last, which is where the library is fastest
-//   y, dy (N, C, S)  the result, in PyTorch's default layout; S = H'·W'
+//   forward, forward_saving  wide convolution; each result is finished in registers and stored; for backward
+//                            two bits of it are kept, mask, and each sample's largest magnitude, largest_x
+//   backward_parameters      of conv_bias and bias, sums; and largest_g (N) for the other two
+//   backward_weight, backward_input
 //
-// Bound by memory: forward reads v and writes y once; backward reads dy and v and writes dv once. All passes
-// transpose, so a block moves tiles through shared memory: both sides then run over 128 bytes or more in a
-// row. Measured: rows of S floats start between two sectors, so tiles that are long along S waste less.
-#include "core/numerics.h"
-#include "core/reduce.cuh"
-#include "core/vector.cuh"
+// x (N, CHANNELS_IN, H, W), weight (CHANNELS_OUT, CHANNELS_IN, KERNEL_H, KERNEL_W), y (N, CHANNELS_OUT, H',
+// W'), H' = H - KERNEL_H + 1, W' likewise; conv_bias, bias (CHANNELS_OUT), d_bias of so many elements or 1.
+#include "conv/wide.cuh"
+#include "grad/wide.cuh"
 
-// How a block's threads lie over rows of kWidth elements: `lane` along a row, `step` and every kStep-th row
-// after it.
-template <int kWidth> struct Layout {
-  static constexpr int kLanes = kWidth / kVector, kStep = kThreads / kLanes;
-  int lane = threadIdx.x % kLanes * kVector, step = threadIdx.x / kLanes;
+#ifndef CHANNELS_IN  // what it compiles for alone
+#define CHANNELS_IN 64
+#define CHANNELS_OUT 128
+#define KERNEL_H 3
+#define KERNEL_W 3
+#define SPLIT 0  // is an operand the sum of two float16?
+// Of the GPU and of sizes: see conv::Target.
+#define CAPABILITY 80
+#define SHARED_LIMIT (99 << 10)
+#define X_ALIGNED 1
+#define DY_ALIGNED 1
+#define ONE_TILE 0
+#define COUNTS_IN_INT 0
+#endif
+
+using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
+using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;
+using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;
+
+struct Tail {
+  const float *conv_bias, *bias;  // (CHANNELS_OUT)
+  float constant, scale;
+
+  struct Channel { float conv_bias, bias; };
+  __device__ __forceinline__ Channel channel(int64_t, int c) const { return {conv_bias[c], bias[c]}; }
+
+  __device__ __forceinline__ float operator()(float v, const Channel& c) const {
+    // The formula of conv2d_min_add_multiply.
+    return (tensor_core::min_nan(v + c.conv_bias, constant) + c.bias) * scale;
+  }
+  __device__ __forceinline__ Mask mask(float v, const Channel& c) const {
+    // The gradient of conv2d_min_add_multiply.
+    return {v + c.conv_bias > constant, v + c.conv_bias == constant};
+  }
+  __device__ __forceinline__ Gradient<2> gradient(float dy, const Mask& mask) const {  // of v, of bias
+    // The gradient of conv2d_min_add_multiply.
+    return {mask(dy * scale), dy * scale};
+  }
 };
 
-// The place of a block: sample n, tile (row, column), from a grid of N · row_tiles · column_tiles blocks. 32
-// bits, because a 64-bit division costs as much as a tile.
-struct Place {
-  unsigned n, row, column;
-  __device__ Place(unsigned row_tiles, unsigned column_tiles)
-      : n(blockIdx.x / column_tiles / row_tiles),
-        row(blockIdx.x / column_tiles % row_tiles),
-        column(blockIdx.x % column_tiles) {}
-};
-
-// source (rows, columns) -> out (columns, rows), for the tile at (row0, column0): out = apply(source, row,
-// column, i), where i counts a thread's neighbours along a row of out. `aligned`: rows, columns and both
-// pointers are multiples of a Vector.
-template <int kRows, int kColumns, class Out, class In, class Apply>
-__device__ __forceinline__ void transpose_tile(Out* out, const In* source, int64_t rows, int64_t columns,
-                                               int64_t row0, int64_t column0, bool aligned,
-                                               const Apply& apply) {
-  __shared__ In tile[kRows][kColumns + 1];  // the odd pitch spreads a column over the banks
-  const Layout<kColumns> from;
-  const Layout<kRows> to;
-  const bool whole = aligned && row0 + kRows <= rows && column0 + kColumns <= columns;
-  __syncthreads();  // the previous tile has been read
-  if (whole) {
-    constexpr int kLoads = kRows / from.kStep;
-    Vector<In> four[kLoads];  // all loads are under way before the first is used
-#pragma unroll
-    for (int k = 0; k < kLoads; k++)
-      four[k] = load_vector(source + (row0 + from.step + k * from.kStep) * columns + column0 + from.lane);
-#pragma unroll
-    for (int k = 0; k < kLoads; k++)
-#pragma unroll
-      for (int i = 0; i < kVector; i++) tile[from.step + k * from.kStep][from.lane + i] = four[k].at[i];
-  } else {
-    for (int r = from.step; r < kRows && row0 + r < rows; r += from.kStep)
-      for (int i = 0; i < kVector && column0 + from.lane + i < columns; i++)
-        tile[r][from.lane + i] = source[(row0 + r) * columns + column0 + from.lane + i];
-  }
-  __syncthreads();  // the tile is complete
-  if (whole) {
-#pragma unroll
-    for (int k = 0; k < kColumns / to.kStep; k++) {
-      const int c = to.step + k * to.kStep;
-      Vector<Out> four;
-#pragma unroll
-      for (int i = 0; i < kVector; i++)
-        four.at[i] = apply(tile[to.lane + i][c], row0 + to.lane + i, column0 + c, i);
-      store_vector(out + (column0 + c) * rows + row0 + to.lane, four);
-    }
-  } else {
-    for (int c = to.step; c < kColumns && column0 + c < columns; c += to.kStep)
-#pragma unroll
-      for (int i = 0; i < kVector; i++)
-        if (row0 + to.lane + i < rows)
-          out[(column0 + c) * rows + row0 + to.lane + i] =
-              apply(tile[to.lane + i][c], row0 + to.lane + i, column0 + c, i);
-  }
+EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float> conv_bias, In<float> bias,
+                    double constant, double scale, cudaStream_t stream) {
+  const Tail tail{conv_bias, bias, float(constant), float(scale)};
+  const Scratch<int32_t> largest_x(x.size(0), stream);
+  conv::wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<output_t>{y}, largest_x, stream);
 }
 
-// The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in eager's
-// layout; from operands in channels last a tensor core cuts the other bits off. No other type runs in TF32.
-__device__ inline float nearest_tf32(float v) {
-  const bool stays_finite = fabsf(v) < 0x1.ffep127f;  // and is not NaN
-  return stays_finite ? __uint_as_float((__float_as_uint(v) + 0x1000) & ~0x1fffu) : v;
-}
-template <class T> __device__ T nearest_tf32(T v) { return v; }
-
-constexpr int kSquare = 64;  // tiles of the plain transposition
-
-__global__ void __launch_bounds__(kThreads)
-transpose_kernel(value_t* out, const value_t* source, int64_t rows, int64_t columns, unsigned row_tiles,
-                 unsigned column_tiles, bool tf32, bool aligned) {
-  const Place at(row_tiles, column_tiles);
-  const int64_t begin = at.n * rows * columns;
-  transpose_tile<kSquare, kSquare>(
-      out + begin, source + begin, rows, columns, int64_t(at.row) * kSquare, int64_t(at.column) * kSquare,
-      aligned, [=](value_t value, int64_t, int64_t, int) { return tf32 ? nearest_tf32(value) : value; });
+EXPORT void forward_saving(Out<output_t> y, Out<int32_t> largest_x, Out<int32_t> mask, In<value_t> x,
+                           In<value_t> weight, In<float> conv_bias, In<float> bias, double constant,
+                           double scale, cudaStream_t stream) {
+  const Tail tail{conv_bias, bias, float(constant), float(scale)};
+  conv::wide<Build>(x, weight, tail, store::GradMask{mask}, store::Rows<output_t>{y}, largest_x, stream);
 }
 
-constexpr int kForwardPositions = 128, kForwardChannels = 32;
-
-__global__ void __launch_bounds__(kThreads)
-min_add_multiply_kernel(output_t* y, const value_t* v, const accumulate_t* conv_bias,
-                        const accumulate_t* bias, accumulate_t constant, accumulate_t scale, int64_t C,
-                        int64_t S, unsigned position_tiles, unsigned channel_tiles, bool aligned) {
-  const Place at(position_tiles, channel_tiles);
-  const int64_t begin = at.n * C * S;
-  transpose_tile<kForwardPositions, kForwardChannels>(
-      y + begin, v + begin, S, C, int64_t(at.row) * kForwardPositions, int64_t(at.column) * kForwardChannels,
-      aligned, [=](value_t value, int64_t, int64_t c, int) {
-        const accumulate_t convolved = accumulate_t(value) + conv_bias[c];
-        // The formula of conv2d_min_add_multiply.
-        return output_t((minimum(convolved, constant) + bias[c]) * scale);
-      });
+EXPORT void backward_parameters(Out<float> d_conv_bias, Out<float> d_bias, Out<int32_t> largest_g,
+                                In<output_t> dy, In<int32_t> mask, double scale, cudaStream_t stream) {
+  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scale)}, dy, mask);
+  grad::sum_gradients(g, largest_g, stream, d_conv_bias, d_bias);
 }
 
-constexpr int kBackwardChannels = 32, kBackwardPositions = 64;
-
-// A block walks over the position tiles chunk, chunk + chunks, … of one (sample, channel tile); its sums over
-// positions go to row n·chunks + chunk of sums (2, N·chunks, C): of dv, the gradient of conv_bias, and of
-// dy·scale, that of bias. A tile's few values are summed as they are, tiles in double: what cancels leaves no
-// rounding errors of large sums.
-__global__ void __launch_bounds__(kThreads)
-min_add_multiply_backward_kernel(value_t* dv, double* sums, const output_t* dy, const value_t* v,
-                                 const accumulate_t* conv_bias, accumulate_t constant, accumulate_t scale,
-                                 int64_t N, int64_t C, int64_t S, unsigned position_tiles,
-                                 unsigned channel_tiles, unsigned chunks, bool tf32, bool aligned) {
-  const Place at(chunks, channel_tiles);
-  const int64_t begin = at.n * C * S, c0 = int64_t(at.column) * kBackwardChannels;
-  double conv_bias_sum[kVector] = {}, bias_sum[kVector] = {};
-  const value_t* value = v + begin;
-  for (unsigned tile = at.row; tile < position_tiles; tile += chunks) {
-    accumulate_t inner_sum[kVector] = {}, outer_sum[kVector] = {};
-    transpose_tile<kBackwardChannels, kBackwardPositions>(
-        dv + begin, dy + begin, C, S, c0, int64_t(tile) * kBackwardPositions, aligned,
-        [&](output_t gradient, int64_t c, int64_t s, int i) {
-          // The gradient of conv2d_min_add_multiply.
-          const accumulate_t outer = accumulate_t(gradient) * scale;
-          const accumulate_t inner =
-              minimum_backward(outer, accumulate_t(value[s * C + c]) + conv_bias[c], constant);
-          outer_sum[i] += outer;
-          inner_sum[i] += inner;
-          return tf32 ? nearest_tf32(value_t(inner)) : value_t(inner);
-        });
-#pragma unroll
-    for (int i = 0; i < kVector; i++) conv_bias_sum[i] += inner_sum[i], bias_sum[i] += outer_sum[i];
-  }
-  const Layout<kBackwardChannels> to;
-  __shared__ double partial[2][to.kStep][kBackwardChannels];
-#pragma unroll
-  for (int i = 0; i < kVector; i++) {
-    partial[0][to.step][to.lane + i] = conv_bias_sum[i];
-    partial[1][to.step][to.lane + i] = bias_sum[i];
-  }
-  __syncthreads();  // every thread's sums are there
-  if (threadIdx.x >= 2 * kBackwardChannels) return;
-  const int which = threadIdx.x / kBackwardChannels, c = threadIdx.x % kBackwardChannels;
-  if (c0 + c >= C) return;
-  double sum = 0;
-  for (int k = 0; k < to.kStep; k++) sum += partial[which][k][c];
-  sums[((which * N + at.n) * chunks + at.row) * C + c0 + c] = sum;
+EXPORT void backward_weight(Out<value_t> dweight, In<output_t> dy, In<int32_t> mask, In<int32_t> largest_g,
+                            In<value_t> x, In<int32_t> largest_x, double scale, cudaStream_t stream) {
+  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scale)}, dy, mask);
+  grad::wide_weight<Build>(dweight, g, largest_g, x, largest_x, stream);
 }
 
-static unsigned tiles(int64_t size, int tile) { return unsigned((size + tile - 1) / tile); }
-
-// source (N, rows, columns) -> out (N, columns, rows): to channels last. tf32: as an operand of TF32, see
-// nearest_tf32.
-EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns,
-                      bool tf32, cudaStream_t stream) {
-  const unsigned row_tiles = tiles(rows, kSquare), column_tiles = tiles(columns, kSquare);
-  transpose_kernel<<<N * row_tiles * column_tiles, kThreads, 0, stream>>>(
-      out, source, rows, columns, row_tiles, column_tiles, tf32,
-      vectors_fit(out, rows) && vectors_fit(source, columns));
-}
-
-EXPORT void forward(output_t* y, const value_t* v, const accumulate_t* conv_bias, const accumulate_t* bias,
-                    double constant, double scale, int64_t N, int64_t C, int64_t S, cudaStream_t stream) {
-  const unsigned position_tiles = tiles(S, kForwardPositions), channel_tiles = tiles(C, kForwardChannels);
-  min_add_multiply_kernel<<<N * position_tiles * channel_tiles, kThreads, 0, stream>>>(
-      y, v, conv_bias, bias, constant, scale, C, S, position_tiles, channel_tiles,
-      vectors_fit(y, S) && vectors_fit(v, C));
-}
-
-// The gradients of v and, summed over the samples, of the parameters; d_bias has `biases` elements, C or 1.
-// sums (2, N·chunks, C) is scratch, 1 ≤ chunks ≤ S; see the kernel. tf32: dv as an operand of TF32.
-EXPORT void backward(value_t* dv, accumulate_t* d_conv_bias, accumulate_t* d_bias, double* sums,
-                     const output_t* dy, const value_t* v, const accumulate_t* conv_bias, double constant,
-                     double scale, int64_t biases, int64_t N, int64_t C, int64_t S, int64_t chunks, bool tf32,
-                     cudaStream_t stream) {
-  const unsigned position_tiles = tiles(S, kBackwardPositions), channel_tiles = tiles(C, kBackwardChannels);
-  min_add_multiply_backward_kernel<<<N * chunks * channel_tiles, kThreads, 0, stream>>>(
-      dv, sums, dy, v, conv_bias, constant, scale, N, C, S, position_tiles, channel_tiles, unsigned(chunks),
-      tf32, vectors_fit(dv, C) && vectors_fit(dy, S));
-  sum_rows({{d_conv_bias, C}, {d_bias, biases}}, sums, N * chunks, C, stream);
+EXPORT void backward_input(Out<value_t> dx, In<output_t> dy, In<int32_t> mask, In<int32_t> largest_g,
+                           In<value_t> weight, double scale, cudaStream_t stream) {
+  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scale)}, dy, mask);
+  grad::wide_input<Build>(dx, g, largest_g, weight, stream);
 }

@@ -15,31 +15,14 @@
 
 using namespace conv::narrow3d;
 
-#ifndef CHANNELS_IN
+#ifndef CHANNELS_IN  // those with which a source compiles alone
 #define CHANNELS_IN 3
 #define CHANNELS_OUT 16
 #define KERNEL_D 3
 #define KERNEL_H 3
 #define KERNEL_W 3
 #endif
-#ifndef STAGE_PIXELS  // the plan, as tiling.py makes it; else one with which a source compiles alone
-#define STAGE_PIXELS 8704
-#define PIXEL_WORDS Conv::kWords
-#define RING_PLANES Conv::kRing
-#define RAW_PLANES kRaw
-#define TURN_POSITIONS kTurn
-#endif
-#ifndef STATIC_SHARED  // bytes of forward's own arrays, and of backward's
-#define STATIC_SHARED (33 << 10)
-#endif
-#ifndef BACKWARD_SHARED
-#define BACKWARD_SHARED (18 << 10)
-#endif
-
-using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W, STAGE_PIXELS>;
-static_assert(Conv::planned(PIXEL_WORDS, RING_PLANES, RAW_PLANES, TURN_POSITIONS), "what was planned with");
-static_assert(norms::narrow3d::kGroupNormShared<Conv> <= STATIC_SHARED);
-static_assert(grad::narrow3d::group_norm::kShared<Conv> <= BACKWARD_SHARED);
+using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;
 
 struct Tail {  // of the normalised z
   float low, high;
@@ -66,25 +49,22 @@ struct Tail {  // of the normalised z
 };
 
 // y (N, CHANNELS_OUT, D', H', W'); kept: GroupNormKept. seed (1), or without elements where the number
-// counts; rows to shared are the plan (convolution()).
+// counts.
 EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
                     In<float> norm_weight, In<float> norm_bias, In<int64_t> seed, int64_t number, double low,
-                    double high, double p, double eps, int64_t groups, int64_t rows, int64_t depth,
-                    int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
-  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
-  norms::narrow3d::group_norm(y, kept, c, {conv_bias, norm_weight, norm_bias, float(eps), int(groups)},
-                              Tail(low, high, dropout_mask(seed, number, p)), stream);
+                    double high, double p, double eps, int64_t groups, cudaStream_t stream) {
+  norms::narrow3d::group_norm<Conv>(y, kept, x, weight,
+                                    {conv_bias, norm_weight, norm_bias, float(eps), int(groups)},
+                                    Tail(low, high, dropout_mask(seed, number, p)), stream);
 }
 
 // dx (N, CHANNELS_IN, D, H, W), d_weight and the parameters' gradients. kept, seed and number: forward's.
-// dv_slots, input_room: grad/narrow3d_backward.cuh.
+// dv_bytes: of scratch for dv.
 EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_norm_weight,
                      Out<float> d_norm_bias, In<output_t> dy, In<value_t> x, In<value_t> weight,
                      In<float> kept, In<float> norm_weight, In<int64_t> seed, int64_t number, double low,
-                     double high, double p, int64_t groups, int64_t rows, int64_t depth, int64_t pitch,
-                     int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
-  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
-  grad::narrow3d::group_norm::backward(dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, dy, kept,
-                                       norm_weight, c, groups, Tail(low, high, dropout_mask(seed, number, p)),
-                                       dv_slots, input_room, stream);
+                     double high, double p, int64_t groups, int64_t dv_bytes, cudaStream_t stream) {
+  grad::narrow3d::group_norm::backward<Conv>(
+      dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, dy, kept, norm_weight, x, weight, groups,
+      Tail(low, high, dropout_mask(seed, number, p)), dv_bytes, stream);
 }

@@ -11,35 +11,14 @@
 
 using namespace conv::narrow3d;
 
-#ifndef CHANNELS_IN
+#ifndef CHANNELS_IN  // those with which a source compiles alone
 #define CHANNELS_IN 3
 #define CHANNELS_OUT 16
 #define KERNEL_D 3
 #define KERNEL_H 3
 #define KERNEL_W 3
 #endif
-#ifndef STAGE_PIXELS  // the plan, as tiling.py makes it; else one with which a source compiles alone
-#define STAGE_PIXELS 8704
-#define PIXEL_WORDS Conv::kWords
-#define RING_PLANES Conv::kRing
-#define RAW_PLANES kRaw
-#define TURN_POSITIONS kTurn
-#endif
-#ifndef STATIC_SHARED  // bytes of forward's own arrays, and of backward's
-#define STATIC_SHARED 3584
-#endif
-#ifndef BACKWARD_SHARED
-#define BACKWARD_SHARED (18 << 10)
-#endif
-#ifndef STAGED_SHARED  // bytes of forward's, where backward follows
-#define STAGED_SHARED (30 << 10)
-#endif
-
-using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W, STAGE_PIXELS>;
-static_assert(Conv::planned(PIXEL_WORDS, RING_PLANES, RAW_PLANES, TURN_POSITIONS), "what was planned with");
-static_assert(norms::narrow3d::kInstanceNormShared<Conv> <= STATIC_SHARED);
-static_assert(norms::narrow3d::kStagedBytes == STAGED_SHARED);
-static_assert(grad::narrow3d::instance_norm::kShared<Conv> <= BACKWARD_SHARED);
+using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;
 
 struct Tail {               // of the normalised z
   const float* multiplier;  // (CHANNELS_OUT)
@@ -60,23 +39,20 @@ struct Tail {               // of the normalised z
   }
 };
 
-// y (N, D', H', W'); kept: Kept; held: instance_norm_maximum(); rows to shared are the plan (convolution()).
+// y (N, D', H', W'); kept: Kept; cache: bytes of the L2 cache for sums that are held.
 EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
-                    In<float> multiplier, double low, double high, double eps, int64_t held, int64_t rows,
-                    int64_t depth, int64_t pitch, int64_t raw, int64_t shared, cudaStream_t stream) {
-  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
+                    In<float> multiplier, double low, double high, double eps, int64_t cache,
+                    cudaStream_t stream) {
   norms::narrow3d::instance_norm_maximum<Conv, index_t>(
-      y, kept, c, conv_bias, Tail{multiplier, float(low), float(high)}, float(eps), held, stream);
+      y, kept, x, weight, conv_bias, Tail{multiplier, float(low), float(high)}, float(eps), cache, stream);
 }
 
 // dx (N, CHANNELS_IN, D, H, W), d_weight, d_conv_bias and d_multiplier, CHANNELS_OUT elements or 1. kept:
-// forward's. dv_slots, input_room: grad/narrow3d_backward.cuh.
+// forward's. dv_bytes: of scratch for dv.
 EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_multiplier,
                      In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept, In<float> multiplier,
-                     double low, double high, double eps, int64_t rows, int64_t depth, int64_t pitch,
-                     int64_t raw, int64_t shared, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
-  const auto c = convolution<Conv>(x, weight, rows, depth, pitch, raw, shared);
-  grad::narrow3d::instance_norm::backward<Conv, index_t>(dx, d_weight, d_conv_bias, d_multiplier, dy, kept, c,
-                                                         Tail{multiplier, float(low), float(high)},
-                                                         float(eps), dv_slots, input_room, stream);
+                     double low, double high, double eps, int64_t dv_bytes, cudaStream_t stream) {
+  grad::narrow3d::instance_norm::backward<Conv, index_t>(dx, d_weight, d_conv_bias, d_multiplier, dy, kept, x,
+                                                         weight, Tail{multiplier, float(low), float(high)},
+                                                         float(eps), dv_bytes, stream);
 }

@@ -76,11 +76,16 @@ def _backward(plan, dy, a, saved, needs):
     return [gradient if need else None for gradient, need in zip(found, needs)]
 
 
-@pytest.fixture
-def stand_in(monkeypatch):
-    """No kernels are built."""
+def replace_kernels(monkeypatch) -> None:
     monkeypatch.setattr(schedule, "plan", _plan)
     monkeypatch.setattr(schedule, "forward", _forward)
     monkeypatch.setattr(schedule, "backward", _backward)
     monkeypatch.setattr(schedule, "saved", _saved)
     monkeypatch.setattr(schedule, "requests", lambda *given: [])
+    monkeypatch.setattr(schedule, "describe", lambda *given: "the graph by torch")
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """No kernels are built."""
+    replace_kernels(monkeypatch)

@@ -132,7 +132,7 @@ class _Builder:
         return self.r.choice(
             [
                 ("add parameter", lambda m, v, k: v + getattr(m, name)),
-                ("subtract from parameter", lambda m, v, k: getattr(m, name) - v),
+                ("subtract from parameter", lambda m, v, k: getattr(m, name) - 0.75 * v),
                 ("multiply by parameter", lambda m, v, k: v * getattr(m, name)),
                 ("divide by parameter", lambda m, v, k: v / (getattr(m, name) * 0.1 + 1.5)),
                 ("maximum", lambda m, v, k: torch.maximum(v, getattr(m, name))),
@@ -146,7 +146,7 @@ class _Builder:
                 ("add number", lambda m, v, k: v + a),
                 ("multiply by attribute", lambda m, v, k: v * m.number),
                 ("divide by number", lambda m, v, k: v / 1.7),
-                ("from number", lambda m, v, k: a - v),
+                ("from number", lambda m, v, k: a - 0.75 * v),
             ]
         )
 
@@ -221,6 +221,8 @@ class _Builder:
         return self.r.choice(options)
 
     def channels(self, model):
+        if self.outside == 1:  # their own mean: zeros, which only rounding tells apart
+            return self.pointwise(model)
         if self.choose(True, False):
             return self.r.choice(
                 [

@@ -67,7 +67,7 @@ def test_random_sizes_devices_and_pieces(name, gpu, monkeypatch):
         channels, C, kernel = size(1, 4), 16 * size(1, 2), one_of((3, 3, 3), (1, 2, 4), (5, 1, 2), (1, 4, 6))
         shape = size(1, 4), channels, *(extent - 1 + size(4, 12) for extent in kernel)
         model, x = drawn(name, channels, C, kernel, shape, one_of(torch.float32, torch.bfloat16))
-        monkeypatch.setattr(tiling, "_SAMPLES_BYTES", 1 << size(17, 22))
+        monkeypatch.setattr(tiling, "SAMPLES_BYTES", 1 << size(17, 22))
         architecture, multiprocessors = one_of(800, 900), size(1, 12)
 
         def takes(kilobytes: int) -> bool:

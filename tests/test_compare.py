@@ -10,6 +10,8 @@ import ast
 import functools
 import itertools
 import json
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -327,6 +329,51 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert command.main([MIN_ADD, "--device", "cpu"]) == 1
     with pytest.raises(SystemExit, match="2"):
         command.main(["nothing"])
+
+
+CANDIDATE = """
+import os, torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, features):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(features))
+    def forward(self, x):
+        return torch.relu(x * self.scale)
+
+def get_inputs():
+    return [torch.rand(64, 32)]
+
+def get_init_inputs():
+    return [32]
+"""
+RIGHT = """
+class ModelNew(Model):
+    def forward(self, x):
+        return (x * self.scale).clamp_min(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "file, status, told",
+    [
+        (CANDIDATE + RIGHT, 0, "forward: right and honest; "),
+        (CANDIDATE, 0, "forward: right and honest; "),  # fused; without a convolution that is eager's
+        (CANDIDATE + RIGHT.replace("x * self", "1.001 * x * self"), 1, "forward: fails: "),
+        (CANDIDATE + RIGHT.replace("return", "os.kill(os.getpid(), 9) #"), 9, "SIGKILL"),
+        (CANDIDATE.replace("def get_inputs", "def inputs"), 1, "found no get_inputs"),
+    ],
+    ids=["right", "without ModelNew", "wrong", "ends its process", "lacks a name"],
+)
+def test_a_candidate_in_a_file(file, status, told, tmp_path):
+    (tmp_path / "mine.py").write_text(file)
+    arguments = ["--candidate", str(tmp_path / "mine.py"), "--device", "cpu", "--phase", "forward"]
+    done = subprocess.run(
+        [sys.executable, str(Path(command.__file__)), *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, told in done.stdout + done.stderr) == (status, True), done.stdout + done.stderr
+    assert ("fast_1" in done.stdout) == (told.startswith("forward"))
 
 
 @pytest.mark.gpu

@@ -121,30 +121,6 @@ def test_the_choice_for_a_gpu_is_traced(name, dynamic, monkeypatch):
     assert [answer is None for answer in answers] == [True, True, True, len(shape) == 4, len(shape) == 4]
 
 
-@pytest.mark.parametrize("static_shared", [1 << 10, 33 << 10])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_what_fits_has_a_tiling(dtype, static_shared, monkeypatch):
-    """And what does not fit has none: no number of rows that serves stores of 16 bytes."""
-    monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
-    found, weight = set(), torch.empty(16, 3, 3, 3, 3)
-    for H in range(3, 9):
-        for W in range(3, 1600, 3):
-            x = torch.empty((), dtype=dtype).expand(2, 3, 5, H, W)
-            fits = tiling.volume_fits(x, weight, static_shared)
-            aligned = [rows for rows in range(1, H + 3) if rows * (W - 2) % 4 == 0 or (H - 2) * (W - 2) % 4]
-            layouts = [tiling.volume_layout(rows, x, weight) for rows in aligned]
-            least = min(shared for *_, shared in layouts)
-            assert fits == (least + static_shared <= H200.shared), (H, W)
-            if fits:
-                _, plan = tiling.plan_volume(2, x, weight, static_shared, vectors=True)
-                assert plan.rows in aligned and 6 * (plan.rows + 2) * plan.pitch <= plan.stage
-                assert plan.shared + static_shared <= H200.shared
-                assert plan.slots == -(-(H - 2) // plan.rows) * -(-3 // plan.depth)
-            found.add((aligned[0], fits))
-            assert tiling.ring_pitch(W) % 32 in (12, 24) and W <= tiling.ring_pitch(W) < W + 20
-    assert found == {(rows, fits) for rows in (1, 2, 4) for fits in (True, False)}
-
-
 @every_device
 @every_name
 @numerics.steady_library()

@@ -334,24 +334,66 @@ def test_two_uses_that_leave_end_a_segment():
     assert "relu" in segment.graph.text(segment.outputs) and "tanh" not in segment.graph.text(segment.outputs)
 
 
-def test_writes_in_place_are_seen():
-    class Late(nn.Module):
+def _read_before_it_is_written(m, x):
+    h = x * 1.0
+    v = m.conv(h)
+    h.mul_(2.0)
+    return torch.tanh(torch.relu(v))
+
+
+def _seen_through_a_view(m, x):
+    v = m.conv(x) * 2.0
+    w = v.flatten(2)
+    v.add_(1.0)
+    return torch.tanh(v).flatten(2) + w
+
+
+def _another_name(m, x):
+    v = m.conv(x) * 2.0
+    w = v
+    w += 1.0
+    return v * torch.tanh(w)
+
+
+def _a_residual_that_is_written(m, x):
+    h = x * 1.0
+    h += torch.relu(m.conv(x))
+    return torch.tanh(h)
+
+
+@pytest.mark.parametrize(
+    "forward", [_read_before_it_is_written, _seen_through_a_view, _another_name, _a_residual_that_is_written]
+)
+def test_writes_in_place_are_seen(forward):
+    class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.conv = nn.Conv2d(2, 2, 3, padding=1)
 
         def forward(self, x):
-            h = x * 1.0
-            v = torch.relu(self.conv(h))
-            h.mul_(2.0)  # after the convolution has read it
-            w = v.flatten(2)
-            v.add_(1.0)  # w sees it
-            return torch.tanh(v) + h, w
+            return forward(self, x)
 
-    model, x = Late().double(), torch.randn(2, 2, 5, 5, dtype=torch.float64)
-    with torch.no_grad():  # backward raises in eager, too
-        for got, want in zip(Reference(model, capture(model, True, 4)).run(x), model(x), strict=True):
-            torch.testing.assert_close(got, want)
+    model, x = Model().double(), torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    captured = capture(model, True, 4)
+    assert captured.segments or "in place" in captured.remarks["conv"]
+    with torch.no_grad():  # where backward raises in eager
+        torch.testing.assert_close(Reference(model, captured).run(x), model(x))
+
+
+def test_tensors_made_on_the_way_are_made_at_each_call():
+    def body(m, v):
+        return torch.min(v, torch.tensor(m.limit)) * torch.rand(1), torch.zeros(2)
+
+    model = Steered(body)
+    model.limit = 0.5
+    captured = capture(model, True, 4)
+    (segment,) = captured.segments
+    assert set(segment.scalars) == {"limit"} and not captured.constants and not captured.values
+    model.limit, x = -0.25, torch.randn(2, 2, 5, 5)
+    torch.manual_seed(3)
+    want, _ = model(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(Reference(model, captured).run(x)[0], want)
 
 
 def test_hooks_and_unknown_classes_keep_their_calls():

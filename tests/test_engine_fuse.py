@@ -12,8 +12,11 @@ import functools
 import gc
 import io
 import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,10 +33,15 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+import engine_stand_in
 import inline_loader
+import numerics
 from engine_stand_in import stand_in  # noqa: F401
+from inline_kernels.engine import part as parts
 from inline_kernels.engine import schedule, structure
 from inline_kernels.engine.fuse import fuse
+from inline_kernels.engine.variants import fused
+from loading import ROOT
 
 # --------------------------------------------------------------------------------------------------------------------- models
 
@@ -122,7 +130,7 @@ every_moment = pytest.mark.parametrize("moment", ["before the first call", "afte
 def here(request):
     """On the stand-in, but for tests of kernels."""
     inline_loader.forget()
-    if not request.node.get_closest_marker("kernels"):
+    if not request.node.originalname.startswith("test_kernels"):
         request.getfixturevalue("stand_in")
     yield
     inline_loader.forget()
@@ -185,7 +193,7 @@ def assert_same(fast: nn.Module, model: nn.Module, x: torch.Tensor, tolerance: f
             equal_nan=True,
             msg=lambda text: f"{key}: {text}",
         )
-        assert ours[key].stride() == value.stride() or key != "output", key
+        assert ours[key].stride() == value.stride() or key not in ("output", "x"), key
     if not model.training:
         with torch.no_grad():
             torch.testing.assert_close(fast(x), model(x), rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -492,6 +500,33 @@ def test_attributes_of_classes_and_helpers():
         del INPUTS[Held]
 
 
+SLOPE = 0.5
+
+
+def leaking(x):
+    return F.leaky_relu(x, SLOPE)
+
+
+def test_names_outside_of_the_class(monkeypatch):
+    """Globals, also of a function that forward calls, and what it encloses."""
+    power = 2.0
+
+    class Outside(Pointwise):
+        def forward(self, x):
+            return leaking(self.conv(x)) * power
+
+    monkeypatch.setitem(INPUTS, Outside, INPUTS[Pointwise])
+    model, fast, x = pair(Outside)
+    assert_same(fast, model, x)
+    monkeypatch.setitem(globals(), "SLOPE", 0.125)
+    assert_same(fast, model, x)
+    power = 3.0
+    assert_same(fast, model, x)
+    monkeypatch.setitem(globals(), "leaking", torch.tanh)
+    assert_same(fast, model, x)
+    assert runs(fast, x) == ["load"]
+
+
 def test_lists_that_forward_reads():
     class Listed(Pointwise):
         def __init__(self):
@@ -533,6 +568,18 @@ class Counting(Pointwise):
         return super().forward(x)
 
 
+class Noting(Pointwise):
+    """Into a list that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def forward(self, x):
+        self.calls.append("a call")
+        return super().forward(x)
+
+
 class Drawing(Pointwise):
     """Of which a layer is skipped at random."""
 
@@ -548,7 +595,7 @@ class Switching(Pointwise):
         return gate * self.conv(x)
 
 
-@pytest.mark.parametrize("kind", [Counting, Drawing, Switching], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Counting, Noting, Drawing, Switching], ids=lambda kind: kind.__name__)
 def test_forwards_that_do_more_than_compute(kind):
     """They do it as often as the model's own."""
     INPUTS[kind] = INPUTS[Pointwise]
@@ -564,6 +611,8 @@ def test_forwards_that_do_more_than_compute(kind):
                 torch.testing.assert_close(ours, theirs)
         random.seed(0)
         assert_same(fast, model, x) if kind is Switching else None
+        if kind is Noting:
+            assert fast.calls == model.calls and len(fast.calls) == 6
         if kind is Counting:
             assert fast.calls == model.calls == 6 and fast.total == model.total == 6
     finally:
@@ -591,7 +640,8 @@ def test_arguments_of_forward():
     for _ in range(2):
         for given, keywords in calls:
             torch.testing.assert_close(fast(*given, **keywords), model(*given, **keywords))
-            assert fast.plan(*given, **keywords)
+            expected = ["eager" if "scale" in keywords or "shift" in keywords or len(given) > 1 else "load"]
+            assert [each.runs for each in fast.plan(*given, **keywords)] == expected
     with pytest.raises(TypeError):
         fast(x, scale, x)
     with pytest.raises(TypeError):
@@ -605,7 +655,7 @@ def test_arguments_of_forward():
 def made(monkeypatch):
     """made() is how many captures and how many decisions there were since it was asked last."""
     counts = [0, 0]
-    capture, decide = structure._capture, structure.Part._decide
+    capture, decide = structure._capture, parts.Part._decide
 
     def counted_capture(*arguments):
         counts[0] += 1
@@ -620,7 +670,7 @@ def made(monkeypatch):
         return found
 
     monkeypatch.setattr(structure, "_capture", counted_capture)
-    monkeypatch.setattr(structure.Part, "_decide", counted_decide)
+    monkeypatch.setattr(parts.Part, "_decide", counted_decide)
     return since
 
 
@@ -689,7 +739,7 @@ def test_train_and_eval_are_captured_apart_once(made):
 
 
 def test_situations_that_are_kept_are_few(made, monkeypatch):
-    monkeypatch.setattr(structure, "_KEPT_SITUATIONS", 3)
+    monkeypatch.setattr(parts, "_KEPT_SITUATIONS", 3)
     _, fast, x = pair(Pointwise, called=False)
     with torch.no_grad():
         for count, decided in (
@@ -777,7 +827,9 @@ def test_copies(kind, how):
     if how in ("copy", "replica"):
         return
     assert runs(other, x) == ["load"] * SEGMENTS[kind]
-    assert other._kept[0].parts[0].operator is fast._kept[0].parts[0].operator, "one for equal segments"
+    assert other._kept[0].parts[0].shared.operator is fast._kept[0].parts[0].shared.operator, (
+        "one for equal segments"
+    )
     with torch.no_grad():
         next(other.parameters()).zero_()
     assert torch.equal(fast(x), expected)
@@ -791,10 +843,25 @@ def test_exact_order_is_kept_by_copies():
         assert COPIES[how](fuse(Pointwise()))._exact_order is False
 
 
+def test_fused_modules_inside_of_others():
+    """Their segments are the whole's."""
+    model, fast, x = pair(Residual)
+    inner = copy.deepcopy(model)
+    inner.blocks[0], inner.blocks[1] = fuse(inner.blocks[0]), fuse(inner.blocks[1])
+    assert_same(inner, model, x)
+    whole = fuse(inner)
+    assert runs(whole, x) == ["load"] * 4
+    assert_same(whole, model, x)
+    whole.blocks[1].conv.stride = model.blocks[1].conv.stride = (1, 1)
+    with patched(Block, "forward"):
+        assert_same(whole, model, x)
+    assert_same(whole, model, x)
+
+
 def test_equal_segments_share_an_operator():
     _, fast, x = pair(Residual)
-    first, second = (part.operator for part in fast._kept[0].parts[1:3])
-    assert first is second and first is not fast._kept[0].parts[0].operator
+    first, second = (part.shared.operator for part in fast._kept[0].parts[1:3])
+    assert first is second and first is not fast._kept[0].parts[0].shared.operator
 
 
 def test_state_dicts_go_both_ways():
@@ -851,7 +918,12 @@ ODD = {
 @every_model
 def test_odd_inputs(kind, how, moment):
     model, fast, x = pair(kind, called="after" in moment)
-    assert_same(fast, model, ODD[how](x))
+    given = ODD[how](x)
+    assert_same(fast, model, given)
+    if how in ("sparse", "a negative view"):
+        assert set(runs(fast, given)) == {"eager"}
+    elif how in ("transposed", "channels last", "expanded", "a view", "a Parameter"):
+        assert set(runs(fast, given)) == {"load"}
 
 
 @every_model
@@ -892,7 +964,7 @@ def test_dtype_and_autocast_are_toggled(kind):
         theirs, ours = model(x.to(dtype)), fast(x.to(dtype))
         assert ours.dtype == theirs.dtype and runs(fast, x.to(dtype)) == ["load"] * SEGMENTS[kind]
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=3e-2)
-    for dtype in (torch.bfloat16, None, torch.bfloat16):
+    for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             theirs, ours, inside = model(x), fast(x), runs(fast, x)
         assert ours.dtype == theirs.dtype and inside == ["load"] * SEGMENTS[kind]
@@ -1177,6 +1249,35 @@ def test_compile(kind, training):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [Normed, Volume], ids=lambda kind: kind.__name__)
+def test_compile_with_dynamic_shapes(kind):
+    """One graph for all batch sizes."""
+    torch._dynamo.reset()
+    model, fast, x = pair(kind, called=False)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(fast, fullgraph=True, dynamic=True, backend=backend)
+    for size in (7, 9, 11, 13):
+        part = x[:1].repeat(size, *[1] * (x.dim() - 1))
+        torch.testing.assert_close(compiled(part), model(part), rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_compile_under_autocast():
+    torch._dynamo.reset()
+    model, fast, x = pair(Normed, called=False)
+    compiled = torch.compile(fast, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs = compiled(x), model(x)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("kind", [Normed, Residual], ids=lambda kind: kind.__name__)
 def test_compile_with_inductor(kind):
     torch._dynamo.reset()
@@ -1223,7 +1324,8 @@ def test_without_a_compiler(monkeypatch):
         raise inline_loader.BuildError("no host compiler: install g++")
 
     monkeypatch.setattr(schedule, "plan", failing)
-    monkeypatch.setattr(structure, "_no_kernels", {})
+    monkeypatch.setattr(parts, "_said", set())
+    inline_loader.forget()
     model, fast, x = pair(Residual, called=False)
     with pytest.warns(RuntimeWarning, match="no host compiler: install g") as caught:
         y = fast(x)
@@ -1257,6 +1359,10 @@ def test_all_kernels_are_built_at_once(monkeypatch):
         fast(x), fast(x)
     assert len(built) == 1 and len(built[0]) == 3 and not any(each["saving"] for each in built[0])
     built.clear()
+    fuse(Residual().requires_grad_(False))(x)
+    fuse(Residual())(x)
+    assert [each["saving"] for requests in built for each in requests] == [False] * 3 + [True] * 3
+    built.clear()
     fuse(Residual(), example_inputs=x)
     assert [each["saving"] for each in built[0]] == [False] * 3 + [True] * 3
 
@@ -1270,12 +1376,15 @@ def rank_main(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
     with pytest.MonkeyPatch.context() as patch:
-        stand_in.__wrapped__(patch) if hasattr(stand_in, "__wrapped__") else None
+        engine_stand_in.replace_kernels(patch)
         answers = {}
         for kind in (Pointwise, Normed):
             for wrap in (nn.parallel.DistributedDataParallel, torch.distributed.fsdp.fully_shard):
                 _, fast, x = pair(kind, called=False)
-                answers[kind.__name__, wrap.__name__] = distributed_gradients(wrap(fast), x[rank : rank + 1])
+                ran, module = [], wrap(fast)
+                fast.register_forward_pre_hook(lambda fast, given: ran.append(runs(fast, *given)))
+                found = distributed_gradients(module, x[rank : rank + 1])
+                answers[kind.__name__, wrap.__name__] = ran, found
     torch.save(answers, f"{folder}/{rank}.pt")
     gc.collect()
     torch.distributed.destroy_process_group()
@@ -1293,8 +1402,167 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
         model, _, x = pair(kind, called=False)
         expected = distributed_gradients(model, x)
         for rank in range(2):
-            for (name, wrapper), found in torch.load(tmp_path / f"{rank}.pt").items():
+            for (name, wrapper), (ran, found) in torch.load(tmp_path / f"{rank}.pt").items():
                 if name == kind.__name__:
+                    assert ran == [["load"]], wrapper
                     torch.testing.assert_close(
                         found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name} {wrapper}: {text}"
                     )
+
+
+# ----------------------------------------------------------------------------------------------- classes with variants
+
+
+class Batches:
+    """A schedule of its own, which takes batches of two."""
+
+    ran = 0
+    saved = staticmethod(lambda *given: schedule.saved(*given))
+    backward = staticmethod(lambda *given: schedule.backward(*given))
+
+    def describe(self, *given):
+        return "by two"
+
+    def plan(self, segment, a, *given):
+        return self._served(a) or schedule.plan(segment, a, *given)
+
+    def requests(self, segment, a, *given):
+        return self._served(a) or []
+
+    def forward(self, plan, a):
+        self.ran += 1
+        return schedule.forward(plan, a)
+
+    def _served(self, a):
+        if a[0].shape[0] != 2:
+            raise schedule.Unsupported(f"batches of {a[0].shape[0]}")
+
+
+BY_TWO = Batches()
+PointwiseNew = fused(Pointwise, schedules={"fused": BY_TWO})
+ResidualNew = fused(Residual)
+
+
+def test_a_class_of_fused_modules():
+    model, x = PointwiseNew().eval(), torch.randn(2, 3, 5, 5)
+    assert isinstance(model, Pointwise) and PointwiseNew.reference() is Pointwise
+    assert PointwiseNew.variants() == ("eager", "epilogue", "fused") and ResidualNew.variants() == (
+        "eager",
+        "epilogue",
+    )
+    assert model.plan(x) == ("fused", "by two") and model.plan(x[:1])[0] == "epilogue"
+    expected, BY_TWO.ran = Pointwise.forward(model, x), 0
+    for variant, ran in (("auto", 1), ("eager", 0), ("epilogue", 0), ("fused", 1), ("auto", 1)):
+        model.variant = variant
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+        assert BY_TWO.ran == 2 * ran, variant
+        assert variant == "auto" or model.plan(x) == (variant, "asked for")
+        BY_TWO.ran = 0
+    model.variant = "fused"
+    for call in (model, model.plan):
+        with pytest.raises(RuntimeError, match="variant 'fused' can't run: batches of 1"):
+            call(x[:1])
+    with pytest.raises(RuntimeError, match="channels"):  # eager's
+        model(x[:, :1])
+    model.variant = "no such variant"
+    for call in (model, model.plan):
+        with pytest.raises(
+            ValueError, match="expected variant to be 'auto' or one of eager, epilogue, fused, got"
+        ):
+            call(x)
+
+
+def test_a_fused_class_from_a_model():
+    model, _, x = pair(Residual)
+    fast = ResidualNew.from_eager(model)
+    assert fast.head is model.head and fast.plan(x)[0] == "epilogue"
+    assert_same(fast, model, x)
+    for how in ("copy", "deepcopy", "pickle", "torch.save"):
+        other = COPIES[how](fast)
+        assert type(other) is ResidualNew
+        torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="expected a Residual, got a Pointwise"):
+        ResidualNew.from_eager(Pointwise())
+
+    class Other(Residual):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(TypeError, match="expected Residual's forward, got a Other with its own"):
+        ResidualNew.from_eager(Other())
+
+
+# ----------------------------------------------------------------------------------------------------------------- kernels
+
+
+@every_model
+def test_kernels_follow_the_rule(kind):
+    """At most twice eager's error, in the result and in all gradients."""
+    model, _, x = pair(kind, called=False)
+    fast = fuse(model)
+    assert runs(fast, x) == ["load"] * SEGMENTS[kind]
+    numerics.assert_module_follows_rule(fast, model, x)
+    assert "#include" in fast.source(x)
+
+
+def test_kernels_of_batch_norm_in_training():
+    model, fast, x = pair(Residual, called=False, training=True)
+    for _ in range(2):
+        assert_same(fast, model, x)
+
+
+def test_kernels_draw_masks():
+    _, fast, x = pair(Dropping)
+    whole = 2 * fast(x)
+    fast.train()
+    torch.manual_seed(1)
+    first, second = fast(x.requires_grad_()), fast(x)
+    torch.manual_seed(1)
+    assert torch.equal(first, fast(x)) and not torch.equal(first, second)
+    torch.testing.assert_close(first, torch.where(first == 0, 0.0, whole))
+    (gradient,) = torch.autograd.grad(first.sum(), fast.conv.bias)
+    model = copy.deepcopy(fast).eval()
+    kept = torch.sigmoid(model.conv(x))
+    (expected,) = torch.autograd.grad((kept * 2 * (first != 0)).sum(), model.conv.bias)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+FREED = """
+import sys
+
+import torch
+
+from test_engine_fuse import INPUTS, Normed, Pointwise, pair
+
+kind = {"Normed": Normed, "Pointwise": Pointwise}[sys.argv[1]]
+model, fast, x = pair(kind)
+for key, t in {"x": x, **dict(fast.named_parameters())}.items():
+    for moved in (t.detach(), torch.cat([t.detach().flatten()] * 2)[t.numel() :].view_as(t)):  # a view
+        t.data = moved
+        y, whole = fast(x), t.untyped_storage()
+        held, size = t.detach().clone(), whole.nbytes()
+        whole.resize_(0)
+        for wanted in (True, False):
+            with torch.set_grad_enabled(wanted):
+                try:
+                    fast(x)
+                except RuntimeError:
+                    continue
+            raise SystemExit(f"{key} was read")
+        try:
+            y.sum().backward()
+        except RuntimeError:
+            pass
+        whole.resize_(size)
+        t.detach().copy_(held)
+"""
+
+
+@pytest.mark.parametrize("name", ["Normed", "Pointwise"])
+def test_kernels_and_memory_that_was_freed(name):
+    """An error as eager's, in a process of its own, since it may crash."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    call = [sys.executable, "-c", FREED, name]
+    done = subprocess.run(call, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-1000:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 
 import inline_loader
 from benchmarks import level2
-from engine_fuzz import random_case
+from fuzz_engine import random_program
 from inline_kernels.bench import checks
 from inline_kernels.engine import library, schedule
 from inline_kernels.engine.capture import capture
@@ -24,9 +25,10 @@ from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # n
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 NAN, INF = float("nan"), float("inf")
+ON_CPU = 6, 24, 31, 43, 52, 79, 82, 92  # every kind of pass; a build takes seconds
 
 
-@pytest.fixture(params=["cuda"])
+@pytest.fixture(params=["cuda", "cpu"])
 def device(request, guarded, monkeypatch, folder):  # noqa: F811
     """CPU tensors are said to be on it."""
     if request.param == "cuda":
@@ -88,7 +90,7 @@ class Run:
 def reference(
     model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    model, x = copy.deepcopy(model).to(dtype), x.to(dtype).requires_grad_()
+    model, x = copy.deepcopy(model).to(dtype), x.detach().to(dtype, copy=True).requires_grad_()
     y = model(x)
     found = {"output": y.detach()}
     if dy is not None:
@@ -98,25 +100,37 @@ def reference(
     return found
 
 
-def assert_rule(
-    model: nn.Module, x: torch.Tensor, backward: bool = True, label: str = "", own: Run | None = None
-) -> Run:
-    """At most twice eager's error, by checks.py's limits; NaN where float64 has it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dy = (
-            torch.randn_like(reference(model, x, None, torch.float64)["output"]).to(x.dtype)
-            if backward
-            else None
-        )
-        exact, eager = reference(model, x, dy, torch.float64), reference(model, x, dy, x.dtype)
-    run = own or Run(model, x, dy)
-    for name, r in exact.items():
-        ours = run.results[name]
-        assert ours is not None and ours.shape == r.shape and ours.dtype == x.dtype, name
-        error = checks.judged(label, name, r, eager[name], ours, x.dtype)
+def assert_rule(model: nn.Module, x: torch.Tensor, backward: bool = True, label: str = "") -> Run:
+    """At most twice eager's error, by checks.py's limits, in one draw or, where rounding was lucky for eager, in the mean of some; NaN where
+    float64 has it. float64 itself is held to a few units of what was summed."""
+    run = None
+
+    def errors(number: int, cancelling: bool) -> list[checks.Error]:
+        nonlocal run
+        torch.manual_seed(number)
+        own = torch.randn_like(x) * x.std() + x.mean() if number else x
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dy = (
+                torch.randn_like(reference(model, own, None, torch.float64)["output"]).to(x.dtype)
+                if backward
+                else None
+            )
+            exact, eager = reference(model, own, dy, torch.float64), reference(model, own, dy, x.dtype)
+        run = Run(model, own, dy)
+        found = []
+        for name, r in exact.items():
+            ours = run.results[name]
+            assert ours is not None and ours.shape == r.shape and ours.dtype == x.dtype, name
+            assert torch.equal(ours.isnan(), r.isnan()), f"{name}: NaN where float64 has it"
+            if x.dtype == torch.float64:
+                torch.testing.assert_close(ours, r, rtol=1e-9, atol=1e-9)
+            else:
+                found.append(checks.judged(label, name, r, eager[name], ours, x.dtype))
+        return found
+
+    for error in checks.judged_on_draws(errors):
         assert error.share <= 1, error
-        assert torch.equal(ours.isnan(), r.isnan()), f"{name}: NaN where float64 has it"
     return run
 
 
@@ -139,9 +153,206 @@ def problem(number: int, dtype=torch.float32) -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize("number", level2.PROBLEMS)
 def test_problems(number, device):
+    if device == "cpu" and number not in ON_CPU:
+        pytest.skip("compiled for a CPU by `make fuzz`")
     assert_rule(*problem(number), label=str(number))
 
 
-@pytest.mark.parametrize("seed", [s for s in range(21) if s != 10])
-def test_random_tails(seed, device):
-    assert_rule(*random_case(seed), label=str(seed))
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs(seed, device):
+    if device == "cpu" and seed % 5:
+        pytest.skip("compiled for a CPU by `make fuzz`")
+    model, x = random_program(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_rule(model, x, label=f"{seed}: {', '.join(model.names)}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [8, 31, 43, 52, 92])
+def test_dtypes(number, dtype, device):
+    assert_rule(*problem(number, dtype), label=str(number))
+
+
+@pytest.mark.parametrize("number", [17, 21, 27, 52, 73, 79, 85, 92])
+def test_large_means(number, device):
+    """A mean of a thousand spreads in front of a norm."""
+    model, x = problem(number)
+    with torch.no_grad():
+        model.conv.bias.add_(300.0)
+    assert_rule(model, x, label=str(number))
+
+
+@pytest.mark.parametrize("number", level2.PROBLEMS)
+def test_values_that_are_not_finite(number, device):
+    """NaN and infinities in one sample: forward alone, as gradients of what is not finite are nobody's."""
+    model, x = problem(number)
+    for value in (NAN, INF, -INF):
+        odd = x.clone()
+        odd[1].view(-1)[odd[1].numel() // 2] = value
+        run = Run(model, odd)
+        eager, exact = (reference(model, odd, None, dtype)["output"] for dtype in (x.dtype, torch.float64))
+        like = [
+            checks.equal(run.y, each.to(x.dtype)) for each in (eager, exact)
+        ]  # eager's gelu of an infinity is NaN
+        assert (like[0] | like[1] | run.y.isfinite() & exact.isfinite()).all()
+
+
+class Ties(nn.Module):
+    """Whole numbers that meet bounds, zeros and one another in windows and over channels."""
+
+    def __init__(self, tail: str):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 5, 1)
+        self.tail = tail
+        with torch.no_grad():
+            self.conv.weight.fill_(1.0), self.conv.bias.zero_()
+
+    def forward(self, x):
+        x = self.conv(x)
+        if self.tail == "clamp":
+            return torch.clamp(x, -1.0, 1.0)
+        if self.tail == "minimum":
+            return torch.min(x, torch.tensor(1.0))
+        if self.tail == "relu":
+            return torch.relu(x) * torch.nn.functional.hardtanh(x, -2.0, 2.0)
+        if self.tail == "hardswish":
+            return torch.nn.functional.hardswish(x)
+        if self.tail == "pool":
+            return torch.nn.functional.max_pool2d(x, 2)
+        return torch.max(x, dim=1)[0] if self.tail == "channels" else torch.logsumexp(x, dim=1)
+
+
+@pytest.mark.parametrize("tail", ["clamp", "minimum", "relu", "hardswish", "pool", "channels", "logsumexp"])
+def test_ties(tail, device):
+    torch.manual_seed(0)
+    x = torch.randint(-3, 4, (2, 1, 6, 7)).float()
+    assert_rule(Ties(tail), x, label=tail)
+
+
+@pytest.mark.parametrize("number", [52, 73])
+def test_running_statistics(number, device):
+    model, x = problem(number)
+    run = Run(model, x)
+    ((mean, variance),) = run.statistics
+    (norm,) = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    norm.momentum = 1.0
+    model(x)
+    count = x.shape[0] * run.plan.sizes.positions("e")
+    torch.testing.assert_close(mean, norm.running_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(variance * count / (count - 1), norm.running_var, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_in_eval_mode(device):
+    for number in (52, 73):
+        model, x = problem(number)
+        model(x)
+        assert_rule(model.eval(), x, label=str(number))
+
+
+def test_results_are_repeatable(device):
+    for number in (21, 79, 85):
+        model, x = problem(number)
+        dy = torch.randn_like(model(x))
+        first, second = Run(model, x, dy), Run(model, x, dy)
+        assert all(torch.equal(t, second.results[name]) for name, t in first.results.items())
+
+
+def test_sizes_build_nothing(device):
+    """Another batch and image give the same text."""
+    model, x = problem(85)
+    first = Run(model, x)
+    again = assert_rule(model, torch.randn(5, x.shape[1], 23, 18))
+    assert again.plan.sizes != first.plan.sizes
+    segment, arguments = first.segment, arguments_of(model, first.segment, x)
+    (one,) = schedule.requests(segment, arguments, True, x.dtype)
+    (other,) = schedule.requests(segment, [torch.randn(1, x.shape[1], 40, 30), *arguments[1:]], True, x.dtype)
+    assert one == other
+
+
+class Dropped(nn.Module):
+    def __init__(self, p: float):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.p = nn.Dropout(p)
+
+    def forward(self, x):
+        return torch.tanh(self.p(self.p(torch.relu(self.conv(x)) + 1.0)))
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 9, 10), (2, 2, 7, 7)])
+def test_dropout_is_drawn_again(shape, device):
+    """Backward's mask is forward's; two have masks of their own; they keep what they promise."""
+    torch.manual_seed(0)
+    model, x = Dropped(0.25), torch.randn(shape)
+    segment = segment_of(model, x)
+
+    def run(dy=None, seed=5):
+        arguments = arguments_of(model, segment, x, seed)
+        plan = schedule.plan(segment, arguments, dy is not None, x.dtype)
+        y, *saved = schedule.forward(plan, arguments)
+        found = dy is not None and schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))
+        return y, found
+
+    y, _ = run()
+    assert torch.equal(y, run()[0]) and not torch.equal(y, run(seed=6)[0])
+    kept = y != 0
+    assert 0.4 < kept.float().mean() < 0.7  # of 0.75²
+    with torch.no_grad():
+        inner = torch.relu(model.conv(x)) + 1.0
+    torch.testing.assert_close(y, torch.where(kept, torch.tanh(inner / 0.75**2), 0.0))
+    again, gradients = run(torch.ones_like(y))
+    assert torch.equal(again, y)
+    slope = torch.where(kept & (inner > 1), (1 - y * y) / 0.75**2, 0.0)
+    torch.testing.assert_close(gradients[2], slope.sum((0, 2, 3)), rtol=1e-4, atol=1e-4)
+
+
+def test_no_more_is_kept_than_eager_keeps():
+    """But for a few numbers by channel of a sample."""
+    for number in level2.PROBLEMS:
+        model, x = problem(number)
+        kept: dict[int, int] = {}
+
+        def pack(t):
+            if not isinstance(t, nn.Parameter) and t.data_ptr() != x.data_ptr():
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(x)
+        segment = segment_of(model, x)
+        ours = schedule.saved(segment, arguments_of(model, segment, x), x.dtype)
+        own = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in ours if len(shape) > 2)
+        # y is there anyway, in eager as in ours.
+        theirs = sum(kept.values()) - (kept.get(y.untyped_storage().data_ptr(), 0))
+        assert own <= theirs + y.nbytes, (number, own, theirs)
+
+
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+@pytest.mark.parametrize("architecture", ["80", "90a"])
+@pytest.mark.parametrize("number, value", [(6, "half_t"), (52, "float"), (85, "float"), (92, "double")])
+def test_kernels_compile_without_spills(number, value, architecture, monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    model, x = problem(number)
+    segment = segment_of(model, x)
+    (request,) = schedule.requests(segment, arguments_of(model, segment, x), True, x.dtype)
+    source = tmp_path / "tail.cu"
+    source.write_text(request["source"])
+    command = [
+        NVCC,
+        "-std=c++17",
+        "-O3",
+        f"-arch=sm_{architecture}",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-I",
+        inline_loader.KERNELS,
+    ]
+    command += [f"-DVALUE_T={value}", "-Werror", "all-warnings", source, "-o", tmp_path / "tail.cubin"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    spills = [
+        line for line in done.stderr.splitlines() if "spill" in line and " 0 bytes spill stores" not in line
+    ]
+    assert not spills and "registers" in done.stderr

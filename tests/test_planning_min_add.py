@@ -1,10 +1,11 @@
-"""What Python assumes of min-add's fused kernels is what the compiler makes of them: neither needs a GPU.
+"""What a wide convolution's kernels are compiled to, for which sizes, and by which mainloop: none of it needs a GPU.
 
-Their dynamic shared memory stands in a static_assert; their registers and static shared memory ptxas reports.
+The kernels plan tiles and shared memory by themselves (kernels/conv/wide.cuh); registers and static shared memory ptxas reports.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import subprocess
@@ -12,12 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import inline_loader
 from inline_kernels.engine import tiling
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader.source import parse_launchers
+from numerics import MIN_ADD
+from test_emulated import Emulated, folder, library_of  # noqa: F401
 
-KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+SOURCE = inline_loader.KERNELS / f"{MIN_ADD}.cu"
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 TYPES = {4: "float", 2: "half_t"}
+LAUNCHERS = {launcher.name for launcher in parse_launchers(SOURCE.read_text())}
 
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
 
@@ -32,176 +41,214 @@ BY_WGMMA = [
 ]  # fmt: skip
 BY_MMA = [
     ((128, 64, 3, 3), 4, False, "the default"),
-    ((128, 64, 3, 3), 4, True, "two parts: two groups of channels"),
+    ((128, 64, 3, 3), 4, True, "two parts: two K blocks of channels"),
     ((20, 5, 3, 3), 4, True, "64 channels in a block, few in"),
-    ((128, 200, 7, 2), 2, False, "several groups; half operands"),
+    ((128, 200, 7, 2), 2, False, "several K blocks; half operands"),
     ((8, 3, 1, 1), 2, False, "results take more than operands"),
 ]  # fmt: skip
 
 
-def compiled(plan: tiling.GemmTiling, weight, value_bytes: int, out_bytes: int, folder: Path, **changed):
-    """The compiler's status and report for a build."""
-    types = {"VALUE_T": TYPES[value_bytes], "OUTPUT_T": TYPES[out_bytes]}
-    defines = {**types, **tiling.gemm_defines(plan, weight), **changed}
-    command = [NVCC, "-cubin", "-Xptxas=-v", f"-arch=sm_{'90a' if plan.wgmma else '80'}", "-std=c++17"]
-    command += [
+def made_up(monkeypatch, capability=(9, 0), shared=227 << 10) -> None:
+    monkeypatch.setattr(
+        tiling, "device_properties", lambda index: tiling.Device(capability, shared, 132, 60 << 20)
+    )
+
+
+def image(weight, value_bytes=4, size=(128, 128)) -> torch.Tensor:
+    dtype = {4: torch.float32, 2: torch.float16}[value_bytes]
+    return torch.empty((2, weight[1], *size), dtype=dtype, device="meta")
+
+
+def compiled(launchers, architecture: str, defines: dict, folder: Path) -> dict[str, dict[str, int]]:
+    """Of these launchers' kernels by name: registers, bytes of static shared memory, bytes of registers that are spilled."""
+    source = folder / "source.cu"
+    source.write_text(loader_source.without(SOURCE.read_text(), LAUNCHERS.difference(launchers)))
+    command = [
+        NVCC,
+        "-cubin",
+        "-Xptxas=-v",
+        f"-arch=sm_{architecture}",
+        "-std=c++17",
         "--expt-relaxed-constexpr",
-        f"-I{KERNELS}",
-        *(f"-D{key}={value}" for key, value in defines.items()),
     ]
-    command += ["-o", str(folder / "out.cubin"), str(KERNELS / "conv2d_min_add_multiply_fused.cu")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
-
-
-def used(report: str) -> dict[str, dict[str, int]]:
-    """By kernel: registers, bytes of static shared memory, bytes of registers that are spilled."""
+    command += [f"-I{inline_loader.KERNELS}", *(f"-D{key}={value}" for key, value in defines.items())]
+    done = subprocess.run([*command, "-o", str(folder / "out"), str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     kernels = {}
-    for part in report.split("Compiling entry function '")[1:]:
-        name = re.search(r"\d([a-z_]+_kernel)E", part)[1]
-        shared = re.search(r"(\d+) bytes smem", part)
-        kernels[name] = {
-            "registers": int(re.search(r"Used (\d+) registers", part)[1]),
-            "shared": int(shared[1]) if shared else 0,
-            "spilled": int(re.search(r"(\d+) bytes spill stores", part)[1]),
-        }
+    for part in done.stderr.split("Compiling entry function '")[1:]:
+        found = {
+            what: re.search(form, part)
+            for what, form in {
+                "registers": r"Used (\d+) registers", "shared": r"(\d+) bytes smem", "spilled": r"(\d+) bytes spill stores"
+            }.items()
+        }  # fmt: skip
+        name = re.search(r"\d([a-z_]+_kernel)[EI]", part)[1]
+        kernels[name] = {what: int(match[1]) if match else 0 for what, match in found.items()}
     return kernels
 
 
-def assert_as_planned(plan: tiling.GemmTiling, build: tuple, threads: int, spilled: int = 0) -> None:
-    status, report = compiled(plan, *build)
-    assert status == 0, report
-    kernels = used(report)
-    assert len(kernels) == (2 if plan.wgmma else 4), report
-    assert all(kernel["spilled"] <= spilled for kernel in kernels.values()), report
-    assert kernels["convolve_kernel"]["shared"] == 0, "all of a block's shared memory is planned"
-    assert kernels["convolve_kernel"]["registers"] * threads <= 65536
-    status, report = compiled(plan, *build, SHARED_BYTES=plan.shared_bytes + 16)
-    assert status != 0 and "Python planned another layout" in report
+def forward_defines(weight, value_bytes, out_bytes, split=False) -> dict:
+    known = tiling.wide_defines(
+        image(weight, value_bytes), torch.empty(weight), split, aligned=True, gradients=False
+    )
+    return {"VALUE_T": TYPES[value_bytes], "OUTPUT_T": TYPES[out_bytes], **known}
 
 
 @needs_nvcc
+@pytest.mark.parametrize("launcher", ["forward", "forward_saving"])
 @pytest.mark.parametrize(
     "weight, value_bytes, out_bytes, spilled, reason", BY_WGMMA, ids=lambda value: str(value)[:20]
 )
-def test_wgmma_is_built_as_planned(weight, value_bytes, out_bytes, spilled, reason, tmp_path):
-    plan = tiling.gemm_by_wgmma(weight, value_bytes, out_bytes)
-    assert_as_planned(plan, (weight, value_bytes, out_bytes, tmp_path), 384, spilled)
+def test_forward_by_wgmma(weight, value_bytes, out_bytes, spilled, reason, launcher, tmp_path, monkeypatch):
+    made_up(monkeypatch)
+    kernels = compiled([launcher], "90a", forward_defines(weight, value_bytes, out_bytes), tmp_path)
+    assert kernels.keys() == {"pack_weight_kernel", "convolve_rows_kernel"}
+    spilled = max(spilled, 12) if launcher == "forward_saving" else spilled
+    assert all(kernel["spilled"] <= spilled for kernel in kernels.values()), kernels
+    convolve = kernels["convolve_rows_kernel"]
+    assert convolve["shared"] == 0 and convolve["registers"] * 384 <= 65536
 
 
 @needs_nvcc
+@pytest.mark.parametrize("launcher", ["forward", "forward_saving"])
 @pytest.mark.parametrize("weight, value_bytes, split, reason", BY_MMA, ids=lambda value: str(value)[:20])
-def test_mma_is_built_as_planned(weight, value_bytes, split, reason, tmp_path):
-    plan = tiling.gemm_by_mma(weight, split)
-    assert_as_planned(
-        plan, (weight, value_bytes, value_bytes, tmp_path), plan.block_channels * plan.tile_rows
-    )
+def test_forward_by_mma(weight, value_bytes, split, reason, launcher, tmp_path, monkeypatch):
+    made_up(monkeypatch, (8, 0))
+    kernels = compiled([launcher], "80", forward_defines(weight, value_bytes, value_bytes, split), tmp_path)
+    packed = ["pack_weight_kernel", "pack_input_kernel", *["repack_input_kernel"] * (value_bytes == 4)]
+    assert kernels.keys() == {*packed, "convolve_kernel"}
+    assert all(kernel["spilled"] <= 8 * split for kernel in kernels.values()), kernels
+    assert kernels["convolve_kernel"]["shared"] == 0 and kernels["convolve_kernel"]["registers"] <= 255
 
 
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize("value_bytes, split", [(4, False), (4, True), (2, False)])
 def test_backward_hardly_spills(value_bytes, split, architecture, tmp_path, monkeypatch):
-    capability, by_wgmma = ((9, 0), not split) if architecture == "90a" else ((8, 0), False)
-    device = tiling.Device(capability, 227 << 10, 132, 60 << 20)
-    monkeypatch.setattr(tiling, "device_properties", lambda index: device)
-    dtype = torch.float32 if value_bytes == 4 else torch.float16
-    x, weight = (torch.empty(s, dtype=dtype, device="meta") for s in ((128, 64, 128, 128), (128, 64, 3, 3)))
-    of_weight, *_ = tiling.plan_weight_gradient(x, weight, split)
-    of_input, piece, _ = tiling.plan_input_gradient(x, weight, split)
-    assert of_input["WGMMA"] == by_wgmma and piece == (128 if by_wgmma else 8 if split else 16)
-    spilled_by_inputs = 24 if split else 36 if by_wgmma and value_bytes == 2 else 0
-    for source, defines in (("weight_gradient", of_weight), ("input_gradient", of_input)):
-        defines = {"VALUE_T": TYPES[value_bytes], **defines}
-        command = [NVCC, "-cubin", "-Xptxas=-v", f"-arch=sm_{architecture}", "-std=c++17", f"-I{KERNELS}"]
-        command += ["--expt-relaxed-constexpr", *(f"-D{key}={value}" for key, value in defines.items())]
-        command += ["-o", str(tmp_path / "out"), str(KERNELS / f"conv2d_min_add_multiply_{source}_fused.cu")]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", done.stderr)))
-        assert spilled <= (spilled_by_inputs if source == "input_gradient" else 0), done.stderr
+    made_up(monkeypatch, (9, 0) if architecture == "90a" else (8, 0))
+    weight = (128, 64, 3, 3)
+    defines = tiling.wide_defines(
+        image(weight, value_bytes), torch.empty(weight), split, aligned=True, gradients=True
+    )
+    defines |= {"VALUE_T": TYPES[value_bytes]}
+    of_parameters = compiled(["backward_parameters", "backward_weight"], architecture, defines, tmp_path)
+    of_input = compiled(["backward_input"], architecture, defines, tmp_path)
+    by_wgmma = architecture == "90a" and not split
+    assert ("convolve_rows_kernel" in of_input) == by_wgmma != ("pack_gradient_kernel" in of_input)
+    assert not any(kernel["spilled"] for kernel in of_parameters.values()), of_parameters
+    most = 24 if split else 36 if by_wgmma and value_bytes == 2 else 0
+    assert all(kernel["spilled"] <= most for kernel in of_input.values()), of_input
 
 
-def test_what_training_takes(monkeypatch):
-    """Bytes beside inputs, results and gradients, at the default size: 66 MB of gates and 22 MB of sums; dx by mma.sync takes pieces of 65 MB more."""
-    x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
+# -------------------------------------------------------------------------------------------------------------- which mainloop
 
-    def planned(capability):
-        device = tiling.Device(capability, 227 << 10, 132, 60 << 20)
-        monkeypatch.setattr(tiling, "device_properties", lambda index: device)
-        _, piece, workspace = tiling.plan_input_gradient(x, weight, False)
-        return piece, workspace
+ASKED = """
+using Forward = conv::ForwardMainloop<Build, Tail, store::GradMask, store::Rows<output_t>>;
+using Input = grad::InputMainloop<Build, grad::Masked<Tail, CHANNELS_OUT>>;
+using Weight = grad::WeightMainloop<Build, grad::Masked<Tail, CHANNELS_OUT>>;
+EXPORT int64_t by_sm90(int64_t which) { return which == 0 ? Forward::kBySm90 : which == 1 ? Weight::kBySm90 : Input::kBySm90; }
+EXPORT int64_t shared(int64_t which) {
+  return which == 0 ? Forward::Loop::kSharedBytes : which == 1 ? Weight::Loop::kSharedBytes : Input::Loop::kSharedBytes;
+}
+EXPORT int64_t tile(int64_t of_rows) { return of_rows ? Forward::Loop::Tile::kRows : Forward::Loop::kKBlock; }
+EXPORT int64_t copied(int64_t of_dy) { return of_dy ? Weight::Loop::kCopiedDy : Weight::Loop::kCopiedX; }
+"""
 
-    packed_weight = 256 + 2 * 64 * 128 * 9
-    assert planned((8, 0)) == (16, 16 * 128 * 126 * 126 * 2 + packed_weight)
-    assert planned((9, 0)) == (128, packed_weight)
-    saved = 4 * tiling.gemm_saved(x.shape, weight.shape)
-    _, _, shares, slot = tiling.plan_weight_gradient(x, weight, False)
-    assert saved == 512 + 128 * 126 * 2 * 128 * 16 and (shares, slot) == (66, 2 * 64 * 64 * 10)
-    assert saved + 4 * shares * slot < 90e6
+
+def asked(defines: dict, folder: Path) -> Emulated:
+    """What the kernels answer that are compiled for these."""
+    source = loader_source.without(SOURCE.read_text(), LAUNCHERS) + ASKED
+    return Emulated(source, library_of(source, 900, defines, (), folder))
 
 
 @pytest.mark.parametrize("by_wgmma, changed", [
-    (True, {}),
-    (False, {"split": True}),
-    (False, {"capability": (8, 0)}),
-    (False, {"capability": (10, 0)}),
-    (False, {"optin": 200 << 10}),
-    (False, {"aligned": False}),
-    (False, {"value_bytes": 2, "x": (2, 64, 9, 141)}),  # rows that are no whole words
-    (False, {"weight": (128, 65, 1, 1), "x": (2, 65, 9, 140)}),  # a second group of channels
-    (False, {"weight": (128, 64, 5, 2)}),  # 40 products
-    (False, {"x": (2**20, 64, 2**11 + 2, 3)}),  # 2^31 tiles
+    ((1, 1, 1), {}),
+    ((0, 0, 0), {"split": True}),
+    ((0, 0, 0), {"capability": (8, 0)}),
+    ((0, 0, 0), {"capability": (10, 0)}),
+    ((0, 0, 0), {"shared": 200 << 10}),
+    ((1, 0, 1), {"value_bytes": 2}),
+    ((0, 0, 1), {"value_bytes": 2, "aligned": False}),
+    ((0, 0, 1), {"value_bytes": 2, "size": (9, 127)}),  # rows that are no whole words
+    ((1, 1, 0), {"size": (9, 140)}),  # rows of two tiles
+    ((0, 1, 0), {"weight": (128, 65, 1, 1)}),  # a second K block; channels of x in two blocks
+    ((0, 1, 0), {"weight": (128, 64, 5, 2)}),  # 40 products; of the gradient of x twice as many
+    ((0, 1, 0), {"size": (2**11 + 2, 3), "samples": 2**20}),  # 2^31 tiles
 ], ids=str)  # fmt: skip
-def test_where_wgmma_is_planned(by_wgmma, changed, monkeypatch):
-    """On GPUs that are made up."""
-    given = {
-        "x": (2, 64, 9, 140),
-        "weight": (128, 64, 3, 3),
-        "value_bytes": 4,
-        "split": False,
-        "aligned": True,
-        **changed,
-    }
-    device = tiling.Device(given.get("capability", (9, 0)), given.get("optin", 227 << 10), 132, 60 << 20)
-    monkeypatch.setattr(tiling, "device_properties", lambda index: device)
-    dtype = {4: torch.float32, 2: torch.float16}[given["value_bytes"]]
-    x, weight = (torch.empty(given[name], dtype=dtype, device="meta") for name in ("x", "weight"))
-    plan = tiling.plan_gemm(x, weight, torch.float32, split=given["split"], aligned=given["aligned"])
-    assert plan.wgmma == by_wgmma and plan.split == given["split"]
-    assert plan == tiling.gemm_by_mma(weight.shape, given["split"]) or by_wgmma
+def test_where_wgmma_runs(by_wgmma, changed, folder, monkeypatch):
+    """Forward, the weight's gradient and that of x, on GPUs that are made up."""
+    given = {"weight": (128, 64, 3, 3), "value_bytes": 4, "size": (9, 128), "samples": 2, **changed}
+    made_up(monkeypatch, given.get("capability", (9, 0)), given.get("shared", 227 << 10))
+    weight, split = torch.empty(given["weight"], device="meta"), given.get("split", False)
+    x = image(given["weight"], given["value_bytes"], given["size"]).expand(2, -1, -1, -1)
+    x = x[:1].expand(given["samples"], -1, -1, -1)
+    defines = [
+        tiling.wide_defines(x, weight, split, aligned=given.get("aligned", True), gradients=gradients)
+        for gradients in (False, True)
+    ]
+    types = {"VALUE_T": TYPES[given["value_bytes"]]}
+    forward, backward = (asked({**types, **each}, folder) for each in defines)
+    assert (forward.by_sm90(0), backward.by_sm90(1), backward.by_sm90(2)) == by_wgmma
+    room = given.get("shared", 227 << 10)
+    assert max(forward.shared(0), backward.shared(1), backward.shared(2)) <= room
 
 
 @pytest.mark.parametrize("copied, changed", [
     ((4, 2), {}),
-    ((1, 2), {"x": (2, 64, 9, 138)}),
-    ((1, 1), {"x": (2, 64, 9, 139)}),
+    ((1, 2), {"size": (9, 138)}),
+    ((1, 1), {"size": (9, 139)}),
     ((4, 1), {"weight": (128, 64, 3, 2)}),
     ((4, 2), {"weight": (128, 64, 1, 9)}),
     ((1, 2), {"weight": (128, 64, 1, 11)}),  # two blocks of columns: the second begins at column 6
-    ((1, 1), {"split": True}),
-    ((1, 1), {"capability": (8, 0)}),
-    ((1, 1), {"dtype": torch.float16}),
 ], ids=str)  # fmt: skip
-def test_how_many_pixels_are_copied_at_a_time(copied, changed, monkeypatch):
-    """By wgmma as many as all strips of x and of dy begin at a multiple of."""
-    given = {"x": (2, 64, 9, 140), "weight": (128, 64, 3, 3), "dtype": torch.float32, **changed}
-    device = tiling.Device(given.get("capability", (9, 0)), 227 << 10, 132, 60 << 20)
-    monkeypatch.setattr(tiling, "device_properties", lambda index: device)
-    x = torch.empty(given["x"], dtype=given["dtype"], device="meta")
+def test_how_many_pixels_are_copied_at_a_time(copied, changed, folder, monkeypatch):
+    """As many as all strips of x and of dy begin at a multiple of."""
+    given = {"weight": (128, 64, 3, 3), "size": (9, 140), **changed}
+    made_up(monkeypatch)
     weight = torch.empty(given["weight"], device="meta")
-    defines, *_ = tiling.plan_weight_gradient(x, weight, given.get("split", False))
-    assert (defines["COPIED_X"], defines["COPIED_DY"]) == copied
+    x = image(given["weight"], 4, given["size"])
+    kernels = asked(tiling.wide_defines(x, weight, False, aligned=True, gradients=True), folder)
+    assert (kernels.copied(0), kernels.copied(1)) == copied
 
 
-def test_workspace():
-    """By hand, for the default problem: exponents, largest magnitudes, weights and, without wgmma, x in float16."""
-    x, weight = (torch.empty(shape, device="meta") for shape in ((128, 64, 128, 128), (128, 64, 3, 3)))
-    weights, packed_x = 2 * 128 * 64 * 9, 2 * 128 * 64 * 128 * 128
-    for plan, bytes in (
-        (tiling.gemm_by_wgmma(weight.shape, 4, 4), weights),
-        (tiling.gemm_by_mma(weight.shape, False), weights + packed_x),
-        (tiling.gemm_by_mma(weight.shape, True), 2 * (weights + packed_x)),
-    ):
-        assert tiling.gemm_workspace(plan, x.shape, weight.shape, False) == 512 + 512 + bytes
-        assert tiling.gemm_workspace(plan, x.shape, weight.shape, True) == 512 + bytes
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_whatever_is_no_obstacle_fits(folder, data):
+    """And what is one does not compile: filters of any size, at any limit, in both directions."""
+    draw = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
+    shape = draw(8, 64, 70, 200), draw(3, 16, 64, 100), draw(1, 3, 7, 15), draw(1, 3, 9, 30)
+    shared, value_bytes = draw(99, 163, 227) << 10, draw(4, 2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        made_up(monkeypatch, draw((8, 0), (9, 0)), shared)
+        x, weight = image(shape, value_bytes, (64, 200)), torch.empty(shape, device="meta")
+        obstacle = tiling.wide_obstacle(x, weight, x.dtype)
+        split = value_bytes == 4
+        defines = tiling.wide_defines(x, weight, split, aligned=True, gradients=True)
+    defines |= {"VALUE_T": TYPES[value_bytes]}
+    if obstacle:
+        with pytest.raises(AssertionError, match="does not fit in shared memory"):
+            asked(defines, folder)
+    else:
+        kernels = asked(defines, folder)
+        assert max(kernels.shared(which) for which in range(3)) <= shared
+
+
+def test_tiles_shrink_until_they_fit(folder, monkeypatch):
+    """First to one row, then to fewer channels at a time."""
+    tiles = []
+    for shared in (227, 163, 130, 99):
+        made_up(monkeypatch, (8, 0), shared << 10)
+        weight = torch.empty(64, 64, 11, 3, device="meta")
+        x = image(weight.shape, 2, (64, 200))
+        known = tiling.wide_defines(x, weight, False, aligned=True, gradients=False)
+        kernels = asked({"VALUE_T": "half_t", **known}, folder)
+        tiles.append((kernels.tile(0), kernels.tile(1)))
+        assert kernels.shared(0) <= shared << 10
+    assert tiles == sorted(tiles, reverse=True) and tiles[0] > tiles[-1]
+
+
+def test_what_forward_keeps():
+    """Two bits for a value of whole strips: 66 MB at the default size."""
+    assert (
+        4 * math.prod(tiling.mask_shape((128, 64, 128, 128), (128, 64, 3, 3))) == 128 * 126 * 128 * 128 // 4
+    )

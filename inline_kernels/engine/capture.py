@@ -259,6 +259,7 @@ class _Growth:
         self.updates: dict[fx.Node, list[Update]] = {}
         self.random: dict[fx.Node, list[Random]] = {}
         self.stops: dict[fx.Node, str] = {}
+        self.halt = "nothing follows that the table takes"
         self._grow()
 
     def _start(self) -> Value:
@@ -282,7 +283,7 @@ class _Growth:
                     self.stops[node] = str(reason)
                     barred.add(node)
             elif self._writes_an_input(node):
-                self.stops[node] = "it writes one of the segment's inputs in place"
+                self.halt = f"{_name_of(node)}: it writes one of the segment's inputs in place"
                 return
 
     def _taken(self, node: fx.Node) -> Any:
@@ -524,11 +525,7 @@ class _Growth:
         for user in result.users:
             if user in self.stops:
                 return f"{_name_of(user)}: {self.stops[user]}"
-        return (
-            "its result is used in several places"
-            if len(result.users) > 1
-            else "nothing follows that the table takes"
-        )
+        return "its result is used in several places" if len(result.users) > 1 else self.halt
 
     # ---- the segment
     def segment(self, index: int) -> Segment:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from . import support
+from .code import Code
 from .support import DTYPES
 
 _models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -69,8 +70,6 @@ def _name_of(
 
 
 def _traced(structure) -> Callable:
-    from .structure import Code
-
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     parts = {id(part.segment): part for part in structure.parts}
@@ -101,7 +100,6 @@ def _serves(part) -> bool:
     tensors = part.tensors()
     return not (
         part.altered
-        or any(part.hooks)
         or part.counters
         or len({t.dtype for t in tensors}) > 1
         or any([number != number for number in part.numbers()])
@@ -110,7 +108,7 @@ def _serves(part) -> bool:
 
 def _call_of(part) -> Callable:
     """The registered operator, as a function that can be traced: of inputs, parameters and numbers."""
-    registered, tensors, random = part.operator.registered, len(part.names), bool(part.segment.random)
+    registered, tensors, random = part.shared.operator.registered, len(part.names), bool(part.segment.random)
     dropped = part._draws()
 
     def call(*given):

@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 from inline_kernels.loader.operators import is_watched
 
 from . import compiled, support
+from .guards import plain_class
 from .structure import Structure
 
 _KEPT_STRUCTURES = 8  # of one module, the last met
@@ -55,7 +56,7 @@ def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_orde
         raise TypeError(
             f"expected an eager module, got a {type(model).__name__}: fuse the module that it was made of"
         )
-    fused = _new(_base_of(type(model)), bool(exact_order))
+    fused = _new(plain_class(type(model)), bool(exact_order))
     attributes = vars(model).items()
     vars(fused).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
     if example_inputs is not None:
@@ -112,15 +113,18 @@ class Fused:
             run = compiled.function_for(self, inputs, keywords)
             return super().forward(*inputs, **keywords) if run is None else run(self, *inputs)
         structure = structure_of(self, inputs, keywords)
-        if structure.run is None or not structure.takes(inputs, keywords):
+        given = None if structure.run is None else structure.given(inputs, keywords)
+        if given is None:
             return super().forward(*inputs, **keywords)
         if support.may_be_foreign() and support.foreign():
             return super().forward(*inputs, **keywords)
         if is_watched() or forward_ad._current_level >= 0:
-            return structure.watched(self, *inputs, **keywords)
+            return structure.watched(self, *given)
         if not structure.built:
-            structure.build(self, inputs, keywords, (torch.is_grad_enabled(),))
-        return structure.run(self, *inputs, **keywords)
+            leaves = [*(each for each in given if isinstance(each, Tensor)), *self.parameters()]
+            saving = torch.is_grad_enabled() and any([t.requires_grad for t in leaves])
+            structure.build(self, inputs, keywords, (saving,))
+        return structure.run(self, *given)
 
     def __getstate__(self):
         """As of the user's class: what is kept is made anew."""
@@ -130,7 +134,7 @@ class Fused:
         return vars(self).copy()
 
     def __reduce_ex__(self, protocol):
-        base, exact_order = _base_of(type(self)), getattr(self, "_exact_order", False)
+        base, exact_order = plain_class(type(self)), getattr(self, "_exact_order", False)
         made, arguments, *rest = super().__reduce_ex__(protocol)
         if type(self) is not _class_of(base):  # somebody's subclass of it
             return made, arguments, *rest
@@ -142,22 +146,18 @@ class Fused:
 # ------------------------------------------------------------------------------------------------------------------- classes
 
 
-def _base_of(cls: type) -> type:
-    """The user's class of a fused module's; another one is its own."""
-    return cls.__mro__[cls.__mro__.index(Fused) + 1] if issubclass(cls, Fused) else cls
-
-
 def _class_of(base: type) -> type:
     """The class of fused modules of the class `base`: one, as long as any of them lives."""
     with _capturing:
         found = _classes.get(base)
         if found is None:
             body = {
+                "_unfused": base,
                 "__slots__": ("_kept", "_exact_order", "_number"),
                 "__module__": base.__module__,
                 "__doc__": base.__doc__,
             }
-            body["forward"] = _signed(Fused.forward, base.forward)
+            body["forward"] = signed(Fused.forward, base.forward)
             made = types.new_class(
                 f"Fused{base.__name__}", (Fused, base), {}, lambda names: names.update(body)
             )
@@ -165,7 +165,7 @@ def _class_of(base: type) -> type:
     return found
 
 
-def _signed(function: types.FunctionType, like: Callable) -> types.FunctionType:
+def signed(function: types.FunctionType, like: Callable) -> types.FunctionType:
     """A copy of `function` with the signature and the docstring of `like`."""
     made = types.FunctionType(function.__code__, function.__globals__, "forward", None, function.__closure__)
     made.__doc__ = like.__doc__
@@ -213,7 +213,7 @@ def _captured(fused: nn.Module, kind: tuple | None) -> Structure:
         for structure in getattr(fused, "_kept", ()):  # another thread's, meanwhile
             if structure.kind == kind and structure.holds(fused):
                 return structure
-        structure = Structure(fused, _base_of(type(fused)), kind)
+        structure = Structure(fused, plain_class(type(fused)), kind)
         _put_first(fused, structure)
     return structure
 
@@ -230,6 +230,6 @@ def _eager_reason(fused: nn.Module, structure: Structure, inputs: tuple, keyword
         return "the model has a forward of its own"
     if structure.reason or (reason := support.foreign()):
         return structure.reason or reason
-    if not structure.takes(inputs, keywords):
+    if structure.given(inputs, keywords) is None:
         return f"forward was captured with the arguments {', '.join(structure.arguments)} alone"
     return None

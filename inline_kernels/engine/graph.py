@@ -236,7 +236,8 @@ class Graph:
         return self.make("sum", a, attr=axis, space=self._summed(axis, a.space))
 
     def total(self, axis: str, a: Node) -> Node:
-        """The sum, taken apart: factors that don't vary along the axis are taken out, sums of sparse values are over what is there."""
+        """The sum, taken apart: factors and terms that don't vary along the axis are taken out, sums of sparse values are over what is
+        there. Two terms that vary stay one sum: their own could cancel."""
         if not a.space.has(axis):
             return a * self.count_along(axis)
         if axis == "s" and a.op == "upsample":
@@ -253,7 +254,7 @@ class Graph:
                     return self.total(axis, y) * x
         if a.op == "div" and not a.args[1].space.has(axis):
             return self.total(axis, a.args[0]) / a.args[1]
-        if a.op in ("add", "sub"):
+        if a.op in ("add", "sub") and not all(x.space.has(axis) for x in a.args):
             return self.scalar(a.op, *(self._total_as(axis, x, a.space.level) for x in a.args))
         return self.make("sum", a, attr=axis, space=self._summed(axis, a.space))
 

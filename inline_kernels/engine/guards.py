@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
+import inspect
 import types
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_, is_not
@@ -42,7 +41,7 @@ def recorded(model: nn.Module, base: type) -> tuple[nn.Module, dict[str, set[str
         if path and not container and is_torch_module(module):
             return known.setdefault(id(module), module)
         names = reads.setdefault(path, set())
-        cls = type(module) if path else base
+        cls = plain_class(type(module)) if path else base
         made = known[id(module)] = object.__new__(cls if container else _recording(cls, names))
         inner = f"{path}." if path else ""
         fields = {key: _copied(value) for key, value in vars(module).items()}
@@ -55,8 +54,13 @@ def recorded(model: nn.Module, base: type) -> tuple[nn.Module, dict[str, set[str
     return shadow(model, ""), reads
 
 
+def plain_class(cls: type) -> type:
+    """The user's class of a fused module's; another one is its own."""
+    return getattr(cls, "_unfused", cls)
+
+
 def is_torch_module(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "torch"
+    return _is_torchs(type(module))
 
 
 def _recording(cls: type, names: set[str]) -> type:
@@ -84,20 +88,20 @@ def _copied(value):
 
 
 class SideEffects:
-    """What tracing did beside tracing: to a shadow, whose modules' paths `reads` has, and to random states."""
+    """What tracing wrote to a shadow, whose modules' paths `reads` has, and tracing.py didn't refuse: into lists, dictionaries, tensors."""
 
     def __init__(self, shadow: nn.Module, reads: Iterable[str]):
         self.shadow, self.paths = shadow, tuple(reads)
-        self.states, self.random = self._states(), _random_states()
+        self.states = self._states()
 
     def found(self) -> str | None:
-        """Which, as a reason to leave forward to eager; or None."""
+        """The first, as a reason to leave forward to eager; or None."""
         for path, now in self._states().items():
             before = self.states[path]
             for name in {**before, **now}:
                 if before.get(name) != now.get(name):
                     return f"forward changes {path and path + '.'}{name}"
-        return "forward draws random numbers in Python" if _random_states() != self.random else None
+        return None
 
     def _states(self) -> dict[str, dict]:
         return {path: _state(self.shadow.get_submodule(path)) for path in self.paths}
@@ -122,13 +126,6 @@ def _content(value) -> object:
     return [*map(id, value)] if isinstance(value, (list, set)) else None
 
 
-def _random_states() -> list:
-    states = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    if numpy := sys.modules.get("numpy"):
-        states.append(str(numpy.random.get_state()))
-    return states
-
-
 # ----------------------------------------------------------------------------------------------------------------- comparing
 
 
@@ -137,8 +134,8 @@ class Guards:
 
     Compared are: attributes that forward read, by identity or, numbers and tuples, by value; of torch.nn's modules that kernels
     replace all attributes; which modules there are, which of them have hooks, their classes and those's forwards; which parameters and buffers there are. A
-    version of each dictionary says that nothing in it was assigned. `numbers` are read anew where something was; `changed` is called
-    with the new ones where they are others. There is no way from here to the model itself.
+    global names and enclosed values that its functions use. A version of each dictionary says that nothing in it was assigned. `numbers` are read anew where something was; `changed` is called
+    where they are others. There is no way from here to the model itself.
     """
 
     def __init__(
@@ -157,7 +154,7 @@ class Guards:
         self._values: list[tuple[dict, tuple, list]] = []  # a table, keys, what they were
         self._whole: list[tuple[dict, list, list]] = []  # a table, all of its keys, which of them are None
         self._contents: list[tuple[object, object]] = []
-        self._of_classes = {cls: {"forward"} for cls in {*self.classes, base}}
+        self._of_classes = {plain_class(cls): set() for cls in {*self.classes, base}}
         self.looked_at: list[tuple[str, object]] = []  # for tracers: paths of attributes, and what they were
         self.hooked_at: list[str] = []
         tables = []  # of hooks: of all modules but the model itself, whose own run around forward
@@ -166,7 +163,7 @@ class Guards:
             tables += support.hooks_of(module) if path else ()
             if path in reads:
                 names = [name for name in sorted(reads[path]) if inner + name not in numbers]
-                cls = type(module) if path else base
+                cls = plain_class(type(module)) if path else base
                 self._of_classes[cls] |= {name for name in names if name not in fields}
             elif path in replaced:
                 names = [name for name in fields if name not in _INTERNAL and inner + name not in numbers]
@@ -179,12 +176,18 @@ class Guards:
             ]
             self.hooked_at += [f"{inner}{name}" for name in ("_forward_hooks", "_forward_pre_hooks") if path]
             self._values.append((fields, _TABLES, [fields[table] for table in _TABLES]))
-            self._whole.append((module._modules, [*module._modules], None))
-            self._values.append((module._modules, tuple(module._modules), [*module._modules.values()]))
-            for table in (module._parameters, module._buffers):
+            if path in reads:  # what is added to them may count
+                self._whole.append((module._modules, [*module._modules], None))
+                self._values.append((module._modules, tuple(module._modules), [*module._modules.values()]))
+            for table in filter(None, (module._parameters, module._buffers)):
                 self._whole.append((table, [*table], [value is None for value in table.values()]))
-        self._hooks, self._hooked = tables, [*map(bool, tables)]
-        self._of_classes = [_class_guard(cls, names) for cls, names in self._of_classes.items()]
+        self._hooks, self._hooked = (
+            tables,
+            [*map(bool, tables)] if any(tables) else None,
+        )  # None: there are none
+        self._classes = [*self._of_classes]
+        self._forwards = [cls.forward for cls in self._classes]
+        self._of_classes = [*filter(None, map(_class_guard, self._of_classes, self._of_classes.values()))]
         self._sources = {
             name: (modules[(path := name.rpartition("."))[0]], path[2]) for name in sorted(numbers)
         }
@@ -194,6 +197,9 @@ class Guards:
             name: source if name not in own else (None, name) for name, source in self._sources.items()
         }
         self.numbers = self._read(model)
+        functions = [cls.forward for cls in self._classes if not _is_torchs(cls)]
+        functions += [f for _, _, values in self._of_classes for f in values if inspect.isfunction(f)]
+        self._outside = [*_outside(functions).items()]
         tables = [table for table, *_ in [*self._values, *self._whole]]
         tables += [vars(owner if owner is not None else model) for owner, _ in self._sources.values()]
         self._tables = [*{id(table): table for table in tables}.values()]
@@ -218,10 +224,15 @@ class Guards:
     def holds(self, model: nn.Module, changed) -> bool:
         if type(model) is not self.cls or [*map(type, self.modules)] != self.classes:
             return False
-        if [*map(bool, self._hooks)] != self._hooked:
+        if any(self._hooks) if self._hooked is None else [*map(bool, self._hooks)] != self._hooked:
+            return False
+        if [cls.forward for cls in self._classes] != self._forwards:
             return False
         for cls, get, were in self._of_classes:
             if any(map(is_not, get(cls), were)):
+                return False
+        for (name, where), was in self._outside:
+            if not _is_same(_value_of(name, where), was):
                 return False
         for value, content in self._contents:
             if _content(value) != content:
@@ -235,8 +246,8 @@ class Guards:
         if any([type(numbers[name]) is not type(was) for name, was in self.numbers.items()]):
             return False
         if any([numbers[name] != was for name, was in self.numbers.items()]):
-            changed(numbers)
             self.numbers = numbers
+            changed()
         self._versions = versions
         return True
 
@@ -255,12 +266,70 @@ def _is_same(now, was) -> bool:
     return now is was or (type(now) is type(was) and type(now) in _BY_VALUE and now == was)
 
 
+class _Where:
+    """A module's names, or a cell; told apart by identity."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, table):
+        self.table = table
+
+    def __hash__(self):
+        return id(self.table)
+
+    def __eq__(self, other):
+        return self.table is other.table
+
+
+def _value_of(name: str, where: _Where):
+    if isinstance(where.table, dict):
+        return where.table.get(name)
+    try:
+        return where.table.cell_contents
+    except ValueError:  # an empty one
+        return None
+
+
+def _outside(functions: Sequence) -> dict[tuple[str, _Where], object]:
+    """What those functions, and whatever of the user's they call by name, find outside: globals and what they enclose; but modules and
+    classes, of which nothing is expected to change."""
+    found: dict[tuple[str, _Where], object] = {}
+    seen, stack = set(), [f for f in functions if inspect.isfunction(f)]
+    while stack:
+        function = stack.pop()
+        if function in seen or function.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(function)
+        names = [(name, _Where(function.__globals__)) for name in _names(function.__code__)]
+        names += zip(function.__code__.co_freevars, map(_Where, function.__closure__ or ()))
+        for name, where in names:
+            value = _value_of(name, where)
+            if value is None or isinstance(value, (types.ModuleType, type, nn.Module)):
+                continue
+            found[name, where] = value
+            if inspect.isfunction(value):
+                stack.append(value)
+    return found
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"
+
+
 def _is_simple(value) -> bool:
     return type(value) in (bool, int, float, str) or (type(value) is tuple and all(map(_is_simple, value)))
 
 
-def _class_guard(cls: type, names: set[str]) -> tuple[type, attrgetter, tuple]:
-    """The class, what gets its attributes of those names, and what they are; without those that are made at each look."""
+def _class_guard(cls: type, names: set[str]) -> tuple[type, attrgetter, tuple] | None:
+    """The class, what gets its attributes of those names, and what they are; without those that it hasn't, or makes at each look. None:
+    there is none left."""
     steady = [name for name in sorted(names) if getattr(cls, name, 0) is getattr(cls, name, 1)]
+    if not steady:
+        return None
     get = attrgetter(*steady, steady[0])  # of two at least it gives a tuple
     return cls, get, get(cls)

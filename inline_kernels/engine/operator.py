@@ -22,20 +22,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes
 
+import inline_loader
 from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
-from inline_kernels.loader.operators import Drawn
+from inline_kernels.loader.operators import Drawn, check_memory
 
 from . import schedule
 from .support import DTYPES
 from .tracing import Named
 
-_known: dict[str, SegmentOperator] = {}
+_known: dict[tuple, SegmentOperator] = {}
 _lock = threading.Lock()
 
 
 class Decision(NamedTuple):
-    """What a segment does: it `runs` "load", or "eager"; and how, or why. dtype: of its result; like: its result, without memory.
+    """What a segment does: it `runs` a schedule's name, or "eager"; and how, or why. dtype: of its result; like: its result, without memory.
     requests: what inline_loader has to build."""
 
     segment: str
@@ -46,34 +47,43 @@ class Decision(NamedTuple):
     requests: Sequence[Mapping] = ()
 
 
+# By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
+# schedule.py says; requests and plan raise Unsupported with the reason where it can't.
+SCHEDULES: dict[str, object] = {"load": schedule}
+
+
 def operator_of(
-    segment, modules: Mapping[str, nn.Module], others: Mapping[str, object], exact_order: bool
+    segment,
+    modules: Mapping[str, nn.Module],
+    others: Mapping[str, object],
+    exact_order: bool,
+    name: str,
+    schedule: object,
 ) -> SegmentOperator:
-    """The segment's operator, a new one where there is none of an equal segment. modules, others: those that segment.eager calls, and the
-    attributes that it reads beside the operator's arguments."""
+    """The segment's operator by the schedule of that name, a new one where there is none of an equal segment. modules, others: those that
+    segment.eager calls, and the attributes that it reads beside the operator's arguments."""
+    key = segment.digest, exact_order, name
     with _lock:
-        found = _known.get((segment.digest, exact_order))
-        if found is None:
-            found = _known[segment.digest, exact_order] = SegmentOperator(
-                segment, modules, others, exact_order
-            )
+        found = _known.get(key)
+        if found is None or found.schedule is not schedule:
+            found = _known[key] = SegmentOperator(segment, modules, others, exact_order, name, schedule)
     return found
 
 
 class SegmentOperator:
     """`operator` is loader_operators'; `arguments` the NamedTuple's class; `names` are those of the segment that it was made of."""
 
-    def __init__(
-        self, segment, modules: Mapping[str, nn.Module], others: Mapping[str, object], exact_order: bool
-    ):
+    def __init__(self, segment, modules, others, exact_order: bool, name: str, schedule: object):
         self.segment, self.exact_order, self.names = segment, exact_order, Names(segment)
+        self.name, self.schedule = name, schedule
         self.inputs, fields = self.names.inputs, field_names([*self.names.tensors, *self.names.numbers])
         kinds = {fields[name]: Tensor for name in self.names.tensors}
         if segment.random:
             kinds |= {"seed": Tensor, "number": Drawn}
         kinds |= {fields[name]: float for name in self.names.numbers} | {"dtype": int}
         self.arguments = NamedTuple("Arguments", [*kinds.items()])
-        self._fields = [*fields.values()]
+        self._fields, self.count = [*fields.values()], len(self.names.tensors)
+        self._failed: dict[tuple, str] = {}  # for what its kernels can't be built, and why
         self.reference = Reference(self, segment, modules, others)
 
         def forward(a, *, plan, saving):
@@ -81,7 +91,7 @@ class SegmentOperator:
 
         forward.__annotations__["a"] = self.arguments
         self.operator = loader_operators.declare(
-            f"fused_{segment.digest}{'_exact' * exact_order}",
+            f"fused_{name}_{segment.digest}{'_exact' * exact_order}",
             forward,
             shapes=self._shapes,
             backward=self._backward,
@@ -97,23 +107,41 @@ class SegmentOperator:
         """What the segment `name` runs for such arguments, whose inputs may have no memory and stand for some on the weight's device."""
         dtype, device = DTYPES[a.dtype], a[self.inputs].device
         standing = [Standing(t, device) if isinstance(t, Tensor) and t.is_meta else t for t in a]
+        if reason := self._failed.get(self._build_of(device, a, saving)):
+            return Decision(name, "eager", reason)
         given = self.segment, tuple.__new__(self.arguments, standing), saving, dtype, self.exact_order
         try:
-            requests, line = schedule.requests(*given), _line(device.type, *given)
+            requests, line = self.schedule.requests(*given), self.schedule.describe(*given)
         except schedule.Unsupported as error:
             return Decision(name, "eager", str(error))
-        return Decision(name, "load", line, dtype, like, requests)
+        return Decision(name, self.name, line, dtype, like, requests)
+
+    def bound(self, plan: SimpleNamespace | None, constants: tuple, needs_gradient: bool) -> Callable:
+        """The operator as a function of what varies from call to call, as short as can be; as loader_operators.Operator.bound, of tensors
+        whose memory was looked at."""
+        if needs_gradient or plan is None or plan.counts or plan.layout.order is not None:
+            return self.operator.bound(plan, constants, needs_gradient)
+        forward, inner, shape = self.schedule.forward, plan.inner, plan.layout.shape
+        return lambda *varying: forward(inner, varying + constants)[0].view(shape)
+
+    def failed(self, a: tuple, saving: bool, reason: str) -> None:
+        """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
+        self._failed[self._build_of(a[self.inputs].device, a, saving)] = reason
+
+    def _build_of(self, device: torch.device, a: tuple, saving: bool) -> tuple:
+        return inline_loader.generation, device.type, a[0].dtype, a[-1], saving
 
     # ----------------------------------------------------------------------------------------------- for loader_operators
 
     def _plan(self, a: tuple, *, saving: bool) -> SimpleNamespace:
         """Raises schedule.Unsupported."""
-        inner = schedule.plan(self.segment, a, saving, DTYPES[a.dtype], self.exact_order)
-        counts = [schedule.count(self.segment, a, update.count) for update in self.segment.updates]
+        inner = self.schedule.plan(self.segment, a, saving, DTYPES[a.dtype], self.exact_order)
+        counts = [self.schedule.count(self.segment, a, update.count) for update in self.segment.updates]
         return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), counts=counts)
 
     def _forward(self, a: tuple, plan: SimpleNamespace, saving: bool) -> Sequence[Tensor]:
-        y, *rest = schedule.forward(plan.inner, a)
+        check_memory(*a[: self.count])  # what copies and convolves reads without a look
+        y, *rest = self.schedule.forward(plan.inner, a)
         if plan.counts:
             self._update(a, plan, (y, *rest))
         y = plan.layout.laid_out(y)
@@ -130,9 +158,13 @@ class SegmentOperator:
     def _backward(
         self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]
     ) -> list:
+        check_memory(*a[: self.count])
         # Forward chose the dtypes; a region of autocast around backward may not.
         with torch.autocast(dy.device.type, enabled=False):
-            found = schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
+            dx, *rest = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
+        layout = library.result_format(a[0], a[self.inputs], True)
+        found = [each if each is None else each.contiguous() for each in rest]
+        found.insert(0, dx if dx is None else dx.contiguous(memory_format=layout))
         return [*found, *[None] * (len(needs) - len(found))]
 
     def _shapes(self, a: tuple, *, saving: bool) -> list[Tensor]:
@@ -146,7 +178,7 @@ class SegmentOperator:
             y,
             *[
                 a[0].new_empty(shape, dtype=kind)
-                for shape, kind in schedule.saved(self.segment, a, dtype, self.exact_order)
+                for shape, kind in self.schedule.saved(self.segment, a, dtype, self.exact_order)
             ],
         ]
 
@@ -156,11 +188,6 @@ class SegmentOperator:
         others = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
         others[0] = others[0].contiguous(memory_format=library.result_format(x, weight, True))
         return others
-
-
-def _line(device: str, segment, a, saving: bool, dtype, exact_order: bool) -> str:
-    composed = schedule._composed(segment, schedule._kind(segment, a, saving, exact_order))
-    return schedule.describe(SimpleNamespace(composed=composed))
 
 
 class Names:

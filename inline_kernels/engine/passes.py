@@ -160,6 +160,11 @@ class Program:
         self._order()
         self._name()
 
+    @property
+    def mixes_samples(self) -> bool:
+        """Is anything small made of several samples' values?"""
+        return any(isinstance(each, Small) and each.mode != "sample" for each in self.passes)
+
     def leaves(self) -> list[Node]:
         """What has to come in beside the arrays that are given."""
         seen: set[Node] = set()
@@ -319,28 +324,27 @@ class Program:
             return self.root_of[key].space if key in self.root_of else key.node.space
         return key.source.space
 
-    def needs(self, key: Key) -> set[Key]:
-        """The arrays that a planes pass reads for a target, or computes on the way."""
-        found: set[Key] = set()
-        seen: set[Node] = set()
+    def needs(self, key: Key) -> dict[Key, bool]:
+        """The arrays that a planes pass reads for a target, or computes on the way; with it, is it looked up: another window's, or channel's,
+        that an earlier pass has to have written?"""
+        found: dict[Key, bool] = {}
+        seen: set[tuple[Node, bool]] = set()
 
-        def visit(node: Node, top: bool) -> None:
-            if node in seen and not top:
+        def visit(node: Node, top: bool, looks_up: bool) -> None:
+            if (node, looks_up) in seen and not top:
                 return
-            seen.add(node)
+            seen.add((node, looks_up))
             own = Key("value", node)
             if node in self.given or is_static(node) or node.op == "leaf":
                 return
-            if node.space.small:
-                found.add(own)
+            if node.space.small or (not top and own in self.wanted):
+                found[own] = found.get(own, False) or looks_up
                 return
-            if not top and own in self.wanted:
-                found.add(own)
-                return
+            of_windows = node.op == "upsample" or (node.op == "put" and node.args[1].attr[0] != "c")
             for a in node.args:
-                visit(a, False)
+                visit(a, False, looks_up or of_windows)
 
-        visit(key.source, key.what == "value")
+        visit(key.source, key.what == "value", False)
         return found
 
     def _order(self) -> None:
@@ -350,9 +354,10 @@ class Program:
         def planes_stage(key: Key) -> int:
             if key not in stage:
                 stage[key] = 0
-                for need in self.needs(key):
+                for need, looks_up in self.needs(key).items():
                     if need in self.wanted:
-                        stage[key] = max(stage[key], planes_stage(need) + (domain[need] != domain[key]))
+                        apart = looks_up or domain[need] != domain[key]
+                        stage[key] = max(stage[key], planes_stage(need) + apart)
                     else:
                         stage[key] = max(stage[key], small_stage(need.node) + 1)
             return stage[key]
@@ -496,7 +501,7 @@ class Program:
             return []
         found = []
         for node in self._inside(key.node):
-            if planes := of_positions(node):
+            if of_positions(node):
                 if node.args[0] in self.moments_of:
                     found += [Key("mean", node.args[0])] + [Key("m2", node.args[0])] * (node.op == "variance")
                 else:

@@ -28,6 +28,7 @@ from inline_kernels.engine import library
 from . import source
 from .graph import ELEMENTS, Facts, Node, Space, order
 from .passes import Array, Planes, Program, Root, Unsupported, kind_of
+from .rewrites import rewritten
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
 
@@ -64,12 +65,14 @@ class Kind(NamedTuple):
     device: str
     saving: bool
     few_channels: bool  # a byte counts them
-    exact_order: bool
+    signs: tuple[tuple[str, int], ...] | None  # of the model's numbers; None: nothing is to be rewritten
 
 
 def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
     weight = arguments[len(segment.inputs)]
-    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, exact_order)
+    numbers = zip(segment.scalars, arguments[_first_number(segment) :])
+    signs = None if exact_order else tuple((name, (x > 0) - (x < 0)) for name, x in numbers)
+    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, signs)
 
 
 def _composed(segment, kind: Kind) -> Composed:
@@ -84,7 +87,8 @@ def _composed(segment, kind: Kind) -> Composed:
 def _compose(segment, kind: Kind) -> Composed:
     graph = segment.graph
     (y,) = segment.outputs
-    y = getattr(y, "node", y)
+    if kind.signs is not None:
+        y = rewritten(graph, y, dict(kind.signs))
     z = graph.leaf("z", ELEMENTS, "z")
     roots, statistics, back, saved, gradients = [Root("y", y, y.space, "output")], [], None, [], {}
     for update in segment.updates:
@@ -238,6 +242,15 @@ def _padding(segment, weight: Tensor) -> list[tuple[int, int]]:
 # --------------------------------------------------------------------------------------------------------------- planning
 
 
+class Entry(NamedTuple):
+    """A launcher's tensor. It comes from what is there by its name, or is made: an argument (its number) in `dtype`, or a new array."""
+
+    name: str
+    dtype: torch.dtype
+    argument: int | None
+    shape: list[int] | None
+
+
 @dataclass
 class Plan:
     """What is decided for arguments with the same shapes, dtypes and numbers. `statistics`: of each update, where forward's results have mean
@@ -246,17 +259,26 @@ class Plan:
     segment: object
     composed: Composed
     sizes: Sizes
+    value_dtype: torch.dtype
     dtype: torch.dtype
     saving: bool
     device: str
-    launch: object
-    backward_launch: object
-    in_place: bool
-    statistics: list[tuple[int, int]]
+    in_place: bool = False
+    statistics: Sequence[tuple[int, int]] = ()
+    launch: object = None
+    backward_launch: object = None
+    table: Sequence[Entry] = ()
+    backward_table: Sequence[Entry] = ()
+
+    @property
+    def results(self) -> list[str]:
+        """The names of what forward returns: y, what is saved, what else norms' statistics are."""
+        names = ["y", *[a.name for a in self.composed.saved]]
+        return names + [each for pair in self.composed.statistics for each in pair if each not in names]
 
     @property
     def line(self) -> str:
-        return describe(self)
+        return _words(self)
 
 
 def _defines(segment, x: Tensor, dtype: torch.dtype) -> dict[str, str]:
@@ -294,18 +316,18 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
         request["name"], source=request["source"], device=request["device"], defines=request["defines"]
     )
     keeps_v = any(array.name == "v" for array in composed.saved)
-    in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
-    names = ["y", *[a.name for a in composed.saved]]
-    names += [each for pair in composed.statistics for each in pair if each not in names]
-    found = Plan(segment, composed, sizes, dtype, saving, request["device"], None, None, in_place, [])
+    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
+    found.in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
+    names = found.results
     found.statistics = [tuple(names.index(each) for each in pair) for pair in composed.statistics]
-    found.launch = kernels.forward.bound(
-        *_numbers(found, composed.forward, composed.forward_names, arguments)
+    ahead, back = (composed.forward, composed.forward_names), (composed.backward, composed.backward_names)
+    found.table, found.launch = (
+        _table(found, *ahead, arguments),
+        kernels.forward.bound(*_numbers(found, *ahead, arguments)),
     )
     if composed.backward and composed.backward.roots:
-        found.backward_launch = kernels.backward.bound(
-            *_numbers(found, composed.backward, composed.backward_names, arguments)
-        )
+        found.backward_table = _table(found, *back, arguments)
+        found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
     return found
 
 
@@ -345,10 +367,10 @@ def _parts(plan: Plan, each: Planes) -> int:
 # -------------------------------------------------------------------------------------------------------------- execution
 
 
-def _dtype(plan: Plan, array: Array, x: Tensor) -> torch.dtype:
-    accumulated = torch.float64 if x.dtype == torch.float64 else torch.float32
+def _dtype(plan: Plan, array: Array) -> torch.dtype:
+    accumulated = torch.float64 if plan.value_dtype == torch.float64 else torch.float32
     return {
-        "value": x.dtype,
+        "value": plan.value_dtype,
         "output": plan.dtype,
         "real": accumulated,
         "double": torch.float64,
@@ -356,6 +378,7 @@ def _dtype(plan: Plan, array: Array, x: Tensor) -> torch.dtype:
         "index": torch.int32,
         "byte": torch.uint8,
         "mask": torch.uint8,
+        "seed": torch.int64,
     }[array.kind]
 
 
@@ -366,19 +389,26 @@ def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     return [*shape, 3] if array.kind == "moments" else shape
 
 
-def _tensors(plan: Plan, arguments: Sequence) -> dict[str, Tensor]:
-    """The arguments' tensors as kernels read them, by their names in the text."""
-    segment, x = plan.segment, arguments[0]
-    names = [_name(each) for each in segment.inputs] + [*segment.parameters, *segment.buffers]
-    accumulated = torch.float64 if x.dtype == torch.float64 else torch.float32
-    found = {}
-    for i, (name, t) in enumerate(zip(names, arguments)):
-        if i in (0, len(segment.inputs)):
-            continue
-        t = t.detach().to(x.dtype if i < len(segment.inputs) else accumulated).contiguous()
-        found[source.identifier(name)] = t.clone() if t.data_ptr() % 16 and t.dim() > 1 else t
-    if segment.random:
-        found["seed"] = arguments[_first_number(segment) - 2]
+def _bytes(plan: Plan, program: Program, array: Array) -> int:
+    return math.prod(_shape(plan, program, array)) * _dtype(plan, array).itemsize
+
+
+def _table(plan: Plan, program: Program, names: source.Names, arguments: Sequence) -> list[Entry]:
+    segment = plan.segment
+    given = [_name(each) for each in segment.inputs] + [*segment.parameters, *segment.buffers]
+    at = {source.identifier(name): i for i, name in enumerate(given)}
+    at["seed"] = _first_number(segment) - 2
+    made, found = set(program.arrays.values()), []
+    for array in source.parameters(program, names):
+        if array is source.SCRATCH:
+            sizes = [_bytes(plan, program, a) for a in source.scratch(program)]
+            found.append(
+                Entry(array.name, torch.float64, None, [sum((size + 15) // 16 * 2 for size in sizes)])
+            )
+        elif array in made:
+            found.append(Entry(array.name, _dtype(plan, array), None, _shape(plan, program, array)))
+        else:
+            found.append(Entry(array.name, _dtype(plan, array), at.get(array.name), None))
     return found
 
 
@@ -386,31 +416,34 @@ def _name(each) -> str:
     return each if isinstance(each, str) else each.attr[0]
 
 
-def _run(
-    plan: Plan, launch, program: Program, names: source.Names, arrays: dict[str, Tensor], arguments: Sequence
-) -> None:
+def _run(plan: Plan, launch, table: Sequence[Entry], arrays: dict[str, Tensor], arguments: Sequence) -> None:
     """Allocates what is not there, and launches."""
     x, tensors = arguments[0], []
-    written = set(program.arrays.values())
-    for array in source.parameters(program, names):
-        if array in written and array.name not in arrays:
-            arrays[array.name] = x.new_empty(_shape(plan, program, array), dtype=_dtype(plan, array, x))
-        tensors.append(arrays[array.name])
-    number = [arguments[_first_number(plan.segment) - 1]] if names.random else []
-    launch(*tensors, *number)
+    for name, dtype, argument, shape in table:
+        t = arrays.get(name)
+        if t is None:
+            t = x.new_empty(shape, dtype=dtype) if argument is None else _as_read(arguments[argument], dtype)
+            arrays[name] = t
+        tensors.append(t)
+    if plan.segment.random:
+        launch(*tensors, arguments[_first_number(plan.segment) - 1])
+    else:
+        launch(*tensors)
+
+
+def _as_read(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """An argument as kernels read it."""
+    t = t if t.dtype == dtype else t.detach().to(dtype)
+    return library.aligned(t) if t.dim() > 1 else t.contiguous()
 
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, what backward needs, and batch norms' statistics."""
-    composed, arrays = plan.composed, _tensors(plan, arguments)
-    v = arrays["v"] = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
-    if plan.in_place:
-        arrays["y"] = v
-    _run(plan, plan.launch, composed.forward, composed.forward_names, arrays, arguments)
+    v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
+    arrays = {"v": v, "y": v} if plan.in_place else {"v": v}
+    _run(plan, plan.launch, plan.table, arrays, arguments)
     arrays["y"] = arrays["y"].view(_result_shape(plan))
-    names = ["y", *[a.name for a in composed.saved]]
-    names += [each for pair in composed.statistics for each in pair if each not in names]
-    return [arrays[name] for name in names]
+    return [arrays[name] for name in plan.results]
 
 
 def _result_shape(plan: Plan) -> list[int]:
@@ -429,10 +462,9 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradients of inputs, parameters and buffers (None)."""
     composed, segment = plan.composed, plan.segment
-    arrays = _tensors(plan, arguments) | {a.name: t for a, t in zip(composed.saved, saved)}
-    arrays["dy"] = library.aligned(dy)
+    arrays = {a.name: t for a, t in zip(composed.saved, saved)} | {"dy": library.aligned(dy)}
     if plan.backward_launch:
-        _run(plan, plan.backward_launch, composed.backward, composed.backward_names, arrays, arguments)
+        _run(plan, plan.backward_launch, plan.backward_table, arrays, arguments)
     x, weight = arguments[0], arguments[len(segment.inputs)]
     by_name = {leaf.attr[0]: root and arrays[root.name] for leaf, root in composed.gradients.items()}
     dz = by_name.pop("z")
@@ -503,18 +535,9 @@ def saved(
     x, weight = arguments[0], arguments[len(segment.inputs)]
     composed = _composed(segment, _kind(segment, arguments, True, exact_order))
     found = Plan(
-        segment,
-        composed,
-        sizes_of(segment, x, weight),
-        dtype,
-        True,
-        library.device_type(x),
-        None,
-        None,
-        False,
-        [],
+        segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
     )
-    return [(_shape(found, composed.forward, a), _dtype(found, a, x)) for a in composed.saved]
+    return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
 
 
 def count(segment, arguments: Sequence, node: Node) -> float:
@@ -540,8 +563,42 @@ def text(plan: Plan) -> str:
     return plan.composed.text
 
 
-def describe(plan: Plan) -> str:
-    """What runs, in words."""
-    ahead = plan.composed.forward.passes
-    planes = sum(isinstance(each, Planes) for each in ahead)
-    return f"the library's convolution, then {planes} pass{'es' * (planes > 1)} over its result"
+def describe(
+    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+) -> str:
+    """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
+    return _words(
+        Plan(segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, saving, library.device_type(x))
+    )
+
+
+def _words(plan: Plan) -> str:
+    """Each pass over positions, with the bytes that it reads and writes."""
+    composed, words = plan.composed, ["the library's convolution"]
+    of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
+    for program, names in of_text[: 1 + bool(composed.backward)]:
+        words.append("; backward: " if program is composed.backward else ", then ")
+        each = [
+            _pass_words(plan, program, names, i)
+            for i, one in enumerate(program.passes)
+            if isinstance(one, Planes)
+        ]
+        words.append(", ".join(each) or "small values")
+    return "".join(words)
+
+
+def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) -> str:
+    results = {root.name for root in program.roots}
+    own = [program.arrays[key] for key in program.passes[number].targets]
+    made = dict.fromkeys(
+        a.name if a.name in results else "sums" if a.parts is not None else "reductions" for a in own
+    )
+    made = [name for name in made if not name.startswith("kept_")] or ["what is kept"]
+    text = program.texts[number]
+    known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}
+    read = [known[name] for name, ctype in text.pointers.items() if ctype.startswith("const")]
+    read += [known["v"]] if text.reads_v else []
+    megabytes = [sum(_bytes(plan, program, a) for a in arrays) / 1e6 for arrays in (read, own)]
+    return f"{' and '.join(made)} (reads {megabytes[0]:.1f} MB, writes {megabytes[1]:.1f} MB)"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .graph import Node
+from .graph import Node, Space
 from .passes import (
     Array,
     Key,
@@ -36,7 +36,8 @@ TYPES = {
     "moments": "Moments<double>",
     "seed": "int64_t",
 }
-EXPORTED = {**TYPES, "real": "accumulate_t", "moments": "double"}
+SCRATCH = Array("scratch", "double", Space(False, False, ""))
+EXPORTED = {**TYPES, "real": "accumulate_t"}
 _TAKEN = {
     "n",
     "c",
@@ -103,7 +104,8 @@ class _Text:
         self.targets = program.passes[number].targets
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
-        self.scalar = False
+        self.scalar = False  # is it of single positions?
+        self.picks_channel = False  # … at a channel of their own each?
         self.reads_v = False
         self.made: set[Key] = set()  # arrays of this pass
 
@@ -345,6 +347,7 @@ class _Text:
         place, axis = self.value(index, scope), index.attr[0]
         known = f"chosen{index.id}"
         if axis == "c":
+            self.picks_channel = True
             made = f"const auto {known} = {scope.at}.channel({place}, {self.number('C')});"
             inner = Scope("channels", known, scope.level, scope.n, f"{known}.c", [], scope)
         else:
@@ -385,7 +388,7 @@ class _Text:
         value = self.value(node.args[0], inner)
         if node.op == "put":
             value = f"math::select({self.value(node.args[1], inner)} == w.place, {value}, real(0))"
-        body = _in_one_line([*inner.lines, f"return real({value});"])
+        body = _in_one_line([*inner.lines, f"return w.zero() + {value};"])
         return f"{scope.at}.spread({self.pool(level)}, {self.extent(level)}, [&](const auto& w) {{ {body} }})"
 
     # -------------------------------------------------------------------------------------------------- planes passes
@@ -440,7 +443,8 @@ class _Text:
             lines.append(f"  {ctype.rstrip('*')} {', '.join(star + name for name in found)};")
         self.members = [name for found in members.values() for name in found]
         if self.scalar:
-            lines.append("  static constexpr bool kScalar = true;")
+            windows = "" if self.picks_channel else ", kWindows = true"
+            lines.append(f"  static constexpr bool kScalar = true{windows};")
         lines.append(f"  template <class {parameter}> ON_DEVICE void operator()({declared}) const {{")
         lines += [f"    {line}" for line in body]
         return [*lines, "  }", "};"]
@@ -519,7 +523,7 @@ class _Text:
         return f"{self.pointer(array)}[{self.index(array.space, scope)}]"
 
     def _small_reduction(self, node: Node, scope: Scope) -> str:
-        if planes := of_positions(node):
+        if of_positions(node):
             if node.op == "sum" and node.args[0] not in self.program.moments_of:
                 return self._small_array(Key("sum", node), scope)
             of = node.args[0]
@@ -604,9 +608,17 @@ def compose(programs: dict[str, Program], names: dict[str, Names], device: str, 
     return "\n".join(parts)
 
 
+def scratch(program: Program) -> list[Array]:
+    """The arrays that nobody outside sees: they share one tensor."""
+    results = {root.name for root in program.roots}
+    return [array for array in program.arrays.values() if array.name not in results]
+
+
 def parameters(program: Program, names: Names) -> list[Array]:
-    """The launcher's tensors: what it writes, then what it reads."""
-    return list(dict.fromkeys([*program.arrays.values(), *names.incoming.values(), *program.given.values()]))
+    """The launcher's tensors: what leaves, the scratch of its passes (`SCRATCH`), what comes in."""
+    results = {root.name for root in program.roots}
+    written = [array for array in program.arrays.values() if array.name in results]
+    return list(dict.fromkeys([*written, SCRATCH, *names.incoming.values(), *program.given.values()]))
 
 
 def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tuple[str, str]]:
@@ -642,17 +654,16 @@ def _program(launcher: str, program: Program, names: Names, device: str) -> list
             calls.append(f"load::small({title}{number}{{{given}}}, {blocks}{stream});")
     tensors = parameters(program, names)
     reals = [(t, name) for t, name in numbers(program, names.scalars, bool(names.random))]
-    written = set(program.arrays.values())
-    declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {_given(a)}" for a in tensors]
+    written = {*program.arrays.values(), SCRATCH}
+    declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
     declared += [f"{t} {_scalar(t, name)}" for t, name in reals]
     if device == "cuda":
         declared.append("cudaStream_t stream")
-    inside = [
-        f"Moments<double>* const {a.name} = reinterpret_cast<Moments<double>*>({_given(a)});"
-        for a in tensors
-        if a.kind == "moments"
+    inside = [f"const real {name} = real({_scalar(t, name)});" for t, name in reals if t == "double"]
+    inside += [
+        f"{TYPES[a.kind]}* const {a.name} = load::next<{TYPES[a.kind]}>(scratch, {_size(a)});"
+        for a in scratch(program)
     ]
-    inside += [f"const real {name} = real({_scalar(t, name)});" for t, name in reals if t == "double"]
     for name in sorted(used_levels):
         level = name.removeprefix("extent_")
         inside.append(f"const load::Extent {name}(N, C, {level}_D, {level}_H, {level}_W);")
@@ -660,8 +671,12 @@ def _program(launcher: str, program: Program, names: Names, device: str) -> list
     return [*lines, head, *[f"  {line}" for line in [*inside, *calls]], "}", ""]
 
 
-def _given(array: Array) -> str:
-    return f"{array.name}_given" if array.kind == "moments" else array.name
+def _size(array: Array) -> str:
+    """The number of an array's elements."""
+    factors = ["N"] * array.space.n + ["C"] * array.space.c
+    factors += [f"{array.space.level}_{side}" for side in "DHW"] if array.space.level else []
+    factors += [f"parts_{array.parts}"] if array.parts is not None else []
+    return " * ".join(factors or ["1"])
 
 
 def _scalar(ctype: str, name: str) -> str:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from inline_kernels.loader.operators import PLAIN, precision
+from inline_kernels.loader.operators import LOW, PLAIN, check_memory, precision
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
@@ -111,6 +111,17 @@ def autocast_dtype(x: Tensor, device: str | None = None) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if x.is_floating_point() else None
 
 
+def odd(name: str, t) -> str | None:
+    """Why kernels can't read a tensor for what it says of itself; or None."""
+    if not isinstance(t, Tensor):
+        return None
+    if type(t) not in TRACED:
+        return f"{name} is a {type(t).__name__}, a subclass of Tensor, which may give operators a meaning of its own"
+    if t.layout is not torch.strided:
+        return f"{name} is not strided"
+    return f"{name} is a view whose sign is a flag" if t.is_conj() or t.is_neg() else None
+
+
 def obstacle(tensors: Sequence[Tensor], names: Sequence[str], weight: int, weightless: int) -> str | None:
     """Why only eager can run for these; or None. tensors[weight] is the convolution's weight; the first `weightless` stand for some on
     its device."""
@@ -120,16 +131,12 @@ def obstacle(tensors: Sequence[Tensor], names: Sequence[str], weight: int, weigh
         return f"{names[[isinstance(t, Tensor) for t in tensors].index(False)]} is no tensor"
     device = tensors[weight].device
     for i, (name, t) in enumerate(zip(names, tensors)):
-        if type(t) not in TRACED:
-            return f"{name} is a {type(t).__name__}, a subclass of Tensor, which may give operators a meaning of its own"
-        if t.layout is not torch.strided:
-            return f"{name} is not strided"
+        if reason := odd(name, t):
+            return reason
         if t.device != device and i >= weightless:
             return NOT_THE_MODEL
         if t.dtype not in DTYPES:
             return f"there are no kernels for {t.dtype}, which {name} is of"
-        if t.is_conj() or t.is_neg():
-            return f"{name} is a view whose sign is a flag"
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
             return "there is no derivative for forward-mode AD"
     if device.type not in ("cpu", "cuda"):
@@ -166,5 +173,9 @@ def _modes(x: Tensor) -> tuple:
 
 
 def _others(tensors: tuple[Tensor, ...]) -> tuple:
-    alignment = functools.reduce(or_, map(Tensor.data_ptr, tensors)) % 16  # 0: of all
-    return precision(tensors[0]), alignment and [t.data_ptr() % 16 for t in tensors]
+    """Raises RuntimeError where the memory of one was freed."""
+    addresses = [*map(Tensor.data_ptr, tensors)]
+    if min(addresses) < LOW:
+        check_memory(*tensors)
+    alignment = functools.reduce(or_, addresses) % 16  # 0: of all
+    return precision(tensors[0]), alignment and [address % 16 for address in addresses]

@@ -336,6 +336,53 @@ def gather(source: str, place: Path, folders: Iterable[Path], found: dict[Path, 
     return "".join([*text, source[end:]])
 
 
+def inlined(source: str, headers: Iterable[Header], known: Mapping[str, bool] | None = None) -> str:
+    """`source`, as `gather` gives it with `headers`, with these in their places: each once, at the first. One that is included in a branch
+    of an #if stands before that #if, where all branches have it. known: macros that are defined, or are not; of an #ifdef of one the live
+    branch is left."""
+    by_copy, known = {header.copy: header for header in headers}, known or {}
+
+    def lines_of(text: str) -> list[str]:
+        found: list[str] = []
+        branches: list[bool | None] = []  # of each #if around a line: is this branch live? None: who knows
+        opened = 0  # where the outermost of those begins
+        for line in text.split("\n"):
+            word, name = branch.groups() if (branch := _BRANCH.match(line)) else ("", "")
+            left = line.strip() == "#pragma once"
+            if word.startswith("if"):
+                opened = opened if None in branches else len(found)
+                branches.append(known[name] == (word == "ifdef") if name in known and word != "if" else None)
+                left = branches[-1] is not None
+            elif word:
+                live = branches.pop()
+                left = live is not None
+                if word != "endif":
+                    branches.append(not live if left else None)
+            if left or False in branches:
+                continue
+            include = _QUOTED.match(line)
+            if not include or include[1] not in copies:
+                found.append(line)
+            elif header := by_copy.pop(include[1], None):
+                at = opened if None in branches else len(found)
+                inner = lines_of(header.text.rstrip("\n"))
+                found[at:at] = [f"// {f' {_shown(header.path)}':->107}", *inner]
+                opened += len(inner) + 1
+        return found
+
+    copies = {*by_copy}
+    return "\n".join(lines_of(source))
+
+
+_BRANCH = re.compile(r"[ \t]*#[ \t]*(ifdef|ifndef|if|elif|else|endif)\b[ \t]*(\w*)")
+_QUOTED = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"')
+
+
+def _shown(path: str) -> str:
+    """The last two parts of a header's path."""
+    return "/".join(Path(path).parts[-2:])
+
+
 _BINARY = re.compile(r'\.incbin\b(?:\s*(\\?")(/[^"\\]+)\1)?')
 
 

@@ -86,7 +86,7 @@ class Unit:
         # What is not the user's comes before the macros; scalar.h reads some of them.
         text = [INCLUDE_HOST, "#define EXPORT static\n", parts[self._macros]]
         if self._takes_sizes:
-            text.insert(0, INCLUDE_TENSOR)
+            text.insert(0, INCLUDE_SIZED)
         if self.device == "cpu":
             text += [*["#define WITHOUT_HALVES\n"] * (not self._has_halves), INCLUDE_SCALAR]
         return {**files, self.compiled: "".join([*text, parts[self.origin], parts[GENERATED]])}
@@ -130,7 +130,7 @@ class Unit:
 
 
 INCLUDE_HOST, INCLUDE_SCALAR = '#include "headers/0/host.h"\n', '#include "headers/0/scalar.h"\n'
-INCLUDE_TENSOR = '#include "headers/0/tensor.h"\n'
+INCLUDE_TENSOR, INCLUDE_SIZED = '#include "headers/0/tensor.h"\n', '#include "headers/0/sized.h"\n'
 
 
 def _digest(value: object) -> str:
@@ -162,7 +162,7 @@ def unit_of(
         origin, source = str(path), read(path)
     given, headers = source, {}
     # Their copies are the first of their names.
-    gather('#include "host/tensor.h"\n#include "core/scalar.h"\n', KERNELS, [KERNELS], headers)
+    gather('#include "host/sized.h"\n#include "core/scalar.h"\n', KERNELS, [KERNELS], headers)
     source = gather(source.removeprefix("\ufeff"), folder, [folder, KERNELS], headers)
     texts = [header.text for header in headers.values()]
     launchers = tuple(parse_launchers(given, origin, first_line, texts))

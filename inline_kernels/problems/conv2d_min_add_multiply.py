@@ -62,9 +62,10 @@ def _outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 def _plan(a: Arguments, *, saving: bool) -> operators.Plan:
     """How such an input is convolved, and by what the rest is computed."""
     x, weight, winograd = a.x, a.weight, library.winograd_applies(a.x, a.weight)
-    plan = operators.Plan(NAME, a, PARAMETERS, _outputs(a, saving and winograd), winograd=winograd)
+    on_gpu = library.device_type(x) == "cuda"
+    name, outputs = f"{NAME}_load" if on_gpu else NAME, _outputs(a, saving and winograd)
+    plan = operators.Plan(name, a, PARAMETERS, outputs, winograd=winograd, on_gpu=on_gpu)
     plan.constant = operators.rounded(a.constant, x.dtype)  # as eager compares with it
-    plan.on_gpu = library.device_type(x) == "cuda"
     applies = library.convolves_channels_last if plan.on_gpu else library.is_channels_last
     plan.layout = torch.channels_last if applies(x, weight) else torch.contiguous_format
     # In eager's layout the library rounds operands of TF32; channels last it cuts off, so they are rounded before.
@@ -159,48 +160,54 @@ epilogue = operators.declare(NAME, _epilogue, outputs=_outputs, backward=_backwa
 # ------------------------------------------------------------------------------ fused: the convolution inside our kernels
 def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     """y; and for backward the largest magnitude of each sample of x, and which elements a gradient passes."""
-    saved = tiling.gemm_saved(a.x.shape, a.weight.shape) if saving else 0
-    return [_outputs(a, False)[0], (saved, torch.int32)]
+    mask = tiling.mask_shape(a.x.shape, a.weight.shape)
+    kept = [(a.x.shape[0], torch.int32), (mask, torch.int32)] if saving else []
+    return [_outputs(a, False)[0], *kept]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     x, weight = a.x.contiguous(), a.weight
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
-    tiles = tiling.plan_gemm(x, weight, a.bias.dtype, split=split, aligned=x.data_ptr() % 4 == 0)
-    workspace = tiling.gemm_workspace(tiles, x.shape, weight.shape, saving)
-    defines = tiling.gemm_defines(tiles, weight.shape) | {"SAVES": int(saving)}
-    outputs, sizes = [*_fused_outputs(a, saving), (workspace, torch.uint8)], (len(x), *x.shape[2:])
-    numbers = operators.rounded(a.constant, x.dtype), a.scale, workspace, *sizes
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, outputs, defines, numbers=numbers)
+    aligned = x.data_ptr() % 4 == 0
+    defines = tiling.wide_defines(x, weight, split, aligned=aligned, gradients=False)
+    launcher, outputs = "forward_saving" if saving else "forward", _fused_outputs(a, saving)
+    plan = operators.Plan(NAME, a, PARAMETERS, outputs, defines, launchers=(launcher,))
+    plan.launch = getattr(plan.kernels, launcher).bound(operators.rounded(a.constant, x.dtype), a.scale)
     if saving:
         split = x.dtype == torch.float32 and not library.surely_runs_tf32(x, weight)
-        defines, shares, *plan.slots = tiling.plan_weight_gradient(x, weight, split)
-        plan.largest = len(x) + len(x) % 2 + 4 * shares * len(weight)  # of each sample; sums of two words
-        build, biases = (f"{NAME}_weight_gradient_fused", defines), a.bias.numel()
-        plan.sum_gradients = plan.when_needed(*build, "gradient_sums", a.scale, biases, shares, *sizes)
-        plan.weight_gradient = plan.when_needed(*build, "weight_gradient", a.scale, *plan.slots, *sizes)
-        defines, piece, room = tiling.plan_input_gradient(x, weight, split)
-        build, plan.workspace = (f"{NAME}_input_gradient_fused", defines), room
-        plan.input_gradient = plan.when_needed(*build, "input_gradient", a.scale, piece, room, *sizes)
+        defines = tiling.wide_defines(x, weight, split, aligned=True, gradients=True)
+        for launchers in (("backward_parameters", "backward_weight"), ("backward_input",)):
+            for each in launchers:
+                setattr(plan, each, plan.when_needed(NAME, defines, each, a.scale, launchers=launchers))
     return plan
 
 
-def _fused_backward(dy: Tensor, a: Arguments, saved: Tensor, *, plan: operators.Plan, needs) -> tuple:
+def _fused(a: Arguments, *, plan: operators.Plan, saving: bool) -> tuple[Tensor, ...]:
+    y, *kept = plan.outputs(a)
+    plan.launch(y, *kept, *plan.operands(a))
+    return y.contiguous(memory_format=plan.y_format), *kept
+
+
+def _fused_backward(
+    dy: Tensor, a: Arguments, largest_x: Tensor, mask: Tensor, *, plan: operators.Plan, needs
+) -> tuple:
     dy, new, gradients, dx, dw = library.aligned(dy), a.x.new_empty, plan.gradients(a), None, None
-    largest = new(plan.largest, dtype=torch.int32)
-    plan.sum_gradients()(*gradients, largest, dy, saved)
+    largest_g, mask = new(len(dy), dtype=torch.int32), mask.contiguous()
+    plan.backward_parameters()(*gradients, largest_g, dy, mask)
     if needs[1]:
-        dw, slots = new(*a.weight.shape), new(*plan.slots, dtype=torch.float32)
-        plan.weight_gradient()(dw, slots, dy, library.aligned(a.x), saved, largest)
+        dw = new(*a.weight.shape)
+        plan.backward_weight()(dw, dy, mask, largest_g, library.aligned(a.x), largest_x)
     if needs[0]:
-        dx, workspace = new(*a.x.shape), new(plan.workspace, dtype=torch.uint8)
-        plan.input_gradient()(dx, workspace, dy, a.weight.contiguous(), saved, largest)
+        dx = new(*a.x.shape)
+        plan.backward_input()(dx, dy, mask, largest_g, a.weight.contiguous())
         dx = dx.contiguous(memory_format=plan.y_format)
     return dx, dw, *plan.as_parameters(a, gradients)
 
 
-fused = operators.declare_fused(NAME, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused)
+fused = operators.declare(
+    f"{NAME}_fused", _fused, outputs=_fused_outputs, backward=_fused_backward, plan=_plan_fused
+)
 
 
 class Conv2dMinAddMultiplyNew(Twin, Conv2dMinAddMultiply):
@@ -210,7 +217,7 @@ class Conv2dMinAddMultiplyNew(Twin, Conv2dMinAddMultiply):
     epilogue, fused = epilogue, fused
 
     def _fused_obstacle(self, x, dtype):
-        return tiling.gemm_obstacle(x, self.conv.weight, dtype)
+        return tiling.wide_obstacle(x, self.conv.weight, dtype)
 
 
 PROBLEM = Problem(

@@ -14,7 +14,7 @@ from inline_kernels.loader.operators import Drawn
 from inline_kernels.problems import Problem
 
 NAME = "conv3d_groupnorm_min_clamp_dropout"
-STATIC_SHARED = 33 << 10  # bytes of the fused kernels' own arrays
+STATIC_SHARED = 33 << 10  # bytes of the fused kernels' own arrays, at most
 PARAMETERS = "conv_bias", "norm_weight", "norm_bias"  # by channel
 
 
@@ -119,13 +119,12 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
-    defines, tiles = tiling.plan_volume(len(a.x), a.x, a.weight, STATIC_SHARED, vectors=True)
-    numbers = *a.bounds(), a.p, a.eps, a.groups, *tiles.launch
+    name, defines = f"{NAME}_fused", tiling.spatial_defines(a.weight.shape)
     given = _fused_outputs(a, saving), defines
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, *given, numbers=numbers, launchers=("forward",))
+    numbers = *a.bounds(), a.p, a.eps, a.groups
+    plan = operators.Plan(name, a, PARAMETERS, *given, numbers=numbers, launchers=("forward",))
     if saving:
-        numbers = *a.bounds(), a.p, a.groups
-        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_fused", a, *numbers)
+        plan.backward = volumes.plan_backward(plan, name, defines, *a.bounds(), a.p, a.groups)
     return plan
 
 

@@ -13,7 +13,7 @@ from inline_kernels.engine.twin import Twin
 from inline_kernels.problems import Problem
 
 NAME = "conv3d_multiply_instancenorm_clamp_multiply_max"
-STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays
+STATIC_SHARED = 3584  # bytes of the fused kernels' own arrays, at most
 # Bytes, where backward follows: each warp's sums, on their way to threads that have a position's channels.
 STAGED_SHARED = 30 << 10
 PARAMETERS = "conv_bias", "multiplier?"  # by channel; "?": or one for all channels
@@ -129,15 +129,13 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
-    staged = STAGED_SHARED if saving else 0
-    defines, tiles = tiling.plan_volume(len(a.x), a.x, a.weight, STATIC_SHARED, vectors=False, staged=staged)
-    held = tiling.held_values(tiles, a.x, a.weight)  # sums that then need not be computed twice
-    index, constants = {"INDEX_T": operators.index_type(len(a.weight))[0]}, (a.low, a.high, a.eps)
-    given = _fused_outputs(a, saving), defines | index | {"STAGED_SHARED": STAGED_SHARED}
-    numbers = *constants, held, *tiles.launch
-    plan = operators.Plan(f"{NAME}_fused", a, PARAMETERS, *given, numbers=numbers, launchers=("forward",))
+    name, constants = f"{NAME}_fused", (a.low, a.high, a.eps)
+    defines = {"INDEX_T": operators.index_type(len(a.weight))[0], **tiling.spatial_defines(a.weight.shape)}
+    given = _fused_outputs(a, saving), defines
+    numbers = *constants, tiling.held_bytes(a.x)
+    plan = operators.Plan(name, a, PARAMETERS, *given, numbers=numbers, launchers=("forward",))
     if saving:
-        plan.by_dx = volumes.plan_backward(plan, f"{NAME}_fused", a, *constants, **index)
+        plan.backward = volumes.plan_backward(plan, name, defines, *constants)
     return plan
 
 

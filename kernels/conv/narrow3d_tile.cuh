@@ -10,11 +10,12 @@
 //   narrow3d_tile.cuh      sizes, tiles, the layout of shared memory
 //   narrow3d_stage.cuh     planes of x on their way from global memory
 //   narrow3d_operands.cuh  x and the weights, scaled, split and laid out as fragments
-//   narrow3d.cuh           the products, whose sums an epilogue takes from the registers
-//   norm/narrow3d_statistics.cuh  an epilogue that takes mean and variance
+//   narrow3d.cuh           the products, whose sums sinks take from the registers
+//   norm/narrow3d_statistics.cuh, store/runs.cuh  sinks: mean and deviation; results of a pointwise tail
 #pragma once
 #include <stdexcept>
 
+#include "core/launch.cuh"
 #include "core/numerics.h"
 #include "core/split.cuh"
 #include "core/tensor_core.cuh"
@@ -30,13 +31,12 @@ constexpr int kRaw = 3;                // planes on their way
 constexpr int kFragments = 4;          // of 8 positions, that a warp computes side by side
 constexpr int kTurn = 8 * kFragments;  // positions that a warp computes at a time; warps take turns
 
-// What is compiled for: x's and the weights' type, the sizes of the filters, and how many pixels a block's
-// ring has room for.
-template <class Value, int kChannelsIn, int kChannelsOut, int kPlanes, int kRows, int kColumns, int kPixels>
+// What is compiled for: x's and the weights' type, and the sizes of the filters.
+template <class Value, int kChannelsIn, int kChannelsOut, int kPlanes, int kRows, int kColumns>
 struct Shape {
   using value_t = Value;
   static constexpr int kIn = kChannelsIn, kOut = kChannelsOut, kDepth = kPlanes, kHeight = kRows;
-  static constexpr int kWidth = kColumns, kTaps = kDepth * kHeight * kWidth, kStage = kPixels;
+  static constexpr int kWidth = kColumns, kTaps = kDepth * kHeight * kWidth;
   static constexpr int kSteps = (kTaps + 3) / 4;  // of four taps
   static constexpr int kRing = kDepth + 3;        // planes in the ring
   // float32 is split into two float16, high + low; 16 bits are an operand as they are, which is then `high`.
@@ -53,12 +53,12 @@ struct Shape {
   static constexpr int kHighs = 0, kLows = (kSteps * kHighWords + 1) / 2 * 2, kRest = 2 * kLows;
   static constexpr int kWeightWords = kRest + (kSteps * kLowWords + 1) / 2 * 2;
   static_assert(kIn >= 1 && kIn <= 4, "the sizes that this kernel serves");
-  // Is that what a plan took for granted (tiling.py)?
-  static constexpr bool planned(int words, int ring, int raw, int turn) {
-    return words == kWords && ring == kRing && raw == kRaw && turn == kTurn;
-  }
-  static_assert(kWords * kStage >= 16 * kIn * kTaps, "the weights of 16 channels pass through the ring");
+  // Pixels that a ring has room for at least: through it pass the weights of 16 channels, and their
+  // gradients, taps in eights.
+  static constexpr int kLeastStage = (16 * kIn * ((kTaps + 7) / 8 * 8) + kWords - 1) / kWords;
 };
+
+inline int64_t round_up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 // Throws where a tensor hasn't so many elements.
 template <class T>
@@ -77,6 +77,7 @@ struct Convolution {
   int D, H, W, OD, OH, OW;
   int rows, slabs, depth, chunks;  // of a tile: output rows and planes; of a sample: parts along either
   int pitch, plane, raw;           // pixels: of a row and a plane of the ring; of a raw plane
+  int stage;                       // pixels that the ring has room for
   int shared;                      // bytes of dynamic shared memory
   bool aligned;                    // rows of x start at multiples of four elements, 16 bytes of float32
   bool bulk;                       // rows of x start at multiples of 16 bytes
@@ -85,21 +86,28 @@ struct Convolution {
   HOST_DEVICE int64_t size() const { return int64_t(OD) * OH * OW; }  // of a channel of the result
   HOST_DEVICE int turns() const { return (min(rows, OH) * OW + kTurn - 1) / kTurn; }  // of a tile's plane
 
-  // Dynamic shared memory: the ring; raw planes; `positions` and `places` (below). Each begins where the one
-  // before it ends.
-  HOST_DEVICE int laid_out_bytes() const {
-    const int ring = S::kWords * S::kStage * 4,
-              raw_planes = kRaw * S::kIn * raw * int(sizeof(typename S::value_t));
-    return ring + raw_planes + (turns() * kTurn + raw) * 2;
+  // Tiles of `tile_rows`, if a block with `room` bytes of dynamic shared memory holds them: the ring; raw
+  // planes; `positions` and `places` (below). Each begins where the one before it ends.
+  bool lay_out(int tile_rows, int64_t room) {
+    const int64_t rows_in = tile_rows + S::kHeight - 1, of_plane = rows_in * pitch,
+                  of_raw = rows_in * round_up(W, 8);
+    const int64_t pixels = round_up(max(S::kRing * of_plane, int64_t(S::kLeastStage)), 256);
+    const int64_t bytes = 4 * S::kWords * pixels + kRaw * S::kIn * of_raw * int(sizeof(typename S::value_t)) +
+                          2 * (round_up(int64_t(tile_rows) * OW, kTurn) + of_raw);
+    if (bytes > room) return false;
+    rows = tile_rows, slabs = (OH + rows - 1) / rows;
+    plane = int(of_plane), raw = int(of_raw), stage = int(pixels), shared = int(bytes);
+    return true;
   }
 };
 
-// Of x (N, kIn, D, H, W) and weight (kOut, kIn, kDepth, kHeight, kWidth). `rows` to `shared` are the plan
-// (tiling.py's VolumeTiling). Throws std::invalid_argument where the tensors are others, or the plan has no
-// room for the layout.
+// Of x (N, kIn, D, H, W) and weight (kOut, kIn, kDepth, kHeight, kWidth): tiles that keep all multiprocessors
+// busy with the fewest rows and planes read twice, where a launch has so many `samples`. own: bytes of shared
+// memory that the kernel needs besides. vectors: are a tile's positions in a plane a multiple of 4 wherever
+// H'·W' is? Throws std::invalid_argument where the tensors are others, or there is no room.
 template <class S>
-Convolution<S> convolution(const In<typename S::value_t>& x, const In<typename S::value_t>& weight,
-                           int64_t rows, int64_t depth, int64_t pitch, int64_t raw, int64_t shared) {
+Convolution<S> convolution(const In<typename S::value_t>& x, const In<typename S::value_t>& weight, int own,
+                           bool vectors, int64_t samples) {
   const int64_t filters[] = {S::kOut, S::kIn, S::kDepth, S::kHeight, S::kWidth};
   bool expected = x.dims == 5 && weight.dims == 5 && x.size(1) == S::kIn;
   for (int i = 0; i < 5; i++) expected = expected && weight.size(i) == filters[i];
@@ -107,18 +115,32 @@ Convolution<S> convolution(const In<typename S::value_t>& x, const In<typename S
     throw std::invalid_argument("expected the filters that the kernels are compiled for, and such an x");
   Convolution<S> c{
       x, weight, x.size(2) * x.size(3) * x.size(4), int(x.size(2)), int(x.size(3)), int(x.size(4))};
-  c.N = x.size(0);
-  c.OD = c.D - S::kDepth + 1, c.OH = c.H - S::kHeight + 1, c.OW = c.W - S::kWidth + 1;
-  c.rows = int(rows), c.slabs = (c.OH + c.rows - 1) / c.rows;
-  c.depth = int(depth), c.chunks = (c.OD + c.depth - 1) / c.depth;
-  const int rows_in = c.rows + S::kHeight - 1;
-  c.pitch = int(pitch), c.plane = rows_in * c.pitch, c.raw = int(raw);
-  const bool room = pitch >= c.W && S::kRing * c.plane <= S::kStage && rows_in * c.W <= raw;
-  if (!room || c.laid_out_bytes() > shared)
-    throw std::invalid_argument("expected a plan with room for the planes of x, got too small a one");
-  c.shared = int(shared), c.aligned = vectors_fit(c.x, c.W);
+  c.N = x.size(0), c.OD = c.D - S::kDepth + 1, c.OH = c.H - S::kHeight + 1, c.OW = c.W - S::kWidth + 1;
+  c.aligned = vectors_fit(c.x, c.W);
   c.bulk = c.W * sizeof(typename S::value_t) % 16 == 0 && uintptr_t(c.x) % 16 == 0;
-  return c;
+  // The rows of a group of taps start in different banks: 12 or 24 modulo 32 pixels apart.
+  const int padded = int(round_up(c.W, 4));
+  c.pitch = padded + min((12 - padded % 32 + 32) % 32, (24 - padded % 32 + 32) % 32);
+  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - own;
+  const int64_t multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+  int unit = 1;  // of rows
+  while (vectors && int64_t(c.OH) * c.OW % 4 == 0 && unit * c.OW % 4) unit *= 2;
+  int64_t least = -1;
+  Convolution<S> best = c;
+  for (int slabs = 1, last = 0; slabs <= c.OH; slabs++) {
+    const int rows = int(round_up((c.OH + slabs - 1) / slabs, unit));
+    if (rows == last || !c.lay_out(rows, room)) continue;
+    last = rows;
+    for (int chunks = 1; chunks <= 8; chunks *= 2) {
+      c.depth = (c.OD + chunks - 1) / chunks, c.chunks = (c.OD + c.depth - 1) / c.depth;
+      const int64_t rounds = (samples * c.slots() + multiprocessors - 1) / multiprocessors;
+      const int64_t work = rounds * (rows + S::kHeight - 1) * (c.depth + S::kDepth + 1);
+      if (least < 0 || work < least) least = work, best = c;
+    }
+  }
+  if (least < 0)
+    throw std::invalid_argument("expected planes of x that shared memory has room for, got larger ones");
+  return best;
 }
 
 // What a block computes.
@@ -182,10 +204,9 @@ struct Block {
       : c(c), tile(tile), storage(storage), ring(ring) {}
 
   // Of the others.
-  __device__ __forceinline__ uint32_t* low_ring() const { return ring + S::kHighWords * S::kStage; }
+  __device__ __forceinline__ uint32_t* low_ring() const { return ring + S::kHighWords * c.stage; }
   __device__ __forceinline__ typename S::value_t* raw(int plane) const {
-    return reinterpret_cast<typename S::value_t*>(ring + S::kWords * S::kStage) +
-           plane % kRaw * S::kIn * c.raw;
+    return reinterpret_cast<typename S::value_t*>(ring + S::kWords * c.stage) + plane % kRaw * S::kIn * c.raw;
   }
   // Where the pixel lies in a plane of the ring: of an output position, and the first of an item.
   __device__ __forceinline__ uint16_t* positions() const {

@@ -4,7 +4,7 @@
 #pragma once
 #include "core/tensor_core.cuh"
 
-namespace {
+namespace conv {
 
 constexpr int kWarpgroup = 128;  // threads
 constexpr int kConsumers = 2;    // warpgroups that multiply
@@ -25,6 +25,7 @@ template <int kStages> struct PipelineState {
 // miss it.)
 template <int kStages> struct Pipeline {
   using State = PipelineState<kStages>;
+  static constexpr int kCount = kStages;
   uint64_t *full, *empty;
 
   __device__ __forceinline__ explicit Pipeline(void* barriers)
@@ -53,4 +54,4 @@ template <int kStages> struct Pipeline {
 
 #endif
 
-}  // namespace
+}  // namespace conv

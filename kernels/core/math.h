@@ -89,9 +89,20 @@ template <class T, class F> MATH T each(T x, const F& f) {
   }
 }
 
-template <class Mask, class A, class B> MATH Common<A, B> select(Mask mask, A a, B b) {
+#ifndef __CUDACC__
+template <class E, int bytes> using Vector __attribute__((vector_size(bytes))) = E;
+#endif
+
+// Both may be numbers beside a vector of masks.
+template <class Mask, class A, class B> MATH auto select(Mask mask, A a, B b) {
   using T = Common<A, B>;
-  return mask ? widened<T>(a) : widened<T>(b);
+#ifndef __CUDACC__
+  if constexpr (Traits<Mask>::lanes > Traits<T>::lanes) {
+    using Wide = Vector<T, sizeof(T) * Traits<Mask>::lanes>;
+    return mask ? all<Wide>(a) : all<Wide>(b);
+  } else
+#endif
+    return mask ? widened<T>(a) : widened<T>(b);
 }
 
 template <class To, class From> MATH To bits(From from) {

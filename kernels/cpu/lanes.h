@@ -28,8 +28,10 @@ using Doubles = VectorOf<double>;
 // What a pass computes with an array's elements.
 template <class E> using Computed = std::conditional_t<std::is_integral_v<E>, Integers, Lanes>;
 
+// 0, 1, 2, …
 inline Integers count_up() {
-  Integers lanes;
+  Integers lanes{};
+#pragma GCC unroll 64
   for (int j = 0; j < kLanes; j++) lanes[j] = j;
   return lanes;
 }
@@ -112,14 +114,14 @@ template <class V> inline V shuffled(const V& a, const V& b, const Integers& whi
 #endif
 }
 
-// from[k + stride·j] for j in 0 to kLanes - 1, of which the first `count` count; k < stride.
+// from[k + stride·j] for j in 0 to kLanes - 1; k < stride. Behind from[stride·count] there may be nothing.
 template <int stride, class E> inline Computed<E> load_strided(const E* from, int k, int count) {
   E rest[stride * kLanes];
   if (count < kLanes) {  // nothing behind the last is touched
     std::fill(std::copy_n(from, stride * count, rest), rest + stride * kLanes, E(0));
     from = rest;
   }
-  static const Integers lane = count_up();
+  const Integers lane = count_up();
   if constexpr (stride == 1) {
     return load_lanes(from);
   } else if constexpr (stride == 2) {

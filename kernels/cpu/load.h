@@ -1,7 +1,7 @@
 // The skeletons of a generated source's passes on a CPU; load/load.h lists their words.
 //
 // A thread takes a part of a plane after the other; a point is kLanes neighbouring positions, the last of a part
-// perhaps fewer, whose other lanes hold zeros. Points in windows, and those that were picked, are scattered: a position
+// perhaps fewer, whose other lanes hold anything. Points in windows, and those that were picked, are scattered: a position
 // for each lane. Sums are made in lanes, in double, in an order that sizes alone fix.
 //
 // A result larger than the last cache's share is stored past the caches: nobody finds it there.
@@ -168,8 +168,9 @@ template <Order order, int stride, class Place> struct Scattered : Plane_ {
  private:
   template <class E> Computed<E> gathered(const E* plane) const {
     if constexpr (order == Order::strided) {
-      const int k = place % stride;
-      return load_strided<stride>(plane + at[0] - k, k, count);
+      const int k = place % stride, begin = int(at[0]) - k;
+      const bool all = begin + stride * kLanes <= extent.positions();
+      return load_strided<stride>(plane + begin, k, all ? kLanes : count);
     }
     if constexpr (order == Order::near) {
       if (at[0] + kLanes <= extent.positions()) {
@@ -203,8 +204,10 @@ inline void walk_windows(P, const Plane_& plane, int count, const Integers& corn
   const Extent& fine = plane.extent;
   const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
   for (int i = 0; i < kd; i++)
+#pragma GCC unroll 4
     for (int j = 0; j < kh; j++) {
       const Integers row = corner + (i * fine.H + j) * fine.W;
+#pragma GCC unroll 4
       for (int k = 0; k < kw; k++) f(Scattered<order, stride, int>{plane, count, row + k, (i * kh + j) * kw + k});
     }
 }
@@ -246,7 +249,7 @@ inline Lanes spread_along(P, const Plane_& coarse, const Extent& fine, int count
   const int kd = P::depth(fine), kh = P::height(fine), kw = P::width(fine);
   const int z = first.d / kd, y = first.h / kh, begin = first.w / kw;
   if (z >= coarse.extent.D || y >= coarse.extent.H || begin >= coarse.extent.W) return Lanes{};
-  static const Integers lane = count_up();
+  const Integers lane = count_up();
   const Integers w = lane + (first.w - begin * kw);  // from the first window's left
   Integers x;
   if constexpr (kWide == 1 || kWide == 2 || kWide == 4 || kWide == 8)
@@ -282,6 +285,7 @@ Lanes Scattered<order, stride, Place>::spread(P pool, const Extent& coarse, cons
 // Neighbours from `position` on: kLanes, or where not kWhole the first `count`.
 template <bool kWhole> struct Row : Plane_ {
   using T = Lanes;
+  static constexpr int kAhead = 4;
   int position, count;
   bool streams;
   int place = 0;
@@ -315,8 +319,14 @@ template <bool kWhole> struct Row : Plane_ {
   Row channel(int64_t of, int64_t channels) const {
     return {Plane_::channel(of, channels), position, count, streams};
   }
+  // Each channel's next values are fetched ahead: processors follow fewer rows by themselves.
   template <class F> void channels(int64_t many, const F& f) const {
-    for (int64_t i = 0; i < many; i++) f(channel(i, many));
+    const int64_t step = extent.positions();
+    const value_t* ahead = values ? values + n * many * step + position + kAhead * kLanes : nullptr;
+    for (int64_t i = 0; i < many; i++) {
+      if (values) __builtin_prefetch(ahead + i * step);
+      f(channel(i, many));
+    }
   }
   // Neighbours in one row have their windows side by side.
   template <class P, class F> void window(P pool, const Extent& fine, const F& f) const {
@@ -347,7 +357,7 @@ template <bool kWhole> struct Row : Plane_ {
 
  private:
   template <class E> Computed<E> loaded(const E* from) const {
-    if constexpr (kWhole) return load_lanes(from);
+    if (kWhole || position + kLanes <= extent.positions()) return load_lanes(from);
     E all[kLanes];
     std::fill(std::copy_n(from, count, all), all + kLanes, E(0));
     return load_lanes(all);

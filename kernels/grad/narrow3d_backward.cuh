@@ -7,18 +7,36 @@
 
 namespace grad::narrow3d {
 
-// How `dv_slots` jobs' worth of scratch for dv are used: those of whole samples, where x needs a gradient.
+constexpr int kBackwardShared =
+    18 << 10;  // bytes of shared memory that all kernels of it have for their own arrays
+
+// The tiles of a backward pass, which gives dv of as many whole samples a turn as `dv_bytes` hold, where x
+// needs a gradient. (The others must not depend on that.)
+template <class S>
+Convolution<S> backward_convolution(const In<typename S::value_t>& x, const In<typename S::value_t>& weight,
+                                    int64_t dv_bytes) {
+  int64_t results = 4 * S::kOut;  // bytes of a sample's
+  const int taps[] = {S::kDepth, S::kHeight, S::kWidth};
+  for (int i = 0; i < 3; i++) results *= x.size(i - 3) - taps[i] + 1;
+  const int64_t samples = min(x.size(0), max(dv_bytes / results, int64_t(1)));
+  return convolution<S>(x, weight, kBackwardShared, false, samples);
+}
+
+// How scratch for dv is used: for jobs of so many whole samples, where x needs a gradient.
 struct BackwardPlan {
-  int64_t N, jobs_of_sample, jobs, dv_slots, dv_values;  // float4
-  int multiprocessors;
+  int64_t N, jobs_of_sample, jobs, samples, dv_values;  // samples at a time; float4
+  int multiprocessors, input_room;                      // input_room: as in InputTiling
   template <class S>
-  BackwardPlan(const Convolution<S>& c, int64_t dv_slots)
+  BackwardPlan(const Convolution<S>& c, bool dx, int64_t dv_bytes)
       : N(c.N),
         jobs_of_sample(int64_t(c.slots()) * kJobsPerTile<S>),
         jobs(N * jobs_of_sample),
-        dv_slots(dv_slots),
-        dv_values(dv_slots * DvLayout(c).of_job(c)),
-        multiprocessors(device_attribute(cudaDevAttrMultiProcessorCount)) {}
+        multiprocessors(device_attribute(cudaDevAttrMultiProcessorCount)),
+        input_room(device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kBackwardShared) {
+    const int64_t of_sample = DvLayout(c).of_job(c) * jobs_of_sample;
+    samples = dx ? min(N, max(dv_bytes / (int64_t(sizeof(float4)) * of_sample), int64_t(1))) : N;
+    dv_values = dx ? samples * of_sample : 0;
+  }
   // That fill the GPU, and share out all jobs.
   unsigned blocks() const { return unsigned(min(jobs, int64_t(multiprocessors))); }
 };
@@ -31,8 +49,8 @@ struct BackwardScratch {
   const Scratch<float4> dv;
   const Scratch<NormGradient> coefficients;  // (N, kOut)
   const Scratch<float> partial, most;
-  BackwardScratch(const Convolution<S>& c, int64_t dv_slots, cudaStream_t stream)
-      : plan(c, dv_slots),
+  BackwardScratch(const Convolution<S>& c, bool dx, int64_t dv_bytes, cudaStream_t stream)
+      : plan(c, dx, dv_bytes),
         dv(plan.dv_values, stream),
         coefficients(c.N * S::kOut, stream),
         partial(plan.jobs * kFilters<S>, stream),
@@ -40,18 +58,18 @@ struct BackwardScratch {
 };
 
 // dx and d_weight, where they have elements, and the parameters' gradients. by_sample and d_level as in
-// merge_kernel, input_room as in InputTiling.
+// merge_kernel.
 template <class S, class Problem, int kCount>
 void convolution_backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight,
                           const ManyRowSums<kCount>& parameters, const BackwardScratch<S>& scratch,
                           const float* by_sample, const float* d_level, const Problem& problem,
-                          int64_t input_room, const Convolution<S>& c, cudaStream_t stream) {
+                          const Convolution<S>& c, cudaStream_t stream) {
   const BackwardPlan& plan = scratch.plan;
   if (dx) expect(dx, c.N * S::kIn * c.channel);
   if (d_weight) expect(d_weight, S::kOut * S::kIn * S::kTaps);
   float4* const dv = scratch.dv;
   float *const most = scratch.most, *const partial = scratch.partial;
-  const int64_t samples = dx ? max(plan.dv_slots / plan.jobs_of_sample, int64_t(1)) : plan.N;  // at a time
+  const int64_t samples = plan.samples;
   allow_shared<gradient_kernel<S, Problem>>(), allow_shared<input_gradient_kernel<S, Problem>>();
   for (int64_t first = 0; first < plan.N && (dx || d_weight); first += samples) {
     const int64_t count = min(samples, plan.N - first), jobs = count * plan.jobs_of_sample;
@@ -61,9 +79,9 @@ void convolution_backward(Out<typename S::value_t> dx, Out<typename S::value_t> 
         dx ? dv : nullptr, dx ? most : nullptr, d_weight ? partial : nullptr, problem, unsigned(first_job),
         unsigned(first_job + jobs), c);
     if (!dx) continue;
-    const InputTiling<S> tiling(c, count, plan.multiprocessors, input_room);
+    const InputTiling<S> tiling(c, count, plan.multiprocessors, plan.input_room);
     // Without room there are no blocks, and the launch fails.
-    const unsigned blocks = tiling.shared() <= input_room ? unsigned(count) * tiling.tiles() : 0;
+    const unsigned blocks = tiling.shared() <= plan.input_room ? unsigned(count) * tiling.tiles() : 0;
     const auto of_input = input_gradient_kernel<S, Problem>;
     of_input<<<blocks, kInputBlock, tiling.shared(), stream>>>(dx, dv, most, problem, first, tiling, c);
   }

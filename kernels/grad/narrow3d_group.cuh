@@ -239,15 +239,17 @@ constexpr int kShared = sizeof(SumsStorage<S>) > sizeof(BackwardStorage<S>) ? si
                                                                             : sizeof(BackwardStorage<S>);
 
 // dx (N, kIn, D, H, W) and d_weight, either without elements where it is not wanted; of the other parameters
-// (kOut). kept: forward's. dv_slots: as in BackwardPlan, input_room as in InputTiling.
+// (kOut). kept: forward's. dv_bytes: as in backward_convolution().
 template <class S, class T, class Tail>
 void backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight, Out<float> d_conv_bias,
               Out<float> d_norm_weight, Out<float> d_norm_bias, In<T> dy, In<float> kept,
-              In<float> norm_weight, const Convolution<S>& c, int64_t groups, const Tail& tail,
-              int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
+              In<float> norm_weight, In<typename S::value_t> x, In<typename S::value_t> weight,
+              int64_t groups, const Tail& tail, int64_t dv_bytes, cudaStream_t stream) {
+  static_assert(kShared<S> <= kBackwardShared);
+  const auto c = backward_convolution<S>(x, weight, dv_bytes);
   const int64_t N = c.N;
   expect(dy, N * S::kOut * c.size()), expect(kept, GroupNormKept<S>::count(N));
-  const BackwardScratch<S> scratch(c, dv_slots, stream);
+  const BackwardScratch<S> scratch(c, bool(dx), dv_bytes, stream);
   const Scratch<float> gradients(3 * N * S::kOut, stream), any(N, stream);  // by sample: (3, N, kOut)
   const Scratch<Sums> sums(scratch.plan.jobs * 16, stream);                 // (jobs, 16)
   const GroupNormKept<S> own(const_cast<float*>(kept.data), N);
@@ -263,8 +265,7 @@ void backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight, Ou
   }
   problem.flags = any;
   const ManyRowSums<3> parameters{{{d_conv_bias, S::kOut}, {d_norm_weight, S::kOut}, {d_norm_bias, S::kOut}}};
-  convolution_backward(dx, d_weight, parameters, scratch, gradients, gradients, problem, input_room, c,
-                       stream);
+  convolution_backward(dx, d_weight, parameters, scratch, gradients, gradients, problem, c, stream);
 }
 
 }  // namespace grad::narrow3d::group_norm

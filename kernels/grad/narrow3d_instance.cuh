@@ -162,16 +162,19 @@ template <class S>
 constexpr int kShared = sizeof(BackwardStorage<S>);
 
 // dx (N, kIn, D, H, W) and d_weight, either without elements where it is not wanted; d_conv_bias (kOut) and
-// d_multiplier, kOut elements or 1. kept as forward left it. dv_slots: as in BackwardPlan, input_room as in
-// InputTiling.
+// d_multiplier, kOut elements or 1. kept as forward left it. dv_bytes: as in
+// backward_convolution().
 template <class S, class Index, class T, class Tail>
 void backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight, Out<float> d_conv_bias,
-              Out<float> d_multiplier, In<T> dy, In<float> kept, const Convolution<S>& c, const Tail& tail,
-              float eps, int64_t dv_slots, int64_t input_room, cudaStream_t stream) {
+              Out<float> d_multiplier, In<T> dy, In<float> kept, In<typename S::value_t> x,
+              In<typename S::value_t> weight, const Tail& tail, float eps, int64_t dv_bytes,
+              cudaStream_t stream) {
+  static_assert(kShared<S> <= kBackwardShared);
+  const auto c = backward_convolution<S>(x, weight, dv_bytes);
   const int64_t N = c.N, size = c.size();
   expect(dy, N * size), expect(kept, Kept<S, Index>::count(N, size));
   const Kept<S, Index> parts(const_cast<float*>(kept.data), N, size);
-  const BackwardScratch<S> scratch(c, dv_slots, stream);
+  const BackwardScratch<S> scratch(c, bool(dx), dv_bytes, stream);
   const unsigned count = blocks_for(size, kPart);
   const Scratch<float> gradients(2 * N * S::kOut,
                                  stream);         // of multiplier and conv_bias, by sample: (2, N, kOut)
@@ -187,7 +190,7 @@ void backward(Out<typename S::value_t> dx, Out<typename S::value_t> d_weight, Ou
   const Problem<S, Index> problem{scratch.coefficients, parts.index, winner};
   // The convolution's bias has no gradient: its sum is of zeros.
   const ManyRowSums<2> parameters{{{d_multiplier, d_multiplier.numel()}, {d_conv_bias, S::kOut}}};
-  convolution_backward(dx, d_weight, parameters, scratch, gradients, nullptr, problem, input_room, c, stream);
+  convolution_backward(dx, d_weight, parameters, scratch, gradients, nullptr, problem, c, stream);
 }
 
 }  // namespace grad::narrow3d::instance_norm

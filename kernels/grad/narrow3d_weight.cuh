@@ -37,7 +37,6 @@ struct BackwardStorage {
 template <class S>
 struct WeightProducts {
   static constexpr int kTiles = (S::kTaps + 7) / 8;
-  static_assert(S::kWords * S::kStage >= kTiles * S::kIn * 128, "the merged sums lie in the ring");
   static constexpr int kValues = S::kSplit ? 2 * S::kIn : S::kIn;  // halves of a pixel: highs, then lows
   const Block<S>& block;
   float sum[kTiles][S::kIn][4];

@@ -2,7 +2,7 @@
 // compile. That side is compiled once for all builds.
 //
 // An `Entry` is a launcher as an operator. `parallel_for` threads the CPU kernels with PyTorch's own thread pool. tensor.h has a
-// launcher's tensors with their sizes.
+// launcher's tensors with their sizes, sized.h what `Entry` has to know of these.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -26,11 +26,7 @@ union Argument {
   bool flag;
 };
 
-// A tensor's sizes, the first `dims`. By default those of a tensor without elements.
-constexpr int kMostDims = 8;
-struct Sizes {
-  int64_t dims = 1, sizes[kMostDims] = {};
-};
+struct Sizes;  // of a tensor, in tensor.h
 
 // What a parameter is: one of these, or a tensor, whose kind is the number of its dtype in PyTorch.
 enum : int8_t { kInteger = -4, kReal, kFlag, kStream };
@@ -91,7 +87,7 @@ struct Host {
 static const Host* host;  // of this build, from its registration on
 
 template <class T> T argument(const Argument* arguments, const Sizes* sizes, size_t index) {
-  if constexpr (is_sized<T>) return Parameter<T>::of(arguments[index], sizes[index]);
+  if constexpr (is_sized<T>) return Parameter<T>::of(arguments[index], sizes, index);
   else return Parameter<T>::of(arguments[index]);
 }
 

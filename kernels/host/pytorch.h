@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
-#include "host/host.h"
+#include "host/tensor.h"
 #ifdef WITH_CUDA
 #define USE_CUDA  // the stable headers then declare aoti_torch_get_current_cuda_stream
 #include <cuda_runtime_api.h>

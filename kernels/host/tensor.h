@@ -14,6 +14,12 @@
 
 namespace inline_loader {
 
+// A tensor's sizes, the first `dims`. By default those of a tensor without elements.
+constexpr int kMostDims = 8;
+struct Sizes {
+  int64_t dims = 1, sizes[kMostDims] = {};
+};
+
 template <class T> struct View : Sizes {
   T* data = nullptr;
 
@@ -74,18 +80,3 @@ template <class T> class Scratch {
 
   void* memory_ = nullptr;
 };
-
-namespace inline_loader {
-
-template <class T> constexpr bool is_sized<In<T>> = true;
-template <class T> constexpr bool is_sized<Out<T>> = true;
-template <class T> struct Parameter<In<T>> : Element<T> {
-  static In<T> of(const Argument& argument, const Sizes& sizes) {
-    return {{sizes, static_cast<const T*>(argument.data)}};
-  }
-};
-template <class T> struct Parameter<Out<T>> : Element<T> {
-  static Out<T> of(const Argument& argument, const Sizes& sizes) { return {{sizes, static_cast<T*>(argument.data)}}; }
-};
-
-}  // namespace inline_loader

@@ -143,8 +143,9 @@ struct GroupNormKept {
 
 // y (N, kOut, D', H', W'). kept, as GroupNormKept, or without elements where no gradient is wanted.
 template <class S, class T, class Tail>
-void group_norm(Out<T> y, Out<float> kept, const Convolution<S>& c, const GroupNorm& norm, const Tail& tail,
-                cudaStream_t stream) {
+void group_norm(Out<T> y, Out<float> kept, In<typename S::value_t> x, In<typename S::value_t> weight,
+                const GroupNorm& norm, const Tail& tail, cudaStream_t stream) {
+  const auto c = convolution<S>(x, weight, kGroupNormShared<S>, true, x.size(0));
   const int64_t N = c.N, size = c.size();
   expect(y, N * S::kOut * size);
   if (kept) expect(kept, GroupNormKept<S>::count(N));

@@ -368,27 +368,32 @@ __global__ void __launch_bounds__(kBlock, 1)
 template <class S>
 constexpr int kInstanceNormShared = sizeof(InstanceStorage<S>);
 
-// y (N, D', H', W'). kept for backward, as Kept, or without elements where no gradient is wanted. held: for
-// how many values, any number, there is scratch where sums are held.
+// y (N, D', H', W'). kept for backward, as Kept, or without elements where no gradient is wanted. cache:
+// bytes of the L2 cache for sums that are then not computed again.
 template <class S, class Index, class T, class Tail>
-void instance_norm_maximum(Out<T> y, Out<float> kept, const Convolution<S>& c, const float* conv_bias,
-                           const Tail& tail, float eps, int64_t held, cudaStream_t stream) {
+void instance_norm_maximum(Out<T> y, Out<float> kept, In<typename S::value_t> x,
+                           In<typename S::value_t> weight, const float* conv_bias, const Tail& tail,
+                           float eps, int64_t cache, cudaStream_t stream) {
+  const int own = kInstanceNormShared<S> + (kept ? kStagedBytes : 0);
+  const auto c = convolution<S>(x, weight, own, false, x.size(0));
   const int64_t N = c.N;
   expect(y, N * c.size());
   if (kept) expect(kept, Kept<S, Index>::count(N, c.size()));
   if (N == 0) return;
   const Scratch<TileStatistics> statistics(N * c.slots() * S::kOut, stream);  // (N, slots, kOut)
-  const Scratch<float> sums(held, stream);
   const Kept<S, Index> parts(kept, N, c.size());  // written to where there is one
   const int64_t blocks = N * c.slots();
+  const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
+  const bool holds = one_launch && S::kOut == 16;
+  const int64_t held = holds ? min(cache / int64_t(sizeof(float)), 16 * N * c.channel) : 0;
+  const Scratch<float> sums(held, stream);
   constexpr auto saving = fused_kernel<S, T, Index, true, Tail>,
                  plain = fused_kernel<S, T, Index, false, Tail>;
   const auto kernel = kept ? saving : plain;
   const int all = kept ? allow_shared<saving>() : allow_shared<plain>();
-  const bool meet = c.slots() > 1 && run_together(blocks), one_launch = meet || c.slots() == 1;
   const int64_t laid_out = (int64_t(c.shared) + 15) / 16 * 16 + (kept ? kStagedBytes : 0);
   int shared_turns = 0, scratch_turns = 0;
-  if (one_launch && S::kOut == 16) {
+  if (holds) {
     const int most = c.depth * c.turns();
     shared_turns = min(held_turns((all - laid_out) / int(sizeof(float))), most);
     scratch_turns = min(held_turns(held / blocks), most - shared_turns);

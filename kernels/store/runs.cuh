@@ -156,7 +156,9 @@ bool vectors_fit_runs(const T* y, const Convolution<S>& c) {
 
 // y = tail(conv3d(x, weight)), without the convolution's bias.
 template <class S, class T, class Tail>
-void pointwise(Out<T> y, const Convolution<S>& c, const Tail& tail, cudaStream_t stream) {
+void pointwise(Out<T> y, In<typename S::value_t> x, In<typename S::value_t> weight, const Tail& tail,
+               cudaStream_t stream) {
+  const auto c = convolution<S>(x, weight, sizeof(SharedStorage<S, Runs<Tail, T, true>>), true, x.size(0));
   expect(y, c.N * S::kOut * c.size());
   if (c.N == 0) return;
   if (vectors_fit_runs(y.data, c))

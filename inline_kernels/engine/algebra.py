@@ -1,0 +1,227 @@
+"""Rewriting a tail by facts of its nodes: the same function, by less work, in another order than the model's.
+
+`reordered(roots)` gives the roots again, as nodes of the same graph. Exactly equal in exact arithmetic; in floating point a result may
+differ by rounding, and where several values of a window are equal, or NaN, a gradient may go to another one of them. The rules:
+
+- monotone: a function that rises or falls comes after a maximum or minimum, once a window instead of once an element. Of a factor whose
+  sign only a call knows, the sign decides there whether the maximum or the minimum is wanted: the extreme is of ±x;
+- valley: of a function that falls and then rises, the maximum is the greater of its values at the window's maximum and minimum;
+- sums taken apart: where a sum over positions can be had from sums that are there earlier (a mean behind a norm), no pass is made for it;
+- bounds: what can't happen is left out (relu behind relu; hardswish's clamp of what stays between -3 and 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .graph import Facts, Graph, Node, order
+from .scalars import SCALARS
+
+Interval = tuple[float, float]
+ALL: Interval = (-math.inf, math.inf)
+
+
+def reordered(roots: Sequence[Node]) -> list[Node]:
+    """The roots (of one graph), rewritten together."""
+    rewriter = _Rewriter(roots)
+    return [rewriter.of(root) for root in roots]
+
+
+class _Rewriter:
+    def __init__(self, roots: Sequence[Node]):
+        self.graph: Graph = roots[0].graph
+        self.of_statistics = _sums_of_statistics(roots)
+        self.known: dict[int, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        found = self.known.get(node.id)
+        if found is None:
+            found = self.known[node.id] = self._rewritten(node, [self.of(a) for a in node.args])
+        return found
+
+    def _rewritten(self, node: Node, args: list[Node]) -> Node:
+        if node.is_scalar_op:
+            return _within_bounds(node.op, self.graph.scalar(node.op, *args))
+        if node.op == "take" and node.args[1].op == "pick" and node.args[1].args[0] is node.args[0]:
+            axis, sign = node.args[1].attr
+            return self._extreme(axis, args[0], sign)
+        if node.op == "sum":
+            plain = self.graph.sum(node.attr, args[0])
+            return plain if node.id in self.of_statistics else self._taken_apart(plain, args[0])
+        if node.op == "detach":
+            return self.graph.detach(args[0], node.attr and self.of(node.attr))
+        return self.graph.make(node.op, *args, attr=node.attr, space=node.space)
+
+    # ---- extremes
+    def _extreme(self, axis: str, a: Node, sign: int) -> Node:
+        chain, factors = _monotone_chain(a, axis)
+        x = chain[-1][0].args[chain[-1][1]] if chain else a
+        for function, at in chain:
+            sign *= _direction(function, at) or 1
+        if factors:
+            product = factors[0]
+            for each in factors[1:]:
+                product = product * each
+            flipped = product.lt(0.0)
+            top = self.graph.extreme(axis, flipped.where(-x, x), sign)
+            result = flipped.where(-top, top)
+        else:
+            result = self._valley(axis, x, sign) or self.graph.extreme(axis, x, sign)
+        for function, at in reversed(chain):
+            result = self._replaced(function, at, result)
+        return result
+
+    def _valley(self, axis: str, a: Node, sign: int) -> Node | None:
+        if not (a.is_scalar_op and SCALARS[a.op].valley and sign > 0 and _operand_that_varies(a, axis) == 0):
+            return None
+        ends = (self._replaced(a, 0, self._extreme(axis, a.args[0], s)) for s in (1, -1))
+        return self.graph.scalar("max", *ends)
+
+    def _replaced(self, a: Node, at: int, operand: Node) -> Node:
+        return self.graph.scalar(a.op, *a.args[:at], operand, *a.args[at + 1 :])
+
+    # ---- sums
+    def _taken_apart(self, plain: Node, a: Node) -> Node:
+        """A sum over positions, from sums that are there earlier if that saves a pass."""
+        if plain.op != "sum" or plain.attr != "s":
+            return plain
+        apart = self.graph.total("s", a)
+        return apart if _level(apart) < _level(plain) else plain
+
+
+def _sums_of_statistics(roots: Sequence[Node]) -> set[int]:
+    """Means that are had together with their variance, whatever way they could be had."""
+    found: set[int] = set()
+    for node in order(roots):
+        if node.op == "variance":
+            within = {n.id for n in order([node.args[0]])}
+            found |= {n.id for n in order([node.args[1]]) if n.op == "sum" and n.id not in within}
+    return found
+
+
+def _level(node: Node) -> int:
+    return Facts([node], keeps=False).level[node.id]
+
+
+# ---- monotone functions
+_CHEAP = {"add", "sub", "mul", "div", "neg"}
+
+
+def _monotone_chain(a: Node, axis: str) -> tuple[list[tuple[Node, int]], list[Node]]:
+    """The monotone functions that make a, outermost first, with the place of the operand that varies along the axis; and those factors
+    among them whose sign isn't known. It ends with a function whose direction is; a choice by sign has to save more than it costs: a
+    function that isn't cheap, or statistics."""
+    chain: list[tuple[Node, int]] = []
+    factors: list[Node] = []
+    length, known_factors, saves = 0, 0, False
+    while (at := _operand_that_varies(a, axis)) is not None:
+        if _direction(a, at) == 0:
+            if a.op != "mul" and (a.op, at) != ("div", 0):
+                break
+            factors.append(a.args[1 - at])
+        chain.append((a, at))
+        saves = saves or a.op not in _CHEAP or any(_level(x) for i, x in enumerate(a.args) if i != at)
+        if _direction(a, at) and (saves or not factors):
+            length, known_factors = len(chain), len(factors)
+        a = a.args[at]
+    return chain[:length], factors[:known_factors]
+
+
+def _operand_that_varies(a: Node, axis: str) -> int | None:
+    """The place of the one operand of a scalar function that varies along the axis."""
+    if not a.is_scalar_op:
+        return None
+    places = [i for i, x in enumerate(a.args) if x.space.has(axis)]
+    return places[0] if len(places) == 1 else None
+
+
+def _direction(a: Node, at: int) -> int:
+    """+1 if a function rises with that operand, -1 if it falls, 0 if neither is known."""
+    if a.op == "add":
+        return 1
+    if a.op == "sub":
+        return 1 if at == 0 else -1
+    if a.op in ("mul", "div"):
+        low, high = bounds(a.args[1 - at])
+        if (a.op == "div" and at == 1) or (low, high) == (0.0, 0.0):
+            return 0
+        return (low >= 0) - (high <= 0)
+    if a.op == "leaky_relu":
+        return int(at == 0 and a.args[1].is_const() and a.args[1].attr >= 0)
+    if a.op in ("max", "min"):
+        return 1
+    return SCALARS[a.op].monotone if at == 0 else 0
+
+
+# ---- bounds
+def bounds(node: Node, depth: int = 8) -> Interval:
+    """Between what a node's values lie, NaN aside; looked into no deeper than `depth`."""
+    if node.is_const():
+        return node.attr, node.attr
+    if depth == 0:
+        return ALL
+    if node.op in ("take", "detach"):
+        return bounds(node.args[0], depth - 1)
+    if not node.is_scalar_op or node.is_boolean:
+        return ALL
+    operands = [bounds(a, depth - 1) for a in node.args]
+    if node.op in _INTERVALS:
+        return _INTERVALS[node.op](*operands)
+    return SCALARS[node.op].bounds
+
+
+def _sum_of(a: Interval, b: Interval) -> Interval:
+    ends = a[0] + b[0], a[1] + b[1]
+    return ALL if any(map(math.isnan, ends)) else ends
+
+
+def _negative(a: Interval) -> Interval:
+    return -a[1], -a[0]
+
+
+def _product(a: Interval, b: Interval) -> Interval:
+    ends = [0.0 if 0.0 in (x, y) else x * y for x in a for y in b]
+    return min(ends), max(ends)
+
+
+def _quotient(a: Interval, b: Interval) -> Interval:
+    return ALL if b[0] <= 0 <= b[1] else _product(a, (1 / b[1], 1 / b[0]))
+
+
+def _clamped(x: Interval, low: Interval, high: Interval) -> Interval:
+    return min(max(x[0], low[0]), high[0]), min(max(x[1], low[1]), high[1])
+
+
+_INTERVALS = {
+    "add": _sum_of,
+    "sub": lambda a, b: _sum_of(a, _negative(b)),
+    "mul": _product,
+    "div": _quotient,
+    "neg": _negative,
+    "max": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "min": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
+    "clamp_min": lambda x, low: (max(x[0], low[0]), max(x[1], low[1])),
+    "clamp_max": lambda x, high: (min(x[0], high[0]), min(x[1], high[1])),
+    "clamp": _clamped,
+    "hardtanh": _clamped,
+    "relu": lambda x: (max(x[0], 0.0), max(x[1], 0.0)),
+}
+
+
+def _within_bounds(op: str, node: Node) -> Node:
+    """The function without what its operand's bounds rule out. Strictly inside, so that gradients at a bound stay as they are; what is 0
+    by relu has no gradient already."""
+    if node.op != op:
+        return node
+    x = node.args[0]
+    low, high = bounds(x)
+    if op == "relu" and (low > 0 or x.op == "relu"):
+        return x
+    if op == "leaky_relu" and (low > 0 or x.op == "relu"):
+        return x
+    if op in ("clamp", "hardtanh") and all(b.is_const() for b in node.args[1:]):
+        return x if node.args[1].attr < low and high < node.args[2].attr else node
+    if op == "hardswish" and -3 < low and high < 3:
+        return x * (x + 3.0) / 6.0
+    return node

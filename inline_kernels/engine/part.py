@@ -1,0 +1,338 @@
+"""A segment of one model: it decides what runs, keeps the decision for each situation, and runs it."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+
+import torch
+from torch import Tensor, nn
+
+from inline_kernels.engine import operators
+from inline_kernels.loader.operators import check_memory, is_watched
+from inline_loader import BuildError
+
+from . import capture, schedule, support
+from .code import Code
+from .guards import Guards
+from .operator import SCHEDULES, Decision, Names, Reference, operator_of
+from .support import NOT_THE_MODEL, Situation
+
+_KEPT_SITUATIONS = 16  # of one segment, the last met
+_said: set[tuple[str, str]] = set()  # of a device, why kernels can't be built
+
+
+class Asked:
+    """The variant that a module of `fused(Model)` is asked for, and the schedule's name that runs it; None: whatever is best."""
+
+    def __init__(self, model: nn.Module):
+        self.ever = hasattr(type(model), "_schedule_of")
+        self.changes(model)
+
+    def changes(self, model: nn.Module) -> bool:
+        before, self.variant = getattr(self, "variant", None), model.variant if self.ever else None
+        self.schedule = model._schedule_of.get(self.variant) if self.ever else None
+        return before != self.variant
+
+
+def schedules_of(model: nn.Module) -> dict[str, object]:
+    """By name, the most fused first: those of the model's class, and those that serve all."""
+    return {**getattr(type(model), "_schedules", {}), **SCHEDULES}
+
+
+class Part:
+    """A segment of one model: called with its inputs, it gives its result. What it decided in a situation it keeps."""
+
+    def __init__(
+        self, segment, model: nn.Module, captured, guards: Guards, stale: types.SimpleNamespace, asked: Asked
+    ):
+        self.segment, self.guards, self.stale, self.asked = segment, guards, stale, asked
+        self.name, self.model = segment.conv.name or segment.parameters[0], weakref.ref(model)
+        self.situations: list[Situation] = []
+        self.epoch = 0  # rises where situations are forgotten
+        self.modules = {name: model.get_submodule(name) for name in sorted(called(segment))}
+        self.altered = next(filter(None, [support.altered(*each) for each in self.modules.items()]), None)
+        known = {*segment.parameters, *segment.buffers, *segment.scalars}
+        read = {node.target for node in segment.eager.nodes if node.op == "get_attr"} - known
+        self.others = {
+            name: captured.constants[name] if name in captured.constants else attribute(model, name)
+            for name in read
+        }
+        exact_order, schedules = getattr(model, "_exact_order", False), schedules_of(model)
+        self.by_schedule = {
+            name: operator_of(segment, self.modules, self.others, exact_order, name, schedule)
+            for name, schedule in schedules.items()
+        }
+        self.shared = next(iter(self.by_schedule.values()))  # all have the same arguments
+        self.own = Names(segment)
+        self.names, self.inputs = self.own.tensors, self.own.inputs
+        self.sources = [_source(model, name) for name in self.names[self.inputs :]]
+        self.once = None  # gives of the tensors those that differ; None: all
+        self.shapes = [table[last].shape for table, last in self.sources]
+        self.eager_code = Code(segment.eager, captured.constants).function()
+        counters = {update.mean_buffer.rpartition(".")[0] for update in segment.updates}
+        self.counters = [model.get_submodule(name)._buffers for name in sorted(counters)]
+
+    def guard_once(self, given: Sequence) -> None:
+        """given: what tells the inputs apart. Guards take no tensor that stands for two."""
+        if len(set(given)) < len(given):
+            first = [i for i, each in enumerate(given) if each not in given[:i]]
+            self.once = itemgetter(*first, *range(len(given), len(self.names)))
+
+    def operator_of(self, decision: Decision):
+        """loader_operators' operator; None: eager."""
+        return None if decision.runs == "eager" else self.by_schedule[decision.runs].operator
+
+    def _refuse(self, decision: Decision) -> None:
+        """Where one schedule was asked for and can't run, that is an error; but not where eager has one of its own to raise."""
+        if self.asked.schedule and decision.runs == "eager" and decision.reason != NOT_THE_MODEL:
+            raise RuntimeError(f"variant {self.asked.variant!r} can't run: {decision.reason}")
+
+    def eager(self, *given):
+        return self.eager_code(self.model(), *given)
+
+    # ----------------------------------------------------------------------------------------------------- what is called
+
+    def __call__(self, *given):
+        try:
+            tensors = (*given, *[table[last] for table, last in self.sources])
+            guarded = tensors if self.once is None else self.once(tensors)
+            for situation in self.situations:
+                if situation.holds(guarded):
+                    break
+            else:
+                situation = Situation(guarded)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            # What those guards know no situation of, as one tensor that stands for two: decided each time.
+            return self._decide(given, None)
+        if not situation.decided:
+            return self._decide(given, situation)
+        if situation is not self.situations[0]:
+            self._put_first(situation)
+        if situation.run is None:
+            return self.eager(*given)
+        if situation.drawn is None:
+            return situation.run(*tensors)
+        return situation.run(*tensors, *operators.drawn(tensors[0], situation.drawn, False))
+
+    def watched(self, *given):
+        """The same where something sees operators by themselves, or a derivative goes forward: nothing is kept."""
+        decision = self.decision(given)
+        operator = self.operator_of(decision)
+        if operator is None or self.counters:  # what is written to running statistics shall be seen
+            return self.eager(*given)
+        tensors, constants = (*given, *self.tensors()), self._constants(decision)
+        drawn = operators.drawn(given[0], self._draws(), True) if self.segment.random else ()
+        autocast = support.autocast_dtype(given[0])
+        if autocast is None:
+            return operator(*tensors, *drawn, *constants)
+        return _run_autocast(operator, autocast, self.inputs, *tensors, *drawn, *constants)
+
+    def _decide(self, given: tuple, situation: Situation | None) -> Tensor:
+        """The first call in a situation, and what keeps the decision."""
+        epoch, decision, run, drawn = self.epoch, self.decision(given), None, None
+        self._refuse(decision)
+        if decision.runs != "eager":
+            tensors = (*given, *self.tensors())
+            drawn = self._draws() if self.segment.random else None
+            run = self._bound(tensors, drawn, decision)
+        if situation is not None and epoch == self.epoch:
+            situation.decided, situation.run, situation.drawn = True, run, drawn
+            self._put_first(situation)
+        if run is None:
+            return self.eager(*given)
+        return run(*tensors, *(() if drawn is None else operators.drawn(tensors[0], drawn, False)))
+
+    def forget(self) -> None:
+        """What is kept: a number has changed, or kernels."""
+        self.epoch += 1
+        self.situations = []
+
+    def _put_first(self, situation: Situation) -> None:
+        others = [other for other in self.situations if other is not situation]
+        self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
+
+    def _bound(self, tensors: tuple, drawn: bool | None, decision: Decision) -> Callable | None:
+        """run(*tensors, *drawn), as short as can be; None where its kernels can't be built."""
+        shared, x = self.by_schedule[decision.runs], tensors[0]
+        constants, autocast = self._constants(decision), support.autocast_dtype(x)
+        needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+        cast = tensors if autocast is None else _cast(tensors, autocast, self.inputs)
+        arguments = *cast, *_undrawn(x, drawn), *constants
+        with building(x.device.type) as built:
+            plan = shared.operator.plan(arguments, saving=needs_gradient)
+        if not built:
+            shared.failed(arguments, needs_gradient, built.reason)
+            return None
+        run = shared.bound(plan if autocast is None else None, constants, needs_gradient)
+        if autocast is not None:
+            run = functools.partial(_run_autocast, run, autocast, self.inputs)
+        if self.counters:
+            first = len(self.names) - len(self.own.updated)
+            run = functools.partial(_run_counted, run, self.counters, first, len(self.names))
+        return run
+
+    # ---------------------------------------------------------------------------------------------------- what is decided
+
+    def tensors(self) -> list[Tensor]:
+        return [table[last] for table, last in self.sources]
+
+    def numbers(self) -> list[float]:
+        """The model's numbers that the operator takes, as they are now."""
+        known = self.guards.numbers
+        return [known[name] if name in known else attribute(self.model(), name) for name in self.own.numbers]
+
+    def _constants(self, decision: Decision) -> tuple:
+        return *map(float, self.numbers()), support.DTYPES.index(decision.dtype)
+
+    def _draws(self) -> bool:
+        """Is anything dropped?"""
+        return any([each.p > 0 for each in self.segment.random])
+
+    def decision(self, given: tuple, saving: bool | None = None) -> Decision:
+        """What runs for those inputs. They may be without memory and stand for some on the parameters' device. Nothing is built.
+
+        saving: for a pass that backward will follow? By default where the tensors say so."""
+
+        def eager(reason: str) -> Decision:
+            return Decision(self.name, "eager", reason)
+
+        if self.altered:
+            return eager(self.altered)
+        try:
+            tensors = (*given, *self.tensors())
+        except KeyError as error:
+            return eager(f"the parameter {error} is gone")
+        standing = self.inputs if any([isinstance(t, Tensor) and t.is_meta for t in given]) else 0
+        if reason := support.obstacle(tensors, self.names, self.inputs, standing):
+            return eager(reason)
+        if [t.shape for t in tensors[self.inputs :]] != self.shapes:
+            self.stale.is_so = True  # another capture's
+            return eager("a parameter has got another shape")
+        numbers = self.numbers()
+        if any([number != number for number in numbers]):
+            return eager("a number is NaN")
+        device = tensors[self.inputs].device
+        autocast = support.autocast_dtype(given[0], device.type)
+        if reason := self._misfit(tensors, device.type):
+            return eager(reason)
+        reference = Reference(self.shared, self.segment, self.modules, self.others)
+        arguments = self.shared.arguments(
+            *tensors, *_undrawn(given[0], False, bool(self.segment.random)), *numbers, 0
+        )
+        try:
+            like = reference.like(arguments, device, autocast)
+        except Exception:  # whatever torch's functions say of it
+            return eager(NOT_THE_MODEL)
+        if like.dtype not in support.DTYPES:
+            return eager(f"there are no kernels for results of {like.dtype}")
+        if saving is None:
+            saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+        return self._chosen(arguments._replace(dtype=support.DTYPES.index(like.dtype)), like, saving)
+
+    def _chosen(self, arguments: tuple, like: Tensor, saving: bool) -> Decision:
+        """The first schedule that can run them, of those that may; else eager, with the reasons of all."""
+        asked = [each for each in self.by_schedule.items() if self.asked.schedule in (None, each[0])]
+        decisions = (shared.decide(self.name, arguments, like, saving) for _, shared in asked)
+        refused: list[str] = []
+        for decision in decisions:
+            if decision.runs != "eager":
+                return decision
+            refused.append(decision.reason)
+        return Decision(self.name, "eager", "; ".join(refused))
+
+    def _misfit(self, tensors: tuple, device: str) -> str | None:
+        """Why the inputs aren't what the segment was captured for; or None."""
+        x, weight = tensors[0], tensors[self.inputs]
+        own = f"{self.name}."
+        convolved = [
+            t for name, t in zip(self.names, tensors) if t is x or t is weight or name.startswith(own)
+        ]
+        if len({support.autocast_dtype(t, device) or t.dtype for t in convolved}) > 1:
+            return NOT_THE_MODEL
+        if x.dim() != weight.dim() or x.shape[1] != weight.shape[1] * self.segment.conv.groups:
+            return NOT_THE_MODEL if x.dim() != weight.dim() - 1 else "the input is no batch"
+        sizes = capture.sizes(self.segment, tuple(x.shape), tuple(weight.shape))
+        spaces = {node.attr[0]: node.space for node in self.segment.graph.nodes if node.op == "leaf"}
+        for name, t in zip(self.names[1:], tensors[1 : self.inputs]):
+            space = spaces[name]
+            spatial = sizes[space.level] if space.level else (1,) * (x.dim() - 2)
+            expected = (x.shape[0] if space.n else 1, weight.shape[0] if space.c else 1, *spatial)
+            if [size for size in t.shape if size != 1] != [size for size in expected if size != 1]:
+                return f"a second input is of shape {list(t.shape)}, and {list(expected)} was expected"
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _source(model: nn.Module, name: str) -> tuple[dict, str]:
+    """Where the tensor `name` is to be found at each call."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return next(table for table in (owner._parameters, owner._buffers, vars(owner)) if last in table), last
+
+
+def attribute(model: nn.Module, name: str):
+    return functools.reduce(getattr, name.split("."), model)
+
+
+def called(segment) -> set[str]:
+    return {node.target for node in segment.eager.nodes if node.op == "call_module"}
+
+
+def _undrawn(x: Tensor, wanted: bool | None, random: bool = True) -> tuple:
+    """What `operators.drawn` would give, before anything is drawn."""
+    if wanted is None or not random:
+        return ()
+    on_host = x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return x.new_empty(0 if on_host else int(wanted), dtype=torch.int64), 0
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype, weight: int) -> list[Tensor]:
+    """As autocast gives them to the convolution; the rest stays, which is more exact than what eager does."""
+    return [t.to(dtype) if i in (0, weight) else t for i, t in enumerate(tensors)]
+
+
+def _run_autocast(run: Callable, dtype: torch.dtype, weight: int, *varying) -> Tensor:
+    if not is_watched():
+        check_memory(varying[0], varying[weight])  # before they are converted
+    return run(*_cast(varying, dtype, weight))
+
+
+def _run_counted(run: Callable, counters: Sequence[dict], first: int, last: int, *varying) -> Tensor:
+    """run, which writes to the running statistics, as eager's kernels do: autograd isn't told. And counts the batches."""
+    for buffers in counters:
+        if (count := buffers["num_batches_tracked"]) is not None:
+            count.add_(1)
+    return run(*varying[:first], *[t.data for t in varying[first:last]], *varying[last:])
+
+
+class building:
+    """A region in which kernels are built. Where they can't be, it ends early and is False: eager runs, and a warning says why, once."""
+
+    def __init__(self, device: str):
+        self.device, self.reason = device, None
+
+    def __bool__(self) -> bool:
+        return self.reason is None
+
+    def __enter__(self) -> building:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> bool:
+        if not isinstance(error, (BuildError, schedule.Unsupported)):
+            return False
+        if self.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False  # the graph would hold eager's for ever
+        self.reason = str(error)
+        if isinstance(error, BuildError) and (self.device, self.reason) not in _said:
+            _said.add((self.device, self.reason))
+            warnings.warn(
+                f"fused modules run eager on {self.device}: {self.reason}", RuntimeWarning, stacklevel=6
+            )
+        return True

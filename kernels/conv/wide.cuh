@@ -1,0 +1,117 @@
+// A 2-D convolution of many channels, stride 1, no padding: a tail of v = conv2d(x, weight), which is never
+// written, to sinks.
+//
+// An implicit GEMM on tensor cores: M = output channels, N = output pixels of one row, K = taps × input
+// channels.
+//   float32           an operand is one float16, which has as many digits as TF32 (11 bits), and is rounded
+//                     as the library rounds for TF32: to the nearest, ties away from zero. Sums are float32.
+//                     Powers of two bring each sample of x and each output channel of weight into float16's
+//                     range; the channel's constants take them out again, exactly. A value that is more than
+//                     2^39 times smaller than the largest of its sample counts as zero.
+//   float32, split    an operand is the sum of two float16 (22 bits): three products give float32's accuracy.
+//   float16, bfloat16 are operands as they are.
+// inf and NaN reach every output whose window holds them, as in PyTorch.
+//
+//   conv/wide_operands.cuh  sizes, scales, conversion to operands, packed weights
+//   conv/wide_sm90.cuh      the convolution on compute capability 9.0, where it fits; its stages and tiles
+//                           are in …_stages.cuh, …_pipeline.cuh, who fills them in …_producer.cuh
+//   conv/wide_sm80.cuh      the same from compute capability 8.0 on, for any size
+//   conv/tail.cuh           from sums to results
+#pragma once
+#include "conv/wide_sm80.cuh"
+#include "conv/wide_sm90.cuh"
+#include "conv/wide_sm90_producer.cuh"
+#include "host/tensor.h"
+
+namespace conv {
+
+constexpr int64_t kMostCounted = int64_t(1) << 31;  // where counts are int
+
+// What a build knows of its GPU and of sizes: the compute capability, 90 of 9.0, and the bytes of shared
+// memory that a block may ask for; at multiples of how many elements x's and dy's rows begin; has a row of x
+// one tile; and are there fewer than kMostCounted tiles, and pixels of a plane?
+template <int kCapability_, int kShared, int kX, int kDy, bool kOne, bool kInt> struct Target {
+  static constexpr int kCapability = kCapability_, kSharedLimit = kShared, kXAligned = kX, kDyAligned = kDy;
+  static constexpr bool kOneTile = kOne, kCountsInInt = kInt;
+};
+
+// What the kernels of a convolution and its gradients are compiled for.
+template <class Filter_, class Operands_, class Target_> struct Build : Target_ {
+  using Filter = Filter_;
+  using Operands = Operands_;
+  using Target = Target_;
+  using value_t = typename Operands::value_t;
+
+  // Throws std::runtime_error unless an image (x, dx) and a weight have those sizes.
+  static void check(In<value_t> image, In<value_t> weight) {
+    expect(image.dims == 4 && image.size(1) == Filter::kIn && image.size(2) >= Filter::kHeight &&
+               image.size(3) >= Filter::kWidth,
+           "an image of the channels that are compiled for, as large as the filter at least");
+    expect(weight.dims == 4 && weight.size(0) == Filter::kOut && weight.size(1) == Filter::kIn &&
+               weight.size(2) == Filter::kHeight && weight.size(3) == Filter::kWidth,
+           "a weight of the sizes that are compiled for");
+  }
+};
+
+constexpr int round_up(int size, int unit) { return ceil_div(size, unit) * unit; }
+
+// The mainloop for a convolution: by wgmma where it may be and fits, else by mma.sync, whose tile then has
+// fewer rows, or a smaller K block, until it fits.
+template <class Filter, class Operands, class Target, bool kMayBySm90, bool kTransposed, class Source,
+          class Tail, class Keep, class Out>
+struct Mainloop {
+  template <class T> using Conv = Wide<Filter, Operands, T, kTransposed>;
+  static constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64, kChannels = round_up(Filter::kIn, 16);
+
+  using Sm90 = WideSm90<Conv<Tile<kChannels, kBlockChannels>>, Source, Tail, Keep, Out>;
+  static constexpr bool kBySm90 =
+      kMayBySm90 && Target::kCapability == 90 && Sm90::fits(Target::kSharedLimit);
+
+  template <class T> using Sm80 = WideSm80<Conv<T>, Source, Tail, Keep, Out>;
+  template <int kKBlock, int kRows> static constexpr auto fitting() {
+    using T = Tile<kKBlock, kBlockChannels, kRows>;
+    if constexpr (Sm80<T>::kSharedBytes <= Target::kSharedLimit) return Sm80<T>{};
+    else if constexpr (kRows > 1) return fitting<kKBlock, 1>();
+    else if constexpr (kKBlock > 16) return fitting<kKBlock - 16, 1>();
+    else static_assert(kKBlock < 16, "the kernel's window does not fit in shared memory");
+  }
+  static constexpr int kMostOfKBlock = 64 / Operands::kParts;
+  using Loop = std::conditional_t<
+      kBySm90, Sm90,
+      decltype(fitting<(kChannels < kMostOfKBlock ? kChannels : kMostOfKBlock), 128 / kBlockChannels>())>;
+};
+
+// Forward's: x's rows must be whole words.
+template <class Build, class Tail, class Keep, class Out>
+using ForwardMainloop =
+    Mainloop<typename Build::Filter, typename Build::Operands, typename Build::Target,
+             Build::kCountsInInt && Build::kXAligned * sizeof(typename Build::value_t) % 4 == 0, false,
+             Input<typename Build::Operands>, Tail, Keep, Out>;
+
+// largest (N) becomes the bits of each sample's largest finite magnitude.
+template <class Build, class Tail, class Keep, class Out>
+void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, const Tail& tail,
+          const Keep& keep, const Out& out, int32_t* largest, cudaStream_t stream) {
+  using Choice = ForwardMainloop<Build, Tail, Keep, Out>;
+  using Loop = typename Choice::Loop;
+  Build::check(x, weight);
+  const int64_t N = x.size(0), H = x.size(2), W = x.size(3);
+  if (N == 0) return;
+  const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
+  const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
+  uint32_t* const bits = reinterpret_cast<uint32_t*>(largest);
+  pack_weight<Loop>(packed_weight, exponents, bits, weight, N, stream);
+  const typename Loop::Arguments args{out, keep, {x}, packed_weight, exponents, bits, tail, N, H, W};
+  if constexpr (Choice::kBySm90) {
+    const int64_t tiles = N * args.height() * ceil_div(int(args.width()), kTileWidth);
+    const bool whole_words = W * sizeof(typename Build::value_t) % 4 == 0 && uintptr_t(x.data) % 4 == 0;
+    expect(tiles < kMostCounted && H * W < kMostCounted && whole_words, "sizes that are compiled for");
+    convolve_rows<Loop>(args, stream);
+  } else {
+    const Scratch<uint4> packed(packed_input_size<Loop>(N, H * W), stream);
+    pack_input<Loop>(packed, bits, x, N, H * W, stream);
+    convolve_packed<Loop>(args, packed, stream);
+  }
+}
+
+}  // namespace conv

@@ -1,0 +1,554 @@
+"""A model as one file, without a specialiser: what it holds, that it computes and trains what Model does where nothing of ours can be
+imported, what stands in its way, and what an edit of it does."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import test_emulated
+from inline_kernels.export import composed as export_cell
+from inline_kernels.loader import source as loader_source
+from inline_kernels.loader import units
+from test_emulated import folder  # noqa: F401
+from test_export import FORBIDDEN
+
+COMPOSED = Path(__file__).resolve().parent / "composed"
+PUBLIC = {"Model", "ModelNew", "get_inputs", "get_init_inputs", "check", "torch", "nn"}
+
+
+class ScaledRelu(nn.Module):
+    """y = relu(conv(x)) * scale + bias."""
+
+    def __init__(self, in_channels, out_channels, kernel_size, scale):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
+        self.bias = nn.Parameter(torch.randn(out_channels, 1, 1))
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.relu(self.conv(x)) * self.scale + self.bias
+
+
+class DroppedConv(nn.Module):
+    """y = dropout(conv(x))."""
+
+    def __init__(self, channels, p):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, bias=False)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.drop(self.conv(x))
+
+
+# The library convolves: v is its result.
+LOAD = """// y = relu(v + conv_bias) * scale + bias
+#include "core/numerics.h"
+#include "host/tensor.h"
+
+template <class F> void each(const In<value_t>& v, const F& f) {
+  const int64_t C = v.size(1), S = v.size(2) * v.size(3);
+  host::parallel_for(C, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++)
+      for (int64_t n = 0; n < v.size(0); n++)
+        for (int64_t i = 0; i < S; i++) f(c, (n * C + c) * S + i);
+  });
+}
+
+EXPORT void forward(Out<value_t> y, In<value_t> v, In<accumulate_t> conv_bias, In<accumulate_t> bias, double scale) {
+  each(v, [&](int64_t c, int64_t i) {
+    y[i] = value_t(maximum(accumulate_t(v[i]) + conv_bias[c], accumulate_t(0)) * accumulate_t(scale) + bias[c]);
+  });
+}
+
+EXPORT int64_t channels(In<value_t> v) { return v.size(1); }
+
+EXPORT int64_t counts_size(In<value_t> x, In<value_t> weight) { return x.size(0) * weight.size(0); }
+
+EXPORT void backward_parameters(Out<accumulate_t> d_conv_bias, Out<accumulate_t> d_bias, Out<uint8_t> positive, Out<int64_t> counts,
+                                In<value_t> dy, In<value_t> v, In<accumulate_t> conv_bias, double scale, int64_t channels) {
+  if (counts.numel() != v.size(0) * channels || positive.numel() != v.numel()) throw std::runtime_error("sizes");
+  for (int64_t c = 0; c < channels; c++) d_conv_bias[c] = d_bias[c] = 0;
+  each(v, [&](int64_t c, int64_t i) {
+    positive[i] = accumulate_t(v[i]) + conv_bias[c] > 0;
+    d_conv_bias[c] += positive[i] ? accumulate_t(dy[i]) * accumulate_t(scale) : 0, d_bias[c] += accumulate_t(dy[i]);
+  });
+}
+
+EXPORT void backward_v(Out<value_t> d_v, In<value_t> dy, In<uint8_t> positive, double scale) {
+  for (int64_t i = 0; i < d_v.numel(); i++) d_v[i] = value_t(positive[i] ? accumulate_t(dy[i]) * accumulate_t(scale) : 0);
+}
+"""
+DROPPED = """#include "core/philox.h"
+#include "host/tensor.h"
+
+EXPORT void forward(Out<value_t> y, In<value_t> v, In<int64_t> seed, int64_t number, double p) {
+  for (int64_t i = 0; i < v.numel(); i++) {
+    const bool keeps = p == 0 || dropout_keeps(philox(seed_of(seed, number), i / 4).lane[i % 4], p);
+    y[i] = keeps ? v[i] / value_t(1 - p) : value_t(0);
+  }
+}
+
+EXPORT void backward(Out<value_t> dv, In<value_t> dy, In<int64_t> seed, int64_t number, double p) {
+  for (int64_t i = 0; i < dv.numel(); i++) {
+    const bool keeps = p == 0 || dropout_keeps(philox(seed_of(seed, number), i / 4).lane[i % 4], p);
+    dv[i] = keeps ? dy[i] / value_t(1 - p) : value_t(0);
+  }
+}
+"""
+ARGUMENTS = {"weight": "conv.weight", "conv_bias": "conv.bias", "bias": "bias", "scale": "scale"}
+RELU = {"arguments": ARGUMENTS, "init_inputs": (3, 8, 3, 0.5), "input_shape": (4, 3, 10, 12)}
+CELLS = {
+    "direct": lambda: export_cell.cell(ScaledRelu, COMPOSED / "scaled_relu.cpp", device="cpu", **RELU),
+    "load": lambda: export_cell.cell(ScaledRelu, LOAD, device="cpu", **RELU),
+    "halves": lambda: export_cell.cell(ScaledRelu, LOAD, device="cpu", dtype=torch.bfloat16, **RELU),
+    "cuda": lambda: export_cell.cell(ScaledRelu, COMPOSED / "scaled_relu.cu", device="cuda", **RELU),
+    "dropped": lambda: export_cell.cell(
+        DroppedConv, DROPPED, device="cpu", arguments={"weight": "conv.weight", "p": "drop.p"}, init_inputs=(2, 0.25),
+        input_shape=(3, 2, 20, 20),
+    ),
+}  # fmt: skip
+each_cell = pytest.mark.parametrize("name", CELLS)
+
+
+@functools.cache
+def text_of(name: str) -> str:
+    return CELLS[name]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def builds(tmp_path_factory):
+    """Of all cells here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
+
+
+def ran(text: str) -> dict:
+    exec(compile(text, "cell", "exec"), names := {"__name__": "__main__"})
+    return names
+
+
+def pair(names: dict) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    ours, theirs = (
+        names[each](*names["get_init_inputs"]()).to(names["_DTYPE"]) for each in ("ModelNew", "Model")
+    )
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs, names["get_inputs"]()[0].to(names["_DTYPE"])
+
+
+# ------------------------------------------------------------------------------------------------------- what a file holds
+
+
+@each_cell
+def test_what_a_file_holds(name):
+    """Formula and gradient before all else; each header once; public names and private ones; what KernelBench's checker lets through."""
+    text, defined = text_of(name), set()
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            defined |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            targets = [each for target in node.targets for each in getattr(target, "elts", [target])]
+            defined |= {target.id for target in targets}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+    assert {each for each in defined if each[0] != "_"} == PUBLIC
+    assert (
+        text.index("class Model(")
+        < text.index("\n_FORMULA = ")
+        < text.index("\n_HEADERS = ")
+        < text.index("class ModelNew(")
+    )
+    assert '#include "' not in text and text.count(" core/scalar.h\n") == text.count(" host/tensor.h\n") == 1
+    code = "\n".join(re.split("#|//", line)[0] for line in text.split("\n"))
+    assert {rule for rule, pattern in FORBIDDEN.items() if re.search(pattern, code)} == set()
+    assert "load_inline" in code and (name != "cuda" or "__global__" in code)
+
+
+def test_the_host_is_one_text_for_all():
+    assert len({text_of(name).partition("host: the same for all models")[2] for name in CELLS}) == 1
+
+
+def test_lines():
+    """Of the exporter, and beside the kernels' text."""
+    own = [Path(export_cell.__file__), Path(export_cell.__file__).with_name("cell_host.py")]
+    assert sum(len(each.read_text().splitlines()) for each in own) <= 400
+
+
+def test_a_notebook_with_its_headers_folded():
+    cells = json.loads(export_cell.notebook(text_of("direct")))["cells"]
+    assert [cell["metadata"] for cell in cells] == [{}, {"jupyter": {"source_hidden": True}}, {}]
+    names = {"__name__": "__main__"}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), "cell", "exec"), names)
+    ours, theirs, x = pair(names)
+    assert torch.allclose(ours(x), theirs(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda text: text.replace("double scale", "double factor"), "forward: expected parameters out of .* scale, .*, got `double factor`"),
+    (lambda text: text.replace("In<value_t> v,", "const value_t* v,"), r"forward: expected In<T> and Out<T>, got `const value_t\* v`"),
+], ids=["argument", "pointer"])  # fmt: skip
+def test_what_can_be_no_cell(change, message):
+    with pytest.raises(ValueError, match=message):
+        export_cell.cell(ScaledRelu, change(LOAD), device="cpu", **RELU)
+
+
+def test_headers_in_their_places(tmp_path):
+    """Once; in front of an #if that nobody can decide; of one that is known its live branch."""
+    files = {
+        "a.h": "#pragma once\n#ifdef GPU\n#include \"gpu.h\"\n#else\n#include \"cpu.h\"\n#endif\n#ifndef GPU\nint host;\n#endif\nint a;",
+        "gpu.h": "int gpu;", "cpu.h": "#ifdef X\n#include \"b.h\"\n#else\nint x;\n#endif\nint cpu;", "b.h": "int b;",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    headers: dict = {}
+    source = '#include <math.h>\n#include "a.h"\n#if Y\n#include "b.h"\n#include "a.h"\n#endif\n'
+    gathered = loader_source.gather(source, tmp_path, [tmp_path], headers)
+
+    def lines(known) -> list[str]:
+        text = loader_source.inlined(gathered, headers.values(), known)
+        return [line for line in text.split("\n") if line and line[:2] != "//"]
+
+    cpu = ["int b;", "#ifdef X", "#else", "int x;", "#endif", "int cpu;"]
+    rest = ["#if Y", "#endif"]
+    assert lines({"GPU": False}) == ["#include <math.h>", *cpu, "int host;", "int a;", *rest]
+    assert lines({"GPU": True}) == ["#include <math.h>", "int gpu;", "int a;", "int b;", *rest]
+    both = ["int gpu;", *cpu, "#ifdef GPU", "#else", "#endif", "#ifndef GPU", "int host;", "#endif", "int a;"]
+    assert lines({}) == ["#include <math.h>", *both, *rest]
+
+
+# ------------------------------------------------------------------------------------------------------------ that it runs
+
+ALONE = """
+import sys, torch
+names = {"__name__": "__main__"}
+exec(open(sys.argv[1], encoding="utf-8").read(), names)
+assert not {"export_cell", "inline_loader", "loader_source", "models"} & set(sys.modules)
+for _ in range(3):
+    names["check"]()
+model, [x] = names["ModelNew"](*names["get_init_inputs"]()), names["get_inputs"](batch_size=2)
+model(x)
+with torch.no_grad():
+    print(tuple(model(x).shape))
+"""
+
+
+@pytest.mark.parametrize("name", ["direct", "load"])
+def test_alone_it_computes_and_trains_what_model_does(name, tmp_path):
+    (tmp_path / "cell.py").write_text(text_of(name), encoding="utf-8")
+    command = [sys.executable, "-I", "-c", ALONE, "cell.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "(2, 8, 8, 10)" and re.search(
+        r"compiling backward\w* … \d+\.\d s\n", done.stdout
+    )
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "compiling" not in done.stdout, "built once"
+
+
+@pytest.mark.parametrize("name", ["direct", "load"])
+@pytest.mark.parametrize(
+    "frozen", [(), ("x",), ("conv.weight",), ("x", "conv.weight"), ("conv.weight", "conv.bias", "bias")]
+)
+def test_gradients_that_are_asked_for(name, frozen):
+    ours, theirs, x = pair(names := ran(text_of(name)))
+    for model in (ours, theirs, copy.deepcopy(theirs).double()):
+        dtype = next(model.parameters()).dtype
+        given = x.to(dtype, copy=True).requires_grad_("x" not in frozen)
+        for path, p in model.named_parameters():
+            p.requires_grad_(path not in frozen)
+        y = model(given)
+        torch.manual_seed(1)
+        y.backward(torch.randn(y.shape).transpose(2, 3).contiguous().transpose(2, 3).to(dtype))
+        model.found = {"y": y.detach(), "x": given.grad} | {
+            path: p.grad for path, p in model.named_parameters()
+        }
+        exact = model.found
+    for what, right in exact.items():
+        assert (right is None) == (ours.found[what] is None), what
+        if right is not None:
+            error, limit = ((model.found[what].double() - right).norm() for model in (ours, theirs))
+            assert error <= 2 * limit + 1e-7 * right.norm(), what
+
+
+def test_parameters_are_read_at_each_call():
+    ours, theirs, x = pair(ran(text_of("direct")))
+    for model in (ours, theirs):
+        model.scale = -2
+        model.conv.weight.data.mul_(3)
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+    assert torch.allclose(
+        ours(x[:1, :, :, :].expand(2, -1, -1, -1)), theirs(x[:1].expand(2, -1, -1, -1)), atol=1e-5
+    )
+
+
+def test_halves():
+    ours, theirs, x = pair(ran(text_of("halves")))
+    y = ours(x)
+    exact = copy.deepcopy(theirs).double()(x.double())
+    assert y.dtype == torch.bfloat16 and (y - exact).norm() <= 2 * (theirs(x) - exact).norm()
+    y.sum().backward()
+    assert ours.bias.grad.dtype == torch.bfloat16
+
+
+def test_dropout_draws_anew_and_follows_the_seed():
+    ours, theirs, x = pair(ran(text_of("dropped")))
+    v = ours.conv(x)
+    torch.manual_seed(5)
+    y, other = ours(x), ours(x)
+    torch.manual_seed(5)
+    assert torch.equal(ours(x), y) and not torch.equal(y, other)
+    kept = y != 0
+    assert abs(kept.float().mean() - 0.75) < 0.03 and torch.allclose(y[kept], (v / 0.75)[kept])
+    (found,) = torch.autograd.grad(y.sum(), ours.conv.weight)
+    (right,) = torch.autograd.grad((v / 0.75)[kept].sum(), ours.conv.weight)
+    assert torch.allclose(found, right, atol=1e-4)
+    assert torch.allclose(ours.eval()(x), theirs.eval()(x), atol=1e-6)
+    for model in (ours, theirs):
+        model.drop.p = 1.5
+        with pytest.raises(ValueError, match="between 0 and 1, but got 1.5"):
+            model.train()(x)
+
+
+def test_cuda_in_the_emulation(folder):  # noqa: F811
+    source = (COMPOSED / "scaled_relu.cu").read_text()
+    kernels = test_emulated.Emulated(source, test_emulated.library_of(source, 800, {}, (), folder))
+    v, dy, conv_bias, bias = torch.randn(2, 5, 7, 9), torch.randn(2, 5, 7, 9), torch.randn(5), torch.randn(5)
+    y, dv, gradients = torch.zeros_like(v), torch.zeros_like(v), (torch.zeros(5), torch.zeros(5))
+    kernels.forward(y, v, conv_bias, bias, 0.5)
+    kernels.backward(dv, *gradients, dy, v, conv_bias, bias, 0.5)
+    given = [t.double().requires_grad_() for t in (v, conv_bias, bias)]
+    exact = torch.relu(given[0] + given[1].view(5, 1, 1)) * 0.5 + given[2].view(5, 1, 1)
+    exact.backward(dy.double())
+    for found, right in zip((y, dv, *gradients), (exact, *[t.grad for t in given])):
+        assert (found - right).norm() <= 1e-6 * right.norm()
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
+@pytest.mark.parametrize("launcher", ["forward", "backward"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_nvcc_compiles_what_a_cell_builds(launcher, capability, tmp_path, monkeypatch):
+    names, given = ran(text_of("cuda")), {}
+
+    def load_inline(name, sources, cuda, **options):
+        given.update(options, source=cuda[0])
+        raise InterruptedError
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    with pytest.raises(InterruptedError):
+        names["_library"](launcher)
+    (tmp_path / "cell.cu").write_text(given["source"], encoding="utf-8")
+    architecture = "-arch=sm_80" if capability == (8, 0) else "-arch=sm_90a"
+    assert given["extra_cuda_cflags"][0][-6:].strip("_") == architecture[-6:].removeprefix("ch=").strip("_")
+    command = ["nvcc", "-std=c++17", architecture, "-cubin", "-o", "cell.cubin", "cell.cu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    code = (tmp_path / "cell.cubin").read_bytes()
+    assert (b"tail_kernel" in code) and (b"sum_rows" in code) == (launcher == "backward"), (
+        "others' templates are not built"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- what stands in its way
+
+
+def replaced(path: str, value):
+    def change(model, x):
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, value)
+
+    return change
+
+
+HINDRANCES = {
+    "a hook": (lambda m, x: m.conv.register_forward_hook(lambda *_: None), "hooks on conv is True"),
+    "a pre-hook": (lambda m, x: m.conv.register_full_backward_pre_hook(lambda *_: None), "hooks on conv is True"),
+    "a module": (replaced("conv", nn.Sequential()), "attribute"),
+    "a class": (replaced("conv", type("Own", (nn.Conv2d,), {})(3, 8, 3)), "conv's class is .*Own"),
+    "a forward": (replaced("conv.forward", lambda x: x), "conv's forward is"),
+    "padding": (replaced("conv.padding", (1, 1)), r"conv.padding is \(1, 1\), its kernels are for \(0, 0\)"),
+    "no bias": (replaced("conv.bias", None), "conv.bias is None"),
+    "another bias": (replaced("bias", nn.Parameter(torch.ones(1))), r"bias is torch.float32 \[1\], its kernels are for torch.float32 \[8, 1, 1\]"),
+    "a constant": (replaced("scale", None), "scale is None, its kernels are for a number"),
+    "NaN": (replaced("scale", float("nan")), "scale is nan"),
+    "doubles": (lambda m, x: m.double(), "bias is .*torch.float64"),
+    "parametrized": (lambda m, x: nn.utils.parametrizations.weight_norm(m.conv), "conv's class is .*Parametrized"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HINDRANCES)
+def test_what_stands_in_its_way_is_told(what):
+    change, message = HINDRANCES[what]
+    names = ran(text_of("direct"))
+    model, _, x = pair(names)
+    model(x)
+    change(model, x)
+    with pytest.raises((RuntimeError, AttributeError), match=message):
+        model(x)
+
+
+@pytest.mark.parametrize("x, message", [
+    (torch.rand(4, 3, 10, 11), r"x is torch.float32 \[3, 10, 11\], its kernels are for torch.float32 \[3, 10, 12\]"),
+    (torch.rand(4, 3, 10, 12).double(), "x is .*float64"),
+    (torch.rand(0, 3, 10, 12), "x is .* without elements"),
+    (torch.rand(4, 3, 10, 12, device="meta"), "the device of all is {.*}, its kernels are for cpu"),
+], ids=["sizes", "dtype", "empty", "device"])  # fmt: skip
+def test_inputs_that_its_kernels_are_not_for(x, message):
+    model, _, _ = pair(ran(text_of("direct")))
+    with pytest.raises(RuntimeError, match=f"ModelNew can't run: {message}"):
+        model(x)
+
+
+def test_what_stands_around_the_model_is_asked_at_each_call(monkeypatch):
+    model, _, x = pair(ran(text_of("direct")))
+    model(x)
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="hooks on all modules is True"):
+        model(x)
+    handle.remove()
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="torch.func or forward-mode AD is True"):
+            model(torch.autograd.forward_ad.make_dual(x, x))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="torch.func or forward-mode AD is True"):
+        torch.func.vmap(model)(x[None])
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast is True"):
+        model(x)
+    model(x)
+    monkeypatch.setattr(nn.Conv2d, "forward", lambda self, x: x)
+    with pytest.raises(RuntimeError, match="conv's forward is"):
+        model(x)
+
+
+# ------------------------------------------------------------------------------------------------------------------- edits
+
+FORMULA, MODEL, GRADIENT = (
+    ("* scale + bias[c];", "* scale - bias[c];"), ("* self.scale + self.bias", "* self.scale - self.bias"),
+    ("sums[2 * c + 1] += dy[at]", "sums[2 * c + 1] -= dy[at]"),
+)  # fmt: skip
+
+
+def edited(*edits: tuple[str, str]) -> dict:
+    text = text_of("direct")
+    for old, new in edits:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return ran(text)
+
+
+def test_an_edited_formula_trains_once_it_was_compared(capsys):
+    names = edited(FORMULA, MODEL, GRADIENT)
+    ours, theirs, x = pair(names)
+    y = ours(x)
+    assert torch.allclose(y, theirs(x), atol=1e-6)
+    with pytest.raises(RuntimeError, match="formula was edited: .* call check"):
+        y.sum().backward()
+    names["check"]()
+    assert "bias.grad: error" in capsys.readouterr().out
+    ours(x).sum().backward(), theirs(x).sum().backward()
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "edits, wrong", [([FORMULA], "y"), ([FORMULA, MODEL], "bias.grad"), ([GRADIENT], "bias.grad")]
+)
+def test_a_wrong_edit_does_not_train(edits, wrong):
+    names = edited(*edits)
+    with pytest.raises(AssertionError, match=f"^{wrong} is not Model's"):
+        names["check"]()
+    ours, _, x = pair(names)
+    with pytest.raises(RuntimeError, match="formula was edited"):
+        ours(x).sum().backward()
+
+
+def test_a_comment_is_no_edit():
+    ours, _, x = pair(edited((FORMULA[0], FORMULA[0] + "  // as it was /* here */")))
+    ours(x).sum().backward()
+
+
+@pytest.mark.parametrize("part, edit", [
+    ("formula", (FORMULA[0], "* scale + bias[c] + oops;")), ("headers", ("using value_t = VALUE_T;", "using value_t = oops;")),
+])  # fmt: skip
+def test_an_error_is_told_at_its_line(part, edit, capsys):
+    names = edited(edit)
+    ours, _, x = pair(names)
+    with pytest.raises(RuntimeError, match=f"^{part}, line .* of the cell: .*oops") as raised:
+        ours(x)
+    line = (
+        text_of("direct").replace(*edit).split("\n")[int(re.search(r"line (\d+)", str(raised.value))[1]) - 1]
+    )
+    assert edit[1] in line and line in str(raised.value)
+    assert raised.value.__suppress_context__ and raised.value._render_traceback_() == [
+        f"BuildError: {raised.value}"
+    ]
+    assert "compiling forward_saving … " in capsys.readouterr().out
+
+
+COMPILER = """#!/bin/sh
+case "$SIGNAL $*" in [A-Z]*" -c "*) kill -$SIGNAL $VICTIM; exit 1;; esac
+exec c++ "$@"
+"""
+BUILD = """
+import os, sys
+names = {"__name__": "__main__"}
+exec(open("cell.py", encoding="utf-8").read(), names)
+model, [x] = names["ModelNew"](*names["get_init_inputs"]()), names["get_inputs"](batch_size=1)
+os.environ["VICTIM"] = str(os.getpid())
+for signal in sys.argv[1:]:
+    os.environ["SIGNAL"] = signal
+    try:
+        model(x)
+    except (KeyboardInterrupt, RuntimeError) as error:
+        print("\\n" + type(error).__name__)
+os.environ["SIGNAL"] = ""
+print("\\n", tuple(model(x).shape))
+"""
+
+
+def test_an_interrupted_build_is_begun_anew(tmp_path):
+    """Whether the notebook's process is killed, the cell is interrupted, or the compiler fails."""
+    (tmp_path / "cell.py").write_text(text_of("direct"), encoding="utf-8")
+    (tmp_path / "c++").write_text(COMPILER)
+    (tmp_path / "c++").chmod(0o755)
+    places = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "builds"), "CXX": str(tmp_path / "c++")}
+
+    def build(*signals):
+        command = [sys.executable, "-c", BUILD, *signals]
+        environment = {**os.environ, **places}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    assert build("KILL").returncode == -9
+    done = build("INT", "CONT")
+    told = [line for line in done.stdout.splitlines() if line.strip() and "compiling" not in line]
+    assert told == ["KeyboardInterrupt", "RuntimeError", " (1, 8, 8, 10)"], done.stderr[-2000:]
+
+
+def test_flags_are_the_loader_s(monkeypatch):
+    """The same optimisation, whoever builds."""
+    names, given = ran(text_of("direct") + "\n# new"), {}
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", lambda *_, **options: given.update(options))
+    monkeypatch.setattr("torch.__version__", "another")
+    with pytest.raises(FileNotFoundError):
+        names["_library"]("forward")
+    unit = units.unit_of("f", LOAD, "cpu", {})
+    assert given["extra_cflags"] == list(unit.cflags)
