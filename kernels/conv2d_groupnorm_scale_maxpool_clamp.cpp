@@ -15,8 +15,8 @@
 
 using Places = decltype(Lanes{} > Lanes{});  // integers of the same width: masks, and places in a window
 
-// Running sums over some pixels, shifted by the first: a piece of about kPiece pixels in lanes, pieces in double,
-// because an error in a variance grows with the number of values that are added one by one.
+// Running sums over some pixels, shifted by the first: a piece of about kPiece pixels in lanes, pieces in
+// double, because an error in a variance grows with the number of values that are added one by one.
 constexpr int64_t kPiece = 64;
 
 struct LaneSums {
@@ -184,8 +184,8 @@ static void pool_and_normalise(output_t* y, value_t* extreme, index_t* index, ac
                         conv_bias, eps, C, G, H, W);
     }
   });
-  // In a flat channel, all of whose values tie behind the normalisation, each window selects its first value, as
-  // max_pool2d does. That counts for backward alone.
+  // In a flat channel, all of whose values tie behind the normalisation, each window selects its first value,
+  // as max_pool2d does. That counts for backward alone.
   if (index) host::parallel_for(N, 1, [&](int64_t begin, int64_t end) {
     std::vector<int64_t> flat;
     for (int64_t n = begin; n < end; n++) {

@@ -63,9 +63,9 @@ pool_statistics_kernel(value_t* extreme, index_t* index, accumulate_t* mean, acc
   if (threadIdx.x == 0) mean[plane] = moments.mean, m2[plane] = moments.m2;
 }
 
-// y from the selected values; a block per (sample, channel). In a flat channel, all of whose values tie behind
-// the normalisation, each window selects its first value instead, as max_pool2d does; that counts for backward
-// alone, so only where there is an index.
+// y from the selected values; a block per (sample, channel). In a flat channel, all of whose values tie
+// behind the normalisation, each window selects its first value instead, as max_pool2d does; that counts for
+// backward alone, so only where there is an index.
 __global__ void __launch_bounds__(kThreads)
 apply_kernel(output_t* y, value_t* extreme, index_t* index, const value_t* v, const accumulate_t* mean,
              const accumulate_t* m2, const accumulate_t* group_mean, const accumulate_t* group_rstd,

@@ -6,8 +6,8 @@ all that it relies on. What only a launch depends on, its launcher plans.
 
 - volumes: a 3-D convolution with few channels in. A block walks along depth, with a ring of input planes in shared memory. Here is
   only what can't run: launchers plan their tiles (kernels/conv/narrow3d_tile.cuh), and throw where there is no room.
-- strips: a 2-D convolution that a pool follows. A block walks down strips of rows, with a ring of input rows in shared memory.
-  Backward: likewise strips, for sums over positions and over windows, and for the gradient of x.
+- strips: a 2-D convolution that a pool follows. Here is only what can run: launchers plan their strips of rows
+  (kernels/conv/narrow2d_tile.cuh, kernels/grad/selected/units.cuh).
 - wide: a 2-D convolution with many channels, as a product of the weights with shifted rows of x. Here are the rules of where it runs
   alone: its tiles, scratch and launches are planned beside the kernels (kernels/conv/wide.cuh).
 

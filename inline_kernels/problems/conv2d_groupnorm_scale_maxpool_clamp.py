@@ -144,7 +144,7 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     y, *_ = _outputs(a, False)
     selected, channels, groups = math.prod(y[0]), a.x.shape[0] * len(a.weight), a.x.shape[0] * a.groups
     kept = selected + 2 * (channels + groups) + tiling.ceil_div(selected + channels, 4)
-    return [y, (kept, torch.float32)] if saving else [y]
+    return [y, (kept if saving else 0, torch.float32)]
 
 
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
@@ -164,9 +164,6 @@ def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
             plan.when_needed(*build, name, *numbers, a.groups, launchers=(name,))
             for name in ("backward", "backward_input")
         )
-    elif saving:  # kept, but not written
-        launch = plan.launch
-        plan.launch = lambda y, kept, *operands: launch(y, *operands)
     return plan
 
 

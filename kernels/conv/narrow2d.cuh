@@ -1,18 +1,19 @@
-// A 2-D convolution of few channels in: its filters in registers, times rows of x in shared memory, by wgmma or by
-// mma.sync; the result v goes to sinks (core/sinks.cuh), and is never written.
+// A 2-D convolution of few channels in: its filters in registers, times rows of x in shared memory, by wgmma
+// or by mma.sync; the result v goes to sinks (core/sinks.cuh), and is never written.
 //
 // x (N, kIn, H, W), weight (kOut, kIn, kHeight, kWidth), contiguous; v (N, kOut, OH, OW) is without a bias.
 //
-// A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N = columns, K = taps ×
-// channels in.
-// - Operands: each is a sum of two float16 (core/split.cuh; one, if it has 16 bits), scaled by powers of two: filters by
-//   channel; x by block, first by a scale that fits almost all inputs, then, where the block's largest magnitude turns
-//   out not to fit, again by one that does. Filters stay in registers.
-// - Stage: a ring of rows of x in shared memory. A pixel's 8 channels lie side by side there, so that a tap is an offset,
-//   and B needs no im2col.
-// - Mainloop: two teams of four warps, each with its own strip of rows, take turns with the tensor cores: while one team's
-//   products are formed, the other's sinks take its own, and it converts the next row of x and fetches the one after.
-//   (Teams that may all form products at once do everything else at once, too, and leave the tensor cores idle meanwhile.)
+// A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N =
+// columns, K = taps × channels in.
+// - Operands: each is a sum of two float16 (core/split.cuh; one, if it has 16 bits), scaled by powers of two:
+//   filters by channel; x by block, first by a scale that fits almost all inputs, then, where the block's
+//   largest magnitude turns out not to fit, again by one that does. Filters stay in registers.
+// - Stage: a ring of rows of x in shared memory. A pixel's 8 channels lie side by side there, so that a tap
+//   is an offset, and B needs no im2col.
+// - Mainloop: two teams of four warps, each with its own strip of rows, take turns with the tensor cores:
+//   while one team's products are formed, the other's sinks take its own, and it converts the next row of x
+//   and fetches the one after. (Teams that may all form products at once do everything else at once, too, and
+//   leave the tensor cores idle meanwhile.)
 //
 //   narrow2d_tile.cuh   sizes, tiles, the layout of shared memory
 //   narrow2d_rows.cuh   rows of x on their way to shared memory
@@ -32,7 +33,8 @@ struct SignedBy {
   __device__ __forceinline__ bool operator()(int channel) const { return first[channel] * second[channel] < 0; }
 };
 
-// The filters of channels g and g + 8 of a warp's 16, scaled and with their signs, as fragments of A, in registers.
+// The filters of channels g and g + 8 of a warp's 16, scaled and with their signs, as fragments of A, in
+// registers.
 template <class Tile> struct Filters {
   using Filter = typename Tile::Filter;
   static constexpr int kIn = Filter::kIn, kHeight = Filter::kHeight, kWidth = Filter::kWidth;
@@ -40,8 +42,8 @@ template <class Tile> struct Filters {
   using Fragments = uint32_t[kHeight][Tile::kFragments][4];
   Fragments fragments;
 
-  // Of the warp's channels from first_channel + first_own on; their exponents and signs to `storage`, if `tells`. A
-  // barrier follows.
+  // Of the warp's channels from first_channel + first_own on; their exponents and signs to `storage`, if
+  // `tells`. A barrier follows.
   template <class Flipped>
   __device__ __forceinline__ Filters(typename Tile::Storage& storage, const value_t* weight, const Flipped& flipped,
                                      int first_channel, int first_own, bool tells) {
@@ -90,8 +92,9 @@ template <class Tile> struct Filters {
   }
 };
 
-// The products of one row of v, in order: small ones first, since a tensor core cuts off what a sum's last bit can't hold.
-// `act` gets the kernel row, the pixels' part (0 high, 1 low), the fragment, the first slice and the second.
+// The products of one row of v, in order: small ones first, since a tensor core cuts off what a sum's last
+// bit can't hold. `act` gets the kernel row, the pixels' part (0 high, 1 low), the fragment, the first slice
+// and the second.
 template <class Tile, class Act> __device__ __forceinline__ void for_products(Act act) {
 #pragma unroll
   for (int small = Tile::kOnePart ? 0 : 1; small >= 0; small--)
@@ -106,7 +109,8 @@ template <class Tile, class Act> __device__ __forceinline__ void for_products(Ac
     }
 }
 
-// D = a row of v, in the background on sm_90a. `rows` holds the shared address of each kernel row's first pixel.
+// D = a row of v, in the background on sm_90a. `rows` holds the shared address of each kernel row's first
+// pixel.
 template <class Tile>
 __device__ __forceinline__ void multiply_row(Accumulators<Tile::kTiles>& d,
                                              const typename Filters<Tile>::Fragments& fragments,
@@ -166,8 +170,8 @@ template <int kTiles> __device__ __forceinline__ void await(Accumulators<kTiles>
 #endif
 }
 
-// Waits for all threads of the team and, on sm_90a, until the tensor cores are its own; then releases them to the next
-// team.
+// Waits for all threads of the team and, on sm_90a, until the tensor cores are its own; then releases them to
+// the next team.
 template <class Tile> __device__ __forceinline__ void acquire_tensor_cores(int team) {
   if (TENSOR_CORE_WGMMA && Tile::kTeams > 1) sync_threads<2 * Tile::kTeamThreads>(1 + team);
   else sync_threads<Tile::kTeamThreads>(1 + team);
@@ -226,7 +230,8 @@ template <class Tile, class... Sinks> struct TeamShared {
 template <class Tile, class... Sinks>
 constexpr int kShared = Tile::kTeams * int(sizeof(TeamShared<Tile, Sinks...>));  // bytes of dynamic shared memory
 
-// Where x's largest magnitude turns out not to fit the scale, all is computed again, and the sinks begin anew.
+// Where x's largest magnitude turns out not to fit the scale, all is computed again, and the sinks begin
+// anew.
 template <class Tile, class Flipped, class... Sinks>
 __global__ void __launch_bounds__(Tile::kBlockThreads, 1)
 convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped flipped,
@@ -234,8 +239,10 @@ convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ typename Tile::Storage storage;
-  const int team = __shfl_sync(~0u, threadIdx.x / Tile::kTeamThreads, 0), thread = threadIdx.x % Tile::kTeamThreads;
-  auto& own = *reinterpret_cast<TeamShared<Tile, Sinks...>*>(shared + team * int(sizeof(TeamShared<Tile, Sinks...>)));
+  using Shared = TeamShared<Tile, Sinks...>;
+  const int team = __shfl_sync(~0u, threadIdx.x / Tile::kTeamThreads, 0);
+  const int thread = threadIdx.x % Tile::kTeamThreads;
+  auto& own = *reinterpret_cast<Shared*>(shared + team * int(sizeof(Shared)));
   const typename Tile::Job job(geometry, team);
   const int first_own = thread / 32 * 16;
   const typename Tile::Place place(storage, geometry, job, first_own);
@@ -278,7 +285,9 @@ void convolve(const value_t* x, const value_t* weight, Flipped flipped, typename
               cudaStream_t stream, Sinks... sinks) {
   constexpr auto kernel = convolve_kernel<Tile, Flipped, Sinks...>;
   allow_shared<kernel>();
-  kernel<<<unsigned(geometry.blocks()), Tile::kBlockThreads, kShared<Tile, Sinks...>, stream>>>(sinks..., x, weight, flipped, geometry);
+  const unsigned blocks = unsigned(geometry.blocks());
+  kernel<<<blocks, Tile::kBlockThreads, kShared<Tile, Sinks...>, stream>>>(sinks..., x, weight, flipped,
+                                                                           geometry);
 }
 
 // Launches it with x and weight as they come from PyTorch; kLongRows: are rows of x longer than a tile?

@@ -1,16 +1,17 @@
-// Rows of x (conv/narrow2d.cuh) on their way to a team's ring in shared memory: fetched into registers, and a row later
-// scaled, split into two float16 and stored there.
+// Rows of x (conv/narrow2d.cuh) on their way to a team's ring in shared memory: fetched into registers, and a
+// row later scaled, split into two float16 and stored there.
 #pragma once
 #include "conv/narrow2d_tile.cuh"
 
 namespace conv::narrow2d {
 
-// x is first scaled by 2^kFirstExponent, which fits magnitudes below 128. That is good enough where the largest one is
-// 2^-6 at least, for which kSlack more would fit.
+// x is first scaled by 2^kFirstExponent, which fits magnitudes below 128. That is good enough where the
+// largest one is 2^-6 at least, for which kSlack more would fit.
 constexpr int kFirstExponent = 8;
 constexpr int kSlack = 12;
 
-// A thread's pixel of each row; where there are several tiles, the first threads have another one behind the tile.
+// A thread's pixel of each row; where there are several tiles, the first threads have another one behind the
+// tile.
 template <class Tile> struct Rows {
   static constexpr int kIn = Tile::Filter::kIn, kGroups = Tile::kGroups, kPixels = Tile::kPixels;
   using Pixel = value_t[kGroups * 8];

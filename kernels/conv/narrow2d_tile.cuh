@@ -1,5 +1,5 @@
-// A 2-D convolution of up to 16 channels in, row by row (conv/narrow2d.cuh): tiles of its result v, what a block and a
-// warp compute of it, and the block's shared memory.
+// A 2-D convolution of up to 16 channels in, row by row (conv/narrow2d.cuh): tiles of its result v, what a
+// block and a warp compute of it, and the block's shared memory.
 #pragma once
 #include <algorithm>
 
@@ -12,7 +12,8 @@ namespace conv::narrow2d {
 
 using namespace tensor_core;
 
-// kStride: columns from one tile to the next; 0 where a row has only one. kRowGroup: rows of v that belong together.
+// kStride: columns from one tile to the next; 0 where a row has only one. kRowGroup: rows of v that belong
+// together.
 template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
   using Filter = Filter_;
   static constexpr int kStride = kStride_, kRowGroup = kRowGroup_;
@@ -31,8 +32,8 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
   // Does a tile's filter see columns behind those of its threads?
   static constexpr bool kReadsOn = kStride + Filter::kWidth - 1 > kColumns;
 
-  // Slices of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd number, the last
-  // is paired with itself: (high, low) of the filter meet the same pixels.
+  // Slices of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd
+  // number, the last is paired with itself: (high, low) of the filter meet the same pixels.
   static constexpr int kSlices = kGroups * Filter::kWidth;  // of a kernel row
   static constexpr int kPairs = kSlices / 2;
   static constexpr bool kOdd = kSlices % 2;
@@ -43,8 +44,8 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     return (slice / Filter::kWidth * kPixels + slice % Filter::kWidth) * 16;
   }
 
-  // float16 holds a value of 16 bits, scaled: there is no low part, but of what is so small beside the largest that its
-  // last bits don't count.
+  // float16 holds a value of 16 bits, scaled: there is no low part, but of what is so small beside the
+  // largest that its last bits don't count.
   static constexpr bool kOnePart = sizeof(value_t) == 2;
 
   struct Geometry {
@@ -55,8 +56,8 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     HOST_DEVICE int width() const { return W - Filter::kWidth + 1; }
     int64_t blocks() const { return int64_t(N) * kChannelBlocks * tiles() * strip_blocks(); }
 
-    // Of x (N, kIn, H, W): what keeps all multiprocessors busy with the fewest rows read twice. Throws where x is none for
-    // this build.
+    // Of x (N, kIn, H, W): what keeps all multiprocessors busy with the fewest rows read twice. Throws where
+    // x is none for this build.
     template <class View> static Geometry of(const View& x) {
       if (x.dims != 4 || x.size(1) != Filter::kIn || (!kStride && x.size(3) > kColumns))
         throw std::invalid_argument("expected x of the channels and the width that the kernels are compiled for");
@@ -80,8 +81,8 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     }
   };
 
-  // What a block computes, a team's strip of it. Grid: strips by kTeams, tiles, channel blocks, samples, the first
-  // fastest.
+  // What a block computes, a team's strip of it. Grid: strips by kTeams, tiles, channel blocks, samples, the
+  // first fastest.
   struct Job {
     int strip, tile, first_channel, n;
     int row_begin, row_end, turns;  // rows of v; of the block's longest strip

@@ -1,17 +1,21 @@
-// What becomes of v, the convolution without its bias. A mainloop forms it tile by tile in registers, and hands each
-// tile to its sinks, one after the other; nobody else sees it.
+// What becomes of v, the convolution without its bias. A mainloop forms it tile by tile in registers, and
+// hands each tile to its sinks, one after the other; nobody else sees it.
 //
-// A tile is a warp's: 16 channels × 8·kTiles positions side by side, as tensor cores leave it. Lane 4g + t holds channels
-// g and g + 8 at positions 8j + 2t and 8j + 2t + 1: v[j][0], v[j][1] and v[j][2], v[j][3].
+// A tile is a warp's: 16 channels × 8·kTiles positions side by side, as tensor cores leave it. Lane 4g + t
+// holds channels g and g + 8 at positions 8j + 2t and 8j + 2t + 1: v[j][0], v[j][1] and v[j][2], v[j][3].
 //
 // A sink is a struct, an argument of the kernel, with
 //   kRowGroup    rows of v that it takes together: what a warp computes begins with a whole group
 //   Shared<Loop> its room in shared memory, of those warps that compute as many channels as a block
-//   Warp<Loop>   what a warp keeps of it, made of the sink, its room and the warp's place (Loop::Place). It has
-//     begin()           before the first tile; again where all is computed again, because x's scale did not fit
+//   Warp<Loop>   what a warp keeps of it, made of the sink, its room and the warp's place (Loop::Place). It
+//                has
+//     begin()           before the first tile; again where all is computed again, because x's scale did not
+//                       fit
 //     shift(v)          the first tile, before it is accepted
-//     accept(v, offset) a tile: its values are (v + offset[half])·place.unscale(own); positions from place.columns on are
-//                       not real. It may change v for the sinks behind it; `offset()` then says what they have to add
+//     accept(v, offset) a tile: its values are (v + offset[half])·place.unscale(own); positions from
+//     place.columns on are
+//                       not real. It may change v for the sinks behind it; `offset()` then says what they
+//                       have to add
 //     overlap()         between two tiles, while products of the next are under way
 //     end()             behind the last tile
 //     finish()          once, when all that was accepted counts

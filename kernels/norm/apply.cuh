@@ -1,5 +1,5 @@
-// Group normalisation and what follows it, from partial moments of v (norm/moments.cuh): the statistics merged, then y of
-// values that are far fewer than v's, or as many.
+// Group normalisation and what follows it, from partial moments of v (norm/moments.cuh): the statistics
+// merged, then y of values that are far fewer than v's, or as many.
 #pragma once
 #include "core/reduce.cuh"
 #include "core/tensor_core.cuh"
@@ -8,9 +8,9 @@
 
 namespace norms {  // CUDA has a function `norm`
 
-// What group normalisation takes, and its tail: z = (v + conv_bias - mean)·rstd·weight + bias; y = tail(z, channel).
-// Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the variance is
-// infinite, its inverse root 0, and the bias is left, as in eager on a GPU.
+// What group normalisation takes, and its tail: z = (v + conv_bias - mean)·rstd·weight + bias; y = tail(z,
+// channel). Where the squares of a group's values add up to more than float32 holds (from 1e17 or so on), the
+// variance is infinite, its inverse root 0, and the bias is left, as in eager on a GPU.
 struct Group {
   const accumulate_t *conv_bias, *weight, *bias;  // (C)
 };
@@ -24,8 +24,8 @@ struct Kept {
 
 constexpr int kAhead = 4;  // vectors that a thread fetches before all else
 
-// y (N, C, size) from v like it, and partial (N, C, parts, 3). `chunks` blocks per group. A channel's slope and what its
-// tail needs are 16 bytes or more, of kChannels at most.
+// y (N, C, size) from v like it, and partial (N, C, parts, 3). `chunks` blocks per group. A channel's slope
+// and what its tail needs are 16 bytes or more, of kChannels at most.
 template <int kChannels, class Tail>
 __global__ void __launch_bounds__(kThreads, 5)
 finish_kernel(output_t* y, Kept kept, const accumulate_t* partial, const float* v, Group group_norm, Tail tail,

@@ -1,5 +1,5 @@
-// A sink (core/sinks.cuh) that takes the statistics of v, shifted by a value near its mean. Those behind it see v less
-// that.
+// A sink (core/sinks.cuh) that takes the statistics of v, shifted by a value near its mean. Those behind it
+// see v less that.
 #pragma once
 #include "core/numerics.h"
 #include "core/sinks.cuh"

@@ -5,10 +5,11 @@
 
 namespace pool {
 
-// One after the other, as float32: v of the position that each window selects, like y, which has `count` elements; copies of
-// the biases for each sample (2, N, C), the convolution's and the normalisation's, and the statistics by group (2, N, G);
-// then bytes: the selected position's place in the window, by rows, like y; is a channel flat (N, C), so that all of its
-// values tie behind the normalisation, and each window selects its first?
+// One after the other, as float32: v of the position that each window selects, like y, which has `count`
+// elements; copies of the biases for each sample (2, N, C), the convolution's and the normalisation's, and
+// the statistics by group (2, N, G); then bytes: the selected position's place in the window, by rows, like
+// y; is a channel flat (N, C), so that all of its values tie behind the normalisation, and each window
+// selects its first?
 struct Kept {
   float *window_max, *conv_bias, *bias, *group_mean, *group_rstd;
   uint8_t *argmax, *flat;

@@ -1,6 +1,6 @@
-// A sink (core/sinks.cuh) for max pooling: keeps the largest v of each window, and where it is, in registers until a row
-// of windows is complete, and writes it while the next rows' products are under way. Windows don't overlap; rows and
-// columns that fill none are left out. NaN counts as less than all others.
+// A sink (core/sinks.cuh) for max pooling: keeps the largest v of each window, and where it is, in registers
+// until a row of windows is complete, and writes it while the next rows' products are under way. Windows
+// don't overlap; rows and columns that fill none are left out. NaN counts as less than all others.
 #pragma once
 #include "core/sinks.cuh"
 
@@ -18,8 +18,8 @@ template <class Pool, bool kPlaces> struct Window {
 
   static constexpr int kRowGroup = Pool::kHeight;
   static constexpr int kBatch = 8;  // channels whose windows are read together
-  // Until a window's rows are complete, a thread keeps of two neighbouring columns the larger value, or both where
-  // windows of an odd width may part them.
+  // Until a window's rows are complete, a thread keeps of two neighbouring columns the larger value, or both
+  // where windows of an odd width may part them.
   static constexpr int kKept = Pool::kWidth % 2 == 0 ? 1 : 2;
   static constexpr int kWidth = Pool::kWidth / (3 - kKept);  // kept values that a window has in a row
   static constexpr int kPacked = kKept == 1 ? 1 : 8;         // origins of kept values in a register
@@ -49,8 +49,8 @@ template <class Pool, bool kPlaces> struct Window {
     int window_row;                       // the next of the rows of a window
     uint32_t left, right;  // places of its first two columns; both are kept, so that to choose is one instruction
     float best[2][kTiles][kKept];
-    // Where they come from: the place in the window of the row and of the pair's column, as if the pair were the first;
-    // or where both columns are kept, the row alone, in four bits.
+    // Where they come from: the place in the window of the row and of the pair's column, as if the pair were
+    // the first; or where both columns are kept, the row alone, in four bits.
     uint32_t origins[kPlaces ? 2 * kTiles * kKept / kPacked : 1];
 
     __device__ __forceinline__ Warp(const Window& sink, Shared<Loop>& shared, const Place& place)

@@ -1,5 +1,5 @@
-// A sink (core/sinks.cuh) that reduces a pointwise tail of v over all channels, in a fixed order: in a lane, across the lanes
-// that have the same positions, across a team's warps. One block has all channels.
+// A sink (core/sinks.cuh) that reduces a pointwise tail of v over all channels, in a fixed order: in a lane,
+// across the lanes that have the same positions, across a team's warps. One block has all channels.
 #pragma once
 #include "core/sinks.cuh"
 #include "core/tensor_core.cuh"
@@ -42,8 +42,8 @@ struct AsItIs {
   __device__ __forceinline__ float operator()(float value, int64_t) const { return value; }
 };
 
-// y (N, OH, OW) = after(reduction over the channels of tail(v, channel, at), at of y). tail as store::Strips', its `at` an
-// element of (N, C, OH, OW).
+// y (N, OH, OW) = after(reduction over the channels of tail(v, channel, at), at of y). tail as
+// store::Strips', its `at` an element of (N, C, OH, OW).
 template <class T, class Reduction, class Tail, class After = AsItIs> struct Channels {
   T* y;
   Tail tail;

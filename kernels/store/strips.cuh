@@ -1,8 +1,8 @@
 // A sink (core/sinks.cuh) that stores a pointwise tail of v, rows of any length, in whole sectors.
 //
-// Rows of a channel follow one another in memory. They pass through shared memory, where an element lies as it does in its
-// sector; what fills no sector waits there for the next row. Only the first and the last sector of a strip, and of a row that
-// is cut into tiles, are written by elements.
+// Rows of a channel follow one another in memory. They pass through shared memory, where an element lies as
+// it does in its sector; what fills no sector waits there for the next row. Only the first and the last
+// sector of a strip, and of a row that is cut into tiles, are written by elements.
 #pragma once
 #include "core/sinks.cuh"
 
@@ -77,7 +77,8 @@ template <class T, class Tail> struct Strips {
     __device__ __forceinline__ int phase(int own) const {
       return int(uintptr_t(out + own * plane()) / sizeof(T) % kSector);
     }
-    // Writes the sectors that are complete; all of them, if the row is the strip's last or rows are cut into tiles.
+    // Writes the sectors that are complete; all of them, if the row is the strip's last or rows are cut into
+    // tiles.
     __device__ __forceinline__ void write_row() {
       constexpr int kVectors = kStagingPitch / kVector;
       const int lane = threadIdx.x % 32;

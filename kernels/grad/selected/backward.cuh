@@ -1,43 +1,45 @@
-// The gradients of a convolution behind which a normalisation and a max pooling stand: neither the convolution nor its
-// gradient is ever written.
+// The gradients of a convolution behind which a normalisation and a max pooling stand: neither the
+// convolution nor its gradient is ever written.
 //
-// x (N, kIn, H, W), weight (kOut, kIn, kFilterH, kFilterW), dy (N, kOut, PH, PW), contiguous. v (N, kOut, OH, OW) is the
-// convolution without its bias.
+// x (N, kIn, H, W), weight (kOut, kIn, kFilterH, kFilterW), dy (N, kOut, PH, PW), contiguous. v (N, kOut, OH,
+// OW) is the convolution without its bias.
 //
-// With dz the gradient of what windows compare, every position's gradient is affine in v, and one of a window has
-// something more:
+// With dz the gradient of what windows compare, every position's gradient is affine in v, and one of a window
+// has something more:
 //   dv = slope·dz·[selected] + constant + linear·v
-// slope and linear are of a (sample, group), constant of a (sample, channel). Let X be a position's patch: the inputs of
-// its filter, in units of 8 channels at a tap. Then v = weight·X, and
+// slope and linear are of a (sample, group), constant of a (sample, channel). Let X be a position's patch:
+// the inputs of its filter, in units of 8 channels at a tap. Then v = weight·X, and
 //   d_weight = Σ slope·dz·X + Σ constant·(ΣX) + weight·Σ linear·(ΣXXᵀ),
-// where the first sum goes over windows, and the others over samples. So the dense part needs nothing of dy but its sums,
-// and the sparse one none of them.
+// where the first sum goes over windows, and the others over samples. So the dense part needs nothing of dy
+// but its sums, and the sparse one none of them.
 //   strip_kernel                     the sums, of a strip of a sample's rows (grad/selected/weight.cuh)
 //   sample_kernel, total_kernel      the gradients that they make (grad/selected/merge.cuh)
 // and only where x's gradient is asked for
-//   compose_kernel, input_gradient_kernel, border_kernel    the transposed convolution of dv (grad/selected/input.cuh)
+//   compose_kernel, input_gradient_kernel, border_kernel    the transposed convolution of dv
+//                                                           (grad/selected/input.cuh)
 // All that is shifted away is added again at the end, in double. Every sum has a fixed order.
 //
-// Products run on tensor cores (mma.sync), each operand a sum of two float16 (core/split.cuh), scaled by powers of two: x by
-// the tile in shared memory, dz by channel and row of windows. No more than 8 steps are added up in a tensor core, which
-// cuts off; the rest is in float32.
+// Products run on tensor cores (mma.sync), each operand a sum of two float16 (core/split.cuh), scaled by
+// powers of two: x by the tile in shared memory, dz by channel and row of windows. No more than 8 steps are
+// added up in a tensor core, which cuts off; the rest is in float32.
 //
-// For (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for a product m16n8k16 (mma.sync)
-// and 8 for a sparse m16n8k32, so that these times are the least, by arithmetic:
+// For (128, 8, 128, 128), 3×3, 64 channels, pool 4, an H200's tensor cores take 6 cycles for a product
+// m16n8k16 (mma.sync) and 8 for a sparse m16n8k32, so that these times are the least, by arithmetic:
 //   strip_kernel            45 products for 16 positions, 108 sparse ones for two windows, 138 MB: 0.10 ms
-//   input_gradient_kernel   108 for the terms of 16 positions, 30 and 15 of half the depth for 16 pixels of dx, 206 MB:
-//                           0.12 ms
+//   input_gradient_kernel   108 for the terms of 16 positions, 30 and 15 of half the depth for 16 pixels of
+//                           dx, 206 MB: 0.12 ms
 // Beside what forward keeps (39 MB), 16 MB of memory.
 #pragma once
-#include "host/tensor.h"
 #include "grad/selected/border.cuh"
 #include "grad/selected/input.cuh"
 #include "grad/selected/merge.cuh"
+#include "host/tensor.h"
+#include "pool/kept.cuh"
 
 namespace grad::selected {
 
-// What is asked for, summed over the samples: of x and of the filters; of the convolution's bias, the normalisation's weight
-// and bias, the scale behind it (kOut elements, or 1 for all channels).
+// What is asked for, summed over the samples: of x and of the filters; of the convolution's bias, the
+// normalisation's weight and bias, the scale behind it (kOut elements, or 1 for all channels).
 struct Gradients {
   Out<value_t> x, weight;
   Out<float> conv_bias, norm_weight, norm_bias, scale;
@@ -66,12 +68,19 @@ void add_input(value_t* dx, const value_t* x, typename P::Saved saved, GroupShap
   add_border<<<border, Borders::kBorderThreads, Borders::kBorderShared, stream>>>(dx, x, partial, composed, geometry);
 }
 
-// The gradients: of x, too, where P is an Input, and else not, where it is a Merging. saved: what forward was given and kept. Rows of x are cut
-// into tiles of kPoolH, and those into strips; for x's gradient, rows into strips of a multiple of kPoolH, and columns into
-// tiles: the first has as many columns of dx as of v, and so has the last; those between have kHaloW fewer.
-template <class P> void backward(const Gradients& d, const In<value_t>& x, typename P::Saved saved, int64_t G, cudaStream_t stream) {
+// The gradients: of x, too, where P is an Input, and else not, where it is a Merging. saved: what forward was
+// given and kept. Rows of x are cut into tiles of kPoolH, and those into strips; for x's gradient, rows into
+// strips of a multiple of kPoolH, and columns into tiles: the first has as many columns of dx as of v, and so
+// has the last; those between have kHaloW fewer.
+template <class P, class Tail>
+void backward(const Gradients& d, const In<output_t>& dy, const In<value_t>& x, const In<value_t>& weight,
+              const In<float>& kept, const float* norm_weight, Tail tail, int64_t G, cudaStream_t stream) {
   const typename P::Geometry whole{int(x.size(0)), int(x.size(2)), int(x.size(3)), 1, 1};
-  const int64_t N = whole.N;
+  const int64_t N = whole.N, selected = dy.numel();
+  expect_elements("kept", kept, pool::Kept::size(selected, N, P::kOut, G));
+  const pool::Kept own(const_cast<float*>(kept.data), selected, N, P::kOut, G);
+  const typename P::Saved saved{weight, dy, own.window_max, own.argmax, own.flat, own.group_mean, own.group_rstd,
+                                own.conv_bias, norm_weight, own.bias, tail};
   const auto geometry = whole.shared_out(whole.tile_rows(), N * P::kStripBlocks);
   const GroupShape shape{N, P::kOut, G, int64_t(whole.height()) * whole.width()};
   int64_t room = P::Partial::count(N, geometry.strips);

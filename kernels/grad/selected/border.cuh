@@ -7,12 +7,12 @@ namespace grad::selected {
 
 template <class P> struct Bordering : Composing<P> {
   using Base = Composing<P>;
-    using Base::kTaps, Base::kUnits, Base::kDepth, Base::kInputChannels, Base::kHaloH, Base::kHaloW,
+  using Base::kTaps, Base::kUnits, Base::kDepth, Base::kInputChannels, Base::kHaloH, Base::kHaloW,
       Base::kReachH, Base::kReachW, Base::kIn, Base::kFilterH, Base::kFilterW;
-    using typename Base::Geometry, typename Base::Composed;
+  using typename Base::Geometry, typename Base::Composed;
 
-  // Pixels for which the same taps are left make a class, with a composed filter of its own: classes count rows
-  // (or columns) before the first with all taps, all with all of them as one, and those behind.
+  // Pixels for which the same taps are left make a class, with a composed filter of its own: classes count
+  // rows (or columns) before the first with all taps, all with all of them as one, and those behind.
   struct Range {
     int begin, end;           // rows of x
     int first_tap, last_tap;  // whose positions are in v
@@ -125,7 +125,8 @@ template <class P> struct Bordering : Composing<P> {
             [](int tap, int, int) { return tap * kInputChannels + int(threadIdx.x); });
     }
 
-    // x less its shift around the edge's pixels: height × pitch pixels from (top, left) on; zeros outside of x.
+    // x less its shift around the edge's pixels: height × pitch pixels from (top, left) on; zeros outside of
+    // x.
     __device__ __forceinline__ void stage_pixels(int top, int left, int height, int pitch) const {
       const Geometry& geometry = border.geometry;
 #pragma unroll 2
@@ -228,7 +229,10 @@ template <class P> struct Bordering : Composing<P> {
   }
 };
 
-template <class P> __global__ void __launch_bounds__(P::kBorderThreads, 4) border_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed, typename P::Geometry geometry) {
+template <class P>
+__global__ void __launch_bounds__(P::kBorderThreads, 4)
+border_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed,
+              typename P::Geometry geometry) {
   P::add_border(dx, x, shift, composed, geometry);
 }
 

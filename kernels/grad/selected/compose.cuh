@@ -15,17 +15,17 @@ __device__ __forceinline__ uint4 fragment(const float (&values)[4]) {
 
 template <class P> struct Composing : Merging<P> {
   using Base = Merging<P>;
-    using Base::kPlanes, Base::kTaps, Base::kUnits, Base::kDepth, Base::input_channel, Base::place_in_filter,
+  using Base::kPlanes, Base::kTaps, Base::kUnits, Base::kDepth, Base::input_channel, Base::place_in_filter,
       Base::kIn, Base::kOut, Base::kFilterH, Base::kFilterW;
-    using typename Base::Merged;
+  using typename Base::Merged;
 
   static constexpr int kInputChannels = kPlanes * 8;
   static constexpr int kFilterSteps = kOut / 16;             // products of 16 channels
   static constexpr int kHaloH = kFilterH - 1, kHaloW = kFilterW - 1;  // of dx beyond v, and of x beyond dx
   static constexpr int kReachH = 2 * kHaloH + 1, kReachW = 2 * kHaloW + 1;  // of the composed filter
 
-  // What compose_kernel makes, where `backward` had its sums: operands of products, in the order in which lanes
-  // have them, and what the border needs.
+  // What compose_kernel makes, where `backward` had its sums: operands of products, in the order in which
+  // lanes have them, and what the border needs.
   struct Composed {
     uint4* filters;   // (kFilterSteps, kUnits, 32): weight, scaled by channel out; see `fragment`
     uint4* composed;  // (N, kPlanes out, kPlanes in, kFilterW, kReachH, 32): the filter, scaled by sample
@@ -61,8 +61,8 @@ template <class P> struct Composing : Merging<P> {
     return input_channel(depth) < kIn ? float(filter[place_in_filter(depth)]) : 0.f;
   }
 
-  // weight as operands. A lane's four channels of a step lie side by side: the depths of a product may come in
-  // any order that is the same for both operands.
+  // weight as operands. A lane's four channels of a step lie side by side: the depths of a product may come
+  // in any order that is the same for both operands.
   __device__ static void pack_filters(Composed to, const value_t* weight, int* exponents) {
     const int lane = threadIdx.x % 32;
     for (int c = threadIdx.x / 32; c < kOut; c += kComposeThreads / 32) {

@@ -12,12 +12,12 @@ namespace grad::selected {
 
 template <class P> struct Gram : Staging<P> {
   using Base = Staging<P>;
-    using Base::kPlanes, Base::kTaps, Base::kUnits, Base::kFilterH, Base::kFilterW;
-    using typename Base::Geometry, typename Base::Stage;
+  using Base::kPlanes, Base::kTaps, Base::kUnits, Base::kFilterH, Base::kFilterW;
+  using typename Base::Geometry, typename Base::Stage;
 
-  // The rows of R are the values of all units; then one unit of ones, whose products are ΣX, and one of zeros,
-  // where the number of units is even. Its columns are the values of the units in kernel row 0. It is cut into
-  // tiles as products have them: two units' rows (a pair, 16) × one unit's columns (8).
+  // The rows of R are the values of all units; then one unit of ones, whose products are ΣX, and one of
+  // zeros, where the number of units is even. Its columns are the values of the units in kernel row 0. It is
+  // cut into tiles as products have them: two units' rows (a pair, 16) × one unit's columns (8).
   static constexpr int kColumnUnits = kPlanes * kFilterW, kPairs = kUnits / 2 + 1;
   static constexpr int kGramTiles = kPairs * kColumnUnits, kGramSize = kGramTiles * 128;
   static constexpr int kFrameRows = 2 * (kFilterH - 1);
@@ -28,15 +28,16 @@ template <class P> struct Gram : Staging<P> {
     return q < kFilterH - 1 ? q : q >= height ? q - inner : -1;
   }
 
-  // A role is as many tiles as a warp has registers for, all of some pairs or a part of one pair's. The blocks
-  // that see the same pixels share out the roles; warps with the same role take turns with the rows of x.
+  // A role is as many tiles as a warp has registers for, all of some pairs or a part of one pair's. The
+  // blocks that see the same pixels share out the roles; warps with the same role take turns with the rows of
+  // x.
   static constexpr int kRoleTiles = kColumnUnits <= 9 ? 9 / kColumnUnits * kColumnUnits : kColumnUnits / 2;
   static constexpr int kRoleColumns = kRoleTiles < kColumnUnits ? kRoleTiles : kColumnUnits;
   static constexpr int kRoles = (kGramTiles + kRoleTiles - 1) / kRoleTiles;
   static_assert(kColumnUnits % kRoleColumns == 0 && kRoleTiles % kRoleColumns == 0, "no parts of two pairs");
 
-  // The products of a role for `columns` positions of a row of the stage, whose first is at `address`: added to
-  // the lane's `total` [tile][lane], or put there. constants: the addresses of a pixel of ones and one of
+  // The products of a role for `columns` positions of a row of the stage, whose first is at `address`: added
+  // to the lane's `total` [tile][lane], or put there. constants: the addresses of a pixel of ones and one of
   // zeros.
   template <int kRole>
   __device__ __forceinline__ static void multiply_gram(float4* total, bool add, uint32_t address, uint2 constants,

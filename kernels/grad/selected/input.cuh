@@ -30,11 +30,11 @@ __device__ __forceinline__ void multiply_add_split(float (&d)[4], const uint32_t
 template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputColumns_> {
   static constexpr bool kOfInput = true;
   using Base = InputOperands<P, kInputColumns_>;
-    using Base::kPlanes, Base::kTaps, Base::kUnits, Base::channel_of, Base::kInputChannels, Base::kFilterSteps,
+  using Base::kPlanes, Base::kTaps, Base::kUnits, Base::channel_of, Base::kInputChannels, Base::kFilterSteps,
       Base::kHaloH, Base::kHaloW, Base::kReachH, Base::kReachW, Base::kInputThreads, Base::kSlotPitch,
       Base::kRing, Base::kRingColumns, Base::kRingRow, Base::kRingPlane, Base::kRingPart, Base::kSumRows,
       Base::kIn, Base::kOut, Base::kFilterH, Base::kFilterW, Base::kPoolH, Base::kPoolW;
-    using typename Base::Geometry, typename Base::Saved, typename Base::Composed, typename Base::InputLayout,
+  using typename Base::Geometry, typename Base::Saved, typename Base::Composed, typename Base::InputLayout,
       typename Base::InputStorage, typename Base::InputTile, typename Base::InputStage;
 
   static constexpr int kRowTiles = (kPoolH + 1) / 2;  // of products: two rows each
@@ -201,8 +201,9 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
       for (int from = 0; from < kPlanes; from++) {
         constexpr int kRows = 2 * kRowTiles + 2 * kHaloH;
         const int thread = thread_index_anew(), matrix = thread % 32 / 8;
-        // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A with
-        // two rows of dx and two columns of the filter. Of the last column alone, high halves and low ones.
+        // Lanes 0-15 have the addresses of two rows at one column, the others at the next: a fragment of A
+        // with two rows of dx and two columns of the filter. Of the last column alone, high halves and low
+        // ones.
         const uint32_t first = shared_address(pixels) + from * kRingPlane + (thread / 32 * 8 + thread % 8) * 16;
         const int second = matrix / 2 * 16, low = matrix / 2 * kRingPart;
 #pragma unroll
@@ -294,7 +295,11 @@ template <class P, int kInputColumns_> struct Input : InputOperands<P, kInputCol
   }
 };
 
-template <class P> __global__ void __launch_bounds__(P::kInputThreads, 2) input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed, typename P::Saved saved, GroupShape shape, typename P::Geometry geometry, int tiles, int stride) {
+template <class P>
+__global__ void __launch_bounds__(P::kInputThreads, 2)
+input_gradient_kernel(value_t* dx, const value_t* x, const float* shift, typename P::Composed composed,
+                      typename P::Saved saved, GroupShape shape, typename P::Geometry geometry, int tiles,
+                      int stride) {
   P::input_gradient(dx, x, shift, composed, saved, shape, geometry, tiles, stride);
 }
 

@@ -21,10 +21,10 @@ __device__ __forceinline__ uint32_t equal_halves(uint32_t a, uint32_t b) {
 
 template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
   using Base = Composing<P>;
-    using Base::kPlanes, Base::passed_gradient, Base::selected_gradient, Base::kPixels, Base::kPlaces,
+  using Base::kPlanes, Base::passed_gradient, Base::selected_gradient, Base::kPixels, Base::kPlaces,
       Base::kInputChannels, Base::kHaloH, Base::kHaloW, Base::kIn, Base::kOut, Base::kFilterW, Base::kPoolH,
       Base::kPoolW;
-    using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Composed;
+  using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Composed;
 
   static constexpr int kInputColumns = kInputColumns_;  // of a tile
   static constexpr int kInputWarps = kInputColumns / 8, kInputThreads = kInputWarps * 32;
@@ -40,7 +40,8 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
 
   // Dynamic shared memory, where each part begins, in bytes: the filters and the sample's composed one, as in
   // Composed; the ring of x [part][plane][row][column], 8 channels each; of the windows' gradients the values
-  // and the places, [window][four channels]; the terms of dx [plane][filter's column][row][column], 8 channels.
+  // and the places, [window][four channels]; the terms of dx [plane][filter's column][row][column], 8
+  // channels.
   struct InputLayout {
     static constexpr int kComposed = Composed::kFilters * 16, kPixels = kComposed + Composed::kOfSample * 16;
     static constexpr int kValues = kPixels + 2 * kRingPart;
@@ -89,10 +90,10 @@ template <class P, int kInputColumns_> struct InputOperands : Composing<P> {
 
 
 
-  // Brings to shared memory what the products read for a row of windows: its gradients, and the rows of x that
-  // the ring has not. All rows have the scales of those before, which few outgrow: then what is there is staged
-  // anew. Items are shared out among the threads, whose first ones are loaded before the products of the rows
-  // before, and held after them.
+  // Brings to shared memory what the products read for a row of windows: its gradients, and the rows of x
+  // that the ring has not. All rows have the scales of those before, which few outgrow: then what is there is
+  // staged anew. Items are shared out among the threads, whose first ones are loaded before the products of
+  // the rows before, and held after them.
   struct InputStage {
     const InputTile& tile;
     const Saved& saved;

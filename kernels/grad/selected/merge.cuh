@@ -8,10 +8,10 @@ namespace grad::selected {
 
 template <class P> struct Merging : Strips<P> {
   using Base = Strips<P>;
-    using Base::kTaps, Base::kUnits, Base::kDepth, Base::input_channel, Base::place_in_filter,
+  using Base::kTaps, Base::kUnits, Base::kDepth, Base::input_channel, Base::place_in_filter,
       Base::kColumnUnits, Base::kGramSize, Base::kFrameRows, Base::unit_of_column, Base::kIn, Base::kOut,
       Base::kFilterH, Base::kFilterW;
-    using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Partial;
+  using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Partial;
 
   // What is merged in double, one after the other.
   struct Merged {
@@ -39,7 +39,8 @@ template <class P> struct Merging : Strips<P> {
       for (int i = 0; i < 2; i++) act(min(first + i, strips - 1), first + i < strips);
   }
 
-  // act(a, b, value) of all elements (ΣXXᵀ)[a][b] of a sample and, where a is kDepth, of (ΣX)[b], in no order.
+  // act(a, b, value) of all elements (ΣXXᵀ)[a][b] of a sample and, where a is kDepth, of (ΣX)[b], in no
+  // order.
   template <class Act>
   __device__ __forceinline__ static void for_gram(Partial partial, int n, Geometry geometry, const Act& act) {
     const int64_t gram = int64_t(n) * geometry.strips, frame = int64_t(n) * kFrameRows;
@@ -92,8 +93,8 @@ template <class P> struct Merging : Strips<P> {
     double of_bias[kOut];  // the gradient of conv_bias
   };
 
-  // What a block knows of its sample: dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less its
-  // shift.
+  // What a block knows of its sample: dv = slope·dz·[selected] + constant + linear·(weight·X), X of x less
+  // its shift.
   struct Sample {
     const Merged& merged;
     const Partial& partial;
@@ -271,13 +272,18 @@ template <class P> struct Merging : Strips<P> {
   }
 };
 
-template <class P> __global__ void __launch_bounds__(P::kSampleThreads, 1) sample_kernel(typename P::Merged merged, typename P::Partial partial, typename P::Saved saved, GroupShape shape, typename P::Geometry geometry) {
+template <class P>
+__global__ void __launch_bounds__(P::kSampleThreads, 1)
+sample_kernel(typename P::Merged merged, typename P::Partial partial, typename P::Saved saved,
+              GroupShape shape, typename P::Geometry geometry) {
   P::merge_sample(merged, partial, saved, shape, geometry);
 }
 // d_weight like weight; the parameters' gradients (kOut), the last of them only if `scales`. A block
 // has 32 of all these numbers.
 template <class P>
-__global__ void __launch_bounds__(kThreads) total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias, float* d_scale, typename P::Merged merged, bool scales, int N) {
+__global__ void __launch_bounds__(kThreads)
+total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float* d_norm_bias, float* d_scale,
+             typename P::Merged merged, bool scales, int N) {
   __shared__ double parts[kWarps][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = blockIdx.x * 32 + lane;
   constexpr int kWeights = P::kOut * P::kDepth;

@@ -23,9 +23,9 @@ template <int kCount, int kOffset = 16> __device__ __forceinline__ float transpo
 
 template <class P> struct Sparse : Gram<P> {
   using Base = Gram<P>;
-    using Base::kUnits, Base::kBlockChannels, Base::first_of_window, Base::passed_gradient,
+  using Base::kUnits, Base::kBlockChannels, Base::first_of_window, Base::passed_gradient,
       Base::selected_gradient, Base::kSteps, Base::kTileWindows, Base::kOut, Base::kPoolH, Base::kPoolW;
-    using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage;
+  using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage;
 
   static constexpr int kArea = kPoolH * kPoolW;
   // A sparse product takes two of every four neighbouring k of A, which is enough, since one of a window's
@@ -38,8 +38,8 @@ template <class P> struct Sparse : Gram<P> {
   static constexpr int kWarpChannels = kBlockChannels / kWarps;  // whose gradients a warp selects
   static constexpr int kHeldPitch = kBlockChannels + 1;          // no bank conflicts
 
-  // Where in its window a gradient is, as a sparse operand says it: a register holds the two that are taken of
-  // four neighbours, selectors which two those are (multiply_add_sparse).
+  // Where in its window a gradient is, as a sparse operand says it: a register holds the two that are taken
+  // of four neighbours, selectors which two those are (multiply_add_sparse).
   struct Origin {
     uint16_t selectors;  // of the 16 positions that it is one of, XOR kZeroSelectors
     uint8_t four, bits;  // which four neighbours have it; its place in the register: 16 if it is the second

@@ -12,8 +12,8 @@ template <int kLanes> __device__ __forceinline__ double lanes_sum(double value) 
 
 template <class P> struct Staging : P {
   using Base = P;
-    using Base::kPlanes, Base::kTaps, Base::kIn, Base::kFilterH, Base::kFilterW, Base::kPoolH, Base::kPoolW;
-    using typename Base::Geometry;
+  using Base::kPlanes, Base::kTaps, Base::kIn, Base::kFilterH, Base::kFilterW, Base::kPoolH, Base::kPoolW;
+  using typename Base::Geometry;
 
   static constexpr int kSteps = 8;  // products that one sum takes in a tensor core, which cuts off
   // A tile has kPoolH rows of positions, a row of windows where there is one, and up to kTileColumns columns.
@@ -27,7 +27,8 @@ template <class P> struct Staging : P {
 
   static constexpr int kSampled = 128;  // pixels of a plane
 
-  // The shift of each channel in: the mean of some pixels that are spread evenly. Any constant near x would do.
+  // The shift of each channel in: the mean of some pixels that are spread evenly. Any constant near x would
+  // do.
   __device__ __forceinline__ static void find_shift(float* shift, const value_t* sample, int size) {
     const int lane = threadIdx.x % 32, count = min(size, kSampled);
     for (int c = threadIdx.x / 32; c < kIn; c += kWarps) {

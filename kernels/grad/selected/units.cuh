@@ -30,7 +30,8 @@ __device__ __forceinline__ void with_constant(int value, const Act& act) {
   }
 }
 
-// P: what a build is for. The convolution's filter, the windows behind it, and the tail, of what a window selects.
+// P: what a build is for. The convolution's filter, the windows behind it, and the tail, of what a window
+// selects.
 template <class Filter, class Pool, class Tail> struct Units {
   using Build = Units;
   static constexpr bool kOfInput = false;  // is x's gradient asked for, too?
@@ -59,8 +60,8 @@ template <class Filter, class Pool, class Tail> struct Units {
     HOST_DEVICE int pooled_width() const { return width() / kPoolW; }
     HOST_DEVICE int64_t plane_size() const { return int64_t(H) * W; }
     HOST_DEVICE int64_t pooled_size() const { return int64_t(pooled_height()) * pooled_width(); }
-    // The same with `all` rows shared out among strips, of `images` at once: so that two blocks a multiprocessor are busy
-    // for the shortest time.
+    // The same with `all` rows shared out among strips, of `images` at once: so that two blocks a
+    // multiprocessor are busy for the shortest time.
     Geometry shared_out(int all, int64_t images) const {
       const int64_t blocks = 2 * device_attribute(cudaDevAttrMultiProcessorCount);
       const int64_t most = std::min<int64_t>(all, std::max<int64_t>(1, blocks / std::max<int64_t>(1, images)));
@@ -77,7 +78,8 @@ template <class Filter, class Pool, class Tail> struct Units {
   };
 
 
-  // ----------------------------------------------------------------------------- selected positions' gradients
+  // ----------------------------------------------------------------------------- selected positions'
+  // gradients
 
   // What forward was given and kept.
   struct Saved {
@@ -101,8 +103,8 @@ template <class Filter, class Pool, class Tail> struct Units {
             saved.tail.channel(n, c), saved.flat[n * shape.C + c] != 0};
   }
 
-  // The v that a window of a flat channel selects, computed anew, since forward kept another of those that tie.
-  // `sample` is x's.
+  // The v that a window of a flat channel selects, computed anew, since forward kept another of those that
+  // tie. `sample` is x's.
   __device__ __forceinline__ static float first_of_window(const Saved& saved, const value_t* sample, int c,
                                                    int window_row, int window_column, Geometry geometry) {
     const value_t* from = sample + int64_t(window_row) * kPoolH * geometry.W + window_column * kPoolW;

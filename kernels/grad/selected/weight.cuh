@@ -12,13 +12,13 @@ namespace grad::selected {
 
 template <class P> struct Strips : Sparse<P> {
   using Base = Sparse<P>;
-    using Base::kPlanes, Base::kUnits, Base::kDepth, Base::kBlockChannels, Base::kChannelBlocks,
+  using Base::kPlanes, Base::kUnits, Base::kDepth, Base::kBlockChannels, Base::kChannelBlocks,
       Base::channel_of, Base::kTileColumns, Base::kTileWindows, Base::find_shift, Base::kGramTiles,
       Base::kGramSize, Base::kFrameRows, Base::frame_row, Base::kRoleTiles, Base::kRoles, Base::multiply_gram,
       Base::kArea, Base::kWarpChannels, Base::origin_of, Base::kUnitGroups, Base::kRoleUnits, Base::kBlockUnits,
       Base::kSparseGroups, Base::kSparsePasses, Base::multiply_sparse, Base::kIn, Base::kOut, Base::kPoolH,
       Base::kPoolW;
-    using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage, typename
+  using typename Base::Geometry, typename Base::Saved, typename Base::Channel, typename Base::Stage, typename
       Base::Held, typename Base::Windows;
 
   // What all strips leave in memory, for merge.cuh.
@@ -110,8 +110,8 @@ template <class P> struct Strips : Sparse<P> {
     }
   }
 
-  // Writes the strip's sparse sums of the block, added up over the groups of warps in their order, in the first
-  // one. shared: memory for them.
+  // Writes the strip's sparse sums of the block, added up over the groups of warps in their order, in the
+  // first one. shared: memory for them.
   __device__ __forceinline__ static void write_sparse(const StripShare& share, float (&total)[2][kRoleUnits][4],
                                                unsigned char* shared, float* all) {
     float* const sums = reinterpret_cast<float*>(shared) +
@@ -217,7 +217,10 @@ template <class P> struct Strips : Sparse<P> {
   }
 };
 
-template <class P> __global__ void __launch_bounds__(kThreads, 2) strip_kernel(typename P::Partial partial, const value_t* x, typename P::Saved saved, GroupShape shape, typename P::Geometry geometry) {
+template <class P>
+__global__ void __launch_bounds__(kThreads, 2)
+strip_kernel(typename P::Partial partial, const value_t* x, typename P::Saved saved, GroupShape shape,
+             typename P::Geometry geometry) {
   P::strip(partial, x, saved, shape, geometry);
 }
 
