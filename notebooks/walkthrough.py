@@ -122,7 +122,9 @@ def show(kernel: str, device: str, *, cpp: str, cuda: str) -> HTML:
     last = next(i for i in range(first, len(lines)) if lines[i] in (f"{indent}}}", f"{indent}}};"))
     while first and lines[first - 1].lstrip().startswith(("//", "template", "__global__")):
         first -= 1
-    text = "\n".join(line.removeprefix(indent) for line in lines[first : last + 1])  # pragmas stand at the margin
+    text = "\n".join(
+        line.removeprefix(indent) for line in lines[first : last + 1]
+    )  # pragmas stand at the margin
     return _highlighted(text, language, f"kernels/{path.relative_to(inline_loader.KERNELS)}")
 
 
