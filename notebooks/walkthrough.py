@@ -116,12 +116,14 @@ def show(kernel: str, device: str, *, cpp: str, cuda: str) -> HTML:
     first = next((i for i, line in enumerate(lines) if start in line), None)
     if first is None:
         raise ValueError(f"expected a line with {start!r} in {path}")
-    last = next(i for i in range(first, len(lines)) if lines[i] in ("}", "};"))
-    while first and lines[first - 1].startswith(("//", "template", "__global__")):
+    indent = lines[first][: -len(lines[first].lstrip())]
+    last = next(i for i in range(first, len(lines)) if lines[i] in (f"{indent}}}", f"{indent}}};"))
+    while first and lines[first - 1].lstrip().startswith(("//", "template", "__global__")):
         first -= 1
-    return _highlighted(
-        "\n".join(lines[first : last + 1]), language, f"kernels/{path.relative_to(inline_loader.KERNELS)}"
-    )
+    text = "\n".join(
+        line.removeprefix(indent) for line in lines[first : last + 1]
+    )  # pragmas stand at the margin
+    return _highlighted(text, language, f"kernels/{path.relative_to(inline_loader.KERNELS)}")
 
 
 def python(function) -> HTML:
