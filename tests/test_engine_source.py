@@ -56,7 +56,9 @@ def attribute(model: nn.Module, name: str):
 def segment_of(model: nn.Module, x: torch.Tensor):
     captured = capture(model, model.training, x.dim())
     assert len(captured.segments) == 1
-    assert sum(node.op.startswith("call") for node in captured.module.graph.nodes) == 1, captured.segments[0].stopped
+    assert sum(node.op.startswith("call") for node in captured.module.graph.nodes) == 1, captured.segments[
+        0
+    ].stopped
     return captured.segments[0]
 
 
@@ -86,7 +88,9 @@ class Run:
             self.results |= {f"gradient of {name}": g for name, g in zip(names, gradients)}
 
 
-def reference(model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def reference(
+    model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     model, x = copy.deepcopy(model).to(dtype), x.detach().to(dtype, copy=True).requires_grad_()
     y = model(x)
     found = {"output": y.detach()}
@@ -108,7 +112,11 @@ def assert_rule(model: nn.Module, x: torch.Tensor, backward: bool = True, label:
         own = torch.randn_like(x) * x.std() + x.mean() if number else x
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dy = torch.randn_like(reference(model, own, None, torch.float64)["output"]).to(x.dtype) if backward else None
+            dy = (
+                torch.randn_like(reference(model, own, None, torch.float64)["output"]).to(x.dtype)
+                if backward
+                else None
+            )
             exact, eager = reference(model, own, dy, torch.float64), reference(model, own, dy, x.dtype)
         run = Run(model, own, dy)
         found = []
@@ -185,7 +193,9 @@ def test_values_that_are_not_finite(number, device):
         odd[1].view(-1)[odd[1].numel() // 2] = value
         run = Run(model, odd)
         eager, exact = (reference(model, odd, None, dtype)["output"] for dtype in (x.dtype, torch.float64))
-        like = [checks.equal(run.y, each.to(x.dtype)) for each in (eager, exact)]  # eager's gelu of an infinity is NaN
+        like = [
+            checks.equal(run.y, each.to(x.dtype)) for each in (eager, exact)
+        ]  # eager's gelu of an infinity is NaN
         assert (like[0] | like[1] | run.y.isfinite() & exact.isfinite()).all()
 
 
@@ -298,6 +308,21 @@ def test_dropout_is_drawn_again(shape, device):
     torch.testing.assert_close(gradients[2], slope.sum((0, 2, 3)), rtol=1e-4, atol=1e-4)
 
 
+def test_exact_order_leaves_operations_where_they_are(monkeypatch):
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    model, x = problem(82)
+    segment = segment_of(model, x)
+    arguments = arguments_of(model, segment, x)
+    moved, exact = (
+        schedule.requests(segment, arguments, False, x.dtype, e)[0]["source"] for e in (False, True)
+    )
+
+    def in_window(text: str) -> str:
+        return text[text.index("at.window(") : text.index("at.write(")].split("});")[0]
+
+    assert "tanh" in in_window(exact) and "tanh" not in in_window(moved) and "tanh" in moved
+
+
 def test_no_more_is_kept_than_eager_keeps():
     """But for a few numbers by channel of a sample."""
     for number in level2.PROBLEMS:
@@ -329,9 +354,21 @@ def test_kernels_compile_without_spills(number, value, architecture, monkeypatch
     (request,) = schedule.requests(segment, arguments_of(model, segment, x), True, x.dtype)
     source = tmp_path / "tail.cu"
     source.write_text(request["source"])
-    command = [NVCC, "-std=c++17", "-O3", f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v", "-I", inline_loader.KERNELS]
+    command = [
+        NVCC,
+        "-std=c++17",
+        "-O3",
+        f"-arch=sm_{architecture}",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-I",
+        inline_loader.KERNELS,
+    ]
     command += [f"-DVALUE_T={value}", "-Werror", "all-warnings", source, "-o", tmp_path / "tail.cubin"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    spills = [line for line in done.stderr.splitlines() if "spill" in line and " 0 bytes spill stores" not in line]
+    spills = [
+        line for line in done.stderr.splitlines() if "spill" in line and " 0 bytes spill stores" not in line
+    ]
     assert not spills and "registers" in done.stderr

@@ -106,7 +106,13 @@ def of_positions(node: Node) -> Key | None:
 def kind_of(node: Node, few_channels: bool) -> str:
     """Of the elements of an array of this node's values at positions."""
     if node.op == "pick":
-        window = (257,) if node.attr[0] == "s" else () if node.attr[0] == "c" else node.graph.levels[node.attr[0]].window
+        window = (
+            (257,)
+            if node.attr[0] == "s"
+            else ()
+            if node.attr[0] == "c"
+            else node.graph.levels[node.attr[0]].window
+        )
         small = few_channels if node.attr[0] == "c" else None not in window and math.prod(window) <= 256
         return "byte" if small and node.space.level else "index"
     if node.space.small:
@@ -129,7 +135,9 @@ class Program:
 
     `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? texts: of the passes, by source.py."""
 
-    def __init__(self, graph: Graph, roots: Iterable[Root], given: Mapping[Node, Array], few_channels: bool = True):
+    def __init__(
+        self, graph: Graph, roots: Iterable[Root], given: Mapping[Node, Array], few_channels: bool = True
+    ):
         self.graph, self.given, self.few_channels = graph, dict(given), few_channels
         self.roots = [self._written_anew(root) for root in roots]
         self.arrays: dict[Key, Array] = {}
@@ -140,7 +148,9 @@ class Program:
         self._reached: dict[str, set[Node]] = {}
         nodes = order([r.node for r in self.roots])
         self.moments_of = {
-            key.node for n in nodes if n not in self.given and (key := of_positions(n)) and key.what == "moments"
+            key.node
+            for n in nodes
+            if n not in self.given and (key := of_positions(n)) and key.what == "moments"
         }
         self._channel_sums_meet = self._reaching_channels(nodes)
         for root in self.roots:
@@ -170,7 +180,11 @@ class Program:
 
     def _written_anew(self, root: Root) -> Root:
         """What is broadcast along its array, or comes in, is a value of its own there."""
-        if root.node.space == root.space and root.node not in self.given and root.node.op not in ("leaf", "const"):
+        if (
+            root.node.space == root.space
+            and root.node not in self.given
+            and root.node.op not in ("leaf", "const")
+        ):
             return root
         node = self.graph.make("spread", root.node, attr=(root.name, root.space.level), space=root.space)
         return root._replace(node=node)
@@ -195,7 +209,10 @@ class Program:
         return {
             n.args[0].space.level
             for n in nodes
-            if n not in self.given and of_positions(n) and n.args[0].space.c and n.args[0] in self._reach(n.args[0].space.level)
+            if n not in self.given
+            and of_positions(n)
+            and n.args[0].space.c
+            and n.args[0] in self._reach(n.args[0].space.level)
         }
 
     def _want(self, node: Node, space: Space) -> None:
@@ -384,7 +401,9 @@ class Program:
         def is_waited_for(key: Key) -> bool:
             if key.what == "value":
                 return True
-            return any(n in waited for n in self.graph.nodes if of_positions(n) and key.node in (n, n.args[0]))
+            return any(
+                n in waited for n in self.graph.nodes if of_positions(n) and key.node in (n, n.args[0])
+            )
 
         stages: dict[tuple, list[int]] = {}
         for key in self.wanted:
@@ -487,7 +506,9 @@ class Program:
                     found += [Key("mean", node.args[0])] + [Key("m2", node.args[0])] * (node.op == "variance")
                 else:
                     found.append(Key("sum", node))
-            found += [Key("value", a) for a in node.args if Key("value", a) in self.small and a not in self.given]
+            found += [
+                Key("value", a) for a in node.args if Key("value", a) in self.small and a not in self.given
+            ]
         return found
 
     # -------------------------------------------------------------------------------------------------------- names

@@ -32,7 +32,12 @@ from .passes import Array, Planes, Program, Root, Unsupported, kind_of
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
 
-_CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
+_CTYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "half_t",
+    torch.bfloat16: "bfloat16_t",
+}
 _MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
 _lock = threading.Lock()
 
@@ -94,13 +99,19 @@ def _compose(segment, kind: Kind) -> Composed:
         known = {root.node for root in roots}
         for array, node in saved:
             if node is not z:  # what leaves already is written once more
-                own = graph.make("spread", node, attr=(array.name, ""), space=node.space) if node in known else node
+                own = (
+                    graph.make("spread", node, attr=(array.name, ""), space=node.space)
+                    if node in known
+                    else node
+                )
                 roots.append(Root(array.name, own, array.space, array.kind))
         saved = [array for array, _ in saved]
     ahead = Program(graph, roots, {}, kind.few_channels)
     names, back_names = _names(segment, ahead), back and _names(segment, back)
     programs = {"forward": ahead} | ({"backward": back} if back else {})
-    text = source.compose(programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name)
+    text = source.compose(
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name
+    )
     return Composed(text, ahead, names, back, back_names, saved, gradients, statistics)
 
 
@@ -255,7 +266,9 @@ class Plan:
     backward_launch: object = None
     table: Sequence[Entry] = ()
     backward_table: Sequence[Entry] = ()
-    pieces: Sequence[tuple[int, int, Plan]] = ()  # samples (first, behind the last), and their plan; none: all at once
+    pieces: Sequence[
+        tuple[int, int, Plan]
+    ] = ()  # samples (first, behind the last), and their plan; none: all at once
 
     @property
     def results(self) -> list[str]:
@@ -276,10 +289,17 @@ def _build(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact
     x = arguments[0]
     kind = _kind(segment, arguments, saving, exact_order)
     name = "tail_" + source.identifier(segment.conv.name)
-    return {"name": name, "source": _composed(segment, kind).text, "device": kind.device, "defines": _defines(segment, x, dtype)}
+    return {
+        "name": name,
+        "source": _composed(segment, kind).text,
+        "device": kind.device,
+        "defines": _defines(segment, x, dtype),
+    }
 
 
-def requests(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> list[dict]:
+def requests(
+    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+) -> list[dict]:
     """What inline_loader builds for such arguments."""
     return [_build(segment, arguments, saving, dtype, exact_order)]
 
@@ -292,14 +312,19 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     sizes = sizes_of(segment, x, weight)
     request = _build(segment, arguments, saving, dtype, exact_order)
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
-    kernels = inline_loader.load(request["name"], source=request["source"], device=request["device"], defines=request["defines"])
+    kernels = inline_loader.load(
+        request["name"], source=request["source"], device=request["device"], defines=request["defines"]
+    )
     keeps_v = any(array.name == "v" for array in composed.saved)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
     found.in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
     names = found.results
     found.statistics = [tuple(names.index(each) for each in pair) for pair in composed.statistics]
     ahead, back = (composed.forward, composed.forward_names), (composed.backward, composed.backward_names)
-    found.table, found.launch = _table(found, *ahead, arguments), kernels.forward.bound(*_numbers(found, *ahead, arguments))
+    found.table, found.launch = (
+        _table(found, *ahead, arguments),
+        kernels.forward.bound(*_numbers(found, *ahead, arguments)),
+    )
     if composed.backward and composed.backward.roots:
         found.backward_table = _table(found, *back, arguments)
         found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
@@ -340,7 +365,9 @@ def _of_samples(plan: Plan, arguments: Sequence, first: int, last: int) -> list:
 def _may_write_over_v(composed: Composed) -> bool:
     """Does y's pass read v at its own place alone, and no later one v?"""
     program = composed.forward
-    (own,) = [i for i, each in enumerate(program.passes) for key in each.targets if program.arrays[key].name == "y"]
+    (own,) = [
+        i for i, each in enumerate(program.passes) for key in each.targets if program.arrays[key].name == "y"
+    ]
     reads = [each.reads_v for each in program.texts]
     return program.roots[0].space == ELEMENTS and not program.texts[own].scalar and not any(reads[own + 1 :])
 
@@ -406,7 +433,9 @@ def _table(plan: Plan, program: Program, names: source.Names, arguments: Sequenc
     for array in source.parameters(program, names):
         if array is source.SCRATCH:
             sizes = [_bytes(plan, program, a) for a in source.scratch(program)]
-            found.append(Entry(array.name, torch.float64, None, [sum((size + 15) // 16 * 2 for size in sizes)]))
+            found.append(
+                Entry(array.name, torch.float64, None, [sum((size + 15) // 16 * 2 for size in sizes)])
+            )
         elif array in made:
             found.append(Entry(array.name, _dtype(plan, array), None, _shape(plan, program, array)))
         else:
@@ -464,11 +493,15 @@ def _result_shape(plan: Plan) -> list[int]:
     segment, sizes = plan.segment, plan.sizes
     level = segment.outputs[0].space.level
     positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
-    of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1} | {str(i): s for i, s in enumerate(positions)}
+    of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1} | {
+        str(i): s for i, s in enumerate(positions)
+    }
     return [of_axis[axis] for axis in segment.axes]
 
 
-def backward(plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+def backward(
+    plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradients of inputs, parameters and buffers (None)."""
     composed, segment = plan.composed, plan.segment
     arrays = {a.name: t for a, t in zip(composed.saved, saved)} | {"dy": library.aligned(dy)}
@@ -479,12 +512,16 @@ def backward(plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor
     dz = by_name.pop("z")
     weight_at, found = len(segment.inputs), []
     wanted = [needs[0], needs[weight_at]]
-    dx, dw = convolve_backward(segment, dz, x, weight, wanted) if dz is not None and any(wanted) else (None, None)
+    dx, dw = (
+        convolve_backward(segment, dz, x, weight, wanted) if dz is not None and any(wanted) else (None, None)
+    )
     names = [_name(each) for each in segment.inputs] + list(segment.parameters)
     for i, name in enumerate(names):
         gradient = dx if i == 0 else dw if i == weight_at else by_name.get(name)
         t = arguments[i]
-        found.append(gradient if gradient is None or i in (0, weight_at) else gradient.to(t.dtype).reshape(t.shape))
+        found.append(
+            gradient if gradient is None or i in (0, weight_at) else gradient.to(t.dtype).reshape(t.shape)
+        )
     return found + [None] * len(segment.buffers)
 
 
@@ -511,7 +548,9 @@ def convolve(segment, x: Tensor, weight: Tensor) -> Tensor:
     return v.contiguous()
 
 
-def convolve_backward(segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+def convolve_backward(
+    segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradients of x and weight that are needed."""
     conv, nd = segment.conv, weight.dim() - 2
     with torch.enable_grad():
@@ -531,11 +570,15 @@ def convolve_backward(segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Seq
 # ------------------------------------------------------------------------------------------------------------ in words
 
 
-def saved(segment, arguments: Sequence, dtype: torch.dtype, exact_order: bool = False) -> list[tuple[list[int], torch.dtype]]:
+def saved(
+    segment, arguments: Sequence, dtype: torch.dtype, exact_order: bool = False
+) -> list[tuple[list[int], torch.dtype]]:
     """Shapes and dtypes of what forward saves."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     composed = _composed(segment, _kind(segment, arguments, True, exact_order))
-    found = Plan(segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x))
+    found = Plan(
+        segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
+    )
     return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
 
 
@@ -546,7 +589,12 @@ def count(segment, arguments: Sequence, node: Node) -> float:
         return node.attr
     if node.op == "count":
         axis, what = node.attr
-        counts = {"n": lambda: sizes.N, "c": lambda: sizes.C, "group": lambda: sizes.C // what, "s": lambda: sizes.positions(what)}
+        counts = {
+            "n": lambda: sizes.N,
+            "c": lambda: sizes.C,
+            "group": lambda: sizes.C // what,
+            "s": lambda: sizes.positions(what),
+        }
         return float(counts[axis]())
     if node.op == "mul":
         return math.prod(count(segment, arguments, a) for a in node.args)
@@ -557,11 +605,15 @@ def text(plan: Plan) -> str:
     return plan.composed.text
 
 
-def describe(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> str:
+def describe(
+    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+) -> str:
     """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
-    return _words(Plan(segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, saving, library.device_type(x)))
+    return _words(
+        Plan(segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, saving, library.device_type(x))
+    )
 
 
 def _words(plan: Plan) -> str:
@@ -571,7 +623,9 @@ def _words(plan: Plan) -> str:
     for program, names in of_text[: 1 + bool(composed.backward)]:
         words.append("; backward: " if program is composed.backward else ", then ")
         each = [
-            _pass_words(plan, program, names, i) for i, one in enumerate(program.passes) if isinstance(one, Planes)
+            _pass_words(plan, program, names, i)
+            for i, one in enumerate(program.passes)
+            if isinstance(one, Planes)
         ]
         words.append(", ".join(each) or "small values")
     return "".join(words)
@@ -580,7 +634,9 @@ def _words(plan: Plan) -> str:
 def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) -> str:
     results = {root.name for root in program.roots}
     own = [program.arrays[key] for key in program.passes[number].targets]
-    made = dict.fromkeys(a.name if a.name in results else "sums" if a.parts is not None else "reductions" for a in own)
+    made = dict.fromkeys(
+        a.name if a.name in results else "sums" if a.parts is not None else "reductions" for a in own
+    )
     made = [name for name in made if not name.startswith("kept_")] or ["what is kept"]
     text = program.texts[number]
     known = {a.name: a for a in (*program.arrays.values(), *program.given.values(), *names.incoming.values())}

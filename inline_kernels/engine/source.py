@@ -38,7 +38,7 @@ TYPES = {
 }
 SCRATCH = Array("scratch", "double", Space(False, False, ""))
 EXPORTED = {**TYPES, "real": "accumulate_t"}
-_TAKEN = {"n", "c", "N", "C", "at", "e", "w", "i", "lanes", "plane", "block", "real", "math", "load", "stream", "seed", "number", "parts"}
+_TAKEN = set("n c N C at e w i lanes plane block real math load stream scratch number parts".split())
 
 
 def identifier(name: str) -> str:
@@ -264,7 +264,9 @@ class _Text:
                 inner = node.args if over_channels(node) else ()
                 seen[node] = depth[node] = 1 + max((visit(a) for a in inner), default=0)
             elif reduces:  # take
-                seen[node] = max(visit(node.args[1]), *([visit(node.args[0])] if over_channels(node) else [0]))
+                seen[node] = max(
+                    visit(node.args[1]), *([visit(node.args[0])] if over_channels(node) else [0])
+                )
             elif node.op in ("put", "upsample"):
                 inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()
                 seen[node] = max((visit(a) for a in inner), default=0)
@@ -298,7 +300,9 @@ class _Text:
             name = self._local(node)
             term = self._broadcast(node.args[0], inner)
             if node.op == "pick":
-                declared.append(f"auto best{node.id} = {scope.at}.{'largest' if node.attr[1] > 0 else 'smallest'}();")
+                declared.append(
+                    f"auto best{node.id} = {scope.at}.{'largest' if node.attr[1] > 0 else 'smallest'}();"
+                )
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
                 inner.lines.append(f"best{node.id}.{'take_last' if last else 'take'}({term}, {place});")
@@ -329,7 +333,9 @@ class _Text:
             inner = Scope("channels", known, scope.level, scope.n, f"{known}.c", [], scope)
         else:
             parent = self.graph.levels[axis].parent
-            made = f"const auto {known} = {scope.at}.chosen({self.pool(axis)}, {self.extent(parent)}, {place});"
+            made = (
+                f"const auto {known} = {scope.at}.chosen({self.pool(axis)}, {self.extent(parent)}, {place});"
+            )
             inner = Scope("point", known, parent, scope.n, scope.c, [], scope)
         self.prepare([of], inner)
         value = self.value(of, inner)
@@ -337,7 +343,12 @@ class _Text:
             scope.lines.append(made)
         # Lines of another value at the same place have other names: a node has one.
         name = f"at_{known}_{of.id}"
-        scope.lines += [f"const auto {name} = [&] {{", *[f"  {line}" for line in inner.lines], f"  return {value};", "}();"]
+        scope.lines += [
+            f"const auto {name} = [&] {{",
+            *[f"  {line}" for line in inner.lines],
+            f"  return {value};",
+            "}();",
+        ]
         return name
 
     def value_of_pick(self, index: Node, scope: Scope) -> None:
@@ -388,7 +399,11 @@ class _Text:
             point.lines.append(f"{name}.add({self._broadcast(node, point)});")
             ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
         if last:
-            point.lines += [f"at.channels({self.number('C')}, [&](const auto& e) {{", *[f"  {line}" for line in last.lines], "});"]
+            point.lines += [
+                f"at.channels({self.number('C')}, [&](const auto& e) {{",
+                *[f"  {line}" for line in last.lines],
+                "});",
+            ]
         walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
 
@@ -428,7 +443,9 @@ class _Text:
             first = self._loop_of(pending[0], each.mode)
             together: list[Key] = []
             for key in pending:
-                waits = [need for need in self.program.small_needs(key) if need in self.made and need not in done]
+                waits = [
+                    need for need in self.program.small_needs(key) if need in self.made and need not in done
+                ]
                 if self._loop_of(key, each.mode) == first and not waits:
                     together.append(key)
             self.made -= done
@@ -552,7 +569,9 @@ class _Text:
             text = term(inner)
             lines = _in_one_line([*inner.parent.lines, *inner.lines, f"return {text};"])
             N, C = self.number("N"), self.number("C")
-            return f"lanes.sum({N} * {C}, [&](int64_t i) {{ const int64_t n = i / {C}, c = i % {C}; {lines} }})"
+            return (
+                f"lanes.sum({N} * {C}, [&](int64_t i) {{ const int64_t n = i / {C}, c = i % {C}; {lines} }})"
+            )
         raise Unsupported(f"statistics over {steps}")
 
 
@@ -623,7 +642,8 @@ def _program(launcher: str, program: Program, names: Names, device: str) -> list
         declared.append("cudaStream_t stream")
     inside = [f"const real {name} = real({_scalar(t, name)});" for t, name in reals if t == "double"]
     inside += [
-        f"{TYPES[a.kind]}* const {a.name} = load::next<{TYPES[a.kind]}>(scratch, {_size(a)});" for a in scratch(program)
+        f"{TYPES[a.kind]}* const {a.name} = load::next<{TYPES[a.kind]}>(scratch, {_size(a)});"
+        for a in scratch(program)
     ]
     for name in sorted(used_levels):
         level = name.removeprefix("extent_")
