@@ -216,9 +216,12 @@ def errors(y: Tensor, truth: Tensor) -> Tensor:
 
 
 class Verdict(NamedTuple):
-    worst: float  # error of those within the rule's range, and where
+    """In units in the last place, where the rule is nearest to being broken: at x = `at`."""
+
+    error: float
+    allowed: float
+    eager: float  # eager's worst in the binade
     at: float
-    eager: float  # eager's worst
     beyond: list[tuple[float, float, float]]  # (x, error, bound) where the rule is broken, the worst first
     special: list[
         tuple[float, float, float]
@@ -249,11 +252,9 @@ def judge(name: str, x: Tensor, y: Tensor, of_eager: Tensor, bound: float = BOUN
     odd &= ~(
         (name == "gelu") & (x == math.inf) & (y == math.inf)
     )  # as on a GPU; torch's vectors on a CPU give NaN
-    within = torch.where(theirs <= BOUND, ours, 0.0)  # where eager is bad, too, the worst says little
+    nearest = (ours / bound).argmax()
     return Verdict(
-        within.max().item(),
-        x[within.argmax()].item(),
-        torch.where(theirs <= BOUND, theirs, 0.0).max().item(),
+        *(t[nearest].item() for t in (ours, bound, worst[binade], x)),
         [(x[i].item(), ours[i].item(), bound[i].item()) for i in broken[:5].tolist()],
         [(x[i].item(), y[i].item(), of_eager[i].item()) for i in odd.nonzero().flatten()[:5].tolist()],
     )
@@ -265,8 +266,9 @@ def main() -> int:
     kernels = inline_loader.load("math_on_gpu", source=launchers(gpu=True), device="cuda")
     x = arguments().cuda()
     print(
-        f"{'function':28}{'worst':>8}{'eager':>8}   at (units in the last place; where eager's is at most {BOUND:g})"
+        "units in the last place, where the rule is nearest to being broken; eager's worst is of the same binade of x"
     )
+    print(f"{'function':28}{'error':>10}{'allowed':>10}{'eager':>10}   at")
     failures = 0
     for name in NAMES:
         y = torch.full_like(x, math.nan)
@@ -274,7 +276,8 @@ def main() -> int:
         verdict = judge(name, x.cpu(), y.cpu(), eager(name, x).cpu())
         wrong = bool(verdict.beyond or verdict.special)
         failures += wrong
-        print(f"{name:28}{verdict.worst:8.2f}{verdict.eager:8.2f}   {verdict.at:<14.7g}{'FAILS' * wrong}")
+        numbers = "".join(f"{each:10.3g}" for each in verdict[:3])
+        print(f"{name:28}{numbers}   {verdict.at:<14.7g}{'FAILS' * wrong}")
         for label, rows in (("error", verdict.beyond), ("special", verdict.special)):
             for row in rows:
                 print(f"    {label}: x {row[0]!r}: {row[1]:.6g}, allowed or eager's {row[2]:.6g}")

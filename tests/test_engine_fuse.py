@@ -944,6 +944,48 @@ def test_a_subclass_of_tensor_is_eagers(kind):
     assert any(name.startswith("conv") for name in Asked.functions)
 
 
+class Tail(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 6, 3), function
+
+    def forward(self, x):
+        return self.function(self.conv(x))
+
+
+TAILS = {
+    "instance norm": nn.InstanceNorm2d(6),
+    "batch norm": nn.BatchNorm2d(6),
+    "group norm": nn.GroupNorm(3, 6),
+    "average pool": nn.AvgPool2d(2),
+    "max pool": nn.MaxPool2d(2),
+    "softmax": nn.Softmax(1),
+    "logsumexp": functools.partial(torch.logsumexp, dim=1, keepdim=True),
+    "maximum of channels": functools.partial(torch.amax, dim=1),
+    "minimum along an axis": lambda x: torch.min(x, dim=2)[0],
+    "mean": lambda x: x.mean((2, 3)),
+    "activation": F.mish,
+}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("label", TAILS)
+def test_results_are_laid_out_as_eagers(label, layout):
+    """With x's layout or the weight's."""
+    tail = TAILS[label]
+    model = Tail(tail)
+    x = torch.randn(2, 3, 8, 7)
+    for given, module in (
+        (x.contiguous(memory_format=layout), model),
+        (x, copy.deepcopy(model).to(memory_format=layout)),
+    ):
+        fast, expected = fuse(copy.deepcopy(module)), module(given)
+        assert runs(fast, given) == ["load"]
+        for y in (fast(given), fast(given.clone().requires_grad_())):
+            assert y.stride() == expected.stride()
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_results_share_no_memory_and_inputs_stay():
     _, fast, x = pair(Pointwise)
     before = x.clone()

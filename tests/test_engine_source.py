@@ -307,6 +307,21 @@ def test_dropout_is_drawn_again(shape, device):
     torch.testing.assert_close(gradients[2], slope.sum((0, 2, 3)), rtol=1e-4, atol=1e-4)
 
 
+def test_exact_order_leaves_operations_where_they_are(monkeypatch):
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    model, x = problem(82)
+    segment = segment_of(model, x)
+    arguments = arguments_of(model, segment, x)
+    moved, exact = (
+        schedule.requests(segment, arguments, False, x.dtype, e)[0]["source"] for e in (False, True)
+    )
+
+    def in_window(text: str) -> str:
+        return text[text.index("at.window(") : text.index("at.write(")].split("});")[0]
+
+    assert "tanh" in in_window(exact) and "tanh" not in in_window(moved) and "tanh" in moved
+
+
 def test_no_more_is_kept_than_eager_keeps():
     """But for a few numbers by channel of a sample."""
     for number in level2.PROBLEMS:

@@ -133,9 +133,10 @@ class Guards:
     """A model as it was when it was captured. `holds(model)`: is it still that?
 
     Compared are: attributes that forward read, by identity or, numbers and tuples, by value; of torch.nn's modules that kernels
-    replace all attributes; which modules there are, which of them have hooks, their classes and those's forwards; which parameters and buffers there are. A
-    global names and enclosed values that its functions use. A version of each dictionary says that nothing in it was assigned. `numbers` are read anew where something was; `changed` is called
-    where they are others. There is no way from here to the model itself.
+    replace all attributes; which modules there are, which of them have hooks, their classes with their forwards; which parameters and
+    buffers there are; global names and enclosed values that functions use. A version of each dictionary says that nothing in it was
+    assigned. `numbers` are read anew where something was; `changed` is called where they are others. There is no way from here to the
+    model itself.
     """
 
     def __init__(

@@ -138,6 +138,7 @@ class Part:
         self._refuse(decision)
         if decision.runs != "eager":
             tensors = (*given, *self.tensors())
+            check_memory(*tensors)  # which what is kept looks at in passing
             drawn = self._draws() if self.segment.random else None
             run = self._bound(tensors, drawn, decision)
         if situation is not None and epoch == self.epoch:

@@ -26,9 +26,9 @@ import inline_loader
 from inline_kernels.engine import library
 
 from . import source
+from .algebra import reordered
 from .graph import ELEMENTS, Facts, Node, Space, order
 from .passes import Array, Planes, Program, Root, Unsupported, kind_of
-from .rewrites import rewritten
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
 
@@ -65,14 +65,12 @@ class Kind(NamedTuple):
     device: str
     saving: bool
     few_channels: bool  # a byte counts them
-    signs: tuple[tuple[str, int], ...] | None  # of the model's numbers; None: nothing is to be rewritten
+    exact_order: bool
 
 
 def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
     weight = arguments[len(segment.inputs)]
-    numbers = zip(segment.scalars, arguments[_first_number(segment) :])
-    signs = None if exact_order else tuple((name, (x > 0) - (x < 0)) for name, x in numbers)
-    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, signs)
+    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, exact_order)
 
 
 def _composed(segment, kind: Kind) -> Composed:
@@ -87,16 +85,15 @@ def _composed(segment, kind: Kind) -> Composed:
 def _compose(segment, kind: Kind) -> Composed:
     graph = segment.graph
     (y,) = segment.outputs
-    if kind.signs is not None:
-        y = rewritten(graph, y, dict(kind.signs))
+    statistics_of = [node for update in segment.updates for node in (update.mean, update.variance)]
+    if not kind.exact_order:
+        y, *statistics_of = reordered([y, *statistics_of])
     z = graph.leaf("z", ELEMENTS, "z")
     roots, statistics, back, saved, gradients = [Root("y", y, y.space, "output")], [], None, [], {}
-    for update in segment.updates:
-        names = tuple(f"{what}_{update.mean.id}" for what in ("batch_mean", "batch_variance"))
+    for i in range(len(segment.updates)):
+        names = f"batch_mean_{i}", f"batch_variance_{i}"
         statistics.append(names)
-        roots += [
-            Root(name, node, node.space, "real") for name, node in zip(names, (update.mean, update.variance))
-        ]
+        roots += [Root(name, node, node.space, "real") for name, node in zip(names, statistics_of[2 * i :])]
     if kind.saving:
         back, saved, gradients = _backward_program(graph, y, z, kind.few_channels)
         known = {root.node for root in roots}
@@ -269,6 +266,9 @@ class Plan:
     backward_launch: object = None
     table: Sequence[Entry] = ()
     backward_table: Sequence[Entry] = ()
+    pieces: Sequence[
+        tuple[int, int, Plan]
+    ] = ()  # samples (first, behind the last), and their plan; none: all at once
 
     @property
     def results(self) -> list[str]:
@@ -328,7 +328,38 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     if composed.backward and composed.backward.roots:
         found.backward_table = _table(found, *back, arguments)
         found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
+    found.pieces = _pieces(found, arguments, exact_order)
     return found
+
+
+def _pieces(plan: Plan, arguments: Sequence, exact_order: bool) -> Sequence[tuple[int, int, Plan]]:
+    """On a CPU a few samples are convolved at a time, as many as stay in its caches until their result is there; where nothing is kept
+    and no sample's result hangs on another's."""
+    segment, x, N = plan.segment, arguments[0], plan.sizes.N
+    mixed = plan.composed.forward.mixes_samples or segment.random or not segment.outputs[0].space.n
+    if plan.device != "cpu" or plan.saving or mixed:
+        return ()
+    positions = math.prod(plan.sizes.levels["e"])
+    sample = plan.sizes.C * positions * x.element_size()
+    samples = max(1, library.CPU_PIECE_BYTES // sample)
+    if N <= samples:
+        return ()
+    plans: dict[int, Plan] = {}
+    found = []
+    for first in range(0, N, samples):
+        last = min(first + samples, N)
+        if last - first not in plans:
+            some = _of_samples(plan, arguments, first, last)
+            plans[last - first] = globals()["plan"](segment, some, False, plan.dtype, exact_order)
+            plans[last - first].in_place = False
+        found.append((first, last, plans[last - first]))
+    return found
+
+
+def _of_samples(plan: Plan, arguments: Sequence, first: int, last: int) -> list:
+    inputs = plan.segment.inputs
+    own = [t[first:last] if each.space.n else t for each, t in zip(inputs, arguments)]
+    return [*own, *arguments[len(inputs) :]]
 
 
 def _may_write_over_v(composed: Composed) -> bool:
@@ -439,11 +470,22 @@ def _as_read(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, what backward needs, and batch norms' statistics."""
+    if plan.pieces:
+        return [_forward_in_pieces(plan, arguments)]
     v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
     arrays = {"v": v, "y": v} if plan.in_place else {"v": v}
     _run(plan, plan.launch, plan.table, arrays, arguments)
     arrays["y"] = arrays["y"].view(_result_shape(plan))
     return [arrays[name] for name in plan.results]
+
+
+def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
+    y = arguments[0].new_empty(_result_shape(plan), dtype=plan.dtype)
+    for first, last, piece in plan.pieces:
+        some = _of_samples(plan, arguments, first, last)
+        v = convolve(plan.segment, some[0], arguments[len(plan.segment.inputs)])
+        _run(piece, piece.launch, piece.table, {"v": v, "y": y[first:last]}, some)
+    return y
 
 
 def _result_shape(plan: Plan) -> list[int]:

@@ -38,26 +38,7 @@ TYPES = {
 }
 SCRATCH = Array("scratch", "double", Space(False, False, ""))
 EXPORTED = {**TYPES, "real": "accumulate_t"}
-_TAKEN = {
-    "n",
-    "c",
-    "N",
-    "C",
-    "at",
-    "e",
-    "w",
-    "i",
-    "lanes",
-    "plane",
-    "block",
-    "real",
-    "math",
-    "load",
-    "stream",
-    "seed",
-    "number",
-    "parts",
-}
+_TAKEN = set("n c N C at e w i lanes plane block real math load stream scratch number parts".split())
 
 
 def identifier(name: str) -> str:

@@ -146,10 +146,11 @@ def obstacle(tensors: Sequence[Tensor], names: Sequence[str], weight: int, weigh
 
 class Situation:
     """What a decision for tensors depends on, as it was: classes, shapes, strides, dtypes, devices, alignment, requires_grad, the modes of
-    gradients and autocast, TF32. And, once there is one, the decision: `run(*tensors)` gives the result; None: eager does. drawn: None, or run takes random numbers, too, and whether they are
-    wanted.
+    gradients and autocast, TF32. And, once there is one, the decision: `run(*tensors)` gives the result; None: eager does. `drawn`:
+    None, or run takes random numbers, too, and this says whether they are wanted.
 
-    Raises TypeError, RuntimeError or ValueError for what PyTorch's guards know no situation of: no tensor, or one that stands for two.
+    Raises TypeError, RuntimeError or ValueError for what PyTorch's guards know no situation of: no tensor, or one that stands for two;
+    and RuntimeError, as `holds` does, where the memory of one was freed.
     """
 
     __slots__ = ("alike", "modes", "others", "decided", "run", "drawn")

@@ -485,7 +485,7 @@ template <class Pass> void planes(const Pass& pass, const Extent& extent, const 
   constexpr int64_t kGrain = 1 << 12;  // positions: fewer are not worth a thread
   const int64_t count = extent.N * extent.C * parts, positions = extent.positions();
   if (!count || !positions) return;
-  const bool streams = extent.N * extent.C * positions * int64_t(sizeof(real)) > last_cache() / 2;
+  const bool streams = extent.N * extent.C * positions * int64_t(sizeof(real)) > last_cache() / 4;
   host::parallel_for(count, std::max<int64_t>(1, kGrain * parts / positions), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       Plane<walk_of<Pass>> plane(extent, values, i / parts, i % parts, parts, streams);

@@ -1,0 +1,292 @@
+"""kernels/cpu/load.h: each word of a pass, in vectors, over sizes that fill no vector, against torch; and convolutions of a few samples at a
+time."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import inline_loader
+from inline_kernels.engine import library, schedule
+from inline_kernels.engine.capture import capture
+
+# Passes as they are generated, with each of the words. Pool: PD, PH, PW.
+WORDS = """
+#include "load/load.h"
+using Windows = load::Pool<PD, PH, PW>;
+
+struct Reduce {
+  double* sums; Moments<double>* moments; output_t* twice; uint8_t* mask;
+  template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
+    auto sum = plane.sum();
+    auto moment = plane.moments();
+    plane.each([&](const auto& at) {
+      const auto z = at.v();
+      sum.add(z);
+      moment.add(z);
+      at.write(twice, z * real(2));
+      at.write(mask, z > real(0));
+    });
+    plane.reduce(sums, sum);
+    plane.reduce(moments, moment);
+  }
+};
+struct Merge {
+  double *sums, *mean, *m2; const Moments<double>* moments; int64_t C, parts;
+  template <class Block> ON_DEVICE void operator()(const Block& block) const {
+    block.each(C, [&](int64_t c, const auto& lanes) {
+      const int64_t first = (block.index * C + c) * parts;
+      const Moments<double> all = lanes.merge(moments + first, parts);
+      lanes.write(mean + block.index * C + c, all.mean);
+      lanes.write(m2 + block.index * C + c, all.m2);
+    });
+  }
+};
+struct Pooled {
+  output_t *most, *total, *again; int32_t* place; load::Extent fine;
+  static constexpr bool kScalar = true, kWindows = true;
+  template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
+    plane.each([&](const auto& at) {
+      auto best = at.largest();
+      auto sum = at.zero();
+      at.window(Windows(), fine, [&](const auto& e) {
+        const auto z = e.v();
+        best.take_last(z, e.place);
+        sum += z;
+      });
+      at.write(most, best.value);
+      at.write(place, best.index);
+      at.write(total, sum);
+      at.write(again, at.chosen(Windows(), fine, best.index).v());
+    });
+  }
+};
+struct Back {
+  value_t* dz; const output_t* dy; const int32_t* place; const uint8_t* mask; load::Extent coarse;
+  template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
+    plane.each([&](const auto& at) {
+      const auto put = at.spread(Windows(), coarse, [&](const auto& w) {
+        return w.zero() + math::select(w.read(place) == w.place, w.read(dy), real(0));
+      });
+      at.write(dz, math::select(at.read(mask) != 0, put, -put));
+    });
+  }
+};
+struct Channels {
+  output_t *largest, *sum, *least; int32_t* which; const output_t* shared; int64_t C;
+  template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
+    plane.each([&](const auto& at) {
+      auto best = at.largest();
+      auto least_of = at.smallest();
+      auto total = at.zero();
+      at.channels(C, [&](const auto& e) {
+        best.take(e.v(), e.c);
+        least_of.take(e.v(), e.c);
+        total += e.v() * at.read(shared);
+      });
+      at.write(largest, best.value);
+      at.write(which, best.index);
+      at.write(least, least_of.value);
+      at.write(sum, total);
+    });
+  }
+};
+struct Drop {
+  output_t* y; const int64_t* seed; int64_t number;
+  template <class Plane> ON_DEVICE void operator()(Plane& plane) const {
+    plane.each([&](const auto& at) { at.write(y, math::select(at.kept(seed, number, 1, 0.3), real(1), real(0))); });
+  }
+};
+
+EXPORT void reduce(double* sums, double* moments_given, double* mean, double* m2, output_t* twice, uint8_t* mask, const value_t* v,
+                   int64_t N, int64_t C, int64_t D, int64_t H, int64_t W, int64_t parts) {
+  Moments<double>* const moments = reinterpret_cast<Moments<double>*>(moments_given);
+  load::planes(Reduce{sums, moments, twice, mask}, load::Extent(N, C, D, H, W), v, parts);
+  load::small(Merge{sums, mean, m2, moments, C, parts}, N);
+}
+EXPORT void pooled(output_t* most, output_t* total, output_t* again, int32_t* place, value_t* dz, const value_t* v, const output_t* dy,
+                   const uint8_t* mask, int64_t N, int64_t C, int64_t D, int64_t H, int64_t W, int64_t d, int64_t h, int64_t w) {
+  const load::Extent fine(N, C, D, H, W), coarse(N, C, d, h, w);
+  load::planes(Pooled{most, total, again, place, fine}, coarse, v, 2);
+  load::planes(Back{dz, dy, place, mask, coarse}, fine, v, 3);
+}
+EXPORT void channels(output_t* largest, output_t* sum, output_t* least, int32_t* which, const value_t* v, const output_t* shared,
+                     int64_t N, int64_t C, int64_t S, int64_t parts) {
+  load::planes(Channels{largest, sum, least, which, shared, C}, load::Extent(N, 1, 1, 1, S), v, parts);
+}
+EXPORT void drop(output_t* y, const int64_t* seed, int64_t number, int64_t N, int64_t C, int64_t S, int64_t parts) {
+  load::planes(Drop{y, seed, number}, load::Extent(N, C, 1, 1, S), nullptr, parts);
+}
+"""
+DTYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16_t"}
+SIZES = [(1, 5, 7), (1, 1, 1), (1, 30, 37), (3, 9, 67), (2, 4, 16)]
+
+
+def words(dtype: torch.dtype, pool=(1, 2, 2)):
+    sides = dict(zip(("PD", "PH", "PW"), map(str, pool)))
+    defines = {"VALUE_T": DTYPES[dtype], "OUTPUT_T": DTYPES[dtype], **sides}
+    return inline_loader.load("engine_cpu_words", source=WORDS, device="cpu", defines=defines)
+
+
+def poisoned(*shape, dtype):
+    return (
+        torch.full(shape, 77, dtype=dtype)
+        if not dtype.is_floating_point
+        else torch.full(shape, float("nan"), dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_sums_and_moments_have_each_value_once(dtype, size, parts):
+    N, C = 2, 3
+    v = (torch.randn(N, C, *size) * 3 + 100).to(dtype)
+    v[0, 0] -= 100
+    sums, moments = poisoned(N, C, parts, dtype=torch.float64), poisoned(N, C, parts, 3, dtype=torch.float64)
+    mean, m2 = poisoned(N, C, dtype=torch.float64), poisoned(N, C, dtype=torch.float64)
+    twice, mask = poisoned(*v.shape, dtype=dtype), poisoned(*v.shape, dtype=torch.uint8)
+    kernels = words(dtype)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        kernels.reduce(sums, moments, mean, m2, twice, mask, v, N, C, *size, parts)
+        results.append([t.clone() for t in (sums, moments, mean, m2)])
+    assert all(torch.equal(a, b) for a, b in zip(*results)), "the same to the bit with any number of threads"
+    exact = v.double().flatten(2)
+    few = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(
+        sums.sum(2), exact.sum(2), rtol=few, atol=few * exact.abs().sum().item() / (N * C)
+    )
+    torch.testing.assert_close(mean, exact.mean(2), rtol=few, atol=few)
+    torch.testing.assert_close(m2 / exact.shape[2], exact.var(2, correction=0), rtol=4 * few, atol=few)
+    torch.testing.assert_close(twice, v * 2, rtol=0, atol=0)
+    assert torch.equal(mask != 0, v > 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "pool",
+    [(1, 2, 2), (1, 1, 1), (1, 4, 4), (1, 3, 3), (2, 1, 2), (0, 1, 1), (1, 2, 5), (1, 2, 8), (1, 1, 0)],
+)
+def test_windows_there_and_back(dtype, size, pool):
+    window = [p or s for p, s in zip(pool, size)]
+    coarse = [s // w for s, w in zip(size, window)]
+    if not all(coarse):
+        pytest.skip("no window fits")
+    N, C = 2, 3
+    v = torch.randn(N, C, *size).mul(2).round().to(dtype)  # with ties
+    if v[0, 0].numel() > 30:
+        v[0, 1].view(-1)[11] = float("nan")
+    dy, mask = torch.randn(N, C, *coarse).to(dtype), torch.randint(2, v.shape).to(torch.uint8)
+    most, total, again = (poisoned(N, C, *coarse, dtype=dtype) for _ in range(3))
+    place, dz = poisoned(N, C, *coarse, dtype=torch.int32), poisoned(*v.shape, dtype=dtype)
+    words(dtype, pool).pooled(most, total, again, place, dz, v, dy, mask, N, C, *size, *coarse)
+    leaf = v.double().requires_grad_()
+    expected = F.max_pool3d(leaf, window, window)
+    (gradient,) = torch.autograd.grad(expected, leaf, dy.double())
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(most.double(), expected.detach(), **same)
+    torch.testing.assert_close(again.double(), expected.detach(), **same)
+    torch.testing.assert_close(dz.double(), torch.where(mask != 0, gradient, -gradient), **same)
+    sums = F.avg_pool3d(v.double(), window, window) * (window[0] * window[1] * window[2])
+    torch.testing.assert_close(
+        total.double(), sums, rtol=0.01 if dtype == torch.bfloat16 else 1e-6, atol=1e-6, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("C, S, parts", [(1, 5, 1), (7, 33, 2), (40, 129, 3)])
+def test_channels_at_a_position(dtype, C, S, parts):
+    N = 3
+    v, shared = torch.randn(N, C, S).round().to(dtype), torch.randn(N, S).to(dtype)
+    v[1, C // 2, 1] = float("nan")
+    largest, total, least = (poisoned(N, S, dtype=dtype) for _ in range(3))
+    which = poisoned(N, S, dtype=torch.int32)
+    words(dtype).channels(largest, total, least, which, v, shared, N, C, S, parts)
+    value, index = v.max(1)
+    same = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(largest, value, **same)
+    torch.testing.assert_close(which.long(), index, **same)
+    torch.testing.assert_close(least, v.min(1)[0], **same)
+    error = 0.02 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(
+        total,
+        (v.double() * shared.double()[:, None]).sum(1).to(dtype),
+        rtol=error,
+        atol=error,
+        equal_nan=True,
+    )
+
+
+def test_a_dropouts_mask_is_of_the_element_alone():
+    kernels, seed = words(torch.float32), torch.tensor([12345])
+    first, second = poisoned(2, 5, 77, dtype=torch.float32), poisoned(1, 1, 770, dtype=torch.float32)
+    kernels.drop(first, seed, 0, 2, 5, 77, 3)
+    kernels.drop(second, seed, 0, 1, 1, 770, 1)
+    assert torch.equal(first.flatten(), second.flatten())
+    assert 0.6 < first.mean() < 0.8
+
+
+def test_what_is_large_is_stored_past_the_caches_and_whole():
+    v = torch.randn(2, 3, 1, 1500, 1501)
+    sums, moments = torch.empty(2, 3, 5, dtype=torch.float64), torch.empty(2, 3, 5, 3, dtype=torch.float64)
+    mean, twice, mask = (
+        torch.empty(2, 3, dtype=torch.float64),
+        torch.full_like(v, float("nan")),
+        v.to(torch.uint8),
+    )
+    words(torch.float32).reduce(sums, moments, mean, mean.clone(), twice, mask, v, 2, 3, 1, 1500, 1501, 5)
+    assert torch.equal(twice, v * 2)
+
+
+class Alone(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), norm
+
+    def forward(self, x):
+        return F.silu(self.norm(self.conv(x)))
+
+
+@pytest.mark.parametrize(
+    "norm, in_pieces", [(nn.GroupNorm(2, 8), True), (nn.Identity(), True), (nn.BatchNorm2d(8), False)]
+)
+def test_a_few_samples_at_a_time_give_the_same(norm, in_pieces, monkeypatch):
+    model, x = Alone(copy.deepcopy(norm)), torch.randn(5, 3, 13, 15)
+    segment = capture(model, model.training, x.dim()).segments[0]
+    named = dict(model.named_parameters())
+    tensors = [x, *[named[name].detach() for name in segment.parameters]]
+    if segment.updates:
+        tensors += [
+            t.clone() for update in segment.updates for t in (model.norm.running_mean, model.norm.running_var)
+        ]
+    sample = 8 * 11 * 13 * 4
+    results = []
+    for budget in (library.CPU_PIECE_BYTES, 2 * sample + 7):
+        monkeypatch.setattr(library, "CPU_PIECE_BYTES", budget)
+        plan = schedule.plan(segment, tensors + _numbers(model, segment), False, torch.float32)
+        assert [piece[:2] for piece in plan.pieces] == (
+            [(0, 2), (2, 4), (4, 5)] if in_pieces and len(results) else []
+        )
+        with torch.no_grad():
+            results.append(schedule.forward(plan, tensors + _numbers(model, segment))[0])
+    with torch.no_grad():
+        truth = copy.deepcopy(model).double()(x.double())
+    for y in results:
+        torch.testing.assert_close(y.double(), truth, rtol=2e-6, atol=2e-6)
+
+
+def _numbers(model: nn.Module, segment) -> list[float]:
+    found = []
+    for name in segment.scalars:
+        value = model
+        for part in name.split("."):
+            value = getattr(value, part)
+        found.append(float(value))
+    return found
