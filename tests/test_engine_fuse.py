@@ -1608,3 +1608,13 @@ def test_kernels_and_memory_that_was_freed(name):
     call = [sys.executable, "-c", FREED, name]
     done = subprocess.run(call, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr[-1000:])
+
+
+def test_kernels_of_modules_that_numbers_name():
+    """nn.Sequential's have names that no variable of C++ can have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.MaxPool2d(2))
+    fast, x = fuse(model), torch.rand(2, 3, 9, 9)
+    assert [each.runs for each in fast.plan(x)] == ["load"]
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+    assert [each.runs for each in fast.plan(x)] == ["load"], "the build did not fail"

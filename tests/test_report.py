@@ -163,11 +163,13 @@ def test_commands(tmp_path, capsys, monkeypatch):
         report.main([])
 
 
-def test_readme_ten_lines():
-    """README's first code, run as it stands, prints what README says."""
-    code, printed = re.findall(
+@pytest.mark.parametrize("number", [0, 1], ids=["ten lines", "fuse"])
+def test_readme_code(number):
+    """README's code, run as it stands, prints what README says."""
+    blocks = re.findall(
         r"^```(?:python)?\n(.*?)^```$", report.README.read_text(encoding="utf-8"), re.S | re.M
-    )[:2]
+    )
+    code, printed = blocks[2 * number :][:2]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=report.ROOT, capture_output=True, text=True, timeout=300
     )

@@ -44,7 +44,8 @@ _TAKEN = set("n c N C at e w i lanes plane block real math load stream scratch n
 def identifier(name: str) -> str:
     """A user's name as C++ has it."""
     name = re.sub(r"\W", "_", name)
-    return f"{name}_" if name in _TAKEN or re.match(r"\d|_", name) else name
+    name = f"p{name}" if re.match(r"\d|_", name) else name  # as nn.Sequential's modules
+    return f"{name}_" if name in _TAKEN else name
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
