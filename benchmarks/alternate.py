@@ -2,8 +2,9 @@
 
     git worktree add /tmp/base COMMIT; python benchmarks/alternate.py /tmp/base --rounds 3 --json FILE
 
-A process times what its tree runs by default, phase by phase: on a GPU between events, the cache overwritten before each call; on a CPU
-wall and processor time. Of the rounds the least median counts. The last column is this tree's time over the other's.
+A process times what its tree runs by default, phase by phase: on a GPU between events, the cache overwritten before each call, and the
+host's time for a call at batch 1, in bursts that the GPU's queue holds; on a CPU wall and processor time. Of the rounds the least median
+counts. The last column is this tree's time over the other's.
 """
 
 from __future__ import annotations
@@ -55,6 +56,17 @@ for name, problem in models.PROBLEMS.items():
         found[f"{problem.number} {phase}"] = [sorted(each)[len(times) // 2] for each in zip(*times)]
         if device == "cpu":
             found[f"{problem.number} {phase}"] = [min(each) for each in zip(*times)]
+            continue
+        x = problem.get_inputs(device=device, batch_size=1)[0].requires_grad_(phase == "train_dx")
+        with torch.set_grad_enabled(phase != "forward"):
+            g = torch.randn_like(model(x))
+        bursts = []
+        for _ in range(60):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(16): run()
+            bursts.append((time.perf_counter() - start) / 16 * 1e3)
+        found[f"{problem.number} {phase}, host"] = [sorted(bursts)[len(bursts) // 2]] * 2
 print(json.dumps(found))
 """
 
