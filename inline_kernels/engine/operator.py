@@ -27,7 +27,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import Drawn, check_memory
 
-from . import schedule
+from . import direct, schedule
 from .support import DTYPES
 from .tracing import Named
 
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
 # schedule.py says; requests and plan raise Unsupported with the reason where it can't.
-SCHEDULES: dict[str, object] = {"load": schedule}
+SCHEDULES: dict[str, object] = {"direct": direct, "load": schedule}
 
 
 def operator_of(
@@ -224,6 +224,9 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
 
     def dim(self) -> int:
         return self.tensor.dim()
+
+    def element_size(self) -> int:
+        return self.tensor.element_size()
 
 
 class Layout:

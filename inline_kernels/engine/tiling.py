@@ -160,7 +160,7 @@ def _input_strip_shared(weight: Tensor) -> int:
 
 # ----------------------------------------------------------------------------------------------------- strips
 
-_COLUMNS = 128  # of the result, that a team computes at a time: a tile
+COLUMNS = 128  # of the result, that a team computes at a time: a tile
 _CHANNELS = 64  # of the result, that a block computes
 _TEAMS = 2  # of a block, each with a strip of its own
 _STRIPS_STATIC_SHARED = 1 << 10  # bytes of the kernel's own arrays
@@ -175,6 +175,24 @@ def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[i
     yield min(pool) < 2 or max(pool) > 8, "the fused kernels pool windows of 2 to 8 rows and columns"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
     yield not strips_fit(x, weight, pool, False), "the kernel's window does not fit in shared memory"
+
+
+@first_obstacle
+def rows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
+    """Of a convolution whose results, of `dtype`, a pointwise tail makes and store/strips.cuh stores: for any number of channels out."""
+    yield from _fused_obstacles(x, x.dtype)
+    (_, channels, kh, kw), itemsize = weight.shape, dtype.itemsize
+    yield channels > 16, "the fused kernels take up to 16 channels in"
+    yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
+    # Of each team: kh + 1 rows of x, and a row of results, which begins anywhere in a sector of 32 bytes, for each channel.
+    needed = _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * (COLUMNS * itemsize + 64))
+    room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
+    yield needed > room, "the rows do not fit in shared memory"
+
+
+def _row_bytes(channels: int) -> int:
+    """Of a row of x in shared memory: pixels of 8 channels and two float16 per value, 8 pixels of them behind the tile."""
+    return 2 * ceil_div(channels, 8) * (COLUMNS + 8) * 16
 
 
 def strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:
@@ -192,7 +210,7 @@ def strips_training_obstacle(x: Tensor, weight: Tensor, pool: tuple[int, int]) -
 def input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
     """Of v, that the kernel for x's gradient has in a tile; 0 where its filters leave no room."""
     room = device_properties(x.device.index).shared - (6 << 10)  # the kernel's own arrays
-    columns = _COLUMNS // 2, _COLUMNS // 4, _COLUMNS // 8
+    columns = COLUMNS // 2, COLUMNS // 4, COLUMNS // 8
     return next((each for each in columns if input_gradient_shared(weight, pool, each) <= room), 0)
 
 
@@ -200,7 +218,7 @@ def strips_defines(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: boo
     """A forward build's, for sizes without an obstacle; and what was assumed of the kernel's shared memory, which it asserts."""
     defines = {
         **_pooled_defines(weight, pool),
-        "LONG_ROWS": int(x.shape[3] > _COLUMNS),
+        "LONG_ROWS": int(x.shape[3] > COLUMNS),
         "SAVING": int(saving),
     }
     dynamic = strips_shared(weight.shape[1], weight.shape[2], pool[1], saving)
@@ -209,7 +227,7 @@ def strips_defines(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: boo
 
 def strips_backward_defines(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
     """A backward build's, likewise."""
-    columns = input_columns(x, weight, pool) or _COLUMNS // 8
+    columns = input_columns(x, weight, pool) or COLUMNS // 8
     shared = {"INPUT_COLUMNS": columns, "INPUT_SHARED": input_gradient_shared(weight, pool, columns)}
     return _pooled_defines(weight, pool) | shared
 
@@ -219,12 +237,11 @@ def _pooled_defines(weight: Tensor, pool: tuple[int, int]) -> dict[str, int]:
 
 
 def strips_shared(channels: int, kh: int, pool_width: int, saving: bool) -> int:
-    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x, in pixels of 8 channels and two float16 per value, 8 pixels
-    of them behind the tile; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32,
+    """Bytes of dynamic shared memory. Of each team: kh + 1 rows of x; and the maxima that wait for their windows, of two neighbours where no window parts them, in float32,
     with a byte that says where each is from."""
-    row = 2 * ceil_div(channels, 8) * (_COLUMNS + 8) * 16
+    row = _row_bytes(channels)
     kept = 1 if pool_width % 2 == 0 else 2
-    return _TEAMS * ((kh + 1) * row + _CHANNELS * (_COLUMNS // 2 + 4) * kept * (5 if saving else 4))
+    return _TEAMS * ((kh + 1) * row + _CHANNELS * (COLUMNS // 2 + 4) * kept * (5 if saving else 4))
 
 
 def input_gradient_shared(weight: Tensor, pool: tuple[int, int], columns: int) -> int:
@@ -246,7 +263,7 @@ def wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
     (outputs, channels, kh, kw), parts = weight.shape, 2 if dtype == torch.float32 else 1
     # The smallest tile, 16 channels in at a time: kh rows of pixels, and three taps of weights.
     block = 128 if max(outputs, channels) > 64 else 64
-    needed = (kh * (_COLUMNS + kw - 1) + 3 * block) * 16 * 2 * parts
+    needed = (kh * (COLUMNS + kw - 1) + 3 * block) * 16 * 2 * parts
     yield (
         needed > device_properties(x.device.index).shared,
         "the kernel's window does not fit in shared memory",
@@ -257,14 +274,14 @@ def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradi
     """What a build of forward or of the gradients knows of the GPU and of x. Tiles and scratch are the kernels' own affair.
     split: is an operand the sum of two float16? aligned: does x begin at a multiple of 16 bytes, in forward of 4?"""
     (N, _, H, W), kw, (capability, shared, *_) = x.shape, weight.shape[3], device_properties(x.device.index)
-    counts_in_int = N * H * ceil_div(W, _COLUMNS) < 2**31 and H * W < 2**31
+    counts_in_int = N * H * ceil_div(W, COLUMNS) < 2**31 and H * W < 2**31
     words = 1 if x.element_size() == 4 or W % 2 or not aligned else 2  # of 4 bytes, in forward
     # Forward reads no dy, and has tiles for rows of any length.
     x_aligned, dy_aligned = (
         (4 if W % 4 == 0 and aligned else 1, 1 + (W - kw) % 2) if gradients else (words, 1)
     )
     known = {"SPLIT": int(split), "CAPABILITY": 90 if capability == (9, 0) else 80, "SHARED_LIMIT": shared}
-    known |= {"X_ALIGNED": x_aligned, "DY_ALIGNED": dy_aligned, "ONE_TILE": int(gradients and W <= _COLUMNS)}
+    known |= {"X_ALIGNED": x_aligned, "DY_ALIGNED": dy_aligned, "ONE_TILE": int(gradients and W <= COLUMNS)}
     known["COUNTS_IN_INT"] = int(counts_in_int)
     return spatial_defines(weight.shape) | known
 

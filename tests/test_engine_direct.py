@@ -1,0 +1,341 @@
+"""The schedule `direct`: tails of models inside convolutions of our own, run in the emulation of a GPU, against float64; what it leaves to
+others; and what nvcc makes of its sources."""
+
+from __future__ import annotations
+
+import copy
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import inline_loader
+import numerics
+from benchmarks import level2
+from inline_kernels.bench import checks
+from inline_kernels.engine import choice, direct, tiling
+from inline_kernels.engine.operator import Standing
+from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
+from test_engine_source import arguments_of, segment_of
+from test_kernels_compile import FUSED_ARCHITECTURES, needs_nvcc, nvcc
+
+INF = float("inf")
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+class Tailed(nn.Module):
+    """A convolution and a tail of it, a function of the model and v; `number` and `by_channel` are there for tails."""
+
+    def __init__(self, filters, tail, bias=True, **settings):
+        super().__init__()
+        C, channels, *kernel = filters
+        nd = len(kernel)
+        self.conv = (nn.Conv2d, nn.Conv3d)[nd - 2](channels, C, kernel, bias=bias, **settings)
+        self.number = 0.3
+        self.by_channel = nn.Parameter(torch.randn(C, *[1] * nd))
+        self.scale = nn.Parameter(torch.randn(C, *[1] * nd))
+        self.norm = (nn.BatchNorm2d, nn.BatchNorm3d)[nd - 2](C)
+        self.tail = tail
+
+    def forward(self, x, *others):
+        return self.tail(self, self.conv(x), *others)
+
+
+TAILS = {
+    "relu, bias": lambda m, v: F.relu(v) + m.by_channel,
+    "mish of mish": lambda m, v: F.mish(F.mish(v)),
+    "leaky, gelu": lambda m, v: F.gelu(F.leaky_relu(v * m.by_channel, 0.1) / m.number),
+    "hardswish by hand": lambda m, v: F.relu(v) * torch.clamp((F.relu(v) + 3) / 6, 0, 1),
+    "tanh, sigmoid": lambda m, v: torch.sigmoid(torch.tanh(v * m.scale) * m.by_channel),
+    "a channel's own": lambda m, v: v * torch.exp(m.by_channel) - torch.tanh(m.scale) * m.number,
+}
+FILTERS = {
+    "narrow2d": [((16, 3, 3, 3), (7, 19)), ((24, 5, 2, 3), (6, 34)), ((70, 9, 1, 2), (3, 131))],
+    "narrow3d": [((16, 3, 3, 3, 3), (5, 8, 11)), ((32, 2, 1, 2, 2), (4, 7, 9))],
+    "wide": [((40, 24, 3, 3), (5, 21)), ((130, 17, 1, 2), (3, 67))],
+}
+CASES = [(mainloop, *sizes) for mainloop, all_sizes in FILTERS.items() for sizes in all_sizes]
+
+
+@pytest.fixture
+def device(gpu, monkeypatch, folder):  # noqa: F811
+    """device(architecture): CPU tensors are on such a GPU; small outputs, too, are ours."""
+
+    def become(architecture=800):
+        gpu(architecture=architecture)
+
+        def load(name, *, source, device, defines):
+            assert device == "cuda"
+            kernels = Emulated(source, library_of(source, architecture, defines, (), folder))
+            kernels.library.emulation_device(4, (227 if architecture >= 900 else 163) << 10)
+            return kernels
+
+        monkeypatch.setattr(inline_loader, "load", load)
+        monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
+        monkeypatch.setattr(choice, "WIDE_POINTWISE", "fused")
+
+    return become
+
+
+def random_model(filters, tail, **settings) -> nn.Module:
+    model = Tailed(filters, tail, **settings).eval()
+    with torch.no_grad():
+        for parameter in (model.norm.weight, model.norm.bias, model.norm.running_mean):
+            parameter.copy_(torch.randn_like(parameter))
+        model.norm.running_var.uniform_(0.5, 2)
+    return model
+
+
+def only_through(mainloop: str, monkeypatch) -> None:
+    monkeypatch.setattr(direct, "MAINLOOPS", [each for each in direct.MAINLOOPS if each.name == mainloop])
+
+
+def given(model: nn.Module, inputs: tuple) -> tuple:
+    segment, (x, *others) = segment_of(model, inputs[0]), inputs
+    return segment, [x, *others, *arguments_of(model, segment, x)[1:]]
+
+
+def run(model: nn.Module, *inputs, dtype: torch.dtype | None = None) -> torch.Tensor:
+    segment, arguments = given(model, inputs)
+    plan = direct.plan(segment, arguments, False, dtype or inputs[0].dtype)
+    return direct.forward(plan, arguments)[0]
+
+
+def assert_rule(model: nn.Module, *inputs) -> None:
+    dtype = inputs[0].dtype
+
+    def of(kind: torch.dtype) -> torch.Tensor:
+        with torch.no_grad():
+            return copy.deepcopy(model).to(kind)(*[t.to(kind) for t in inputs])
+
+    ours, exact, eager = run(model, *inputs), of(torch.float64), of(dtype)
+    assert ours.shape == exact.shape and ours.dtype == dtype
+    error = checks.judged("", "output", exact, eager, ours, dtype)
+    assert error.share <= 1, error
+
+
+# ------------------------------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_tails(mainloop, name, device, monkeypatch):
+    filters, size = FILTERS[mainloop][0]
+    device(), only_through(mainloop, monkeypatch)
+    assert_rule(random_model(filters, TAILS[name]), numerics.random_input((2, filters[1], *size)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("mainloop, filters, size", CASES, ids=str)
+def test_sizes(mainloop, filters, size, architecture, dtype, device, monkeypatch):
+    device(architecture), only_through(mainloop, monkeypatch)
+    model = random_model(filters, TAILS["tanh, sigmoid"]).to(dtype)
+    assert_rule(model, numerics.random_input((2, filters[1], *size), dtype=dtype))
+
+
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_batch_norm_in_evaluation(mainloop, device, monkeypatch):
+    """Its statistics are parameters like others; a reciprocal root is a channel's."""
+    filters, size = FILTERS[mainloop][0]
+    device(), only_through(mainloop, monkeypatch)
+    model = random_model(filters, lambda m, v: F.relu(m.norm(v)), bias=False)
+    assert_rule(model, numerics.random_input((3, filters[1], *size)))
+
+
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_values_that_are_not_finite(mainloop, device, monkeypatch):
+    filters, size = FILTERS[mainloop][0]
+    device(), only_through(mainloop, monkeypatch)
+    model, x = random_model(filters, TAILS["relu, bias"]), torch.randn(3, filters[1], *size)
+    for n, value in enumerate([INF, float("nan"), -INF]):
+        x[(n, 0, *[extent // 2 for extent in size])] = value
+    ours, eager = run(model, x), model(x).detach()
+    kinds = [torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours, eager)]
+    assert kinds[1].unique().numel() > 2 and torch.equal(*kinds)
+
+
+def test_a_number_is_the_call_s(device):
+    """A model's number isn't in the text."""
+    device()
+    model = random_model((16, 3, 3, 3), TAILS["leaky, gelu"])
+    sources = []
+    for number in (0.3, -1.7):
+        model.number = number
+        x = numerics.random_input((1, 3, 6, 9))
+        assert_rule(model, x)
+        segment, arguments = given(model, (x,))
+        sources.append(direct.requests(segment, arguments, False, x.dtype)[0]["source"])
+    assert sources[0] == sources[1]
+
+
+def test_names_that_the_text_has_itself(device):
+    device()
+    model = random_model((16, 3, 3, 3), lambda m, v: v * m.v + m.at * m.tail_ - m.float)
+    for name in ("v", "at", "float", "tail_"):
+        setattr(model, name, nn.Parameter(torch.randn(16, 1, 1)))
+    assert_rule(model, numerics.random_input((2, 3, 6, 9)))
+
+
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+def test_result_in_another_dtype(mainloop, device, monkeypatch):
+    """As autocast has them."""
+    filters, size = FILTERS[mainloop][0]
+    device()
+    model = random_model(filters, TAILS["relu, bias"])
+    x, low = numerics.random_input((2, filters[1], *size)).half(), copy.deepcopy(model).half()
+    y = run(low, x, dtype=torch.float32)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y.double(), low.double()(x.double()).detach(), rtol=1e-5, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- what is left to load
+
+
+def refused(model, x, saving=False):
+    segment, arguments = given(model, (x,))
+    with pytest.raises(direct.Unsupported) as raised:
+        direct.plan(segment, arguments, saving, x.dtype)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "tail, reason",
+    [
+        (lambda m, v: F.relu(F.group_norm(v, 4)), "isn't pointwise"),
+        (lambda m, v: torch.softmax(v, 1), "isn't pointwise"),
+        (lambda m, v: v - v.mean((2, 3), keepdim=True), "isn't pointwise"),
+        (lambda m, v: F.max_pool2d(F.relu(v), 2), "v's shape"),
+        (lambda m, v: F.relu(v).mean((2, 3)), "v's shape"),
+        (lambda m, v: v.amin(1, keepdim=True).tanh(), "v's shape"),
+    ],
+)
+def test_tails_that_are_not_pointwise(tail, reason, device):
+    device()
+    assert reason in refused(random_model((16, 3, 3, 3), tail), torch.randn(2, 3, 8, 9))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"padding": 1}, {"padding": "same"}, {"stride": 2}, {"dilation": 2}, {"groups": 2}], ids=str
+)
+def test_convolutions_that_are_not_plain(settings, device):
+    device()
+    filters = (16, 4, 3, 3)
+    reason = refused(random_model(filters, TAILS["relu, bias"], **settings), torch.randn(2, 4, 12, 13))
+    assert "stride, padding, dilation or groups" in reason
+
+
+def test_training_and_statistics(device):
+    device()
+    model, x = random_model((16, 3, 3, 3), lambda m, v: F.relu(m.norm(v))), torch.randn(2, 3, 8, 9)
+    assert "never written" in refused(model, x, saving=True)
+    assert "statistics" in refused(model.train(), x)
+
+
+def test_few_results(device, monkeypatch):
+    device()
+    model, x = random_model((16, 3, 3, 3), TAILS["relu, bias"]), torch.randn(2, 3, 8, 9)
+    monkeypatch.setattr(direct, "FEWEST_RESULTS", 2 * 16 * 6 * 7)
+    run(model, x)
+    monkeypatch.setattr(direct, "FEWEST_RESULTS", 2 * 16 * 6 * 7 + 1)
+    assert "pays from" in refused(model, x)
+
+
+def test_on_a_cpu():
+    assert "GPU" in refused(random_model((16, 3, 3, 3), TAILS["relu, bias"]), torch.randn(2, 3, 80, 90))
+
+
+@pytest.mark.parametrize(
+    "filters, size, says",
+    [
+        ((16, 17, 1, 1), (9, 9), "16 channels in"),  # and wide isn't faster by the rule that is set
+        ((16, 3, 1, 10), (9, 19), "registers"),
+        ((16, 16, 5, 5), (9, 19), "registers"),
+        ((16, 5, 3, 3, 3), (5, 9, 9), "4 channels in"),
+        ((16, 4, 5, 5, 5), (7, 9, 9), "registers"),
+    ],
+)
+def test_sizes_that_no_mainloop_takes(filters, size, says, device, monkeypatch):
+    device()
+    monkeypatch.setattr(choice, "WIDE_POINTWISE", ("columns", 1000, "epilogue", "fused"))
+    assert says in refused(random_model(filters, TAILS["relu, bias"]), torch.randn(2, filters[1], *size))
+
+
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize("kernel, channels", [((3, 3), 8), ((5, 5), 4), ((1, 9), 16), ((25, 1), 3)], ids=str)
+def test_rows_that_fit(kernel, channels, itemsize, device, monkeypatch):
+    """tiling's bytes are those that the kernel asks for: it runs with as many, and with one less there is an obstacle."""
+    device()
+    dtype = {4: torch.float32, 2: torch.float16}[itemsize]
+    x = torch.randn(1, channels, kernel[0] + 2, kernel[1] + 9).to(dtype)
+    model = random_model((16, channels, *kernel), TAILS["relu, bias"]).to(dtype)
+    weight = model.conv.weight
+
+    def fits(shared):
+        monkeypatch.setattr(
+            tiling, "device_properties", lambda index: tiling.Device((8, 0), shared, 4, 1 << 16)
+        )
+        return tiling.rows_obstacle(x, weight, dtype) is None
+
+    least = next(shared for shared in range(1 << 10, 163 << 10, 128) if fits(shared))
+    segment, arguments = given(model, (x,))
+    kernels = direct.plan(segment, arguments, False, dtype)
+    direct.forward(kernels, arguments)
+    row = 2 * -(-channels // 8) * 136 * 16
+    assert least - (1 << 10) == 2 * ((kernel[0] + 1) * row + 64 * (128 * itemsize + 64))
+
+
+# --------------------------------------------------------------------------------------------------------- KernelBench's sizes
+
+BY_NUMBER = {57: "narrow2d", 69: "narrow2d", 71: "narrow2d", 87: "narrow2d", 48: "narrow3d"}
+BY_NUMBER |= {1: "wide", 4: "wide", 54: "wide"}
+
+
+def full_size(number: int):
+    problem = level2.PROBLEMS[number]
+    model = problem.model()
+    segment = segment_of(
+        model, torch.empty(problem.small_input_shape[:1] + problem.input_shape[1:], device="meta")
+    )
+    x = torch.empty(problem.input_shape, device="meta")
+    arguments = arguments_of(model, segment, x)
+    arguments[0] = Standing(x, arguments[1].device)
+    return segment, arguments
+
+
+@pytest.mark.parametrize("number", level2.PROBLEMS)
+def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
+    gpu(architecture=900, multiprocessors=132)
+    segment, arguments = full_size(number)
+    if number in BY_NUMBER:
+        line = direct.describe(segment, arguments, False, torch.float32)
+        assert line == f"direct: {BY_NUMBER[number]}, the tail inside, v is never written"
+    elif number != 31:  # its mainloop's own problem, as pointwise as they
+        with pytest.raises(direct.Unsupported):
+            direct.describe(segment, arguments, False, torch.float32)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("number", BY_NUMBER)
+def test_registers_spilled(number, gpu, tmp_path):  # noqa: F811
+    """Few, if any."""
+    gpu(architecture=900, multiprocessors=132)
+    segment, arguments = full_size(number)
+    (request,) = direct.requests(segment, arguments, False, torch.float32)
+    path = tmp_path / "tail.cu"
+    path.write_text(request["source"])
+
+    def spilled(architecture: str) -> list[int]:
+        defines = request["defines"] | (
+            {"CAPABILITY": 80, "SHARED_LIMIT": 163 << 10} if architecture == "80" else {}
+        )
+        done = nvcc(path, architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / architecture)
+        assert done.returncode == 0, done.stderr
+        return [int(each) for each in re.findall(r"(\d+) bytes spill stores", done.stderr)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(spilled, FUSED_ARCHITECTURES):
+            assert found and max(found) <= 32, found
