@@ -79,6 +79,8 @@ EXPORT int64_t channels(In<value_t> v) { return v.size(1); }
 
 EXPORT int64_t counts_size(In<value_t> x, In<value_t> weight) { return x.size(0) * weight.size(0); }
 
+EXPORT int64_t positive_size(In<value_t> v) { return v.numel(); }
+
 EXPORT void backward_parameters(Out<accumulate_t> d_conv_bias, Out<accumulate_t> d_bias, Out<uint8_t> positive, Out<int64_t> counts,
                                 In<value_t> dy, In<value_t> v, In<accumulate_t> conv_bias, double scale, int64_t channels) {
   if (counts.numel() != v.size(0) * channels || positive.numel() != v.numel()) throw std::runtime_error("sizes");
@@ -203,7 +205,10 @@ def test_a_notebook_with_its_headers_folded():
     (lambda text: text.replace("double scale", "double factor"), "forward: expected parameters out of .* scale, .*, got `double factor`"),
     (lambda text: text.replace("In<value_t> v,", "const value_t* v,"), r"forward: expected In<T> and Out<T>, .*, got `const value_t\* v`"),
     (lambda text: text.replace("Out<uint8_t> positive", "Out<Mask> positive"), r"expected In<T> and Out<T>, T out of .*, got `Out<Mask> positive`"),
-], ids=["argument", "pointer", "type"])  # fmt: skip
+    (lambda text: text.replace("EXPORT int64_t positive_size", "inline int64_t positive_size"), r"expected a function `EXPORT int64_t positive_size\(…\)` of how many elements it has, got `Out<uint8_t> positive`"),
+    (lambda text: text.replace("EXPORT int64_t channels", "inline int64_t channels"), "backward_parameters: expected parameters out of .*, got `int64_t channels`"),
+    (lambda text: text.replace("double scale, int64_t channels", "double positive, int64_t channels"), "expected parameters out of .*, got `double positive`"),
+], ids=["argument", "pointer", "type", "size", "number", "no number"])  # fmt: skip
 def test_what_can_be_no_cell(change, message):
     with pytest.raises(ValueError, match=message):
         export_cell.cell(ScaledRelu, change(LOAD), device="cpu", **RELU)
