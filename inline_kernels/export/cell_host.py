@@ -72,7 +72,9 @@ def _library(name, tf32=True):
     if _DEVICE == "cuda":
         major, minor = torch.cuda.get_device_capability()
         if major < 8:
-            raise RuntimeError(f"ModelNew can't run: the GPU is of capability {major}.{minor}, its kernels are for 8.0 and later")
+            raise RuntimeError(
+                f"ModelNew can't run: the GPU is of capability {major}.{minor}, its kernels are for 8.0 and later"
+            )
         flags, arch = ["-O1", "-fvisibility=hidden"], f"{major}{minor}" + "a" * (major >= 9)
         cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
         shared = torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin

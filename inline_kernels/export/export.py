@@ -24,10 +24,9 @@ import torch
 
 import models
 from inline_kernels.engine import library, operators, twin
-from inline_kernels.export import composed
+from inline_kernels.export import composed, plumbing
 from inline_kernels.export import kernels as export_kernels
 from inline_kernels.export import layout as export_layout
-from inline_kernels.export import plumbing
 from inline_kernels.export import python as export_python
 from inline_kernels.export.python import Value
 from inline_kernels.loader import operators as loader_operators
@@ -76,7 +75,9 @@ def _fused(problem: Problem, device: str, dtype: torch.dtype) -> str:
         model = cls(*problem.get_init_inputs())
     x = torch.empty(problem.input_shape, dtype=dtype, device="meta", requires_grad=True)
     if obstacle := model._fused_obstacle(x, dtype) or model._training_obstacle(x):
-        raise ValueError(f"expected sizes of {problem.name} that its fused kernels run, got others: {obstacle}")
+        raise ValueError(
+            f"expected sizes of {problem.name} that its fused kernels run, got others: {obstacle}"
+        )
     texts = [problem.kernels / f"{problem.name}{kind}.cu" for kind in ("_fused", "")]
     source = next(path for path in texts if path.is_file())
     paths = dict(zip(fields[1:], cls.operands)) | dict(zip(fields[-len(cls.constants) :], cls.constants))
@@ -265,11 +266,11 @@ def get_model(device="cpu"):
 
 def _kernels(problem: Problem, device: str, definitions: dict[str, ast.stmt]) -> str:
     """The strings of kernels, each with its first line, and of which each build consists."""
-    suffix, first = ".cu" if device == "cuda" else ".cpp", problem.name
+    suffix = ".cu" if device == "cuda" else ".cpp"
     nodes = [each for node in definitions.values() for each in ast.walk(node)]
     values = {each.value for each in nodes if isinstance(each, ast.Constant) and type(each.value) is str}
-    used = [each for each in sorted(values - {first}) if each.startswith(problem.name)]
-    stems = [first, *[each for each in used if (problem.kernels / f"{each}{suffix}").is_file()]]
+    used = [each for each in sorted(values) if each.startswith(problem.name)]
+    stems = [each for each in used if (problem.kernels / f"{each}{suffix}").is_file()]
     texts = export_kernels.kernels(stems, device, problem.kernels)
     names = {stem: f"_KERNELS{stem.removeprefix(problem.name).upper()}" for stem in texts} | {"": "_HEADERS"}
     strings = [f"{names[stem]} = _sys._getframe().f_lineno, {_literal(text)}" for stem, text in texts.items()]
