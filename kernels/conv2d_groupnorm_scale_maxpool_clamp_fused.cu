@@ -71,6 +71,9 @@ static_assert(Input::InputLayout::kBytes == INPUT_SHARED, "what was planned with
 #endif
 
 // kept: what backward needs (pool::Kept); forward leaves it alone.
+EXPORT int64_t kept_size(In<output_t> y, int64_t groups) {
+  return pool::Kept::size(y.numel(), y.size(0), CHANNELS_OUT, groups);
+}
 EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
                     In<float> norm_weight, In<float> norm_bias, In<float> scale, double low, double high, double eps,
                     int64_t groups, cudaStream_t stream) {
@@ -80,12 +83,13 @@ EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t>
 EXPORT void forward_saving(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight,
                            In<float> conv_bias, In<float> norm_weight, In<float> norm_bias, In<float> scale,
                            double low, double high, double eps, int64_t groups, cudaStream_t stream) {
-  expect_elements("kept", kept, pool::Kept::size(y.numel(), x.size(0), CHANNELS_OUT, groups));
+  expect_elements("kept", kept, kept_size(y, groups));
   norms::select<Tile, Pool, true>(y, kept, x, weight, {conv_bias, norm_weight, norm_bias},
                                   Tail{scale, float(low), float(high)}, eps, groups, stream);
 }
 
-// The gradients of weight and of the parameters, d_scale of CHANNELS_OUT elements or 1; and x's, too.
+// The gradients of weight, where it has elements, and of the parameters, d_scale of CHANNELS_OUT elements or
+// 1; and x's, too.
 EXPORT void backward(Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_norm_weight,
                      Out<float> d_norm_bias, Out<float> d_scale, In<output_t> dy, In<value_t> x,
                      In<value_t> weight, In<float> kept, In<float> norm_weight, In<float> scale, double low,

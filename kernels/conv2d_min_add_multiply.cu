@@ -53,17 +53,25 @@ struct Tail {
 
 EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float> conv_bias, In<float> bias,
                     double constant, double scale, cudaStream_t stream) {
-  const Tail tail{conv_bias, bias, float(constant), float(scale)};
+  const Tail tail{conv_bias, bias, float(value_t(constant)), float(scale)};
   const Scratch<int32_t> largest_x(x.size(0), stream);
   conv::wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<output_t>{y}, largest_x, stream);
+}
+
+EXPORT int64_t largest_x_size(In<value_t> x) { return x.size(0); }
+
+EXPORT int64_t mask_size(In<output_t> y) {
+  return y.size(0) * y.size(2) * store::mask_row(y.size(3), CHANNELS_OUT);
 }
 
 EXPORT void forward_saving(Out<output_t> y, Out<int32_t> largest_x, Out<int32_t> mask, In<value_t> x,
                            In<value_t> weight, In<float> conv_bias, In<float> bias, double constant,
                            double scale, cudaStream_t stream) {
-  const Tail tail{conv_bias, bias, float(constant), float(scale)};
+  const Tail tail{conv_bias, bias, float(value_t(constant)), float(scale)};
   conv::wide<Build>(x, weight, tail, store::GradMask{mask}, store::Rows<output_t>{y}, largest_x, stream);
 }
+
+EXPORT int64_t largest_g_size(In<output_t> dy) { return dy.size(0); }
 
 EXPORT void backward_parameters(Out<float> d_conv_bias, Out<float> d_bias, Out<int32_t> largest_g,
                                 In<output_t> dy, In<int32_t> mask, double scale, cudaStream_t stream) {

@@ -108,7 +108,7 @@ min_add_multiply_kernel(output_t* y, const value_t* v, const accumulate_t* conv_
       y + begin, v + begin, S, C, int64_t(at.row) * kForwardPositions, int64_t(at.column) * kForwardChannels,
       aligned, [=](value_t value, int64_t, int64_t c, int) {
         const accumulate_t convolved = accumulate_t(value) + conv_bias[c];
-        // The formula of conv2d_min_add_multiply.
+        // The formula of conv2d_min_add_multiply_load.
         return output_t((minimum(convolved, constant) + bias[c]) * scale);
       });
 }
@@ -133,7 +133,7 @@ min_add_multiply_backward_kernel(value_t* dv, double* sums, const output_t* dy, 
     transpose_tile<kBackwardChannels, kBackwardPositions>(
         dv + begin, dy + begin, C, S, c0, int64_t(tile) * kBackwardPositions, aligned,
         [&](output_t gradient, int64_t c, int64_t s, int i) {
-          // The gradient of conv2d_min_add_multiply.
+          // The gradient of conv2d_min_add_multiply_load.
           const accumulate_t outer = accumulate_t(gradient) * scale;
           const accumulate_t inner =
               minimum_backward(outer, accumulate_t(value[s * C + c]) + conv_bias[c], constant);

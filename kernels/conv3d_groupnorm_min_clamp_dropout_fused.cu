@@ -22,6 +22,9 @@ using namespace conv::narrow3d;
 #define KERNEL_H 3
 #define KERNEL_W 3
 #endif
+#ifndef DV_BYTES  // of scratch, where dv_bytes() is asked
+#define DV_BYTES (1 << 20)
+#endif
 using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;
 
 struct Tail {  // of the normalised z
@@ -30,7 +33,7 @@ struct Tail {  // of the normalised z
   float tied;  // the only z with a gradient: low; where the bounds are swapped NaN, which no z equals
 
   Tail(double low, double high, const DropoutMask& mask)
-      : low(float(low)), high(float(high)), mask(mask), tied(float(low) <= float(high) ? float(low) : NAN) {}
+      : low(float(output_t(low))), high(float(high)), mask(mask), tied(this->low <= this->high ? this->low : NAN) {}
 
   __device__ __forceinline__ float operator()(float z, uint32_t random) const {
     // The formula of conv3d_groupnorm_min_clamp_dropout_fused.
@@ -50,6 +53,8 @@ struct Tail {  // of the normalised z
 
 // y (N, CHANNELS_OUT, D', H', W'); kept: GroupNormKept. seed (1), or without elements where the number
 // counts.
+EXPORT int64_t kept_size(In<value_t> x) { return norms::narrow3d::GroupNormKept<Conv>::count(x.size(0)); }
+
 EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
                     In<float> norm_weight, In<float> norm_bias, In<int64_t> seed, int64_t number, double low,
                     double high, double p, double eps, int64_t groups, cudaStream_t stream) {
@@ -60,6 +65,8 @@ EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t>
 
 // dx (N, CHANNELS_IN, D, H, W), d_weight and the parameters' gradients. kept, seed and number: forward's.
 // dv_bytes: of scratch for dv.
+EXPORT int64_t dv_bytes() { return DV_BYTES; }
+
 EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_norm_weight,
                      Out<float> d_norm_bias, In<output_t> dy, In<value_t> x, In<value_t> weight,
                      In<float> kept, In<float> norm_weight, In<int64_t> seed, int64_t number, double low,

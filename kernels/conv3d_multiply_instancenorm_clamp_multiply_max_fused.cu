@@ -18,6 +18,12 @@ using namespace conv::narrow3d;
 #define KERNEL_H 3
 #define KERNEL_W 3
 #endif
+#ifndef DV_BYTES  // of scratch, where dv_bytes() is asked
+#define DV_BYTES (1 << 20)
+#endif
+#ifndef CACHE_SHARE  // of the L2 cache, where cache() is asked: one of so many
+#define CACHE_SHARE 4
+#endif
 using Conv = Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;
 
 struct Tail {               // of the normalised z
@@ -40,6 +46,12 @@ struct Tail {               // of the normalised z
 };
 
 // y (N, D', H', W'); kept: Kept; cache: bytes of the L2 cache for sums that are held.
+EXPORT int64_t kept_size(In<output_t> y) {
+  return norms::narrow3d::Kept<Conv, index_t>::count(y.size(0), y.size(1) * y.size(2) * y.size(3));
+}
+
+EXPORT int64_t cache() { return device_attribute(cudaDevAttrL2CacheSize) / CACHE_SHARE; }
+
 EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
                     In<float> multiplier, double low, double high, double eps, int64_t cache,
                     cudaStream_t stream) {
@@ -49,6 +61,8 @@ EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t>
 
 // dx (N, CHANNELS_IN, D, H, W), d_weight, d_conv_bias and d_multiplier, CHANNELS_OUT elements or 1. kept:
 // forward's. dv_bytes: of scratch for dv.
+EXPORT int64_t dv_bytes() { return DV_BYTES; }
+
 EXPORT void backward(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_multiplier,
                      In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept, In<float> multiplier,
                      double low, double high, double eps, int64_t dv_bytes, cudaStream_t stream) {

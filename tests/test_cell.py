@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -12,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +21,11 @@ import pytest
 import torch
 from torch import nn
 
+import inline_loader
+import models
 import test_emulated
 from inline_kernels.export import composed as export_cell
+from inline_kernels.export import export
 from inline_kernels.loader import source as loader_source
 from inline_kernels.loader import units
 from test_emulated import folder  # noqa: F401
@@ -79,6 +84,8 @@ EXPORT int64_t channels(In<value_t> v) { return v.size(1); }
 
 EXPORT int64_t counts_size(In<value_t> x, In<value_t> weight) { return x.size(0) * weight.size(0); }
 
+EXPORT int64_t positive_size(In<value_t> v) { return v.numel(); }
+
 EXPORT void backward_parameters(Out<accumulate_t> d_conv_bias, Out<accumulate_t> d_bias, Out<uint8_t> positive, Out<int64_t> counts,
                                 In<value_t> dy, In<value_t> v, In<accumulate_t> conv_bias, double scale, int64_t channels) {
   if (counts.numel() != v.size(0) * channels || positive.numel() != v.numel()) throw std::runtime_error("sizes");
@@ -122,6 +129,8 @@ CELLS = {
         input_shape=(3, 2, 20, 20),
     ),
 }  # fmt: skip
+FUSED = list(models.PROBLEMS)  # for a GPU
+CELLS |= {name: functools.partial(export.cell, name, device="cuda") for name in FUSED}
 each_cell = pytest.mark.parametrize("name", CELLS)
 
 
@@ -176,7 +185,9 @@ def test_what_a_file_holds(name):
     assert '#include "' not in text and text.count(" core/scalar.h\n") == text.count(" host/tensor.h\n") == 1
     code = "\n".join(re.split("#|//", line)[0] for line in text.split("\n"))
     assert {rule for rule, pattern in FORBIDDEN.items() if re.search(pattern, code)} == set()
-    assert "load_inline" in code and (name != "cuda" or "__global__" in code)
+    assert "load_inline" in code and ("__global__" in code) == (
+        '_DEVICE, _DTYPE, _AS_WRITTEN = "cuda"' in code
+    )
 
 
 def test_the_host_is_one_text_for_all():
@@ -186,7 +197,7 @@ def test_the_host_is_one_text_for_all():
 def test_lines():
     """Of the exporter, and beside the kernels' text."""
     own = [Path(export_cell.__file__), Path(export_cell.__file__).with_name("cell_host.py")]
-    assert sum(len(each.read_text().splitlines()) for each in own) <= 410
+    assert sum(len(each.read_text().splitlines()) for each in own) <= 440
 
 
 def test_a_notebook_with_its_headers_folded():
@@ -203,7 +214,10 @@ def test_a_notebook_with_its_headers_folded():
     (lambda text: text.replace("double scale", "double factor"), "forward: expected parameters out of .* scale, .*, got `double factor`"),
     (lambda text: text.replace("In<value_t> v,", "const value_t* v,"), r"forward: expected In<T> and Out<T>, .*, got `const value_t\* v`"),
     (lambda text: text.replace("Out<uint8_t> positive", "Out<Mask> positive"), r"expected In<T> and Out<T>, T out of .*, got `Out<Mask> positive`"),
-], ids=["argument", "pointer", "type"])  # fmt: skip
+    (lambda text: text.replace("EXPORT int64_t positive_size", "inline int64_t positive_size"), r"expected a function `EXPORT int64_t positive_size\(…\)` of how many elements it has, got `Out<uint8_t> positive`"),
+    (lambda text: text.replace("EXPORT int64_t channels", "inline int64_t channels"), "backward_parameters: expected parameters out of .*, got `int64_t channels`"),
+    (lambda text: text.replace("double scale, int64_t channels", "double positive, int64_t channels"), "expected parameters out of .*, got `double positive`"),
+], ids=["argument", "pointer", "type", "size", "number", "no number"])  # fmt: skip
 def test_what_can_be_no_cell(change, message):
     with pytest.raises(ValueError, match=message):
         export_cell.cell(ScaledRelu, change(LOAD), device="cpu", **RELU)
@@ -260,6 +274,42 @@ def test_alone_it_computes_and_trains_what_model_does(name, tmp_path):
     )
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "compiling" not in done.stdout, "built once"
+
+
+ON_A_GPU = """
+import sys, torch
+names = {"__name__": "__main__"}
+exec(open(sys.argv[1], encoding="utf-8").read(), names)
+for allowed in (True, False):
+    torch.backends.cudnn.allow_tf32 = allowed
+    for batch_size in (2, 16):
+        names["check"](batch_size)
+model, [x] = names["ModelNew"](*names["get_init_inputs"]()).cuda(), names["get_inputs"](batch_size=2, device="cuda")
+y = model.eval()(x)
+with torch.no_grad():
+    assert torch.equal(model(x), y)
+gradients = {}
+for frozen in ("", "x", "weight"):
+    model.zero_grad()
+    model.conv.weight.requires_grad_(frozen != "weight")
+    given = x.clone().requires_grad_(frozen != "x")
+    model(given).sum().backward()
+    gradients[frozen] = given.grad, model.conv.weight.grad
+dx, dw = gradients[""]
+assert gradients["x"][0] is None and gradients["weight"][1] is None
+assert torch.equal(gradients["weight"][0], dx) and torch.allclose(gradients["x"][1], dw, rtol=1e-3, atol=1e-3)
+print(tuple(y.shape))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUSED)
+def test_alone_on_a_gpu(name, tmp_path):
+    """check() says that it computes and trains what Model does, with TF32 and without."""
+    (tmp_path / "cell.py").write_text(text_of(name), encoding="utf-8")
+    command = [sys.executable, "-I", "-c", ON_A_GPU, "cell.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["direct", "load"])
@@ -370,6 +420,101 @@ def test_cuda_in_the_emulation(folder):  # noqa: F811
         assert (found - right).norm() <= 1e-6 * right.norm()
 
 
+# Small sizes of the problems, by init_inputs and x's.
+SMALL = {
+    "conv2d_min_add_multiply": ((16, 32, 3, 0.5, (32, 1, 1), 2.0), (2, 16, 9, 20)),
+    "conv2d_groupnorm_scale_maxpool_clamp": ((8, 16, 3, 4, (16, 1, 1), 4, 0.0, 1.0), (2, 8, 14, 22)),
+    "conv3d_groupnorm_min_clamp_dropout": ((3, 16, 3, 8, 0.25, 1.0, 0.2), (2, 3, 6, 9, 12)),
+    "conv3d_multiply_instancenorm_clamp_multiply_max": (
+        (3, 16, 3, (16, 1, 1, 1), -1.0, 1.0),
+        (2, 3, 6, 9, 12),
+    ),
+}
+
+
+def emulated_kernels(kernels: Path) -> None:
+    """Copies the kernels, with the tensor cores of tests/emulation."""
+    shutil.copytree(inline_loader.KERNELS, kernels)
+    shutil.copy(test_emulated.EMULATION / "tensor_core.cuh", kernels / "core")
+
+
+def compiled_for_the_cpu(folder: Path, text: str, library: Path) -> None:  # noqa: F811
+    headers = test_emulated.once(folder / "headers-800", functools.partial(test_emulated.precompile, 800))
+    make_runs = lambda so: test_emulated.compile_with(
+        "-O3", test_emulated.EMULATION / "emulation.cpp", "-shared", "-o", so
+    )  # noqa: E731
+    runs, source = test_emulated.once(folder / "emulation.so", make_runs), library.with_suffix(".cpp")
+    text = test_emulated.translated(
+        text, ("type = aoti_torch_device_type_cuda()", "type = aoti_torch_device_type_cpu()")
+    )
+    source.write_text(text.replace("cudaGetLastError()", "cudaError_t(0)"))
+    macros = ["-DCAPABILITY=80", f"-DSHARED_LIMIT={99 << 10}", "-DTF32=0", "-D__CUDA_ARCH__=800"]
+    torchs = Path(torch.__path__[0]) / "lib"
+    test_emulated.compile_with(
+        *macros, "-I", test_emulated.EMULATION, "-include", headers / "cuda.h", source, runs, "-shared", "-o", library,
+        f"-L{torchs}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torchs}",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def on_the_cpu(folder, monkeypatch):  # noqa: F811
+    """on_the_cpu(name) is the names of the fused cell of small sizes, whose kernels tests/emulation runs on the CPU."""
+
+    def load_inline(name, sources, cuda, *, build_directory, **options):
+        compiled_for_the_cpu(folder, sources[0], Path(build_directory, f"{name}.so"))
+
+    def cell(name, dtype=torch.float32):
+        kernels = test_emulated.once(folder / "cells", emulated_kernels)
+        monkeypatch.setattr(export_cell, "KERNELS", kernels)
+        monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+        changes = dict(zip(("init_inputs", "input_shape"), SMALL[name]), kernels=kernels)
+        names = ran(export._fused(dataclasses.replace(models.PROBLEMS[name], **changes), "cuda", dtype))
+        return names.update(_DEVICE="cpu") or names
+
+    return cell
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_cells_in_the_emulation(name, on_the_cpu):
+    """They compute and train what Model does, whatever is frozen."""
+    names = on_the_cpu(name)
+    names["check"]()
+    ours, theirs, x = pair(names)
+    with torch.no_grad():
+        assert torch.allclose(ours.eval()(x), theirs.eval()(x), atol=1e-5)
+    dy, found = torch.randn_like(theirs(x)), []
+    for model in (ours, theirs):
+        model.zero_grad()
+        for frozen in ("x", "conv.weight"):
+            given = x.clone().requires_grad_(frozen != "x")
+            model.conv.weight.requires_grad_(frozen != "conv.weight")
+            y = model(given)
+            y.backward(dy)
+        assert given.grad is not None
+        found.append([given.grad, *[p.grad for p in model.parameters()]])
+    for one, other in zip(*found):
+        assert (one - other).norm() <= 1e-4 * other.norm() + 1e-6
+
+
+def test_fused_dropout_in_the_emulation(on_the_cpu):
+    """Where all elements tie, half of dy passes what is kept; and what is kept follows the seed."""
+    ours, theirs, x = pair(on_the_cpu("conv3d_groupnorm_min_clamp_dropout"))
+    for model in (ours, theirs):
+        model.norm.weight.data.zero_(), model.norm.bias.data.fill_(0.25)
+    torch.manual_seed(5)
+    y, other = ours(x), ours(x)
+    torch.manual_seed(5)
+    assert torch.equal(ours(x), y) and not torch.equal(y, other)
+    kept = y != 0
+    assert abs(kept.float().mean() - 0.8) < 0.05 and torch.allclose(y[kept], torch.tensor(0.25 / 0.8))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert torch.allclose(ours.norm.bias.grad, (dy * kept / 0.8 / 2).sum((0, 2, 3, 4)), atol=1e-4)
+    ours.zero_grad(), ours.eval()(x).backward(dy), theirs.eval()(x).backward(dy)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.allclose(p.grad, q.grad, atol=1e-3)
+
+
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
 @pytest.mark.parametrize("launcher", ["forward", "backward"])
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
@@ -396,6 +541,47 @@ def test_nvcc_compiles_what_a_cell_builds(launcher, capability, tmp_path, monkey
     assert (b"tail_kernel" in code) and (b"sum_rows" in code) == (launcher == "backward"), (
         "others' templates are not built"
     )
+
+
+@functools.cache
+def instructions(source: str, *flags: str) -> set[str]:
+    """What nvcc makes of each kernel of a source, as PTX, without the names of kernels and places."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place, "cell.cu").write_text(source, encoding="utf-8")
+        command = ["nvcc", "-ptx", "-std=c++17", f"-I{inline_loader.KERNELS}", *flags, "cell.cu"]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found = re.findall(r"\.entry.*?\n\}\n", Path(place, "cell.ptx").read_text(), flags=re.S)
+    return {re.sub(r"\b_Z\w+|\$\w+", "name", kernel) for kernel in found}
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_cells_build_the_kernels_of_the_repository(name, capability, monkeypatch):
+    """All launchers' builds together have those that the source has, for these sizes."""
+    names, built = ran(text_of(name)), []
+
+    def load_inline(name, sources, cuda, **options):
+        built.append((cuda[0], options["extra_cuda_cflags"]))
+        raise InterruptedError
+
+    properties = SimpleNamespace(shared_memory_per_block_optin=99 << 10)
+    for what, value in {"capability": capability, "properties": properties}.items():
+        monkeypatch.setattr(torch.cuda, f"get_device_{what}", lambda *_, value=value: value)
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+    for launcher in re.findall(r"^EXPORT void (\w+)", names["_FORMULA"][1], flags=re.M):
+        with pytest.raises(InterruptedError):
+            names["_library"](launcher)
+    flags = [flag for flag in built[0][1] if flag.startswith("-D")]
+    flags += ["-arch=sm_80" if capability == (8, 0) else "-arch=sm_90a"]
+    found = set().union(*[instructions(text, *flags) for text, _ in built])
+    macros = re.findall(r"^(?:#define [A-Z_]+ [^\n]*\n)+", names["_HEADERS"][1], flags=re.M)[0]
+    macros = macros.replace("#define EXPORT static\n", "")
+    path = next(
+        p for p in (inline_loader.KERNELS / f"{name}{kind}.cu" for kind in ("_fused", "")) if p.is_file()
+    )
+    assert found and found == instructions(f'{macros}#include "{path}"\n', *flags)
 
 
 # ----------------------------------------------------------------------------------------------------- what stands in its way

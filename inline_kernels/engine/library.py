@@ -104,8 +104,13 @@ def may_run_tf32(x: Tensor) -> bool:
 def eager_runs_tf32(x: Tensor, weight: Tensor) -> bool:
     """Does eager's convolution, on a GPU, run TF32? Observed with cuDNN where it is allowed: always from 64 to 128 channels on,
     but for filters one column wide (benchmarks/results/trials/tf32.json)."""
+    return may_run_tf32(x) and suits_tf32(weight)
+
+
+def suits_tf32(weight: Tensor) -> bool:
+    """Does a GPU's library convolve in TF32 with such filters in 2-D, where it may?"""
     C, channels, _, width = weight.shape
-    return may_run_tf32(x) and channels >= 64 and C >= 128 and width > 1
+    return channels >= 64 and C >= 128 and width > 1
 
 
 def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:

@@ -37,7 +37,10 @@ class Device(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def device_properties(index: int) -> Device:
+def device_properties(index: int | None) -> Device:
+    """None, of a tensor that is on no GPU: the smallest that the fused kernels run on. What it has room for, the others have, too."""
+    if index is None:
+        return Device((8, 0), 99 << 10, 1, 1 << 20)
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     # torch 2.8 does not say what a block may ask for; CUDA's programming guide does, by architecture
@@ -85,6 +88,7 @@ _RAW_PLANES = 3  # of input, on their way from global memory
 _TURN = 32  # output positions that a warp computes side by side
 _WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
 BACKWARD_SHARED = 18 << 10  # bytes of shared memory that backward's kernels have for their own arrays
+HELD_SHARE = 4  # one of so many parts of the L2 cache is for sums that are not computed again
 SAMPLES_BYTES = 114_000_000  # of scratch for the gradient of the convolution, where x needs one
 
 
@@ -121,7 +125,7 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
 
 def held_bytes(x: Tensor) -> int:
     """Of the L2 cache, for sums that are then not computed again; the rest is for x."""
-    return device_properties(x.device.index).l2_cache // 4
+    return device_properties(x.device.index).l2_cache // HELD_SHARE
 
 
 def _pixel_words(x: Tensor) -> int:

@@ -55,8 +55,15 @@ class _Building(_contextlib.AbstractContextManager):
             raise told from None
 
 
+def _tf32():
+    """May the library convolve float32 in TF32? By torch's newer setting where there is one: once it is set, to read the older may raise."""
+    cudnn = torch.backends.cudnn
+    allowed = cudnn.conv.fp32_precision == "tf32" if hasattr(cudnn, "conv") else cudnn.allow_tf32
+    return allowed and cudnn.enabled and _os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
+
+
 @_functools.cache
-def _library(name):
+def _library(name, tf32=True):
     """The launcher `name` and what is asked of sizes, compiled if need be."""
     from torch.utils.cpp_extension import _get_build_directory, load_inline
 
@@ -64,10 +71,14 @@ def _library(name):
     flags, cuda_flags = ["-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", native], None
     if _DEVICE == "cuda":
         major, minor = torch.cuda.get_device_capability()
+        if major < 8:
+            raise RuntimeError(
+                f"ModelNew can't run: the GPU is of capability {major}.{minor}, its kernels are for 8.0 and later"
+            )
         flags, arch = ["-O1", "-fvisibility=hidden"], f"{major}{minor}" + "a" * (major >= 9)
         cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
         shared = torch.cuda.get_device_properties("cuda").shared_memory_per_block_optin
-        cuda_flags += [f"-DCAPABILITY={major}{minor}", f"-DSHARED_LIMIT={shared}"]
+        cuda_flags += [f"-DCAPABILITY={major}{minor}", f"-DSHARED_LIMIT={shared}", f"-DTF32={int(tf32)}"]
     # The others are blank: what they alone need is not compiled.
     others = _re.compile(rf"^EXPORT void (?!{name}\b)\w+\(.*?^}}$", flags=_re.M | _re.S)
     formula = others.sub(lambda found: "\n" * found[0].count("\n"), _FORMULA[1])
@@ -95,27 +106,30 @@ class _Tensor(_ctypes.Structure):
         return cls(t.dim(), (*t.shape,), t.data_ptr() if t.numel() else None)
 
 
-@_functools.cache
 def _launcher(name, build=None):
+    return _launcher_for(name, build or name, _DEVICE == "cuda" and _tf32())
+
+
+@_functools.cache
+def _launcher_for(name, build, tf32):
     """The launcher `name` as a function of a dict: its arguments, by name. It adds its outputs: of these shapes, else of so many elements as
-    the function <name>_size says, or like y."""
+    the function <name>_size says."""
     kinds, C = _LAUNCHERS[name], _ctypes
     dtypes = {each: _TYPES[kind[:-1].partition("<")[2]] for each, kind in kinds.items() if kind[-1] == ">"}
     numbers = {"double": C.c_double, "int64_t": C.c_int64, "bool": C.c_bool, "cudaStream_t": C.c_void_p}
     types = [numbers.get(kind, _Tensor) for kind in kinds.values()]
-    address = C.c_void_p.in_dll(_library(build or name), f"cell_{name}").value
+    address = C.c_void_p.in_dll(_library(build, tf32), f"cell_{name}").value
     run = C.CFUNCTYPE(C.c_char_p, C.c_void_p, *types)(address)
 
     def value(given, each):
         if each not in dtypes:  # a number, or one that is asked for
-            return given[each] if each in given else _launcher(each, build or name)(given)
+            return given[each] if each in given else _launcher_for(each, build, tf32)(given)
         t = given[each].to(dtypes[each]).contiguous()
         return t.clone() if t.data_ptr() % 16 else t
 
     def call(given, shapes=()):
         for out in [each for each, kind in kinds.items() if kind[:4] == "Out<"]:
-            sized = out not in shapes and f"{out}_size" in _LAUNCHERS
-            shape = _launcher(f"{out}_size", name)(given) if sized else shapes.get(out, shapes["y"])
+            shape = shapes[out] if out in shapes else _launcher_for(f"{out}_size", build, tf32)(given)
             given[out] = given["x"].new_empty(shape, dtype=dtypes[out])
         given["stream"] = torch.cuda.current_stream().cuda_stream if _DEVICE == "cuda" else 0
         values = [value(given, each) for each in kinds]
@@ -154,7 +168,7 @@ class _Function(torch.autograd.Function):
         needs = dict(zip(ctx.names, ctx.needs_input_grad[2:]))
         shapes = {name: t.shape for name, t in given.items() if name in ctx.kept}
         shapes |= {name: 0 for name in ("x", "weight") if not needs.get(name)}
-        shapes = {"y": dy.shape} | {f"{d}{n}": shape for n, shape in shapes.items() for d in ("d", "d_")}
+        shapes = {f"{d}{n}": shape for n, shape in shapes.items() for d in ("d", "d_")}
         made = {}  # by launcher, whether each of its outputs is wanted
         for name in filter(_re.compile("backward").match, _LAUNCHERS):
             outputs = [each for each, kind in _LAUNCHERS[name].items() if kind[:4] == "Out<"]
@@ -180,6 +194,11 @@ def _settings(path, module):
     return found
 
 
+def _state(module):
+    """Its own parameters' and buffers' names."""
+    return {name for own in (module._parameters, module._buffers) for name, t in own.items() if t is not None}
+
+
 def _better(other, own):
     """Has the launcher `other` all that is wanted of `own`, and more of it, or less that is not?"""
     more, all_own = ({name for name, wanted in outputs.items() if wanted} for outputs in (other, own))
@@ -203,6 +222,8 @@ def _compared(model, tensors, numbers):
         t, what = tensors.get(name), _ARGUMENTS.get(name, name)
         yield f"{what}'s class", type(t) in (torch.Tensor, nn.Parameter) or type(t), True
         yield what, (t.dtype, [*t.shape[name == "x" :]]), (dtype, shape)
+    for path, expected in _STATE.items():
+        yield f"what {path} has of tensors", _state(modules[path]), expected
     yield "x's batch", len(tensors["x"]) or "empty", len(tensors["x"])
     devices = {t.device for t in tensors.values()}
     yield "the device of all", tensors["x"].device.type if len(devices) == 1 else devices, _DEVICE
@@ -261,10 +282,10 @@ _TENSORS = {name: get(_MADE) for name, get in _GETTERS.items() if isinstance(get
 _SHAPES = {name: (_DTYPE, [*t.shape]) for name, t in _TENSORS.items()}
 _SHAPES = {"x": (_DTYPE, [*get_inputs(batch_size=1)[0].shape[1:]]), **_SHAPES}
 _MODULES = {path: _settings(path, module) for path, module in _MADE.named_modules()}
-_FREE = {
-    path: {p.rpartition(".")[2] for p in _ARGUMENTS.values() if p.rpartition(".")[0] == path}
-    for path in _MODULES
-}
+_STATE = {path: _state(module) for path, module in _MADE.named_modules() if path}
+_WHOLE = {name for kinds in _LAUNCHERS.values() for name, kind in kinds.items() if kind == "int64_t"}
+_OWN = [path.rpartition(".") for name, path in _ARGUMENTS.items() if name not in _WHOLE]  # what may change
+_FREE = {path: {last for owner, _, last in _OWN if owner == path} for path in _MODULES}
 _CONV = [each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)]
 _SETTINGS = _operator.attrgetter("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _CONVOLUTION = _CONV and _SETTINGS(_CONV[0])

@@ -21,6 +21,7 @@ from inline_kernels.loader.units import KERNELS, RESTORED
 CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t"}
 CTYPES |= {torch.bfloat16: "bfloat16_t"}
 TYPES = "value_t output_t accumulate_t float double bool uint8_t int32_t int64_t".split()
+OF_GPU = "CAPABILITY", "SHARED_LIMIT", "TF32"  # macros of a build, as cell_host.py finds them
 PART = "# %% "  # editors and `notebook` split a file here
 _HOST = Path(__file__).with_name("cell_host.py").read_text(encoding="utf-8")
 
@@ -39,15 +40,16 @@ def cell(
     """The text of the file.
 
     source: the composed source, or its path. forward(Out y, In x, In weight, …, numbers, stream) gives y; forward_saving, or where there
-        is none forward, what else backward needs: Out tensors, each of as many elements as y, or as `EXPORT int64_t <name>_size(…)`
-        says; without gradients they are empty. Functions backward… run in their order, but for those that have no more than another one has
+        is none forward, what else backward needs: Out tensors, each of as many elements as `EXPORT int64_t <name>_size(…)` says;
+        without gradients they are empty. Functions backward… run in their order, but for those that have no more than another one has
         of what is wanted; they give dx and dweight, empty where nobody wants them, and a d<argument> or d_<argument> of each parameter, and
         may give more to those behind them. What takes `v` in x's place gets
         the library's convolution, without bias, and gives `dv`. `seed` and `number` are what random numbers are drawn by, where `p` is not
-        0. A number may be asked of an int64_t function of its name. Macros CAPABILITY and SHARED_LIMIT are the GPU's.
+        0. A number may be asked of an int64_t function of its name. Macros CAPABILITY and SHARED_LIMIT are the GPU's; TF32 says whether
+        the library may convolve float32 in it.
     arguments: of each other parameter, the attribute of Model that it is. device: by default what torch sees.
 
-    Raises ValueError where a launcher has a parameter that is none of these, or a pointer.
+    Raises ValueError where a launcher has a parameter that is none of these, a pointer, or an Out tensor whose size nobody says.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     text, place = (read(source), source.parent) if isinstance(source, Path) else (source, KERNELS)
@@ -110,6 +112,7 @@ def _split(text: str, place: Path, device: str, defines: Mapping[str, str]) -> t
     halves = cuda or bool(re.search("half_t|bfloat16_t", f"{text}{defines}"))
     lines = ["#define EXPORT static"] + ["#define WITHOUT_HALVES"] * (not halves)
     lines += [f"#undef __CUDA_NO_{what}__  // load_inline's" for what in RESTORED if cuda]
+    defines = {name: value for name, value in defines.items() if not cuda or name not in OF_GPU}
     lines += [f"#define {name} {value}" for name, value in defines.items()]
     lines += ['#include "core/scalar.h"', '#include "host/tensor.h"', text[len(about) : end].strip("\n")]
     headers: dict[Path, Header] = {}
@@ -117,22 +120,27 @@ def _split(text: str, place: Path, device: str, defines: Mapping[str, str]) -> t
     loaders, own = (KERNELS / "host" / name for name in ("host.h", "cell.h"))  # one is in the other's place
     headers[loaders] = Header(str(own), read(own), headers[loaders].copy)
     known = {"EXPORT": True, "WITHOUT_HALVES": not halves, "__CUDACC__": cuda} | dict.fromkeys(defines, True)
-    known |= {"CAPABILITY": True, "SHARED_LIMIT": True} if cuda else {}
+    known |= dict.fromkeys(OF_GPU, True) if cuda else {}
     whole, rest = inlined(gathered, headers.values(), known), inlined(text[end:], (), known)
     return whole.rstrip("\n") + "\n", about + rest.strip("\n") + "\n"
 
 
-def _check(formula: str, known: set[str]) -> None:
+def _check(formula: str, given: set[str]) -> None:
     """Raises ValueError for launchers that cell_host.py doesn't understand."""
     launchers = parse_launchers(formula)
-    known |= {each.name for each in launchers} | {
-        p.name for each in launchers for p in each.parameters if p.written
-    }
+    asked = {each.name for each in launchers if each.asked}
+    written = {p.name for each in launchers for p in each.parameters if p.written}
+    of_given = {f"{d}{name}" for name in given for d in ("d", "d_")}
     for name, p in [(each.name, p) for each in launchers for p in each.parameters]:
-        if (p.tensor and not p.sized) or p.name not in known or p.tensor and p.ctype not in TYPES:
+        known = given | written if p.tensor else given | asked
+        what = f"parameters out of {', '.join(sorted(known))}"
+        if p.tensor and (not p.sized or p.ctype not in TYPES):
             what = f"In<T> and Out<T>, T out of {', '.join(TYPES)}"
-            what = what if p.name in known else f"parameters out of {', '.join(sorted(known))}"
-            raise ValueError(f"{name}: expected {what}, got `{p.declared} {p.name}`")
+        elif p.written and not (p.name == "y" or p.name in of_given or f"{p.name}_size" in asked):
+            what = f"a function `EXPORT int64_t {p.name}_size(…)` of how many elements it has"
+        elif p.name in known:
+            continue
+        raise ValueError(f"{name}: expected {what}, got `{p.declared} {p.name}`")
 
 
 def _literal(text: str) -> str:

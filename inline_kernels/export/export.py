@@ -4,10 +4,10 @@ given to KernelBench's evaluation.
     python export.py conv2d_min_add_multiply > cell.py                         # the fused kernels, for a GPU
     python export.py conv2d_min_add_multiply --device cpu -o cell.py           # those of the CPU
 
-The file is written from the repository's sources: the reference Model as it is, the kernels with all their
-headers (kernels.py), and the functions of the problem's module and of plumbing.py with all of
-ours that they need, specialised for this device and the sizes of get_inputs (python.py), without what
-is then not read any more (layout.py). It takes any batch of these sizes.
+It takes any batch of the sizes of get_inputs. The fused kernels are composed sources: composed.py writes their
+file. The others' file is written from the repository's sources: the reference Model as it is, the kernels with all
+their headers (kernels.py), and the functions of the problem's module and of plumbing.py with all of ours that they
+need, specialised for this device and these sizes (python.py), without what is then not read any more (layout.py).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from operator import attrgetter
 import torch
 
 import models
-from inline_kernels.engine import library, operators, tiling, twin
+from inline_kernels.engine import library, operators, twin
+from inline_kernels.export import composed, plumbing
 from inline_kernels.export import kernels as export_kernels
 from inline_kernels.export import layout as export_layout
-from inline_kernels.export import plumbing
 from inline_kernels.export import python as export_python
 from inline_kernels.export.python import Value
 from inline_kernels.loader import operators as loader_operators
+from inline_kernels.loader.source import parse_launchers, read
 from inline_kernels.problems import Problem
 
 VARIANTS = "epilogue", "fused"
@@ -42,17 +43,19 @@ def cell(
     name: str, *, device: str = "cuda", variant: str | None = None, dtype: torch.dtype = torch.float32
 ) -> str:
     """The text of the file. Raises KeyError for an unknown name, ValueError where there is no such variant on
-    such a device."""
+    such a device, or it can't run such sizes."""
     if name not in models.PROBLEMS:
         raise KeyError(f"expected one of {', '.join(models.PROBLEMS)}, got {name}")
     problem = models.PROBLEMS[name]
     variant = variant or problem.variants_on(device)[-1]
     if variant not in VARIANTS or variant not in problem.variants_on(device):
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
+    if variant == "fused":
+        return _fused(problem, device, dtype)
     program, forward = _program(problem, device, variant, dtype)
     definitions = export_layout.tidied(program.build(forward), "_forward")
-    kernels = _kernels(problem, device, variant, definitions)
-    head, model_new = _head(problem, device, variant, dtype, program.modules), definitions.pop("_forward")
+    kernels = _kernels(problem, device, definitions)
+    head, model_new = _head(problem, device, dtype, program.modules), definitions.pop("_forward")
     top = [head, _model(problem), _model_new(model_new), _inputs(problem), kernels]
     for docstrings, apart, gap in SPACINGS:
         parts = [*top, _plumbing(problem, definitions, docstrings, "\n" * apart)]
@@ -60,6 +63,29 @@ def cell(
         if re.sub(r'r"""\n.*?"""', "", found, flags=re.S).count("\n") <= LINES:
             break
     return found
+
+
+# ------------------------------------------------------------------------------------------- the fused kernels
+
+
+def _fused(problem: Problem, device: str, dtype: torch.dtype) -> str:
+    """The file of a problem's composed source. Its launchers' parameters are the fields of the problem's Arguments."""
+    cls, fields = problem.ModelNew, sys.modules[problem.ModelNew.__module__].Arguments._fields
+    with torch.random.fork_rng():
+        model = cls(*problem.get_init_inputs())
+    x = torch.empty(problem.input_shape, dtype=dtype, device="meta", requires_grad=True)
+    if obstacle := model._fused_obstacle(x, dtype) or model._training_obstacle(x):
+        raise ValueError(
+            f"expected sizes of {problem.name} that its fused kernels run, got others: {obstacle}"
+        )
+    texts = [problem.kernels / f"{problem.name}{kind}.cu" for kind in ("_fused", "")]
+    source = next(path for path in texts if path.is_file())
+    paths = dict(zip(fields[1:], cls.operands)) | dict(zip(fields[-len(cls.constants) :], cls.constants))
+    named = {p.name for launcher in parse_launchers(read(source)) for p in launcher.parameters}
+    return composed.cell(
+        problem.Model, source, {name: path for name, path in paths.items() if name in named}, problem.init_inputs,
+        problem.input_shape, device=device, dtype=dtype, defines=model._fused_defines(x),
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------- the problem's part
@@ -100,7 +126,7 @@ def _program(
         "backward": operator._backward,
         "tail_raises": cls._tail_raises,
         "tail_obstacle": cls._tail_obstacle,
-        "fused_obstacle": _fused_obstacle(problem, model, variant, dtype),
+        "fused_obstacle": twin.Twin._fused_obstacle,  # there is none
     }
     forward, constants = _forward(problem)
     bound = {(plumbing.__name__, key): value for key, value in values.items()}
@@ -145,20 +171,6 @@ def _known_of_models(model: torch.nn.Module, x: dict, weight: dict, whole: dict[
         attributes[f".{last}"] = Value(attrgetter(name)(model))
     methods = [getattr(cls, name) for name in dir(cls) if name not in dir(torch.nn.Module)]
     return {each: {"self": known, "x": x} for each in methods if inspect.isfunction(each)}
-
-
-def _fused_obstacle(problem: Problem, model: torch.nn.Module, variant: str, dtype: torch.dtype) -> Callable:
-    """What says why the fused kernels can't run: if they do on the smallest GPU of capability 8.0, only what
-    is older can't. (What has room there has room on the others.)"""
-    if variant != "fused":
-        return twin.Twin._fused_obstacle  # there is none
-    smallest, known = tiling.Device((8, 0), 99 << 10, 1, 1 << 20), tiling.device_properties
-    tiling.device_properties = lambda index: smallest
-    try:
-        x = torch.empty(problem.input_shape, dtype=dtype, device="meta")
-        return type(model)._fused_obstacle if model._fused_obstacle(x, dtype) else plumbing.too_old
-    finally:
-        tiling.device_properties = known
 
 
 def _tensor(shape: tuple, dtype: torch.dtype, device: str) -> dict[str, object]:
@@ -209,18 +221,14 @@ def _forward(problem: Problem) -> list[Callable]:
 # ------------------------------------------------------------------------------------------- the file's parts
 
 
-def _head(problem: Problem, device: str, variant: str, dtype: torch.dtype, modules: set[str]) -> str:
+def _head(problem: Problem, device: str, dtype: torch.dtype, modules: set[str]) -> str:
     formula = inspect.getdoc(sys.modules[problem.ModelNew.__module__]).splitlines()[0]
-    how = {
-        "fused": "the convolution inside its kernels",
-        "epilogue": "PyTorch's convolution, and kernels for the rest",
-    }[variant]
     imports = ", ".join(f"{name} as _{name}" for name in sorted({"sys", *modules}))
     lines = [f"import {line.strip(', ')}" for line in re.findall(r".{1,100}(?:, |$)", imports)]
     return f'''"""{formula}
 
 Model is the reference; ModelNew the same on {"a GPU" if device == "cuda" else "the CPU"}, forward and backward:
-{how}; for {dtype} and the sizes of get_inputs.
+PyTorch's convolution, and kernels for the rest; for {dtype} and the sizes of get_inputs.
 To change what it computes, search for THE FORMULA, edit the line below it, and run this again; to train that,
 edit what follows THE GRADIENT, too.
 """
@@ -256,13 +264,13 @@ def get_model(device="cpu"):
     return ModelNew(*get_init_inputs()).to(device)"""
 
 
-def _kernels(problem: Problem, device: str, variant: str, definitions: dict[str, ast.stmt]) -> str:
+def _kernels(problem: Problem, device: str, definitions: dict[str, ast.stmt]) -> str:
     """The strings of kernels, each with its first line, and of which each build consists."""
-    suffix, first = ".cu" if device == "cuda" else ".cpp", problem.name + "_fused" * (variant == "fused")
+    suffix = ".cu" if device == "cuda" else ".cpp"
     nodes = [each for node in definitions.values() for each in ast.walk(node)]
     values = {each.value for each in nodes if isinstance(each, ast.Constant) and type(each.value) is str}
-    used = [each for each in sorted(values - {first}) if each.startswith(problem.name)]
-    stems = [first, *[each for each in used if (problem.kernels / f"{each}{suffix}").is_file()]]
+    used = [each for each in sorted(values) if each.startswith(problem.name)]
+    stems = [each for each in used if (problem.kernels / f"{each}{suffix}").is_file()]
     texts = export_kernels.kernels(stems, device, problem.kernels)
     names = {stem: f"_KERNELS{stem.removeprefix(problem.name).upper()}" for stem in texts} | {"": "_HEADERS"}
     strings = [f"{names[stem]} = _sys._getframe().f_lineno, {_literal(text)}" for stem, text in texts.items()]

@@ -77,8 +77,7 @@ def _compiled_by(device: str, both: list[str], kernels: list[str], host: list[st
 
 def _marked(texts: dict[str, str], stem: str) -> dict[str, str]:
     """`texts` with the lines of the formula and of its gradient marked. The word `pass` becomes another: KernelBench's checker takes it for Python's statement."""
-    problem = "|".join(re.escape(name) for name in (stem, stem.removesuffix("_fused")))
-    mark = re.compile(rf"// The formula of ({problem})\.$", flags=re.M)
+    mark = re.compile(rf"// The formula of {re.escape(stem)}\.$", flags=re.M)
     name = next((name for name in (stem, "") if mark.search(texts.get(name, ""))), None)
     if name is None:
         raise ValueError(f"expected a line `// The formula of {stem}.` above the formula in its kernels")

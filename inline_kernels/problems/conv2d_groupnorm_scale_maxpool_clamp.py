@@ -212,6 +212,10 @@ class Conv2dGroupNormScaleMaxPoolClampNew(Twin, Conv2dGroupNormScaleMaxPoolClamp
     def _fused_obstacle(self, x, dtype):
         return tiling.strips_obstacle(x, self.conv.weight, dtype, self._pool())
 
+    def _fused_defines(self, x):
+        sizes = x, self.conv.weight, self._pool()
+        return tiling.strips_defines(*sizes, True) | tiling.strips_backward_defines(*sizes)
+
     def _training_obstacle(self, x):
         return tiling.strips_training_obstacle(x, self.conv.weight, self._pool())
 

@@ -219,6 +219,11 @@ class Conv2dMinAddMultiplyNew(Twin, Conv2dMinAddMultiply):
     def _fused_obstacle(self, x, dtype):
         return tiling.wide_obstacle(x, self.conv.weight, dtype)
 
+    def _fused_defines(self, x):
+        weight, known = self.conv.weight, {"aligned": True, "gradients": True}  # which suits forward, too
+        split = x.dtype == torch.float32 and ("!TF32" if library.suits_tf32(weight) else 1)
+        return tiling.wide_defines(x, weight, bool(split), **known) | {"SPLIT": split or 0}
+
 
 PROBLEM = Problem(
     NAME,

@@ -167,6 +167,9 @@ class Conv3dGroupNormMinClampDropoutNew(Twin, Conv3dGroupNormMinClampDropout):
     def _fused_obstacle(self, x, dtype):
         return tiling.volume_obstacle(x, self.conv.weight, dtype, STATIC_SHARED)
 
+    def _fused_defines(self, x):
+        return tiling.spatial_defines(self.conv.weight.shape) | {"DV_BYTES": tiling.SAMPLES_BYTES}
+
     @staticmethod
     def _autocast_result(y, dtype):
         # Only on CUDA does autocast widen group_norm's result.

@@ -128,9 +128,13 @@ def _fused_outputs(a: Arguments, saving: bool) -> list[operators.Output]:
     return [y, (kept if saving else 0, torch.float32)]
 
 
+def _defines(weight: Tensor) -> dict[str, object]:
+    return {"INDEX_T": operators.index_type(len(weight))[0], **tiling.spatial_defines(weight.shape)}
+
+
 def _plan_fused(a: Arguments, *, saving: bool) -> operators.Plan:
     name, constants = f"{NAME}_fused", (a.low, a.high, a.eps)
-    defines = {"INDEX_T": operators.index_type(len(a.weight))[0], **tiling.spatial_defines(a.weight.shape)}
+    defines = _defines(a.weight)
     given = _fused_outputs(a, saving), defines
     numbers = *constants, tiling.held_bytes(a.x)
     plan = operators.Plan(name, a, PARAMETERS, *given, numbers=numbers, launchers=("forward",))
@@ -167,6 +171,10 @@ class Conv3dMultiplyInstanceNormClampMultiplyMaxNew(Twin, Conv3dMultiplyInstance
     def _fused_obstacle(self, x, dtype):
         own_shared = max(STATIC_SHARED + STAGED_SHARED, tiling.BACKWARD_SHARED)
         return tiling.volume_obstacle(x, self.conv.weight, dtype, own_shared)
+
+    def _fused_defines(self, x):
+        numbers = {"DV_BYTES": tiling.SAMPLES_BYTES, "CACHE_SHARE": tiling.HELD_SHARE}
+        return _defines(self.conv.weight) | numbers
 
 
 PROBLEM = Problem(

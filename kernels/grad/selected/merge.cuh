@@ -303,7 +303,7 @@ total_kernel(value_t* d_weight, float* d_conv_bias, float* d_norm_weight, float*
   float* const totals[] = {d_conv_bias, d_norm_weight, d_norm_bias, d_scale};
   const int k = own % P::kDepth;
   if (!of_weight) totals[parameter][c] = float(sum);
-  else if (P::input_channel(k) < P::kIn)
+  else if (d_weight && P::input_channel(k) < P::kIn)
     d_weight[own / P::kDepth * (P::kIn * P::kTaps) + P::place_in_filter(k)] = value_t(float(sum));
 }
 
