@@ -38,6 +38,8 @@ from numerics import (
     known,
     results,
 )
+from test_emulated import folder  # noqa: F401
+from test_planning_min_add import asked
 
 # What tiling.device_properties would say of one.
 H200 = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
@@ -1013,26 +1015,32 @@ MANY_CHANNELS = [
 every_many = pytest.mark.parametrize("many", MANY_CHANNELS, ids=str)
 
 
-@contextlib.contextmanager
-def watched_builds(many, allow_tf32):
-    """Within, TF32 is as given; afterwards, all fused kernels that were called for were of the right way for this GPU."""
-    load, built = operators.load, []
+@pytest.fixture
+def watched_builds(folder):  # noqa: F811
+    @contextlib.contextmanager
+    def watched(many, allow_tf32):
+        """Within, TF32 is as given; afterwards, all of forward's kernels that were called for convolve the right way for this GPU: that
+        the kernels say themselves, compiled for the same."""
+        load, built = operators.load, []
 
-    def watched(name, *arguments, **defines):
-        if name == f"{MIN_ADD}_fused":
-            built.append((bool(defines["SPLIT"]), bool(defines["WGMMA"])))
-        return load(name, *arguments, **defines)
+        def watch(name, x, out_dtype, folder=None, launchers=None, **defines):
+            if name == MIN_ADD and launchers in (("forward",), ("forward_saving",)):
+                built.append({"VALUE_T": operators._CTYPES[x.dtype], **defines})
+            return load(name, x, out_dtype, folder, launchers, **defines)
 
-    inline_loader.forget()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        torch.backends.cudnn.flags(enabled=True, allow_tf32=allow_tf32),
-    ):
-        patch.setattr(operators, "load", watched)
-        yield
-    split = many.dtype == torch.float32 and not (allow_tf32 and many.tf32)
-    on_hopper = tiling.device_properties(0).capability == (9, 0)
-    assert set(built) == {(split, many.by_wgmma and not split and on_hopper)}
+        inline_loader.forget()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            torch.backends.cudnn.flags(enabled=True, allow_tf32=allow_tf32),
+        ):
+            patch.setattr(operators, "load", watch)
+            yield
+            on_hopper = tiling.device_properties(0).capability == (9, 0)
+        split = many.dtype == torch.float32 and not (allow_tf32 and many.tf32)
+        ways = {(bool(each["SPLIT"]), bool(asked(each, folder).by_sm90(0))) for each in built}
+        assert ways == {(split, many.by_wgmma and not split and on_hopper)}
+
+    return watched
 
 
 @pytest.fixture
@@ -1049,7 +1057,7 @@ def made_up(forgotten, monkeypatch):
 @every_precision
 @every_many
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
-def test_way_with_many_channels(many, allow_tf32, capability, made_up, monkeypatch):
+def test_way_with_many_channels(many, allow_tf32, capability, made_up, watched_builds, monkeypatch):
     """On GPUs whose kernels do nothing."""
     model, x = numerics.sized(MIN_ADD, many.size, dtype=many.dtype)
     made_up(capability)
@@ -1099,7 +1107,7 @@ def test_where_tf32_is_sure(sure, made_up, monkeypatch):
 @pytest.mark.gpu
 @every_precision
 @every_many
-def test_rule_with_many_channels(many, allow_tf32):
+def test_rule_with_many_channels(many, allow_tf32, watched_builds):
     model, x = numerics.sized(MIN_ADD, many.size, device="cuda", dtype=many.dtype)
     with watched_builds(many, allow_tf32):
         numerics.assert_rule(model, x, "fused")
@@ -1116,7 +1124,7 @@ def test_rule_with_many_channels(many, allow_tf32):
     (test_a_hundred_repeats_are_bitwise_equal, {}),
     (test_new_weights_take_effect, {}),
 ], ids=lambda value: value.__name__ if callable(value) else "".join(map(str, value.values())))  # fmt: skip
-def test_again_with_many_channels(test, options, allow_tf32, monkeypatch):
+def test_again_with_many_channels(test, options, allow_tf32, watched_builds, monkeypatch):
     row = dataclasses.replace(known(MIN_ADD), fused=numerics.WGMMA)
     monkeypatch.setitem(numerics.KNOWN, MIN_ADD, row)
     monkeypatch.setattr(numerics, "steady_library", functools.partial(numerics.steady_library, allow_tf32))
@@ -1127,7 +1135,7 @@ def test_again_with_many_channels(test, options, allow_tf32, monkeypatch):
 @pytest.mark.gpu
 @every_precision
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_special_value_with_many_channels(value, allow_tf32):
+def test_special_value_with_many_channels(value, allow_tf32, watched_builds):
     """It spoils what it spoils in float64; the other samples don't notice. (Forward alone: backward is the library's convolution, and
     its algorithms spread what is not finite.)"""
     model, x = numerics.sized(MIN_ADD, numerics.WGMMA, device="cuda")
