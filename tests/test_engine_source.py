@@ -168,6 +168,39 @@ def test_random_programs(seed, device):
         assert_rule(model, x, label=f"{seed}: {', '.join(model.names)}")
 
 
+class Even(nn.Module):
+    """A gradient that goes to the largest of a row: the value is computed again, where it is sought and where it is compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.p = nn.Conv2d(2, 3, 1), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        v = self.conv(x)
+        v = v + torch.sigmoid(v)
+        return torch.amax(torch.sqrt(torch.square(self.p - 0.75 * v + v) + 0.1), 2)
+
+
+class Summed(nn.Module):
+    """A sum over the channels of a group, of what is needed of the own channel, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 1), nn.GroupNorm(1, 4)
+        with torch.no_grad():
+            self.norm.weight.normal_()
+
+    def forward(self, x):
+        return torch.sum(self.norm(torch.nn.functional.avg_pool2d(self.conv(x), (2, 3))), (2, 3))
+
+
+@pytest.mark.parametrize("kind", [Even, Summed], ids=lambda kind: kind.__name__)
+def test_programs_that_were_wrong(kind, device):
+    torch.manual_seed(0)
+    model = kind()
+    assert_rule(model, torch.randn(2, model.conv.in_channels, 12, 13), label=kind.__name__)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [8, 31, 43, 52, 92])
 def test_dtypes(number, dtype, device):
