@@ -303,6 +303,40 @@ def test_sizes_build_nothing(device):
     assert one == other
 
 
+class Twice(nn.Module):
+    """Parameters that eager's backward reads at its own time, as they were, and both."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.p, self.q, self.r = (nn.Parameter(torch.randn(3, 1, 1)) for _ in range(3))
+
+    def forward(self, x):
+        v = torch.tanh(self.conv(x) + self.p) * torch.sigmoid(self.p) * self.q
+        return torch.nn.functional.gelu(torch.maximum(v + self.q, self.r) * torch.exp(self.r))
+
+
+def test_parameters_that_change_before_backward(device):
+    """By `.data`, which autograd does not see."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    x = torch.randn(2, 2, 8, 9, dtype=torch.float64)
+    y = model(x.requires_grad_())
+    dy = torch.randn_like(y)
+    segment = segment_of(model, x)
+    arguments = arguments_of(model, segment, x.detach())
+    plan = schedule.plan(segment, arguments, True, x.dtype)
+    _, *saved = schedule.forward(plan, arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(-0.7)
+    found = schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))
+    y.backward(dy)
+    wanted = {"x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+    for name, gradient in zip(["x", *segment.parameters], found):
+        torch.testing.assert_close(gradient, wanted[name], msg=lambda text: f"{name}: {text}")
+
+
 class Dropped(nn.Module):
     def __init__(self, p: float):
         super().__init__()
