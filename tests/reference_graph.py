@@ -30,6 +30,7 @@ FUNCTIONS = {
     "max": torch.maximum,
     "min": torch.minimum,
     "narrow": lambda x: x.float().to(x.dtype),
+    "of_values": lambda x: x,
     "relu": torch.relu,
     "leaky_relu": lambda x, slope: torch.where(x > 0, x, x * slope),
     "clamp_min": torch.clamp_min,

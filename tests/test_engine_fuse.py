@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import engine_stand_in
 import inline_loader
+import models
 import numerics
 from engine_stand_in import stand_in  # noqa: F401
 from inline_kernels.engine import part as parts
@@ -1546,6 +1547,43 @@ def test_kernels_follow_the_rule(kind):
     assert runs(fast, x) == ["load"] * SEGMENTS[kind]
     numerics.assert_module_follows_rule(fast, model, x)
     assert "#include" in fast.source(x)
+
+
+@pytest.mark.parametrize("name", models.PROBLEMS)
+def test_kernels_of_the_problems(name):
+    """All of each model is one segment."""
+    torch.manual_seed(0)
+    problem = models.PROBLEMS[name]
+    model = problem.Model(*problem.init_inputs)
+    if hasattr(model, "dropout"):
+        model.dropout.p = 0.0  # its mask is not eager's
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    x = torch.rand(2, problem.input_shape[1], *[9] * (len(problem.input_shape) - 2))
+    fast = fuse(model)
+    assert runs(fast, x) == ["load"]
+    numerics.assert_module_follows_rule(fast, model, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_kernels_of_a_number_of_the_values_type(dtype):
+    """A tie with the number as that type has it: a tenth is neither's."""
+
+    class Bounded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bound = nn.Conv2d(1, 1, 1, bias=False), 0.1
+
+        def forward(self, x):
+            v = self.conv(x)
+            return torch.min(v, torch.tensor(self.bound, dtype=v.dtype, device=v.device)) * 3.0
+
+    model = Bounded().to(dtype)
+    model.conv.weight.data.fill_(1.0)
+    fast, x = fuse(model), torch.full((1, 1, 4, 4), 0.1, dtype=dtype)
+    assert runs(fast, x) == ["load"]
+    assert_same(fast, model, x)
 
 
 def test_kernels_of_batch_norm_in_training():

@@ -168,6 +168,39 @@ def test_random_programs(seed, device):
         assert_rule(model, x, label=f"{seed}: {', '.join(model.names)}")
 
 
+class Even(nn.Module):
+    """A gradient that goes to the largest of a row: the value is computed again, where it is sought and where it is compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.p = nn.Conv2d(2, 3, 1), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        v = self.conv(x)
+        v = v + torch.sigmoid(v)
+        return torch.amax(torch.sqrt(torch.square(self.p - 0.75 * v + v) + 0.1), 2)
+
+
+class Summed(nn.Module):
+    """A sum over the channels of a group, of what is needed of the own channel, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 1), nn.GroupNorm(1, 4)
+        with torch.no_grad():
+            self.norm.weight.normal_()
+
+    def forward(self, x):
+        return torch.sum(self.norm(torch.nn.functional.avg_pool2d(self.conv(x), (2, 3))), (2, 3))
+
+
+@pytest.mark.parametrize("kind", [Even, Summed], ids=lambda kind: kind.__name__)
+def test_programs_that_were_wrong(kind, device):
+    torch.manual_seed(0)
+    model = kind()
+    assert_rule(model, torch.randn(2, model.conv.in_channels, 12, 13), label=kind.__name__)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [8, 31, 43, 52, 92])
 def test_dtypes(number, dtype, device):
@@ -268,6 +301,40 @@ def test_sizes_build_nothing(device):
     (one,) = schedule.requests(segment, arguments, True, x.dtype)
     (other,) = schedule.requests(segment, [torch.randn(1, x.shape[1], 40, 30), *arguments[1:]], True, x.dtype)
     assert one == other
+
+
+class Twice(nn.Module):
+    """Parameters that eager's backward reads at its own time, as they were, and both."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.p, self.q, self.r = (nn.Parameter(torch.randn(3, 1, 1)) for _ in range(3))
+
+    def forward(self, x):
+        v = torch.tanh(self.conv(x) + self.p) * torch.sigmoid(self.p) * self.q
+        return torch.nn.functional.gelu(torch.maximum(v + self.q, self.r) * torch.exp(self.r))
+
+
+def test_parameters_that_change_before_backward(device):
+    """By `.data`, which autograd does not see."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    x = torch.randn(2, 2, 8, 9, dtype=torch.float64)
+    y = model(x.requires_grad_())
+    dy = torch.randn_like(y)
+    segment = segment_of(model, x)
+    arguments = arguments_of(model, segment, x.detach())
+    plan = schedule.plan(segment, arguments, True, x.dtype)
+    _, *saved = schedule.forward(plan, arguments)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(-0.7)
+    found = schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))
+    y.backward(dy)
+    wanted = {"x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+    for name, gradient in zip(["x", *segment.parameters], found):
+        torch.testing.assert_close(gradient, wanted[name], msg=lambda text: f"{name}: {text}")
 
 
 class Dropped(nn.Module):

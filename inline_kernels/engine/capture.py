@@ -399,17 +399,38 @@ class _Growth:
         return value
 
     def _number_tensor(self, node: fx.Node) -> Value:
-        """torch.tensor(a number): no axes, and the other operand's type."""
+        """torch.tensor(a number): no axes, and the other operand's type; or said to be of a value's own."""
         data = node.args[0] if node.args else node.kwargs.get("data")
-        if node.kwargs.get("dtype") is not None or node.kwargs.get("requires_grad"):
+        dtype = node.kwargs.get("dtype")
+        if node.kwargs.get("requires_grad") or (dtype is not None and not self._is_of_values(dtype)):
             raise NotAccepted("a tensor of its own type")
-        narrow = torch.get_default_dtype() == torch.float32
         if isinstance(data, Named):
             value = self._attribute(data.name)
-            return Value(value.node.apply("narrow")) if narrow else value
-        if type(data) is float:
+        elif type(data) is float:
+            value = Value(self.tail.graph.const(data))
+        else:
+            raise NotAccepted("a tensor of more than a number")
+        if dtype is not None:
+            return Value(value.node.apply("of_values"))
+        narrow = torch.get_default_dtype() == torch.float32
+        if value.node.op == "const":
             return Value(self.tail.graph.const(torch.tensor(data).item()))
-        raise NotAccepted("a tensor of more than a number")
+        return Value(value.node.apply("narrow")) if narrow else value
+
+    def _is_of_values(self, dtype: Any) -> bool:
+        """Is it read from a value that has the convolution's type, whatever that is? A parameter or an input may widen it."""
+        of = dtype.args[0] if isinstance(dtype, fx.Node) and dtype in self.values and dtype.args else None
+        value = self.values.get(of)
+        if (
+            dtype is None
+            or not isinstance(value, Value)
+            or dtype.target is not getattr
+            or dtype.args[1] != "dtype"
+        ):
+            return False
+        own = {name for name in (self.bias,) if name}
+        leaves = [n.attr for n in order([value.node]) if n.op == "leaf"]
+        return all(name in own or kind not in ("parameter", "buffer", "input") for name, kind in leaves)
 
     def _input(self, a: fx.Node, beside: fx.Node | None) -> Value:
         """A value from outside, as a leaf: of the shape of the operand beside it, or broadcast along some of its axes."""

@@ -474,7 +474,9 @@ def _even_extreme(t: Tail, sign: int, input, dim, keepdim, out):
     if step is None:
         return Value(x.node, axes)
     top = g.extreme(step, x.node, sign)
-    ties = x.node.eq(t.spread(top, step)).where(1.0, g.const(0.0))
+    equal = x.node.eq(t.spread(top, step)).where(1.0, g.const(0.0))
+    # The value that was picked is one of them, even where it is computed again with other roundings.
+    ties = equal.apply("max", g.put(top.args[1], g.const(1.0)))
     share = ties / t.spread(g.sum(step, ties), step)
     return Value(g.detach(top, path=g.sum(step, x.node * g.detach(share))), axes)
 

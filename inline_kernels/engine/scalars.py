@@ -71,6 +71,8 @@ SCALARS: dict[str, Scalar] = dict(
         ("neg", Scalar("-{0}", lambda g, y, a: (-g,), linear=True, monotone=-1)),
         # A number that has been through a tensor of torch's default type, where a segment computes in double.
         ("narrow", Scalar("real(float({0}))", monotone=1)),
+        # … and one through a tensor of the convolution's type.
+        ("of_values", Scalar("real(value_t(real({0})))", monotone=1)),
         # Truth values.
         ("gt", Scalar("{0} > {1}", boolean=True)),
         ("ge", Scalar("{0} >= {1}", boolean=True)),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,9 +131,44 @@ def _backward_program(graph, y: Node, z: Node, few_channels: bool):
         gradients[leaf] = roots.setdefault((node, leaf.space, kind), Root(name, node, leaf.space, kind))
     kept = _kept(graph, [root.node for root in roots.values()], z)
     given = {node: _saved_array(node, z, few_channels) for node in kept}
+    past = _Past(graph, y, given)
+    found = [root._replace(node=past.seen(root.node)) for root in roots.values()]
     of_nodes = {node: array for node, array in given.items() if node is not z}
-    program = Program(graph, roots.values(), of_nodes, few_channels)
-    return program, [(array, node) for node, array in given.items()], gradients
+    copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
+    of_nodes |= {then: copies[now] for now, then in past.copies.items()}
+    program = Program(graph, found, of_nodes, few_channels)
+    return program, [(array, node) for node, array in (given | copies).items()], gradients
+
+
+class _Past:
+    """Forward's values, computed again in backward, are of the parameters as they were: of `copies` that forward makes. What a derivative
+    itself reads of a parameter, eager's backward reads at its own time, too."""
+
+    def __init__(self, graph, y: Node, given: Mapping[Node, Array]):
+        self.graph, self.given, self.forward = graph, given, set(order([y]))
+        self.copies: dict[Node, Node] = {}
+        self._known: dict[tuple[Node, bool], Node] = {}
+
+    def seen(self, node: Node, was: bool = False) -> Node:
+        """The node with copies where forward's values are made of parameters; was: it is one of those values, or a part."""
+        if node in self.given:
+            return node
+        if node.op == "leaf":
+            return self._copy(node) if was and node.attr[1] == "parameter" else node
+        key = node, was or node in self.forward
+        if key not in self._known:
+            args = [self.seen(a, key[1]) for a in node.args]
+            same = all(a is b for a, b in zip(args, node.args))
+            self._known[key] = (
+                node if same else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
+            )
+        return self._known[key]
+
+    def _copy(self, leaf: Node) -> Node:
+        if leaf not in self.copies:
+            name = f"kept_{source.identifier(leaf.attr[0])}"
+            self.copies[leaf] = self.graph.leaf(name, leaf.space, "parameter")
+        return self.copies[leaf]
 
 
 def _kept(graph, roots: Sequence[Node], z: Node) -> list[Node]:

@@ -140,6 +140,8 @@ class _Text:
         for each in self._and_outer(scope):
             if node in each.known:
                 return each.known[node]
+            if each.kind == "lanes" and node.space.has(each.axis):
+                break  # outside is another lane's
         if node.op == "const":
             return self._literal(node.attr, scope)
         if node.op in ("detach", "spread") and not self._array(node):
