@@ -440,9 +440,12 @@ def emulated_kernels(kernels: Path) -> None:
 
 def compiled_for_the_cpu(folder: Path, text: str, library: Path) -> None:  # noqa: F811
     headers = test_emulated.once(folder / "headers-800", functools.partial(test_emulated.precompile, 800))
-    make_runs = lambda so: test_emulated.compile_with(
-        "-O3", test_emulated.EMULATION / "emulation.cpp", "-shared", "-o", so
-    )  # noqa: E731
+
+    def make_runs(so):
+        return test_emulated.compile_with(
+            "-O3", test_emulated.EMULATION / "emulation.cpp", "-shared", "-o", so
+        )
+
     runs, source = test_emulated.once(folder / "emulation.so", make_runs), library.with_suffix(".cpp")
     text = test_emulated.translated(
         text, ("type = aoti_torch_device_type_cuda()", "type = aoti_torch_device_type_cpu()")
