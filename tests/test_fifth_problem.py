@@ -25,8 +25,9 @@ from inline_kernels.export import export
 
 HERE = Path(__file__).resolve().parent
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-# Of the whole suite: what goes by its name, and what has a table of all problems.
+# Of the whole suite: what goes by its name, and what has a table of all problems; and the files that may have such.
 SELECTED = f"{NAME} or lesson_for_every_problem"
+GOES_BY_NAMES = re.compile(r"\b(every_name|in NAMES|PROBLEMS)\b|lesson_for_every_problem")
 
 
 @pytest.fixture(autouse=True)
@@ -111,13 +112,14 @@ def test_plan():
 
 
 def test_the_tests_of_all_problems():
-    """In a process of their own, where it is registered before they are collected, all of them."""
+    """Each once, in a process of their own, where it is registered before they are collected."""
     command = [sys.executable, "-m", "pytest", "-p", "fifth.registered", "-k", SELECTED]
-    command += ["--ignore", Path(__file__).name]
+    others = [path for path in HERE.glob("test_*.py") if path.name != Path(__file__).name]
+    command += [path.name for path in others if GOES_BY_NAMES.search(path.read_text(encoding="utf-8"))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 150, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 80, done.stdout
 
 
 def test_registry():

@@ -68,15 +68,12 @@ def test_no_loop_stands_bare_behind_if_constexpr(source):
 @needs_nvcc
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_compiles_for_every_architecture(source, tmp_path):
-    """float for all architectures, the other element types for one; the fused kernels in all their types. (By
-    wgmma: tests/test_planning_min_add.py.)"""
-    if source.stem.endswith("_fused") or '"conv/' in source.read_text():
-        jobs = [
-            (source, architecture, define) for architecture in FUSED_ARCHITECTURES for define in TYPES[:3]
-        ]
-    else:
-        jobs = [(source, architecture, TYPES[0]) for architecture in ARCHITECTURES]
-        jobs += [(source, "75", define) for define in TYPES[1:]]
+    """float for all architectures, the other element types for one. (By wgmma, and in what sizes: tests/test_planning_min_add.py,
+    and below.)"""
+    is_fused = source.stem.endswith("_fused") or '"conv/' in source.read_text()
+    architectures, types = (FUSED_ARCHITECTURES, TYPES[:3]) if is_fused else (ARCHITECTURES, TYPES)
+    jobs = [(source, architecture, types[0]) for architecture in architectures]
+    jobs += [(source, architectures[0], define) for define in types[1:]]
     with ThreadPoolExecutor(2) as pool:
         complaints = [text for text in pool.map(lambda job: compile(job, tmp_path), jobs) if text]
     assert not complaints, "\n".join(complaints)
