@@ -475,8 +475,9 @@ def _even_extreme(t: Tail, sign: int, input, dim, keepdim, out):
         return Value(x.node, axes)
     top = g.extreme(step, x.node, sign)
     equal = x.node.eq(t.spread(top, step)).where(1.0, g.const(0.0))
-    # The value that was picked is one of them, even where it is computed again with other roundings.
-    ties = equal.apply("max", g.put(top.args[1], g.const(1.0)))
+    # The value that was picked is one of them, even where it is computed again with other roundings; a NaN equals nothing.
+    picked = g.put(g.pick(step, x.node, sign), top.eq(top).where(1.0, g.const(0.0)))
+    ties = equal.apply("max", picked)
     share = ties / t.spread(g.sum(step, ties), step)
     return Value(g.detach(top, path=g.sum(step, x.node * g.detach(share))), axes)
 
