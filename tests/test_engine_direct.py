@@ -303,7 +303,7 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     segment, arguments = full_size(number)
     if number in BY_NUMBER:
         line = direct.describe(segment, arguments, False, torch.float32)
-        assert line == f"direct: {BY_NUMBER[number]}, the tail inside, v is never written"
+        assert line == f"{BY_NUMBER[number]}, the tail inside, v is never written"
     elif number != 31:  # its mainloop's own problem, as pointwise as they
         with pytest.raises(direct.Unsupported):
             direct.describe(segment, arguments, False, torch.float32)

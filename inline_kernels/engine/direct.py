@@ -34,6 +34,7 @@ __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "r
 
 # Fewer results are left to the library: in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
+INFERENCE_ONLY = True
 _OWN_SHARED = 33 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
 
 
@@ -387,7 +388,7 @@ def describe(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> str:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return f"direct: {written.mainloop.name}, the tail inside, v is never written"
+    return f"{written.mainloop.name}, the tail inside, v is never written"
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
