@@ -7,7 +7,8 @@ It has schedule.py's functions and signatures, and runs a segment in inference w
 - the convolution has stride 1, no padding, dilation 1 and one group, and one of the `MAINLOOPS` can run it.
 
 For all else, Unsupported says why; backward is never asked for. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32.
+where eager runs TF32. An infinite value of x reaches v as in eager by `wide`; by `narrow2d` and `narrow3d` v is NaN wherever eager's is not
+finite (its halves are infinity and NaN).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "r
 
 # Fewer results are left to the library: in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
+INFERENCE_ONLY = True
 _OWN_SHARED = 33 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
 
 
@@ -210,11 +212,12 @@ class Mainloop(NamedTuple):
     launch: Sequence[str]
     has_places: bool
     obstacle: Callable[[Tensor, Tensor, torch.dtype], str | None]
-    defines: Callable[[Tensor, Tensor], dict]
+    defines: Callable[[Tensor, Tensor, torch.dtype], dict]
 
 
-def _narrow2d_defines(x: Tensor, weight: Tensor) -> dict:
-    return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)}
+def _narrow2d_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
+    planned = {"ROWS_SHARED": tiling.rows_shared(weight, dtype.itemsize)}
+    return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
 
 
 def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
@@ -229,7 +232,7 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
-def _wide_defines(x: Tensor, weight: Tensor) -> dict:
+def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
@@ -244,8 +247,10 @@ MAINLOOPS = (
         ("conv/narrow2d.cuh", "store/strips.cuh"),
         "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
         [
-            "const store::Strips<output_t, Tail> sink{y, tail};",
-            "conv::narrow2d::pointwise<Filter, LONG_ROWS>(x, weight, stream, sink);",
+            "using Strips = store::Strips<output_t, Tail>;",
+            "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;",
+            'static_assert(conv::narrow2d::kShared<Tile, Strips> == ROWS_SHARED, "as it is planned");',
+            "conv::narrow2d::pointwise<Filter, LONG_ROWS>(x, weight, stream, Strips{y, tail});",
         ],
         True,
         tiling.rows_obstacle,
@@ -259,7 +264,7 @@ MAINLOOPS = (
         ["store::pointwise<Conv>(y, x, weight, tail, stream);"],
         True,
         _narrow3d_obstacle,
-        lambda x, weight: tiling.spatial_defines(weight.shape),
+        lambda x, weight, dtype: tiling.spatial_defines(weight.shape),
     ),
     Mainloop(
         "wide",
@@ -368,7 +373,7 @@ def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,
         "device": "cuda",
-        "defines": schedule._defines(segment, x, dtype) | written.mainloop.defines(x, weight),
+        "defines": schedule._defines(segment, x, dtype) | written.mainloop.defines(x, weight, dtype),
     }
 
 
@@ -383,7 +388,7 @@ def describe(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> str:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return f"direct: {written.mainloop.name}, the tail inside, v is never written"
+    return f"{written.mainloop.name}, the tail inside, v is never written"
 
 
 # ------------------------------------------------------------------------------------------------------------------ running

@@ -67,7 +67,10 @@ class Part:
             name: operator_of(segment, self.modules, self.others, exact_order, name, schedule)
             for name, schedule in schedules.items()
         }
-        self.shared = next(iter(self.by_schedule.values()))  # all have the same arguments
+        # All have the same arguments. Where one operator has to serve all calls, it is the first that does inference and training.
+        self.shared = next(
+            each for each in self.by_schedule.values() if not getattr(each.schedule, "INFERENCE_ONLY", False)
+        )
         self.own = Names(segment)
         self.names, self.inputs = self.own.tensors, self.own.inputs
         self.sources = [_source(model, name) for name in self.names[self.inputs :]]

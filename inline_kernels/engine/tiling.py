@@ -185,13 +185,18 @@ def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[i
 def rows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
     """Of a convolution whose results, of `dtype`, a pointwise tail makes and store/strips.cuh stores: for any number of channels out."""
     yield from _fused_obstacles(x, x.dtype)
-    (_, channels, kh, kw), itemsize = weight.shape, dtype.itemsize
+    _, channels, kh, kw = weight.shape
     yield channels > 16, "the fused kernels take up to 16 channels in"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
-    # Of each team: kh + 1 rows of x, and a row of results, which begins anywhere in a sector of 32 bytes, for each channel.
-    needed = _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * (COLUMNS * itemsize + 64))
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
-    yield needed > room, "the rows do not fit in shared memory"
+    yield rows_shared(weight, dtype.itemsize) > room, "the rows do not fit in shared memory"
+
+
+def rows_shared(weight: Tensor, itemsize: int) -> int:
+    """Bytes of dynamic shared memory, where a result has `itemsize`. Of each team: kh + 1 rows of x, and for each channel a row of results,
+    which begins anywhere in a sector of 32 bytes."""
+    _, channels, kh, _ = weight.shape
+    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * (COLUMNS * itemsize + 64))
 
 
 def _row_bytes(channels: int) -> int:
