@@ -483,17 +483,19 @@ def test_fused_cells_in_the_emulation(name, on_the_cpu):
     with torch.no_grad():
         assert torch.allclose(ours.eval()(x), theirs.eval()(x), atol=1e-5)
     dy, found = torch.randn_like(theirs(x)), []
-    for model in (ours, theirs):
-        model.zero_grad()
-        for frozen in ("x", "conv.weight"):
-            given = x.clone().requires_grad_(frozen != "x")
-            model.conv.weight.requires_grad_(frozen != "conv.weight")
-            y = model(given)
-            y.backward(dy)
-        assert given.grad is not None
-        found.append([given.grad, *[p.grad for p in model.parameters()]])
-    for one, other in zip(*found):
-        assert (one - other).norm() <= 1e-4 * other.norm() + 1e-6
+    for model in (ours, theirs, copy.deepcopy(theirs).double()):
+        dtype = model.conv.weight.dtype
+        for frozen in ("conv.weight", "x"):
+            model.zero_grad(), model.conv.weight.requires_grad_(frozen != "conv.weight")
+            given = x.to(dtype, copy=True).requires_grad_(frozen != "x")
+            model(given).backward(dy.to(dtype))
+            wanted = [given, *model.parameters()]
+            assert [t.grad is None for t in wanted] == [not t.requires_grad for t in wanted]
+            found.append([t.grad for t in wanted if t.requires_grad])
+    gradients = [found[i] + found[i + 1] for i in (0, 2, 4)]
+    for one, other, exact in zip(*gradients, strict=True):
+        error, limit = ((t.double() - exact).norm() for t in (one, other))
+        assert error <= 2 * limit + 1e-6 * exact.norm()
 
 
 def test_fused_dropout_in_the_emulation(on_the_cpu):
