@@ -547,7 +547,7 @@ def test_nvcc_compiles_what_a_cell_builds(launcher, capability, tmp_path, monkey
 
 @functools.cache
 def instructions(source: str, *flags: str) -> set[str]:
-    """What nvcc makes of each kernel of a source, as PTX, without the names of kernels and places, nor where shared variables are declared."""
+    """What nvcc makes of each kernel of a source, as PTX, without the names of kernels, registers and places, nor where shared variables are declared."""
     with tempfile.TemporaryDirectory() as place:
         Path(place, "cell.cu").write_text(source, encoding="utf-8")
         command = ["nvcc", "-ptx", "-std=c++17", f"-I{inline_loader.KERNELS}", *flags, "cell.cu"]
@@ -555,7 +555,7 @@ def instructions(source: str, *flags: str) -> set[str]:
         assert done.returncode == 0, done.stderr[-2000:]
         found = re.findall(r"\.entry.*?\n\}\n", Path(place, "cell.ptx").read_text(), flags=re.S)
     found = [re.sub(r"\t// demoted variable\n.*\n|^\s*\n", "", kernel, flags=re.M) for kernel in found]
-    return {re.sub(r"\b_Z\w+|\$\w+|__local_depot\d+", "name", kernel) for kernel in found}
+    return {re.sub(r"\b_Z\w+|\$\w+|__local_depot\d+|%\w+(?:<\d+>)?", "name", kernel) for kernel in found}
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
