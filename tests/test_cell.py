@@ -442,13 +442,9 @@ def compiled_for_the_cpu(folder: Path, text: str, library: Path) -> None:  # noq
     headers = test_emulated.once(folder / "headers-800", functools.partial(test_emulated.precompile, 800))
 
     def make_runs(so):
-<<<<<<< HEAD
         return test_emulated.compile_with(
             "-O3", test_emulated.EMULATION / "emulation.cpp", "-shared", "-o", so
         )
-=======
-        test_emulated.compile_with("-O3", test_emulated.EMULATION / "emulation.cpp", "-shared", "-o", so)
->>>>>>> loader
 
     runs, source = test_emulated.once(folder / "emulation.so", make_runs), library.with_suffix(".cpp")
     text = test_emulated.translated(
