@@ -2,7 +2,7 @@
 
 It has schedule.py's functions and signatures, and runs a segment in inference where
 
-- the tail is pointwise: scalar operations on v, parameters by channel or single ones, the model's numbers, and second inputs. What doesn't
+- the tail is pointwise: scalar operations on v, parameters by channel or single ones, and the model's numbers. What doesn't
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
 - the convolution has stride 1, no padding, dilation 1 and one group, and one of the `MAINLOOPS` can run it.
 
@@ -121,17 +121,11 @@ class _Writer:
             if node.op != "leaf" or node.attr[1] == "drawn":
                 name = "dropout" if node.op == "leaf" else node.op
                 raise Unsupported(f"the tail isn't pointwise: it has {name}")
-            if node.attr[1] == "input" and node.space.level:
-                self._check_input(node)
+            if node.attr[1] == "input":
+                raise Unsupported("the tail reads a second input")
         if not any(node.op == "leaf" and node.attr[1] == "z" for node in nodes):
             raise Unsupported("the tail doesn't read v")
         return nodes
-
-    def _check_input(self, node: Node) -> None:
-        if node.space != ELEMENTS:
-            raise Unsupported("a second input is broadcast along samples or channels")
-        if not self.has_places:
-            raise Unsupported("its tails read no second input of v's shape")
 
     def _kept(self, nodes: Sequence[Node]) -> list[Node]:
         """What a channel keeps: operands of elements' operations that don't vary along positions, and are no plain numbers."""
