@@ -83,7 +83,7 @@ EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t>
 EXPORT void forward_saving(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight,
                            In<float> conv_bias, In<float> norm_weight, In<float> norm_bias, In<float> scale,
                            double low, double high, double eps, int64_t groups, cudaStream_t stream) {
-  expect_elements("kept", kept, kept_size(y, groups));
+  expect_elements("kept", kept, pool::Kept::size(y.numel(), y.size(0), CHANNELS_OUT, groups));
   norms::select<Tile, Pool, true>(y, kept, x, weight, {conv_bias, norm_weight, norm_bias},
                                   Tail{scale, float(low), float(high)}, eps, groups, stream);
 }
