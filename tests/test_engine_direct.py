@@ -57,6 +57,26 @@ FILTERS = {
     "narrow3d": [((16, 3, 3, 3, 3), (5, 8, 11)), ((32, 2, 1, 2, 2), (4, 7, 9))],
     "wide": [((40, 24, 3, 3), (5, 21)), ((130, 17, 1, 2), (3, 67))],
 }
+ALL_MAINLOOPS = direct.MAINLOOPS
+
+
+@pytest.fixture(autouse=True)
+def every_mainloop(monkeypatch):
+    """Those that make NaN of infinities, too: what they compute of finite values is tested here."""
+    every = [each._replace(keeps_infinities=True) for each in ALL_MAINLOOPS]
+    monkeypatch.setattr(direct, "MAINLOOPS", every)
+
+
+def test_where_infinities_are_lost_the_schedule_does_not_run(device, monkeypatch):
+    monkeypatch.setattr(direct, "MAINLOOPS", ALL_MAINLOOPS)
+    device()
+    segment, arguments = given(
+        random_model((16, 3, 3, 3, 3), TAILS["relu, bias"]), (torch.rand(2, 3, 5, 6, 7),)
+    )
+    with pytest.raises(direct.Unsupported, match="narrow3d: it makes NaN of infinities"):
+        direct.describe(segment, arguments, False, torch.float32)
+
+
 CASES = [(mainloop, *sizes) for mainloop, all_sizes in FILTERS.items() for sizes in all_sizes]
 
 

@@ -197,7 +197,8 @@ def _declared(member: Member) -> str:
 
 class Mainloop(NamedTuple):
     """A kernel that convolves. `obstacle(x, weight, dtype of y)`: why it can't run, or is not faster than the schedule `load`; or None.
-    `has_places`: do its tails know which element of y they compute?"""
+    `has_places`: do its tails know which element of y they compute? `keeps_infinities`: is v infinite where the library's is? An operand
+    that is a sum of two float16 makes NaN of it."""
 
     name: str
     dimensions: int
@@ -205,6 +206,7 @@ class Mainloop(NamedTuple):
     declared: str
     launch: Sequence[str]
     has_places: bool
+    keeps_infinities: bool
     obstacle: Callable[[Tensor, Tensor, torch.dtype], str | None]
     defines: Callable[[Tensor, Tensor, torch.dtype], dict]
 
@@ -247,6 +249,7 @@ MAINLOOPS = (
             "conv::narrow2d::pointwise<Filter, LONG_ROWS>(x, weight, stream, Strips{y, tail});",
         ],
         True,
+        False,
         tiling.rows_obstacle,
         _narrow2d_defines,
     ),
@@ -257,6 +260,7 @@ MAINLOOPS = (
         "using Conv = conv::narrow3d::Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
         ["store::pointwise<Conv>(y, x, weight, tail, stream);"],
         True,
+        False,
         _narrow3d_obstacle,
         lambda x, weight, dtype: tiling.spatial_defines(weight.shape),
     ),
@@ -272,6 +276,7 @@ MAINLOOPS = (
             "conv::wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<output_t>{y}, largest_x, stream);",
         ],
         False,
+        True,
         _wide_obstacle,
         _wide_defines,
     ),
@@ -343,7 +348,12 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
             continue
         try:
             written = _written(segment, mainloop, exact_order)
-            if (reason := mainloop.obstacle(x, weight, dtype)) is None:
+            reason = (
+                None
+                if mainloop.keeps_infinities
+                else "it makes NaN of infinities, which a tail may tell apart"
+            )
+            if (reason := reason or mainloop.obstacle(x, weight, dtype)) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
