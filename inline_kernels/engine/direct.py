@@ -2,19 +2,21 @@
 
 It has schedule.py's functions and signatures, and runs a segment in inference where
 
-- the tail is pointwise: scalar operations on v, parameters by channel or single ones, and the model's numbers. What doesn't
+- the tail is pointwise: scalar operations on v, parameters by channel or single ones, second inputs and the model's numbers. What doesn't
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
+- or windows of such a tail are pooled, and what is pointwise in those follows (`Tail::before`, `Tail::after`). Only that is written; what
+  else the segment computes from it, the schedule `load` does in passes over windows;
 - the convolution has stride 1, no padding, dilation 1 and one group, and one of the `MAINLOOPS` can run it.
 
 For all else, Unsupported says why; backward is never asked for. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32. An infinite value of x reaches v as in eager by `wide`; by `narrow2d` and `narrow3d` v is NaN wherever eager's is not
-finite (its halves are infinity and NaN).
+where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
+by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ import inline_loader
 from . import choice, library, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
-from .passes import Unsupported
+from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import SCALARS
 from .schedule import count
 
@@ -50,6 +52,73 @@ class Member(NamedTuple):
     is_tensor: bool
 
 
+class Front(NamedTuple):
+    """What the convolution's kernel computes. pooled: the reduction of windows inside it, or None where it is pointwise in v."""
+
+    node: Node
+    pooled: Node | None = None
+
+    @property
+    def takes(self) -> str:
+        return "windows" if self.pooled else "elements"
+
+    @property
+    def window(self) -> tuple[int | None, ...]:
+        return self.node.graph.levels[self.pooled.space.level].window
+
+    @property
+    def reduction(self) -> str:
+        if self.pooled.op == "sum":
+            return "pool::Sum"
+        return "pool::Largest" if self.pooled.args[1].attr[1] > 0 else "pool::Smallest"
+
+
+def _front(y: Node) -> Front:
+    """Raises Unsupported."""
+    if y.space == ELEMENTS:
+        return Front(y)
+    nodes = order([y])
+    pools = [
+        node for node in nodes if node.op != "pick" and over_windows(node) and node.args[0].space == ELEMENTS
+    ]
+    if len(pools) != 1:
+        raise Unsupported("the tail's result isn't of v's shape, or one pool's")
+    (pooled,) = pools
+    behind = {pooled}  # what is pointwise in windows
+    for node in nodes:
+        if (
+            node.is_scalar_op
+            and node.space == pooled.space
+            and all(a in behind or a.space.small for a in node.args)
+        ):
+            behind.add(node)
+    used = {a for node in nodes if node not in behind for a in node.args if a in behind}
+    if y not in behind and len(used) != 1:
+        raise Unsupported("what follows the pool isn't pointwise in one value of its windows")
+    front = Front(y if y in behind else used.pop(), pooled)
+    if any(node.op == "leaf" and node.attr[1] == "z" for node in _without([y], front.node)):
+        raise Unsupported("what follows the pool reads v, too")
+    return front
+
+
+def _without(roots: Sequence[Node], known: Node | None) -> list[Node]:
+    """All that the roots are computed from where `known` is known, operands first."""
+    found, stack = set(), list(roots)
+    while stack:
+        node = stack.pop()
+        if node is not known and node not in found:
+            found.add(node)
+            stack += node.args
+    return sorted(found, key=lambda node: node.id)
+
+
+def _count(node: Node) -> int | None:
+    """Of a window's positions, where it has the same in all."""
+    axis, level = node.attr
+    window = node.graph.levels[level].window if axis == "window" else (None,)
+    return None if None in window else math.prod(window)
+
+
 class Text(NamedTuple):
     """A tail as it is written. `members` in the launcher's order."""
 
@@ -59,17 +128,17 @@ class Text(NamedTuple):
 
 # Names that the text around the tail has, and words of the language that an attribute of a model may be called by.
 _TAKEN = set(
-    "v x y weight channel tail Tail Channel Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
+    "v x y weight pooled before after channel tail Tail Channel Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
     "enum explicit export extern float for goto if inline int long namespace new operator private public register short signed sizeof static "
     "struct switch template this throw try typename union unsigned using virtual void volatile while and or not xor".split()
 )
 
 
 class _Writer:
-    """Writes one tail: y as a function of v."""
+    """Writes one tail: what is in front, as a function of v."""
 
-    def __init__(self, segment, y: Node, has_places: bool):
-        self.segment, self.y, self.has_places = segment, y, has_places
+    def __init__(self, segment, front: Front, has_places: bool):
+        self.segment, self.front, self.has_places = segment, front, has_places and not front.pooled
         self.members: dict[str, Member] = {}
         self.names = set(_TAKEN)
         inputs = [leaf.attr[0] for leaf in segment.inputs]
@@ -79,19 +148,17 @@ class _Writer:
     def text(self) -> Text:
         nodes = self._checked()
         kept = self._kept(nodes)
-        behind = {*order(kept)}
         by_channel: dict[Node, str] = {}
-        channel_lines: list[str] = []
-        for node in nodes:
-            if node in behind:
-                self._write(node, by_channel, channel_lines)
+        channel_lines = self._lines(order(kept), by_channel)
         fields = {node: f"k.{self._field(node)}" for node in kept}
-        known, element_lines = dict(fields), []
-        for node in nodes:
-            if not node.space.small:
-                self._write(node, known, element_lines)
         declared = [f"{'bool' if node.is_boolean else 'real'} {self._field(node)};" for node in kept]
-        place = ", int64_t at" * self.has_places
+        if pooled := self.front.pooled:
+            before = self._function("before", "v", fields, pooled.args[0])
+            functions = before + self._function(
+                "after", "pooled", fields | {pooled: "pooled"}, self.front.node
+            )
+        else:
+            functions = self._function("operator()", "v", fields, self.front.node)
         lines = [
             "struct Tail {",
             *[f"  {_declared(member)};" for member in self.members.values()],
@@ -101,10 +168,7 @@ class _Writer:
             *[f"    {line}" for line in channel_lines],
             f"    return {{{', '.join(by_channel[node] for node in kept)}}};",
             "  }",
-            f"  __device__ __forceinline__ float operator()(float v, const Channel& k{place}) const {{",
-            *[f"    {line}" for line in element_lines],
-            f"    return {known[self.y]};",
-            "  }",
+            *functions,
             "};",
         ]
         return Text(lines, [*self.members.values()])
@@ -112,17 +176,19 @@ class _Writer:
     # ---- what it is made of
     def _checked(self) -> list[Node]:
         """All nodes, operands first."""
-        if self.y.space != ELEMENTS:
-            raise Unsupported("the tail's result isn't of v's shape")
-        nodes = order([self.y])
+        nodes = order([self.front.node])
+        pooled = self.front.pooled
         for node in nodes:
-            if node.op in ("spread", "detach", "const") or node.is_scalar_op:
+            if node.op in ("spread", "detach", "const") or node.is_scalar_op or node is pooled:
+                continue
+            if node.op == "count" and _count(node) or pooled and node in pooled.args:
                 continue
             if node.op != "leaf" or node.attr[1] == "drawn":
                 name = "dropout" if node.op == "leaf" else node.op
                 raise Unsupported(f"the tail isn't pointwise: it has {name}")
-            if node.attr[1] == "input":
-                raise Unsupported("the tail reads a second input")
+            of_positions = node.attr[1] != "z" and not node.space.small
+            if of_positions and (node.space != ELEMENTS or not self.has_places):
+                raise Unsupported(f"the tail reads {node.attr[0]} at positions")
         if not any(node.op == "leaf" and node.attr[1] == "z" for node in nodes):
             raise Unsupported("the tail doesn't read v")
         return nodes
@@ -133,6 +199,24 @@ class _Writer:
         return [node for node in found if not _is_number(node)]
 
     # ---- how it is written
+    def _function(self, name: str, operand: str, known: Mapping[Node, str], result: Node) -> list[str]:
+        known, place = dict(known), ", int64_t at" * self.has_places
+        nodes = _without([result], self.front.pooled if self.front.pooled in known else None)
+        lines = self._lines([node for node in nodes if not node.space.small], known)
+        return [
+            f"  __device__ __forceinline__ float {name}(float {operand}, const Channel& k{place}) const {{",
+            *[f"    {line}" for line in lines],
+            f"    return {known[result]};",
+            "  }",
+        ]
+
+    def _lines(self, nodes: Sequence[Node], known: dict[Node, str]) -> list[str]:
+        """Of those that aren't known; then they are."""
+        lines: list[str] = []
+        for node in nodes:
+            self._write(node, known, lines)
+        return lines
+
     def _write(self, node: Node, known: dict[Node, str], lines: list[str]) -> None:
         if node in known or _is_number(node):
             return
@@ -148,6 +232,8 @@ class _Writer:
         lines.append(f"const auto {name} = {SCALARS[node.op].text.format(*operands)};")
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:
+        if node.op == "count":
+            return f"real({_count(node)})"
         if node.op == "const":
             if math.isfinite(node.attr):
                 return f"real({node.attr!r})"
@@ -160,7 +246,7 @@ class _Writer:
         if node.attr[1] == "z":
             return "v"
         member, space = self._member(node), node.space
-        if space == ELEMENTS:
+        if not space.small:
             return f"real({member.name}[at])"
         index = "n * CHANNELS_OUT + c" if space.n and space.c else "n" if space.n else "c" if space.c else "0"
         return f"real({member.name}[{index}])"
@@ -185,7 +271,7 @@ class _Writer:
 
 
 def _is_number(node: Node) -> bool:
-    return node.op == "const" or (node.op == "leaf" and node.attr[1] == "scalar")
+    return node.op in ("const", "count") or (node.op == "leaf" and node.attr[1] == "scalar")
 
 
 def _declared(member: Member) -> str:
@@ -196,31 +282,45 @@ def _declared(member: Member) -> str:
 
 
 class Mainloop(NamedTuple):
-    """A kernel that convolves. `obstacle(x, weight, dtype of y)`: why it can't run, or is not faster than the schedule `load`; or None.
-    `has_places`: do its tails know which element of y they compute? `keeps_infinities`: is v infinite where the library's is? An operand
-    that is a sum of two float16 makes NaN of it."""
+    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtype of y, front)`: why it can't run, or is not faster than
+    the schedule `load`; or None. `has_places`: do its tails know which element of y they compute?"""
 
     name: str
+    takes: str
     dimensions: int
     headers: Sequence[str]
     declared: str
     launch: Sequence[str]
     has_places: bool
-    keeps_infinities: bool
-    obstacle: Callable[[Tensor, Tensor, torch.dtype], str | None]
-    defines: Callable[[Tensor, Tensor, torch.dtype], dict]
+    obstacle: Callable[[Tensor, Tensor, torch.dtype, Front], str | None]
+    defines: Callable[[Tensor, Tensor, torch.dtype, Front], dict]
 
 
-def _narrow2d_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
+def _rows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
+    return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, dtype.itemsize))
+
+
+def _rows_defines(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> dict:
     planned = {"ROWS_SHARED": tiling.rows_shared(weight, dtype.itemsize)}
     return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
 
 
-def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+def _windows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
+    if None in front.window or min(front.window) < 2 or max(front.window) > 8:
+        return "windows have 2 to 8 rows and columns"
+    return tiling.rows_obstacle(x, weight, tiling.windows_shared(weight, front.window[1]))
+
+
+def _windows_defines(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> dict:
+    planned = {"ROWS_SHARED": tiling.windows_shared(weight, front.window[1])}
+    return _rows_defines(x, weight, dtype, front) | planned
+
+
+def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
     return tiling.volume_obstacle(x, weight, x.dtype, _OWN_SHARED)
 
 
-def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
@@ -228,7 +328,7 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
-def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
+def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
@@ -239,55 +339,73 @@ def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
 MAINLOOPS = (
     Mainloop(
         "narrow2d",
+        "elements",
         2,
-        ("conv/narrow2d.cuh", "store/strips.cuh"),
+        ("store/strips.cuh",),
         "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
         [
-            "using Strips = store::Strips<output_t, Tail>;",
             "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;",
-            'static_assert(conv::narrow2d::kShared<Tile, Strips> == ROWS_SHARED, "as it is planned");',
-            "conv::narrow2d::pointwise<Filter, LONG_ROWS>(x, weight, stream, Strips{y, tail});",
+            'static_assert(conv::narrow2d::kShared<Tile, store::Strips<output_t, Tail>> == ROWS_SHARED, "as it is planned");',
+            "store::pointwise<Filter, LONG_ROWS>(y, x, weight, tail, stream);",
         ],
         True,
+        _rows_obstacle,
+        _rows_defines,
+    ),
+    Mainloop(
+        "narrow2d",
+        "windows",
+        2,
+        ("pool/windows.cuh",),
+        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
+        [
+            "using Tile = pool::PooledTile<Filter, Pool, LONG_ROWS>;",
+            'static_assert(conv::narrow2d::kShared<Tile, pool::Pooled<output_t, Pool, Tail>> == ROWS_SHARED, "as it is planned");',
+            "pool::pooled<Filter, Pool, LONG_ROWS>(y, x, weight, tail, stream);",
+        ],
         False,
-        tiling.rows_obstacle,
-        _narrow2d_defines,
+        _windows_obstacle,
+        _windows_defines,
     ),
     Mainloop(
         "narrow3d",
+        "elements",
         3,
         ("store/runs.cuh",),
         "using Conv = conv::narrow3d::Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
         ["store::pointwise<Conv>(y, x, weight, tail, stream);"],
         True,
-        False,
         _narrow3d_obstacle,
-        lambda x, weight, dtype: tiling.spatial_defines(weight.shape),
+        lambda x, weight, dtype, front: tiling.spatial_defines(weight.shape),
     ),
     Mainloop(
         "wide",
+        "elements",
         2,
         ("conv/wide.cuh",),
         "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;\n"
         "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;\n"
         "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
         [
-            "const Scratch<int32_t> largest_x(x.size(0), stream);",
-            "conv::wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<output_t>{y}, largest_x, stream);",
+            "conv::pointwise<Build>(y, x, weight, tail, stream);",
         ],
         False,
-        True,
         _wide_obstacle,
         _wide_defines,
     ),
 )
 
 
-def _source(segment, mainloop: Mainloop, text: Text) -> str:
+def _source(segment, mainloop: Mainloop, front: Front, text: Text, output: str) -> str:
     tensors = [f"In<{m.ctype}> {m.name}" for m in text.members if m.is_tensor]
     numbers = [f"double {m.name}" for m in text.members if not m.is_tensor]
     given = ", ".join(m.name if m.is_tensor else f"real({m.name})" for m in text.members)
-    parameters = ["Out<output_t> y", "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
+    parameters = [f"Out<{output}> y", "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
+    pool = (
+        [f"using Pool = pool::Windows<{', '.join(map(str, front.window))}, {front.reduction}>;"]
+        if front.pooled
+        else []
+    )
     return "\n".join(
         [
             f"// {segment.conv.name}",
@@ -295,6 +413,7 @@ def _source(segment, mainloop: Mainloop, text: Text) -> str:
             "",
             "using real = accumulate_t;",
             mainloop.declared,
+            *pool,
             "",
             *text.lines,
             "",
@@ -311,23 +430,54 @@ def _source(segment, mainloop: Mainloop, text: Text) -> str:
 
 
 class Written(NamedTuple):
-    """A segment's source for a mainloop, and what its launcher takes behind y, x and weight."""
+    """A segment's source for a mainloop, and what its launcher takes behind its result, x and weight. rest: what computes y from that result
+    (`front`), or None where that is y."""
 
     mainloop: Mainloop
+    front: Front
     source: str
     members: list[Member]
+    rest: schedule.Composed | None
 
 
 def _written(segment, mainloop: Mainloop, exact_order: bool) -> Written:
     """Made once; kept with the segment's graph. Raises Unsupported."""
     with schedule._lock:  # one at a time for a graph, whoever rewrites it
         known = vars(segment.graph).setdefault("direct", {})
-        key = mainloop.name, exact_order
+        key = mainloop.name, mainloop.takes, exact_order
         if key not in known:
-            (y,) = segment.outputs
-            text = _Writer(segment, y if exact_order else reordered([y])[0], mainloop.has_places).text()
-            known[key] = Written(mainloop, _source(segment, mainloop, text), text.members)
+            known[key] = _write(segment, mainloop, exact_order)
         return known[key]
+
+
+def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
+    (y,) = segment.outputs
+    y, front = _fronted(y, exact_order)
+    if front.takes != mainloop.takes:
+        raise Unsupported(f"it takes {mainloop.takes}, not {front.takes}")
+    text = _Writer(segment, front, mainloop.has_places).text()
+    rest = None if front.node is y else _rest(segment, y, front)
+    output = "output_t" if rest is None else "accumulate_t"
+    return Written(mainloop, front, _source(segment, mainloop, front, text, output), text.members, rest)
+
+
+def _fronted(y: Node, exact_order: bool) -> tuple[Node, Front]:
+    """The result as it is written, and its front. Where rules would pool twice, it stays the model's."""
+    if not exact_order:
+        try:
+            again = reordered([y])[0]
+            return again, _front(again)
+        except Unsupported:
+            pass
+    return y, _front(y)
+
+
+def _rest(segment, y: Node, front: Front) -> schedule.Composed:
+    given = {front.node: Array("front", "real", front.node.space)}
+    program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
+    names = schedule._names(segment, program)
+    text = source.compose({"forward": program}, {"forward": names}, "cuda", segment.conv.name)
+    return schedule.Composed(text, program, names, None, None, [], {}, [])
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
@@ -348,12 +498,7 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
             continue
         try:
             written = _written(segment, mainloop, exact_order)
-            reason = (
-                None
-                if mainloop.keeps_infinities
-                else "it makes NaN of infinities, which a tail may tell apart"
-            )
-            if (reason := reason or mainloop.obstacle(x, weight, dtype)) is None:
+            if (reason := mainloop.obstacle(x, weight, dtype, written.front)) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -371,28 +516,34 @@ def _check_convolution(segment, x: Tensor, weight: Tensor) -> None:
         raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
 
 
-def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
+def _builds(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> list[dict]:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    return {
-        "name": f"direct_{source.identifier(segment.conv.name)}",
-        "source": written.source,
-        "device": "cuda",
-        "defines": schedule._defines(segment, x, dtype) | written.mainloop.defines(x, weight, dtype),
-    }
+    name, defines = source.identifier(segment.conv.name), schedule._defines(segment, x, dtype)
+    own = defines | written.mainloop.defines(x, weight, dtype, written.front)
+    found = [{"name": f"direct_{name}", "source": written.source, "device": "cuda", "defines": own}]
+    if written.rest:
+        found.append(
+            {"name": f"tail_{name}", "source": written.rest.text, "device": "cuda", "defines": defines}
+        )
+    return found
 
 
 def requests(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> list[dict]:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return [_build(written, segment, arguments, dtype)]
+    return _builds(written, segment, arguments, dtype)
 
 
 def describe(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> str:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return f"{written.mainloop.name}, the tail inside, v is never written"
+    line = f"{written.mainloop.name}, the tail inside, v is never written"
+    if written.rest is None:
+        return line
+    rest = _rest_plan(written, segment, arguments, dtype), written.rest.forward, written.rest.forward_names
+    return f"{line}, then {schedule.passes_in_words(*rest)}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
@@ -400,42 +551,54 @@ def describe(
 
 @dataclass
 class Plan:
-    """`tensors`: the launcher's arguments behind y, x and weight, by their numbers, and the dtypes that it reads. No `statistics`."""
+    """`tensors`: the launcher's arguments behind its result, x and weight, by their numbers, and the dtypes that it reads. shape, dtype: its
+    result's, which `rest` computes y from, where it isn't y. No `statistics`."""
 
     launch: Callable
     tensors: Sequence[tuple[int, torch.dtype]]
     shape: Sequence[int]
     dtype: torch.dtype
     line: str
+    rest: schedule.Plan | None
     statistics: Sequence = ()
 
 
 def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
     """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    request = _build(written, segment, arguments, dtype)
-    kernels = inline_loader.load(
-        request["name"], source=request["source"], device=request["device"], defines=request["defines"]
-    )
+    kernels, *of_rest = [
+        inline_loader.load(each["name"], source=each["source"], device="cuda", defines=each["defines"])
+        for each in _builds(written, segment, arguments, dtype)
+    ]
     x, weight_at = arguments[0], len(segment.inputs)
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
-    weight = arguments[weight_at]
+    rest = _rest_plan(written, segment, arguments, dtype) if written.rest else None
+    if rest:
+        given = written.rest.forward, written.rest.forward_names, arguments
+        rest.table = schedule._table(rest, *given)
+        rest.launch = of_rest[0].forward.bound(*schedule._numbers(rest, *given))
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
-        [x.shape[0], weight.shape[0], *library.output_size(x, weight)],
-        dtype,
+        schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space),
+        torch.float32 if rest else dtype,
         describe(segment, arguments, saving, dtype, exact_order),
+        rest,
     )
+
+
+def _rest_plan(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> schedule.Plan:
+    x, sizes = arguments[0], schedule.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
+    return schedule.Plan(segment, written.rest, sizes, x.dtype, dtype, False, "cuda")
 
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y."""
-    y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
-    plan.launch(y, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
-    return [y]
+    found = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
+    plan.launch(found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
+    return schedule.finished(plan.rest, {"front": found}, arguments) if plan.rest else [found]
 
 
 def saved(*given) -> list:

@@ -5,7 +5,7 @@
 //   Channel channel(int64_t n, int c) const          reads that
 //   float operator()(float v, const Channel&, int64_t at) const   at: which element of y it is
 #pragma once
-#include "conv/narrow3d.cuh"
+#include "conv/narrow3d_exact.cuh"
 
 namespace store {
 
@@ -158,13 +158,15 @@ bool vectors_fit_runs(const T* y, const Convolution<S>& c) {
 template <class S, class T, class Tail>
 void pointwise(Out<T> y, In<typename S::value_t> x, In<typename S::value_t> weight, const Tail& tail,
                cudaStream_t stream) {
-  const auto c = convolution<S>(x, weight, sizeof(SharedStorage<S, Runs<Tail, T, true>>), true, x.size(0));
+  const auto c = convolution<S>(x, weight, sizeof(SharedStorage<S, Runs<Tail, T, true>, Doubt>), true, x.size(0));
   expect(y, c.N * S::kOut * c.size());
   if (c.N == 0) return;
+  using Values = conv::Exact<S::kIn, S::kOut, S::kDepth, S::kHeight, S::kWidth>;
+  const conv::Pointwise<Values, T, Tail> each{{x, weight}, y, tail};
   if (vectors_fit_runs(y.data, c))
-    convolve(c, stream, Runs<Tail, T, true>{y, tail});
+    exact(c, each, stream, Runs<Tail, T, true>{y, tail});
   else
-    convolve(c, stream, Runs<Tail, T, false>{y, tail});
+    exact(c, each, stream, Runs<Tail, T, false>{y, tail});
 }
 
 }  // namespace store

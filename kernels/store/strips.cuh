@@ -4,6 +4,7 @@
 // it does in its sector; what fills no sector waits there for the next row. Only the first and the last
 // sector of a strip, and of a row that is cut into tiles, are written by elements.
 #pragma once
+#include "conv/narrow2d_exact.cuh"
 #include "core/sinks.cuh"
 
 namespace store {
@@ -118,5 +119,17 @@ template <class T, class Tail> struct Strips {
     }
   };
 };
+
+// y = tail(conv2d(x, weight)), without the convolution's bias. kLongRows: are rows of x longer than a tile?
+template <class Filter, bool kLongRows, class T, class Tail>
+void pointwise(const Out<T>& y, const In<value_t>& x, const In<value_t>& weight, const Tail& tail, cudaStream_t stream) {
+  using Tile = conv::narrow2d::Tile<Filter, kLongRows ? 128 : 0, 1>;
+  using Values = conv::Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth>;
+  using conv::narrow2d::kShared;
+  static_assert(kShared<Tile, Strips<T, Tail>, conv::narrow2d::Doubt> == kShared<Tile, Strips<T, Tail>>, "as planned");
+  const conv::Pointwise<Values, T, Tail> each{{x, weight}, y, tail};
+  expect_elements("y", y, x.size(0) * each.results());
+  conv::narrow2d::exact<Tile>(x, weight, each, stream, Strips<T, Tail>{y, tail});
+}
 
 }  // namespace store
