@@ -229,7 +229,10 @@ class _Writer:
         operands = [self._value(a, known) for a in node.args]
         operands = [f"({text})" if text.startswith("-") else text for text in operands]
         name = known[node] = f"{node.op}{node.id}"
-        lines.append(f"const auto {name} = {SCALARS[node.op].text.format(*operands)};")
+        # By a number eager's GPU multiplies.
+        by_number = node.op == "div" and _is_number(node.args[1])
+        text = "{0} * (real(1) / {1})" if by_number else SCALARS[node.op].text
+        lines.append(f"const auto {name} = {text.format(*operands)};")
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:
         if node.op == "count":
@@ -483,15 +486,9 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    if library.device_type(x) != "cuda":
-        raise Unsupported("convolutions of our own run on GPUs")
-    if saving:
-        raise Unsupported("backward needs v, which is never written")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise Unsupported(f"there are no kernels for results of {dtype}")
+    check(segment, x, weight, saving, dtype)
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
-    _check_convolution(segment, x, weight)
     refused = []
     for mainloop in MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
@@ -506,7 +503,14 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def _check_convolution(segment, x: Tensor, weight: Tensor) -> None:
+def check(segment, x: Tensor, weight: Tensor, saving: bool, dtype: torch.dtype) -> None:
+    """Can a convolution of our own be what runs? Raises Unsupported."""
+    if library.device_type(x) != "cuda":
+        raise Unsupported("convolutions of our own run on GPUs")
+    if saving:
+        raise Unsupported("backward needs v, which is never written")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(f"there are no kernels for results of {dtype}")
     conv, nd = segment.conv, weight.dim() - 2
     plain = {schedule._pair(each, nd) for each in (conv.stride, conv.dilation)} == {(1,) * nd}
     if not plain or conv.groups != 1 or any(sum(each) for each in schedule._padding(segment, weight)):

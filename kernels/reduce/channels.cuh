@@ -1,12 +1,8 @@
-// Reductions of a pointwise tail of v over all channels, in a fixed order; the sink (core/sinks.cuh) of
-// narrow2d's, and what merges those of blocks of channels.
-//
-// Values of several lanes meet in shared memory, where a thread then finds all of a position: without a
-// shuffle, and with one barrier a row.
+// Reductions over channels, in a fixed order: what mainloops' sinks (reduce/narrow2d.cuh, narrow3d.cuh, wide.cuh)
+// make of a pointwise tail of v, and what merges results of blocks of channels.
 #pragma once
-#include "core/launch.cuh"
+#include "conv/exact.cuh"
 #include "core/math.h"
-#include "core/sinks.cuh"
 #include "core/tensor_core.cuh"
 
 namespace reduce {
@@ -101,108 +97,33 @@ struct AsItIs {
   __device__ __forceinline__ float operator()(float value, int64_t) const { return value; }
 };
 
-// y (N, OH, OW) = after(reduction over the channels of tail(v, channel, at), at of y). tail as
-// store::Strips', its `at` an element of (N, C, OH, OW). Where a block hasn't all channels, partial (N, blocks, OH,
-// OW) in y's place. It has to be the last sink.
-template <class T, class Reduction, class Tail, class After = AsItIs> struct Channels {
-  using Partial = typename Reduction::Partial;
+// y (N, positions) = after(reduction over the channels of tail(v, channel, at), at of y) one by one (conv/exact.cuh).
+// Where there are `partial` values of several blocks, the first has all.
+template <class Values, class T, class Reduction, class Tail, class After> struct ExactChannels {
+  Values v;
   T* y;
   Tail tail;
   After after;
-  Partial* partial = nullptr;
-
-  static constexpr int kRowGroup = 1;
-  template <class Loop> struct Shared {
-    alignas(16) Meeting<Partial, Loop::kTeamThreads / 4, Loop::kColumns> meeting;
-  };
-
-  template <class Loop> struct Warp : sinks::IdleWarp {
-    static constexpr int kTiles = Loop::kTiles, kColumns = Loop::kColumns;
-    static constexpr bool kAll = Loop::kChannelBlocks == 1;
-    static_assert(kColumns == Loop::kTeamThreads, "a thread finds a position");
-    using Place = typename Loop::Place;
-    const Place& place;
-    const Channels& sink;
-    Shared<Loop>& shared;
-    int64_t out, behind;  // the next row's first element: of the result, and of a plane
-    bool waits;   // does a row wait to be reduced?
-    typename Tail::Channel channel[2];
-
-    __device__ __forceinline__ Warp(const Channels& sink, Shared<Loop>& shared, const Place& place)
-        : place(place), sink(sink), shared(shared) {
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        channel[half] = sink.tail.channel(place.sample(), existing(half * 8 + threadIdx.x % 32 / 4));
+  typename Reduction::Partial* partial;
+  int blocks;
+  HOST_DEVICE int64_t results() const { return v.positions(); }  // of a sample
+  __device__ void operator()(int64_t n, int64_t i) const {
+    auto all = Reduction::nothing();
+#pragma unroll 1
+    for (int c = 0; c < Values::kOut; c++) {
+      const int64_t at = (n * Values::kOut + c) * v.positions() + i;
+      all = Reduction::merge(all, Reduction::of(conv::tail_of(tail, v(n, c, i), tail.channel(n, c), at)));
     }
-    __device__ __forceinline__ void begin() {
-      const int64_t block = kAll ? 0 : (place.channel(0) - place.first_own) / Loop::kBlockChannels;
-      const int64_t plane = place.sample() * Loop::kChannelBlocks + block;
-      behind = int64_t(place.row()) * place.width() + place.column(), out = plane * this->plane() + behind;
-      waits = false;
-    }
-    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
-      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = place.first_own / 2 + g;
-      float factor[2];
-      unscale(factor, v);
-      if (waits) place.sync_team();  // the row before has been read
-      const int64_t first = (place.sample() * Place::kChannels + existing(g)) * plane() + behind;
-      const int64_t eighth = (existing(g + 8) - existing(g)) * plane();
-      const bool real[2] = {place.channel(g) < Place::kChannels, place.channel(g + 8) < Place::kChannels};
-#pragma unroll
-      for (int j = 0; j < kTiles; j++) {
-        Partial both[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          float value[2];
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const int64_t at = first + half * eighth + min(j * 8 + 2 * t + i, place.columns - 1);
-            const float given = v[j][half * 2 + i] + (is_none<Offset> ? 0.f : offset[half]);
-            value[half] = sink.tail(given * factor[half], channel[half], at);
-          }
-          both[i] = Merging<Reduction>::two(value[0], value[1]);
-          if (Place::kChannels % 16 && !real[1]) both[i] = real[0] ? Reduction::of(value[0]) : Reduction::nothing();
-        }
-        shared.meeting.put(row, j * 8 + 2 * t, both[0], both[1]);
-      }
-      waits = true, out += place.width(), behind += place.width();
-    }
-    // All warps of the team have met since the last row.
-    __device__ __forceinline__ void overlap() const {
-      const int position = threadIdx.x % kColumns;
-      if (!waits || position >= place.columns) return;
-      const Partial all = shared.meeting.template all<Reduction>(position);
-      const int64_t at = out - place.width() + position;
-      if constexpr (kAll) sink.y[at] = T(sink.after(Reduction::result(all), at));
-      else sink.partial[at] = all;
-    }
-    __device__ __forceinline__ void end() const {
-      place.sync_team();  // all warps' values are there
-      overlap();
-    }
-
-   private:
-    template <class Offset> static constexpr bool is_none = std::is_same_v<Offset, sinks::NoOffset>;
-    __device__ __forceinline__ int64_t plane() const { return int64_t(place.height()) * place.width(); }
-    __device__ __forceinline__ int existing(int own) const { return min(place.channel(own), Place::kChannels - 1); }
-    // One factor, or two where their product is no float32.
-    __device__ __forceinline__ void unscale(float (&factor)[2], Accumulators<kTiles>& v) const {
-      bool twice = false;
-      float first[2];
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const float2 power = place.unscale(half * 8 + threadIdx.x % 32 / 4);
-        factor[half] = power.x * power.y, first[half] = power.x;
-        const bool fits = factor[half] != 0 && fabsf(factor[half]) < INFINITY;
-        if (!fits) factor[half] = power.y, twice = true;
-        else first[half] = 1.f;
-      }
-      if (!__any_sync(~0u, twice)) return;
-#pragma unroll
-      for (int i = 0; i < kTiles * 4; i++) v[i / 4][i % 4] *= first[i % 4 / 2];
-    }
-  };
+    if (!partial) y[n * v.positions() + i] = T(after(Reduction::result(all), n * v.positions() + i));
+    for (int block = 0; partial && block < blocks; block++)
+      partial[(n * blocks + block) * v.positions() + i] = block ? Reduction::nothing() : all;
+  }
 };
+template <class Reduction, class T, class Values, class Tail, class After>
+ExactChannels<Values, T, Reduction, Tail, After> each_position(const Values& v, T* y, const Tail& tail, const After& after,
+                                                               typename Reduction::Partial* partial, int blocks) {
+  return {v, y, tail, after, partial, blocks};
+}
 
 // y (N, positions) = after(what partial (N, blocks, positions) make together).
 template <class T, class Reduction, class After>

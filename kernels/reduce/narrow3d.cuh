@@ -3,11 +3,12 @@
 #pragma once
 #include "conv/narrow3d.cuh"
 #include "reduce/channels.cuh"
-#include "reduce/moments.cuh"
+#include "reduce/positions.cuh"
 
 namespace reduce::narrow3d {
 
 using namespace conv::narrow3d;
+using Accumulators = conv::narrow3d::Accumulators;  // and no other mainloop's
 
 // What a warp knows of its lanes' channels g and g + 8, and v of the whole convolution from a sum.
 template <class S> struct Levels {

@@ -3,7 +3,7 @@
 // launch, in a fixed order.
 #pragma once
 #include "reduce/channels.cuh"
-#include "reduce/moments.cuh"
+#include "reduce/positions.cuh"
 
 namespace reduce {
 
