@@ -62,7 +62,7 @@ def operator_of(
 ) -> SegmentOperator:
     """The segment's operator by the schedule of that name, a new one where there is none of an equal segment. modules, others: those that
     segment.eager calls, and the attributes that it reads beside the operator's arguments."""
-    key = segment.digest, exact_order, name
+    key = segment.digest, exact_order, name + getattr(schedule, "digest", "")
     with _lock:
         found = _known.get(key)
         if found is None or found.schedule is not schedule:
@@ -91,7 +91,7 @@ class SegmentOperator:
 
         forward.__annotations__["a"] = self.arguments
         self.operator = loader_operators.declare(
-            f"fused_{name}_{segment.digest}{'_exact' * exact_order}",
+            f"fused_{name}_{segment.digest}{'_exact' * exact_order}{getattr(schedule, 'digest', '')}",
             forward,
             shapes=self._shapes,
             backward=self._backward,
