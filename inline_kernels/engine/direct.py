@@ -396,7 +396,8 @@ MAINLOOPS = (
 )
 
 
-def _source(segment, mainloop: Mainloop, front: Front, text: Text, output: str) -> str:
+def _source(segment, mainloop: Mainloop, front: Front, text: Text, rest: schedule.Composed | None) -> str:
+    output = "output_t" if rest is None else "accumulate_t"
     tensors = [f"In<{m.ctype}> {m.name}" for m in text.members if m.is_tensor]
     numbers = [f"double {m.name}" for m in text.members if not m.is_tensor]
     given = ", ".join(m.name if m.is_tensor else f"real({m.name})" for m in text.members)
@@ -421,7 +422,7 @@ def _source(segment, mainloop: Mainloop, front: Front, text: Text, output: str) 
             f"  const Tail tail{{{given}}};",
             *[f"  {line}" for line in mainloop.launch],
             "}",
-            "",
+            rest.text if rest else "",
         ]
     )
 
@@ -457,8 +458,7 @@ def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
         raise Unsupported(f"it takes {mainloop.takes}, not {front.takes}")
     text = _Writer(segment, front, mainloop.has_places).text()
     rest = None if front.node is y else _rest(segment, y, front)
-    output = "output_t" if rest is None else "accumulate_t"
-    return Written(mainloop, front, _source(segment, mainloop, front, text, output), text.members, rest)
+    return Written(mainloop, front, _source(segment, mainloop, front, text, rest), text.members, rest)
 
 
 def _fronted(y: Node, exact_order: bool) -> tuple[Node, Front]:
@@ -476,7 +476,7 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
     given = {front.node: Array("front", "real", front.node.space)}
     program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
     names = schedule._names(segment, program)
-    text = source.compose({"forward": program}, {"forward": names}, "cuda", segment.conv.name)
+    text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
     return schedule.Composed(text, program, names, None, None, [], {}, [])
 
 
@@ -516,23 +516,22 @@ def _check_convolution(segment, x: Tensor, weight: Tensor) -> None:
         raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
 
 
-def _builds(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> list[dict]:
+def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    name, defines = source.identifier(segment.conv.name), schedule._defines(segment, x, dtype)
-    own = defines | written.mainloop.defines(x, weight, dtype, written.front)
-    found = [{"name": f"direct_{name}", "source": written.source, "device": "cuda", "defines": own}]
-    if written.rest:
-        found.append(
-            {"name": f"tail_{name}", "source": written.rest.text, "device": "cuda", "defines": defines}
-        )
-    return found
+    defines = written.mainloop.defines(x, weight, dtype, written.front)
+    return {
+        "name": f"direct_{source.identifier(segment.conv.name)}",
+        "source": written.source,
+        "device": "cuda",
+        "defines": schedule._defines(segment, x, dtype) | defines,
+    }
 
 
 def requests(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> list[dict]:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return _builds(written, segment, arguments, dtype)
+    return [_build(written, segment, arguments, dtype)]
 
 
 def describe(
@@ -563,13 +562,18 @@ class Plan:
     statistics: Sequence = ()
 
 
-def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
-    """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
+def plan(
+    segment,
+    arguments: Sequence,
+    saving: bool,
+    dtype: torch.dtype,
+    exact_order: bool = False,
+    edited: str | None = None,
+) -> Plan:
+    """edited: in place of its own text. Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    kernels, *of_rest = [
-        inline_loader.load(each["name"], source=each["source"], device="cuda", defines=each["defines"])
-        for each in _builds(written, segment, arguments, dtype)
-    ]
+    request = _build(written, segment, arguments, dtype)
+    kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     x, weight_at = arguments[0], len(segment.inputs)
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
@@ -578,7 +582,7 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     if rest:
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.table = schedule._table(rest, *given)
-        rest.launch = of_rest[0].forward.bound(*schedule._numbers(rest, *given))
+        rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
