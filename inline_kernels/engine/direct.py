@@ -579,6 +579,7 @@ def plan(
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
     rest = _rest_plan(written, segment, arguments, dtype) if written.rest else None
+    shape = schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space)
     if rest:
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.table = schedule._table(rest, *given)
@@ -586,7 +587,7 @@ def plan(
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
-        schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space),
+        [*shape[:2], *shape[5 - segment.graph.dimensions :]],
         torch.float32 if rest else dtype,
         describe(segment, arguments, saving, dtype, exact_order),
         rest,
