@@ -237,13 +237,11 @@ def test_what_follows_windows_is_in_the_plan(device):
 
 @pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
 def test_a_second_input(mainloop, device, monkeypatch):
-    """Of v's shape, and by channel of a sample."""
     filters, size = FILTERS[mainloop][1]
     device(), only_through(mainloop, monkeypatch)
-    model = random_model(filters, lambda m, v, other, by_sample: F.relu(v + other) * by_sample)
+    model = random_model(filters, lambda m, v, other: F.relu(v + other) * m.by_channel)
     x = numerics.random_input((2, filters[1], *size))
-    v = model.conv(x)
-    assert_rule(model, x, torch.randn_like(v), torch.randn(2, filters[0], *[1] * len(size)))
+    assert_rule(model, x, torch.randn_like(model.conv(x)))
 
 
 def test_a_number_is_the_call_s(device):
@@ -278,6 +276,42 @@ def test_result_in_another_dtype(mainloop, device, monkeypatch):
     y = run(low, x, dtype=torch.float32)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y.double(), low.double()(x.double()).detach(), rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------------ training
+
+
+KEPT = {
+    "v": (TAILS["leaky, gelu"], "v is stored beside"),
+    "a mask": (lambda m, v: F.leaky_relu(v / m.number) + m.by_channel, "v is never written"),
+    "an input": (lambda m, v, other: F.mish(v + other) * m.scale, "v is stored beside"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_backward(name, device):
+    """From what forward stored, and from parameters as they were: load's gradients, the library's for the convolution."""
+    device()
+    tail, says = KEPT[name]
+    model, x = random_model((24, 5, 2, 3), tail), numerics.random_input((2, 5, 6, 34))
+    others = [torch.randn_like(model.conv(x))] * (name == "an input")
+    segment, arguments = given(model, (x, *others))
+    assert says in direct.describe(segment, arguments, True, x.dtype)
+    plan = direct.plan(segment, arguments, True, x.dtype)
+    arguments = [a.clone() if torch.is_tensor(a) else a for a in arguments]
+    y, *saved = direct.forward(plan, arguments)
+    kept = direct.saved(segment, arguments, x.dtype)
+    assert [(list(t.shape), t.dtype) for t in saved] == [([*shape], dtype) for shape, dtype in kept]
+
+    exact = copy.deepcopy(model).double()
+    leaves = [t.double().requires_grad_() for t in (x, *others)]
+    result, dy = exact(*leaves), torch.randn_like(y)
+    names = list(segment.parameters)
+    expected = torch.autograd.grad(result, [*leaves, *[exact.get_parameter(n) for n in names]], dy.double())
+    found = direct.backward(plan, dy, arguments, saved, [True] * len(arguments))
+    torch.testing.assert_close(y.double(), result.detach(), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(ours.double(), theirs.view_as(ours), rtol=1e-4, atol=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------------- what is left to load
@@ -320,7 +354,9 @@ def test_convolutions_that_are_not_plain(settings, device):
 def test_training_and_statistics(device):
     device()
     model, x = random_model((16, 3, 3, 3), lambda m, v: F.relu(m.norm(v))), torch.randn(2, 3, 8, 9)
-    assert "never written" in refused(model, x, saving=True)
+    assert "rounds it" in refused(copy.deepcopy(model).half(), x.half(), saving=True)
+    pooled = random_model((16, 3, 3, 3), WINDOWS["largest"])
+    assert "backward needs more" in refused(pooled, x, saving=True)
     assert "statistics" in refused(model.train(), x)
 
 

@@ -50,6 +50,13 @@ template <int kIn, int kOut_, int kDepth, int kHeight, int kWidth> struct Exact 
   }
 };
 
+// What a tail makes of v; only some have to know where it lies.
+template <class Tail>
+__device__ __forceinline__ float tail_of(const Tail& tail, float v, const typename Tail::Channel& channel, int64_t at) {
+  if constexpr (std::is_invocable_v<const Tail&, float, const typename Tail::Channel&, int64_t>) return tail(v, channel, at);
+  else return tail(v, channel);
+}
+
 // Results that a pointwise tail makes, one by one: y (N, kOut, …).
 template <class Values, class T, class Tail> struct Pointwise {
   Values v;
@@ -57,15 +64,36 @@ template <class Values, class T, class Tail> struct Pointwise {
   Tail tail;
   HOST_DEVICE int64_t results() const { return Values::kOut * v.positions(); }  // of a sample
   __device__ void operator()(int64_t n, int64_t i) const {
-    using Channel = typename Tail::Channel;
     const int c = int(i / v.positions());
     const int64_t at = n * results() + i;
-    const Channel channel = tail.channel(n, c);
-    const float value = v(n, c, i % v.positions());
-    if constexpr (std::is_invocable_v<const Tail&, float, const Channel&, int64_t>) y[at] = T(tail(value, channel, at));
-    else y[at] = T(tail(value, channel));
+    y[at] = T(tail_of(tail, v(n, c, i % v.positions()), tail.channel(n, c), at));
   }
 };
+
+// Results of two kinds.
+template <class First, class Second> struct Both {
+  First first;
+  Second second;
+  HOST_DEVICE int64_t results() const { return first.results() + second.results(); }
+  __device__ void operator()(int64_t n, int64_t i) const {
+    if (i < first.results()) first(n, i);
+    else second(n, i - first.results());
+  }
+};
+template <class First> First all_of(const First& first) { return first; }
+template <class First, class... Rest> auto all_of(const First& first, const Rest&... rest) {
+  return Both<First, decltype(all_of(rest...))>{first, all_of(rest...)};
+}
+template <class T, class Values, class Tail> Pointwise<Values, T, Tail> each_value(const Values& v, T* y, const Tail& tail) {
+  return {v, y, tail};
+}
+
+// A result, and the tail that makes it.
+template <class T, class Tail> struct Stored {
+  Out<T> to;
+  Tail tail;
+};
+template <class T, class Tail> Stored(Out<T>, Tail) -> Stored<T, Tail>;
 
 // Magnitudes of x, as bits, `of_sample` for each sample; and the exponents that weights were scaled by, if they
 // say anything: `channels` of them.

@@ -38,12 +38,12 @@ struct Doubt {
   };
 };
 
-// The convolution for a sink whose results `each` computes one by one (conv/exact.cuh).
-template <class S, class Each, class Sink>
-void exact(const Convolution<S>& c, const Each& each, cudaStream_t stream, const Sink& sink) {
+// The convolution for sinks whose results `each` computes one by one (conv/exact.cuh).
+template <class S, class Each, class... Sinks>
+void exact(const Convolution<S>& c, const Each& each, cudaStream_t stream, const Sinks&... given) {
   const int64_t of_sample = int64_t(c.slots()) * ((S::kOut + 15) / 16) * kBlockWarps;
   const Scratch<uint32_t> doubts(c.N * of_sample, stream);
-  convolve(c, stream, sink, Doubt{doubts});
+  convolve(c, stream, given..., Doubt{doubts});
   conv::exact(Doubts{doubts, of_sample, nullptr, 0}, c.N, each, stream);
 }
 
