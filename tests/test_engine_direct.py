@@ -289,11 +289,12 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_backward(name, device):
+@pytest.mark.parametrize("filters, size", [((24, 5, 2, 3), (6, 34)), ((32, 2, 1, 2, 2), (4, 7, 9))], ids=str)
+def test_backward(filters, size, name, device):
     """From what forward stored, and from parameters as they were: load's gradients, the library's for the convolution."""
     device()
     tail, says = KEPT[name]
-    model, x = random_model((24, 5, 2, 3), tail), numerics.random_input((2, 5, 6, 34))
+    model, x = random_model(filters, tail), numerics.random_input((2, filters[1], *size))
     others = [torch.randn_like(model.conv(x))] * (name == "an input")
     segment, arguments = given(model, (x, *others))
     assert says in direct.describe(segment, arguments, True, x.dtype)
