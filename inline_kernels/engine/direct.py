@@ -1,6 +1,6 @@
 """The schedule `direct`: a GPU's tensor cores convolve in kernels of our own, the tail is applied to v in registers, and v is never written.
 
-It has schedule.py's functions and signatures, and runs a segment in inference where
+It has schedule.py's functions and signatures, and runs a segment where
 
 - the tail is pointwise: scalar operations on v, parameters by channel or single ones, second inputs and the model's numbers. What doesn't
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
@@ -8,7 +8,9 @@ It has schedule.py's functions and signatures, and runs a segment in inference w
   else the segment computes from it, the schedule `load` does in passes over windows;
 - the convolution has stride 1, no padding, dilation 1 and one group, and one of the `MAINLOOPS` can run it.
 
-For all else, Unsupported says why; backward is never asked for. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
+Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that.
+
+For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
 where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
 by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
@@ -37,7 +39,7 @@ __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "r
 # Fewer results are left to the library: in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
 INFERENCE_ONLY = True
-_OWN_SHARED = 33 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
+_OWN_SHARED = 34 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
 
 
 # ------------------------------------------------------------------------------------------------------------- the tail's text
@@ -145,7 +147,7 @@ class _Writer:
         self.tensors = [*inputs, *segment.parameters, *segment.buffers]
         self.first_number = len(self.tensors)  # no seed, and no statistics that are written
 
-    def text(self) -> Text:
+    def text(self, name: str = "Tail") -> Text:
         nodes = self._checked()
         kept = self._kept(nodes)
         by_channel: dict[Node, str] = {}
@@ -160,7 +162,7 @@ class _Writer:
         else:
             functions = self._function("operator()", "v", fields, self.front.node)
         lines = [
-            "struct Tail {",
+            f"struct {name} {{",
             *[f"  {_declared(member)};" for member in self.members.values()],
             "",
             f"  struct Channel {{ {' '.join(declared)} }};",
@@ -285,8 +287,8 @@ def _declared(member: Member) -> str:
 
 
 class Mainloop(NamedTuple):
-    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtype of y, front)`: why it can't run, or is not faster than
-    the schedule `load`; or None. `has_places`: do its tails know which element of y they compute?"""
+    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front)`: why it can't run, or is not
+    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?"""
 
     name: str
     takes: str
@@ -295,35 +297,36 @@ class Mainloop(NamedTuple):
     declared: str
     launch: Sequence[str]
     has_places: bool
-    obstacle: Callable[[Tensor, Tensor, torch.dtype, Front], str | None]
-    defines: Callable[[Tensor, Tensor, torch.dtype, Front], dict]
+    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], str | None]
+    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], dict]
+    keeps: bool = False
 
 
-def _rows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
-    return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, dtype.itemsize))
+def _rows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+    return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, *[each.itemsize for each in dtypes]))
 
 
-def _rows_defines(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> dict:
-    planned = {"ROWS_SHARED": tiling.rows_shared(weight, dtype.itemsize)}
+def _rows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+    planned = {"ROWS_SHARED": tiling.rows_shared(weight, *[each.itemsize for each in dtypes])}
     return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
 
 
-def _windows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
+def _windows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
     if None in front.window or min(front.window) < 2 or max(front.window) > 8:
         return "windows have 2 to 8 rows and columns"
     return tiling.rows_obstacle(x, weight, tiling.windows_shared(weight, front.window[1]))
 
 
-def _windows_defines(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> dict:
+def _windows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
     planned = {"ROWS_SHARED": tiling.windows_shared(weight, front.window[1])}
-    return _rows_defines(x, weight, dtype, front) | planned
+    return _rows_defines(x, weight, dtypes, front) | planned
 
 
-def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
+def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
     return tiling.volume_obstacle(x, weight, x.dtype, _OWN_SHARED)
 
 
-def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> str | None:
+def _wide_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
@@ -331,7 +334,7 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) 
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
-def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype, front: Front) -> dict:
+def _wide_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
@@ -348,12 +351,13 @@ MAINLOOPS = (
         "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
         [
             "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;",
-            'static_assert(conv::narrow2d::kShared<Tile, store::Strips<output_t, Tail>> == ROWS_SHARED, "as it is planned");',
-            "store::pointwise<Filter, LONG_ROWS>(y, x, weight, tail, stream);",
+            'static_assert(conv::narrow2d::kShared<Tile, {sinks}> == ROWS_SHARED, "as it is planned");',
+            "store::pointwise<Filter, LONG_ROWS>(x, weight, stream, {stored});",
         ],
         True,
         _rows_obstacle,
         _rows_defines,
+        True,
     ),
     Mainloop(
         "narrow2d",
@@ -376,10 +380,11 @@ MAINLOOPS = (
         3,
         ("store/runs.cuh",),
         "using Conv = conv::narrow3d::Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
-        ["store::pointwise<Conv>(y, x, weight, tail, stream);"],
+        ["store::pointwise<Conv>(x, weight, stream, {stored});"],
         True,
         _narrow3d_obstacle,
-        lambda x, weight, dtype, front: tiling.spatial_defines(weight.shape),
+        lambda x, weight, dtypes, front: tiling.spatial_defines(weight.shape),
+        True,
     ),
     Mainloop(
         "wide",
@@ -399,15 +404,36 @@ MAINLOOPS = (
 )
 
 
-def _source(segment, mainloop: Mainloop, front: Front, text: Text, output: str) -> str:
-    tensors = [f"In<{m.ctype}> {m.name}" for m in text.members if m.is_tensor]
-    numbers = [f"double {m.name}" for m in text.members if not m.is_tensor]
-    given = ", ".join(m.name if m.is_tensor else f"real({m.name})" for m in text.members)
-    parameters = [f"Out<{output}> y", "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
+class Stored(NamedTuple):
+    """A result of the convolution's kernel: its name and element's type, and the text that makes it."""
+
+    name: str
+    ctype: str
+    text: Text
+
+    @property
+    def struct(self) -> str:
+        return "Tail" if self.name == "y" else f"Tail_{self.name}"
+
+
+def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored], more: str) -> str:
+    members = _members(results)
+    tensors = [f"In<{m.ctype}> {m.name}" for m in members if m.is_tensor]
+    numbers = [f"double {m.name}" for m in members if not m.is_tensor]
+    outputs = [f"Out<{each.ctype}> {each.name}" for each in results]
+    parameters = [*outputs, "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
+    tails = {each.name: "tail" if each.name == "y" else f"tail_{each.name}" for each in results}
+    made = []
+    for each in results:
+        given = [m.name if m.is_tensor else f"real({m.name})" for m in each.text.members]
+        made.append(f"  const {each.struct} {tails[each.name]}{{{', '.join(given)}}};")
+    sinks = ", ".join(f"store::Strips<{each.ctype}, {each.struct}>" for each in results)
+    stored = ", ".join(f"conv::Stored{{{name}, {tail}}}" for name, tail in tails.items())
+    launch = [line.replace("{sinks}", sinks).replace("{stored}", stored) for line in mainloop.launch]
     pool = (
-        [f"using Pool = pool::Windows<{', '.join(map(str, front.window))}, {front.reduction}>;"]
+        f"using Pool = pool::Windows<{', '.join(map(str, front.window))}, {front.reduction}>;"
         if front.pooled
-        else []
+        else ""
     )
     return "\n".join(
         [
@@ -416,40 +442,50 @@ def _source(segment, mainloop: Mainloop, front: Front, text: Text, output: str) 
             "",
             "using real = accumulate_t;",
             mainloop.declared,
-            *pool,
+            *[pool] * bool(pool),
             "",
-            *text.lines,
-            "",
+            *[line for each in results for line in (*each.text.lines, "")],
             f"EXPORT void forward({', '.join(parameters)}, cudaStream_t stream) {{",
-            f"  const Tail tail{{{given}}};",
-            *[f"  {line}" for line in mainloop.launch],
+            *made,
+            *[f"  {line}" for line in launch],
             "}",
-            "",
+            more,
         ]
     )
+
+
+def _members(results: Sequence[Stored]) -> list[Member]:
+    """Of all results' tails: the launcher's arguments."""
+    return [*dict.fromkeys(member for each in results for member in each.text.members)]
 
 
 # ------------------------------------------------------------------------------------------------------------------- deciding
 
 
 class Written(NamedTuple):
-    """A segment's source for a mainloop, and what its launcher takes behind its result, x and weight. rest: what computes y from that result
-    (`front`), or None where that is y."""
+    """A segment's source for a mainloop. Its launcher takes results (y; or what `front` is, where `rest` computes y from that; or y and what
+    backward needs), x, weight and `members`. rest: the passes behind, or where backward follows all of the schedule `load`."""
 
     mainloop: Mainloop
     front: Front
     source: str
+    results: list[Array]
     members: list[Member]
     rest: schedule.Composed | None
 
 
-def _written(segment, mainloop: Mainloop, exact_order: bool) -> Written:
-    """Made once; kept with the segment's graph. Raises Unsupported."""
+def _written(segment, mainloop: Mainloop, exact_order: bool, composed: schedule.Composed | None) -> Written:
+    """composed: load's, where backward follows. Made once; kept with the segment's graph. Raises Unsupported."""
     with schedule._lock:  # one at a time for a graph, whoever rewrites it
         known = vars(segment.graph).setdefault("direct", {})
-        key = mainloop.name, mainloop.takes, exact_order
+        key = mainloop.name, mainloop.takes, exact_order, composed and composed.text
         if key not in known:
-            known[key] = _write(segment, mainloop, exact_order)
+            make = (
+                _write(segment, mainloop, exact_order)
+                if composed is None
+                else _write_saving(segment, mainloop, composed)
+            )
+            known[key] = make
         return known[key]
 
 
@@ -460,8 +496,38 @@ def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
         raise Unsupported(f"it takes {mainloop.takes}, not {front.takes}")
     text = _Writer(segment, front, mainloop.has_places).text()
     rest = None if front.node is y else _rest(segment, y, front)
-    output = "output_t" if rest is None else "accumulate_t"
-    return Written(mainloop, front, _source(segment, mainloop, front, text, output), text.members, rest)
+    result = Stored("y", "accumulate_t" if rest else "output_t", text)
+    own = _source(segment, mainloop, front, [result], rest.text if rest else "")
+    array = Array("y", "real" if rest else "output", front.node.space)
+    return Written(mainloop, front, own, [array], text.members, rest)
+
+
+def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> Written:
+    """y and what backward reads at positions, which is pointwise in v, too; copies of parameters are nobody's kernel's."""
+    nodes = {root.name: root.node for root in composed.forward.roots}
+    nodes["v"] = segment.graph.leaf("z", ELEMENTS, "z")
+    arrays = [
+        Array("y", "output", nodes["y"].space),
+        *[a for a in composed.saved if not _copied(nodes[a.name])],
+    ]
+    if not mainloop.keeps or any(array.space != ELEMENTS for array in arrays):
+        raise Unsupported("backward needs more than it stores")
+    types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
+    results = []
+    for array in arrays:
+        found = Stored(array.name, types[array.kind], Text([], []))
+        writer = _Writer(segment, Front(nodes[array.name]), mainloop.has_places)
+        results.append(found._replace(text=writer.text(found.struct)))
+    back = source.compose({"backward": composed.backward}, {"backward": composed.backward_names}, "cuda", "")
+    front = Front(nodes["y"])
+    return Written(
+        mainloop, front, _source(segment, mainloop, front, results, back), arrays, _members(results), composed
+    )
+
+
+def _copied(node: Node) -> Node | None:
+    """The parameter that is kept as it was."""
+    return node.args[0] if node.op == "spread" and node.args[0].op == "leaf" and node.space.small else None
 
 
 def _fronted(y: Node, exact_order: bool) -> tuple[Node, Front]:
@@ -479,23 +545,27 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
     given = {front.node: Array("front", "real", front.node.space)}
     program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
     names = schedule._names(segment, program)
-    text = source.compose({"forward": program}, {"forward": names}, "cuda", segment.conv.name)
+    text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
     return schedule.Composed(text, program, names, None, None, [], {}, [])
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    check(segment, x, weight, saving, dtype)
+    check(segment, x, weight, dtype)
+    if saving and x.dtype != torch.float32:
+        raise Unsupported("backward needs v as the library rounds it")
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
+    kind = schedule._kind(segment, arguments, True, exact_order)
+    composed = schedule._composed(segment, kind) if saving else None
     refused = []
     for mainloop in MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
-            written = _written(segment, mainloop, exact_order)
-            if (reason := mainloop.obstacle(x, weight, dtype, written.front)) is None:
+            written = _written(segment, mainloop, exact_order, composed)
+            if (reason := mainloop.obstacle(x, weight, _dtypes(written, x, dtype), written.front)) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -503,12 +573,10 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def check(segment, x: Tensor, weight: Tensor, saving: bool, dtype: torch.dtype) -> None:
+def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     """Can a convolution of our own be what runs? Raises Unsupported."""
     if library.device_type(x) != "cuda":
         raise Unsupported("convolutions of our own run on GPUs")
-    if saving:
-        raise Unsupported("backward needs v, which is never written")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"there are no kernels for results of {dtype}")
     conv, nd = segment.conv, weight.dim() - 2
@@ -520,34 +588,43 @@ def check(segment, x: Tensor, weight: Tensor, saving: bool, dtype: torch.dtype) 
         raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
 
 
-def _builds(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> list[dict]:
+def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
+    """Of the results."""
+    of_kind = {"output": dtype, "value": x.dtype, "real": torch.float32, "mask": torch.uint8}
+    return [of_kind[array.kind] for array in written.results]
+
+
+def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    name, defines = source.identifier(segment.conv.name), schedule._defines(segment, x, dtype)
-    own = defines | written.mainloop.defines(x, weight, dtype, written.front)
-    found = [{"name": f"direct_{name}", "source": written.source, "device": "cuda", "defines": own}]
-    if written.rest:
-        found.append(
-            {"name": f"tail_{name}", "source": written.rest.text, "device": "cuda", "defines": defines}
-        )
-    return found
+    defines = written.mainloop.defines(x, weight, _dtypes(written, x, dtype), written.front)
+    return {
+        "name": f"direct_{source.identifier(segment.conv.name)}",
+        "source": written.source,
+        "device": "cuda",
+        "defines": schedule._defines(segment, x, dtype) | defines,
+    }
 
 
 def requests(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> list[dict]:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return _builds(written, segment, arguments, dtype)
+    return [_build(written, segment, arguments, dtype)]
 
 
 def describe(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> str:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    line = f"{written.mainloop.name}, the tail inside, v is never written"
+    names = [array.name for array in written.results[1:]]
+    line = f"{written.mainloop.name}, the tail inside, "
+    line += "v is stored beside" if "v" in names else "v is never written"
     if written.rest is None:
         return line
-    rest = _rest_plan(written, segment, arguments, dtype), written.rest.forward, written.rest.forward_names
-    return f"{line}, then {schedule.passes_in_words(*rest)}"
+    plan, rest = _rest_plan(written, segment, arguments, dtype, saving), written.rest
+    if not saving:
+        return f"{line}, then {schedule.passes_in_words(plan, rest.forward, rest.forward_names)}"
+    return f"{line}; backward: {schedule.passes_in_words(plan, rest.backward, rest.backward_names)}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
@@ -555,58 +632,88 @@ def describe(
 
 @dataclass
 class Plan:
-    """`tensors`: the launcher's arguments behind its result, x and weight, by their numbers, and the dtypes that it reads. shape, dtype: its
-    result's, which `rest` computes y from, where it isn't y. No `statistics`."""
+    """`tensors`: the launcher's arguments behind its results, x and weight, by their numbers, and the dtypes that it reads. results: their
+    shapes and dtypes; `rest` computes y from the only one, or has backward. kept: what forward saves, by the number of a result, or of an
+    argument that is copied (below 0: -1 is the first). No `statistics`."""
 
     launch: Callable
     tensors: Sequence[tuple[int, torch.dtype]]
-    shape: Sequence[int]
-    dtype: torch.dtype
+    results: Sequence[tuple[Sequence[int], torch.dtype]]
     line: str
     rest: schedule.Plan | None
+    kept: Sequence[int]
     statistics: Sequence = ()
 
 
-def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
-    """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
+def plan(
+    segment,
+    arguments: Sequence,
+    saving: bool,
+    dtype: torch.dtype,
+    exact_order: bool = False,
+    edited: str | None = None,
+) -> Plan:
+    """edited: in place of its own text. Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    kernels, *of_rest = [
-        inline_loader.load(each["name"], source=each["source"], device="cuda", defines=each["defines"])
-        for each in _builds(written, segment, arguments, dtype)
-    ]
+    request = _build(written, segment, arguments, dtype)
+    kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     x, weight_at = arguments[0], len(segment.inputs)
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
-    rest = _rest_plan(written, segment, arguments, dtype) if written.rest else None
-    if rest:
+    rest = _rest_plan(written, segment, arguments, dtype, saving) if written.rest else None
+    if saving and written.rest.backward.roots:
+        given = written.rest.backward, written.rest.backward_names, arguments
+        rest.backward_table = schedule._table(rest, *given)
+        rest.backward_launch = kernels.backward.bound(*schedule._numbers(rest, *given))
+    elif rest and not saving:
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.table = schedule._table(rest, *given)
-        rest.launch = of_rest[0].forward.bound(*schedule._numbers(rest, *given))
+        rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))
+    shape = schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space)
+    shape = [*shape[:2], *shape[5 - segment.graph.dimensions :]]
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
-        schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space),
-        torch.float32 if rest else dtype,
+        [(shape, each) for each in _dtypes(written, x, dtype)],
         describe(segment, arguments, saving, dtype, exact_order),
         rest,
+        _places_of_kept(segment, written) if saving else (),
     )
 
 
-def _rest_plan(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> schedule.Plan:
+def _places_of_kept(segment, written: Written) -> list[int]:
+    names = [array.name for array in written.results]
+    tensors = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters, *segment.buffers]
+    parameters = {root.name: _copied(root.node) for root in written.rest.forward.roots}
+    saved = [array.name for array in written.rest.saved]
+    return [names.index(n) if n in names else -1 - tensors.index(parameters[n].attr[0]) for n in saved]
+
+
+def _rest_plan(
+    written: Written, segment, arguments: Sequence, dtype: torch.dtype, saving: bool
+) -> schedule.Plan:
     x, sizes = arguments[0], schedule.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
-    return schedule.Plan(segment, written.rest, sizes, x.dtype, dtype, False, "cuda")
+    return schedule.Plan(segment, written.rest, sizes, x.dtype, dtype, saving, "cuda")
 
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
-    """y."""
-    found = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
-    plan.launch(found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
-    return schedule.finished(plan.rest, {"front": found}, arguments) if plan.rest else [found]
+    """y, and what backward needs."""
+    x = arguments[0]
+    found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
+    plan.launch(*found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
+    if plan.rest and not plan.rest.saving:
+        return schedule.finished(plan.rest, {"front": found[0]}, arguments)
+    copies = [
+        arguments[-1 - i].detach().to(torch.float32, copy=True) if i < 0 else found[i] for i in plan.kept
+    ]
+    return [found[0], *copies]
 
 
-def saved(*given) -> list:
-    raise Unsupported("nothing is kept for backward")
+def backward(
+    plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    return schedule.backward(plan.rest, dy, arguments, saved, needs)
 
 
-backward = saved
+saved = schedule.saved  # the shapes and dtypes of what is kept

@@ -445,7 +445,9 @@ def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool):
     """(mainloop, Composed) of the first mainloop that can run it. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    direct.check(segment, x, weight, saving, dtype)
+    if saving:
+        raise Unsupported("backward needs v, which is not kept")
+    direct.check(segment, x, weight, dtype)
     refused = []
     for mainloop in direct.MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2 or mainloop.takes != "elements":

@@ -202,11 +202,12 @@ def rows_obstacle(x: Tensor, weight: Tensor, shared: int):
     yield shared > room, "the rows do not fit in shared memory"
 
 
-def rows_shared(weight: Tensor, itemsize: int) -> int:
-    """Bytes of dynamic shared memory where results of `itemsize` are stored. Of each team: kh + 1 rows of x, and for each channel a row of
-    results, which begins anywhere in a sector of 32 bytes."""
+def rows_shared(weight: Tensor, *itemsizes: int) -> int:
+    """Bytes of dynamic shared memory where results of these sizes are stored. Of each team: kh + 1 rows of x, and for each channel a row of
+    each result, which begins anywhere in a sector of 32 bytes."""
     _, channels, kh, _ = weight.shape
-    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * (COLUMNS * itemsize + 64))
+    of_rows = sum(COLUMNS * each + 64 for each in itemsizes)
+    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * of_rows)
 
 
 def sinks_shared(weight: Tensor, words: int, itemsize: int) -> int:

@@ -88,6 +88,13 @@ template <class T, class Values, class Tail> Pointwise<Values, T, Tail> each_val
   return {v, y, tail};
 }
 
+// A result, and the tail that makes it.
+template <class T, class Tail> struct Stored {
+  Out<T> to;
+  Tail tail;
+};
+template <class T, class Tail> Stored(Out<T>, Tail) -> Stored<T, Tail>;
+
 // Magnitudes of x, as bits, `of_sample` for each sample; and the exponents that weights were scaled by, if they
 // say anything: `channels` of them.
 struct Doubts {

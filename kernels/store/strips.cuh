@@ -120,16 +120,19 @@ template <class T, class Tail> struct Strips {
   };
 };
 
-// y = tail(conv2d(x, weight)), without the convolution's bias. kLongRows: are rows of x longer than a tile?
-template <class Filter, bool kLongRows, class T, class Tail>
-void pointwise(const Out<T>& y, const In<value_t>& x, const In<value_t>& weight, const Tail& tail, cudaStream_t stream) {
+// Each stored.to = stored.tail(conv2d(x, weight)), without the convolution's bias. kLongRows: are rows of x longer
+// than a tile?
+template <class Filter, bool kLongRows, class... T, class... Tails>
+void pointwise(const In<value_t>& x, const In<value_t>& weight, cudaStream_t stream,
+               const conv::Stored<T, Tails>&... stored) {
   using Tile = conv::narrow2d::Tile<Filter, kLongRows ? 128 : 0, 1>;
-  using Values = conv::Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth>;
   using conv::narrow2d::kShared;
-  static_assert(kShared<Tile, Strips<T, Tail>, conv::narrow2d::Doubt> == kShared<Tile, Strips<T, Tail>>, "as planned");
-  const conv::Pointwise<Values, T, Tail> each{{x, weight}, y, tail};
-  expect_elements("y", y, x.size(0) * each.results());
-  conv::narrow2d::exact<Tile>(x, weight, each, stream, Strips<T, Tail>{y, tail});
+  static_assert(kShared<Tile, Strips<T, Tails>..., conv::narrow2d::Doubt> == kShared<Tile, Strips<T, Tails>...>,
+                "as planned");
+  const conv::Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth> values(x, weight);
+  const auto each = conv::all_of(conv::each_value<T>(values, stored.to, stored.tail)...);
+  (expect_elements("a result", stored.to, x.size(0) * Filter::kOut * values.positions()), ...);
+  conv::narrow2d::exact<Tile>(x, weight, each, stream, Strips<T, Tails>{stored.to, stored.tail}...);
 }
 
 }  // namespace store
