@@ -173,7 +173,7 @@ template <class What, class Tail> struct Positions {
         const int own = half * 8 + threadIdx.x % 32 / 4;
         const float2 power = place.unscale(own);
         auto part = running.part(half, double(mine) * place.rows());
-        if (kPlain) part = What::scaled(part, double(power.x) * double(power.y));
+        if (kPlain) part = What::affine(part, 0, double(power.x) * double(power.y), 0);
         if (t > 0 || place.channel(own) >= Place::kChannels || !place.is_part()) continue;
         sink.partial[(place.first + own) * parts + place.part()] = part;
       }

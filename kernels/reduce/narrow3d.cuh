@@ -127,6 +127,7 @@ template <class What, class Tail> struct Positions {
     Part of_warp[kBlockWarps][16];
   };
   template <class S> struct Warp : IdleWarp {
+    static constexpr bool kPlain = std::is_same_v<Tail, conv::Identity>;  // sums as they are, scaled at the end
     const Positions& sink;
     Shared<S>& room;
     Values<S, Tail> values;
@@ -137,7 +138,11 @@ template <class What, class Tail> struct Positions {
         : sink(sink), room(room), values(sink.tail, room, place) {}
     __device__ __forceinline__ void begin(float scale) { values.begin(scale), running.begin(), count = 0; }
     __device__ __forceinline__ void accept(Accumulators& v, const WarpTile& tile, const NoOffset&) {
-      if (!running.started) running.start(values(v, tile, 0, 0, 0), values(v, tile, 0, 0, 1));
+      const auto value = [&](int j, int u, int r) {
+        if constexpr (kPlain) return v[j][2 * r + u];
+        else return values(v, tile, j, u, r);
+      };
+      if (!running.started) running.start(value(0, 0, 0), value(0, 0, 1));
       const int t = threadIdx.x % 4;
 #pragma unroll
       for (int j = 0; j < kFragments; j++)
@@ -146,15 +151,17 @@ template <class What, class Tail> struct Positions {
           const bool real = tile.q + 8 * j + 2 * t + u < tile.positions;
           count += real;
 #pragma unroll
-          for (int r = 0; r < 2; r++) running.add(r, values(v, tile, j, u, r), real);
+          for (int r = 0; r < 2; r++) running.add(r, value(j, u, r), real);
         }
-      running.end_row();
     }
     __device__ __forceinline__ void end() const {
       const int lane = threadIdx.x % 32;
+      int all = count + __shfl_xor_sync(~0u, count, 1);  // of the four lanes that share a channel
+      all += __shfl_xor_sync(~0u, all, 2);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const Part part = running.part(r, count);
+        Part part = running.part(r, count);
+        if constexpr (kPlain) part = What::affine(part, all, values.unit[r], values.level[r]);
         if (lane % 4 == 0) room.of_warp[threadIdx.x / 32][lane / 4 + r * 8] = part;
       }
     }

@@ -15,8 +15,9 @@ struct OfMoments {
   static __device__ __forceinline__ Part of(double count, double shift, double sum, double square) {
     return Part::from_shifted(count, shift, sum, square);
   }
-  static __device__ __forceinline__ Part scaled(const Part& p, double factor) {
-    return {p.count, p.mean * factor, p.m2 * factor * factor};
+  // Of offset + slope·value, of so many values.
+  static __device__ __forceinline__ Part affine(const Part& p, double, double slope, double offset) {
+    return {p.count, p.mean * slope + offset, p.m2 * slope * slope};
   }
   static __device__ __forceinline__ Part merged(const Part& a, const Part& b) { return a.merge(b); }
   static __device__ __forceinline__ Part of_lane(const Part& p, int mask) {
@@ -27,7 +28,9 @@ struct OfSums {
   using Part = double;
   static constexpr bool kShifts = false;  // so that infinities stay what they are
   static __device__ __forceinline__ Part of(double, double, double sum, double) { return sum; }
-  static __device__ __forceinline__ Part scaled(Part p, double factor) { return p * factor; }
+  static __device__ __forceinline__ Part affine(Part p, double count, double slope, double offset) {
+    return p * slope + count * offset;
+  }
   static __device__ __forceinline__ Part merged(Part a, Part b) { return a + b; }
   static __device__ __forceinline__ Part of_lane(Part p, int mask) { return __shfl_xor_sync(~0u, p, mask); }
 };
@@ -40,7 +43,7 @@ template <class What> __device__ typename What::Part together(const typename Wha
   return all;
 }
 
-// A thread's sums of two channels' values.
+// A thread's sums of two channels' values. Where there are few, their only row need not end.
 template <class What> struct Running {
   float shift[2], of_row[2], square_of_row[2];
   double sum[2], square[2];
@@ -71,7 +74,7 @@ template <class What> struct Running {
   }
   // Of the four lanes that share a channel; count: of this one's values.
   __device__ __forceinline__ typename What::Part part(int half, double count) const {
-    auto part = What::of(count, shift[half], sum[half], square[half]);
+    auto part = What::of(count, shift[half], sum[half] + of_row[half], square[half] + square_of_row[half]);
     part = What::merged(part, What::of_lane(part, 1));
     return What::merged(part, What::of_lane(part, 2));
   }

@@ -72,7 +72,6 @@ template <class What> struct WidePositions {
         count += real;
         running.add(0, values[j][i], real), running.add(1, values[j][2 + i], real);
       }
-    running.end_row();
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const auto part = running.part(half, count);
