@@ -134,6 +134,18 @@ def test_sizes(name, mainloop, filters, size, dtype, through):
     assert_rule(model, numerics.random_input((3, filters[1], *size), dtype=dtype))
 
 
+@pytest.mark.parametrize("name", ["norm, mean", "max"])
+def test_filters_that_registers_have_no_room_for(name, through):
+    through("narrow3d")
+    model = model_of((24, 3, 4, 4, 4), TAILS[name][0])
+    x = numerics.random_input((2, 3, 6, 7, 9))
+    assert_rule(model, x)
+    model = model_of((24, 3, 4, 4, 4), TAILS["norm"][0])
+    segment, arguments = given(model, (x,))
+    with pytest.raises(sinks.Unsupported, match="does not fit in shared memory"):
+        sinks.describe(segment, arguments, False, x.dtype)
+
+
 def dropped(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
     return F.dropout(torch.clamp(normed(m, v), -0.5, 1.5), 0.0, m.training)
 

@@ -168,12 +168,13 @@ template <class What, class Tail> struct Positions {
       int mine = 0;
       for (int j = 0; j < kTiles; j++)
         mine += (j * 8 + t * 2 < place.columns) + (j * 8 + t * 2 + 1 < place.columns);
+      const double count = double(of_four(mine)) * place.rows();
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int own = half * 8 + threadIdx.x % 32 / 4;
         const float2 power = place.unscale(own);
-        auto part = running.part(half, double(mine) * place.rows());
-        if (kPlain) part = What::affine(part, 0, double(power.x) * double(power.y), 0);
+        auto part = running.part(half, count);
+        if (kPlain) part = What::affine(part, count, double(power.x) * double(power.y), 0);
         if (t > 0 || place.channel(own) >= Place::kChannels || !place.is_part()) continue;
         sink.partial[(place.first + own) * parts + place.part()] = part;
       }

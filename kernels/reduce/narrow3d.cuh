@@ -156,11 +156,10 @@ template <class What, class Tail> struct Positions {
     }
     __device__ __forceinline__ void end() const {
       const int lane = threadIdx.x % 32;
-      int all = count + __shfl_xor_sync(~0u, count, 1);  // of the four lanes that share a channel
-      all += __shfl_xor_sync(~0u, all, 2);
+      const int all = of_four(count);
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        Part part = running.part(r, count);
+        Part part = running.part(r, all);
         if constexpr (kPlain) part = What::affine(part, all, values.unit[r], values.level[r]);
         if (lane % 4 == 0) room.of_warp[threadIdx.x / 32][lane / 4 + r * 8] = part;
       }

@@ -20,9 +20,6 @@ struct OfMoments {
     return {p.count, p.mean * slope + offset, p.m2 * slope * slope};
   }
   static __device__ __forceinline__ Part merged(const Part& a, const Part& b) { return a.merge(b); }
-  static __device__ __forceinline__ Part of_lane(const Part& p, int mask) {
-    return {__shfl_xor_sync(~0u, p.count, mask), __shfl_xor_sync(~0u, p.mean, mask), __shfl_xor_sync(~0u, p.m2, mask)};
-  }
 };
 struct OfSums {
   using Part = double;
@@ -32,7 +29,6 @@ struct OfSums {
     return p * slope + count * offset;
   }
   static __device__ __forceinline__ Part merged(Part a, Part b) { return a + b; }
-  static __device__ __forceinline__ Part of_lane(Part p, int mask) { return __shfl_xor_sync(~0u, p, mask); }
 };
 
 // `count` parts, `step` apart, in their order.
@@ -41,6 +37,12 @@ template <class What> __device__ typename What::Part together(const typename Wha
 #pragma unroll 1
   for (int i = 1; i < count; i++) all = What::merged(all, parts[i * step]);
   return all;
+}
+
+// The sum of four neighbouring lanes.
+template <class T> __device__ __forceinline__ T of_four(T value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
 }
 
 // A thread's sums of two channels' values. Where there are few, their only row need not end.
@@ -72,11 +74,10 @@ template <class What> struct Running {
       of_row[half] = square_of_row[half] = 0;
     }
   }
-  // Of the four lanes that share a channel; count: of this one's values.
+  // Of the four lanes that share a channel, and its shift; count: of all their values.
   __device__ __forceinline__ typename What::Part part(int half, double count) const {
-    auto part = What::of(count, shift[half], sum[half] + of_row[half], square[half] + square_of_row[half]);
-    part = What::merged(part, What::of_lane(part, 1));
-    return What::merged(part, What::of_lane(part, 2));
+    const double all = of_four(sum[half] + of_row[half]);
+    return What::of(count, shift[half], all, What::kShifts ? of_four(square[half] + square_of_row[half]) : 0);
   }
 };
 

@@ -72,9 +72,10 @@ template <class What> struct WidePositions {
         count += real;
         running.add(0, values[j][i], real), running.add(1, values[j][2 + i], real);
       }
+    const int all = of_four(count);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const auto part = running.part(half, count);
+      const auto part = running.part(half, all);
       const int own = g + 8 * half;
       const int64_t channel = place.n * place.channels_out + place.channel + own;
       if (t == 0 && own < place.channels() && place.pixels() > 0)
