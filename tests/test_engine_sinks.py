@@ -112,14 +112,6 @@ def test_tails(mainloop, name, through):
     assert_rule(model, x)
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """What isn't written stays NaN."""
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty", lambda t, shape, dtype=None: t.new_full(shape, float("nan"), dtype=dtype)
-    )
-
-
 SIZES = [(mainloop, *sizes) for mainloop, all_sizes in FILTERS.items() for sizes in all_sizes]
 
 
