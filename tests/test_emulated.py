@@ -629,13 +629,13 @@ def test_instance_norm_keeps_values_that_are_hardly_any(magnitude, emulated):
 @pytest.mark.parametrize("multiprocessors", [1, 12])
 @pytest.mark.parametrize("magnitude", [2.0**63, 2.0**70, 2.0**110])
 def test_instance_norm_of_values_whose_squares_overflow(magnitude, multiprocessors, variant, gpu):
-    """They count where the multiplier is small; gradients, too, until they leave float32 in eager itself."""
+    """They count where the multiplier is small; gradients, too, while float32 has any digits of dv: 2^-140 of dy at 2^70."""
     model, x = small(INSTANCE_NORM, variant)
     with torch.no_grad():
         model.multiplier /= magnitude
     gpu(architecture=900, multiprocessors=multiprocessors)
     twin = numerics.twin_of(model, variant)
-    for phase in ("forward", "train_dx") if magnitude < 2.0**64 else ("forward",):
+    for phase in ("forward", "train_dx") if magnitude <= 2.0**70 else ("forward",):
         numerics.assert_within_limits(
             lambda x, phase=phase: checks.errors_of("", twin, model, x, phase), x * magnitude
         )
