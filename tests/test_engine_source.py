@@ -454,3 +454,40 @@ def test_kernels_compile_without_spills(number, value, architecture, monkeypatch
         line for line in done.stderr.splitlines() if "spill" in line and " 0 bytes spill stores" not in line
     ]
     assert not spills and "registers" in done.stderr
+
+
+class Turned(nn.Module):
+    """Tails of each kind: whose passes take v channels last, in one pass or two, and whose passes don't."""
+
+    def __init__(self, tail: str, channels: int = 40):
+        super().__init__()
+        self.conv, self.tail = nn.Conv2d(3, channels, (3, 2), stride=(1, 2), padding=1), tail
+        self.norm, self.p = nn.GroupNorm(4, channels), nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x):
+        x = self.conv(x)
+        if self.tail == "gates":  # masks are kept, v is not
+            return torch.clamp(x + self.p, -0.5, 0.5) * self.p
+        if self.tail == "norm":
+            return torch.tanh(self.norm(x) * self.p)
+        if self.tail == "pool":
+            return torch.nn.functional.max_pool2d(torch.relu(x * self.p), 2)
+        return torch.logsumexp(torch.nn.functional.gelu(x), dim=1)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 11, 30), (3, 3, 21, 13)], ids=["in fours", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tail", ["gates", "norm", "pool", "channels"])
+def test_channels_last(tail, dtype, shape, monkeypatch, device):
+    """Where the library convolves channels last, passes turn v and its gradient; all is as in planes."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+    torch.manual_seed(0)
+    model = Turned(tail).to(dtype)
+    run = assert_rule(model, torch.randn(shape).to(dtype), label=tail)
+    assert bool(run.plan.composed.backward.turned) and not run.plan.composed.forward.turned == (tail == "gates")
+    with torch.no_grad():
+        x = torch.randn(shape).to(dtype)
+        assert_rule(model, x, backward=False, label=tail)
+        assert bool(Run(model, x).plan.layout) == (tail in ("gates", "norm"))

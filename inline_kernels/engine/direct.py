@@ -23,7 +23,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, library, schedule, source, tiling
+from . import choice, library, precision, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .passes import Unsupported
@@ -230,7 +230,7 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
 
 def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
-    split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
+    split = x.dtype == torch.float32 and not precision.runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
 
 
