@@ -486,8 +486,37 @@ def test_channels_last(tail, dtype, shape, monkeypatch, device):
     torch.manual_seed(0)
     model = Turned(tail).to(dtype)
     run = assert_rule(model, torch.randn(shape).to(dtype), label=tail)
-    assert bool(run.plan.composed.backward.turned) and not run.plan.composed.forward.turned == (tail == "gates")
+    assert bool(run.plan.composed.backward.turned) and not run.plan.composed.forward.turned == (
+        tail == "gates"
+    )
     with torch.no_grad():
         x = torch.randn(shape).to(dtype)
         assert_rule(model, x, backward=False, label=tail)
         assert bool(Run(model, x).plan.layout) == (tail in ("gates", "norm"))
+
+
+class Gated(nn.Module):
+    """A gradient that is zero in whole channels, of which some share a group with others, in front of sums over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8)
+        with torch.no_grad():
+            self.norm.bias[[0, 1, 2, 7]] = -100.0
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)))
+
+
+def test_planes_without_a_gradient(device):
+    """They are not read; values that are not finite make NaN of a group all the same."""
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(2, 2, 9, 11)
+    run = assert_rule(model, x)
+    assert ("const bool idle" in schedule.text(run.plan)) == (device == "cuda")
+    assert (run.results["gradient of norm.weight"][[0, 1, 2, 7]] == 0).all()
+    x[1, 0, 4, 4] = INF
+    dy = torch.randn_like(run.y)
+    ours, eager = Run(model, x, dy).results, reference(model, x, dy, x.dtype)
+    for name, r in eager.items():
+        assert torch.equal(ours[name].isnan(), r.isnan()), name

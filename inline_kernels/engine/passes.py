@@ -138,6 +138,9 @@ class Program:
     `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? turns: may the convolution run channels last? By
     source.py: `texts` of the passes, and the numbers of those that then read v, or write its gradient, so (`turned`)."""
 
+    gate: tuple[Node, Array] | None = (
+        None  # a gradient, and of planes the number of positions where it isn't zero
+    )
     turns = False
     turned: Sequence[int] = ()
 

@@ -28,7 +28,7 @@ from inline_kernels.engine import library
 from . import precision, source
 from .algebra import reordered
 from .graph import ELEMENTS, Facts, Node, Space, order
-from .passes import Array, Planes, Program, Root, Unsupported, kind_of
+from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
 
@@ -139,13 +139,58 @@ def _backward_program(graph, y: Node, z: Node, few_channels: bool, device: str):
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
         kept = _kept(graph, [root.node for root in roots.values()], z)
     given = {node: _saved_array(node, z, few_channels) for node in kept}
+    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and device == "cuda" else None
+    if gate:
+        given[gate[1]] = Array("kept_alive", "double", gate[1].space)
     past = _Past(graph, y, given)
     found = [root._replace(node=past.seen(root.node)) for root in roots.values()]
     of_nodes = {node: array for node, array in given.items() if node is not z}
     copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
     of_nodes |= {then: copies[now] for now, then in past.copies.items()}
     program = Program(graph, found, of_nodes, few_channels)
+    program.gate = gate and (past.seen(gate[0]), given[gate[1]])
     return program, [(array, node) for node, array in (given | copies).items()], gradients
+
+
+def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
+    """What a gradient has to pass before positions are summed, if it is zero where masks of forward's say so; and a plane's number of
+    positions where they don't, or v isn't finite: where that is zero, sums are zero, and nothing has to be read for them."""
+    if not any(
+        of_positions(node) and node.space.n and node.space.c
+        for node in order([r for r in roots if r.space == ELEMENTS])
+    ):
+        return None
+
+    def passes(node: Node) -> Node:
+        """1 where it may be another number than zero."""
+        if node.op == "where" and _is_of_forward(node.args[0]):
+            return node.args[0].where(passes(node.args[1]), passes(node.args[2]))
+        if node.op == "mul" and any(a.is_const() for a in node.args):
+            return passes(node.args[node.args[0].is_const()])
+        return passes(node.args[0]) if node.op == "neg" else graph.const(0.0 if node.is_const(0.0) else 1.0)
+
+    for node in reversed(order(roots)):
+        if node.op == "where" and node.space == ELEMENTS and not (found := passes(node)).is_const():
+            if not _reaches_dy(roots, node):
+                finite = (z - z).eq(0.0)
+                return node, graph.total("s", finite.where(found, 1.0))
+    return None
+
+
+def _is_of_forward(mask: Node) -> bool:
+    """Is it computed at an element alone, from what forward knows?"""
+    nodes = [node for node in order([mask]) if node.space.level]
+    return all(n.is_scalar_op or n.op == "detach" or (n.op == "leaf" and n.attr[1] == "z") for n in nodes)
+
+
+def _reaches_dy(roots: Sequence[Node], without: Node) -> bool:
+    seen, stack = {without}, [*roots]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.args
+    return any(node.op == "leaf" and node.attr[1] == "dy" for node in seen)
 
 
 class _OwnChannel:

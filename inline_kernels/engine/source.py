@@ -48,6 +48,20 @@ def identifier(name: str) -> str:
     return f"{name}_" if name in _TAKEN else name
 
 
+def _zero_with(node: Node, gate: Node) -> list[Node] | None:
+    """The small values with which a node is zero where the gate is, and all else finite; None: it isn't."""
+    if node is gate or node.is_const(0.0):
+        return []
+    if node.space.small:
+        return None if node.op == "const" else [node]
+    found = [_zero_with(a, gate) for a in node.args]
+    if node.op in ("add", "sub"):
+        return None if None in found else [each for part in found for each in part]
+    if node.op == "mul":
+        return min((part for part in found if part is not None), key=len, default=None)
+    return found[0] if node.op in ("neg", "div", "detach", "spread") else None
+
+
 def _total_of(key: Key) -> str:
     return f"{'moments' if key.what == 'moments' else 'sum'}{key.node.id}"
 
@@ -426,6 +440,13 @@ class _Text:
                 "});",
             ]
         walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
+        idle = self._idle(each, terms, plane)
+        if idle:
+            written = [line for line in point.lines if line.startswith("at.write")]
+            zeros = [re.sub(r", \w+\);", ", at.zero());", line) for line in written]
+            body.append(idle)
+            walk[0] = f"if (!idle) {walk[0]}"
+            walk += [f"else plane.each([&](const auto& at) {{ {' '.join(zeros)} }});"] * bool(zeros)
         if finer:  # what lies in no window
             parent, self.finer = self.graph.levels[each.level].parent, finer
             rest = Scope("point", "e", parent, "plane.n", "plane.c", [], plane)
@@ -433,6 +454,22 @@ class _Text:
             head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
             walk += [head, *[f"  {line}" for line in rest.lines], "});"]
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
+
+    def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
+        """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
+        gate = self.program.gate
+        if not gate or each.by_sample or each.level != "e" or self.scalar:
+            return ""
+        found = [_zero_with(node, gate[0]) for node in terms.values()]
+        if None in found:
+            return ""
+        zeros = [self.value(node, plane) for node in dict.fromkeys(n for nodes in found for n in nodes)]
+        finite = [name for node, name in plane.known.items() if node.space.small and name not in zeros]
+        count = f"{self.pointer(gate[1])}[{self.index(gate[1].space, plane)}]"
+        tests = [f"load::zeros({', '.join([count, *zeros])})"] + [
+            f"load::finite({', '.join(finite)})"
+        ] * bool(finite)
+        return f"const bool idle = {' && '.join(tests)};"
 
     def _broadcast(self, node: Node, scope: Scope) -> str:
         """A value for each position, of what may be the same at all of them."""
