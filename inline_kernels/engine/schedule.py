@@ -13,6 +13,7 @@ passes.py decides what is computed in which pass, source.py writes it down; here
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -107,14 +108,14 @@ def _compose(segment, kind: Kind) -> Composed:
                 roots.append(Root(array.name, own, array.space, array.kind))
         saved = [array for array, _ in saved]
     ahead = Program(graph, roots, {}, kind.few_channels, joins=kind.device == "cuda")
-    if kind.device == "cuda" and graph.dimensions == 2:
+    if turns := kind.device == "cuda" and graph.dimensions == 2:
         ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
         if back:
             back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
     names, back_names = _names(segment, ahead), back and _names(segment, back)
     programs = {"forward": ahead} | ({"backward": back} if back else {})
     text = source.compose(
-        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns
     )
     return Composed(text, ahead, names, back, back_names, saved, gradients, statistics)
 
@@ -391,7 +392,17 @@ class Plan:
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
 
-    @property
+    @functools.cached_property
+    def shape(self) -> list[int]:
+        """Eager's, of y."""
+        segment, sizes = self.segment, self.sizes
+        level = segment.outputs[0].space.level
+        positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
+        of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1}
+        of_axis |= {str(i): s for i, s in enumerate(positions)}
+        return [of_axis[axis] for axis in segment.axes]
+
+    @functools.cached_property
     def results(self) -> list[str]:
         """The names of what forward returns: y, what is saved, what else norms' statistics are."""
         names = ["y", *[a.name for a in self.composed.saved]]
@@ -605,30 +616,25 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     v = _v(plan, arguments[0], arguments[len(plan.segment.inputs)])
-    arrays = {"v": v, "y": v} if plan.in_place else {"v": v}
+    # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
+    return finished(plan, {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}, arguments)
+
+
+def finished(plan: Plan, arrays: dict[str, Tensor], arguments: Sequence) -> list[Tensor]:
+    """What forward returns, by the kernels behind what is there: v, or what a kernel made of it."""
     _run(plan, plan.launch, plan.table, arrays, arguments)
-    arrays["y"] = arrays["y"].view(_result_shape(plan))
+    if not plan.in_place:
+        arrays["y"] = arrays["y"].view(plan.shape)
     return [arrays[name] for name in plan.results]
 
 
 def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
-    y = arguments[0].new_empty(_result_shape(plan), dtype=plan.dtype)
+    y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
         some = _of_samples(plan, arguments, first, last)
         v = convolve(plan.segment, some[0], arguments[len(plan.segment.inputs)])
         _run(piece, piece.launch, piece.table, {"v": v, "y": y[first:last]}, some)
     return y
-
-
-def _result_shape(plan: Plan) -> list[int]:
-    """Eager's."""
-    segment, sizes = plan.segment, plan.sizes
-    level = segment.outputs[0].space.level
-    positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
-    of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1} | {
-        str(i): s for i, s in enumerate(positions)
-    }
-    return [of_axis[axis] for axis in segment.axes]
 
 
 def backward(
@@ -842,13 +848,13 @@ def _words(plan: Plan) -> str:
     of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
     for program, names in of_text[: 1 + bool(composed.backward)]:
         words.append("; backward: " if program is composed.backward else ", then ")
-        each = [
-            _pass_words(plan, program, names, i)
-            for i, one in enumerate(program.passes)
-            if isinstance(one, Planes)
-        ]
-        words.append(", ".join(each) or "small values")
+        words.append(passes_in_words(plan, program, names))
     return "".join(words)
+
+
+def passes_in_words(plan: Plan, program: Program, names: source.Names) -> str:
+    passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes)]
+    return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
 def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) -> str:

@@ -652,9 +652,10 @@ TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_
 """
 
 
-def compose(programs: dict[str, Program], names: dict[str, Names], device: str, title: str) -> str:
-    """The source: for each program its passes and the launcher of that name."""
-    turns = any(program.turns for program in programs.values())
+def compose(
+    programs: dict[str, Program], names: dict[str, Names], device: str, title: str, turns: bool = False
+) -> str:
+    """The source: for each program its passes and the launcher of that name. turns: with what whole arrays need to be turned."""
     parts = [f"// {title}" if title else "", '#include "load/load.h"']
     parts += ['#include "load/turned.cuh"', "", TRANSPOSE] if turns else [""]
     for launcher, program in programs.items():
