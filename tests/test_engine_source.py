@@ -520,3 +520,29 @@ def test_planes_without_a_gradient(device):
     ours, eager = Run(model, x, dy).results, reference(model, x, dy, x.dtype)
     for name, r in eager.items():
         assert torch.equal(ours[name].isnan(), r.isnan()), name
+
+
+def rounded(t: torch.Tensor) -> torch.Tensor:
+    """To TF32, ties away from zero."""
+    return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_operands_of_tf32_are_rounded(monkeypatch, device):
+    """Channels last the library would cut their last bits off. What is not finite stays."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.FOR_TF32)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU()), torch.randn(2, 3, 9, 10)
+    dy = torch.randn(2, 8, 7, 8)
+    run = Run(model, x, dy)
+    inner, weight = (rounded(t.detach()).double().requires_grad_() for t in (x, model[0].weight))
+    v = torch.conv2d(inner, weight)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(run.y, v.relu().float(), **close)
+    v.backward(rounded(torch.where(v > 0, dy, 0.0)).double())
+    torch.testing.assert_close(run.results["gradient of x"], inner.grad.float(), **close)
+    torch.testing.assert_close(run.results["gradient of 0.weight"], weight.grad.float(), **close)
+    x[0, 0, 0, 0], x[1, 0, 0, 0] = INF, NAN
+    y = Run(model, x).y
+    assert torch.equal(y.isnan(), model(x).isnan()) and torch.equal(y.isinf(), model(x).isinf())
