@@ -231,7 +231,10 @@ class _Writer:
         operands = [self._value(a, known) for a in node.args]
         operands = [f"({text})" if text.startswith("-") else text for text in operands]
         name = known[node] = f"{node.op}{node.id}"
-        lines.append(f"const auto {name} = {SCALARS[node.op].text.format(*operands)};")
+        # By a number eager's GPU multiplies.
+        by_number = node.op == "div" and _is_number(node.args[1])
+        text = "{0} * (real(1) / {1})" if by_number else SCALARS[node.op].text
+        lines.append(f"const auto {name} = {text.format(*operands)};")
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:
         if node.op == "count":
@@ -550,15 +553,11 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    if library.device_type(x) != "cuda":
-        raise Unsupported("convolutions of our own run on GPUs")
+    check(segment, x, weight, dtype)
     if saving and x.dtype != torch.float32:
         raise Unsupported("backward needs v as the library rounds it")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise Unsupported(f"there are no kernels for results of {dtype}")
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
-    _check_convolution(segment, x, weight)
     kind = schedule._kind(segment, arguments, True, exact_order)
     composed = schedule._composed(segment, kind) if saving else None
     refused = []
@@ -575,7 +574,12 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def _check_convolution(segment, x: Tensor, weight: Tensor) -> None:
+def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    """Can a convolution of our own be what runs? Raises Unsupported."""
+    if library.device_type(x) != "cuda":
+        raise Unsupported("convolutions of our own run on GPUs")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(f"there are no kernels for results of {dtype}")
     conv, nd = segment.conv, weight.dim() - 2
     plain = {schedule._pair(each, nd) for each in (conv.stride, conv.dilation)} == {(1,) * nd}
     if not plain or conv.groups != 1 or any(sum(each) for each in schedule._padding(segment, weight)):

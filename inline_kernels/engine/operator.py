@@ -27,7 +27,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import Drawn, check_memory
 
-from . import direct, schedule
+from . import direct, schedule, sinks
 from .support import DTYPES
 from .tracing import Named
 
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
 # schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
-SCHEDULES: dict[str, object] = {"direct": direct, "load": schedule}
+SCHEDULES: dict[str, object] = {"direct": direct, "sinks": sinks, "load": schedule}
 
 
 def operator_of(
