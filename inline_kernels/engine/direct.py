@@ -27,7 +27,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, library, schedule, source, tiling
+from . import choice, library, precision, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .passes import Array, Program, Root, Unsupported, over_windows
@@ -336,7 +336,7 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], fro
 
 def _wide_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
-    split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
+    split = x.dtype == torch.float32 and not precision.runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
 
 
@@ -518,7 +518,8 @@ def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> W
         found = Stored(array.name, types[array.kind], Text([], []))
         writer = _Writer(segment, Front(nodes[array.name]), mainloop.has_places)
         results.append(found._replace(text=writer.text(found.struct)))
-    back = source.compose({"backward": composed.backward}, {"backward": composed.backward_names}, "cuda", "")
+    named, turns = {"backward": composed.backward_names}, segment.graph.dimensions == 2
+    back = source.compose({"backward": composed.backward}, named, "cuda", "", turns)
     front = Front(nodes["y"])
     return Written(
         mainloop, front, _source(segment, mainloop, front, results, back), arrays, _members(results), composed
@@ -662,11 +663,9 @@ def plan(
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
     rest = _rest_plan(written, segment, arguments, dtype, saving) if written.rest else None
-    if saving and written.rest.backward.roots:
-        given = written.rest.backward, written.rest.backward_names, arguments
-        rest.backward_table = schedule._table(rest, *given)
-        rest.backward_launch = kernels.backward.bound(*schedule._numbers(rest, *given))
-    elif rest and not saving:
+    if rest and saving:
+        rest.kernels = kernels
+    elif rest:
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.table = schedule._table(rest, *given)
         rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))

@@ -228,6 +228,9 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
     def element_size(self) -> int:
         return self.tensor.element_size()
 
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return self.tensor.is_contiguous(memory_format=memory_format)
+
 
 class Layout:
     """The shape and the order in memory of a result."""
