@@ -133,12 +133,22 @@ def is_static(node: Node) -> bool:
 class Program:
     """The passes that compute `roots`, given arrays of some nodes.
 
-    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? texts: of the passes, by source.py."""
+    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? on_cpu: points are vectors there. texts: of the
+    passes, by source.py."""
 
     def __init__(
-        self, graph: Graph, roots: Iterable[Root], given: Mapping[Node, Array], few_channels: bool = True
+        self,
+        graph: Graph,
+        roots: Iterable[Root],
+        given: Mapping[Node, Array],
+        few_channels: bool = True,
+        on_cpu: bool = False,
     ):
-        self.graph, self.given, self.few_channels = graph, dict(given), few_channels
+        self.graph, self.given, self.few_channels, self.on_cpu = graph, dict(given), few_channels, on_cpu
+        self.in_strips: list[int] = []  # passes, and one, by source.py
+        self.differentiated: int | None = None
+        self.differentiated_by = ""
+        self.gate: tuple[int, Node] | None = None
         self.roots = [self._written_anew(root) for root in roots]
         self.arrays: dict[Key, Array] = {}
         self.wanted: dict[Key, bool] = {}  # by sample?
@@ -312,9 +322,27 @@ class Program:
             self._walk(node.args[0], "looked up")
         elif of_positions(node) or node.op in ("sum", "pick", "take", "group", "variance"):
             raise Unsupported(f"{node.op} over {node.attr}, of values {node.args[0].space}, at {node.space}")
+        elif self.on_cpu and where == "point" and self._is_shared(node):
+            self._want(node, node.space)
         else:
             for a in node.args:
                 self._walk(a, where)
+
+    def _is_shared(self, node: Node) -> bool:
+        """Is it the same for all channels, and more than an array's value? A pass by channel would compute it once for each."""
+        if node.space.c or node.op in ("spread", "detach"):
+            return False
+        read, seen, stack = 0, set(), [node]
+        while stack:
+            n = stack.pop()
+            if n in seen or not n.space.level:
+                continue
+            seen.add(n)
+            if n in self.given or n.op == "leaf":
+                read += 1
+            else:
+                stack += n.args
+        return read > 1
 
     # ------------------------------------------------------------------------------------------------- in which order
 
