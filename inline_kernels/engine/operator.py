@@ -27,7 +27,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import Drawn, check_memory
 
-from . import direct, schedule
+from . import direct, schedule, sinks
 from .support import DTYPES
 from .tracing import Named
 
@@ -48,8 +48,8 @@ class Decision(NamedTuple):
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
-# schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: it never can where backward follows.
-SCHEDULES: dict[str, object] = {"direct": direct, "load": schedule}
+# schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
+SCHEDULES: dict[str, object] = {"direct": direct, "sinks": sinks, "load": schedule}
 
 
 def operator_of(
@@ -228,6 +228,9 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
     def element_size(self) -> int:
         return self.tensor.element_size()
 
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return self.tensor.is_contiguous(memory_format=memory_format)
+
 
 class Layout:
     """The shape and the order in memory of a result."""
@@ -339,9 +342,14 @@ class Reference:
         vars(module)["_parameters"] = {
             key: argument(path) if path in self.fields else None for key, path in paths.items()
         }
-        buffers = {key: of and a[0].new_empty(of[0], dtype=of[1]) for key, of in module._buffers.items()}
-        vars(module)["_buffers"] = buffers
+        buffers = {key: of and (f"{name}.{key}", *of) for key, of in module._buffers.items()}
+        vars(module)["_buffers"] = {key: of and self._buffer(a, *of) for key, of in buffers.items()}
         return module
+
+    def _buffer(self, a: tuple, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Like that of the model whose arguments these are: the shells may be those of an equal segment with other channels."""
+        own = getattr(a, self.fields[path]) if path in self.fields else None
+        return a[0].new_empty(shape if own is None else own.shape, dtype=dtype)
 
 
 def _shell(module: nn.Module) -> nn.Module:

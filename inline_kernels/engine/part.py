@@ -250,7 +250,7 @@ class Part:
             if decision.runs != "eager":
                 return decision
             refused.append(decision.reason)
-        return Decision(self.name, "eager", "; ".join(refused))
+        return Decision(self.name, "eager", "; ".join(dict.fromkeys(refused)))
 
     def _misfit(self, tensors: tuple, device: str) -> str | None:
         """Why the inputs aren't what the segment was captured for; or None."""

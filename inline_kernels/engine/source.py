@@ -58,6 +58,24 @@ def identifier(name: str) -> str:
     return f"{name}_" if name in _TAKEN else name
 
 
+def _zero_with(node: Node, gate: Node) -> list[Node] | None:
+    """The small values with which a node is zero where the gate is, and all else finite; None: it isn't."""
+    if node is gate or node.is_const(0.0):
+        return []
+    if node.space.small:
+        return None if node.op == "const" else [node]
+    found = [_zero_with(a, gate) for a in node.args]
+    if node.op in ("add", "sub"):
+        return None if None in found else [each for part in found for each in part]
+    if node.op == "mul":
+        return min((part for part in found if part is not None), key=len, default=None)
+    return found[0] if node.op in ("neg", "div", "detach", "spread") else None
+
+
+def _total_of(key: Key) -> str:
+    return f"{'moments' if key.what == 'moments' else 'sum'}{key.node.id}"
+
+
 def _in_one_line(lines: Sequence[str]) -> str:
     return " ".join(line.split("  //")[0] for line in lines)
 
@@ -94,11 +112,12 @@ class _Text:
         self.name, self.program, self.names = name, program, names
         self.graph = program.graph
         self.targets = program.passes[number].targets
+        self.finer: list[Key] = []  # sums over the level below, that its windows' walk has yet to make
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
         self.picks_channel = False  # … at a channel of their own each?
-        self.reads_v = False
+        self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
         self.lazy: set[Node] = set()  # gates behind which alone something is drawn
         self.takes: dict[
@@ -201,6 +220,8 @@ class _Text:
             return SCALARS[node.op].text.format(*args), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
+        if node.op == "picked":
+            return f"{self.value(node.args[0], scope)} == int({scope.c})", ""
         if scope.kind in ("small", "lanes"):
             return self._small_reduction(node, scope), ""
         if node.op == "take":
@@ -330,6 +351,7 @@ class _Text:
             head = f"{scope.at}.window({self.pool(axis)}, {self.extent(parent)}, [&](const auto& e) {{"
             self.scalar = True
             self.prepare([node.args[0] for node in nodes], inner)
+            self._add_finer(inner)
         declared, ends = [], []
         for node in nodes:
             name = self._local(node)
@@ -360,6 +382,13 @@ class _Text:
                 inner.lines.append(f"{name} += {term};")
             scope.known[node] = name
         scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
+
+    def _add_finer(self, inner: Scope) -> None:
+        """The sums over the positions of a window: in the first walk over windows."""
+        finer, self.finer = self.finer, []
+        self.prepare([key.source for key in finer], inner)
+        for key in finer:
+            inner.lines.append(f"{_total_of(key)}.add({self._broadcast(key.source, inner)});")
 
     def _chosen(self, node: Node, scope: Scope) -> str:
         """A value at a picked place."""
@@ -423,14 +452,15 @@ class _Text:
         point = Scope("point", "at", each.level, "at.n", "0" if each.by_sample else "at.c", [], plane)
         self.made = {key for key in self.targets if key.what == "value"}
         terms = {key: key.source for key in self.targets}
-        self.prepare(list(terms.values()), point)
+        finer = self.finer = list(each.finer)
+        self.prepare([node for key, node in terms.items() if key not in finer], point)
         self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
         totals, ends, last = [], [], None
-        gate = self.program.gate
-        if gate and self.program.passes[gate[0]] is each:
+        closes = self.program.closes
+        if closes and self.program.passes[closes[0]] is each:
             self.pointer(PASSES, written=True)
             totals.append("auto any = plane.any();")
-            point.lines.append(f"any.add({self._broadcast(gate[1], point)});")
+            point.lines.append(f"any.add({self._broadcast(closes[1], point)});")
             names = "".join(f", sum{key.node.id}" for key in self.targets)
             ends.append(f"plane.note(passes, any{names});")
         for key, node in terms.items():
@@ -442,12 +472,14 @@ class _Text:
                         last = Scope("channels", "e", each.level, "e.n", "e.c", [], point)
                     last.lines.append(f"e.write({to}, {self._broadcast(node, last)});")
                 else:
-                    point.lines.append(f"at.write({to}, {self._broadcast(node, point)});")
+                    self.writes_dz |= array.name == "dz"
+                    write = "write_v" if self.program.turns and array.name == "dz" else "write"
+                    point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
                 continue
-            word = "moments" if key.what == "moments" else "sum"
-            name = f"{word}{key.node.id}"
-            totals.append(f"auto {name} = plane.{word}();")
-            point.lines.append(f"{name}.add({self._broadcast(node, point)});")
+            name = _total_of(key)
+            totals.append(f"auto {name} = plane.{'moments' if key.what == 'moments' else 'sum'}();")
+            if key not in finer:
+                point.lines.append(f"{name}.add({self._broadcast(node, point)});")
             ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
         if last:
             point.lines += [
@@ -456,6 +488,19 @@ class _Text:
                 "});",
             ]
         walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
+        idle = self._idle(each, terms, plane)
+        if idle:
+            written = [line for line in point.lines if line.startswith("at.write")]
+            zeros = [re.sub(r", \w+\);", ", at.zero());", line) for line in written]
+            body.append(idle)
+            walk[0] = f"if (!idle) {walk[0]}"
+            walk += [f"else plane.each([&](const auto& at) {{ {' '.join(zeros)} }});"] * bool(zeros)
+        if finer:  # what lies in no window
+            parent, self.finer = self.graph.levels[each.level].parent, finer
+            rest = Scope("point", "e", parent, "plane.n", "plane.c", [], plane)
+            self._add_finer(rest)
+            head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
+            walk += [head, *[f"  {line}" for line in rest.lines], "});"]
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
 
     def _lazy(self, roots: Iterable[Node]) -> set[Node]:
@@ -471,6 +516,22 @@ class _Text:
             else:
                 stack += node.args
         return set() if any(n.op == "leaf" and _is_drawn(n) for n in seen) else gates
+
+    def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
+        """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
+        gate = self.program.gate
+        if not gate or each.by_sample or each.level != "e" or self.scalar:
+            return ""
+        found = [_zero_with(node, gate[0]) for node in terms.values()]
+        if None in found:
+            return ""
+        zeros = [self.value(node, plane) for node in dict.fromkeys(n for nodes in found for n in nodes)]
+        finite = [name for node, name in plane.known.items() if node.space.small and name not in zeros]
+        count = f"{self.pointer(gate[1])}[{self.index(gate[1].space, plane)}]"
+        tests = [f"load::zeros({', '.join([count, *zeros])})"] + [
+            f"load::finite({', '.join(finite)})"
+        ] * bool(finite)
+        return f"const bool idle = {' && '.join(tests)};"
 
     def _broadcast(self, node: Node, scope: Scope) -> str:
         """A value for each position, of what may be the same at all of them."""
@@ -646,14 +707,11 @@ def struct(name: str, program: Program, names: Names, number: int) -> tuple[list
     return lines, text
 
 
-def compose(programs: dict[str, Program], names: dict[str, Names], device: str, title: str, own: Own) -> str:
-    """The source: for each program its passes and the launcher of that name."""
-    parts = [f"// {title}" if title else "", '#include "load/load.h"', ""]
-    if any(own):
-        parts[2:] = ['#include "cpu/strips.h"', ""]
-    for launcher, program in programs.items():
-        parts += _program(launcher, program, names[launcher], device, own)
-    return "\n".join([*parts, *(_CONVOLVE if own.input_gradient else ())])
+# A whole array, turned: from (N, rows, columns) to (N, columns, rows).
+TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32, cudaStream_t stream) {
+  load::transpose(out, source, N, rows, columns, for_tf32, stream);
+}
+"""
 
 
 class Own(NamedTuple):
@@ -664,6 +722,27 @@ class Own(NamedTuple):
     input_gradient: bool = False
 
 
+LIBRARYS = Own()
+
+
+def compose(
+    programs: dict[str, Program],
+    names: dict[str, Names],
+    device: str,
+    title: str,
+    turns: bool = False,
+    own: Own = LIBRARYS,
+) -> str:
+    """The source: for each program its passes and the launcher of that name. turns: with what whole arrays need to be turned."""
+    parts = [f"// {title}" if title else "", '#include "load/load.h"']
+    parts += ['#include "load/turned.cuh"', "", TRANSPOSE] if turns else [""]
+    if any(own):
+        parts[2:] = ['#include "cpu/strips.h"', ""]
+    for launcher, program in programs.items():
+        parts += _program(launcher, program, names[launcher], device, own)
+    return "\n".join([*parts, *(_CONVOLVE if own.input_gradient else ())])
+
+
 _CONVOLVE = """
 EXPORT void convolve(value_t* v, const value_t* image, const value_t* filters, int64_t N, int64_t C, int64_t image_C, int64_t image_D, int64_t image_H, int64_t image_W, int64_t kernel_D, int64_t before, int64_t above, int64_t left, int64_t strip_planes, int64_t strip_rows) {
   const winograd::Sizes sizes{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left};
@@ -672,7 +751,7 @@ EXPORT void convolve(value_t* v, const value_t* image, const value_t* filters, i
 """.strip().split("\n")
 
 
-def _gate(program: Program) -> tuple[int, Node] | None:
+def _closing(program: Program) -> tuple[int, Node] | None:
     """A pass that makes sums for the one that makes dz, and a value there with which they and dz are zero everywhere, as where a clamp lets
     nothing pass. The pass sees v, so what isn't finite is seen."""
     made = {program.arrays[key].name: i for i, each in enumerate(program.passes) for key in each.targets}
@@ -739,6 +818,16 @@ def keeps_v(program: Program) -> bool:
     return any(text.reads_v for i, text in enumerate(program.texts) if i not in program.in_strips)
 
 
+def _turned(program: Program) -> list[int]:
+    """The passes that can take the convolution's side channels last: all that write v's gradient, or else read v; or none."""
+    if not program.turns:
+        return []
+    gradient = any(root.name == "dz" for root in program.roots)
+    found = [i for i, text in enumerate(program.texts) if (text.writes_dz if gradient else text.reads_v)]
+    alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
+    return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
+
+
 def scratch(program: Program) -> list[Array]:
     """The arrays that nobody outside sees: they share one tensor."""
     results = {root.name for root in program.roots}
@@ -753,7 +842,7 @@ def parameters(program: Program, names: Names) -> list[Array]:
     if program.in_strips:
         found += [IMAGE, FILTERS]
     elif program.differentiated_by:
-        found += [DWEIGHT, IMAGE] + [PASSES] * bool(program.gate)
+        found += [DWEIGHT, IMAGE] + [PASSES] * bool(program.closes)
     return list(dict.fromkeys(found))
 
 
@@ -765,6 +854,7 @@ def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tupl
     levels = ["e", *program.graph.levels]
     found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
     found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
+    found += [("int64_t", "layout")] * bool(program.turned)
     if program.in_strips or program.differentiated_by:
         found += [("int64_t", name) for name in (*_CONVOLUTION, *_STRIPS)]
     return found
@@ -773,7 +863,7 @@ def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tupl
 def _program(launcher: str, program: Program, names: Names, device: str, own: Own) -> list[str]:
     lines, made, used_levels = [], [], set()
     program.texts = []
-    program.gate = _gate(program) if own.gradient and launcher == "backward" else None
+    program.closes = _closing(program) if own.gradient and launcher == "backward" else None
     title = launcher.title()
     for number in range(len(program.passes)):
         text_lines, text = struct(f"{title}{number}", program, names, number)
@@ -781,8 +871,10 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
         program.texts.append(text)
         made.append(f"{title}{number}{{{', '.join(text.members)}}}")
         used_levels |= {name for name in text.numbers if name.startswith("extent_")}
-    _find_strips(program, own.convolution and launcher == "forward")
-    program.differentiated_by = own.gradient if program.differentiated is not None else ""
+    program.turned = _turned(program)
+    if device == "cpu":
+        _find_strips(program, own.convolution and launcher == "forward")
+        program.differentiated_by = own.gradient if program.differentiated is not None else ""
     calls = (_on_gpu if device == "cuda" else _on_cpu)(program, made)
     tensors = parameters(program, names)
     reals = [(t, name) for t, name in numbers(program, names.scalars, bool(names.random))]
@@ -817,8 +909,12 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
     calls = []
     for i, each in enumerate(program.passes):
         if isinstance(each, Planes):
-            v = "v" if program.texts[i].reads_v else "nullptr"
-            calls.append(f"load::planes({made[i]}, {_extent_of(each)}, {v}, parts_{i}, stream);")
+            v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
+            if i in program.turned:
+                skeleton, layout = "planes_of_v", ", layout"
+                if program.texts[i].writes_dz:
+                    skeleton, v = "planes_to_v", f"{v}, dz"
+            calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
         else:
             blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
             calls.append(f"load::small({made[i]}, {blocks}, stream);")
@@ -847,7 +943,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
                 sums = f"{program.differentiated_by}::FilterSums"
                 given = f"{_extent_of(each)}, {values}, dz, dweight, image, {sizes}, {strips}, shares"
                 run = f"load::differentiated<{sums}>({made[i]}, {given});"
-                if program.gate:
+                if program.closes:
                     own = ", ".join(program.arrays[key].name for key in each.targets if key.what == "sums")
                     run = f"*passes ? {run[:-1]} : load::nothing_passes({{{own}}}, N * C * parts_{i});"
                 calls.append(run)
@@ -856,7 +952,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
         else:
             blocks = {"sample": "some.first, some.last", "channel": "0, C", "one": "0, 1"}[each.mode]
             calls.append(f"load::small({made[i]}, {blocks});")
-    if program.gate:
+    if program.closes:
         calls = ["*passes = 0;", *calls]
     if not program.in_strips:
         return ["const load::Samples some{0, N};", *calls]
