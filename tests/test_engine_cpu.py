@@ -105,21 +105,21 @@ struct Drop {
 EXPORT void reduce(double* sums, double* moments_given, double* mean, double* m2, output_t* twice, uint8_t* mask, const value_t* v,
                    int64_t N, int64_t C, int64_t D, int64_t H, int64_t W, int64_t parts) {
   Moments<double>* const moments = reinterpret_cast<Moments<double>*>(moments_given);
-  load::planes(Reduce{sums, moments, twice, mask}, load::Extent(N, C, D, H, W), v, parts);
-  load::small(Merge{sums, mean, m2, moments, C, parts}, N);
+  load::planes(Reduce{sums, moments, twice, mask}, load::Extent(N, C, D, H, W), {v, 0, C, D * H * W}, parts, {0, N});
+  load::small(Merge{sums, mean, m2, moments, C, parts}, 0, N);
 }
 EXPORT void pooled(output_t* most, output_t* total, output_t* again, int32_t* place, value_t* dz, const value_t* v, const output_t* dy,
                    const uint8_t* mask, int64_t N, int64_t C, int64_t D, int64_t H, int64_t W, int64_t d, int64_t h, int64_t w) {
   const load::Extent fine(N, C, D, H, W), coarse(N, C, d, h, w);
-  load::planes(Pooled{most, total, again, place, fine}, coarse, v, 2);
-  load::planes(Back{dz, dy, place, mask, coarse}, fine, v, 3);
+  load::planes(Pooled{most, total, again, place, fine}, coarse, {v, 0, C, D * H * W}, 2, {0, N});
+  load::planes(Back{dz, dy, place, mask, coarse}, fine, {}, 3, {0, N});
 }
 EXPORT void channels(output_t* largest, output_t* sum, output_t* least, int32_t* which, const value_t* v, const output_t* shared,
                      int64_t N, int64_t C, int64_t S, int64_t parts) {
-  load::planes(Channels{largest, sum, least, which, shared, C}, load::Extent(N, 1, 1, 1, S), v, parts);
+  load::planes(Channels{largest, sum, least, which, shared, C}, load::Extent(N, 1, 1, 1, S), {v, 0, C, S}, parts, {0, N});
 }
 EXPORT void drop(output_t* y, const int64_t* seed, int64_t number, int64_t N, int64_t C, int64_t S, int64_t parts) {
-  load::planes(Drop{y, seed, number}, load::Extent(N, C, 1, 1, S), nullptr, parts);
+  load::planes(Drop{y, seed, number}, load::Extent(N, C, 1, 1, S), {}, parts, {0, N});
 }
 """
 DTYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16_t"}

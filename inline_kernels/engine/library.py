@@ -19,6 +19,8 @@ from inline_kernels.loader.operators import LOW, check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
+WINOGRAD_SIDE = 18  # of an image, at least: smaller ones fill no chunk of tiles
+DIRECT_CHANNELS = 8  # in, at most, where transforms save nothing
 
 
 def device_type(tensor: Tensor) -> str:
@@ -146,9 +148,13 @@ def winograd_applies(image: Tensor, filters: Tensor) -> bool:
     """
     if device_type(image) != "cpu" or image.dtype != torch.float32 or filters.shape[-2:] != (3, 3):
         return False
-    terms = math.prod(filters.shape[1:-2])
-    large = 8 <= terms <= 128 and filters.shape[0] % 8 == 0 and min(image.shape[-2:]) >= 18
-    return large and not is_channels_last(image, filters)
+    suits = winograd_suits(math.prod(filters.shape[1:-2]), filters.shape[0])
+    return suits and min(image.shape[-2:]) >= WINOGRAD_SIDE and not is_channels_last(image, filters)
+
+
+def winograd_suits(terms: int, C: int) -> bool:
+    """… of so many terms a sum, to so many channels."""
+    return 8 <= terms <= 128 and C % 8 == 0
 
 
 def filter_sizes(image: Tensor, filters: Tensor) -> tuple[int, ...]:

@@ -135,14 +135,20 @@ def is_static(node: Node) -> bool:
 class Program:
     """The passes that compute `roots`, given arrays of some nodes.
 
-    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? turns: may the convolution run channels last? By
-    source.py: `texts` of the passes, and the numbers of those that then read v, or write its gradient, so (`turned`)."""
+    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
+    turns: may the convolution run channels last? By source.py: `texts` of the passes, and the numbers of those that then read v, or write
+    its gradient, so (`turned`); of those that a CPU has in strips (`in_strips`, `differentiated`, by whose sums: `differentiated_by`), and
+    of the one that finds whether any gradient passes, with that gradient (`closes`)."""
 
     gate: tuple[Node, Array] | None = (
         None  # a gradient, and of planes the number of positions where it isn't zero
     )
     turns = False
     turned: Sequence[int] = ()
+    in_strips: Sequence[int] = ()
+    differentiated: int | None = None
+    differentiated_by = ""
+    closes: tuple[int, Node] | None = None
 
     def __init__(
         self,
@@ -151,8 +157,10 @@ class Program:
         given: Mapping[Node, Array],
         few_channels: bool = True,
         joins: bool = False,
+        on_cpu: bool = False,
     ):
         self.graph, self.given, self.few_channels, self.joins = graph, dict(given), few_channels, joins
+        self.on_cpu = on_cpu
         self.roots = [self._written_anew(root) for root in roots]
         self.arrays: dict[Key, Array] = {}
         self.wanted: dict[Key, bool] = {}  # by sample?
@@ -328,9 +336,27 @@ class Program:
             self._walk(node.args[0], "looked up")
         elif of_positions(node) or node.op in ("sum", "pick", "take", "group", "variance"):
             raise Unsupported(f"{node.op} over {node.attr}, of values {node.args[0].space}, at {node.space}")
+        elif self.on_cpu and where == "point" and self._is_shared(node):
+            self._want(node, node.space)
         else:
             for a in node.args:
                 self._walk(a, where)
+
+    def _is_shared(self, node: Node) -> bool:
+        """Is it the same for all channels, and more than an array's value? A pass by channel would compute it once for each."""
+        if node.space.c or node.op in ("spread", "detach"):
+            return False
+        read, seen, stack = 0, set(), [node]
+        while stack:
+            n = stack.pop()
+            if n in seen or not n.space.level:
+                continue
+            seen.add(n)
+            if n in self.given or n.op == "leaf":
+                read += 1
+            else:
+                stack += n.args
+        return read > 1
 
     def _want_windows(self, nodes: Iterable[Node]) -> None:
         """What windows are reduced to becomes an array where a pass for statistics walks over the same values: a later pass then needs no more."""

@@ -26,7 +26,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import precision, source
+from . import precision, source, strips
 from .algebra import reordered
 from .graph import ELEMENTS, Facts, Node, Space, order
 from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
@@ -55,6 +55,7 @@ class Composed(NamedTuple):
     saved: list[Array]
     gradients: dict[Node, Root | None]
     statistics: list[tuple[str, str]]
+    own: source.Own
 
 
 # ---------------------------------------------------------------------------------------------------------------- composing
@@ -67,11 +68,13 @@ class Kind(NamedTuple):
     saving: bool
     few_channels: bool  # a byte counts them
     exact_order: bool
+    own: source.Own
 
 
 def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
-    weight = arguments[len(segment.inputs)]
-    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, exact_order)
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    own = strips.own(segment.conv, x, weight) if library.device_type(x) == "cpu" else source.Own()
+    return Kind(library.device_type(x), saving, weight.shape[0] <= 256, exact_order, own)
 
 
 def _composed(segment, kind: Kind) -> Composed:
@@ -96,7 +99,7 @@ def _compose(segment, kind: Kind) -> Composed:
         statistics.append(names)
         roots += [Root(name, node, node.space, "real") for name, node in zip(names, statistics_of[2 * i :])]
     if kind.saving:
-        back, saved, gradients = _backward_program(graph, y, z, kind.few_channels, kind.device)
+        back, saved, gradients = _backward_program(graph, y, z, kind)
         known = {root.node for root in roots}
         for array, node in saved:
             if node is not z:  # what leaves already is written once more
@@ -107,7 +110,9 @@ def _compose(segment, kind: Kind) -> Composed:
                 )
                 roots.append(Root(array.name, own, array.space, array.kind))
         saved = [array for array, _ in saved]
-    ahead = Program(graph, roots, {}, kind.few_channels, joins=kind.device == "cuda")
+    ahead = Program(
+        graph, roots, {}, kind.few_channels, joins=kind.device == "cuda", on_cpu=kind.device == "cpu"
+    )
     if turns := kind.device == "cuda" and graph.dimensions == 2:
         ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
         if back:
@@ -115,12 +120,12 @@ def _compose(segment, kind: Kind) -> Composed:
     names, back_names = _names(segment, ahead), back and _names(segment, back)
     programs = {"forward": ahead} | ({"backward": back} if back else {})
     text = source.compose(
-        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, kind.own
     )
-    return Composed(text, ahead, names, back, back_names, saved, gradients, statistics)
+    return Composed(text, ahead, names, back, back_names, saved, gradients, statistics, kind.own)
 
 
-def _backward_program(graph, y: Node, z: Node, few_channels: bool, device: str):
+def _backward_program(graph, y: Node, z: Node, kind: Kind):
     dy = graph.leaf("dy", y.space, "dy")
     leaves = [z, *[n for n in order([y]) if n.op == "leaf" and n.attr[1] in ("parameter", "input")]]
     found = graph.adjoints(y, dy, leaves)
@@ -130,17 +135,21 @@ def _backward_program(graph, y: Node, z: Node, few_channels: bool, device: str):
         if node is None:
             gradients[leaf] = None
             continue
-        name, kind = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
+        name, of = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
         if leaf.attr[1] == "input":
-            kind = "value"
-        gradients[leaf] = roots.setdefault((node, leaf.space, kind), Root(name, node, leaf.space, kind))
+            of = "value"
+        gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
     kept = _kept(graph, [root.node for root in roots.values()], z)
-    if z in kept and device == "cuda":
+    if z in kept and kind.device == "cuda":
         own = _OwnChannel(graph)
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
         kept = _kept(graph, [root.node for root in roots.values()], z)
-    given = {node: _saved_array(node, z, few_channels) for node in kept}
-    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and device == "cuda" else None
+    given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
+    gate = (
+        _gate(graph, [root.node for root in roots.values()], z)
+        if z in kept and kind.device == "cuda"
+        else None
+    )
     if gate:
         given[gate[1]] = Array("kept_alive", "double", gate[1].space)
     past = _Past(graph, y, given)
@@ -148,7 +157,7 @@ def _backward_program(graph, y: Node, z: Node, few_channels: bool, device: str):
     of_nodes = {node: array for node, array in given.items() if node is not z}
     copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
     of_nodes |= {then: copies[now] for now, then in past.copies.items()}
-    program = Program(graph, found, of_nodes, few_channels)
+    program = Program(graph, found, of_nodes, kind.few_channels, on_cpu=kind.device == "cpu")
     program.gate = gate and (past.seen(gate[0]), given[gate[1]])
     return program, [(array, node) for node, array in (given | copies).items()], gradients
 
@@ -331,7 +340,7 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
     found = []
     for i in range(nd):
         extent = dilation[i] * (weight.shape[2 + i] - 1) + 1
-        around = sum(_padding(segment, weight)[i])
+        around = sum(strips.padding(segment.conv, weight)[i])
         found.append((x.shape[2 + i] + around - extent) // stride[i] + 1)
     levels = {"e": tuple(found)}
     for name, level in segment.graph.levels.items():
@@ -340,18 +349,6 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
     if min([x.shape[0], *(min(size) for size in padded.values())]) < 1:
         raise Unsupported("there is nothing to compute")
     return Sizes(x.shape[0], weight.shape[0], padded)
-
-
-def _padding(segment, weight: Tensor) -> list[tuple[int, int]]:
-    """Before and after each axis."""
-    conv, nd = segment.conv, weight.dim() - 2
-    if conv.padding == "valid":
-        return [(0, 0)] * nd
-    if conv.padding == "same":
-        dilation = _pair(conv.dilation, nd)
-        around = [dilation[i] * (weight.shape[2 + i] - 1) for i in range(nd)]
-        return [(each // 2, each - each // 2) for each in around]
-    return [(each, each) for each in _pair(conv.padding, nd)]
 
 
 # --------------------------------------------------------------------------------------------------------------- planning
@@ -391,6 +388,7 @@ class Plan:
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
+    strips: Mapping[str, strips.Strips] = field(default_factory=dict)  # by launcher
 
     @functools.cached_property
     def shape(self) -> list[int]:
@@ -456,7 +454,9 @@ def plan(
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
     found.kernels, found.runs = kernels, {"forward": _layout(segment, x, weight, "forward")}
     found.layout = _turned(found, composed.forward, found.runs["forward"])
-    found.in_place = not (keeps_v or found.layout) and x.dtype == dtype and _may_write_over_v(composed)
+    _divide(found, arguments)
+    over = not (keeps_v or found.layout or composed.own.convolution) and x.dtype == dtype
+    found.in_place = over and _may_write_over_v(composed)
     names = found.results
     found.statistics = [tuple(names.index(each) for each in pair) for pair in composed.statistics]
     ahead = composed.forward, composed.forward_names
@@ -466,6 +466,22 @@ def plan(
     return found
 
 
+def _divide(plan: Plan, arguments: Sequence) -> None:
+    """Sets the strips of the launchers that have some."""
+    composed, segment, saved = plan.composed, plan.segment, {array.name for array in plan.composed.saved}
+    image = strips.Image(segment.conv, arguments[0], arguments[len(segment.inputs)])
+    ahead, back = composed.forward, composed.backward
+    if ahead.in_strips:
+        levels = {ahead.passes[i].level for i in ahead.in_strips}
+        windows = [plan.segment.graph.levels[level].window for level in levels if level != "e"]
+        whole = "v" in saved or ahead.mixes_samples or not source.keeps_v(ahead)
+        plan.strips["forward"] = strips.of_convolution(image, plan.sizes, windows, whole)
+    if back and back.differentiated_by:
+        by = back.differentiated_by
+        image = strips.Image(segment.conv, arguments[0], arguments[len(segment.inputs)], by == "winograd")
+        plan.strips["backward"] = strips.of_gradient(image, plan.sizes, by)
+
+
 def _pieces(
     plan: Plan, arguments: Sequence, exact_order: bool, edited: str | None
 ) -> Sequence[tuple[int, int, Plan]]:
@@ -473,7 +489,7 @@ def _pieces(
     and no sample's result hangs on another's."""
     segment, x, N = plan.segment, arguments[0], plan.sizes.N
     mixed = plan.composed.forward.mixes_samples or segment.random or not segment.outputs[0].space.n
-    if plan.device != "cpu" or plan.saving or mixed:
+    if plan.device != "cpu" or plan.saving or mixed or plan.strips:
         return ()
     positions = math.prod(plan.sizes.levels["e"])
     sample = plan.sizes.C * positions * x.element_size()
@@ -517,7 +533,12 @@ def _numbers(plan: Plan, program: Program, names: source.Names, arguments: Seque
         found += sizes.levels[level]
     passes = enumerate(program.passes)
     found += [_parts(plan, program, i) for i, each in passes if isinstance(each, Planes)]
-    return found + [plan.layout] * bool(program.turned)
+    divided = plan.strips.get(_launcher(plan, program))
+    return found + [plan.layout] * bool(program.turned) + ([*divided.numbers] if divided else [])
+
+
+def _launcher(plan: Plan, program: Program) -> str:
+    return "backward" if program is plan.composed.backward else "forward"
 
 
 def _first_number(segment) -> int:
@@ -527,7 +548,9 @@ def _first_number(segment) -> int:
 
 def _parts(plan: Plan, program: Program, number: int) -> int:
     """Blocks that share a plane: of a few packs a thread on a GPU, or of a tile; strips that fill a core's cache on a CPU."""
-    each = program.passes[number]
+    each, divided = program.passes[number], plan.strips.get(_launcher(plan, program))
+    if divided and (number in program.in_strips or number == program.differentiated):
+        return divided.parts
     positions = plan.sizes.positions(each.level)
     if plan.layout and number in program.turned:
         return -(
@@ -615,7 +638,13 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, what backward needs, and batch norms' statistics."""
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
-    v = _v(plan, arguments[0], arguments[len(plan.segment.inputs)])
+    x, weight = arguments[0], arguments[len(plan.segment.inputs)]
+    if divided := plan.strips.get("forward"):
+        keeps_v = source.keeps_v(plan.composed.forward) or any(a.name == "v" for a in plan.composed.saved)
+        shape = (divided.samples, *plan.sizes.shape(ELEMENTS)[1:]) if keeps_v else (0,)
+        arrays = {"v": x.new_empty(shape), "image": divided.image.of(x), "filters": weight.contiguous()}
+        return finished(plan, arrays, arguments)
+    v = _v(plan, x, weight)
     # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
     return finished(plan, {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}, arguments)
 
@@ -644,15 +673,34 @@ def backward(
     composed, segment = plan.composed, plan.segment
     arrays = {a.name: t for a, t in zip(composed.saved, saved)} | {"dy": library.aligned(dy)}
     x, weight, weight_at = arguments[0], arguments[len(segment.inputs)], len(segment.inputs)
-    wanted = [needs[0], needs[weight_at]]
+    wanted, divided = [needs[0], needs[weight_at]], plan.strips.get("backward")
     runs = _gradients_layout(plan, x, weight, wanted)
+    if divided:
+        none = x.new_empty(0)
+        arrays |= {"image": divided.image.of(x)} | ({} if wanted[0] else {"dz": none})
+        arrays["dweight"] = weight.new_empty(weight.shape) if wanted[1] else none
+        if composed.backward.closes:
+            arrays["passes"] = x.new_empty(1, dtype=torch.uint8)
     if composed.backward and composed.backward.roots:
         side = _backward_side(plan, _turned(plan, composed.backward, runs), arguments)
         _run(plan, side.launch, side.table, arrays, arguments)
+    if divided and wanted[1] and _passes(arrays) and not arrays["dweight"].sum().isfinite():
+        # The library says what is infinite.
+        again = {name: t for name, t in arrays.items() if name != "dz"} | {"dweight": none}
+        _run(plan, side.launch, side.table, again, arguments)
+        arrays["dz"], divided = again["dz"], None
     by_name = {leaf.attr[0]: root and arrays[root.name] for leaf, root in composed.gradients.items()}
     dz, found, dx, dw = by_name.pop("z"), [], None, None
+    if not _passes(arrays):
+        dx, dw = (t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), wanted))
+        wanted = [False, False]
+    elif divided:
+        dw, wanted[1] = arrays["dweight"] if wanted[1] else None, False
+    if dz is not None and wanted[0] and composed.own.input_gradient:
+        dx, wanted[0] = _input_gradient(plan, dz, weight), False
     if dz is not None and any(wanted):
-        dx, dw = _convolution_gradients(plan, dz, x, weight, wanted, runs)
+        theirs = _convolution_gradients(plan, dz, x, weight, wanted, runs)
+        dx, dw = (own if own is not None else their for own, their in zip((dx, dw), theirs))
     names = [_name(each) for each in segment.inputs] + list(segment.parameters)
     for i, name in enumerate(names):
         gradient = dx if i == 0 else dw if i == weight_at else by_name.get(name)
@@ -663,12 +711,26 @@ def backward(
     return found + [None] * len(segment.buffers)
 
 
+def _passes(arrays: Mapping[str, Tensor]) -> bool:
+    """Is any gradient other than zero?"""
+    return "passes" not in arrays or bool(arrays["passes"].item())
+
+
+def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
+    """That of x: dz, with so many zeros around it, convolved with the filters turned round."""
+    turned = weight.flip(*range(2, weight.dim())).transpose(0, 1).contiguous()
+    image, numbers = strips.turned(plan.segment.conv, dz, turned)
+    dx = dz.new_empty(len(dz), len(turned), *image.result)
+    plan.kernels.convolve(dx, dz, turned, *numbers)
+    return dx
+
+
 # ---------------------------------------------------------------------------------------------- the library's convolution
 
 
 def _spread_around(segment, x: Tensor, weight: Tensor) -> tuple[Tensor, list[int]]:
     """x, with what lies around it where the convolution can't add that, and the padding that is left to the convolution."""
-    around = _padding(segment, weight)
+    around = strips.padding(segment.conv, weight)
     mode = segment.conv.padding_mode
     if mode == "zeros" and all(before == after for before, after in around):
         return x, [before for before, _ in around]
@@ -718,7 +780,7 @@ def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
         return PLANES
     if library.is_channels_last(x, weight):
         return TURNED
-    around = _padding(segment, weight)
+    around = strips.padding(segment.conv, weight)
     if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
         return PLANES
     if min(weight.shape[:2]) < 32:
@@ -803,6 +865,7 @@ def saved(
     found = Plan(
         segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
     )
+    _divide(found, arguments)
     return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
 
 
@@ -838,12 +901,14 @@ def describe(
     sizes, device = sizes_of(segment, x, weight), library.device_type(x)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, device)
     found.runs["forward"] = _layout(segment, x, weight, "forward")
+    _divide(found, arguments)
     return _words(found)
 
 
 def _words(plan: Plan) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, ["the library's convolution"]
+    words = ["Winograd's convolution"] if plan.strips.get("forward") else words
     words += [", channels last"] * bool(plan.runs["forward"])
     of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
     for program, names in of_text[: 1 + bool(composed.backward)]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .graph import Node, Space
+from .graph import ELEMENTS, Node, Space, order
 from .passes import (
     Array,
     Key,
@@ -37,8 +38,17 @@ TYPES = {
     "seed": "int64_t",
 }
 SCRATCH = Array("scratch", "double", Space(False, False, ""))
+PASSES = Array("passes", "mask", Space(False, False, ""))  # does any gradient pass?
+IMAGE, FILTERS, DWEIGHT = (Array(name, "value", ELEMENTS) for name in ("image", "filters", "dweight"))
 EXPORTED = {**TYPES, "real": "accumulate_t"}
+_STRIPS = ("strip_planes", "strip_rows", "strip_columns", "samples", "shares")
+_CONVOLUTION = ("image_C", "image_D", "image_H", "image_W", "kernel_D", "before", "above", "left")
 _TAKEN = set("n c N C at e w i lanes plane block real math load stream scratch number parts".split())
+_TAKEN |= {
+    *_STRIPS,
+    *_CONVOLUTION,
+    *"image filters dweight convolution strips strip some first passes any".split(),
+}
 
 
 def identifier(name: str) -> str:
@@ -109,6 +119,10 @@ class _Text:
         self.picks_channel = False  # … at a channel of their own each?
         self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
+        self.lazy: set[Node] = set()  # gates behind which alone something is drawn
+        self.takes: dict[
+            Node, list[Node]
+        ] = {}  # by an extreme over channels: what is kept of its channel while it is looked for
 
     # ------------------------------------------------------------------------------------------------------ members
 
@@ -199,6 +213,8 @@ class _Text:
             return self._leaf(node, scope)
         if node.op == "count":
             return f"{self.real(scope)}({self._count(*node.attr)})", ""
+        if node in self.lazy and scope.kind == "point":
+            return self._lazily(node, scope), "drawn where it counts"
         if node.is_scalar_op:
             args = [self._operand(a, scope) for a in node.args]
             return SCALARS[node.op].text.format(*args), ""
@@ -211,6 +227,15 @@ class _Text:
         if node.op == "take":
             return self._chosen(node, scope), ""
         raise Unsupported(f"{node.op} {node.attr} at {node.space} inside a pass")
+
+    def _lazily(self, node: Node, scope: Scope) -> str:
+        """A choice between zero and what is computed only where a lane of the point has it."""
+        mask, a, b = node.args
+        is_first = b.op == "const"
+        inner = Scope("point", scope.at, scope.level, scope.n, scope.c, [], scope)
+        test, value = self._operand(mask, scope), self.value(a if is_first else b, inner)
+        body = _in_one_line([*inner.lines, f"return {value};"])
+        return f"{scope.at}.lazily({test if is_first else f'!({test})'}, [&] {{ {body} }})"
 
     def _operand(self, node: Node, scope: Scope) -> str:
         text = self.value(node, scope)
@@ -288,9 +313,16 @@ class _Text:
                 inner = node.args if over_channels(node) else ()
                 seen[node] = depth[node] = 1 + max((visit(a) for a in inner), default=0)
             elif reduces:  # take
-                seen[node] = max(
-                    visit(node.args[1]), *([visit(node.args[0])] if over_channels(node) else [0])
-                )
+                of, index = node.args
+                inner = visit(of) if over_channels(node) else 0
+                seen[node] = max(visit(index), inner)
+                if (
+                    self.program.on_cpu
+                    and over_channels(node)
+                    and depth.get(index, 0) > inner
+                    and of is not index.args[0]
+                ):
+                    self.takes.setdefault(index, []).append(node)
             elif node.op in ("put", "upsample"):
                 inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()
                 seen[node] = max((visit(a) for a in inner), default=0)
@@ -330,7 +362,15 @@ class _Text:
                 )
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
-                inner.lines.append(f"best{node.id}.{'take_last' if last else 'take'}({term}, {place});")
+                take = f"best{node.id}.{'take_last' if last else 'take'}({term}, {place})"
+                takes = self.takes.get(node, ())
+                inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
+                for each in takes:
+                    name = self._local(each)
+                    declared.append(f"auto {name} = {scope.at}.zero();")
+                    value = self.value(each.args[0], inner)
+                    inner.lines.append(f"{name} = math::select(better{node.id}, {value}, {name});")
+                    scope.known[each] = name
                 scope.known[node] = f"best{node.id}.index"
                 continue
             declared.append(f"auto {name} = {scope.at}.zero();")
@@ -414,7 +454,15 @@ class _Text:
         terms = {key: key.source for key in self.targets}
         finer = self.finer = list(each.finer)
         self.prepare([node for key, node in terms.items() if key not in finer], point)
+        self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
         totals, ends, last = [], [], None
+        closes = self.program.closes
+        if closes and self.program.passes[closes[0]] is each:
+            self.pointer(PASSES, written=True)
+            totals.append("auto any = plane.any();")
+            point.lines.append(f"any.add({self._broadcast(closes[1], point)});")
+            names = "".join(f", sum{key.node.id}" for key in self.targets)
+            ends.append(f"plane.note(passes, any{names});")
         for key, node in terms.items():
             array = self.program.arrays[key]
             if key.what == "value":
@@ -454,6 +502,20 @@ class _Text:
             head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
             walk += [head, *[f"  {line}" for line in rest.lines], "});"]
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
+
+    def _lazy(self, roots: Iterable[Node]) -> set[Node]:
+        gates, seen, stack = set(), set(), [*roots]
+        while stack:
+            node = stack.pop()
+            if node in seen or self._array(node):
+                continue
+            seen.add(node)
+            if _is_gate(node) and _is_drawn(node):
+                gates |= {n for n in order([node]) if _is_gate(n) and _is_drawn(n)}
+                stack.append(node.args[0])
+            else:
+                stack += node.args
+        return set() if any(n.op == "leaf" and _is_drawn(n) for n in seen) else gates
 
     def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
         """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
@@ -652,15 +714,108 @@ TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_
 """
 
 
+class Own(NamedTuple):
+    """What is not the library's on a CPU (kernels/cpu/strips.h). gradient: of the filters, the namespace that has it, or ""."""
+
+    convolution: bool = False
+    gradient: str = ""
+    input_gradient: bool = False
+
+
+LIBRARYS = Own()
+
+
 def compose(
-    programs: dict[str, Program], names: dict[str, Names], device: str, title: str, turns: bool = False
+    programs: dict[str, Program],
+    names: dict[str, Names],
+    device: str,
+    title: str,
+    turns: bool = False,
+    own: Own = LIBRARYS,
 ) -> str:
     """The source: for each program its passes and the launcher of that name. turns: with what whole arrays need to be turned."""
     parts = [f"// {title}" if title else "", '#include "load/load.h"']
     parts += ['#include "load/turned.cuh"', "", TRANSPOSE] if turns else [""]
+    if any(own):
+        parts[2:] = ['#include "cpu/strips.h"', ""]
     for launcher, program in programs.items():
-        parts += _program(launcher, program, names[launcher], device)
-    return "\n".join(parts)
+        parts += _program(launcher, program, names[launcher], device, own)
+    return "\n".join([*parts, *(_CONVOLVE if own.input_gradient else ())])
+
+
+_CONVOLVE = """
+EXPORT void convolve(value_t* v, const value_t* image, const value_t* filters, int64_t N, int64_t C, int64_t image_C, int64_t image_D, int64_t image_H, int64_t image_W, int64_t kernel_D, int64_t before, int64_t above, int64_t left, int64_t strip_planes, int64_t strip_rows) {
+  const winograd::Sizes sizes{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left};
+  load::convolve(v, load::Convolution(image, filters, sizes), strip_planes, strip_rows);
+}
+""".strip().split("\n")
+
+
+def _closing(program: Program) -> tuple[int, Node] | None:
+    """A pass that makes sums for the one that makes dz, and a value there with which they and dz are zero everywhere, as where a clamp lets
+    nothing pass. The pass sees v, so what isn't finite is seen."""
+    made = {program.arrays[key].name: i for i, each in enumerate(program.passes) for key in each.targets}
+    last = made.get("dz", 0)
+    passes = [program.passes[i] for i in range(last + 1)]
+    if not last or not all(isinstance(passes[i], Planes) and not passes[i].by_sample for i in (last,)):
+        return None
+    for i, each in enumerate(passes[:last]):
+        if not isinstance(each, Planes) or each.by_sample or {key.what for key in each.targets} != {"sums"}:
+            continue
+        terms = [key.source for key in each.targets]
+        below = order(terms)
+        if not any(node.op == "leaf" and node.attr[1] == "z" for node in below):
+            continue
+        sums_of = [key for key in passes[last].targets if key.what != "value"]
+        if any(key.what != "sums" for key in sums_of):
+            return None
+        for cut in sorted((n for n in below if _is_gate(n)), key=lambda n: -n.id):
+            if all(_vanishes(key.source, cut) for key in (*each.targets, *passes[last].targets)):
+                return i, cut
+    return None
+
+
+def _is_gate(node: Node) -> bool:
+    zero = any(a.op == "const" and a.attr == 0 for a in node.args[1:])
+    return node.op == "where" and node.space == ELEMENTS and zero
+
+
+def _is_drawn(node: Node) -> bool:
+    return any(n.op == "leaf" and n.attr[1] == "drawn" for n in order([node]))
+
+
+def _vanishes(node: Node, cut: Node) -> bool:
+    """Is it zero where `cut` is zero everywhere, and all is finite?"""
+    if node is cut or (node.op == "const" and node.attr == 0):
+        return True
+    if node.op == "mul":
+        return any(_vanishes(a, cut) for a in node.args)
+    if node.op in ("neg", "sum", "group", "spread", "div"):
+        return _vanishes(node.args[0], cut)
+    return node.op in ("add", "sub") and all(_vanishes(a, cut) for a in node.args)
+
+
+def _find_strips(program: Program, own: bool) -> None:
+    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; and `differentiated`: the pass that
+    makes the gradient of v a plane at a time, or None."""
+    levels, program.in_strips, program.differentiated = program.graph.levels, [], None
+    for i, (each, text) in enumerate(zip(program.passes, program.texts)):
+        if not isinstance(each, Planes):
+            continue
+        known = each.level == "e" or (
+            levels[each.level].parent == "e" and None not in levels[each.level].window
+        )
+        written = {array.name for key, array in program.arrays.items() if key not in each.targets}
+        if own and known and text.reads_v and not written & text.pointers.keys():
+            program.in_strips.append(i)
+        names = [program.arrays[key].name for key in each.targets]
+        if "dz" in names and each.level == "e" and not each.by_sample:
+            program.differentiated = i
+
+
+def keeps_v(program: Program) -> bool:
+    """Does a pass read v when all of it is there?"""
+    return any(text.reads_v for i, text in enumerate(program.texts) if i not in program.in_strips)
 
 
 def _turned(program: Program) -> list[int]:
@@ -683,7 +838,12 @@ def parameters(program: Program, names: Names) -> list[Array]:
     """The launcher's tensors: what leaves, the scratch of its passes (`SCRATCH`), what comes in."""
     results = {root.name for root in program.roots}
     written = [array for array in program.arrays.values() if array.name in results]
-    return list(dict.fromkeys([*written, SCRATCH, *names.incoming.values(), *program.given.values()]))
+    found = [*written, SCRATCH, *names.incoming.values(), *program.given.values()]
+    if program.in_strips:
+        found += [IMAGE, FILTERS]
+    elif program.differentiated_by:
+        found += [DWEIGHT, IMAGE] + [PASSES] * bool(program.closes)
+    return list(dict.fromkeys(found))
 
 
 def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tuple[str, str]]:
@@ -694,37 +854,33 @@ def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tupl
     levels = ["e", *program.graph.levels]
     found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
     found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
-    return found + [("int64_t", "layout")] * bool(program.turned)
+    found += [("int64_t", "layout")] * bool(program.turned)
+    if program.in_strips or program.differentiated_by:
+        found += [("int64_t", name) for name in (*_CONVOLUTION, *_STRIPS)]
+    return found
 
 
-def _program(launcher: str, program: Program, names: Names, device: str) -> list[str]:
-    lines, calls, used_levels = [], [], set()
+def _program(launcher: str, program: Program, names: Names, device: str, own: Own) -> list[str]:
+    lines, made, used_levels = [], [], set()
     program.texts = []
-    stream = ", stream" if device == "cuda" else ""
+    program.closes = _closing(program) if own.gradient and launcher == "backward" else None
     title = launcher.title()
     for number in range(len(program.passes)):
         text_lines, text = struct(f"{title}{number}", program, names, number)
         lines += [*text_lines, ""]
         program.texts.append(text)
+        made.append(f"{title}{number}{{{', '.join(text.members)}}}")
         used_levels |= {name for name in text.numbers if name.startswith("extent_")}
     program.turned = _turned(program)
-    for number, (each, text) in enumerate(zip(program.passes, program.texts)):
-        given = ", ".join(text.members)
-        if isinstance(each, Planes):
-            channels, level = "1" if each.by_sample else "C", each.level
-            extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
-            v, parts, skeleton = "v" if text.reads_v else "nullptr", f"parts_{number}", "planes"
-            if number in program.turned:
-                skeleton, parts = "planes_of_v", f"{parts}, layout"
-                if text.writes_dz:
-                    skeleton, v = "planes_to_v", f"{v}, dz"
-            calls.append(f"load::{skeleton}({title}{number}{{{given}}}, {extent}, {v}, {parts}{stream});")
-        else:
-            blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
-            calls.append(f"load::small({title}{number}{{{given}}}, {blocks}{stream});")
+    if device == "cpu":
+        _find_strips(program, own.convolution and launcher == "forward")
+        program.differentiated_by = own.gradient if program.differentiated is not None else ""
+    calls = (_on_gpu if device == "cuda" else _on_cpu)(program, made)
     tensors = parameters(program, names)
     reals = [(t, name) for t, name in numbers(program, names.scalars, bool(names.random))]
-    written = {*program.arrays.values(), SCRATCH}
+    written = {*program.arrays.values(), SCRATCH, DWEIGHT, PASSES}
+    if program.in_strips:
+        written |= {a for a in names.incoming.values() if a.name == "v"}
     declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
     declared += [f"{t} {_scalar(t, name)}" for t, name in reals]
     if device == "cuda":
@@ -736,9 +892,78 @@ def _program(launcher: str, program: Program, names: Names, device: str) -> list
     ]
     for name in sorted(used_levels):
         level = name.removeprefix("extent_")
-        inside.append(f"const load::Extent {name}(N, C, {level}_D, {level}_H, {level}_W);")
+        inside.append(f"const load::Extent {name}({_extent(level)});")
     head = f"EXPORT void {launcher}({', '.join(declared)}) {{"
     return [*lines, head, *[f"  {line}" for line in [*inside, *calls]], "}", ""]
+
+
+def _extent(level: str, channels: str = "C") -> str:
+    return f"N, {channels}, {level}_D, {level}_H, {level}_W"
+
+
+def _extent_of(each: Planes) -> str:
+    return f"load::Extent({_extent(each.level, '1' if each.by_sample else 'C')})"
+
+
+def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
+    calls = []
+    for i, each in enumerate(program.passes):
+        if isinstance(each, Planes):
+            v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
+            if i in program.turned:
+                skeleton, layout = "planes_of_v", ", layout"
+                if program.texts[i].writes_dz:
+                    skeleton, v = "planes_to_v", f"{v}, dz"
+            calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
+        else:
+            blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
+            calls.append(f"load::small({made[i]}, {blocks}, stream);")
+    return calls
+
+
+def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
+    """All samples at once; or where v is convolved, so many at a time as it is held for."""
+    strips = "{e_D, e_H, e_W, strip_planes, strip_rows, strip_columns}"
+    sizes = "{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left}"
+    calls = []
+    if program.in_strips:
+        calls += ["load::convolved(convolution, v, strips, some, [&](const load::Convolved& strip) {"]
+        for i in program.in_strips:
+            each = program.passes[i]
+            window = (1,) if each.level == "e" else program.graph.levels[each.level].window
+            pool = ", ".join(map(str, (1,) * (3 - len(window)) + window))
+            calls.append(f"  strip.planes({made[i]}, {_extent_of(each)}, load::Pool<{pool}>());")
+        calls.append("});")
+    for i, each in enumerate(program.passes):
+        if i in program.in_strips:
+            continue
+        if isinstance(each, Planes):
+            values = "{v, some.first, C, int64_t(e_D) * e_H * e_W}" if program.texts[i].reads_v else "{}"
+            if i == program.differentiated and program.differentiated_by:
+                sums = f"{program.differentiated_by}::FilterSums"
+                given = f"{_extent_of(each)}, {values}, dz, dweight, image, {sizes}, {strips}, shares"
+                run = f"load::differentiated<{sums}>({made[i]}, {given});"
+                if program.closes:
+                    own = ", ".join(program.arrays[key].name for key in each.targets if key.what == "sums")
+                    run = f"*passes ? {run[:-1]} : load::nothing_passes({{{own}}}, N * C * parts_{i});"
+                calls.append(run)
+            else:
+                calls.append(f"load::planes({made[i]}, {_extent_of(each)}, {values}, parts_{i}, some);")
+        else:
+            blocks = {"sample": "some.first, some.last", "channel": "0, C", "one": "0, 1"}[each.mode]
+            calls.append(f"load::small({made[i]}, {blocks});")
+    if program.closes:
+        calls = ["*passes = 0;", *calls]
+    if not program.in_strips:
+        return ["const load::Samples some{0, N};", *calls]
+    return [
+        f"const load::Convolution convolution(image, filters, {sizes});",
+        f"const load::Division strips{strips};",
+        "for (int64_t first = 0; first < N; first += samples) {",
+        "  const load::Samples some{first, std::min(first + samples, N)};",
+        *[f"  {line}" for line in calls],
+        "}",
+    ]
 
 
 def _size(array: Array) -> str:
