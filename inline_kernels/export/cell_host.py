@@ -239,11 +239,11 @@ class ModelNew(Model):
         for what, found, expected in _compared(self, tensors, numbers):
             if found != expected:
                 raise RuntimeError(f"ModelNew can't run: {what} is {found}, its kernels are for {expected}")
-        if "p" in numbers:  # of dropout
-            if not 0 <= numbers["p"] <= 1:
-                raise ValueError(f"dropout probability has to be between 0 and 1, but got {numbers['p']}")
-            numbers["p"] *= self.get_submodule(_ARGUMENTS["p"].rpartition(".")[0]).training
-            seed = torch.empty(int(numbers["p"] > 0), dtype=torch.int64, device=x.device).random_()
+        for p in _DROPOUT:
+            if not 0 <= numbers[p] <= 1:
+                raise ValueError(f"dropout probability has to be between 0 and 1, but got {numbers[p]}")
+            numbers[p] *= self.get_submodule(_ARGUMENTS[p].rpartition(".")[0]).training
+            seed = torch.empty(int(numbers[p] > 0), dtype=torch.int64, device=x.device).random_()
             numbers |= {"seed": seed, "number": 0}
         numbers["checked"] = "checked" in vars(self)
         with torch.cuda.device_of(x):
@@ -286,6 +286,7 @@ _STATE = {path: _state(module) for path, module in _MADE.named_modules() if path
 _WHOLE = {name for kinds in _LAUNCHERS.values() for name, kind in kinds.items() if kind == "int64_t"}
 _OWN = [path.rpartition(".") for name, path in _ARGUMENTS.items() if name not in _WHOLE]  # what may change
 _FREE = {path: {last for owner, _, last in _OWN if owner == path} for path in _MODULES}
+_DROPOUT = [name for name, path in _ARGUMENTS.items() if path == "p" or path[-2:] == ".p"]  # its probability
 _CONV = [each for each in _MADE.modules() if isinstance(each, nn.modules.conv._ConvNd)]
 _SETTINGS = _operator.attrgetter("stride", "padding", "dilation", "transposed", "output_padding", "groups")
 _CONVOLUTION = _CONV and _SETTINGS(_CONV[0])

@@ -44,7 +44,7 @@ def cell(
         without gradients they are empty. Functions backward… run in their order, but for those that have no more than another one has
         of what is wanted; they give dx and dweight, empty where nobody wants them, and a d<argument> or d_<argument> of each parameter, and
         may give more to those behind them. What takes `v` in x's place gets
-        the library's convolution, without bias, and gives `dv`. `seed` and `number` are what random numbers are drawn by, where `p` is not
+        the library's convolution, without bias, and gives `dv`. `seed` and `number` are what random numbers are drawn by, where dropout's p is not
         0. A number may be asked of an int64_t function of its name. Macros CAPABILITY and SHARED_LIMIT are the GPU's; TF32 says whether
         the library may convolve float32 in it.
     arguments: of each other parameter, the attribute of Model that it is. device: by default what torch sees.

@@ -69,8 +69,8 @@ def cell(
 
 
 def _fused(problem: Problem, device: str, dtype: torch.dtype) -> str:
-    """The file of a problem's composed source. Its launchers' parameters are the fields of the problem's Arguments."""
-    cls, fields = problem.ModelNew, sys.modules[problem.ModelNew.__module__].Arguments._fields
+    """The file of a problem's composed source."""
+    cls = problem.ModelNew
     with torch.random.fork_rng():
         model = cls(*problem.get_init_inputs())
     x = torch.empty(problem.input_shape, dtype=dtype, device="meta", requires_grad=True)
@@ -80,12 +80,24 @@ def _fused(problem: Problem, device: str, dtype: torch.dtype) -> str:
         )
     texts = [problem.kernels / f"{problem.name}{kind}.cu" for kind in ("_fused", "")]
     source = next(path for path in texts if path.is_file())
-    paths = dict(zip(fields[1:], cls.operands)) | dict(zip(fields[-len(cls.constants) :], cls.constants))
-    named = {p.name for launcher in parse_launchers(read(source)) for p in launcher.parameters}
+    arguments = _arguments_of(model, read(source))
     return composed.cell(
-        problem.Model, source, {name: path for name, path in paths.items() if name in named}, problem.init_inputs,
-        problem.input_shape, device=device, dtype=dtype, defines=model._fused_defines(x),
+        problem.Model, source, arguments, problem.init_inputs, problem.input_shape, device=device, dtype=dtype, defines=model._fused_defines(x),
     )  # fmt: skip
+
+
+def _arguments_of(model: torch.nn.Module, source: str) -> dict[str, str]:
+    """`arguments` of `composed.cell`: the launchers' parameters are called by the attributes that they are, with underscores in the place of dots;
+    `weight` is the convolution's."""
+    paths = {}
+    for path, module in model.named_modules():
+        inner = f"{path}." if path else ""
+        names = *vars(module), *module._parameters
+        paths |= {f"{inner}{name}".replace(".", "_"): f"{inner}{name}" for name in names if name[0] != "_"}
+        if isinstance(module, torch.nn.modules.conv._ConvNd):
+            paths["weight"] = f"{inner}weight"
+    named = {p.name for launcher in parse_launchers(source) for p in launcher.parameters}
+    return {name: path for name, path in paths.items() if name in named}
 
 
 # ----------------------------------------------------------------------------------------- the problem's part
