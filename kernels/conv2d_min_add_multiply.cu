@@ -61,13 +61,14 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float
 EXPORT int64_t largest_x_size(In<value_t> x) { return x.size(0); }
 
 EXPORT int64_t mask_size(In<output_t> y) {
-  return y.size(0) * y.size(2) * store::mask_row(y.size(3), CHANNELS_OUT);
+  return y.size(0) * y.size(2) * ((y.size(3) + 63) / 64) * CHANNELS_OUT * 4;
 }
 
 EXPORT void forward_saving(Out<output_t> y, Out<int32_t> largest_x, Out<int32_t> mask, In<value_t> x,
                            In<value_t> weight, In<float> conv_bias, In<float> bias, double constant_value,
                            double scaling_factor, cudaStream_t stream) {
   const Tail tail{conv_bias, bias, float(value_t(constant_value)), float(scaling_factor)};
+  expect_elements("mask", mask, y.size(0) * y.size(2) * store::mask_row(y.size(3), CHANNELS_OUT));
   conv::wide<Build>(x, weight, tail, store::GradMask{mask}, store::Rows<output_t>{y}, largest_x, stream);
 }
 
