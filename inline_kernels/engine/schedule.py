@@ -13,6 +13,7 @@ passes.py decides what is computed in which pass, source.py writes it down; here
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -305,7 +306,17 @@ class Plan:
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
 
-    @property
+    @functools.cached_property
+    def shape(self) -> list[int]:
+        """Eager's, of y."""
+        segment, sizes = self.segment, self.sizes
+        level = segment.outputs[0].space.level
+        positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
+        of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1}
+        of_axis |= {str(i): s for i, s in enumerate(positions)}
+        return [of_axis[axis] for axis in segment.axes]
+
+    @functools.cached_property
     def results(self) -> list[str]:
         """The names of what forward returns: y, what is saved, what else norms' statistics are."""
         names = ["y", *[a.name for a in self.composed.saved]]
@@ -515,30 +526,21 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
-    arrays = {"v": v, "y": v} if plan.in_place else {"v": v}
+    # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
+    arrays = {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}
     _run(plan, plan.launch, plan.table, arrays, arguments)
-    arrays["y"] = arrays["y"].view(_result_shape(plan))
+    if not plan.in_place:
+        arrays["y"] = arrays["y"].view(plan.shape)
     return [arrays[name] for name in plan.results]
 
 
 def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
-    y = arguments[0].new_empty(_result_shape(plan), dtype=plan.dtype)
+    y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
         some = _of_samples(plan, arguments, first, last)
         v = convolve(plan.segment, some[0], arguments[len(plan.segment.inputs)])
         _run(piece, piece.launch, piece.table, {"v": v, "y": y[first:last]}, some)
     return y
-
-
-def _result_shape(plan: Plan) -> list[int]:
-    """Eager's."""
-    segment, sizes = plan.segment, plan.sizes
-    level = segment.outputs[0].space.level
-    positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
-    of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1} | {
-        str(i): s for i, s in enumerate(positions)
-    }
-    return [of_axis[axis] for axis in segment.axes]
 
 
 def backward(
