@@ -25,11 +25,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.cpp_extension import CUDA_HOME
 
-import inline_kernels.problems.conv3d_groupnorm_min_clamp_dropout as dropout
 import inline_loader
 import numerics
 from inline_kernels.bench import checks, honesty
-from inline_kernels.engine import choice, library, operators, tiling
+from inline_kernels.engine import choice, library, tiling
 from inline_kernels.loader import launch as loader_launch
 from inline_kernels.loader import source as loader_source
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
@@ -200,9 +199,15 @@ def library_of(
 
 
 def build(
-    name: str, architecture: int, defines: dict, replaced: tuple, folder: Path, launchers: tuple = ()
+    name: str,
+    architecture: int,
+    defines: dict,
+    replaced: tuple,
+    folder: Path,
+    launchers: tuple = (),
+    source: str | None = None,
 ) -> Emulated:
-    source = (inline_loader.KERNELS / f"{name}.cu").read_text()
+    source = source or (inline_loader.KERNELS / f"{name}.cu").read_text()
     if launchers:
         others = {launcher.name for launcher in loader_source.parse_launchers(source)}.difference(launchers)
         source = loader_source.without(source, others)
@@ -267,17 +272,18 @@ def gpu(remembers_nothing, guarded, monkeypatch, folder):
     def become(*, architecture=800, multiprocessors=4, shared=None, cache=1 << 16, replaced=()):
         shared = shared or (227 if architecture >= 900 else 163) << 10
 
-        def load(name, *, device, defines, folder=None, launchers=None):
-            assert folder is None and device == "cuda"
-            kernels = build(name, architecture, defines, replaced, builds, launchers)
+        def load(name, *, device, defines, source=None, folder=None, launchers=None):
+            assert folder in (None, inline_loader.KERNELS) and device == "cuda"
+            kernels = build(name, architecture, defines, replaced, builds, launchers, source)
             kernels.library.emulation_device(multiprocessors, shared)
             return kernels
 
         device = tiling.Device((architecture // 100, 0), shared, multiprocessors, cache)
         monkeypatch.setattr(inline_loader, "load", load)
+        monkeypatch.setattr(inline_loader, "load_all", lambda requests: [load(**each) for each in requests])
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
         monkeypatch.setattr(tiling, "device_properties", lambda index: device)
-        monkeypatch.setattr(choice, "RULES", {})  # of sizes that are too large here
+        monkeypatch.setattr(choice, "instead", lambda *given: None)  # sizes are too large here
         generator = Generator()
         generator.manual_seed(torch.initial_seed())
         monkeypatch.setattr(torch.cuda, "manual_seed_all", generator.manual_seed)  # as torch.manual_seed does
