@@ -339,17 +339,22 @@ def requests(
     return [_build(segment, arguments, saving, dtype, exact_order)]
 
 
-def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
-    """Raises Unsupported with the reason where the schedule can't do it."""
+def plan(
+    segment,
+    arguments: Sequence,
+    saving: bool,
+    dtype: torch.dtype,
+    exact_order: bool = False,
+    edited: str | None = None,
+) -> Plan:
+    """edited: in place of its own text. Raises Unsupported with the reason where the schedule can't do it."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if x.dtype not in _CTYPES or dtype not in _CTYPES:
         raise Unsupported(f"there are kernels for {', '.join(_CTYPES.values())}")
     sizes = sizes_of(segment, x, weight)
     request = _build(segment, arguments, saving, dtype, exact_order)
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
-    kernels = inline_loader.load(
-        request["name"], source=request["source"], device=request["device"], defines=request["defines"]
-    )
+    kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     keeps_v = any(array.name == "v" for array in composed.saved)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
     found.in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
@@ -363,11 +368,13 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     if composed.backward and composed.backward.roots:
         found.backward_table = _table(found, *back, arguments)
         found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
-    found.pieces = _pieces(found, arguments, exact_order)
+    found.pieces = _pieces(found, arguments, exact_order, edited)
     return found
 
 
-def _pieces(plan: Plan, arguments: Sequence, exact_order: bool) -> Sequence[tuple[int, int, Plan]]:
+def _pieces(
+    plan: Plan, arguments: Sequence, exact_order: bool, edited: str | None
+) -> Sequence[tuple[int, int, Plan]]:
     """On a CPU a few samples are convolved at a time, as many as stay in its caches until their result is there; where nothing is kept
     and no sample's result hangs on another's."""
     segment, x, N = plan.segment, arguments[0], plan.sizes.N
@@ -385,7 +392,7 @@ def _pieces(plan: Plan, arguments: Sequence, exact_order: bool) -> Sequence[tupl
         last = min(first + samples, N)
         if last - first not in plans:
             some = _of_samples(plan, arguments, first, last)
-            plans[last - first] = globals()["plan"](segment, some, False, plan.dtype, exact_order)
+            plans[last - first] = globals()["plan"](segment, some, False, plan.dtype, exact_order, edited)
             plans[last - first].in_place = False
         found.append((first, last, plans[last - first]))
     return found
