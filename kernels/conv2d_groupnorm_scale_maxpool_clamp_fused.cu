@@ -71,37 +71,43 @@ static_assert(Input::InputLayout::kBytes == INPUT_SHARED, "what was planned with
 #endif
 
 // kept: what backward needs (pool::Kept); forward leaves it alone.
-EXPORT int64_t kept_size(In<output_t> y, int64_t groups) {
-  return pool::Kept::size(y.numel(), y.size(0), CHANNELS_OUT, groups);
+EXPORT int64_t kept_size(In<output_t> y, int64_t group_norm_num_groups) {
+  return pool::Kept::size(y.numel(), y.size(0), CHANNELS_OUT, group_norm_num_groups);
 }
 EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight, In<float> conv_bias,
-                    In<float> norm_weight, In<float> norm_bias, In<float> scale, double low, double high, double eps,
-                    int64_t groups, cudaStream_t stream) {
-  norms::select<Tile, Pool, false>(y, nullptr, x, weight, {conv_bias, norm_weight, norm_bias},
-                                   Tail{scale, float(low), float(high)}, eps, groups, stream);
+                    In<float> group_norm_weight, In<float> group_norm_bias, In<float> scale, double clamp_min,
+                    double clamp_max, double group_norm_eps, int64_t group_norm_num_groups,
+                    cudaStream_t stream) {
+  norms::select<Tile, Pool, false>(y, nullptr, x, weight, {conv_bias, group_norm_weight, group_norm_bias},
+                                   Tail{scale, float(clamp_min), float(clamp_max)}, group_norm_eps,
+                                   group_norm_num_groups, stream);
 }
 EXPORT void forward_saving(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight,
-                           In<float> conv_bias, In<float> norm_weight, In<float> norm_bias, In<float> scale,
-                           double low, double high, double eps, int64_t groups, cudaStream_t stream) {
-  expect_elements("kept", kept, pool::Kept::size(y.numel(), y.size(0), CHANNELS_OUT, groups));
-  norms::select<Tile, Pool, true>(y, kept, x, weight, {conv_bias, norm_weight, norm_bias},
-                                  Tail{scale, float(low), float(high)}, eps, groups, stream);
+                           In<float> conv_bias, In<float> group_norm_weight, In<float> group_norm_bias,
+                           In<float> scale, double clamp_min, double clamp_max, double group_norm_eps,
+                           int64_t group_norm_num_groups, cudaStream_t stream) {
+  expect_elements("kept", kept, pool::Kept::size(y.numel(), y.size(0), CHANNELS_OUT, group_norm_num_groups));
+  norms::select<Tile, Pool, true>(y, kept, x, weight, {conv_bias, group_norm_weight, group_norm_bias},
+                                  Tail{scale, float(clamp_min), float(clamp_max)}, group_norm_eps,
+                                  group_norm_num_groups, stream);
 }
 
 // The gradients of weight, where it has elements, and of the parameters, d_scale of CHANNELS_OUT elements or
 // 1; and x's, too.
-EXPORT void backward(Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_norm_weight,
-                     Out<float> d_norm_bias, Out<float> d_scale, In<output_t> dy, In<value_t> x,
-                     In<value_t> weight, In<float> kept, In<float> norm_weight, In<float> scale, double low,
-                     double high, int64_t groups, cudaStream_t stream) {
-  grad::selected::backward<Sums>({{}, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, d_scale}, dy, x, weight,
-                                 kept, norm_weight, Tail{scale, float(low), float(high)}, groups, stream);
+EXPORT void backward(Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d_group_norm_weight,
+                     Out<float> d_group_norm_bias, Out<float> d_scale, In<output_t> dy, In<value_t> x,
+                     In<value_t> weight, In<float> kept, In<float> group_norm_weight, In<float> scale,
+                     double clamp_min, double clamp_max, int64_t group_norm_num_groups, cudaStream_t stream) {
+  grad::selected::backward<Sums>({{}, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias, d_scale},
+                                 dy, x, weight, kept, group_norm_weight, Tail{scale, float(clamp_min),
+                                 float(clamp_max)}, group_norm_num_groups, stream);
 }
 EXPORT void backward_input(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias,
-                           Out<float> d_norm_weight, Out<float> d_norm_bias, Out<float> d_scale,
+                           Out<float> d_group_norm_weight, Out<float> d_group_norm_bias, Out<float> d_scale,
                            In<output_t> dy, In<value_t> x, In<value_t> weight, In<float> kept,
-                           In<float> norm_weight, In<float> scale, double low, double high, int64_t groups,
-                           cudaStream_t stream) {
-  grad::selected::backward<Input>({dx, d_weight, d_conv_bias, d_norm_weight, d_norm_bias, d_scale}, dy, x, weight,
-                                  kept, norm_weight, Tail{scale, float(low), float(high)}, groups, stream);
+                           In<float> group_norm_weight, In<float> scale, double clamp_min, double clamp_max,
+                           int64_t group_norm_num_groups, cudaStream_t stream) {
+  grad::selected::backward<Input>({dx, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias,
+                                  d_scale}, dy, x, weight, kept, group_norm_weight, Tail{scale,
+                                  float(clamp_min), float(clamp_max)}, group_norm_num_groups, stream);
 }
