@@ -286,7 +286,8 @@ def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradi
 
 class Mainloop(NamedTuple):
     """What a composed source's kernels are made around. `obstacle(x, weight, saving, source)`: why they can't run, or None; saving: does
-    backward follow? `defines(x, weight, phase, source)`: macros of a build of forward, forward_saving or backward. Of the source its
+    backward follow? `defines(x, weight, phase, source)`: macros of a build of forward,
+    forward_saving or backward, or of all (cell). Of the source its
     `macros` count, and `shared`, the bytes of shared memory that its kernels have for their own arrays, at most."""
 
     obstacle: Callable[..., str | None]
@@ -296,12 +297,15 @@ class Mainloop(NamedTuple):
 def _wide_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
     from . import library  # which asks here
 
-    gradients = phase == "backward"
+    gradients = phase in ("backward", "cell")  # which suits forward, too
     # A single float16 is as exact as TF32, which is what eager then runs.
     tf32 = library.surely_runs_tf32 if gradients else library.eager_runs_tf32
     split = x.dtype == torch.float32 and not tf32(x, weight)
     unknown = type(x) is not Tensor or x.is_meta or gradients
-    return wide_defines(x, weight, split, aligned=unknown or x.data_ptr() % 4 == 0, gradients=gradients)
+    found = wide_defines(x, weight, split, aligned=unknown or x.data_ptr() % 4 == 0, gradients=gradients)
+    if phase == "cell" and x.dtype == torch.float32:
+        found["SPLIT"] = "!TF32" if library.suits_tf32(weight) else 1
+    return found
 
 
 def _pool(source) -> tuple[int, int]:
@@ -317,6 +321,8 @@ def _strips_obstacle_of(x: Tensor, weight: Tensor, saving: bool, source) -> str 
 
 
 def _strips_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
+    if phase == "cell":
+        return _strips_defines_of(x, weight, "forward_saving", source) | _strips_defines_of(x, weight, "backward", source)
     if phase == "backward":
         return strips_backward_defines(x, weight, _pool(source))
     return strips_defines(x, weight, _pool(source), phase == "forward_saving")

@@ -34,8 +34,9 @@ from torch import nn
 
 import models
 from inline_kernels.bench import files
-from inline_kernels.engine import library, schedule
-from inline_kernels.engine.capture import Segment
+from inline_kernels.engine import library, schedule, tiling
+from inline_kernels.engine.capture import Segment, capture
+from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.engine.source import compose, identifier
 from inline_kernels.export.used import used
@@ -218,16 +219,19 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
 
 
 def composed(problem, x: torch.Tensor) -> Kernels:
-    """A problem's composed source. Raises ValueError for sizes that it isn't for."""
+    """The composed source of a problem's formula. Raises ValueError where there is none, or for sizes that it isn't for."""
     with torch.random.fork_rng():
-        model = problem.ModelNew(*problem.get_init_inputs())
-    given = torch.empty_like(x, requires_grad=True)
-    if obstacle := model._fused_obstacle(given, x.dtype) or model._training_obstacle(given):
+        model = problem.Model(*problem.get_init_inputs())
+    (segment,) = capture(model, model.training, x.dim()).segments
+    written, weight, conv = written_for(segment), model.get_parameter(segment.parameters[0]), model.conv
+    if written is None:
+        raise ValueError("there are no fused kernels for its formula")
+    mainloop = tiling.MAINLOOPS[written.mainloop]
+    if obstacle := mainloop.obstacle(x, weight, True, written):
         raise ValueError(f"expected sizes that its fused kernels run, got others: {obstacle}")
-    path = next(p for p in (problem.kernels / f"{problem.name}{kind}.cu" for kind in ("_fused", "")) if p.is_file())
-    conv = model.conv
     settings = conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups
-    return Kernels(read(path), "conv.weight", settings, path.parent, model._fused_defines(given))
+    defines = mainloop.defines(x, weight, "cell", written) | written.macros
+    return Kernels(read(written.path("cuda")), "conv.weight", settings, written.folder, defines)
 
 
 def _text_of(problem) -> str:
