@@ -9,7 +9,7 @@ longer than eager does. Other GPUs than the record's are taken to be like it. Wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 Rule = str | Sequence  # "fused", "epilogue" or "eager"; [property, most, rule, rule]
 
@@ -25,6 +25,7 @@ PROPERTIES: dict[str, Callable[[Sequence[int], Sequence[int], int], int]] = {
     "products": lambda image, filters, itemsize: _positions(image, filters) * math.prod(filters),
 }
 
+_CALLED = {"epilogue": "the library's convolution with a pass of ours behind it", "eager": "eager"}
 RECORD = "benchmarks/results/grid/2026-11-24-h200.json"
 
 
@@ -44,11 +45,9 @@ def fastest(rule: Rule, image: Sequence[int], filters: Sequence[int], itemsize: 
     return rule, ", ".join([f"{side} {most} {name}" for (name, side), most in bounds.items()])
 
 
-def instead(faster: Mapping[str, Rule], x, weight, saving: bool) -> tuple[str, str] | None:
-    """The variant that is faster than the fused one by the rules of a source, and the reason; or None."""
-    variant, sizes = fastest(
-        faster.get("train" if saving else "forward", "fused"), x.shape, weight.shape, x.element_size()
-    )
+def instead(rule: Rule, x, weight) -> tuple[str, str] | None:
+    """The variant that is faster than the fused one by `rule`, and the reason; or None."""
+    variant, sizes = fastest(rule, x.shape, weight.shape, x.element_size())
     if variant == "fused":
         return None
-    return variant, f"{variant} was faster with {sizes or 'any sizes'} ({RECORD})"
+    return variant, f"{_CALLED[variant]} was faster with {sizes or 'any sizes'} ({RECORD})"

@@ -104,14 +104,12 @@ def formula(segment) -> tuple[str, list[str], list[Hole]] | None:
 
 
 class Written(NamedTuple):
-    """A source for a segment. `tensors`: its names of the segment's tensors, in their order; `numbers` by name; `macros`; `phase`-wise rules in
-    `faster` (choice.py)."""
+    """A source for a segment. `tensors`: its names of the segment's tensors, in their order; `numbers` by name; `macros`."""
 
     name: str
     folder: Path
     mainloop: str
     shared: int  # bytes of shared memory that kernels take beside the mainloop's, at most
-    faster: Mapping[str, object]
     tensors: list[str]
     numbers: dict[str, Hole]
     macros: dict[str, int]
@@ -162,15 +160,15 @@ def _written_for(segment) -> Written | None:
                 if numbers.setdefault(key, value) != value:
                     return None  # the source takes the two for one
             macros = {key: value.value for key, value in numbers.items() if key.isupper()}
-            faster = {key: _rule(rule, key) for key, rule in row.get("faster", {}).items()}
-            own = row.get("mainloop", ""), row.get("shared", 0), faster
+            own = row.get("mainloop", ""), row.get("shared", 0)
             return Written(name, row["folder"], *own, names[: len(tensors)], numbers, macros)
     return None
 
 
-def _rule(rule, phase: str):
-    """A rule, or another row's by its name."""
-    return known()[rule]["faster"][phase] if isinstance(rule, str) and rule in known() else rule
+def rule(name: str, phase: str):
+    """What "auto" runs where the source, or mainloop, of that name could: a rule (choice.py). phase: "forward" or "train"."""
+    found = known()[name].get("faster", {}).get(phase, "fused")
+    return rule(found, phase) if isinstance(found, str) and found in known() else found
 
 
 def _given(numbers: Mapping[str, float]) -> list[tuple[str, Hole]]:

@@ -224,9 +224,7 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    faster, why = choice.fastest(
-        composed.known()["wide"]["faster"]["forward"], x.shape, weight.shape, x.element_size()
-    )
+    faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 

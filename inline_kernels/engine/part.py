@@ -262,23 +262,28 @@ class Part:
         """The first schedule that can run them, of those that may; else eager, with the reasons of all."""
         asked = [each for each in self.by_schedule.items() if self.asked.allows(each[0])]
         refused: list[str] = []
+        faster = self._faster(arguments, saving)
+        if faster and faster[0] == "eager":
+            return Decision(self.name, *faster)
         for name, shared in asked:
+            if faster and name == "fused":
+                refused.append(faster[1])
+                continue
             decision = shared.decide(self.name, arguments, like, saving)
-            faster = self._faster(name, arguments, saving) if decision.runs != "eager" else None
-            if faster and faster[0] == "eager":
-                return Decision(self.name, *faster)
-            if decision.runs != "eager" and not faster:
+            if decision.runs != "eager":
                 instead = refused[:1] if "fused" in self.by_schedule else []
                 return decision._replace(reason="; ".join([*instead, decision.reason]))
-            refused.append(faster[1] if faster else decision.reason)
+            refused.append(decision.reason)
         return Decision(self.name, "eager", "; ".join(refused) or NO_SOURCE)
 
-    def _faster(self, name: str, arguments: tuple, saving: bool) -> tuple[str, str] | None:
-        """The variant that a record says is faster at such sizes than that schedule, and the reason; or None."""
+    def _faster(self, arguments: tuple, saving: bool) -> tuple[str, str] | None:
+        """The variant that a record says is faster at such sizes than fused kernels, and the reason; or None."""
         x, weight = arguments[0], arguments[self.inputs]
-        if name != "fused" or self.asked.schedules or library.device_type(weight) != "cuda":
+        written = None if self.asked.schedules else composed.written_for(self.segment)
+        if written is None or library.device_type(weight) != "cuda":
             return None
-        return choice.instead(composed.written_for(self.segment).faster, x, weight, saving)
+        rule = composed.rule(written.name, "train" if saving else "forward")
+        return choice.instead(rule, x, weight)
 
     def _misfit(self, tensors: tuple, device: str) -> str | None:
         """Why the inputs aren't what the segment was captured for; or None."""

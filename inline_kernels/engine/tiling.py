@@ -322,7 +322,9 @@ def _strips_obstacle_of(x: Tensor, weight: Tensor, saving: bool, source) -> str 
 
 def _strips_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
     if phase == "cell":
-        return _strips_defines_of(x, weight, "forward_saving", source) | _strips_defines_of(x, weight, "backward", source)
+        return _strips_defines_of(x, weight, "forward_saving", source) | _strips_defines_of(
+            x, weight, "backward", source
+        )
     if phase == "backward":
         return strips_backward_defines(x, weight, _pool(source))
     return strips_defines(x, weight, _pool(source), phase == "forward_saving")

@@ -34,7 +34,10 @@ def used(headers: str, source: str) -> str:
             unit.stays = True
             words |= unit.words
     text = "\n".join(line for unit in units if unit.stays for line in unit.lines)
-    empty = re.compile(r"^(?:namespace [\w:]*\s?\{\n\s*\}.*|#if.*\n(?:#el.*\n)*\s*#endif.*|// -+ \S+\n(?=\s*(?:// -+ \S+$|\Z)))\n", flags=re.M)
+    empty = re.compile(
+        r"^(?:namespace [\w:]*\s?\{\n\s*\}.*|#if.*\n(?:#el.*\n)*\s*#endif.*|// -+ \S+\n(?=\s*(?:// -+ \S+$|\Z)))\n",
+        flags=re.M,
+    )
     while empty.search(text):
         text = empty.sub("", text)
     return re.sub(r"\n{3,}", "\n\n", text)
