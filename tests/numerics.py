@@ -299,7 +299,7 @@ def twin_of(
     twin = problem.ModelNew.from_eager(model)
     twin.variant = variant
     try:
-        x is None or twin.plan(x)
+        assert x is None or variant == "auto" or twin.plan(x).variant == variant, twin.plan(x)
     except RuntimeError as error:
         if variant == "epilogue":
             raise

@@ -253,7 +253,7 @@ def guarded(monkeypatch):
     behind, new_empty = [], torch.Tensor.new_empty
 
     def guarded_empty(self, *size, dtype=None):
-        if type(self) not in (torch.Tensor, torch.nn.Parameter):  # fake ones
+        if type(self) not in (torch.Tensor, torch.nn.Parameter) or self.is_meta:  # fake ones
             return new_empty(self, *size, dtype=dtype)
         found = new_empty(self, *size, dtype=dtype)
         memory = torch.full((found.nbytes + 64,), 255, dtype=torch.uint8)

@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inline_kernels.loader.operators import PLAIN
+
 
 class Device(NamedTuple):
     capability: tuple[int, int]
@@ -301,7 +303,7 @@ def _wide_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str,
     # A single float16 is as exact as TF32, which is what eager then runs.
     tf32 = library.surely_runs_tf32 if gradients else library.eager_runs_tf32
     split = x.dtype == torch.float32 and not tf32(x, weight)
-    unknown = type(x) is not Tensor or x.is_meta or gradients
+    unknown = type(x) not in PLAIN or x.is_meta or gradients
     found = wide_defines(x, weight, split, aligned=unknown or x.data_ptr() % 4 == 0, gradients=gradients)
     if phase == "cell" and x.dtype == torch.float32:
         found["SPLIT"] = "!TF32" if library.suits_tf32(weight) else 1
