@@ -105,8 +105,7 @@ def test_splits_and_slices(multiprocessors, gpu):
     assert_near(numerics.results(numerics.twin_of(model, "fused"), x, dy), gradients(model, x, dy), 3e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("dtype, architecture", [(torch.float16, 800), (torch.bfloat16, 900)], ids=str)
 def test_rule_in_16_bits(dtype, architecture, gpu):
     model, x = small(MIN_ADD, dtype=dtype)
     gpu(architecture=architecture)
@@ -248,18 +247,27 @@ def test_ties_pass_half(split, gpu, request):
 # ------------------------------------------------------------------------------------------------------ random sizes, other tails
 
 
+# Channels in and out, kernel size, is it split?, architecture: each is compiled for.
+BUILDS = [
+    (1, 66, (2, 5), True, 800),
+    (70, 20, (1, 2), False, 900),
+    (17, 130, (4, 1), True, 900),
+    (5, 3, (3, 4), False, 800),
+]
+
+
 def test_random_sizes_and_devices(gpu, monkeypatch):
     """Forward and all gradients, by either mainloop, split or not, against float64."""
 
-    @settings(max_examples=8, deadline=None)  # each size is compiled for
+    @settings(max_examples=12, deadline=None)
     @given(st.data())
     def run(data):
         size, draw = (
             lambda low, high: data.draw(st.integers(low, high)),
             lambda *v: data.draw(st.sampled_from(v)),
         )  # noqa: E731
-        inputs, outputs, kernel = draw(1, 5, 17, 70), draw(3, 20, 66, 130), (size(1, 4), size(1, 5))
-        split, device = draw(True, False), dict(architecture=draw(800, 900), multiprocessors=size(1, 12))
+        inputs, outputs, kernel, split, architecture = draw(*BUILDS)
+        device = dict(architecture=architecture, multiprocessors=size(1, 12))
         monkeypatch.setattr(library, "eager_runs_tf32", lambda x, weight: not split)
         monkeypatch.setattr(library, "surely_runs_tf32", lambda x, weight: not split)
         shape = size(1, 3), inputs, kernel[0] - 1 + size(1, 6), kernel[1] - 1 + draw(1, 7, 64, 65, 130)

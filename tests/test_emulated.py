@@ -472,26 +472,36 @@ def test_other_sizes_and_shares_of_blocks(name, shape, dtype, multiprocessors, e
     assert_rule(name, model, x, emulated(name, model, x, architecture=900, multiprocessors=multiprocessors))
 
 
+# Channels in and out, kernel size, dtype, architecture: each is compiled for, and all problems have these kernels.
+BUILDS = {
+    INSTANCE_NORM: [
+        (1, 32, (1, 2, 4), torch.bfloat16, 800),
+        (4, 16, (5, 1, 2), torch.float32, 900),
+        (2, 16, (3, 3, 3), torch.float32, 800),
+    ],
+    DROPOUT: [
+        (1, 16, (5, 1, 2), torch.float32, 800),
+        (4, 32, (1, 2, 4), torch.float32, 900),
+        (3, 16, (3, 3, 3), torch.bfloat16, 900),
+    ],
+}
+
+
 @every_convolution_in_3d
 def test_random_sizes_and_devices(name, emulated):
-    @settings(max_examples=10)  # each size may have to be compiled for
+    @settings(max_examples=12)
     @given(st.data())
     def run(data):
         size, one_of = (
             lambda low, high: data.draw(st.integers(low, high)),
             lambda *values: data.draw(st.sampled_from(values)),
         )
-        inputs, outputs, kernel, dtype = (
-            size(1, 4),
-            16 * size(1, 2),
-            one_of((3, 3, 3), (1, 2, 4), (5, 1, 2)),
-            one_of(torch.float32, torch.bfloat16),
-        )
+        inputs, outputs, kernel, dtype, architecture = one_of(*BUILDS[name])
         shape = size(1, 3), inputs, *(extent - 1 + size(4, 16) for extent in kernel)
         tail = {INSTANCE_NORM: ((outputs, 1, 1, 1), -1.0, 1.0), DROPOUT: (4, 0.0, 1.0, 0.2)}[name]
         model = numerics.build(name, (inputs, outputs, kernel, *tail), dtype=dtype)
         device = dict(
-            architecture=one_of(800, 900), multiprocessors=size(1, 12), cache=one_of(0, 1 << 14, 1 << 20)
+            architecture=architecture, multiprocessors=size(1, 12), cache=one_of(0, 1 << 14, 1 << 20)
         )
         x = numerics.random_input(shape, dtype=dtype)
         assert_rule(name, model, x, emulated(name, model, x, **device))
@@ -597,13 +607,13 @@ def test_instance_norm_keeps_values_that_are_hardly_any(magnitude, emulated):
 @pytest.mark.parametrize("multiprocessors", [1, 12])
 @pytest.mark.parametrize("magnitude", [2.0**63, 2.0**70, 2.0**110])
 def test_instance_norm_of_values_whose_squares_overflow(magnitude, multiprocessors, variant, gpu):
-    """They count where the multiplier is small; gradients, too, until they leave float32 in eager itself."""
+    """They count where the multiplier is small; gradients, too, while float32 has any digits of dv: 2^-140 of dy at 2^70."""
     model, x = small(INSTANCE_NORM, variant)
     with torch.no_grad():
         model.multiplier /= magnitude
     gpu(architecture=900, multiprocessors=multiprocessors)
     twin = numerics.twin_of(model, variant)
-    for phase in ("forward", "train_dx") if magnitude < 2.0**64 else ("forward",):
+    for phase in ("forward", "train_dx") if magnitude <= 2.0**70 else ("forward",):
         numerics.assert_within_limits(
             lambda x, phase=phase: checks.errors_of("", twin, model, x, phase), x * magnitude
         )

@@ -266,7 +266,11 @@ class Call:
         }
         given = [each.split()[-1] for each in found[1].split(",")]
         values = {each: Sized(of[each]) if each in of else self.number(each) for each in given}
-        return eval(" ".join(found[2].split()).replace("/", "//"), {"__builtins__": {}}, values | self.defines("forward"))
+        return eval(
+            " ".join(found[2].split()).replace("/", "//"),
+            {"__builtins__": {}},
+            values | self.defines("forward"),
+        )
 
     def sizes(self, launcher: Launcher) -> dict[str, tuple[int, torch.dtype]]:
         """What it writes beside y and gradients."""

@@ -67,8 +67,8 @@ def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_orde
 
 
 class SegmentPlan(NamedTuple):
-    """What runs for a segment, named by its convolution: "direct" (one kernel, the convolution inside), "load" (the library's
-    convolution, then kernels), or "eager"; and why, or how."""
+    """What runs for a segment, named by its convolution: "direct" (one kernel, the convolution inside), "sinks" (the convolution inside
+    kernels that reduce), "load" (the library's convolution, then kernels), or "eager"; and why, or how."""
 
     segment: str
     runs: str

@@ -28,7 +28,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import Drawn, check_memory
 
-from . import composed, direct, schedule
+from . import composed, direct, schedule, sinks
 from .support import DTYPES
 from .tracing import Named
 
@@ -49,8 +49,8 @@ class Decision(NamedTuple):
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
-# schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: it never can where backward follows.
-SCHEDULES: dict[str, object] = {"fused": composed, "direct": direct, "load": schedule}
+# schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
+SCHEDULES: dict[str, object] = {"fused": composed, "direct": direct, "sinks": sinks, "load": schedule}
 
 
 class First:
@@ -278,6 +278,9 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
 
     def element_size(self) -> int:
         return self.tensor.element_size()
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return self.tensor.is_contiguous(memory_format=memory_format)
 
 
 class Layout:

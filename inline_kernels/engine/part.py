@@ -266,7 +266,7 @@ class Part:
         if faster and faster[0] == "eager":
             return Decision(self.name, *faster)
         for name, shared in asked:
-            if faster and name == "fused":
+            if faster and name != "load":
                 refused.append(faster[1])
                 continue
             decision = shared.decide(self.name, arguments, like, saving)
@@ -274,7 +274,7 @@ class Part:
                 instead = refused[:1] if "fused" in self.by_schedule else []
                 return decision._replace(reason="; ".join([*instead, decision.reason]))
             refused.append(decision.reason)
-        return Decision(self.name, "eager", "; ".join(refused) or NO_SOURCE)
+        return Decision(self.name, "eager", "; ".join(dict.fromkeys(refused)) or NO_SOURCE)
 
     def _faster(self, arguments: tuple, saving: bool) -> tuple[str, str] | None:
         """The variant that a record says is faster at such sizes than fused kernels, and the reason; or None."""

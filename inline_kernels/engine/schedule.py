@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,10 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import source
+from . import precision, source
 from .algebra import reordered
 from .graph import ELEMENTS, Facts, Node, Space, order
-from .passes import Array, Planes, Program, Root, Unsupported, kind_of
+from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
 
@@ -96,7 +96,7 @@ def _compose(segment, kind: Kind) -> Composed:
         statistics.append(names)
         roots += [Root(name, node, node.space, "real") for name, node in zip(names, statistics_of[2 * i :])]
     if kind.saving:
-        back, saved, gradients = _backward_program(graph, y, z, kind.few_channels)
+        back, saved, gradients = _backward_program(graph, y, z, kind.few_channels, kind.device)
         known = {root.node for root in roots}
         for array, node in saved:
             if node is not z:  # what leaves already is written once more
@@ -107,16 +107,20 @@ def _compose(segment, kind: Kind) -> Composed:
                 )
                 roots.append(Root(array.name, own, array.space, array.kind))
         saved = [array for array, _ in saved]
-    ahead = Program(graph, roots, {}, kind.few_channels)
+    ahead = Program(graph, roots, {}, kind.few_channels, joins=kind.device == "cuda")
+    if turns := kind.device == "cuda" and graph.dimensions == 2:
+        ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
+        if back:
+            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
     names, back_names = _names(segment, ahead), back and _names(segment, back)
     programs = {"forward": ahead} | ({"backward": back} if back else {})
     text = source.compose(
-        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns
     )
     return Composed(text, ahead, names, back, back_names, saved, gradients, statistics)
 
 
-def _backward_program(graph, y: Node, z: Node, few_channels: bool):
+def _backward_program(graph, y: Node, z: Node, few_channels: bool, device: str):
     dy = graph.leaf("dy", y.space, "dy")
     leaves = [z, *[n for n in order([y]) if n.op == "leaf" and n.attr[1] in ("parameter", "input")]]
     found = graph.adjoints(y, dy, leaves)
@@ -131,14 +135,92 @@ def _backward_program(graph, y: Node, z: Node, few_channels: bool):
             kind = "value"
         gradients[leaf] = roots.setdefault((node, leaf.space, kind), Root(name, node, leaf.space, kind))
     kept = _kept(graph, [root.node for root in roots.values()], z)
+    if z in kept and device == "cuda":
+        own = _OwnChannel(graph)
+        roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
+        kept = _kept(graph, [root.node for root in roots.values()], z)
     given = {node: _saved_array(node, z, few_channels) for node in kept}
+    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and device == "cuda" else None
+    if gate:
+        given[gate[1]] = Array("kept_alive", "double", gate[1].space)
     past = _Past(graph, y, given)
     found = [root._replace(node=past.seen(root.node)) for root in roots.values()]
     of_nodes = {node: array for node, array in given.items() if node is not z}
     copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
     of_nodes |= {then: copies[now] for now, then in past.copies.items()}
     program = Program(graph, found, of_nodes, few_channels)
+    program.gate = gate and (past.seen(gate[0]), given[gate[1]])
     return program, [(array, node) for node, array in (given | copies).items()], gradients
+
+
+def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
+    """What a gradient has to pass before positions are summed, if it is zero where masks of forward's say so; and a plane's number of
+    positions where they don't, or v isn't finite: where that is zero, sums are zero, and nothing has to be read for them."""
+    if not any(
+        of_positions(node) and node.space.n and node.space.c
+        for node in order([r for r in roots if r.space == ELEMENTS])
+    ):
+        return None
+
+    def passes(node: Node) -> Node:
+        """1 where it may be another number than zero."""
+        if node.op == "where" and _is_of_forward(node.args[0]):
+            return node.args[0].where(passes(node.args[1]), passes(node.args[2]))
+        if node.op == "mul" and any(a.is_const() for a in node.args):
+            return passes(node.args[node.args[0].is_const()])
+        return passes(node.args[0]) if node.op == "neg" else graph.const(0.0 if node.is_const(0.0) else 1.0)
+
+    for node in reversed(order(roots)):
+        if node.op == "where" and node.space == ELEMENTS and not (found := passes(node)).is_const():
+            if not _reaches_dy(roots, node):
+                finite = (z - z).eq(0.0)
+                return node, graph.total("s", finite.where(found, 1.0))
+    return None
+
+
+def _is_of_forward(mask: Node) -> bool:
+    """Is it computed at an element alone, from what forward knows?"""
+    nodes = [node for node in order([mask]) if node.space.level]
+    return all(n.is_scalar_op or n.op == "detach" or (n.op == "leaf" and n.attr[1] == "z") for n in nodes)
+
+
+def _reaches_dy(roots: Sequence[Node], without: Node) -> bool:
+    seen, stack = {without}, [*roots]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.args
+    return any(node.op == "leaf" and node.attr[1] == "dy" for node in seen)
+
+
+class _OwnChannel:
+    """Where a gradient goes to picked channels, its values are computed at each channel, of that channel's own, instead of at the picked place of what
+    was taken there and would have to be kept beside v."""
+
+    def __init__(self, graph):
+        self.graph = graph
+        self._known: dict[tuple[Node, Node | None], Node] = {}
+
+    def seen(self, node: Node, index: Node | None = None) -> Node:
+        """index: what is taken by it is the own channel's."""
+        if node.op == "take" and node.args[1] is index:
+            return node.args[0]
+        key = node, index
+        if key not in self._known:
+            self._known[key] = self._made(node, index)
+        return self._known[key]
+
+    def _made(self, node: Node, index: Node | None) -> Node:
+        if node.op == "put" and node.args[1].attr[0] == "c":
+            values, picked = node.args
+            return self.graph.picked(picked).where(self.seen(values, picked), 0.0)
+        args = [self.seen(a, index) for a in node.args]
+        if all(a is b for a, b in zip(args, node.args)):
+            return node
+        if node.is_scalar_op:
+            return self.graph.scalar(node.op, *args)
+        return node if index else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
 
 
 class _Past:
@@ -298,10 +380,14 @@ class Plan:
     device: str
     in_place: bool = False
     statistics: Sequence[tuple[int, int]] = ()
+    kernels: object = None
+    layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
+    runs: Mapping[str, int] = field(
+        default_factory=dict
+    )  # in what layout "forward", "dx" and "dw" are convolved
     launch: object = None
-    backward_launch: object = None
     table: Sequence[Entry] = ()
-    backward_table: Sequence[Entry] = ()
+    backward: dict[int, Plan] = field(default_factory=dict)  # backward's own launch and table, by layout
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
@@ -368,17 +454,14 @@ def plan(
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     keeps_v = any(array.name == "v" for array in composed.saved)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
-    found.in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
+    found.kernels, found.runs = kernels, {"forward": _layout(segment, x, weight, "forward")}
+    found.layout = _turned(found, composed.forward, found.runs["forward"])
+    found.in_place = not (keeps_v or found.layout) and x.dtype == dtype and _may_write_over_v(composed)
     names = found.results
     found.statistics = [tuple(names.index(each) for each in pair) for pair in composed.statistics]
-    ahead, back = (composed.forward, composed.forward_names), (composed.backward, composed.backward_names)
-    found.table, found.launch = (
-        _table(found, *ahead, arguments),
-        kernels.forward.bound(*_numbers(found, *ahead, arguments)),
-    )
-    if composed.backward and composed.backward.roots:
-        found.backward_table = _table(found, *back, arguments)
-        found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
+    ahead = composed.forward, composed.forward_names
+    found.table = _table(found, *ahead, arguments)
+    found.launch = kernels.forward.bound(*_numbers(found, *ahead, arguments))
     found.pieces = _pieces(found, arguments, exact_order, edited)
     return found
 
@@ -432,7 +515,9 @@ def _numbers(plan: Plan, program: Program, names: source.Names, arguments: Seque
     found += [sizes.N, sizes.C]
     for level in ["e", *segment.graph.levels]:
         found += sizes.levels[level]
-    return found + [_parts(plan, each) for each in program.passes if isinstance(each, Planes)]
+    passes = enumerate(program.passes)
+    found += [_parts(plan, program, i) for i, each in passes if isinstance(each, Planes)]
+    return found + [plan.layout] * bool(program.turned)
 
 
 def _first_number(segment) -> int:
@@ -440,9 +525,14 @@ def _first_number(segment) -> int:
     return tensors + 2 * bool(segment.random)
 
 
-def _parts(plan: Plan, each: Planes) -> int:
-    """Blocks that share a plane: of a few packs a thread on a GPU; strips that fill a core's cache on a CPU."""
+def _parts(plan: Plan, program: Program, number: int) -> int:
+    """Blocks that share a plane: of a few packs a thread on a GPU, or of a tile; strips that fill a core's cache on a CPU."""
+    each = program.passes[number]
     positions = plan.sizes.positions(each.level)
+    if plan.layout and number in program.turned:
+        return -(
+            -positions // (256 if plan.value_dtype.itemsize == 2 else 128)
+        )  # turned.cuh's kTilePositions
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
@@ -469,7 +559,7 @@ def _dtype(plan: Plan, array: Array) -> torch.dtype:
 def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     shape = plan.sizes.shape(array.space)
     if array.parts is not None:
-        shape = [*shape, _parts(plan, program.passes[array.parts])]
+        shape = [*shape, _parts(plan, program, array.parts)]
     return [*shape, 3] if array.kind == "moments" else shape
 
 
@@ -525,9 +615,13 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, what backward needs, and batch norms' statistics."""
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
-    v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
+    v = _v(plan, arguments[0], arguments[len(plan.segment.inputs)])
     # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
-    arrays = {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}
+    return finished(plan, {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}, arguments)
+
+
+def finished(plan: Plan, arrays: dict[str, Tensor], arguments: Sequence) -> list[Tensor]:
+    """What forward returns, by the kernels behind what is there: v, or what a kernel made of it."""
     _run(plan, plan.launch, plan.table, arrays, arguments)
     if not plan.in_place:
         arrays["y"] = arrays["y"].view(plan.shape)
@@ -549,16 +643,16 @@ def backward(
     """The gradients of inputs, parameters and buffers (None)."""
     composed, segment = plan.composed, plan.segment
     arrays = {a.name: t for a, t in zip(composed.saved, saved)} | {"dy": library.aligned(dy)}
-    if plan.backward_launch:
-        _run(plan, plan.backward_launch, plan.backward_table, arrays, arguments)
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    by_name = {leaf.attr[0]: root and arrays[root.name] for leaf, root in composed.gradients.items()}
-    dz = by_name.pop("z")
-    weight_at, found = len(segment.inputs), []
+    x, weight, weight_at = arguments[0], arguments[len(segment.inputs)], len(segment.inputs)
     wanted = [needs[0], needs[weight_at]]
-    dx, dw = (
-        convolve_backward(segment, dz, x, weight, wanted) if dz is not None and any(wanted) else (None, None)
-    )
+    runs = _gradients_layout(plan, x, weight, wanted)
+    if composed.backward and composed.backward.roots:
+        side = _backward_side(plan, _turned(plan, composed.backward, runs), arguments)
+        _run(plan, side.launch, side.table, arrays, arguments)
+    by_name = {leaf.attr[0]: root and arrays[root.name] for leaf, root in composed.gradients.items()}
+    dz, found, dx, dw = by_name.pop("z"), [], None, None
+    if dz is not None and any(wanted):
+        dx, dw = _convolution_gradients(plan, dz, x, weight, wanted, runs)
     names = [_name(each) for each in segment.inputs] + list(segment.parameters)
     for i, name in enumerate(names):
         gradient = dx if i == 0 else dw if i == weight_at else by_name.get(name)
@@ -583,17 +677,17 @@ def _spread_around(segment, x: Tensor, weight: Tensor) -> tuple[Tensor, list[int
     return padded, [0] * len(around)
 
 
-def convolve(segment, x: Tensor, weight: Tensor) -> Tensor:
-    """v, contiguous."""
+def convolve(segment, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
+    """v, contiguous; where its operands are to be laid_out, as the library gives it."""
     conv, nd = segment.conv, weight.dim() - 2
     x, padding = _spread_around(segment, x, weight)
-    run = torch.conv2d if nd == 2 else torch.conv3d
-    v = run(x, weight, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd), conv.groups)
-    return v.contiguous()
+    run, operands = torch.conv2d if nd == 2 else torch.conv3d, map(laid_out or (lambda t: t), (x, weight))
+    v = run(*operands, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd), conv.groups)
+    return v if laid_out else v.contiguous()
 
 
 def convolve_backward(
-    segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
+    segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], laid_out: Callable | None = None
 ) -> list[Tensor | None]:
     """The gradients of x and weight that are needed."""
     conv, nd = segment.conv, weight.dim() - 2
@@ -601,14 +695,100 @@ def convolve_backward(
         given = x.detach().requires_grad_()
         padded, padding = _spread_around(segment, given, weight)
     dz = dz.view(dz.shape[0], dz.shape[1], *dz.shape[5 - nd :]) if dz.dim() == 5 else dz
+    operands = map(laid_out or (lambda t: t), (padded.detach(), weight))
     found = torch.ops.aten.convolution_backward(
-        *(dz, padded.detach(), weight, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd)),
+        *(dz, *operands, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd)),
         *(False, [0] * nd, conv.groups, [*needs, False]),
     )
     dx, dw = found[0], found[1]
     if needs[0] and padded is not given:
         (dx,) = torch.autograd.grad(padded, given, dx)
     return [dx if needs[0] else None, dw if needs[1] else None]
+
+
+# ------------------------------------------------------------------------------- … and on a GPU, where it is channels last
+
+PLANES, TURNED, FOR_TF32 = range(3)  # kernels/load/turned.cuh's
+
+
+def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
+    """In which layout the library is fastest in "forward", for "dx" or for "dw", and as exact as in eager's."""
+    served = library.device_type(x) == "cuda" and weight.dim() == 4 and x.dtype != torch.float64
+    if not served or segment.conv.groups > 1:
+        return PLANES
+    if library.is_channels_last(x, weight):
+        return TURNED
+    around = _padding(segment, weight)
+    if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
+        return PLANES
+    if min(weight.shape[:2]) < 32:
+        return PLANES
+    conv, padding = segment.conv, [before for before, _ in around]
+    settings = precision.Settings(_pair(conv.stride, 2), padding, _pair(conv.dilation, 2))
+    in_tf32 = x.dtype == torch.float32 and precision.runs_tf32(x, weight, of, settings)
+    return FOR_TF32 if in_tf32 else TURNED if x.dtype != torch.float32 else PLANES
+
+
+def _gradients_layout(plan: Plan, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> int:
+    for of, need in zip(("dx", "dw"), wanted):
+        if need and of not in plan.runs:
+            plan.runs[of] = _layout(plan.segment, x, weight, of)
+    return min((plan.runs[of] for of, need in zip(("dx", "dw"), wanted) if need), default=PLANES)
+
+
+def _turned(plan: Plan, program: Program, layout: int) -> int:
+    """The layout in which a program's passes have the convolution's side, where the library has it in that."""
+    return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
+
+
+def _backward_side(plan: Plan, layout: int, arguments: Sequence) -> Plan:
+    if layout not in plan.backward:
+        side, back = replace(plan, layout=layout), (plan.composed.backward, plan.composed.backward_names)
+        side.table = _table(side, *back, arguments)
+        side.launch = plan.kernels.backward.bound(*_numbers(side, *back, arguments))
+        plan.backward[layout] = side
+    return plan.backward[layout]
+
+
+def _v(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
+    """What forward's passes read, contiguous: (N, C, …) or, turned, (N, …, C)."""
+    if not plan.runs["forward"]:
+        return convolve(plan.segment, x, weight)
+    v = convolve(plan.segment, x, weight, lambda t: _channels_last(plan, t, plan.runs["forward"]))
+    return v.permute(0, 2, 3, 1).contiguous() if plan.layout else _in_planes(plan, v)
+
+
+def _convolution_gradients(plan: Plan, dz, x, weight, wanted, layout: int) -> list[Tensor | None]:
+    if not layout:
+        return convolve_backward(plan.segment, dz, x, weight, wanted)
+    N, C, (_, *size) = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"]
+    if _turned(plan, plan.composed.backward, layout):
+        dz = dz.view(N, *size, C).permute(0, 3, 1, 2)
+    else:
+        dz = _channels_last(plan, dz.view(N, C, *size), layout)
+    dx, dw = convolve_backward(plan.segment, dz, x, weight, wanted, lambda t: _channels_last(plan, t, layout))
+    if dx is not None and not library.is_channels_last(x, weight):
+        dx = _in_planes(plan, dx)
+    return [dx, dw]
+
+
+def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
+    """t (N, C, H, W) with such strides, which it may have already. By our own kernel: PyTorch's takes twice as long. It rounds to TF32,
+    because channels last the library cuts off what it rounds in eager's layout."""
+    if library.is_channels_last(t):
+        return t
+    N, C, H, W = t.shape
+    out = t.new_empty(N, H, W, C)
+    plan.kernels.transpose(out, t.contiguous(), N, C, H * W, layout == FOR_TF32)
+    return out.permute(0, 3, 1, 2)
+
+
+def _in_planes(plan: Plan, t: Tensor) -> Tensor:
+    """t (N, C, H, W), channels last, contiguous."""
+    N, C, H, W = t.shape
+    out = t.new_empty(N, C, H, W)
+    plan.kernels.transpose(out, t.permute(0, 2, 3, 1).contiguous(), N, H * W, C, False)
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------------ in words
@@ -655,24 +835,26 @@ def describe(
     """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
-    return _words(
-        Plan(segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, saving, library.device_type(x))
-    )
+    sizes, device = sizes_of(segment, x, weight), library.device_type(x)
+    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, device)
+    found.runs["forward"] = _layout(segment, x, weight, "forward")
+    return _words(found)
 
 
 def _words(plan: Plan) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, ["the library's convolution"]
+    words += [", channels last"] * bool(plan.runs["forward"])
     of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
     for program, names in of_text[: 1 + bool(composed.backward)]:
         words.append("; backward: " if program is composed.backward else ", then ")
-        each = [
-            _pass_words(plan, program, names, i)
-            for i, one in enumerate(program.passes)
-            if isinstance(one, Planes)
-        ]
-        words.append(", ".join(each) or "small values")
+        words.append(passes_in_words(plan, program, names))
     return "".join(words)
+
+
+def passes_in_words(plan: Plan, program: Program, names: source.Names) -> str:
+    passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes)]
+    return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
 def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) -> str:

@@ -48,6 +48,24 @@ def identifier(name: str) -> str:
     return f"{name}_" if name in _TAKEN else name
 
 
+def _zero_with(node: Node, gate: Node) -> list[Node] | None:
+    """The small values with which a node is zero where the gate is, and all else finite; None: it isn't."""
+    if node is gate or node.is_const(0.0):
+        return []
+    if node.space.small:
+        return None if node.op == "const" else [node]
+    found = [_zero_with(a, gate) for a in node.args]
+    if node.op in ("add", "sub"):
+        return None if None in found else [each for part in found for each in part]
+    if node.op == "mul":
+        return min((part for part in found if part is not None), key=len, default=None)
+    return found[0] if node.op in ("neg", "div", "detach", "spread") else None
+
+
+def _total_of(key: Key) -> str:
+    return f"{'moments' if key.what == 'moments' else 'sum'}{key.node.id}"
+
+
 def _in_one_line(lines: Sequence[str]) -> str:
     return " ".join(line.split("  //")[0] for line in lines)
 
@@ -84,11 +102,12 @@ class _Text:
         self.name, self.program, self.names = name, program, names
         self.graph = program.graph
         self.targets = program.passes[number].targets
+        self.finer: list[Key] = []  # sums over the level below, that its windows' walk has yet to make
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
         self.picks_channel = False  # … at a channel of their own each?
-        self.reads_v = False
+        self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
 
     # ------------------------------------------------------------------------------------------------------ members
@@ -185,6 +204,8 @@ class _Text:
             return SCALARS[node.op].text.format(*args), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
+        if node.op == "picked":
+            return f"{self.value(node.args[0], scope)} == int({scope.c})", ""
         if scope.kind in ("small", "lanes"):
             return self._small_reduction(node, scope), ""
         if node.op == "take":
@@ -298,6 +319,7 @@ class _Text:
             head = f"{scope.at}.window({self.pool(axis)}, {self.extent(parent)}, [&](const auto& e) {{"
             self.scalar = True
             self.prepare([node.args[0] for node in nodes], inner)
+            self._add_finer(inner)
         declared, ends = [], []
         for node in nodes:
             name = self._local(node)
@@ -320,6 +342,13 @@ class _Text:
                 inner.lines.append(f"{name} += {term};")
             scope.known[node] = name
         scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
+
+    def _add_finer(self, inner: Scope) -> None:
+        """The sums over the positions of a window: in the first walk over windows."""
+        finer, self.finer = self.finer, []
+        self.prepare([key.source for key in finer], inner)
+        for key in finer:
+            inner.lines.append(f"{_total_of(key)}.add({self._broadcast(key.source, inner)});")
 
     def _chosen(self, node: Node, scope: Scope) -> str:
         """A value at a picked place."""
@@ -383,7 +412,8 @@ class _Text:
         point = Scope("point", "at", each.level, "at.n", "0" if each.by_sample else "at.c", [], plane)
         self.made = {key for key in self.targets if key.what == "value"}
         terms = {key: key.source for key in self.targets}
-        self.prepare(list(terms.values()), point)
+        finer = self.finer = list(each.finer)
+        self.prepare([node for key, node in terms.items() if key not in finer], point)
         totals, ends, last = [], [], None
         for key, node in terms.items():
             array = self.program.arrays[key]
@@ -394,12 +424,14 @@ class _Text:
                         last = Scope("channels", "e", each.level, "e.n", "e.c", [], point)
                     last.lines.append(f"e.write({to}, {self._broadcast(node, last)});")
                 else:
-                    point.lines.append(f"at.write({to}, {self._broadcast(node, point)});")
+                    self.writes_dz |= array.name == "dz"
+                    write = "write_v" if self.program.turns and array.name == "dz" else "write"
+                    point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
                 continue
-            word = "moments" if key.what == "moments" else "sum"
-            name = f"{word}{key.node.id}"
-            totals.append(f"auto {name} = plane.{word}();")
-            point.lines.append(f"{name}.add({self._broadcast(node, point)});")
+            name = _total_of(key)
+            totals.append(f"auto {name} = plane.{'moments' if key.what == 'moments' else 'sum'}();")
+            if key not in finer:
+                point.lines.append(f"{name}.add({self._broadcast(node, point)});")
             ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
         if last:
             point.lines += [
@@ -408,7 +440,36 @@ class _Text:
                 "});",
             ]
         walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
+        idle = self._idle(each, terms, plane)
+        if idle:
+            written = [line for line in point.lines if line.startswith("at.write")]
+            zeros = [re.sub(r", \w+\);", ", at.zero());", line) for line in written]
+            body.append(idle)
+            walk[0] = f"if (!idle) {walk[0]}"
+            walk += [f"else plane.each([&](const auto& at) {{ {' '.join(zeros)} }});"] * bool(zeros)
+        if finer:  # what lies in no window
+            parent, self.finer = self.graph.levels[each.level].parent, finer
+            rest = Scope("point", "e", parent, "plane.n", "plane.c", [], plane)
+            self._add_finer(rest)
+            head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
+            walk += [head, *[f"  {line}" for line in rest.lines], "});"]
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
+
+    def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
+        """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
+        gate = self.program.gate
+        if not gate or each.by_sample or each.level != "e" or self.scalar:
+            return ""
+        found = [_zero_with(node, gate[0]) for node in terms.values()]
+        if None in found:
+            return ""
+        zeros = [self.value(node, plane) for node in dict.fromkeys(n for nodes in found for n in nodes)]
+        finite = [name for node, name in plane.known.items() if node.space.small and name not in zeros]
+        count = f"{self.pointer(gate[1])}[{self.index(gate[1].space, plane)}]"
+        tests = [f"load::zeros({', '.join([count, *zeros])})"] + [
+            f"load::finite({', '.join(finite)})"
+        ] * bool(finite)
+        return f"const bool idle = {' && '.join(tests)};"
 
     def _broadcast(self, node: Node, scope: Scope) -> str:
         """A value for each position, of what may be the same at all of them."""
@@ -584,12 +645,32 @@ def struct(name: str, program: Program, names: Names, number: int) -> tuple[list
     return lines, text
 
 
-def compose(programs: dict[str, Program], names: dict[str, Names], device: str, title: str) -> str:
-    """The source: for each program its passes and the launcher of that name."""
-    parts = [f"// {title}" if title else "", '#include "load/load.h"', ""]
+# A whole array, turned: from (N, rows, columns) to (N, columns, rows).
+TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32, cudaStream_t stream) {
+  load::transpose(out, source, N, rows, columns, for_tf32, stream);
+}
+"""
+
+
+def compose(
+    programs: dict[str, Program], names: dict[str, Names], device: str, title: str, turns: bool = False
+) -> str:
+    """The source: for each program its passes and the launcher of that name. turns: with what whole arrays need to be turned."""
+    parts = [f"// {title}" if title else "", '#include "load/load.h"']
+    parts += ['#include "load/turned.cuh"', "", TRANSPOSE] if turns else [""]
     for launcher, program in programs.items():
         parts += _program(launcher, program, names[launcher], device)
     return "\n".join(parts)
+
+
+def _turned(program: Program) -> list[int]:
+    """The passes that can take the convolution's side channels last: all that write v's gradient, or else read v; or none."""
+    if not program.turns:
+        return []
+    gradient = any(root.name == "dz" for root in program.roots)
+    found = [i for i, text in enumerate(program.texts) if (text.writes_dz if gradient else text.reads_v)]
+    alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
+    return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
 
 
 def scratch(program: Program) -> list[Array]:
@@ -612,9 +693,8 @@ def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tupl
     found += [("int64_t", "N"), ("int64_t", "C")]
     levels = ["e", *program.graph.levels]
     found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
-    return found + [
-        ("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)
-    ]
+    found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
+    return found + [("int64_t", "layout")] * bool(program.turned)
 
 
 def _program(launcher: str, program: Program, names: Names, device: str) -> list[str]:
@@ -622,17 +702,23 @@ def _program(launcher: str, program: Program, names: Names, device: str) -> list
     program.texts = []
     stream = ", stream" if device == "cuda" else ""
     title = launcher.title()
-    for number, each in enumerate(program.passes):
+    for number in range(len(program.passes)):
         text_lines, text = struct(f"{title}{number}", program, names, number)
         lines += [*text_lines, ""]
         program.texts.append(text)
-        given = ", ".join(text.members)
         used_levels |= {name for name in text.numbers if name.startswith("extent_")}
+    program.turned = _turned(program)
+    for number, (each, text) in enumerate(zip(program.passes, program.texts)):
+        given = ", ".join(text.members)
         if isinstance(each, Planes):
             channels, level = "1" if each.by_sample else "C", each.level
             extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
-            v = "v" if text.reads_v else "nullptr"
-            calls.append(f"load::planes({title}{number}{{{given}}}, {extent}, {v}, parts_{number}{stream});")
+            v, parts, skeleton = "v" if text.reads_v else "nullptr", f"parts_{number}", "planes"
+            if number in program.turned:
+                skeleton, parts = "planes_of_v", f"{parts}, layout"
+                if text.writes_dz:
+                    skeleton, v = "planes_to_v", f"{v}, dz"
+            calls.append(f"load::{skeleton}({title}{number}{{{given}}}, {extent}, {v}, {parts}{stream});")
         else:
             blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
             calls.append(f"load::small({title}{number}{{{given}}}, {blocks}{stream});")

@@ -88,22 +88,31 @@ def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, st
 _PLANES_AHEAD = 3  # of input, in the ring beside the kd that an output plane needs
 _RAW_PLANES = 3  # of input, on their way from global memory
 _TURN = 32  # output positions that a warp computes side by side
+_MOST_STATIC = 48 << 10
 _WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
 
 
 @first_obstacle
-def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int):
-    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do."""
+def volume_obstacle(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int, forward_alone: bool = False
+):
+    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do. forward_alone: by generated
+    sinks, which take any number of channels; filters that find no place in registers may then be there, too."""
     yield from _fused_obstacles(x, dtype)
     (C, channels, *kernel), size = weight.shape, x.shape[2:]
-    few = channels <= 4 and C % 16 == 0 and C <= 960
+    few = channels <= 4 and (forward_alone or C % 16 == 0) and C <= 960
     yield not few, "the fused kernels take up to 4 channels in, and 16, 32, … 960 out"
     pairs = (channels + 1) // 2
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
-    yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
+    if forward_alone and registers > _WEIGHT_REGISTERS:
+        static_shared += 128 * registers
+        yield static_shared > _MOST_STATIC, "the filter does not fit in shared memory"
+    else:
+        yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
     room = device_properties(x.device.index).shared - static_shared
-    yield _input_strip_shared(weight) > room, "the filter does not fit in shared memory"
+    backward = 0 if forward_alone else _input_strip_shared(weight)
+    yield backward > room, "the filter does not fit in shared memory"
     positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
     yield positions < 64, "the fused kernels' statistics are exact enough from 64 positions on"
     too_large = size[1] * size[2] >= 2**24 or size[0] >= 2**15 or not volume_fits(x, weight, static_shared)
@@ -176,21 +185,35 @@ def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[i
 
 
 @first_obstacle
-def rows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
-    """Of a convolution whose results, of `dtype`, a pointwise tail makes and store/strips.cuh stores: for any number of channels out."""
+def rows_obstacle(x: Tensor, weight: Tensor, shared: int):
+    """Of a convolution whose results go through a generated tail to a sink, for any number of channels out; with so many bytes of shared
+    memory."""
     yield from _fused_obstacles(x, x.dtype)
     _, channels, kh, kw = weight.shape
     yield channels > 16, "the fused kernels take up to 16 channels in"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
-    yield rows_shared(weight, dtype.itemsize) > room, "the rows do not fit in shared memory"
+    yield shared > room, "the rows do not fit in shared memory"
 
 
-def rows_shared(weight: Tensor, itemsize: int) -> int:
-    """Bytes of dynamic shared memory, where a result has `itemsize`. Of each team: kh + 1 rows of x, and for each channel a row of results,
-    which begins anywhere in a sector of 32 bytes."""
+def rows_shared(weight: Tensor, *itemsizes: int) -> int:
+    """Bytes of dynamic shared memory where results of these sizes are stored. Of each team: kh + 1 rows of x, and for each channel a row of
+    each result, which begins anywhere in a sector of 32 bytes."""
     _, channels, kh, _ = weight.shape
-    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * (COLUMNS * itemsize + 64))
+    of_rows = sum(COLUMNS * each + 64 for each in itemsizes)
+    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * of_rows)
+
+
+def sinks_shared(weight: Tensor, words: int, itemsize: int) -> int:
+    """The same, at most, of sinks that reduce: of each team and word of what is reduced over channels a row for eight lanes of a warp; where
+    results are stored, of `itemsize`, their rows."""
+    reduced = words * _CHANNELS // 2 * (COLUMNS + 8) * 4
+    return rows_shared(weight, 0) + _TEAMS * (reduced + (_CHANNELS * COLUMNS * itemsize))
+
+
+def windows_shared(weight: Tensor, width: int) -> int:
+    """The same where windows so wide are pooled: in place of results what waits for its windows, in float32."""
+    return strips_shared(weight.shape[1], weight.shape[2], width, False)
 
 
 def _row_bytes(channels: int) -> int:
