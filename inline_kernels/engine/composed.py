@@ -229,11 +229,7 @@ class Call:
         """Of a build of forward, forward_saving or backward."""
         x, weight, written = *self.arguments[:2], self.written
         own = schedule._defines(self.segment, x, self.types["output_t"]) | written.macros
-        return (
-            own | tiling.MAINLOOPS[written.mainloop].defines(x, weight, phase, written)
-            if self.device == "cuda"
-            else own
-        )
+        return own | tiling.MAINLOOPS[written.mainloop].defines(x, weight, phase, written)
 
     def request(self, names: Sequence[str], defines: dict) -> dict:
         """What inline_loader builds: launchers of those names, with what they ask."""

@@ -1,6 +1,6 @@
 """How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and what fits nowhere.
 
-One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. What is compiled for, or allocated, is planned here
+One truth for the kernels (composed sources, and generated ones) and for whoever launches them. What is compiled for, or allocated, is planned here
 alone; a kernel takes it by its launcher's arguments and its build's definitions, and asserts at compile time, in the words of these,
 all that it relies on. What only a launch depends on, its launcher plans.
 

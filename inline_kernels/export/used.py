@@ -97,7 +97,7 @@ def _without_template(code: str) -> str:
     """What follows `template <…>`."""
     while code.lstrip().startswith("template"):
         depth, at = 0, code.index("<")
-        for at in range(at, len(code)):
+        for at in range(at, len(code)):  # noqa: B020
             depth += {"<": 1, ">": -1}.get(code[at], 0)
             if depth == 0:
                 break
