@@ -16,7 +16,7 @@ import inline_loader
 import numerics
 from benchmarks import level2
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, direct, tiling
+from inline_kernels.engine import composed, direct, tiling
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_source import arguments_of, segment_of
@@ -75,7 +75,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
 
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
-        monkeypatch.setattr(choice, "WIDE_POINTWISE", "fused")
+        monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
 
     return become
 
@@ -386,7 +386,7 @@ def test_on_a_cpu():
 )
 def test_sizes_that_no_mainloop_takes(filters, size, says, device, monkeypatch):
     device()
-    monkeypatch.setattr(choice, "WIDE_POINTWISE", ("columns", 1000, "epilogue", "fused"))
+    monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", ["columns", 1000, "epilogue", "fused"])
     assert says in refused(random_model(filters, TAILS["relu, bias"]), torch.randn(2, filters[1], *size))
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, library, precision, schedule, source, tiling
+from . import choice, composed, library, precision, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .passes import Array, Program, Root, Unsupported, over_windows
@@ -330,7 +330,7 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], fro
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    faster, why = choice.fastest(choice.WIDE_POINTWISE, x.shape, weight.shape, x.element_size())
+    faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
