@@ -18,7 +18,11 @@ Model = get_init_inputs = _DEVICE = _DTYPE = None  # what the kernels are for
 _FORMULA = _HEADERS = 0, ""  # the line where a text begins: launchers with their formulas; what they include
 _ARGUMENTS = {}  # of a launcher's parameter, the attribute of Model that it is
 _GRADIENTS = {}  # of one that is a tensor, of x and of v: the launchers' name of its gradient
-_SIZES, _SAMPLES, _CONVOLUTION = [], 0, ()  # of x behind the batch; that stay in cache (0: all); the library's settings
+_SIZES, _SAMPLES, _CONVOLUTION = (
+    [],
+    0,
+    (),
+)  # of x behind the batch; that stay in cache (0: all); the library's settings
 _AS_WRITTEN = ""  # the digest of the formula's code as it was exported
 
 # ------------------------------------------------------------------------------------------- host: the same for all models
@@ -27,7 +31,9 @@ _TYPES |= {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_
 _TYPES |= {"float": torch.float32, "double": torch.float64}
 _NUMBERS = {"double": _ctypes.c_double, "int64_t": _ctypes.c_int64, "bool": _ctypes.c_bool}
 _LAUNCHERS = _re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M)
-_LAUNCHERS = {name: dict([each.split()[::-1] for each in given.split(",") if each]) for name, given in _LAUNCHERS}
+_LAUNCHERS = {
+    name: dict([each.split()[::-1] for each in given.split(",") if each]) for name, given in _LAUNCHERS
+}
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
 
@@ -50,9 +56,14 @@ class _Building:
     def __exit__(self, kind, error, trace):
         self.end = "\n"
         print(self.line(), end="", flush=True)
-        if found := _re.search(r"(?m)^(formula|headers)[:(](\d+)\)?:(?:(\d+):)?.*?error[^:]*: (.*)$", str(error)):
+        if found := _re.search(
+            r"(?m)^(formula|headers)[:(](\d+)\)?:(?:(\d+):)?.*?error[^:]*: (.*)$", str(error)
+        ):
             line, (first, text) = int(found[2]), _FORMULA if found[1] == "formula" else _HEADERS
-            code, caret = text.splitlines()[line - first], " " * (int(found[3] or 0) + 7) + "^" * bool(found[3])
+            code, caret = (
+                text.splitlines()[line - first],
+                " " * (int(found[3] or 0) + 7) + "^" * bool(found[3]),
+            )
             told = f"{found[1]}, line {line} of the cell: {found[4]}\n{line:5} | {code}\n{caret}".rstrip()
             error = RuntimeError(told)
             error._render_traceback_ = lambda: [f"BuildError: {told}"]  # for IPython
@@ -76,10 +87,20 @@ def _library(name, tf32=True):
     if _DEVICE == "cuda":
         gpu = torch.cuda.get_device_properties("cuda")
         if gpu.major < 8:
-            raise RuntimeError(f"ModelNew can't run: it is for GPUs of capability 8.0 and later, not {gpu.major}.{gpu.minor}")
+            raise RuntimeError(
+                f"ModelNew can't run: it is for GPUs of capability 8.0 and later, not {gpu.major}.{gpu.minor}"
+            )
         flags, arch = ["-O1", "-fvisibility=hidden"], f"{gpu.major}{gpu.minor}" + "a" * (gpu.major >= 9)
-        macros = f"CAPABILITY={gpu.major}{gpu.minor}", f"SHARED_LIMIT={gpu.shared_memory_per_block_optin}", f"TF32={int(tf32)}"
-        cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden", *[f"-D{each}" for each in macros]]
+        macros = (
+            f"CAPABILITY={gpu.major}{gpu.minor}",
+            f"SHARED_LIMIT={gpu.shared_memory_per_block_optin}",
+            f"TF32={int(tf32)}",
+        )
+        cuda_flags = [
+            f"-gencode=arch=compute_{arch},code=sm_{arch}",
+            "-Xcompiler=-fvisibility=hidden",
+            *[f"-D{each}" for each in macros],
+        ]
     # The others are blank: what they alone need is not compiled.
     others = _re.compile(rf"^EXPORT void (?!{name}\b)\w+\(.*?^}}$", flags=_re.M | _re.S)
     formula = others.sub(lambda found: "\n" * found[0].count("\n"), _FORMULA[1])
@@ -109,7 +130,10 @@ class _Tensor(_ctypes.Structure):
 
 @_functools.cache
 def _function(name, build, tf32):
-    types = [_Tensor if kind[-1] == ">" else _NUMBERS.get(kind, _ctypes.c_void_p) for kind in _LAUNCHERS[name].values()]
+    types = [
+        _Tensor if kind[-1] == ">" else _NUMBERS.get(kind, _ctypes.c_void_p)
+        for kind in _LAUNCHERS[name].values()
+    ]
     address = _ctypes.c_void_p.in_dll(_library(build, tf32), f"cell_{name}").value
     return _ctypes.CFUNCTYPE(_ctypes.c_char_p, _ctypes.c_void_p, *types)(address)
 
@@ -154,7 +178,9 @@ class _Function(torch.autograd.Function):
     def forward(ctx, numbers, names, *tensors):
         made = _run(dict(zip(names, tensors)) | numbers, saving=True)
         ctx.names, ctx.numbers = names, numbers
-        ctx.like = {name: (made[name].shape, made[name].dtype) for name in (*names, *_GRADIENTS) if name in made}
+        ctx.like = {
+            name: (made[name].shape, made[name].dtype) for name in (*names, *_GRADIENTS) if name in made
+        }
         kept = {name: t for name, t in made.items() if name in _KEPT and isinstance(t, torch.Tensor)}
         ctx.kept = [*kept]
         ctx.save_for_backward(*kept.values())
@@ -179,8 +205,14 @@ class _Function(torch.autograd.Function):
         found = {name: given.get(_GRADIENTS.get(name)) for name in needs}
         if "v" in _GRADIENTS:
             operands = given[_GRADIENTS["v"]], given["x"], given["weight"], None, *_CONVOLUTION
-            found["x"], found["weight"], _ = torch.ops.aten.convolution_backward(*operands, [needs["x"], needs["weight"], False])
-        found = {name: t.reshape(ctx.like[name][0]).to(ctx.like[name][1]) for name, t in found.items() if needs[name] and t is not None}
+            found["x"], found["weight"], _ = torch.ops.aten.convolution_backward(
+                *operands, [needs["x"], needs["weight"], False]
+            )
+        found = {
+            name: t.reshape(ctx.like[name][0]).to(ctx.like[name][1])
+            for name, t in found.items()
+            if needs[name] and t is not None
+        }
         return None, None, *[found.get(name) for name in needs]
 
 
@@ -197,16 +229,30 @@ def _kind(t):
 
 def _described(model, x):
     """What the kernels take for granted, by its name."""
-    yield "torch.func or forward-mode AD", torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    yield (
+        "torch.func or forward-mode AD",
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0,
+    )
     yield "autocast", torch.is_autocast_enabled(_DEVICE)
     yield "hooks on all modules", bool(nn.modules.module._has_any_global_hook())
     devices = {x.device}
     for path, module in model.named_modules():
         own, tensors = {}, module._parameters | module._buffers
         if path:
-            own = {"class": type(module), "forward": getattr(module.forward, "__func__", module.forward), "tensors": [*tensors]}
-            own["hooks"] = any([getattr(module, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")])
-        own |= {key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"} | tensors
+            own = {
+                "class": type(module),
+                "forward": getattr(module.forward, "__func__", module.forward),
+                "tensors": [*tensors],
+            }
+            own["hooks"] = any(
+                [
+                    getattr(module, f"_{kind}_hooks")
+                    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+                ]
+            )
+        own |= {
+            key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"
+        } | tensors
         devices |= {t.device for t in tensors.values() if t is not None}
         for key, value in own.items():
             name = f"{path}.{key}".lstrip(".")
@@ -222,16 +268,22 @@ class ModelNew(Model):
         found = dict(_described(self, x))
         for what, expected in _EXPECTED.items():
             if found.get(what) != expected:
-                raise RuntimeError(f"ModelNew can't run: {what} is {found.get(what)}, its kernels are for {expected}")
+                raise RuntimeError(
+                    f"ModelNew can't run: {what} is {found.get(what)}, its kernels are for {expected}"
+                )
         given = {"x": x} | {name: get(self) for name, get in _GETTERS.items()}
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
-        numbers = {name: t for name, t in given.items() if name not in tensors} | {"checked": "checked" in vars(self)}
+        numbers = {name: t for name, t in given.items() if name not in tensors} | {
+            "checked": "checked" in vars(self)
+        }
         for path, dropout in self.named_modules():
             if isinstance(dropout, nn.Dropout):
                 if not 0 <= dropout.p <= 1:
                     raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout.p}")
                 drops = dropout.training and dropout.p > 0
-                numbers |= {name: dropout.p * drops for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"}
+                numbers |= {
+                    name: dropout.p * drops for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"
+                }
                 seed = torch.empty(int(drops), dtype=torch.int64, device=x.device).random_()
                 numbers |= {"seed": seed, "number": 0 if drops else -1}
         with torch.cuda.device_of(x):
@@ -269,4 +321,6 @@ _GETTERS = {name: _operator.attrgetter(path) for name, path in _ARGUMENTS.items(
 _KEPT = {"x", "weight"}.union(*[kinds for name, kinds in _LAUNCHERS.items() if name[:8] == "backward"])
 _WHOLE = {name for kinds in _LAUNCHERS.values() for name, kind in kinds.items() if kind == "int64_t"}
 _VARYING = {path for name, path in _ARGUMENTS.items() if name not in _WHOLE}  # numbers that may change
-_EXPECTED = dict(_described(_MADE, torch.empty(1, *_SIZES, dtype=_DTYPE, device="meta"))) | {"the device of all": _DEVICE}
+_EXPECTED = dict(_described(_MADE, torch.empty(1, *_SIZES, dtype=_DTYPE, device="meta"))) | {
+    "the device of all": _DEVICE
+}

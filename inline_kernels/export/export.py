@@ -63,9 +63,7 @@ class Kernels(NamedTuple):
     gradients: Mapping[str, str] = {}
 
 
-def cell(
-    text: str, model: nn.Module, x: torch.Tensor, kernels: Kernels, device: str, title: str = ""
-) -> str:
+def cell(text: str, model: nn.Module, x: torch.Tensor, kernels: Kernels, device: str, title: str = "") -> str:
     """The file. text: of Model, get_inputs and get_init_inputs. x: of the sizes that it is for; the dtype is x's.
 
     Raises ValueError where a launcher has a parameter that is none of those above, a pointer, or an Out tensor whose size nobody says.
@@ -95,7 +93,9 @@ _HEADERS = _sys._getframe().f_lineno, {_literal(headers)}
 {PART}{host}'''
 
 
-def cell_of(name: str, device: str | None = None, variant: str | None = None, dtype: torch.dtype = torch.float32) -> str:
+def cell_of(
+    name: str, device: str | None = None, variant: str | None = None, dtype: torch.dtype = torch.float32
+) -> str:
     """The file of the problem of that name, or of the KernelBench-style file at that path, which is executed. device: by default what
     torch sees. Raises ValueError, or KeyError for an unknown name, where there is none."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -115,7 +115,9 @@ def cell_of(name: str, device: str | None = None, variant: str | None = None, dt
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
     with torch.random.fork_rng():
         model = file.Model(*file.get_init_inputs()).to(dtype)
-    kernels = generated(model, x, device) if (variant or known[-1]) == "epilogue" else composed(file, x)
+    kernels = (
+        generated(model, x, device) if (variant or known[-1]) == "epilogue" else composed(file, x, device)
+    )
     return cell(text, model, x, kernels, device)
 
 
@@ -144,7 +146,10 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
     if outside or len(structure.parts) > 1:
         segments = [f"the convolution {part.name}" for part in structure.parts[1:]]
         raise ValueError(f"its first convolution's kernels leave to PyTorch: {', '.join(segments + outside)}")
-    segment, weight = structure.parts[0].segment, model.get_parameter(structure.parts[0].segment.parameters[0])
+    segment, weight = (
+        structure.parts[0].segment,
+        model.get_parameter(structure.parts[0].segment.parameters[0]),
+    )
     around = schedule._padding(segment, weight)
     refused = {
         "a second input": len(segment.inputs) > 1,
@@ -170,9 +175,19 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
     mixed = ahead.forward.mixes_samples or segment.random or not segment.outputs[0].space.n
     samples = 0 if mixed or device != "cpu" else max(1, library.CPU_PIECE_BYTES // sample)
     settings = conv.stride, tuple(before for before, _ in around), conv.dilation, False, (0,) * conv.nd
-    roots = {identifier(leaf.attr[0]): root.name for leaf, root in back.gradients.items() if root and leaf.attr[1] == "parameter"}
+    roots = {
+        identifier(leaf.attr[0]): root.name
+        for leaf, root in back.gradients.items()
+        if root and leaf.attr[1] == "parameter"
+    }
     shared = {name: root for name, root in roots.items() if root != f"d_{name}"}
-    return Kernels(re.sub(r"\bdz\b", "dv", text), segment.parameters[0], (*settings, conv.groups), samples=samples, gradients=shared)
+    return Kernels(
+        re.sub(r"\bdz\b", "dv", text),
+        segment.parameters[0],
+        (*settings, conv.groups),
+        samples=samples,
+        gradients=shared,
+    )
 
 
 def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> schedule.Plan:
@@ -189,13 +204,23 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
     own = [f"In<{kind[6:]}> {p}" if kind[:6] == "const " else f"Out<{kind}> {p}" for kind, p in tensors]
     reals = [p.removesuffix("_given") for kind, p in given if kind == "double"]
     own += [f"double {p}" for p in reals] + [f"{kind} {p}" for kind, p in given if p in ("number", "stream")]
-    first = "v" if ("const value_t", "v") in tensors else "dy" if segment.axes[:1] == ("n",) and name == "backward" else "x"
+    first = (
+        "v"
+        if ("const value_t", "v") in tensors
+        else "dy"
+        if segment.axes[:1] == ("n",) and name == "backward"
+        else "x"
+    )
     of = f"In<{'output_t' if first == 'dy' else 'value_t'}> {first}"
     own[:0] = [] if of in own else [of]
     sizes = {"C": plan.sizes.C}
     for level in ["e", *segment.graph.levels]:
         sizes |= {f"{level}_{side}": size for side, size in zip("DHW", plan.sizes.levels[level])}
-    sizes |= {f"parts_{i}": schedule._parts(plan, each) for i, each in enumerate(program.passes) if hasattr(each, "level")}
+    sizes |= {
+        f"parts_{i}": schedule._parts(plan, each)
+        for i, each in enumerate(program.passes)
+        if hasattr(each, "level")
+    }
     known = [f"{size} = {value}" for size, value in sizes.items() if re.search(rf"\b{size}\b", body)]
     body = re.sub(r"^  const real \w+ = real\(\w+_given\);\n", "", body, flags=re.M)
     stream = ", stream" if plan.device == "cuda" else ""
@@ -217,14 +242,15 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
 # ----------------------------------------------------------------------------------------------------- the repository's own
 
 
-def composed(problem, x: torch.Tensor) -> Kernels:
+def composed(problem, x: torch.Tensor, device: str) -> Kernels:
     """A problem's composed source. Raises ValueError for sizes that it isn't for."""
     with torch.random.fork_rng():
         model = problem.ModelNew(*problem.get_init_inputs())
     given = torch.empty_like(x, requires_grad=True)
     if obstacle := model._fused_obstacle(given, x.dtype) or model._training_obstacle(given):
         raise ValueError(f"expected sizes that its fused kernels run, got others: {obstacle}")
-    path = next(p for p in (problem.kernels / f"{problem.name}{kind}.cu" for kind in ("_fused", "")) if p.is_file())
+    stems = (f"{problem.name}{kind}.{'cu' if device == 'cuda' else 'cpp'}" for kind in ("_fused", ""))
+    path = next(path for path in (problem.kernels / stem for stem in stems) if path.is_file())
     conv = model.conv
     settings = conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups
     return Kernels(read(path), "conv.weight", settings, path.parent, model._fused_defines(given))
@@ -260,7 +286,9 @@ def _arguments(model: nn.Module, kernels: Kernels, formula: str) -> tuple[dict[s
     launchers that cell_host.py doesn't understand."""
     paths = {}
     for owner, module in model.named_modules():
-        for name in filter(re.compile("[^_]").match, {**vars(module), **module._parameters, **module._buffers}):
+        for name in filter(
+            re.compile("[^_]").match, {**vars(module), **module._parameters, **module._buffers}
+        ):
             paths[identifier(f"{owner}.{name}".lstrip("."))] = f"{owner}.{name}".lstrip(".")
     paths["weight"] = kernels.weight
     launchers = parse_launchers(formula)
@@ -304,7 +332,9 @@ def _split(text: str, place: Path, device: str, defines: Mapping[str, str]) -> t
     known = {"EXPORT": True, "WITHOUT_HALVES": not halves, "__CUDACC__": cuda} | dict.fromkeys(defines, True)
     known |= dict.fromkeys(OF_GPU, True) if cuda else {}
     texts = "\n".join([gathered, text, *[header.text for header in headers.values()]])
-    asked, defined = (set(re.findall(rf"^[ \t]*#[ \t]*{word} (\w+)", texts, flags=re.M)) for word in ("ifn?def", "define"))
+    asked, defined = (
+        set(re.findall(rf"^[ \t]*#[ \t]*{word} (\w+)", texts, flags=re.M)) for word in ("ifn?def", "define")
+    )
     known = {name: False for name in asked - defined if name[0] != "_"} | known  # nobody defines those here
     whole, rest = inlined(gathered, headers.values(), known), inlined(text[end:], (), known)
     return used(whole, f"{rest} CELL Called").strip("\n") + "\n", about + rest.strip("\n") + "\n"

@@ -12,6 +12,7 @@ _TYPE = re.compile(r"(?:struct|class|union|enum(?: class)?) (?:__align__\(\w+\) 
 _FUNCTION = re.compile(
     r"(\w+)(?<!alignas)(?<!decltype)(?<!__launch_bounds__)(?<!__attribute__)(?<!__align__)\("
 )
+_MACRO = re.compile(r"[A-Z][A-Z_\d]*\((\w+)[^()]*\)$")  # it writes what it has the name of
 _VALUE = re.compile(r"(\w+)(?:\[[^\]]*\])*(?: =|\{|;|,)")
 
 
@@ -34,7 +35,10 @@ def used(headers: str, source: str) -> str:
             unit.stays = True
             words |= unit.words
     text = "\n".join(line for unit in units if unit.stays for line in unit.lines)
-    empty = re.compile(r"^(?:namespace [\w:]*\s?\{\n\s*\}.*|#if.*\n(?:#el.*\n)*\s*#endif.*|// -+ \S+\n(?=\s*(?:// -+ \S+$|\Z)))\n", flags=re.M)
+    empty = re.compile(
+        r"^(?:namespace [\w:]*\s?\{\n\s*\}.*|#if.*\n(?:#el.*\n)*\s*#endif.*|// -+ \S+\n(?=\s*(?:// -+ \S+$|\Z)))\n",
+        flags=re.M,
+    )
     while empty.search(text):
         text = empty.sub("", text)
     return re.sub(r"\n{3,}", "\n\n", text)
@@ -68,7 +72,7 @@ def _units(text: str) -> list[_Unit]:
 def _ends(code: str) -> bool:
     flat = re.sub(r"^[ \t]*#.*$", "", code, flags=re.M).rstrip()
     depth = sum(flat.count(c) for c in "{([") - sum(flat.count(c) for c in "})]")
-    return depth == 0 and flat.endswith((";", "}"))
+    return depth == 0 and (flat.endswith((";", "}")) or bool(_MACRO.match(flat)))
 
 
 def _names(code: str) -> set[str]:
@@ -76,8 +80,10 @@ def _names(code: str) -> set[str]:
         return {define[1]}
     if re.match(r"\s*#", code) or _SPACE.match(code.rstrip()) or code.startswith("static_assert"):
         return set()
+    if macro := _MACRO.match(code.strip()):
+        return {macro[1]}
     head = _without_template(code)
-    if using := re.match(r"using (\w+) =", head):
+    if using := re.match(r"using (?!namespace)(\w+) *(?:=|__attribute__)", head):
         return {using[1]}
     if head.startswith("enum"):
         return set(re.findall(r"\w+", head)) - {"enum", "class"}
@@ -92,11 +98,10 @@ def _names(code: str) -> set[str]:
 
 def _without_template(code: str) -> str:
     """What follows `template <…>`."""
-    while code.lstrip().startswith("template"):
-        depth, at = 0, code.index("<")
-        for at in range(at, len(code)):
-            depth += {"<": 1, ">": -1}.get(code[at], 0)
-            if depth == 0:
-                break
-        code = code[at + 1 :].lstrip()
+    while code.startswith("template"):
+        depth, end = 0, code.index("<")
+        while end == code.index("<") or depth:
+            depth += {"<": 1, ">": -1}.get(code[end], 0)
+            end += 1
+        code = code[end:].lstrip()
     return code
