@@ -317,6 +317,8 @@ enum { kOne = 1, kTwo };
 MAKE(gone)
 MAKE(deep, deeper)
 constexpr int kGone = 3;
+struct alignas(2 * sizeof(int)) Aligned {};
+struct Gone {};
 struct Used { int at = deep(); };
 template <> struct Used<int> {};
 using Also __attribute__((aligned(4))) = int;
@@ -324,12 +326,12 @@ using Also __attribute__((aligned(4))) = int;
 namespace b {
 int unused();
 }  // namespace b
-int deep() { return kTwo; }
+int deep() { return kTwo + sizeof(a::Aligned); }
 """
     found = used.used(headers, "a::Used f(); // gone")
     assert found.split("\n") == [
         "// ---- a.h", "// Of the header.", "", "#pragma once", "namespace a {", "", "enum { kOne = 1, kTwo };", "MAKE(deep, deeper)",
-        "struct Used { int at = deep(); };", "template <> struct Used<int> {};", "}  // namespace a", "int deep() { return kTwo; }", "",
+        "struct alignas(2 * sizeof(int)) Aligned {};", "struct Used { int at = deep(); };", "template <> struct Used<int> {};", "}  // namespace a", "int deep() { return kTwo + sizeof(a::Aligned); }", "",
     ]  # fmt: skip
 
 

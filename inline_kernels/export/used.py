@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inline_kernels.loader.source import code_of
 
 _SPACE = re.compile(r'(inline )?namespace\b[^;]*\{$|extern "C" \{$|\}$')  # what encloses declarations
-_TYPE = re.compile(r"(?:struct|class|union|enum(?: class)?) (?:__align__\(\w+\) |alignas\(\w+\) )?(\w+)")
+_TYPE = re.compile(r"(?:struct|class|union)\s+(\w+)")
 _FUNCTION = re.compile(
     r"(\w+)(?<!alignas)(?<!decltype)(?<!__launch_bounds__)(?<!__attribute__)(?<!__align__)\("
 )
@@ -87,8 +87,10 @@ def _names(code: str) -> set[str]:
         return {using[1]}
     if head.startswith("enum"):
         return set(re.findall(r"\w+", head)) - {"enum", "class"}
-    if kind := _TYPE.match(head):
-        return {kind[1]}
+    if head.startswith(("struct", "class", "union")):
+        while (flat := re.sub(r"\w*\([^()]*\)", "", head)) != head:  # alignas(2 * sizeof(T))
+            head = flat
+        return {_TYPE.match(head)[1]}
     until = re.split(r"[{;]| = ", head, maxsplit=1)[0]
     if "(" in until:
         function = _FUNCTION.search(until)
