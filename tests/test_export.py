@@ -316,7 +316,8 @@ __device__ void gone(T x) {
 
 enum { kOne = 1, kTwo };
 MAKE(gone)
-MAKE(deep, deeper)
+MAKE(gone) MAKE(deep, deeper)
+MAKE(dee)
 constexpr int kGone = 3;
 struct alignas(2 * sizeof(int)) Aligned {};
 struct Gone {};
@@ -331,7 +332,7 @@ int deep() { return kTwo + sizeof(a::Aligned); }
 """
     found = used.used(headers, "a::Used f(); // gone")
     assert found.split("\n") == [
-        "// ---- a.h", "// Of the header.", "", "#pragma once", "namespace a {", "", "enum { kOne = 1, kTwo };", "MAKE(deep, deeper)",
+        "// ---- a.h", "// Of the header.", "", "#pragma once", "namespace a {", "", "enum { kOne = 1, kTwo };", "MAKE(gone) MAKE(deep, deeper)", "MAKE(dee)",
         "struct alignas(2 * sizeof(int)) Aligned {};", "struct Used { int at = deep(); };", "template <> struct Used<int> {};", "}  // namespace a", "int deep() { return kTwo + sizeof(a::Aligned); }", "",
     ]  # fmt: skip
 
@@ -783,7 +784,7 @@ def replaced(path: str, value):
 HINDRANCES = {
     "a hook": (lambda m, x: m.conv.register_forward_hook(lambda *_: None), "conv.hooks is True"),
     "a pre-hook": (lambda m, x: m.conv.register_full_backward_pre_hook(lambda *_: None), "conv.hooks is True"),
-    "a module": (replaced("conv", nn.Sequential()), "attribute"),
+    "a module": (replaced("conv", nn.Sequential()), "conv.class is .*Sequential"),
     "a class": (replaced("conv", type("Own", (nn.Conv2d,), {})(3, 8, 3)), "conv.class is .*Own"),
     "a forward": (replaced("conv.forward", lambda x: x), "conv.forward is"),
     "padding": (replaced("conv.padding", (1, 1)), r"conv.padding is \(1, 1\), its kernels are for \(0, 0\)"),
@@ -791,7 +792,7 @@ HINDRANCES = {
     "another bias": (replaced("bias", nn.Parameter(torch.ones(1))), r"bias is \(torch.float32, \[1\]\), its kernels are for \(torch.float32, \[8, 1, 1\]\)"),
     "a constant": (replaced("scale", None), "scale is None, its kernels are for a number"),
     "NaN": (replaced("scale", float("nan")), "scale is nan"),
-    "doubles": (lambda m, x: m.double(), "conv.weight is .*torch.float64"),
+    "doubles": (lambda m, x: m.double(), r"\w+ is .*torch.float64, .* are for .*torch.float32"),
     "parametrized": (lambda m, x: nn.utils.parametrizations.weight_norm(m.conv), "conv.class is .*Parametrized"),
 }  # fmt: skip
 

@@ -216,11 +216,12 @@ def _described(model, x):
     devices = {x.device}
     for path, module in model.named_modules():
         values, tensors = vars(module), module._parameters | module._buffers
-        own = {key: value for key, value in values.items() if key[0] != "_" and key != "training"} | tensors
+        own = {}
         if path:
-            own |= {"class": type(module), "tensors": [*tensors]}
-            own["forward"] = getattr(module.forward, "__func__", module.forward)
+            own |= {"class": type(module), "forward": getattr(module.forward, "__func__", module.forward)}
             own["hooks"] = any([values[key] for key in values if _re.match("_(for|back)ward.*_hooks$", key)])
+        own |= {key: value for key, value in values.items() if key[0] != "_" and key != "training"} | tensors
+        own |= {"tensors": [*tensors]} if path else {}
         devices |= {t.device for t in tensors.values() if t is not None}
         for key, value in own.items():
             name = f"{path}.{key}".lstrip(".")

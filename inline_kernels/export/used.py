@@ -12,7 +12,9 @@ _TYPE = re.compile(r"(?:struct|class|union)\s+(\w+)")
 _FUNCTION = re.compile(
     r"(\w+)(?<!alignas)(?<!decltype)(?<!__launch_bounds__)(?<!__attribute__)(?<!__align__)\("
 )
-_MACRO = re.compile(r"[A-Z][A-Z_\d]*\((\w+)[^()]*\)$")  # it writes what it has the name of
+_MACRO = re.compile(
+    r"\s*(?:[A-Z][A-Z_\d]*\(\w[^()]*\)\s*)+$"
+)  # definitions by macros, which have names that begin so
 _VALUE = re.compile(r"(\w+)(?:\[[^\]]*\])*(?: =|\{|;|,)")
 
 
@@ -47,6 +49,7 @@ def used(headers: str, source: str) -> str:
 def _units(text: str) -> list[_Unit]:
     found: list[_Unit] = []
     lines, code = text.split("\n"), code_of(text).split("\n")
+    every = set(re.findall(r"\w+", text))
     begin, at = 0, 0  # of a unit, with the comments above it
     while at < len(lines):
         if not code[at].strip():  # a comment, or blank
@@ -64,6 +67,8 @@ def _units(text: str) -> list[_Unit]:
                 end += 1
         own = "\n".join(code[at:end])
         names = _names(own)
+        if _MACRO.match(own):
+            names |= {word for word in every if word.startswith(tuple(names))}
         found.append(_Unit(lines[begin:end], names, set(re.findall(r"\w+", own))))
         begin = at = end
     return [*found, _Unit(lines[begin:], set(), set())]
@@ -80,8 +85,8 @@ def _names(code: str) -> set[str]:
         return {define[1]}
     if re.match(r"\s*#", code) or _SPACE.match(code.rstrip()) or code.startswith("static_assert"):
         return set()
-    if macro := _MACRO.match(code.strip()):
-        return {macro[1]}
+    if _MACRO.match(code):
+        return set(re.findall(r"\((\w+)", code))
     head = _without_template(code)
     if using := re.match(r"using (?!namespace)(\w+) *(?:=|__attribute__)", head):
         return {using[1]}
