@@ -316,7 +316,7 @@ __device__ void gone(T x) {
 
 enum { kOne = 1, kTwo };
 MAKE(gone)
-MAKE(gone) MAKE(deep, deeper)
+MAKE(other) MAKE(deep, deeper)
 MAKE(dee)
 constexpr int kGone = 3;
 struct alignas(2 * sizeof(int)) Aligned {};
@@ -332,7 +332,7 @@ int deep() { return kTwo + sizeof(a::Aligned); }
 """
     found = used.used(headers, "a::Used f(); // gone")
     assert found.split("\n") == [
-        "// ---- a.h", "// Of the header.", "", "#pragma once", "namespace a {", "", "enum { kOne = 1, kTwo };", "MAKE(gone) MAKE(deep, deeper)", "MAKE(dee)",
+        "// ---- a.h", "// Of the header.", "", "#pragma once", "namespace a {", "", "enum { kOne = 1, kTwo };", "MAKE(other) MAKE(deep, deeper)", "MAKE(dee)",
         "struct alignas(2 * sizeof(int)) Aligned {};", "struct Used { int at = deep(); };", "template <> struct Used<int> {};", "}  // namespace a", "int deep() { return kTwo + sizeof(a::Aligned); }", "",
     ]  # fmt: skip
 
