@@ -27,7 +27,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, composed, library, precision, schedule, source, tiling
+from . import choice, composed, library, precision, schedule, source, strips, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .passes import Array, Program, Root, Unsupported, over_windows
@@ -582,7 +582,7 @@ def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
         raise Unsupported(f"there are no kernels for results of {dtype}")
     conv, nd = segment.conv, weight.dim() - 2
     plain = {schedule._pair(each, nd) for each in (conv.stride, conv.dilation)} == {(1,) * nd}
-    if not plain or conv.groups != 1 or any(sum(each) for each in schedule._padding(segment, weight)):
+    if not plain or conv.groups != 1 or any(sum(each) for each in strips.padding(segment.conv, weight)):
         raise Unsupported("the convolution has a stride, padding, dilation or groups")
     sizes = schedule.sizes_of(segment, x, weight)
     if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:

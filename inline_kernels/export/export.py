@@ -34,7 +34,7 @@ from torch import nn
 
 import models
 from inline_kernels.bench import files
-from inline_kernels.engine import library, schedule, tiling
+from inline_kernels.engine import library, schedule, strips, tiling
 from inline_kernels.engine.capture import Segment, capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
@@ -149,7 +149,7 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
         raise ValueError(f"its first convolution's kernels leave to PyTorch: {', '.join(segments + outside)}")
     segment = structure.parts[0].segment
     weight = model.get_parameter(segment.parameters[0])
-    around = schedule._padding(segment, weight)
+    around = strips.padding(segment.conv, weight)
     refused = {
         "a second input": len(segment.inputs) > 1,
         "running statistics": segment.updates,
