@@ -96,6 +96,8 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
         monkeypatch.setattr(choice, "WIDE_POINTWISE", "fused")
+        monkeypatch.setattr(choice, "STREAM_POINTWISE", "fused")
+        monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
 
     return become
 
@@ -181,6 +183,44 @@ def test_values_that_are_not_finite(mainloop, device, monkeypatch):
     assert v.isinf().any() and v.isnan().any() and v.isfinite().any() and torch.equal(*kinds)
 
 
+@pytest.mark.parametrize(
+    "name, settings",
+    list(
+        zip(
+            TAILS,
+            [
+                {"padding": 1},
+                {"padding": "same"},
+                {"stride": 2},
+                {"dilation": 2},
+                {"padding": (1, 2), "stride": (2, 1), "dilation": (1, 2)},
+                {},
+            ],
+        )
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+def test_stream(name, settings, dtype, device, monkeypatch):
+    device(900), only_through("stream", monkeypatch)
+    model = random_model((40, 24, 3, 2), TAILS[name], **settings).to(dtype)
+    assert_rule(model, numerics.random_input((3, 24, 7, 9), dtype=dtype))
+
+
+def test_what_stream_leaves(device, monkeypatch):
+    device(900), only_through("stream", monkeypatch)
+    for filters, dtype, settings, says in [
+        ((40, 24, 3, 3), torch.float32, {}, "eager runs float32"),
+        ((40, 15, 3, 3), torch.float16, {}, "16 channels in"),
+        ((40, 24, 3, 3), torch.float16, {"stride": 9}, "strides go to 8"),
+        ((40, 24, 3, 3), torch.float16, {"padding": 128}, "offsets to 127"),
+    ]:
+        model = random_model(filters, TAILS["relu, bias"], **settings).to(dtype)
+        assert says in refused(model, torch.randn(2, filters[1], 8, 9, dtype=dtype))
+    device(800)
+    assert "9.0" in refused(random_model((40, 24, 3, 3), TAILS["relu, bias"]), torch.randn(2, 24, 8, 9))
+
+
 def test_a_number_is_the_call_s(device):
     """A model's number isn't in the text."""
     device()
@@ -248,7 +288,7 @@ def test_convolutions_that_are_not_plain(settings, device):
     device()
     filters = (16, 4, 3, 3)
     reason = refused(random_model(filters, TAILS["relu, bias"], **settings), torch.randn(2, 4, 12, 13))
-    assert "stride, padding, dilation or groups" in reason
+    assert ("groups" if "groups" in settings else "stride, padding or dilation") in reason
 
 
 def test_training_and_statistics(device):

@@ -44,6 +44,7 @@ WIDE_POINTWISE: Rule = (
     ),
     ("columns", 90, "epilogue", "fused"),
 )
+STREAM_POINTWISE: Rule = "epilogue"  # likewise by kernels/conv/stream.cuh, of which there is no record
 RULES: dict[tuple[str, str], Rule] = {
     ("conv2d_min_add_multiply", "forward"): WIDE_POINTWISE,
     ("conv2d_min_add_multiply", "train"): (

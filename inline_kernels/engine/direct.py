@@ -4,10 +4,10 @@ It has schedule.py's functions and signatures, and runs a segment in inference w
 
 - the tail is pointwise: scalar operations on v, parameters by channel or single ones, and the model's numbers. What doesn't
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
-- the convolution has stride 1, no padding, dilation 1 and one group, and one of the `MAINLOOPS` can run it.
+- the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride, padding or dilation `stream` alone.
 
 For all else, Unsupported says why; backward is never asked for. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32. An infinite value of x reaches v as in eager by `wide`; by `narrow2d` and `narrow3d` v is NaN wherever eager's is not
+where eager runs TF32; `stream` runs nowhere else. An infinite value of x reaches v as in eager by these two; by `narrow2d` and `narrow3d` v is NaN wherever eager's is not
 finite (its halves are infinity and NaN).
 """
 
@@ -198,7 +198,7 @@ def _declared(member: Member) -> str:
 class Mainloop(NamedTuple):
     """A kernel that convolves. `obstacle(x, weight, dtype of y)`: why it can't run, or is not faster than the schedule `load`; or None.
     `has_places`: do its tails know which element of y they compute? `keeps_infinities`: is v infinite where the library's is? An operand
-    that is a sum of two float16 makes NaN of it."""
+    that is a sum of two float16 makes NaN of it. `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
     name: str
     dimensions: int
@@ -209,6 +209,7 @@ class Mainloop(NamedTuple):
     keeps_infinities: bool
     obstacle: Callable[[Tensor, Tensor, torch.dtype], str | None]
     defines: Callable[[Tensor, Tensor, torch.dtype], dict]
+    walks: bool = False
 
 
 def _narrow2d_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
@@ -232,6 +233,16 @@ def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
+
+
+def _stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+    """Likewise; float32 is a single float16 here."""
+    if reason := tiling.stream_obstacle(x, weight, x.dtype):
+        return reason
+    if x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight):
+        return "its operands have 11 digits, and eager runs float32"
+    faster, why = choice.fastest(choice.STREAM_POINTWISE, x.shape, weight.shape, x.element_size())
+    return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
 # Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
@@ -279,6 +290,23 @@ MAINLOOPS = (
         True,
         _wide_obstacle,
         _wide_defines,
+    ),
+    Mainloop(
+        "stream",
+        2,
+        ("conv/stream.cuh",),
+        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
+        [
+            "const Scratch<uint32_t> largest_x(x.size(0), stream);",
+            "const conv::Walk walk{{STRIDE_H, STRIDE_W}, {BEFORE_H, BEFORE_W}, {BEHIND_H, BEHIND_W}, {DILATION_H, DILATION_W}};",
+            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, SHARED_LIMIT, false>(",
+            "    x, weight, walk, tail, store::Positions<output_t, false>{y}, largest_x, stream);",
+        ],
+        False,
+        True,
+        _stream_obstacle,
+        lambda x, weight, dtype: tiling.stream_defines(x, weight),
+        walks=True,
     ),
 )
 
@@ -347,6 +375,7 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
+            _check_walk(segment, weight, mainloop)
             written = _written(segment, mainloop, exact_order)
             reason = (
                 None
@@ -362,22 +391,50 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
 
 
 def _check_convolution(segment, x: Tensor, weight: Tensor) -> None:
-    conv, nd = segment.conv, weight.dim() - 2
-    plain = {schedule._pair(each, nd) for each in (conv.stride, conv.dilation)} == {(1,) * nd}
-    if not plain or conv.groups != 1 or any(sum(each) for each in schedule._padding(segment, weight)):
-        raise Unsupported("the convolution has a stride, padding, dilation or groups")
+    if segment.conv.groups != 1:
+        raise Unsupported("the convolution has groups")
     sizes = schedule.sizes_of(segment, x, weight)
     if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:
         raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
 
 
+class Walk(NamedTuple):
+    """How a filter goes over an image, axis by axis; `before` and `behind` it, its padding."""
+
+    stride: Sequence[int]
+    before: Sequence[int]
+    behind: Sequence[int]
+    dilation: Sequence[int]
+
+
+def _walk(segment, weight: Tensor) -> Walk:
+    conv, nd = segment.conv, weight.dim() - 2
+    before, behind = zip(*schedule._padding(segment, weight))
+    return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
+
+
+def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
+    walk, nd = _walk(segment, weight), weight.dim() - 2
+    if not mainloop.walks:
+        if walk != Walk((1,) * nd, (0,) * nd, (0,) * nd, (1,) * nd):
+            raise Unsupported("the convolution has a stride, padding or dilation")
+        return
+    reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
+    if max(walk.stride) > 8 or max(*walk.before, *walk.behind, *reach) > 127:
+        raise Unsupported("the copy engine's strides go to 8, its offsets to 127")
+
+
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
+    defines = schedule._defines(segment, x, dtype) | written.mainloop.defines(x, weight, dtype)
+    if written.mainloop.walks:
+        for name, values in _walk(segment, weight)._asdict().items():
+            defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("HW", values)}
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,
         "device": "cuda",
-        "defines": schedule._defines(segment, x, dtype) | written.mainloop.defines(x, weight, dtype),
+        "defines": defines,
     }
 
 
@@ -425,7 +482,7 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
-        [x.shape[0], weight.shape[0], *library.output_size(x, weight)],
+        [x.shape[0], weight.shape[0], *schedule.sizes_of(segment, x, weight).levels["e"][5 - weight.dim() :]],
         dtype,
         describe(segment, arguments, saving, dtype, exact_order),
     )

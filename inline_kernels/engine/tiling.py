@@ -295,6 +295,28 @@ def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradi
     return spatial_defines(weight.shape) | known
 
 
+# ----------------------------------------------------------------------------------------------------------------- stream
+
+STREAM_CLUSTER = 2  # blocks that share what both need
+
+
+@first_obstacle
+def stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
+    """Of a convolution by kernels/conv/stream.cuh."""
+    yield from _fused_obstacles(x, dtype)
+    yield capability(x) != (9, 0), "it needs a GPU of compute capability 9.0"
+    yield weight.shape[1] < 16, "it takes 16 channels in or more"
+
+
+def stream_defines(x: Tensor, weight: Tensor) -> dict[str, int]:
+    shared = device_properties(x.device.index).shared
+    return spatial_defines(weight.shape) | {
+        "COLUMNS": 256,
+        "CLUSTER": STREAM_CLUSTER,
+        "SHARED_LIMIT": shared,
+    }
+
+
 def mask_shape(image: Sequence[int], filters: Sequence[int]) -> tuple[int, ...]:
     """Of the masks that forward keeps for backward, in words of 32 bits: kernels/store/grad_mask.cuh."""
     (N, _, H, W), (outputs, _, kh, kw) = image, filters

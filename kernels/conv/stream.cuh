@@ -20,7 +20,8 @@ template <class Filter, class Operands, int kColumns, int kCluster, int kSharedL
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
             const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
-  using Conv = Stream<Filter, Operands, kBlockChannels, kColumns, kCluster>;
+  constexpr int kOwn = kBlockChannels == 64 && kColumns == 256 ? 192 : kColumns;  // else too few stages fit
+  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster>;
   using Loop = StreamSm90<Conv, Tail, Out, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
   static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
@@ -43,8 +44,7 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
   else pack_image<Conv>(packed, largest, x, N, H * W, stream);
   const int taps[] = {Filter::kHeight, Filter::kWidth};
-  const int fetched = Loop::kByChannels ? kColumns / kCluster : kColumns;
-  const ImageMap image = image_map(operands, N, H, W, Loop::kPaddedIn, taps, walk, fetched);
+  const ImageMap image = image_map(operands, N, H, W, Loop::kPaddedIn, taps, walk, Loop::kFetched);
   convolve_stream<Loop>(image, {out, packed_weight, exponents, largest, tail, int(N), int(OH), int(OW), walk}, stream);
 }
 

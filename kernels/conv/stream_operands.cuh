@@ -12,8 +12,9 @@
 
 namespace conv {
 
-// A convolution, and how it is cut: a block computes kBlockChannels channels out, 64 or 128, at kColumns
-// positions, 128, 192 or 256. kCluster blocks, 1 or 2, share what both need. kX, kY: are x and y channels last?
+// A convolution, and how it is cut: a consumer computes 64 channels at kColumns positions, 128, 192 or 256. Its
+// block's other consumer computes other channels at the same positions, where a block has kBlockChannels = 128
+// channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what both need.
 template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_>
 struct Stream : Operands_ {
   using Filter = Filter_;
@@ -28,8 +29,9 @@ struct Stream : Operands_ {
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
   static constexpr int kPaddedIn = ceil_div(kChannelsIn, 8) * 8;
-  static constexpr int kWeightBytes = kBlockChannels * kGroup * 2;  // of a stage
-  static constexpr int kImageBytes = kColumns * kGroup * 2;         // of a stage
+  static constexpr int kTilePositions = kColumns * 128 / kBlockChannels;
+  static constexpr int kWeightBytes = kBlockChannels * kGroup * 2;   // of a stage
+  static constexpr int kImageBytes = kTilePositions * kGroup * 2;    // of a stage
   static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kSteps * kWeightBytes / 16;  // uint4
   static_assert(!Operands::kSplit && (kBlockChannels == 64 || kBlockChannels == 128) && kColumns % 64 == 0);
 };

@@ -40,15 +40,17 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   using typename Conv::operand_t;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
       Conv::kFirstExponent, Conv::kGroups, Conv::kImageBytes, Conv::kKernelH, Conv::kKernelW,
-      Conv::kLastProducts, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps, Conv::kWeightBytes;
+      Conv::kLastProducts, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps, Conv::kTilePositions, Conv::kWeightBytes;
 
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  static constexpr bool kHalves = kBlockChannels == 64;  // has a consumer half of the positions?
-  static constexpr int kTiles = kColumns / 8 / (kHalves ? kConsumers : 1);  // of a consumer, 8 positions each
+  static constexpr bool kHalves = kBlockChannels == 64;  // has a consumer half of a tile's positions?
+  static constexpr int kTiles = kColumns / 8;            // of a consumer, 8 positions each
   // Do a cluster's blocks differ in their channels? Else in their positions.
   static constexpr bool kByChannels = kCluster > 1 && kChannelBlocks % kCluster == 0;
   static constexpr int kChannelUnits = kByChannels ? kChannelBlocks / kCluster : kChannelBlocks;
+
+  static constexpr int kFetched = kByChannels ? kTilePositions / kCluster : kTilePositions;  // by a block, of an image
 
   // Shared memory: stages of weights and image, staging, barriers.
   static constexpr int kStageBytes = kWeightBytes + kImageBytes;
@@ -60,7 +62,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
 
   // Units of work, each a tile for every block of a cluster; channels first.
   static HOST_DEVICE int units(const Arguments& args) {
-    const int of_unit = kColumns * (kByChannels ? 1 : kCluster);
+    const int of_unit = kTilePositions * (kByChannels ? 1 : kCluster);
     return kChannelUnits * ceil_div(args.positions(), of_unit);
   }
 
@@ -71,7 +73,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     int channel_block, position;
     __device__ __forceinline__ Tile(int unit, int rank)
         : channel_block(unit % kChannelUnits * (kByChannels ? kCluster : 1) + (kByChannels ? rank : 0)),
-          position((unit / kChannelUnits * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) * kColumns) {
+          position((unit / kChannelUnits * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) * kTilePositions) {
     }
   };
 
@@ -97,29 +99,30 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
                                                  const Barriers& barriers, uint8_t* shared, int rank) {
     constexpr uint16_t kAll = (1 << kCluster) - 1;
     constexpr bool kSharesWeights = kCluster > 1 && !kByChannels;
-    constexpr int kWeightPart = kSharesWeights ? kWeightBytes / kCluster : kWeightBytes;
-    constexpr int kPart = kByChannels ? kColumns / kCluster : kColumns;  // positions that this block fetches
-    PipelineState<kStages> next;
+    constexpr int kWeightShare = kSharesWeights ? kWeightBytes / kCluster : kWeightBytes;
+        PipelineState<kStages> next;
     const int clusters = gridDim.x / kCluster, S = args.sample();
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
       const Tile tile(unit, rank);
-      const int from = tile.position + (kByChannels ? rank * kPart : 0), n = from / S, row = from % S / args.OW;
+      const int from = tile.position + (kByChannels ? rank * kFetched : 0), n = from / S, row = from % S / args.OW;
       const Pixel first{n, row * args.walk.stride[0] - args.walk.before[0],
                         from % args.OW * args.walk.stride[1] - args.walk.before[1]};
       const uint8_t* weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
                                int64_t(tile.channel_block) * kSteps * kWeightBytes +
-                               (kSharesWeights ? rank * kWeightPart : 0);
+                               (kSharesWeights ? rank * kWeightShare : 0);
+#pragma unroll 1
       for (int group = 0; group < kGroups; group++) {
+#pragma unroll 1
         for (int tap = 0; tap < kTaps; tap++, weights += kWeightBytes, next.advance()) {
           uint8_t* const stage = shared + next.stage * kStageBytes;
           uint64_t* const full = barriers.full + next.stage;
           const int down = tap / kKernelW * args.walk.dilation[0], across = tap % kKernelW * args.walk.dilation[1];
           await(barriers.empty + next.stage, next.parity ^ 1);
           arrive(full, kStageBytes);
-          if constexpr (kSharesWeights) copy_bulk(stage + rank * kWeightPart, weights, kWeightPart, full, kAll);
+          if constexpr (kSharesWeights) copy_bulk(stage + rank * kWeightShare, weights, kWeightShare, full, kAll);
           else copy_bulk(stage, weights, kWeightBytes, full);
           if constexpr (kByChannels)
-            copy_image(stage + kWeightBytes + rank * kPart * 128, image, full, group * 64, first, down, across, kAll);
+            copy_image(stage + kWeightBytes + rank * kFetched * 128, image, full, group * 64, first, down, across, kAll);
           else copy_image(stage + kWeightBytes, image, full, group * 64, first, down, across);
         }
       }
@@ -197,15 +200,15 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
     const uint64_t weights = describe_swizzled(shared_address(shared) + (kHalves ? 0 : consumer * 64 * 128));
     const uint64_t image = describe_swizzled(shared_address(shared) + kWeightBytes +
-                                             (kHalves ? consumer * kTiles * 8 * 128 : 0));
+                                             (kHalves ? consumer * kColumns * 128 : 0));
     PipelineState<kStages> next;
     const int clusters = gridDim.x / kCluster;
 #pragma unroll 1
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
       const Tile tile(unit, rank);
       store::Patch patch;
-      patch.position = tile.position + (kHalves ? consumer * kTiles * 8 : 0);
-      patch.columns = min(args.positions() - patch.position, kTiles * 8);
+      patch.position = tile.position + (kHalves ? consumer * kColumns : 0);
+      patch.columns = min(args.positions() - patch.position, kColumns);
       patch.channel = tile.channel_block * kBlockChannels + (kHalves ? 0 : consumer * 64) + warp % 4 * 16;
       float sums[kTiles][4];
       multiply_tile(sums, barriers, next, weights, image);
