@@ -1,6 +1,6 @@
-"""`fuse` on KernelBench level 2's 33 convolution problems: is it right, and how fast is it beside eager and torch.compile?
+"""`fuse` on KernelBench level 2's 33 convolution problems, or on whole networks: is it right, and how fast beside eager and torch.compile?
 
-    python benchmarks/fuse.py [NUMBER ...] --phases forward,train --peers eager,compile-cl --json FILE
+    python benchmarks/fuse.py [NUMBER or NAME ...] --phases forward,train --peers eager,compile-cl --json FILE
 
 First all problems are built, side by side. Then each is judged in turn (bench/checks.py's rule, random parameters, a share of the batch)
 and timed with its peers in one process (bench/timing.py, the benchmark's sizes, on a CPU a small batch). A row is a contestant in a phase;
@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.level2 import PROBLEMS  # noqa: E402
+from benchmarks.networks import NETWORKS  # noqa: E402
 from inline_kernels import fuse  # noqa: E402
 from inline_kernels.bench import checks, compare, records, timing  # noqa: E402
 
@@ -30,14 +31,15 @@ CPU_SHARE = 16
 
 
 def built(problem, device: str) -> str | None:
-    """Builds a problem's kernels, for inference and training; what went wrong, or None."""
+    """Builds a problem's kernels, for inference and training, in both modes; what went wrong, or None."""
     try:
-        model, x = problem.model().to(device).train(), inputs(problem, device, 2)
-        fused = fuse(model)
-        with torch.no_grad():
-            fused(x)
-        x = x.requires_grad_()
-        fused(x).sum().backward()
+        for training in (True, False):
+            model, x = problem.model().to(device).train(training), inputs(problem, device, 2)
+            fused = fuse(model)
+            with torch.no_grad():
+                fused(x)
+            if training:
+                fused(x.requires_grad_()).sum().backward()
         return None
     except Exception as error:  # whatever it is, it is the finding
         return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -49,12 +51,12 @@ def inputs(problem, device: str, batch: int | None = None):
     return torch.rand(shape, device=device)
 
 
-def judged(problem, phase: str, device: str, batch: int) -> tuple[float, str]:
+def judged(problem, phase: str, device: str, batch: int, training: bool) -> tuple[float, str]:
     """The worst error as a multiple of eager's (2 is the limit), and its name or complaints."""
 
     def errors(number: int, cancelling: bool):
         torch.manual_seed(number)
-        model = problem.model().to(device).train()
+        model = problem.model().to(device).train(training)
         compare.randomize(model)
         x = inputs(problem, device, batch)
         found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
@@ -69,10 +71,12 @@ def judged(problem, phase: str, device: str, batch: int) -> tuple[float, str]:
         return float("inf"), f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def measured(problem, phase: str, device: str, peers: list[str], seconds: float) -> list[dict]:
+def measured(
+    problem, phase: str, device: str, training: bool, peers: list[str], seconds: float
+) -> list[dict]:
     """Rows of one problem and phase: ours and its peers, timed in turn."""
     torch.manual_seed(0)
-    model = problem.model().to(device).train()
+    model = problem.model().to(device).train(training)
     x = inputs(problem, device, problem.batch if device == "cuda" else max(1, problem.batch // CPU_SHARE))
     with torch.no_grad():
         g = torch.randn_like(model(x)) if checks.has_backward(phase) else None
@@ -87,7 +91,8 @@ def measured(problem, phase: str, device: str, peers: list[str], seconds: float)
     with torch.set_grad_enabled(phase != "forward"):
         plan = str(fused.plan(x))
     for name, found in times.items():
-        row = {"problem": problem.number, "phase": phase, "variant": name, "median_ms": found.median}
+        row = {"problem": problem.number, "phase": phase, "training": training, "variant": name}
+        row |= {"median_ms": found.median}
         row |= {"low_ms": found.low, "high_ms": found.high, "runs": found.runs}
         row["memory_mb"] = timing.extra_memory(calls[name]) if device == "cuda" else None
         rows.append(row | ({"plan": plan} if name == "fuse" else {}))
@@ -96,16 +101,20 @@ def measured(problem, phase: str, device: str, peers: list[str], seconds: float)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("numbers", nargs="*", type=int, default=[])
+    known = {str(number): problem for number, problem in PROBLEMS.items()} | NETWORKS
+    parser.add_argument("which", nargs="*", choices=[*known, []], help="by default the 33")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--phases", default="forward,train")
+    parser.add_argument(
+        "--eval", action="store_true", help="modules in evaluation mode, not in training mode"
+    )
     parser.add_argument("--peers", default="eager", help="out of " + ", ".join(compare.PEERS))
     parser.add_argument("--seconds", type=float, default=0.3, help="of timing, a problem and phase")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no problem is begun")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     start, device, phases = clock.monotonic(), options.device, options.phases.split(",")
-    problems = [PROBLEMS[number] for number in options.numbers or PROBLEMS]
+    problems = [known[each] for each in options.which] or [*PROBLEMS.values()]
     with ThreadPoolExecutor(8 if device == "cuda" else 2) as pool:
         failures = dict(zip(problems, pool.map(lambda p: built(p, device), problems)))
     build_seconds = clock.monotonic() - start
@@ -119,9 +128,11 @@ def main() -> None:
             print(f"{problem.number}: {failures[problem]}", flush=True)
         for phase in phases:
             batch = max(2, problem.batch // JUDGED_SHARE)
-            error, worst = judged(problem, phase, device, batch if device == "cuda" else 2)
+            error, worst = judged(problem, phase, device, batch if device == "cuda" else 2, not options.eval)
             try:
-                found = measured(problem, phase, device, options.peers.split(","), options.seconds)
+                found = measured(
+                    problem, phase, device, not options.eval, options.peers.split(","), options.seconds
+                )
             except Exception as problem_of_time:
                 print(
                     f"{problem.number} {phase}: {type(problem_of_time).__name__}: {problem_of_time}"[:300],
@@ -136,10 +147,10 @@ def main() -> None:
             best = min((ms for name, ms in times.items() if name != "fuse"), default=float("nan"))
             line = " ".join(f"{name} {ms:.3f}" for name, ms in times.items())
             flag = "ok " if error <= 2 else "BAD"
-            print(f"{problem.number:3} {phase:13} {flag} {error:5.2f} {best / times['fuse']:6.2f}x {line}"
+            print(f"{problem.number!s:3} {phase:13} {flag} {error:5.2f} {best / times['fuse']:6.2f}x {line}"
                   + (f"  {worst[:160]}" if error > 2 else ""), flush=True)  # fmt: skip
         if options.json:
-            records.write(options.json, rows)
+            records.write(options.json, rows, build_seconds=round(build_seconds, 1))
         torch.cuda.empty_cache() if device == "cuda" else None
     for phase in phases:
         factors = []

@@ -4,7 +4,9 @@
     from inline_kernels import compare_pair, plot, table  # checks, times and shows a model beside a faster version of it
     from inline_kernels import declare                    # makes a kernel an operator with a gradient
 
-inline_loader.load compiles a source; its cell magics are %%cuda and %%cpp. Nothing heavy is imported before it is asked for.
+inline_loader.load compiles a source; its cell magics are %%cuda and %%cpp. `%load_ext inline_kernels` adds `%tail fast x`: the next cell
+has the formula of the fused model `fast` for the input x; run, that cell binds what it has become. Nothing heavy is imported before it
+is asked for.
 """
 
 from __future__ import annotations
@@ -29,3 +31,26 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PLACES])
+
+
+def load_ipython_extension(shell) -> None:
+    """The magic `%tail MODEL INPUT... [--segment N]`: MODEL.source for those inputs, as a cell `%%tail MODEL INPUT...`, which hands its text to
+    MODEL.edit. `%tail --own MODEL INPUT...` brings the model's own formula back."""
+
+    def tail(line: str, cell: str | None = None) -> None:
+        words = line.split()
+        own = "--own" in words
+        at = words.index("--segment") if "--segment" in words else len(words)
+        segment = int(words[at + 1]) if at < len(words) else 0
+        names = [word for word in words[:at] + words[at + 2 :] if word != "--own"]
+        if missing := [name for name in names if name not in shell.user_ns] or not names:
+            raise NameError(f"expected names of a fused model and its inputs, got {missing or 'none'}")
+        model, *inputs = (shell.user_ns[name] for name in names)
+        if not hasattr(model, "edit"):
+            raise TypeError(f"expected a fused module, got a {type(model).__name__}")
+        if own or cell is not None:
+            model.edit(*inputs, None if own else cell, segment=segment)
+        else:
+            shell.set_next_input(f"%%tail {line}\n{model.source(*inputs, segment=segment)}")
+
+    shell.register_magic_function(tail, "line_cell", "tail")

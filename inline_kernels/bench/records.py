@@ -47,9 +47,10 @@ def record(rows: list[dict]) -> dict:
     }
 
 
-def write(path: Path, rows: list[dict]) -> None:
+def write(path: Path, rows: list[dict], **about) -> None:
+    """about: what else is known of the whole run."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(about | record(rows), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def driver() -> str | None:

@@ -467,13 +467,18 @@ class Plan:
     statistics: Sequence = ()
 
 
-def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
-    """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
+def plan(
+    segment,
+    arguments: Sequence,
+    saving: bool,
+    dtype: torch.dtype,
+    exact_order: bool = False,
+    edited: str | None = None,
+) -> Plan:
+    """edited: in place of its own text. Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
     written = _chosen(segment, arguments, saving, dtype, exact_order)
     request = _build(written, segment, arguments, dtype)
-    kernels = inline_loader.load(
-        request["name"], source=request["source"], device=request["device"], defines=request["defines"]
-    )
+    kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     x, weight_at = arguments[0], len(segment.inputs)
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+import inline_loader
 from inline_kernels.loader.operators import is_watched
 
 from . import compiled, support
@@ -109,6 +110,35 @@ class Fused:
             raise RuntimeError(f"eager runs: {reason}")
         return structure.source(self, inputs, keywords, segment)
 
+    def edit(self, *inputs_and_text, segment: int = 0, **keywords) -> None:
+        """Binds an edited text to a segment: edit(*inputs, text), text being `source(*inputs, segment=segment)` with another formula, or
+        None for the model's own. It runs for all inputs for which that source is the same. Its gradient isn't known: backward raises
+        RuntimeError, and so does forward for inputs of another source. Copies and pickles of the model are without it.
+
+        Raises BuildError where the text doesn't compile, ValueError where its launcher `forward` isn't the source's, RuntimeError and
+        IndexError as `source` does.
+        """
+        *inputs, text = inputs_and_text
+        before = dict(getattr(self, "_edits", {}))
+        self._renew({})
+        try:
+            structure = structure_of(self, inputs, keywords)
+            if reason := _eager_reason(self, structure, inputs, keywords):
+                raise RuntimeError(f"eager runs: {reason}")
+            name, edit = structure.edit(self, inputs, keywords, segment, text)
+            if edit is not None:
+                inline_loader.load(**edit[1])
+            before = {key: each for key, each in before.items() if key != name}
+            before |= {name: edit[0]} if edit is not None else {}
+        finally:
+            self._renew(before)
+
+    def _renew(self, edits: dict) -> None:
+        """With these edits; nothing that was kept, or traced, is used again."""
+        object.__setattr__(self, "_edits", edits)
+        object.__setattr__(self, "_kept", ())
+        object.__setattr__(self, "_number", compiled.known(self, structure_of))
+
     def forward(self, *inputs, **keywords):
         if torch.compiler.is_compiling():
             run = compiled.function_for(self, inputs, keywords)
@@ -154,7 +184,7 @@ def _class_of(base: type) -> type:
         if found is None:
             body = {
                 "_unfused": base,
-                "__slots__": ("_kept", "_exact_order", "_number"),
+                "__slots__": ("_kept", "_exact_order", "_number", "_edits"),
                 "__module__": base.__module__,
                 "__doc__": base.__doc__,
             }

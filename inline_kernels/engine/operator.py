@@ -62,7 +62,7 @@ def operator_of(
 ) -> SegmentOperator:
     """The segment's operator by the schedule of that name, a new one where there is none of an equal segment. modules, others: those that
     segment.eager calls, and the attributes that it reads beside the operator's arguments."""
-    key = segment.digest, exact_order, name
+    key = segment.digest, exact_order, name + getattr(schedule, "digest", "")
     with _lock:
         found = _known.get(key)
         if found is None or found.schedule is not schedule:
@@ -91,7 +91,7 @@ class SegmentOperator:
 
         forward.__annotations__["a"] = self.arguments
         self.operator = loader_operators.declare(
-            f"fused_{name}_{segment.digest}{'_exact' * exact_order}",
+            f"fused_{name}_{segment.digest}{'_exact' * exact_order}{getattr(schedule, 'digest', '')}",
             forward,
             shapes=self._shapes,
             backward=self._backward,
@@ -339,9 +339,14 @@ class Reference:
         vars(module)["_parameters"] = {
             key: argument(path) if path in self.fields else None for key, path in paths.items()
         }
-        buffers = {key: of and a[0].new_empty(of[0], dtype=of[1]) for key, of in module._buffers.items()}
-        vars(module)["_buffers"] = buffers
+        buffers = {key: of and (f"{name}.{key}", *of) for key, of in module._buffers.items()}
+        vars(module)["_buffers"] = {key: of and self._buffer(a, *of) for key, of in buffers.items()}
         return module
+
+    def _buffer(self, a: tuple, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Like that of the model whose arguments these are: the shells may be those of an equal segment with other channels."""
+        own = getattr(a, self.fields[path]) if path in self.fields else None
+        return a[0].new_empty(shape if own is None else own.shape, dtype=dtype)
 
 
 def _shell(module: nn.Module) -> nn.Module:

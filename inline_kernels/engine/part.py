@@ -18,6 +18,7 @@ from inline_loader import BuildError
 
 from . import capture, schedule, support
 from .code import Code
+from .edited import edited
 from .guards import Guards
 from .operator import SCHEDULES, Decision, Names, Reference, operator_of
 from .support import NOT_THE_MODEL, Situation
@@ -63,6 +64,8 @@ class Part:
             for name in read
         }
         exact_order, schedules = getattr(model, "_exact_order", False), schedules_of(model)
+        if edit := getattr(model, "_edits", {}).get(self.name):
+            schedules = {edit.schedule: edited(schedules[edit.schedule], edit)}
         self.by_schedule = {
             name: operator_of(segment, self.modules, self.others, exact_order, name, schedule)
             for name, schedule in schedules.items()

@@ -13,6 +13,7 @@ passes.py decides what is computed in which pass, source.py writes it down; here
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -305,7 +306,17 @@ class Plan:
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
 
-    @property
+    @functools.cached_property
+    def shape(self) -> list[int]:
+        """Eager's, of y."""
+        segment, sizes = self.segment, self.sizes
+        level = segment.outputs[0].space.level
+        positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
+        of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1}
+        of_axis |= {str(i): s for i, s in enumerate(positions)}
+        return [of_axis[axis] for axis in segment.axes]
+
+    @functools.cached_property
     def results(self) -> list[str]:
         """The names of what forward returns: y, what is saved, what else norms' statistics are."""
         names = ["y", *[a.name for a in self.composed.saved]]
@@ -339,17 +350,22 @@ def requests(
     return [_build(segment, arguments, saving, dtype, exact_order)]
 
 
-def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
-    """Raises Unsupported with the reason where the schedule can't do it."""
+def plan(
+    segment,
+    arguments: Sequence,
+    saving: bool,
+    dtype: torch.dtype,
+    exact_order: bool = False,
+    edited: str | None = None,
+) -> Plan:
+    """edited: in place of its own text. Raises Unsupported with the reason where the schedule can't do it."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if x.dtype not in _CTYPES or dtype not in _CTYPES:
         raise Unsupported(f"there are kernels for {', '.join(_CTYPES.values())}")
     sizes = sizes_of(segment, x, weight)
     request = _build(segment, arguments, saving, dtype, exact_order)
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
-    kernels = inline_loader.load(
-        request["name"], source=request["source"], device=request["device"], defines=request["defines"]
-    )
+    kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     keeps_v = any(array.name == "v" for array in composed.saved)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
     found.in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
@@ -363,11 +379,13 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     if composed.backward and composed.backward.roots:
         found.backward_table = _table(found, *back, arguments)
         found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
-    found.pieces = _pieces(found, arguments, exact_order)
+    found.pieces = _pieces(found, arguments, exact_order, edited)
     return found
 
 
-def _pieces(plan: Plan, arguments: Sequence, exact_order: bool) -> Sequence[tuple[int, int, Plan]]:
+def _pieces(
+    plan: Plan, arguments: Sequence, exact_order: bool, edited: str | None
+) -> Sequence[tuple[int, int, Plan]]:
     """On a CPU a few samples are convolved at a time, as many as stay in its caches until their result is there; where nothing is kept
     and no sample's result hangs on another's."""
     segment, x, N = plan.segment, arguments[0], plan.sizes.N
@@ -385,7 +403,7 @@ def _pieces(plan: Plan, arguments: Sequence, exact_order: bool) -> Sequence[tupl
         last = min(first + samples, N)
         if last - first not in plans:
             some = _of_samples(plan, arguments, first, last)
-            plans[last - first] = globals()["plan"](segment, some, False, plan.dtype, exact_order)
+            plans[last - first] = globals()["plan"](segment, some, False, plan.dtype, exact_order, edited)
             plans[last - first].in_place = False
         found.append((first, last, plans[last - first]))
     return found
@@ -508,30 +526,21 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
-    arrays = {"v": v, "y": v} if plan.in_place else {"v": v}
+    # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
+    arrays = {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}
     _run(plan, plan.launch, plan.table, arrays, arguments)
-    arrays["y"] = arrays["y"].view(_result_shape(plan))
+    if not plan.in_place:
+        arrays["y"] = arrays["y"].view(plan.shape)
     return [arrays[name] for name in plan.results]
 
 
 def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
-    y = arguments[0].new_empty(_result_shape(plan), dtype=plan.dtype)
+    y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
         some = _of_samples(plan, arguments, first, last)
         v = convolve(plan.segment, some[0], arguments[len(plan.segment.inputs)])
         _run(piece, piece.launch, piece.table, {"v": v, "y": y[first:last]}, some)
     return y
-
-
-def _result_shape(plan: Plan) -> list[int]:
-    """Eager's."""
-    segment, sizes = plan.segment, plan.sizes
-    level = segment.outputs[0].space.level
-    positions = sizes.levels[level][3 - segment.graph.dimensions :] if level else ()
-    of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1} | {
-        str(i): s for i, s in enumerate(positions)
-    }
-    return [of_axis[axis] for axis in segment.axes]
 
 
 def backward(

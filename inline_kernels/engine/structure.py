@@ -13,6 +13,7 @@ import inline_loader
 
 from . import capture, support
 from .code import Code, without_memory
+from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
 from .operator import Decision, weightless
 from .part import Asked, Part, building, called
@@ -146,13 +147,38 @@ class Structure:
                 inline_loader.load_all(requests)
 
     def source(self, model: nn.Module, inputs: tuple, keywords: dict, number: int) -> str:
-        decisions = self.decisions(model, inputs, keywords)
+        decision = self._built(model, inputs, keywords, number)
+        return "\n".join(request["source"] for request in decision.requests)
+
+    def edit(
+        self, model: nn.Module, inputs: tuple, keywords: dict, number: int, text: str | None
+    ) -> tuple[str, tuple[Edit, dict] | None]:
+        """The segment's name, and what stands in place of its text where `text` does, with what inline_loader has to build for that."""
+        decision = self._built(model, inputs, keywords, number)
+        if text is None:
+            return decision.segment, None
+        known = torch.is_grad_enabled()
+        for saving in (known, not known):
+            decision = self._built(model, inputs, keywords, number, saving)
+            (request,) = decision.requests
+            if the_same_launcher(text, request["source"]):
+                edit = Edit(decision.runs, saving, request["source"], text)
+                return decision.segment, (edit, {**request, "source": text})
+        raise ValueError(
+            f"expected the launcher `forward` as source() has it, with its parameters, for {decision.segment}"
+        )
+
+    def _built(
+        self, model: nn.Module, inputs: tuple, keywords: dict, number: int, saving: bool | None = None
+    ) -> Decision:
+        """The segment's decision, which is not eager."""
+        decisions = self.decisions(model, inputs, keywords, saving)
         if not -len(decisions) <= number < len(decisions):
             raise IndexError(f"expected a segment below {len(decisions)}, got {number}")
         decision = decisions[number]
         if decision.runs == "eager":
             raise RuntimeError(f"segment {number} runs eager: {decision.reason}")
-        return "\n".join(request["source"] for request in decision.requests)
+        return decision
 
 
 # ------------------------------------------------------------------------------------------------------------------ capturing

@@ -111,7 +111,7 @@ def fused(Model: type[nn.Module], *, schedules: Mapping[str, object] | None = No
         "__module__": Model.__module__,
         "__doc__": Model.__doc__,
         "_unfused": Model,
-        "__slots__": ("_kept", "_exact_order", "_number"),
+        "__slots__": ("_kept", "_exact_order", "_number", "_edits"),
         "forward": signed(Variants.forward, Model.forward),
         "_schedules": own,
         "_schedule_of": {**{name: name for name in own}, "epilogue": "load"},

@@ -1,0 +1,40 @@
+"""Whole networks through fuse: as eager within the rule, forward and backward, training and evaluating, and what of them runs in kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.networks import NETWORKS
+from inline_kernels import fuse
+from inline_kernels.bench import checks, compare
+
+CONVOLUTIONS = {"resnet18": 20, "unet": 10, "vae_block": 2, "volume_block": 2}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_is_right(name, training):
+    network = NETWORKS[name]
+    phase = "train_dx" if training else "forward"
+
+    def errors(number: int, cancelling: bool):
+        torch.manual_seed(number)
+        model = network.small_model().train(training)
+        compare.randomize(model)
+        (x,) = network.small_inputs()
+        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
+        assert not complaints
+        return found
+
+    wrong = [str(error) for error in checks.judged_on_draws(errors) if not error.share <= 1]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_convolution_with_a_tail_is_a_segment(name):
+    network = NETWORKS[name]
+    model, (x,) = network.small_model().eval(), network.small_inputs()
+    with torch.no_grad():
+        plans = fuse(model).plan(x)
+    assert sum(plan.runs == "load" for plan in plans) == CONVOLUTIONS[name], str(plans)
