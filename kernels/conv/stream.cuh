@@ -1,6 +1,6 @@
 // A 2-D convolution of 16 and more channels, of any size, with padding, stride and dilation: a tail of v =
-// conv2d(x, weight), which is never written, to a sink, on compute capability 9.0. Operands as in conv/wide.cuh,
-// but that none is split.
+// conv2d(x, weight), which is never written, to a sink, on compute capability 9.0. Operands as in
+// conv/wide.cuh, but that none is split.
 //
 //   conv/stream_operands.cuh  sizes, packing
 //   conv/stream_sm90.cuh      the convolution
@@ -16,7 +16,8 @@ namespace conv {
 
 // x (N, C, H, W), or channels last, (N, H, W, C), where kLast; largest (N) becomes the bits of each sample's
 // largest finite magnitude. Where channels last values are operands as they are, C is a multiple of 8.
-template <class Filter, class Operands, int kColumns, int kCluster, int kSharedLimit, bool kLast, class Tail, class Out>
+template <class Filter, class Operands, int kColumns, int kCluster, int kSharedLimit, bool kLast, class Tail,
+          class Out>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
             const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
@@ -25,7 +26,8 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   using Loop = StreamSm90<Conv, Tail, Out, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
   static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
-  expect(x.dims == 4 && x.size(kLast ? 3 : 1) == Filter::kIn, "an image of the channels that are compiled for");
+  expect(x.dims == 4 && x.size(kLast ? 3 : 1) == Filter::kIn,
+         "an image of the channels that are compiled for");
   const int64_t N = x.size(0), H = x.size(kLast ? 1 : 2), W = x.size(kLast ? 2 : 3);
   const auto extent = [&](int d, int64_t size, int taps) {
     return (size + walk.before[d] + walk.behind[d] - (taps - 1) * walk.dilation[d] - 1) / walk.stride[d] + 1;
@@ -45,7 +47,8 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   else pack_image<Conv>(packed, largest, x, N, H * W, stream);
   const int taps[] = {Filter::kHeight, Filter::kWidth};
   const ImageMap image = image_map(operands, N, H, W, Loop::kPaddedIn, taps, walk, Loop::kFetched);
-  convolve_stream<Loop>(image, {out, packed_weight, exponents, largest, tail, int(N), int(OH), int(OW), walk}, stream);
+  convolve_stream<Loop>(image, {out, packed_weight, exponents, largest, tail, int(N), int(OH), int(OW), walk},
+                        stream);
 }
 
 }  // namespace conv

@@ -1,20 +1,22 @@
 // What the mainloop of conv/stream.cuh multiplies: sizes, and the packing of x and weights as the copy engine
 // and tensor cores want them.
 //
-//   x        (N, H, W, C) of operands, C padded to a multiple of 8; where it is that already, it is not packed
+//   x        (N, H, W, C) of operands, C padded to a multiple of 8; where it is that already, it is not
+//            packed
 //   weights  [channel block][group of 64 channels in][tap] of a stage's operand, kBlockChannels rows of 64
 //            values, swizzled (core/tensor_core.cuh)
-// float32 is scaled as conv/wide_operands.cuh says; samples which the first scale does not fit are packed once
-// more.
+// float32 is scaled as conv/wide_operands.cuh says; samples which the first scale does not fit are packed
+// once more.
 #pragma once
 #include "conv/wide_operands.cuh"
 #include "core/tensor_map.cuh"
 
 namespace conv {
 
-// A convolution, and how it is cut: a consumer computes 64 channels at kColumns positions, 128, 192 or 256. Its
-// block's other consumer computes other channels at the same positions, where a block has kBlockChannels = 128
-// channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what both need.
+// A convolution, and how it is cut: a consumer computes 64 channels at kColumns positions, 128, 192 or 256.
+// Its block's other consumer computes other channels at the same positions, where a block has kBlockChannels
+// = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
+// both need.
 template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_>
 struct Stream : Operands_ {
   using Filter = Filter_;
@@ -69,8 +71,8 @@ pack_stream_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, 
 
 constexpr int kImageThreads = 256, kImagePatch = 64;  // channels and positions of a block
 
-// x (N, kChannelsIn, S) to packed (N, S, kPaddedIn) under the scale 2^kFirstExponent, and largest[n] = the bits
-// of the largest finite magnitude of sample n. Grid: positions, channels, samples.
+// x (N, kChannelsIn, S) to packed (N, S, kPaddedIn) under the scale 2^kFirstExponent, and largest[n] = the
+// bits of the largest finite magnitude of sample n. Grid: positions, channels, samples.
 template <class Conv>
 __global__ void __launch_bounds__(kImageThreads)
 pack_image_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, int64_t S) {
@@ -121,7 +123,8 @@ pack_image_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t
 // The samples which the first scale does not fit. Grid: shares of a sample, samples.
 template <class Conv>
 __global__ void __launch_bounds__(kImageThreads)
-repack_image_kernel(uint4* packed, const uint32_t* largest, const typename Conv::value_t* x, int64_t N, int64_t S) {
+    repack_image_kernel(uint4* packed, const uint32_t* largest, const typename Conv::value_t* x, int64_t N,
+                        int64_t S) {
 #if __CUDA_ARCH__ >= 800
   for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
     const int exponent = Conv::sample_exponent(largest[n]);

@@ -1,16 +1,16 @@
-// A convolution as an implicit GEMM by wgmma, on compute capability 9.0 (sm_90a), whose operands stream through
-// shared memory: M = channels out, N = positions of all samples, one behind the other, K = groups of 64
-// channels in × taps.
+// A convolution as an implicit GEMM by wgmma, on compute capability 9.0 (sm_90a), whose operands stream
+// through shared memory: M = channels out, N = positions of all samples, one behind the other, K = groups of
+// 64 channels in × taps.
 //
 // Blocks are persistent, and share all tiles. Three warpgroups of a block are specialised:
-//   producer   one thread, which has the copy engine fill the stages of a pipeline: of a step of K the weights,
-//              as they are packed, and what the tap meets at the positions. Padding, stride and dilation are the
-//              copy engine's affair (core/tensor_map.cuh)
-//   consumers  two of them multiply: 64 channels each at all positions, or, of a block of 64 channels, half of
-//              the positions each; then tail and sink
-// Where two blocks are a cluster, they compute different channels at the same positions, or the same channels at
-// different ones. Each fetches half of what both need, for both: what a multiprocessor reads of the L2 cache
-// is the limit otherwise, 48 bytes a cycle for 128 channels × 256 positions, with that 32 or 40.
+//   producer   one thread, which has the copy engine fill the stages of a pipeline: of a step of K the
+//              weights, as they are packed, and what the tap meets at the positions. Padding, stride and
+//              dilation are the copy engine's affair (core/tensor_map.cuh)
+//   consumers  two of them multiply: 64 channels each at all positions, or, of a block of 64 channels, half
+//              of the positions each; then tail and sink
+// Where two blocks are a cluster, they compute different channels at the same positions, or the same channels
+// at different ones. Each fetches half of what both need, for both: what a multiprocessor reads of the L2
+// cache is the limit otherwise, 48 bytes a cycle for 128 channels × 256 positions, with that 32 or 40.
 //
 // Positions, and tiles, are counted in int.
 #pragma once
@@ -37,10 +37,11 @@ template <class Conv, class Tail, class Out> struct StreamArguments {
 
 template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out>;
-  using typename Conv::operand_t;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
       Conv::kFirstExponent, Conv::kGroups, Conv::kImageBytes, Conv::kKernelH, Conv::kKernelW,
-      Conv::kLastProducts, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps, Conv::kTilePositions, Conv::kWeightBytes;
+      Conv::kLastProducts, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps, Conv::kTilePositions,
+      Conv::kWeightBytes;
+  using typename Conv::operand_t;
 
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -50,7 +51,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static constexpr bool kByChannels = kCluster > 1 && kChannelBlocks % kCluster == 0;
   static constexpr int kChannelUnits = kByChannels ? kChannelBlocks / kCluster : kChannelBlocks;
 
-  static constexpr int kFetched = kByChannels ? kTilePositions / kCluster : kTilePositions;  // by a block, of an image
+  static constexpr int kFetched =
+      kByChannels ? kTilePositions / kCluster : kTilePositions;  // by a block, of an image
 
   // Shared memory: stages of weights and image, staging, barriers.
   static constexpr int kStageBytes = kWeightBytes + kImageBytes;
@@ -73,8 +75,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     int channel_block, position;
     __device__ __forceinline__ Tile(int unit, int rank)
         : channel_block(unit % kChannelUnits * (kByChannels ? kCluster : 1) + (kByChannels ? rank : 0)),
-          position((unit / kChannelUnits * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) * kTilePositions) {
-    }
+          position((unit / kChannelUnits * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) *
+                   kTilePositions) {}
   };
 
   // `full` once a stage's bytes are there, `empty` once the warps of all consumers of a cluster have read it.
@@ -104,7 +106,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     const int clusters = gridDim.x / kCluster, S = args.sample();
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
       const Tile tile(unit, rank);
-      const int from = tile.position + (kByChannels ? rank * kFetched : 0), n = from / S, row = from % S / args.OW;
+      const int from = tile.position + (kByChannels ? rank * kFetched : 0), n = from / S,
+                row = from % S / args.OW;
       const Pixel first{n, row * args.walk.stride[0] - args.walk.before[0],
                         from % args.OW * args.walk.stride[1] - args.walk.before[1]};
       const uint8_t* weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
@@ -116,13 +119,16 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
         for (int tap = 0; tap < kTaps; tap++, weights += kWeightBytes, next.advance()) {
           uint8_t* const stage = shared + next.stage * kStageBytes;
           uint64_t* const full = barriers.full + next.stage;
-          const int down = tap / kKernelW * args.walk.dilation[0], across = tap % kKernelW * args.walk.dilation[1];
+          const int down = tap / kKernelW * args.walk.dilation[0],
+                    across = tap % kKernelW * args.walk.dilation[1];
           await(barriers.empty + next.stage, next.parity ^ 1);
           arrive(full, kStageBytes);
-          if constexpr (kSharesWeights) copy_bulk(stage + rank * kWeightShare, weights, kWeightShare, full, kAll);
+          if constexpr (kSharesWeights)
+            copy_bulk(stage + rank * kWeightShare, weights, kWeightShare, full, kAll);
           else copy_bulk(stage, weights, kWeightBytes, full);
           if constexpr (kByChannels)
-            copy_image(stage + kWeightBytes + rank * kFetched * 128, image, full, group * 64, first, down, across, kAll);
+            copy_image(stage + kWeightBytes + rank * kFetched * 128, image, full, group * 64, first, down,
+                       across, kAll);
           else copy_image(stage + kWeightBytes, image, full, group * 64, first, down, across);
         }
       }
@@ -131,8 +137,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
 
   // sums += a step's products, of depth 16 kCount, in the background.
   template <int kCount>
-  static __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], uint64_t weights, uint64_t image,
-                                                       bool accumulate) {
+  static __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], uint64_t weights,
+                                                       uint64_t image, bool accumulate) {
     begin_products();
 #pragma unroll
     for (int i = 0; i < kCount; i++)
@@ -178,7 +184,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
         if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[n]));
         return constants;
       };
-      const auto low = constants_of(patch.channel + lane / 4), high = constants_of(patch.channel + 8 + lane / 4);
+      const auto low = constants_of(patch.channel + lane / 4),
+                 high = constants_of(patch.channel + 8 + lane / 4);
 #pragma unroll
       for (int j = 0; j < kTiles; j++) {
         if (j * 8 >= to || j * 8 + 8 <= from) continue;
@@ -195,8 +202,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     }
   }
 
-  static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers, uint8_t* shared,
-                                                 int rank) {
+  static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers,
+                                                 uint8_t* shared, int rank) {
     const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
     const uint64_t weights = describe_swizzled(shared_address(shared) + (kHalves ? 0 : consumer * 64 * 128));
     const uint64_t image = describe_swizzled(shared_address(shared) + kWeightBytes +
@@ -242,7 +249,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
 
 template <class Loop>
 __global__ void __launch_bounds__(Loop::kThreads, 1)
-convolve_stream_kernel(const __grid_constant__ ImageMap image, const __grid_constant__ typename Loop::Arguments args) {
+    convolve_stream_kernel(const __grid_constant__ ImageMap image,
+                           const __grid_constant__ typename Loop::Arguments args) {
 #if TENSOR_CORE_WGMMA
   Loop::run(args, image);
 #endif

@@ -176,7 +176,7 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
                ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
-// The same to the same place in every block of a cluster that `blocks` has a bit for, and to its barrier there.
+// The same to the same place in every block of a cluster that `blocks` has a bit for, and to its barrier.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier,
                                           uint16_t blocks) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -298,11 +298,12 @@ __device__ __forceinline__ uint64_t describe_transposed(uint32_t address, uint32
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(128 >> 4) << 16 | uint64_t(plane_pitch >> 4) << 32;
 }
 
-// Describes an operand of which a row of A, or a column of B, has 64 values of k in 128 bytes, the next behind
-// it: unit u of 16 bytes of row r lies in the place of u ^ r % 8. The first row's address is a multiple of
-// 1024. Adding 2 moves on by 16 values of k.
+// Describes an operand of which a row of A, or a column of B, has 64 values of k in 128 bytes, the next
+// behind it: unit u of 16 bytes of row r lies in the place of u ^ r % 8. The first row's address is a
+// multiple of 1024. Adding 2 moves on by 16 values of k.
 __device__ __forceinline__ uint64_t describe_swizzled(uint32_t address) {
-  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 |
+         uint64_t(1) << 62;
 }
 
 // After await_products, before the sums are read: keeps the compiler from reading them earlier.
@@ -312,9 +313,9 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
     asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
 }
 
-// D (64×n) += A (64×16) · B (16×n), n = 64, 128, 192 or 256, by four warps: warp i has rows 16 i … 16 i + 15 of A and
-// D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what D held
-// before does not count.
+// D (64×n) += A (64×16) · B (16×n), n = 64, 128, 192 or 256, by four warps: warp i has rows 16 i … 16 i + 15
+// of A and D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what
+// D held before does not count.
 #define NAMES_64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_128 NAMES_64 \
@@ -324,8 +325,9 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
                   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
                   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NAMES_256 NAMES_192 \
-                  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
-                  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+                  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106" \
+                  ", %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117" \
+                  ", %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FRAGMENT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define ROW(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define SUMS_64 ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7)

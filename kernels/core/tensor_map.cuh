@@ -38,7 +38,8 @@ ImageMap image_map(const Operand* x, int64_t N, int64_t H, int64_t W, int64_t C,
   ImageMap image;
   const cuuint64_t sizes[] = {cuuint64_t(C), cuuint64_t(W), cuuint64_t(H), cuuint64_t(N)};
   const cuuint64_t pitches[] = {cuuint64_t(C * 2), cuuint64_t(W * C * 2), cuuint64_t(H * W * C * 2)};
-  // Of the pixels that a filter's first tap meets: where they begin, and how far from the image's last they end.
+  // Of the pixels that a filter's first tap meets: where they begin, and how far from the image's last they
+  // end.
   const int first[] = {-walk.before[1], -walk.before[0]};
   const int last[] = {walk.behind[1] - (taps[1] - 1) * walk.dilation[1],
                       walk.behind[0] - (taps[0] - 1) * walk.dilation[0]};
@@ -65,24 +66,25 @@ struct Pixel {
   int n, row, column;
 };
 
-// What tap (row, column) of a dilated filter meets at `positions`, from the one on whose first pixel is given:
-// 64 channels from `channel` on, to `shared`, and so many bytes to the barrier: in this block, or in all
-// blocks of a cluster that `blocks` has a bit for.
-__device__ __forceinline__ void copy_image(void* shared, const ImageMap& image, uint64_t* barrier, int channel,
-                                           const Pixel& first, int row, int column) {
+// What tap (row, column) of a dilated filter meets at `positions`, from the one on whose first pixel is
+// given: 64 channels from `channel` on, to `shared`, and so many bytes to the barrier: in this block, or in
+// all blocks of a cluster that `blocks` has a bit for.
+__device__ __forceinline__ void copy_image(void* shared, const ImageMap& image, uint64_t* barrier,
+                                           int channel, const Pixel& first, int row, int column) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};"
                ::"r"(shared_address(shared)), "l"(&image.map), "r"(shared_address(barrier)), "r"(channel),
                  "r"(first.column), "r"(first.row), "r"(first.n), "h"(uint16_t(column)), "h"(uint16_t(row))
                : "memory");
 }
-__device__ __forceinline__ void copy_image(void* shared, const ImageMap& image, uint64_t* barrier, int channel,
-                                           const Pixel& first, int row, int column, uint16_t blocks) {
+__device__ __forceinline__ void copy_image(void* shared, const ImageMap& image, uint64_t* barrier,
+                                           int channel, const Pixel& first, int row, int column,
+                                           uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;"
-      ::"r"(shared_address(shared)), "l"(&image.map), "r"(shared_address(barrier)), "r"(channel),
-        "r"(first.column), "r"(first.row), "r"(first.n), "h"(uint16_t(column)), "h"(uint16_t(row)), "h"(blocks)
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(shared_address(shared)),
+      "l"(&image.map), "r"(shared_address(barrier)), "r"(channel), "r"(first.column), "r"(first.row),
+      "r"(first.n), "h"(uint16_t(column)), "h"(uint16_t(row)), "h"(blocks)
       : "memory");
 }
 

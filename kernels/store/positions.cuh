@@ -1,9 +1,10 @@
 // Sinks that store a convolution's results as they are, position by position: y (N, C, S), or channels last,
 // (N, S, C), S positions a sample.
 //
-// A warp hands over 16 channels × 8·kTiles positions, which may run over samples, as products leave them: lane
-// 4 g + t has positions 8 j + 2 t and the next, of channel g in [j][0] and [j][1], of channel g + 8 in [j][2]
-// and [j][3]. They pass through a warp's staging, so that neighbouring lanes store neighbouring elements.
+// A warp hands over 16 channels × 8·kTiles positions, which may run over samples, as products leave them:
+// lane 4 g + t has positions 8 j + 2 t and the next, of channel g in [j][0] and [j][1], of channel g + 8 in
+// [j][2] and [j][3]. They pass through a warp's staging, so that neighbouring lanes store neighbouring
+// elements.
 #pragma once
 #include "core/scalar.h"
 
@@ -18,15 +19,16 @@ template <class T, bool kChannelsLast> struct Positions {
   T* y;
   using result_t = T;
   static constexpr int kPerWord = 4 / int(sizeof(T));  // elements
-  // Staging: 16 channels × 32 words of positions, or 32 positions × 16 channels of float32; without conflicts.
+  // Staging: 16 channels × 32 words of positions, or 32 positions × 16 channels of float32; without
+  // conflicts.
   static constexpr int kPitch = kChannelsLast ? 20 : kPerWord == 1 ? 40 : 36;
   static constexpr int kWarpBytes = (kChannelsLast ? 32 : 16) * kPitch * 4;
   struct alignas(4) Word { T at[kPerWord]; };
   struct alignas(4 * sizeof(T)) Four { T at[4]; };
 
   template <int kTiles>
-  __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4], const Patch& patch,
-                                        int S, int channels) const {
+  __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4],
+                                        const Patch& patch, int S, int channels) const {
     if constexpr (kChannelsLast) store_last(reinterpret_cast<float*>(staging), values, patch, channels);
     else store_planes(reinterpret_cast<Word*>(staging), values, patch, S, channels);
   }
