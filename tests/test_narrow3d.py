@@ -32,7 +32,7 @@ struct Tail {
 
 EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float> conv_bias, In<float> scale,
                     In<float> bias, In<output_t> other, cudaStream_t stream) {
-  store::pointwise<Conv>(y, x, weight, Tail{conv_bias, scale, bias, other}, stream);
+  store::pointwise<Conv>(x, weight, stream, conv::Stored{y, Tail{conv_bias, scale, bias, other}});
 }
 
 EXPORT int64_t tiles(In<value_t> x, In<value_t> weight, int64_t own) {

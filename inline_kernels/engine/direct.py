@@ -1,20 +1,24 @@
 """The schedule `direct`: a GPU's tensor cores convolve in kernels of our own, the tail is applied to v in registers, and v is never written.
 
-It has schedule.py's functions and signatures, and runs a segment in inference where
+It has schedule.py's functions and signatures, and runs a segment where
 
-- the tail is pointwise: scalar operations on v, parameters by channel or single ones, and the model's numbers. What doesn't
+- the tail is pointwise: scalar operations on v, parameters by channel or single ones, second inputs and the model's numbers. What doesn't
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
+- or windows of such a tail are pooled, and what is pointwise in those follows (`Tail::before`, `Tail::after`). Only that is written; what
+  else the segment computes from it, the schedule `load` does in passes over windows;
 - the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride, padding or dilation `stream` alone.
 
-For all else, Unsupported says why; backward is never asked for. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32; `stream` runs nowhere else. An infinite value of x reaches v as in eager by these two; by `narrow2d` and `narrow3d` v is NaN wherever eager's is not
-finite (its halves are infinity and NaN).
+Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that.
+
+For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
+where eager runs TF32; `stream` runs nowhere else. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
+by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +30,7 @@ import inline_loader
 from . import choice, library, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
-from .passes import Unsupported
+from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import SCALARS
 from .schedule import count
 
@@ -35,7 +39,7 @@ __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "r
 # Fewer results are left to the library: in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
 INFERENCE_ONLY = True
-_OWN_SHARED = 33 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
+_OWN_SHARED = 34 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
 
 
 # ------------------------------------------------------------------------------------------------------------- the tail's text
@@ -50,6 +54,73 @@ class Member(NamedTuple):
     is_tensor: bool
 
 
+class Front(NamedTuple):
+    """What the convolution's kernel computes. pooled: the reduction of windows inside it, or None where it is pointwise in v."""
+
+    node: Node
+    pooled: Node | None = None
+
+    @property
+    def takes(self) -> str:
+        return "windows" if self.pooled else "elements"
+
+    @property
+    def window(self) -> tuple[int | None, ...]:
+        return self.node.graph.levels[self.pooled.space.level].window
+
+    @property
+    def reduction(self) -> str:
+        if self.pooled.op == "sum":
+            return "pool::Sum"
+        return "pool::Largest" if self.pooled.args[1].attr[1] > 0 else "pool::Smallest"
+
+
+def _front(y: Node) -> Front:
+    """Raises Unsupported."""
+    if y.space == ELEMENTS:
+        return Front(y)
+    nodes = order([y])
+    pools = [
+        node for node in nodes if node.op != "pick" and over_windows(node) and node.args[0].space == ELEMENTS
+    ]
+    if len(pools) != 1:
+        raise Unsupported("the tail's result isn't of v's shape, or one pool's")
+    (pooled,) = pools
+    behind = {pooled}  # what is pointwise in windows
+    for node in nodes:
+        if (
+            node.is_scalar_op
+            and node.space == pooled.space
+            and all(a in behind or a.space.small for a in node.args)
+        ):
+            behind.add(node)
+    used = {a for node in nodes if node not in behind for a in node.args if a in behind}
+    if y not in behind and len(used) != 1:
+        raise Unsupported("what follows the pool isn't pointwise in one value of its windows")
+    front = Front(y if y in behind else used.pop(), pooled)
+    if any(node.op == "leaf" and node.attr[1] == "z" for node in _without([y], front.node)):
+        raise Unsupported("what follows the pool reads v, too")
+    return front
+
+
+def _without(roots: Sequence[Node], known: Node | None) -> list[Node]:
+    """All that the roots are computed from where `known` is known, operands first."""
+    found, stack = set(), list(roots)
+    while stack:
+        node = stack.pop()
+        if node is not known and node not in found:
+            found.add(node)
+            stack += node.args
+    return sorted(found, key=lambda node: node.id)
+
+
+def _count(node: Node) -> int | None:
+    """Of a window's positions, where it has the same in all."""
+    axis, level = node.attr
+    window = node.graph.levels[level].window if axis == "window" else (None,)
+    return None if None in window else math.prod(window)
+
+
 class Text(NamedTuple):
     """A tail as it is written. `members` in the launcher's order."""
 
@@ -59,41 +130,39 @@ class Text(NamedTuple):
 
 # Names that the text around the tail has, and words of the language that an attribute of a model may be called by.
 _TAKEN = set(
-    "v x y weight channel tail Tail Channel Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
+    "v x y weight pooled before after channel tail Tail Channel Filter Build Conv Target largest_x auto bool case char class const default delete do double else "
     "enum explicit export extern float for goto if inline int long namespace new operator private public register short signed sizeof static "
     "struct switch template this throw try typename union unsigned using virtual void volatile while and or not xor".split()
 )
 
 
 class _Writer:
-    """Writes one tail: y as a function of v."""
+    """Writes one tail: what is in front, as a function of v."""
 
-    def __init__(self, segment, y: Node, has_places: bool):
-        self.segment, self.y, self.has_places = segment, y, has_places
+    def __init__(self, segment, front: Front, has_places: bool):
+        self.segment, self.front, self.has_places = segment, front, has_places and not front.pooled
         self.members: dict[str, Member] = {}
         self.names = set(_TAKEN)
         inputs = [leaf.attr[0] for leaf in segment.inputs]
         self.tensors = [*inputs, *segment.parameters, *segment.buffers]
         self.first_number = len(self.tensors)  # no seed, and no statistics that are written
 
-    def text(self) -> Text:
+    def text(self, name: str = "Tail") -> Text:
         nodes = self._checked()
         kept = self._kept(nodes)
-        behind = {*order(kept)}
         by_channel: dict[Node, str] = {}
-        channel_lines: list[str] = []
-        for node in nodes:
-            if node in behind:
-                self._write(node, by_channel, channel_lines)
+        channel_lines = self._lines(order(kept), by_channel)
         fields = {node: f"k.{self._field(node)}" for node in kept}
-        known, element_lines = dict(fields), []
-        for node in nodes:
-            if not node.space.small:
-                self._write(node, known, element_lines)
         declared = [f"{'bool' if node.is_boolean else 'real'} {self._field(node)};" for node in kept]
-        place = ", int64_t at" * self.has_places
+        if pooled := self.front.pooled:
+            before = self._function("before", "v", fields, pooled.args[0])
+            functions = before + self._function(
+                "after", "pooled", fields | {pooled: "pooled"}, self.front.node
+            )
+        else:
+            functions = self._function("operator()", "v", fields, self.front.node)
         lines = [
-            "struct Tail {",
+            f"struct {name} {{",
             *[f"  {_declared(member)};" for member in self.members.values()],
             "",
             f"  struct Channel {{ {' '.join(declared)} }};",
@@ -101,10 +170,7 @@ class _Writer:
             *[f"    {line}" for line in channel_lines],
             f"    return {{{', '.join(by_channel[node] for node in kept)}}};",
             "  }",
-            f"  __device__ __forceinline__ float operator()(float v, const Channel& k{place}) const {{",
-            *[f"    {line}" for line in element_lines],
-            f"    return {known[self.y]};",
-            "  }",
+            *functions,
             "};",
         ]
         return Text(lines, [*self.members.values()])
@@ -112,17 +178,19 @@ class _Writer:
     # ---- what it is made of
     def _checked(self) -> list[Node]:
         """All nodes, operands first."""
-        if self.y.space != ELEMENTS:
-            raise Unsupported("the tail's result isn't of v's shape")
-        nodes = order([self.y])
+        nodes = order([self.front.node])
+        pooled = self.front.pooled
         for node in nodes:
-            if node.op in ("spread", "detach", "const") or node.is_scalar_op:
+            if node.op in ("spread", "detach", "const") or node.is_scalar_op or node is pooled:
+                continue
+            if node.op == "count" and _count(node) or pooled and node in pooled.args:
                 continue
             if node.op != "leaf" or node.attr[1] == "drawn":
                 name = "dropout" if node.op == "leaf" else node.op
                 raise Unsupported(f"the tail isn't pointwise: it has {name}")
-            if node.attr[1] == "input":
-                raise Unsupported("the tail reads a second input")
+            of_positions = node.attr[1] != "z" and not node.space.small
+            if of_positions and (node.space != ELEMENTS or not self.has_places):
+                raise Unsupported(f"the tail reads {node.attr[0]} at positions")
         if not any(node.op == "leaf" and node.attr[1] == "z" for node in nodes):
             raise Unsupported("the tail doesn't read v")
         return nodes
@@ -133,6 +201,24 @@ class _Writer:
         return [node for node in found if not _is_number(node)]
 
     # ---- how it is written
+    def _function(self, name: str, operand: str, known: Mapping[Node, str], result: Node) -> list[str]:
+        known, place = dict(known), ", int64_t at" * self.has_places
+        nodes = _without([result], self.front.pooled if self.front.pooled in known else None)
+        lines = self._lines([node for node in nodes if not node.space.small], known)
+        return [
+            f"  __device__ __forceinline__ float {name}(float {operand}, const Channel& k{place}) const {{",
+            *[f"    {line}" for line in lines],
+            f"    return {known[result]};",
+            "  }",
+        ]
+
+    def _lines(self, nodes: Sequence[Node], known: dict[Node, str]) -> list[str]:
+        """Of those that aren't known; then they are."""
+        lines: list[str] = []
+        for node in nodes:
+            self._write(node, known, lines)
+        return lines
+
     def _write(self, node: Node, known: dict[Node, str], lines: list[str]) -> None:
         if node in known or _is_number(node):
             return
@@ -148,6 +234,8 @@ class _Writer:
         lines.append(f"const auto {name} = {SCALARS[node.op].text.format(*operands)};")
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:
+        if node.op == "count":
+            return f"real({_count(node)})"
         if node.op == "const":
             if math.isfinite(node.attr):
                 return f"real({node.attr!r})"
@@ -160,7 +248,7 @@ class _Writer:
         if node.attr[1] == "z":
             return "v"
         member, space = self._member(node), node.space
-        if space == ELEMENTS:
+        if not space.small:
             return f"real({member.name}[at])"
         index = "n * CHANNELS_OUT + c" if space.n and space.c else "n" if space.n else "c" if space.c else "0"
         return f"real({member.name}[{index}])"
@@ -185,7 +273,7 @@ class _Writer:
 
 
 def _is_number(node: Node) -> bool:
-    return node.op == "const" or (node.op == "leaf" and node.attr[1] == "scalar")
+    return node.op in ("const", "count") or (node.op == "leaf" and node.attr[1] == "scalar")
 
 
 def _declared(member: Member) -> str:
@@ -196,32 +284,48 @@ def _declared(member: Member) -> str:
 
 
 class Mainloop(NamedTuple):
-    """A kernel that convolves. `obstacle(x, weight, dtype of y)`: why it can't run, or is not faster than the schedule `load`; or None.
-    `has_places`: do its tails know which element of y they compute? `keeps_infinities`: is v infinite where the library's is? An operand
-    that is a sum of two float16 makes NaN of it. `walks`: does it take a stride, padding and dilation (`Walk`)?"""
+    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front)`: why it can't run, or is not
+    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
+    `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
     name: str
+    takes: str
     dimensions: int
     headers: Sequence[str]
     declared: str
     launch: Sequence[str]
     has_places: bool
-    keeps_infinities: bool
-    obstacle: Callable[[Tensor, Tensor, torch.dtype], str | None]
-    defines: Callable[[Tensor, Tensor, torch.dtype], dict]
+    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], str | None]
+    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], dict]
+    keeps: bool = False
     walks: bool = False
 
 
-def _narrow2d_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
-    planned = {"ROWS_SHARED": tiling.rows_shared(weight, dtype.itemsize)}
+def _rows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+    return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, *[each.itemsize for each in dtypes]))
+
+
+def _rows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+    planned = {"ROWS_SHARED": tiling.rows_shared(weight, *[each.itemsize for each in dtypes])}
     return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
 
 
-def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+def _windows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+    if None in front.window or min(front.window) < 2 or max(front.window) > 8:
+        return "windows have 2 to 8 rows and columns"
+    return tiling.rows_obstacle(x, weight, tiling.windows_shared(weight, front.window[1]))
+
+
+def _windows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+    planned = {"ROWS_SHARED": tiling.windows_shared(weight, front.window[1])}
+    return _rows_defines(x, weight, dtypes, front) | planned
+
+
+def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
     return tiling.volume_obstacle(x, weight, x.dtype, _OWN_SHARED)
 
 
-def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+def _wide_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
@@ -229,13 +333,13 @@ def _wide_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
-def _wide_defines(x: Tensor, weight: Tensor, dtype: torch.dtype) -> dict:
+def _wide_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
 
 
-def _stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+def _stream_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
     """Likewise; float32 is a single float16 here."""
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
@@ -250,49 +354,65 @@ def _stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | Non
 MAINLOOPS = (
     Mainloop(
         "narrow2d",
+        "elements",
         2,
-        ("conv/narrow2d.cuh", "store/strips.cuh"),
+        ("store/strips.cuh",),
         "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
         [
-            "using Strips = store::Strips<output_t, Tail>;",
             "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;",
-            'static_assert(conv::narrow2d::kShared<Tile, Strips> == ROWS_SHARED, "as it is planned");',
-            "conv::narrow2d::pointwise<Filter, LONG_ROWS>(x, weight, stream, Strips{y, tail});",
+            'static_assert(conv::narrow2d::kShared<Tile, {sinks}> == ROWS_SHARED, "as it is planned");',
+            "store::pointwise<Filter, LONG_ROWS>(x, weight, stream, {stored});",
         ],
         True,
+        _rows_obstacle,
+        _rows_defines,
+        True,
+    ),
+    Mainloop(
+        "narrow2d",
+        "windows",
+        2,
+        ("pool/windows.cuh",),
+        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
+        [
+            "using Tile = pool::PooledTile<Filter, Pool, LONG_ROWS>;",
+            'static_assert(conv::narrow2d::kShared<Tile, pool::Pooled<output_t, Pool, Tail>> == ROWS_SHARED, "as it is planned");',
+            "pool::pooled<Filter, Pool, LONG_ROWS>(y, x, weight, tail, stream);",
+        ],
         False,
-        tiling.rows_obstacle,
-        _narrow2d_defines,
+        _windows_obstacle,
+        _windows_defines,
     ),
     Mainloop(
         "narrow3d",
+        "elements",
         3,
         ("store/runs.cuh",),
         "using Conv = conv::narrow3d::Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
-        ["store::pointwise<Conv>(y, x, weight, tail, stream);"],
+        ["store::pointwise<Conv>(x, weight, stream, {stored});"],
         True,
-        False,
         _narrow3d_obstacle,
-        lambda x, weight, dtype: tiling.spatial_defines(weight.shape),
+        lambda x, weight, dtypes, front: tiling.spatial_defines(weight.shape),
+        True,
     ),
     Mainloop(
         "wide",
+        "elements",
         2,
         ("conv/wide.cuh",),
         "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;\n"
         "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;\n"
         "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
         [
-            "const Scratch<int32_t> largest_x(x.size(0), stream);",
-            "conv::wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<output_t>{y}, largest_x, stream);",
+            "conv::pointwise<Build>(y, x, weight, tail, stream);",
         ],
         False,
-        True,
         _wide_obstacle,
         _wide_defines,
     ),
     Mainloop(
         "stream",
+        "elements",
         2,
         ("conv/stream.cuh",),
         "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
@@ -303,19 +423,44 @@ MAINLOOPS = (
             "    x, weight, walk, tail, store::Positions<output_t, false>{y}, largest_x, stream);",
         ],
         False,
-        True,
         _stream_obstacle,
-        lambda x, weight, dtype: tiling.stream_defines(x, weight),
+        lambda x, weight, dtypes, front: tiling.stream_defines(x, weight),
         walks=True,
     ),
 )
 
 
-def _source(segment, mainloop: Mainloop, text: Text) -> str:
-    tensors = [f"In<{m.ctype}> {m.name}" for m in text.members if m.is_tensor]
-    numbers = [f"double {m.name}" for m in text.members if not m.is_tensor]
-    given = ", ".join(m.name if m.is_tensor else f"real({m.name})" for m in text.members)
-    parameters = ["Out<output_t> y", "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
+class Stored(NamedTuple):
+    """A result of the convolution's kernel: its name and element's type, and the text that makes it."""
+
+    name: str
+    ctype: str
+    text: Text
+
+    @property
+    def struct(self) -> str:
+        return "Tail" if self.name == "y" else f"Tail_{self.name}"
+
+
+def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored], more: str) -> str:
+    members = _members(results)
+    tensors = [f"In<{m.ctype}> {m.name}" for m in members if m.is_tensor]
+    numbers = [f"double {m.name}" for m in members if not m.is_tensor]
+    outputs = [f"Out<{each.ctype}> {each.name}" for each in results]
+    parameters = [*outputs, "In<value_t> x", "In<value_t> weight", *tensors, *numbers]
+    tails = {each.name: "tail" if each.name == "y" else f"tail_{each.name}" for each in results}
+    made = []
+    for each in results:
+        given = [m.name if m.is_tensor else f"real({m.name})" for m in each.text.members]
+        made.append(f"  const {each.struct} {tails[each.name]}{{{', '.join(given)}}};")
+    sinks = ", ".join(f"store::Strips<{each.ctype}, {each.struct}>" for each in results)
+    stored = ", ".join(f"conv::Stored{{{name}, {tail}}}" for name, tail in tails.items())
+    launch = [line.replace("{sinks}", sinks).replace("{stored}", stored) for line in mainloop.launch]
+    pool = (
+        f"using Pool = pool::Windows<{', '.join(map(str, front.window))}, {front.reduction}>;"
+        if front.pooled
+        else ""
+    )
     return "\n".join(
         [
             f"// {segment.conv.name}",
@@ -323,39 +468,111 @@ def _source(segment, mainloop: Mainloop, text: Text) -> str:
             "",
             "using real = accumulate_t;",
             mainloop.declared,
+            *[pool] * bool(pool),
             "",
-            *text.lines,
-            "",
+            *[line for each in results for line in (*each.text.lines, "")],
             f"EXPORT void forward({', '.join(parameters)}, cudaStream_t stream) {{",
-            f"  const Tail tail{{{given}}};",
-            *[f"  {line}" for line in mainloop.launch],
+            *made,
+            *[f"  {line}" for line in launch],
             "}",
-            "",
+            more,
         ]
     )
+
+
+def _members(results: Sequence[Stored]) -> list[Member]:
+    """Of all results' tails: the launcher's arguments."""
+    return [*dict.fromkeys(member for each in results for member in each.text.members)]
 
 
 # ------------------------------------------------------------------------------------------------------------------- deciding
 
 
 class Written(NamedTuple):
-    """A segment's source for a mainloop, and what its launcher takes behind y, x and weight."""
+    """A segment's source for a mainloop. Its launcher takes results (y; or what `front` is, where `rest` computes y from that; or y and what
+    backward needs), x, weight and `members`. rest: the passes behind, or where backward follows all of the schedule `load`."""
 
     mainloop: Mainloop
+    front: Front
     source: str
+    results: list[Array]
     members: list[Member]
+    rest: schedule.Composed | None
 
 
-def _written(segment, mainloop: Mainloop, exact_order: bool) -> Written:
-    """Made once; kept with the segment's graph. Raises Unsupported."""
+def _written(segment, mainloop: Mainloop, exact_order: bool, composed: schedule.Composed | None) -> Written:
+    """composed: load's, where backward follows. Made once; kept with the segment's graph. Raises Unsupported."""
     with schedule._lock:  # one at a time for a graph, whoever rewrites it
         known = vars(segment.graph).setdefault("direct", {})
-        key = mainloop.name, exact_order
+        key = mainloop.name, mainloop.takes, exact_order, composed and composed.text
         if key not in known:
-            (y,) = segment.outputs
-            text = _Writer(segment, y if exact_order else reordered([y])[0], mainloop.has_places).text()
-            known[key] = Written(mainloop, _source(segment, mainloop, text), text.members)
+            make = (
+                _write(segment, mainloop, exact_order)
+                if composed is None
+                else _write_saving(segment, mainloop, composed)
+            )
+            known[key] = make
         return known[key]
+
+
+def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
+    (y,) = segment.outputs
+    y, front = _fronted(y, exact_order)
+    if front.takes != mainloop.takes:
+        raise Unsupported(f"it takes {mainloop.takes}, not {front.takes}")
+    text = _Writer(segment, front, mainloop.has_places).text()
+    rest = None if front.node is y else _rest(segment, y, front)
+    result = Stored("y", "accumulate_t" if rest else "output_t", text)
+    own = _source(segment, mainloop, front, [result], rest.text if rest else "")
+    array = Array("y", "real" if rest else "output", front.node.space)
+    return Written(mainloop, front, own, [array], text.members, rest)
+
+
+def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> Written:
+    """y and what backward reads at positions, which is pointwise in v, too; copies of parameters are nobody's kernel's."""
+    nodes = {root.name: root.node for root in composed.forward.roots}
+    nodes["v"] = segment.graph.leaf("z", ELEMENTS, "z")
+    arrays = [
+        Array("y", "output", nodes["y"].space),
+        *[a for a in composed.saved if not _copied(nodes[a.name])],
+    ]
+    if not mainloop.keeps or any(array.space != ELEMENTS for array in arrays):
+        raise Unsupported("backward needs more than it stores")
+    types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
+    results = []
+    for array in arrays:
+        found = Stored(array.name, types[array.kind], Text([], []))
+        writer = _Writer(segment, Front(nodes[array.name]), mainloop.has_places)
+        results.append(found._replace(text=writer.text(found.struct)))
+    back = source.compose({"backward": composed.backward}, {"backward": composed.backward_names}, "cuda", "")
+    front = Front(nodes["y"])
+    return Written(
+        mainloop, front, _source(segment, mainloop, front, results, back), arrays, _members(results), composed
+    )
+
+
+def _copied(node: Node) -> Node | None:
+    """The parameter that is kept as it was."""
+    return node.args[0] if node.op == "spread" and node.args[0].op == "leaf" and node.space.small else None
+
+
+def _fronted(y: Node, exact_order: bool) -> tuple[Node, Front]:
+    """The result as it is written, and its front. Where rules would pool twice, it stays the model's."""
+    if not exact_order:
+        try:
+            again = reordered([y])[0]
+            return again, _front(again)
+        except Unsupported:
+            pass
+    return y, _front(y)
+
+
+def _rest(segment, y: Node, front: Front) -> schedule.Composed:
+    given = {front.node: Array("front", "real", front.node.space)}
+    program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
+    names = schedule._names(segment, program)
+    text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
+    return schedule.Composed(text, program, names, None, None, [], {}, [])
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
@@ -363,26 +580,23 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if library.device_type(x) != "cuda":
         raise Unsupported("convolutions of our own run on GPUs")
-    if saving:
-        raise Unsupported("backward needs v, which is never written")
+    if saving and x.dtype != torch.float32:
+        raise Unsupported("backward needs v as the library rounds it")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"there are no kernels for results of {dtype}")
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
     _check_convolution(segment, x, weight)
+    kind = schedule._kind(segment, arguments, True, exact_order)
+    composed = schedule._composed(segment, kind) if saving else None
     refused = []
     for mainloop in MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
             _check_walk(segment, weight, mainloop)
-            written = _written(segment, mainloop, exact_order)
-            reason = (
-                None
-                if mainloop.keeps_infinities
-                else "it makes NaN of infinities, which a tail may tell apart"
-            )
-            if (reason := reason or mainloop.obstacle(x, weight, dtype)) is None:
+            written = _written(segment, mainloop, exact_order, composed)
+            if (reason := mainloop.obstacle(x, weight, _dtypes(written, x, dtype), written.front)) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -396,6 +610,12 @@ def _check_convolution(segment, x: Tensor, weight: Tensor) -> None:
     sizes = schedule.sizes_of(segment, x, weight)
     if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:
         raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
+
+
+def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
+    """Of the results."""
+    of_kind = {"output": dtype, "value": x.dtype, "real": torch.float32, "mask": torch.uint8}
+    return [of_kind[array.kind] for array in written.results]
 
 
 class Walk(NamedTuple):
@@ -426,7 +646,8 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
 
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = schedule._defines(segment, x, dtype) | written.mainloop.defines(x, weight, dtype)
+    defines = written.mainloop.defines(x, weight, _dtypes(written, x, dtype), written.front)
+    defines |= schedule._defines(segment, x, dtype)
     if written.mainloop.walks:
         for name, values in _walk(segment, weight)._asdict().items():
             defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("HW", values)}
@@ -449,7 +670,15 @@ def describe(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
 ) -> str:
     written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return f"{written.mainloop.name}, the tail inside, v is never written"
+    names = [array.name for array in written.results[1:]]
+    line = f"{written.mainloop.name}, the tail inside, "
+    line += "v is stored beside" if "v" in names else "v is never written"
+    if written.rest is None:
+        return line
+    plan, rest = _rest_plan(written, segment, arguments, dtype, saving), written.rest
+    if not saving:
+        return f"{line}, then {schedule.passes_in_words(plan, rest.forward, rest.forward_names)}"
+    return f"{line}; backward: {schedule.passes_in_words(plan, rest.backward, rest.backward_names)}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
@@ -457,13 +686,16 @@ def describe(
 
 @dataclass
 class Plan:
-    """`tensors`: the launcher's arguments behind y, x and weight, by their numbers, and the dtypes that it reads. No `statistics`."""
+    """`tensors`: the launcher's arguments behind its results, x and weight, by their numbers, and the dtypes that it reads. results: their
+    shapes and dtypes; `rest` computes y from the only one, or has backward. kept: what forward saves, by the number of a result, or of an
+    argument that is copied (below 0: -1 is the first). No `statistics`."""
 
     launch: Callable
     tensors: Sequence[tuple[int, torch.dtype]]
-    shape: Sequence[int]
-    dtype: torch.dtype
+    results: Sequence[tuple[Sequence[int], torch.dtype]]
     line: str
+    rest: schedule.Plan | None
+    kept: Sequence[int]
     statistics: Sequence = ()
 
 
@@ -483,25 +715,59 @@ def plan(
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
-    weight = arguments[weight_at]
+    rest = _rest_plan(written, segment, arguments, dtype, saving) if written.rest else None
+    if saving and written.rest.backward.roots:
+        given = written.rest.backward, written.rest.backward_names, arguments
+        rest.backward_table = schedule._table(rest, *given)
+        rest.backward_launch = kernels.backward.bound(*schedule._numbers(rest, *given))
+    elif rest and not saving:
+        given = written.rest.forward, written.rest.forward_names, arguments
+        rest.table = schedule._table(rest, *given)
+        rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))
+    shape = schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space)
+    shape = [*shape[:2], *shape[5 - segment.graph.dimensions :]]
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
-        [x.shape[0], weight.shape[0], *schedule.sizes_of(segment, x, weight).levels["e"][5 - weight.dim() :]],
-        dtype,
+        [(shape, each) for each in _dtypes(written, x, dtype)],
         describe(segment, arguments, saving, dtype, exact_order),
+        rest,
+        _places_of_kept(segment, written) if saving else (),
     )
 
 
+def _places_of_kept(segment, written: Written) -> list[int]:
+    names = [array.name for array in written.results]
+    tensors = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters, *segment.buffers]
+    parameters = {root.name: _copied(root.node) for root in written.rest.forward.roots}
+    saved = [array.name for array in written.rest.saved]
+    return [names.index(n) if n in names else -1 - tensors.index(parameters[n].attr[0]) for n in saved]
+
+
+def _rest_plan(
+    written: Written, segment, arguments: Sequence, dtype: torch.dtype, saving: bool
+) -> schedule.Plan:
+    x, sizes = arguments[0], schedule.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
+    return schedule.Plan(segment, written.rest, sizes, x.dtype, dtype, saving, "cuda")
+
+
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
-    """y."""
-    y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
-    plan.launch(y, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
-    return [y]
+    """y, and what backward needs."""
+    x = arguments[0]
+    found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
+    plan.launch(*found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
+    if plan.rest and not plan.rest.saving:
+        return schedule.finished(plan.rest, {"front": found[0]}, arguments)
+    copies = [
+        arguments[-1 - i].detach().to(torch.float32, copy=True) if i < 0 else found[i] for i in plan.kept
+    ]
+    return [found[0], *copies]
 
 
-def saved(*given) -> list:
-    raise Unsupported("nothing is kept for backward")
+def backward(
+    plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
+) -> list[Tensor | None]:
+    return schedule.backward(plan.rest, dy, arguments, saved, needs)
 
 
-backward = saved
+saved = schedule.saved  # the shapes and dtypes of what is kept

@@ -48,7 +48,7 @@ class Decision(NamedTuple):
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
-# schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: it never can where backward follows.
+# schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
 SCHEDULES: dict[str, object] = {"direct": direct, "load": schedule}
 
 

@@ -527,7 +527,11 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
         return [_forward_in_pieces(plan, arguments)]
     v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
     # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
-    arrays = {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}
+    return finished(plan, {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}, arguments)
+
+
+def finished(plan: Plan, arrays: dict[str, Tensor], arguments: Sequence) -> list[Tensor]:
+    """What forward returns, by the kernels behind what is there: v, or what a kernel made of it."""
     _run(plan, plan.launch, plan.table, arrays, arguments)
     if not plan.in_place:
         arrays["y"] = arrays["y"].view(plan.shape)
@@ -666,13 +670,13 @@ def _words(plan: Plan) -> str:
     of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
     for program, names in of_text[: 1 + bool(composed.backward)]:
         words.append("; backward: " if program is composed.backward else ", then ")
-        each = [
-            _pass_words(plan, program, names, i)
-            for i, one in enumerate(program.passes)
-            if isinstance(one, Planes)
-        ]
-        words.append(", ".join(each) or "small values")
+        words.append(passes_in_words(plan, program, names))
     return "".join(words)
+
+
+def passes_in_words(plan: Plan, program: Program, names: source.Names) -> str:
+    passes = [i for i, one in enumerate(program.passes) if isinstance(one, Planes)]
+    return ", ".join(_pass_words(plan, program, names, i) for i in passes) or "small values"
 
 
 def _pass_words(plan: Plan, program: Program, names: source.Names, number: int) -> str:

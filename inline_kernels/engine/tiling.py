@@ -182,21 +182,28 @@ def strips_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, pool: tuple[i
 
 
 @first_obstacle
-def rows_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
-    """Of a convolution whose results, of `dtype`, a pointwise tail makes and store/strips.cuh stores: for any number of channels out."""
+def rows_obstacle(x: Tensor, weight: Tensor, shared: int):
+    """Of a convolution whose results go through a generated tail to a sink, for any number of channels out; with so many bytes of shared
+    memory."""
     yield from _fused_obstacles(x, x.dtype)
     _, channels, kh, kw = weight.shape
     yield channels > 16, "the fused kernels take up to 16 channels in"
     yield kw > 9 or kh * kw * ceil_div(channels, 8) > 25, "the filter does not fit in registers"
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
-    yield rows_shared(weight, dtype.itemsize) > room, "the rows do not fit in shared memory"
+    yield shared > room, "the rows do not fit in shared memory"
 
 
-def rows_shared(weight: Tensor, itemsize: int) -> int:
-    """Bytes of dynamic shared memory, where a result has `itemsize`. Of each team: kh + 1 rows of x, and for each channel a row of results,
-    which begins anywhere in a sector of 32 bytes."""
+def rows_shared(weight: Tensor, *itemsizes: int) -> int:
+    """Bytes of dynamic shared memory where results of these sizes are stored. Of each team: kh + 1 rows of x, and for each channel a row of
+    each result, which begins anywhere in a sector of 32 bytes."""
     _, channels, kh, _ = weight.shape
-    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * (COLUMNS * itemsize + 64))
+    of_rows = sum(COLUMNS * each + 64 for each in itemsizes)
+    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * of_rows)
+
+
+def windows_shared(weight: Tensor, width: int) -> int:
+    """The same where windows so wide are pooled: in place of results what waits for its windows, in float32."""
+    return strips_shared(weight.shape[1], weight.shape[2], width, False)
 
 
 def _row_bytes(channels: int) -> int:

@@ -15,7 +15,7 @@ namespace conv {
 struct Identity {
   struct Channel {};
   __device__ __forceinline__ Channel channel(int64_t, int) const { return {}; }
-  __device__ __forceinline__ float operator()(float v, const Channel&) const { return v; }
+  __device__ __forceinline__ float operator()(float v, const Channel&, int64_t = 0) const { return v; }
 };
 
 // What is the same for all values of an output channel and sample. factor · correction undoes the scaling of

@@ -18,6 +18,7 @@
 //   conv/wide_sm80.cuh      the same from compute capability 8.0 on, for any size
 //   conv/tail.cuh           from sums to results
 #pragma once
+#include "conv/exact.cuh"
 #include "conv/wide_sm80.cuh"
 #include "conv/wide_sm90.cuh"
 #include "conv/wide_sm90_producer.cuh"
@@ -88,10 +89,13 @@ using ForwardMainloop =
              Build::kCountsInInt && Build::kXAligned * sizeof(typename Build::value_t) % 4 == 0, false,
              Input<typename Build::Operands>, Tail, Keep, Out>;
 
-// largest (N) becomes the bits of each sample's largest finite magnitude.
-template <class Build, class Tail, class Keep, class Out>
+// largest (N) becomes the bits of each sample's largest finite magnitude. behind(Doubts) may launch more.
+struct NothingBehind {
+  void operator()(const Doubts&) const {}
+};
+template <class Build, class Tail, class Keep, class Out, class Behind = NothingBehind>
 void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, const Tail& tail,
-          const Keep& keep, const Out& out, int32_t* largest, cudaStream_t stream) {
+          const Keep& keep, const Out& out, int32_t* largest, cudaStream_t stream, const Behind& behind = {}) {
   using Choice = ForwardMainloop<Build, Tail, Keep, Out>;
   using Loop = typename Choice::Loop;
   Build::check(x, weight);
@@ -112,6 +116,19 @@ void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, con
     pack_input<Loop>(packed, bits, x, N, H * W, stream);
     convolve_packed<Loop>(args, packed, stream);
   }
+  behind(Doubts{bits, 1, exponents, Loop::kScaled ? Loop::kPaddedOut : 0});
+}
+
+// y = tail(conv2d(x, weight)), right for all values of x and weight.
+template <class Build, class T, class Tail>
+void pointwise(const Out<T>& y, const In<typename Build::value_t>& x, const In<typename Build::value_t>& weight,
+               const Tail& tail, cudaStream_t stream) {
+  using Filter = typename Build::Filter;
+  using Values = Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth>;
+  const Scratch<int32_t> largest(x.size(0), stream);
+  const Pointwise<Values, T, Tail> each{{x, weight}, y, tail};
+  wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<T>{y}, largest, stream,
+              [&](const Doubts& doubts) { exact(doubts, x.size(0), each, stream); });
 }
 
 }  // namespace conv

@@ -1,10 +1,14 @@
-// Four neighbouring elements that move in one access.
+// Four neighbouring elements that move in one access, and two.
 #pragma once
 #include "core/scalar.h"
 
 constexpr int kVector = 4;
 template <class T> struct alignas(sizeof(T) * kVector) Vector {
   T at[kVector];
+};
+
+template <class T> struct alignas(sizeof(T) * 2) Pair {
+  T at[2];
 };
 
 template <class T> __device__ __forceinline__ Vector<T> load_vector(const T* from) {

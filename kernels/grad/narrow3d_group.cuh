@@ -19,11 +19,6 @@ namespace grad::narrow3d::group_norm {
 
 using namespace norms::narrow3d;
 
-template <class T>
-struct alignas(2 * sizeof(T)) Pair {
-  T at[2];
-};
-
 // dz of each element, by the tail, from y's gradient dy.
 template <class S, class T, class Tail>
 struct Problem {

@@ -167,7 +167,7 @@ template <bool kScalar> class Plane {
     if (threadIdx.x == 0) out[blockIdx.x] = value;
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    const Moments<double> value = block_merge(sums.value());
+    const Moments<double> value = load::block_merge(sums.value());
     if (threadIdx.x == 0) out[blockIdx.x] = value;
   }
 

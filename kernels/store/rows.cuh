@@ -4,12 +4,11 @@
 // 8 j + 2 t and the next, of channel g in [j][0] and [j][1], of channel g + 8 in [j][2] and [j][3].
 #pragma once
 #include "core/tensor_core.cuh"
+#include "core/vector.cuh"
 
 namespace store {
 
 using namespace tensor_core;
-
-template <class T> struct alignas(2 * sizeof(T)) Pair { T at[2]; };
 
 // By way of a warp's staging, so that neighbouring lanes store neighbouring pixels.
 struct Staged {

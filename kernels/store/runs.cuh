@@ -5,7 +5,7 @@
 //   Channel channel(int64_t n, int c) const          reads that
 //   float operator()(float v, const Channel&, int64_t at) const   at: which element of y it is
 #pragma once
-#include "conv/narrow3d.cuh"
+#include "conv/narrow3d_exact.cuh"
 
 namespace store {
 
@@ -148,23 +148,88 @@ struct Runs {
   };
 };
 
+// Results of another tail of the same values, straight from registers: eight of a channel side by side.
+template <class Tail, class T>
+struct Beside {
+  T* to;
+  Tail tail;
+
+  template <class S>
+  struct Shared {
+    float level[16];
+  };
+  template <class S>
+  struct Warp : IdleWarp {
+    const Beside& sink;
+    const Place<S>& place;
+    const Shared<S>& room;
+    const int channels;  // of this block's that exist
+    float unit[2], level[2];
+    typename Tail::Channel own[2];
+
+    __device__ __forceinline__ Warp(const Beside& sink, Shared<S>& room, const Place<S>& place)
+        : sink(sink), place(place), room(room), channels(min(S::kOut - place.first_channel, 16)) {
+      if (threadIdx.x < 16 * 8) {
+        const int c = threadIdx.x / 8;
+        const double own = S::kSplit ? level_of(place.c, place.tile.n, place.first_channel + min(c, channels - 1)) : 0;
+        if (threadIdx.x % 8 == 0) room.level[c] = float(own);
+      }
+    }
+    __device__ __forceinline__ void begin(float scale) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int c = threadIdx.x % 32 / 4 + 8 * r;
+        unit[r] = place.unit(scale, r), level[r] = room.level[c];
+        if (c < channels) own[r] = sink.tail.channel(place.tile.n, place.first_channel + c);
+      }
+    }
+    __device__ __forceinline__ void accept(Accumulators& v, const WarpTile& tile, const NoOffset&) {
+      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        if (g + 8 * r >= channels) continue;
+        const int64_t plane = int64_t(place.c.OH) * place.c.OW;
+        const int64_t first = place.before() + tile.plane * plane + (g + 8 * r) * place.channel_size() + tile.q;
+#pragma unroll
+        for (int j = 0; j < kFragments; j++) {
+          const int q = 8 * j + 2 * t, left = tile.positions - tile.q - q;
+          const auto result = [&](int u) {
+            return T(sink.tail(fmaf(v[j][2 * r + u], unit[r], level[r]), own[r], first + q + u));
+          };
+          if (left > 1 && first % 2 == 0) {
+            *reinterpret_cast<Pair<T>*>(sink.to + first + q) = Pair<T>{result(0), result(1)};
+          } else {
+            if (left > 0) sink.to[first + q] = result(0);
+            if (left > 1) sink.to[first + q + 1] = result(1);
+          }
+        }
+      }
+    }
+  };
+};
+
 // Are y's and a tile's rows such that Runs may store four results at a time?
 template <class S, class T>
 bool vectors_fit_runs(const T* y, const Convolution<S>& c) {
   return vectors_fit(y, int64_t(c.OH) * c.OW) && int64_t(c.rows) * c.OW % 4 == 0;
 }
 
-// y = tail(conv3d(x, weight)), without the convolution's bias.
-template <class S, class T, class Tail>
-void pointwise(Out<T> y, In<typename S::value_t> x, In<typename S::value_t> weight, const Tail& tail,
-               cudaStream_t stream) {
-  const auto c = convolution<S>(x, weight, sizeof(SharedStorage<S, Runs<Tail, T, true>>), true, x.size(0));
-  expect(y, c.N * S::kOut * c.size());
+// Each stored.to = stored.tail(conv3d(x, weight)), without the convolution's bias.
+template <class S, class T, class Tail, class... More, class... Tails>
+void pointwise(const In<typename S::value_t>& x, const In<typename S::value_t>& weight, cudaStream_t stream,
+               const conv::Stored<T, Tail>& stored, const conv::Stored<More, Tails>&... beside) {
+  using Storage = SharedStorage<S, Runs<Tail, T, true>, Beside<Tails, More>..., Doubt>;
+  const auto c = convolution<S>(x, weight, sizeof(Storage), true, x.size(0));
+  expect(stored.to, c.N * S::kOut * c.size());
+  (expect(beside.to, c.N * S::kOut * c.size()), ...);
   if (c.N == 0) return;
-  if (vectors_fit_runs(y.data, c))
-    convolve(c, stream, Runs<Tail, T, true>{y, tail});
+  const conv::Exact<S::kIn, S::kOut, S::kDepth, S::kHeight, S::kWidth> values(x, weight);
+  const auto each = conv::all_of(conv::each_value<T>(values, stored.to, stored.tail),
+                                 conv::each_value<More>(values, beside.to, beside.tail)...);
+  if (vectors_fit_runs(stored.to.data, c))
+    exact(c, each, stream, Runs<Tail, T, true>{stored.to, stored.tail}, Beside<Tails, More>{beside.to, beside.tail}...);
   else
-    convolve(c, stream, Runs<Tail, T, false>{y, tail});
+    exact(c, each, stream, Runs<Tail, T, false>{stored.to, stored.tail}, Beside<Tails, More>{beside.to, beside.tail}...);
 }
 
 }  // namespace store

@@ -4,6 +4,7 @@
 // it does in its sector; what fills no sector waits there for the next row. Only the first and the last
 // sector of a strip, and of a row that is cut into tiles, are written by elements.
 #pragma once
+#include "conv/narrow2d_exact.cuh"
 #include "core/sinks.cuh"
 
 namespace store {
@@ -118,5 +119,20 @@ template <class T, class Tail> struct Strips {
     }
   };
 };
+
+// Each stored.to = stored.tail(conv2d(x, weight)), without the convolution's bias. kLongRows: are rows of x longer
+// than a tile?
+template <class Filter, bool kLongRows, class... T, class... Tails>
+void pointwise(const In<value_t>& x, const In<value_t>& weight, cudaStream_t stream,
+               const conv::Stored<T, Tails>&... stored) {
+  using Tile = conv::narrow2d::Tile<Filter, kLongRows ? 128 : 0, 1>;
+  using conv::narrow2d::kShared;
+  static_assert(kShared<Tile, Strips<T, Tails>..., conv::narrow2d::Doubt> == kShared<Tile, Strips<T, Tails>...>,
+                "as planned");
+  const conv::Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth> values(x, weight);
+  const auto each = conv::all_of(conv::each_value<T>(values, stored.to, stored.tail)...);
+  (expect_elements("a result", stored.to, x.size(0) * Filter::kOut * values.positions()), ...);
+  conv::narrow2d::exact<Tile>(x, weight, each, stream, Strips<T, Tails>{stored.to, stored.tail}...);
+}
 
 }  // namespace store
