@@ -4,8 +4,10 @@ others; and what nvcc makes of its sources."""
 from __future__ import annotations
 
 import copy
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import inline_loader
 import numerics
 from benchmarks import level2
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, direct, tiling
+from inline_kernels.engine import choice, direct, library, tiling
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_source import arguments_of, segment_of
@@ -76,7 +78,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
         monkeypatch.setattr(choice, "WIDE_POINTWISE", "fused")
-        monkeypatch.setattr(choice, "STREAM_POINTWISE", "fused")
+        monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
         monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
 
     return become
@@ -268,6 +270,65 @@ def test_stream(name, settings, dtype, device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
     model = random_model((40, 24, 3, 2), TAILS[name], **settings).to(dtype)
     assert_rule(model, numerics.random_input((3, 24, 7, 9), dtype=dtype))
+
+
+def test_stream_channels_last(device, monkeypatch):
+    """Operands as they lie, and y as eager's."""
+    device(900), only_through("stream", monkeypatch)
+    model = random_model((40, 24, 3, 2), TAILS["leaky, gelu"], padding=1).bfloat16()
+    x = numerics.random_input((3, 24, 7, 9), dtype=torch.bfloat16).contiguous(
+        memory_format=torch.channels_last
+    )
+    assert_rule(model, x)
+    assert run(model, x).is_contiguous(memory_format=torch.channels_last)
+    monkeypatch.setattr(library, "eager_runs_tf32", lambda *_: True)
+    assert "copied first" in refused(model.float(), x.float())
+
+
+def test_stream_in_tf32(device, monkeypatch):
+    device(900), only_through("stream", monkeypatch)
+    monkeypatch.setattr(library, "eager_runs_tf32", lambda *_: True)
+    model = random_model((40, 24, 3, 2), TAILS["tanh, sigmoid"], stride=2, padding=1)
+    x = numerics.random_input((3, 24, 7, 9))
+    x[1, 3, 2, 2] = 1e30
+    ours, exact = run(model, x), copy.deepcopy(model).double()(x.double())
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=2e-2)
+
+
+def record_of_stream():
+    """(image, filters, positions of all results, bytes of a value, microseconds) of the recorded sizes."""
+    rows = json.loads(
+        (Path(__file__).resolve().parent.parent / "benchmarks/results/trials/stream.json").read_text()
+    )["rows"]
+    for row in rows:
+        N, channels, C, extent, filter, stride, padding, dilation = [*row.values()][:8]
+        to = (extent + 2 * padding - dilation * (filter - 1) - 1) // stride + 1
+        for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
+            sizes = (N, channels, extent, extent), (C, channels, filter, filter), N * to * to, itemsize
+            yield sizes, row[dtype]
+
+
+def test_stream_s_columns():
+    """They are the fastest of those recorded, or nearly."""
+    for sizes, times in record_of_stream():
+        columns, products = choice.stream_columns(*sizes, 132)
+        best = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
+        assert times[f"{columns}x2"] <= 1.04 * best, sizes
+        assert products == pytest.approx(
+            times[f"{columns}x2"] - sum(times["kernels"].values()) + times["kernels"]["products"], rel=0.15
+        )
+
+
+def test_where_stream_is_taken():
+    """Surely where it was faster without what a pass costs; never where it took longer than the library's and a pass."""
+    for sizes, times in record_of_stream():
+        fastest = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
+        packing = sum(times["kernels"].values()) - times["kernels"]["products"]
+        v = sizes[2] * sizes[1][0] * sizes[3]
+        theirs = times["library"] + 2 * v / choice.PASS_BYTES
+        loses = choice.stream_loses(*sizes, 132, packs=sizes[3] == 4)
+        assert loses is None or fastest > 0.8 * theirs, sizes
+        assert loses or fastest - packing < theirs, sizes
 
 
 def test_what_stream_leaves(device, monkeypatch):

@@ -18,7 +18,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
   const Scratch<uint32_t> largest(x.size(0), stream);
   const int s = stride, b = before, e = behind, d = dilation;
   using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
-  conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, 1, 227 << 10, X_LAST>(
+  conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
       x, weight, {{s, s}, {b, b}, {e, e}, {d, d}}, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, largest, stream);
 }
 """
@@ -43,10 +43,10 @@ def convolved(x, weight, settings):
 def stream(folder):  # noqa: F811
     """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
 
-    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None):
+    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2):
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", "KERNEL_H", "KERNEL_W"), weight.shape))
         result = result or x.dtype
-        defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last)}
+        defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)
@@ -76,9 +76,10 @@ def drawn(filters, image, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("filters, image, columns, settings", CASES, ids=str)
-def test_sizes(filters, image, columns, settings, dtype, stream):
+@pytest.mark.parametrize("lead", [0, 2])
+def test_sizes(filters, image, columns, settings, dtype, lead, stream):
     x, weight = drawn(filters, image, dtype)
-    assert_close(stream(x, weight, columns, settings), x, weight, settings)
+    assert_close(stream(x, weight, columns, settings, lead=lead), x, weight, settings)
 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.float32], ids=str)
@@ -96,6 +97,15 @@ def test_samples_of_other_magnitudes(stream):
     x *= torch.tensor([1e-30, 1.0, 1e22])[:, None, None, None]
     weight *= torch.logspace(-12, 12, filters[0])[:, None, None, None]
     assert_close(stream(x, weight, columns, settings), x, weight, settings)
+
+
+def test_what_is_beside_an_outlier(stream):
+    """Keeps its digits, in x and in the weights."""
+    filters, image, columns, settings = CASES[0]
+    for which in range(2):
+        x, weight = drawn(filters, image, torch.float32)
+        (x, weight)[which][1, 3, 1, 1] = 1e30
+        assert_close(stream(x, weight, columns, settings), x, weight, settings)
 
 
 def test_values_that_are_not_finite(stream):

@@ -284,7 +284,7 @@ def _declared(member: Member) -> str:
 
 
 class Mainloop(NamedTuple):
-    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front)`: why it can't run, or is not
+    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, v's positions in all samples)`: why it can't run, or is not
     faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
     `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
@@ -295,58 +295,79 @@ class Mainloop(NamedTuple):
     declared: str
     launch: Sequence[str]
     has_places: bool
-    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], str | None]
-    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], dict]
+    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, int], str | None]
+    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, int], dict]
     keeps: bool = False
     walks: bool = False
 
 
-def _rows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _rows_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> str | None:
     return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, *[each.itemsize for each in dtypes]))
 
 
-def _rows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+def _rows_defines(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> dict:
     planned = {"ROWS_SHARED": tiling.rows_shared(weight, *[each.itemsize for each in dtypes])}
     return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
 
 
-def _windows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _windows_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> str | None:
     if None in front.window or min(front.window) < 2 or max(front.window) > 8:
         return "windows have 2 to 8 rows and columns"
     return tiling.rows_obstacle(x, weight, tiling.windows_shared(weight, front.window[1]))
 
 
-def _windows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+def _windows_defines(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> dict:
     planned = {"ROWS_SHARED": tiling.windows_shared(weight, front.window[1])}
-    return _rows_defines(x, weight, dtypes, front) | planned
+    return _rows_defines(x, weight, dtypes, front, positions) | planned
 
 
-def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _narrow3d_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> str | None:
     return tiling.volume_obstacle(x, weight, x.dtype, _OWN_SHARED)
 
 
-def _wide_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _wide_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
+    if weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, positions) is None:
+        return "stream is faster from 64 channels in on"
     faster, why = choice.fastest(choice.WIDE_POINTWISE, x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
-def _wide_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+def _wide_defines(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
 
 
-def _stream_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
-    """Likewise; float32 is a single float16 here."""
+def _stream_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+) -> str | None:
+    """Likewise by its cost; float32 is a single float16 here."""
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
     if x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight):
         return "its operands have 11 digits, and eager runs float32"
-    faster, why = choice.fastest(choice.STREAM_POINTWISE, x.shape, weight.shape, x.element_size())
-    return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
+    last = tiling.stream_takes_last(x)
+    if library.is_channels_last(x) and not last:
+        return "x lies channels last, and would be copied first"
+    sizes = x.shape, weight.shape, positions, x.element_size()
+    return choice.stream_loses(*sizes, tiling.device_properties(x.device.index).multiprocessors, not last)
 
 
 # Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
@@ -392,7 +413,7 @@ MAINLOOPS = (
         ["store::pointwise<Conv>(x, weight, stream, {stored});"],
         True,
         _narrow3d_obstacle,
-        lambda x, weight, dtypes, front: tiling.spatial_defines(weight.shape),
+        lambda x, weight, *_: tiling.spatial_defines(weight.shape),
         True,
     ),
     Mainloop(
@@ -419,12 +440,12 @@ MAINLOOPS = (
         [
             "const Scratch<uint32_t> largest_x(x.size(0), stream);",
             "const conv::Walk walk{{STRIDE_H, STRIDE_W}, {BEFORE_H, BEFORE_W}, {BEHIND_H, BEHIND_W}, {DILATION_H, DILATION_W}};",
-            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, SHARED_LIMIT, false>(",
-            "    x, weight, walk, tail, store::Positions<output_t, false>{y}, largest_x, stream);",
+            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
+            "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
         ],
         False,
         _stream_obstacle,
-        lambda x, weight, dtypes, front: tiling.stream_defines(x, weight),
+        lambda x, weight, dtypes, front, positions: tiling.stream_defines(x, weight, positions),
         walks=True,
     ),
 )
@@ -596,7 +617,7 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         try:
             _check_walk(segment, weight, mainloop)
             written = _written(segment, mainloop, exact_order, composed)
-            if (reason := mainloop.obstacle(x, weight, _dtypes(written, x, dtype), written.front)) is None:
+            if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -644,9 +665,15 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
         raise Unsupported("the copy engine's strides go to 8, its offsets to 127")
 
 
+def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
+    """What a mainloop is asked about."""
+    sizes = schedule.sizes_of(segment, x, weight)
+    return x, weight, _dtypes(written, x, dtype), written.front, sizes.N * sizes.positions("e")
+
+
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = written.mainloop.defines(x, weight, _dtypes(written, x, dtype), written.front)
+    defines = written.mainloop.defines(*_given(written, segment, x, weight, dtype))
     defines |= schedule._defines(segment, x, dtype)
     if written.mainloop.walks:
         for name, values in _walk(segment, weight)._asdict().items():
@@ -696,6 +723,7 @@ class Plan:
     line: str
     rest: schedule.Plan | None
     kept: Sequence[int]
+    last: bool = False  # do x and y lie channels last?
     statistics: Sequence = ()
 
 
@@ -726,6 +754,9 @@ def plan(
         rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))
     shape = schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space)
     shape = [*shape[:2], *shape[5 - segment.graph.dimensions :]]
+    last = bool(request["defines"].get("LAST"))
+    if last:
+        shape = [shape[0], *shape[2:], shape[1]]
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
@@ -733,6 +764,7 @@ def plan(
         describe(segment, arguments, saving, dtype, exact_order),
         rest,
         _places_of_kept(segment, written) if saving else (),
+        last,
     )
 
 
@@ -755,7 +787,11 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     x = arguments[0]
     found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
+    if plan.last:
+        arguments = [x.permute(0, 2, 3, 1), *arguments[1:]]
     plan.launch(*found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
+    if plan.last:
+        return [found[0].permute(0, 3, 1, 2)]
     if plan.rest and not plan.rest.saving:
         return schedule.finished(plan.rest, {"front": found[0]}, arguments)
     copies = [

@@ -228,6 +228,9 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
     def element_size(self) -> int:
         return self.tensor.element_size()
 
+    def is_contiguous(self, **layout) -> bool:
+        return self.tensor.is_contiguous(**layout)
+
 
 class Layout:
     """The shape and the order in memory of a result."""

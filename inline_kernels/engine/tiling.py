@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import choice
+
 
 class Device(NamedTuple):
     capability: tuple[int, int]
@@ -305,6 +307,7 @@ def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradi
 # ----------------------------------------------------------------------------------------------------------------- stream
 
 STREAM_CLUSTER = 2  # blocks that share what both need
+STREAM_LEAD = 0  # steps that a block's first consumer is ahead of its second one
 
 
 @first_obstacle
@@ -315,13 +318,22 @@ def stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
     yield weight.shape[1] < 16, "it takes 16 channels in or more"
 
 
-def stream_defines(x: Tensor, weight: Tensor) -> dict[str, int]:
-    shared = device_properties(x.device.index).shared
-    return spatial_defines(weight.shape) | {
-        "COLUMNS": 256,
-        "CLUSTER": STREAM_CLUSTER,
-        "SHARED_LIMIT": shared,
-    }
+def stream_takes_last(x: Tensor) -> bool:
+    """Is x an operand as it lies, channels last?"""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return last and x.element_size() == 2 and x.shape[1] % 8 == 0
+
+
+def stream_defines(x: Tensor, weight: Tensor, positions: int) -> dict[str, int]:
+    """positions: of all results."""
+    device = device_properties(x.device.index)
+    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors
+    known = {"COLUMNS": choice.stream_columns(*given)[0], "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
+    return (
+        spatial_defines(weight.shape)
+        | known
+        | {"LAST": int(stream_takes_last(x)), "SHARED_LIMIT": device.shared}
+    )
 
 
 def mask_shape(image: Sequence[int], filters: Sequence[int]) -> tuple[int, ...]:

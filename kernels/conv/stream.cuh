@@ -9,20 +9,47 @@
 // Bytes at (128, 256, 28, 28), 3×3, 256 channels out, bfloat16, channels last: 51 MB read, 51 MB written.
 // Bound: 118 GFLOP, 0.15 ms at 800 TFLOP/s.
 #pragma once
+#include "conv/exact.cuh"
 #include "conv/stream_sm90.cuh"
 #include "host/tensor.h"
 
 namespace conv {
 
-// x (N, C, H, W), or channels last, (N, H, W, C), where kLast; largest (N) becomes the bits of each sample's
+// v (N, kOut, OH, OW) one by one (conv/exact.cuh).
+template <class Filter, class T> struct Walked {
+  static constexpr int kOut = Filter::kOut;
+  const T *x, *weight;
+  int H, W, OH, OW;
+  Walk walk;
+  HOST_DEVICE int64_t positions() const { return int64_t(OH) * OW; }
+  __device__ float operator()(int64_t n, int c, int64_t position) const {
+    const int top = int(position / OW) * walk.stride[0] - walk.before[0],
+              left = int(position % OW) * walk.stride[1] - walk.before[1];
+    const T* filter = weight + int64_t(c) * Filter::kIn * Filter::kTaps;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < Filter::kIn; k++)
+#pragma unroll 1
+      for (int tap = 0; tap < Filter::kTaps; tap++, filter++) {
+        const int row = top + tap / Filter::kWidth * walk.dilation[0],
+                  column = left + tap % Filter::kWidth * walk.dilation[1];
+        if (row < 0 || row >= H || column < 0 || column >= W) continue;
+        sum = fmaf(float(x[((n * Filter::kIn + k) * H + row) * W + column]), float(*filter), sum);
+      }
+    return sum;
+  }
+};
+
+// Samples that a float16 can't hold are computed again, by plain sums (conv/exact.cuh). x (N, C, H, W), or
+// channels last, (N, H, W, C), where kLast; largest (N) becomes the bits of each sample's
 // largest finite magnitude. Where channels last values are operands as they are, C is a multiple of 8.
-template <class Filter, class Operands, int kColumns, int kCluster, int kSharedLimit, bool kLast, class Tail,
-          class Out>
+template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
+          class Tail, class Out>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
             const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
   constexpr int kOwn = kBlockChannels == 64 && kColumns == 256 ? 192 : kColumns;  // else too few stages fit
-  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster>;
+  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead>;
   using Loop = StreamSm90<Conv, Tail, Out, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
   static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
@@ -39,8 +66,8 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
 
   const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
-  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, 128, 0, stream>>>(
-      reinterpret_cast<operand_t*>(packed_weight.data), exponents, largest, weight, N);
+  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(
+      packed_weight, exponents, largest, weight, N);
   const Scratch<uint4> packed(kLast ? 0 : N * H * W * (Loop::kPaddedIn / 8), stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
@@ -49,6 +76,12 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const ImageMap image = image_map(operands, N, H, W, Loop::kPaddedIn, taps, walk, Loop::kFetched);
   convolve_stream<Loop>(image, {out, packed_weight, exponents, largest, tail, int(N), int(OH), int(OW), walk},
                         stream);
+  if constexpr (Operands::kScaled) {
+    static_assert(!kLast && !Out::kLast, "in planes");
+    using Values = Walked<Filter, typename Operands::value_t>;
+    const Values v{x.data, weight.data, int(H), int(W), int(OH), int(OW), walk};
+    exact(Doubts{largest, 1, exponents, Loop::kPaddedOut}, N, each_value(v, out.y, tail), stream);
+  }
 }
 
 }  // namespace conv

@@ -16,8 +16,8 @@ namespace conv {
 // A convolution, and how it is cut: a consumer computes 64 channels at kColumns positions, 128, 192 or 256.
 // Its block's other consumer computes other channels at the same positions, where a block has kBlockChannels
 // = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
-// both need.
-template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_>
+// both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
+template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_>
 struct Stream : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
@@ -28,6 +28,7 @@ struct Stream : Operands_ {
   // Products of depth 16 for a tap: of a group, and of the last one.
   static constexpr int kProducts = 4, kLastProducts = ceil_div(kChannelsIn - (kGroups - 1) * kGroup, 16);
   static constexpr int kBlockChannels = kBlockChannels_, kColumns = kColumns_, kCluster = kCluster_;
+  static constexpr int kLead = kLead_ < kSteps ? kLead_ : kSteps;
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
   static constexpr int kPaddedIn = ceil_div(kChannelsIn, 8) * 8;
@@ -40,10 +41,12 @@ struct Stream : Operands_ {
 
 // --------------------------------------------------------------------------------------------------- weights
 
-// A block per output channel; padding channels are 0. Also clears largest (N).
+// A block per output channel, a thread per 8 channels in of a tap; padding channels are 0. Also clears
+// largest (N).
+constexpr int kPackThreads = 256;
 template <class Conv>
-__global__ void __launch_bounds__(128)
-pack_stream_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, uint32_t* largest,
+__global__ void __launch_bounds__(kPackThreads)
+pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
                           const typename Conv::value_t* weight, int64_t N) {
   constexpr int kTaps = Conv::kTaps, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
@@ -57,13 +60,19 @@ pack_stream_weight_kernel(typename Conv::operand_t* packed, int32_t* exponents, 
     if (threadIdx.x == 0) exponents[channel] = exponent;
   }
   const int block = channel / kBlockChannels, row = channel % kBlockChannels;
-  for (int i = threadIdx.x; i < Conv::kSteps * Conv::kGroup; i += blockDim.x) {
-    const int c = i / kTaps, tap = i % kTaps, step = c / 64 * kTaps + tap, k = c % 64;
-    float value =
-        real && c < Conv::kChannelsIn ? float(weight[weight_index<Conv>(channel, c, tap)]) : 0.f;
-    if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
+  for (int i = threadIdx.x; i < Conv::kSteps * 8; i += kPackThreads) {
+    const int unit = i / kTaps, tap = i % kTaps, step = unit / 8 * kTaps + tap;
+    union { typename Conv::operand_t values[8]; uint4 all; } pack;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const int c = unit * 8 + k;
+      float value =
+          real && c < Conv::kChannelsIn ? float(weight[weight_index<Conv>(channel, c, tap)]) : 0.f;
+      if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
+      pack.values[k] = typename Conv::operand_t(value);
+    }
     const int64_t stage = (int64_t(block) * Conv::kSteps + step) * kBlockChannels;
-    packed[(stage + row) * 64 + ((k / 8) ^ row % 8) * 8 + k % 8] = typename Conv::operand_t(value);
+    packed[(stage + row) * 8 + (unit % 8 ^ row % 8)] = pack.all;
   }
 }
 

@@ -39,8 +39,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   using Arguments = StreamArguments<Conv, Tail, Out>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
       Conv::kFirstExponent, Conv::kGroups, Conv::kImageBytes, Conv::kKernelH, Conv::kKernelW,
-      Conv::kLastProducts, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps, Conv::kTilePositions,
-      Conv::kWeightBytes;
+      Conv::kLastProducts, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps,
+      Conv::kTilePositions, Conv::kWeightBytes;
   using typename Conv::operand_t;
 
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
@@ -60,7 +60,10 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static constexpr int kStages = (kSharedLimit - kStagingBytes - 256) / kStageBytes;
   static constexpr int kStagingAt = kStages * kStageBytes, kBarriersAt = kStagingAt + kStagingBytes;
   static constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
-  static_assert(kStages >= 3 && kStages <= 16 && kStageBytes % 1024 == 0);
+  static_assert(kStages >= 3 && kStages <= 16 && kStageBytes % 1024 == 0 && kLead < kStages);
+
+  // Barriers by number: the first consumer has a lead in a tile; the second one has begun it.
+  static constexpr int kLeads = 1, kFollows = 2;
 
   // Units of work, each a tile for every block of a cluster; channels first.
   static HOST_DEVICE int units(const Arguments& args) {
@@ -102,7 +105,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     constexpr uint16_t kAll = (1 << kCluster) - 1;
     constexpr bool kSharesWeights = kCluster > 1 && !kByChannels;
     constexpr int kWeightShare = kSharesWeights ? kWeightBytes / kCluster : kWeightBytes;
-        PipelineState<kStages> next;
+    PipelineState<kStages> next;
     const int clusters = gridDim.x / kCluster, S = args.sample();
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
       const Tile tile(unit, rank);
@@ -149,12 +152,18 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   // The sums of a tile, whose steps lie in the stages from `next` on.
   static __device__ __forceinline__ void multiply_tile(float (&sums)[kTiles][4], const Barriers& barriers,
                                                        PipelineState<kStages>& next, uint64_t weights,
-                                                       uint64_t image) {
-    int last = -1;  // the stage that products still read
+                                                       uint64_t image, bool leads) {
+    int last = -1;                  // the stage that products still read
+    int left = leads ? kLead : 0;   // steps until there is a lead
+    if (kLead > 0 && !leads) {
+      sync_threads<kConsumers * kWarpgroup>(kLeads);
+      signal_threads<kConsumers * kWarpgroup>(kFollows);
+    }
     const auto step = [&](auto count, bool accumulate) {
       const int offset = next.stage * (kStageBytes / 16);
       await(barriers.full + next.stage, next.parity);
       multiply_step<decltype(count)::value>(sums, weights + offset, image + offset, accumulate);
+      if (kLead > 0 && left > 0 && --left == 0) signal_threads<kConsumers * kWarpgroup>(kLeads);
       await_products<1>();
       if (last >= 0) barriers.release(last);
       last = next.stage;
@@ -170,6 +179,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     await_products<0>();
     hold(sums);
     barriers.release(last);
+    // Else the lead could grow to two tiles.
+    if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
 
   // Sums to the tail's results, sample by sample: 16 channels from patch.channel on.
@@ -218,7 +229,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       patch.columns = min(args.positions() - patch.position, kColumns);
       patch.channel = tile.channel_block * kBlockChannels + (kHalves ? 0 : consumer * 64) + warp % 4 * 16;
       float sums[kTiles][4];
-      multiply_tile(sums, barriers, next, weights, image);
+      multiply_tile(sums, barriers, next, weights, image, consumer == 0);
       if (patch.channel >= kChannelsOut) continue;
       finish_tile(args, sums, patch);
       args.out.store(shared + kStagingAt + warp * Out::kWarpBytes, sums, patch, args.sample(), kChannelsOut);

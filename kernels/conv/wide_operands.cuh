@@ -195,6 +195,7 @@ __device__ __forceinline__ int channel_exponent(
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();  // cleared before anyone raises it
   float mine = 0.f;
+#pragma unroll 8
   for (int i = threadIdx.x; real && i < Conv::kChannelsIn * kTaps; i += blockDim.x)
     mine = larger_magnitude(mine, weight[weight_index<Conv>(channel, i / kTaps, i % kTaps)]);
   atomicMax(&largest, __float_as_uint(mine));
