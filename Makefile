@@ -1,5 +1,6 @@
 # make demo       compile, check, time and plot all four problems on what this machine has
 # make test       the tests, two at a time; TEST_PROCESSES=8 runs more
+# make fuzz       500 random programs: their graphs and adjoints against autograd (tests/fuzz_engine.py --fused: their kernels)
 # make browser    notebooks in JupyterLab in a headless Chromium; says what is missing
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
 # make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
@@ -36,13 +37,16 @@ $(READY): requirements.txt constraints.txt
 	touch $@
 endif
 
-.PHONY: demo test browser lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks notebooks-alone wheel clean
+.PHONY: demo test fuzz browser lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks notebooks-alone wheel clean
 
 demo: $(READY)
 	$(RUN) compare.py --json build/demo/report.json --plots build/demo
 
 test: $(READY)
 	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+
+fuzz: $(READY)
+	$(RUN) tests/fuzz_engine.py --count 500
 
 browser: $(READY)
 	$(RUN) -m pytest -m browser -rs tests/test_browser.py

@@ -1,4 +1,4 @@
-"""The rules of choice.py, fitted to a record of grid.py: `python benchmarks/grid.py --fit FILE` prints them, and what they would give.
+"""The rules of kernels/composed.json, fitted to a record of grid.py: `python benchmarks/grid.py --fit FILE` prints them, and what they would give.
 
 The promise is on the GPU's time: what is SLOW there, slower than eager, or, where all that may run are, than the fastest, is to run
 nowhere. A row's other loss at a variant is how much slower than the fastest it is, on the GPU or as called, whichever is slower (a
@@ -8,6 +8,7 @@ which each costs LEAF.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -163,20 +164,14 @@ def held_out(rows: Sequence[dict]) -> int:
     return found
 
 
-def shown(rule: choice.Rule, indent: int = 8) -> str:
-    """As Python reads it."""
-    if isinstance(rule, str):
-        return f'"{rule}"'
-    name, most, low, high = rule
-    gap = "\n" + " " * indent
-    return f'("{name}", {most},{gap}{shown(low, indent + 4)},{gap}{shown(high, indent + 4)})'
+def shown(rule: choice.Rule) -> str:
+    """As kernels/composed.json has it."""
+    return json.dumps(rule)
 
 
 def report(rows: Sequence[dict]) -> str:
     rules = fitted(rows)
-    lines = ["RULES: dict[tuple[str, str], Rule] = {"]
-    lines += [f"    {kind!r}: {shown(rule)},".replace("'", '"') for kind, rule in rules.items()]
-    lines.append("}")
+    lines = [f"{name}, {phase}: {shown(rule)}" for (name, phase), rule in rules.items()]
     for what, times in ("on the GPU", GPU), ("on the GPU or as called, whichever is slower", BOTH):
         lines += ["", f"below {ENOUGH} × eager, {what}:"]
         lines.append(

@@ -187,7 +187,9 @@ class Point:
         }.items():
             ways[way] = problem.ModelNew.from_eager(model)
             ways[way].variant = variant
-        if ways["auto"].most_fused(x).variant != "fused":
+        try:
+            ways["fused"].plan(x)
+        except RuntimeError:
             del ways["fused"]
         return ways, x
 

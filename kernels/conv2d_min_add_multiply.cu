@@ -52,8 +52,8 @@ struct Tail {
 };
 
 EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float> conv_bias, In<float> bias,
-                    double constant, double scale, cudaStream_t stream) {
-  const Tail tail{conv_bias, bias, float(value_t(constant)), float(scale)};
+                    double constant_value, double scaling_factor, cudaStream_t stream) {
+  const Tail tail{conv_bias, bias, float(value_t(constant_value)), float(scaling_factor)};
   const Scratch<int32_t> largest_x(x.size(0), stream);
   conv::wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<output_t>{y}, largest_x, stream);
 }
@@ -61,32 +61,35 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, In<float
 EXPORT int64_t largest_x_size(In<value_t> x) { return x.size(0); }
 
 EXPORT int64_t mask_size(In<output_t> y) {
-  return y.size(0) * y.size(2) * store::mask_row(y.size(3), CHANNELS_OUT);
+  return y.size(0) * y.size(2) * ((y.size(3) + 63) / 64) * CHANNELS_OUT * 4;
 }
 
 EXPORT void forward_saving(Out<output_t> y, Out<int32_t> largest_x, Out<int32_t> mask, In<value_t> x,
-                           In<value_t> weight, In<float> conv_bias, In<float> bias, double constant,
-                           double scale, cudaStream_t stream) {
-  const Tail tail{conv_bias, bias, float(value_t(constant)), float(scale)};
+                           In<value_t> weight, In<float> conv_bias, In<float> bias, double constant_value,
+                           double scaling_factor, cudaStream_t stream) {
+  const Tail tail{conv_bias, bias, float(value_t(constant_value)), float(scaling_factor)};
+  expect_elements("mask", mask, y.size(0) * y.size(2) * store::mask_row(y.size(3), CHANNELS_OUT));
   conv::wide<Build>(x, weight, tail, store::GradMask{mask}, store::Rows<output_t>{y}, largest_x, stream);
 }
 
 EXPORT int64_t largest_g_size(In<output_t> dy) { return dy.size(0); }
 
 EXPORT void backward_parameters(Out<float> d_conv_bias, Out<float> d_bias, Out<int32_t> largest_g,
-                                In<output_t> dy, In<int32_t> mask, double scale, cudaStream_t stream) {
-  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scale)}, dy, mask);
+                                In<output_t> dy, In<int32_t> mask, double scaling_factor,
+                                cudaStream_t stream) {
+  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scaling_factor)}, dy, mask);
   grad::sum_gradients(g, largest_g, stream, d_conv_bias, d_bias);
 }
 
 EXPORT void backward_weight(Out<value_t> dweight, In<output_t> dy, In<int32_t> mask, In<int32_t> largest_g,
-                            In<value_t> x, In<int32_t> largest_x, double scale, cudaStream_t stream) {
-  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scale)}, dy, mask);
+                            In<value_t> x, In<int32_t> largest_x, double scaling_factor,
+                            cudaStream_t stream) {
+  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scaling_factor)}, dy, mask);
   grad::wide_weight<Build>(dweight, g, largest_g, x, largest_x, stream);
 }
 
 EXPORT void backward_input(Out<value_t> dx, In<output_t> dy, In<int32_t> mask, In<int32_t> largest_g,
-                           In<value_t> weight, double scale, cudaStream_t stream) {
-  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scale)}, dy, mask);
+                           In<value_t> weight, double scaling_factor, cudaStream_t stream) {
+  const auto g = grad::masked<CHANNELS_OUT>(Tail{{}, {}, {}, float(scaling_factor)}, dy, mask);
   grad::wide_input<Build>(dx, g, largest_g, weight, stream);
 }

@@ -137,4 +137,4 @@ def fresh_versions():
 @pytest.fixture
 def most_fused(monkeypatch):
     """What "auto" runs is the most fused variant that can, with sizes that rules would leave to another, too."""
-    monkeypatch.setattr(choice, "RULES", {})
+    monkeypatch.setattr(choice, "instead", lambda *given: None)

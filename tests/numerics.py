@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 from inline_kernels.bench import checks, honesty
+from inline_kernels.engine.fuse import structure_of
 
 NAMES = list(models.PROBLEMS)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -298,12 +299,29 @@ def twin_of(
     twin = problem.ModelNew.from_eager(model)
     twin.variant = variant
     try:
-        x is None or twin.plan(x)
+        assert x is None or variant == "auto" or twin.plan(x).variant == variant, twin.plan(x)
     except RuntimeError as error:
         if variant == "epilogue":
             raise
         pytest.skip(str(error))
     return twin
+
+
+def takes(model: torch.nn.Module, x: torch.Tensor) -> bool:
+    """Do the fused kernels take x?"""
+    twin = problem_of(model).ModelNew.from_eager(model)
+    twin.variant = "fused"
+    try:
+        return twin.plan(x).variant == "fused"
+    except RuntimeError:
+        return False
+
+
+def operator_of(twin: torch.nn.Module, x: torch.Tensor, variant: str = "epilogue"):
+    """The segment of `twin` for such inputs, and its operator: of x, part.tensors(), a seed and a number where there is dropout,
+    part.numbers(), and the place of the result's dtype in support.DTYPES."""
+    (part,) = structure_of(twin, (x,), {}).parts
+    return part, part.by_schedule[{"epilogue": "load"}.get(variant, variant)].operator
 
 
 def problem_of(model: torch.nn.Module) -> models.Problem:

@@ -31,6 +31,7 @@ FUNCTIONS = {
     "min": torch.minimum,
     "narrow": lambda x: x.float().to(x.dtype),
     "of_values": lambda x: x,
+    "of_results": lambda x: x,
     "relu": torch.relu,
     "leaky_relu": lambda x, slope: torch.where(x > 0, x, x * slope),
     "clamp_min": torch.clamp_min,

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import inline_kernels.problems.conv2d_min_add_multiply as min_add
+import inline_loader
+import models
 import numerics
 from inline_kernels.engine import library, tiling
+from inline_kernels.engine.support import DTYPES
 from numerics import MIN_ADD
 from test_emulated import (  # noqa: F401
     INF,
@@ -102,8 +105,7 @@ def test_splits_and_slices(multiprocessors, gpu):
     assert_near(numerics.results(numerics.twin_of(model, "fused"), x, dy), gradients(model, x, dy), 3e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("dtype, architecture", [(torch.float16, 800), (torch.bfloat16, 900)], ids=str)
 def test_rule_in_16_bits(dtype, architecture, gpu):
     model, x = small(MIN_ADD, dtype=dtype)
     gpu(architecture=architecture)
@@ -159,8 +161,10 @@ def test_by_wgmma_wherever_x_and_dy_begin(first_of_x, first_of_dy, dtype, gpu, r
     dy = apart(model, x, torch.randn_like(model(x))).to(dtype)
     weight, operands = model.conv.weight, (model.conv.weight, model.conv.bias, model.bias.to(dtype))
 
+    _, operator = numerics.operator_of(numerics.twin_of(model, "fused"), x, "fused")
+
     def weight_gradient(x, dy):
-        return torch.autograd.grad(min_add.fused(x, *operands, 0.1, 2.0), weight, dy)[0]
+        return torch.autograd.grad(operator(x, *operands, 0.1, 2.0, DTYPES.index(dtype)), weight, dy)[0]
 
     ours = weight_gradient(x, dy)
     assert torch.equal(weight_gradient(moved(x, first_of_x), moved(dy, first_of_dy)), ours)
@@ -243,18 +247,27 @@ def test_ties_pass_half(split, gpu, request):
 # ------------------------------------------------------------------------------------------------------ random sizes, other tails
 
 
+# Channels in and out, kernel size, is it split?, architecture: each is compiled for.
+BUILDS = [
+    (1, 66, (2, 5), True, 800),
+    (70, 20, (1, 2), False, 900),
+    (17, 130, (4, 1), True, 900),
+    (5, 3, (3, 4), False, 800),
+]
+
+
 def test_random_sizes_and_devices(gpu, monkeypatch):
     """Forward and all gradients, by either mainloop, split or not, against float64."""
 
-    @settings(max_examples=8, deadline=None)  # each size is compiled for
+    @settings(max_examples=12, deadline=None)
     @given(st.data())
     def run(data):
         size, draw = (
             lambda low, high: data.draw(st.integers(low, high)),
             lambda *v: data.draw(st.sampled_from(v)),
         )  # noqa: E731
-        inputs, outputs, kernel = draw(1, 5, 17, 70), draw(3, 20, 66, 130), (size(1, 4), size(1, 5))
-        split, device = draw(True, False), dict(architecture=draw(800, 900), multiprocessors=size(1, 12))
+        inputs, outputs, kernel, split, architecture = draw(*BUILDS)
+        device = dict(architecture=architecture, multiprocessors=size(1, 12))
         monkeypatch.setattr(library, "eager_runs_tf32", lambda x, weight: not split)
         monkeypatch.setattr(library, "surely_runs_tf32", lambda x, weight: not split)
         shape = size(1, 3), inputs, kernel[0] - 1 + size(1, 6), kernel[1] - 1 + draw(1, 7, 64, 65, 130)
@@ -368,22 +381,20 @@ def test_only_what_is_asked_for(gpu, monkeypatch):
     model, x = small(MIN_ADD)
     gpu()
     expected, ran = numerics.results(numerics.twin_of(model, "fused"), x), []
-    load = min_add.operators.load
 
-    def watched(name, *arguments, **options):
-        kernels = load(name, *arguments, **options)
+    def watched(load, **options):
+        kernels = load(**options)
         return type(
             "", (), {"__getattr__": lambda _, launcher: ran.append(launcher) or getattr(kernels, launcher)}
         )()
 
-    monkeypatch.setattr(min_add.operators, "load", watched)
     for frozen, launchers in (
         ({"x"}, ["forward_saving", "backward_parameters", "backward_weight"]),
         ({"x", "conv.weight"}, ["forward_saving", "backward_parameters"]),
         ({"conv.weight", "bias"}, ["forward_saving", "backward_parameters", "backward_input"]),
     ):
         gpu()
-        monkeypatch.setattr(min_add.operators, "load", watched)
+        monkeypatch.setattr(inline_loader, "load", functools.partial(watched, inline_loader.load))
         new, ran[:] = numerics.twin_of(copy.deepcopy(model), "fused"), []
         for name, parameter in new.named_parameters():
             parameter.requires_grad_(name not in frozen)
@@ -423,7 +434,7 @@ def test_auto_trains_with_little_saved(gpu):
     """Two bits for an element, of rows of whole strips; y and x may be changed in place or freed."""
     model, x = case((5, 20, 3), (3, 5, 11, 66))
     gpu()
-    new = min_add.Conv2dMinAddMultiplyNew.from_eager(model).train()
+    new = models.Conv2dMinAddMultiplyNew.from_eager(model).train()
     assert new.plan(x).variant == "fused"
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -441,6 +452,6 @@ def test_opcheck(gpu):
     """With its gradient, as torch.compile traces it."""
     model, x = small(MIN_ADD)
     gpu()
-    operands = x, model.conv.weight, model.conv.bias, model.bias
-    leaves = [t.detach().requires_grad_() for t in operands]
-    torch.library.opcheck(min_add.fused.registered, (*leaves, 0.1, 2.0))
+    _, operator = numerics.operator_of(numerics.twin_of(model, "fused"), x, "fused")
+    leaves = [t.detach().requires_grad_() for t in (x, model.conv.weight, model.conv.bias, model.bias)]
+    torch.library.opcheck(operator.registered, (*leaves, 0.1, 2.0, 0))

@@ -15,7 +15,6 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-import inline_kernels.problems.conv3d_multiply_instancenorm_clamp_multiply_max as instance_norm
 import inline_loader
 import models
 import numerics
@@ -433,7 +432,7 @@ EXPORT int64_t tiles(In<float> x, In<float> weight, int64_t own) {
 def tiles_of_a_sample(x, weight):
     defines = {"CHANNELS_OUT": len(weight)}
     kernels = inline_loader.load("tiles", source=TILES, device="cuda", defines=defines)
-    return kernels.tiles(x, weight.detach(), instance_norm.STATIC_SHARED)
+    return kernels.tiles(x, weight.detach(), 3584)
 
 
 @pytest.mark.parametrize("channels", [16, 32])

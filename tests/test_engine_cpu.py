@@ -105,21 +105,21 @@ struct Drop {
 EXPORT void reduce(double* sums, double* moments_given, double* mean, double* m2, output_t* twice, uint8_t* mask, const value_t* v,
                    int64_t N, int64_t C, int64_t D, int64_t H, int64_t W, int64_t parts) {
   Moments<double>* const moments = reinterpret_cast<Moments<double>*>(moments_given);
-  load::planes(Reduce{sums, moments, twice, mask}, load::Extent(N, C, D, H, W), v, parts);
-  load::small(Merge{sums, mean, m2, moments, C, parts}, N);
+  load::planes(Reduce{sums, moments, twice, mask}, load::Extent(N, C, D, H, W), {v, 0, C, D * H * W}, parts, {0, N});
+  load::small(Merge{sums, mean, m2, moments, C, parts}, 0, N);
 }
 EXPORT void pooled(output_t* most, output_t* total, output_t* again, int32_t* place, value_t* dz, const value_t* v, const output_t* dy,
                    const uint8_t* mask, int64_t N, int64_t C, int64_t D, int64_t H, int64_t W, int64_t d, int64_t h, int64_t w) {
   const load::Extent fine(N, C, D, H, W), coarse(N, C, d, h, w);
-  load::planes(Pooled{most, total, again, place, fine}, coarse, v, 2);
-  load::planes(Back{dz, dy, place, mask, coarse}, fine, v, 3);
+  load::planes(Pooled{most, total, again, place, fine}, coarse, {v, 0, C, D * H * W}, 2, {0, N});
+  load::planes(Back{dz, dy, place, mask, coarse}, fine, {}, 3, {0, N});
 }
 EXPORT void channels(output_t* largest, output_t* sum, output_t* least, int32_t* which, const value_t* v, const output_t* shared,
                      int64_t N, int64_t C, int64_t S, int64_t parts) {
-  load::planes(Channels{largest, sum, least, which, shared, C}, load::Extent(N, 1, 1, 1, S), v, parts);
+  load::planes(Channels{largest, sum, least, which, shared, C}, load::Extent(N, 1, 1, 1, S), {v, 0, C, S}, parts, {0, N});
 }
 EXPORT void drop(output_t* y, const int64_t* seed, int64_t number, int64_t N, int64_t C, int64_t S, int64_t parts) {
-  load::planes(Drop{y, seed, number}, load::Extent(N, C, 1, 1, S), nullptr, parts);
+  load::planes(Drop{y, seed, number}, load::Extent(N, C, 1, 1, S), {}, parts, {0, N});
 }
 """
 DTYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16_t"}
@@ -224,13 +224,28 @@ def test_channels_at_a_position(dtype, C, S, parts):
     )
 
 
+def philox(seed: int, counter: int) -> list[int]:
+    """Philox4x32-10, as in its paper."""
+    c, k = [counter % 2**32, counter >> 32, 0, 0], [seed % 2**32, seed >> 32]
+    for _ in range(10):
+        p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [q >> 32 ^ c[1] ^ k[0], q % 2**32, p >> 32 ^ c[3] ^ k[1], p % 2**32]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
 def test_a_dropouts_mask_is_of_the_element_alone():
+    assert philox(0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8], (
+        "what the paper's authors publish"
+    )
     kernels, seed = words(torch.float32), torch.tensor([12345])
     first, second = poisoned(2, 5, 77, dtype=torch.float32), poisoned(1, 1, 770, dtype=torch.float32)
     kernels.drop(first, seed, 0, 2, 5, 77, 3)
     kernels.drop(second, seed, 0, 1, 1, 770, 1)
     assert torch.equal(first.flatten(), second.flatten())
-    assert 0.6 < first.mean() < 0.8
+    drawn_by = 12345 + 0x9E3779B97F4A7C15  # of a pass's second dropout
+    drawn = [(lane >> 8) * 2.0**-24 for counter in range(193) for lane in philox(drawn_by, counter)][:770]
+    assert torch.equal(first.flatten(), (torch.tensor(drawn) >= 0.3).float())
 
 
 def test_what_is_large_is_stored_past_the_caches_and_whole():

@@ -18,7 +18,7 @@ import inline_loader
 import numerics
 from benchmarks import level2
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, direct, library, tiling
+from inline_kernels.engine import choice, composed, direct, precision, tiling
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_source import arguments_of, segment_of
@@ -77,7 +77,7 @@ def device(gpu, monkeypatch, folder):  # noqa: F811
 
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(direct, "FEWEST_RESULTS", 0)
-        monkeypatch.setattr(choice, "WIDE_POINTWISE", "fused")
+        monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
         monkeypatch.setattr(choice, "stream_loses", lambda *_: None)
         monkeypatch.setattr(tiling, "STREAM_CLUSTER", 1)  # of more the emulation knows nothing
 
@@ -281,13 +281,13 @@ def test_stream_channels_last(device, monkeypatch):
     )
     assert_rule(model, x)
     assert run(model, x).is_contiguous(memory_format=torch.channels_last)
-    monkeypatch.setattr(library, "eager_runs_tf32", lambda *_: True)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
     assert "copied first" in refused(model.float(), x.float())
 
 
 def test_stream_in_tf32(device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
-    monkeypatch.setattr(library, "eager_runs_tf32", lambda *_: True)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
     model = random_model((40, 24, 3, 2), TAILS["tanh, sigmoid"], stride=2, padding=1)
     x = numerics.random_input((3, 24, 7, 9))
     x[1, 3, 2, 2] = 1e30
@@ -487,7 +487,7 @@ def test_on_a_cpu():
 )
 def test_sizes_that_no_mainloop_takes(filters, size, says, device, monkeypatch):
     device()
-    monkeypatch.setattr(choice, "WIDE_POINTWISE", ("columns", 1000, "epilogue", "fused"))
+    monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", ["columns", 1000, "epilogue", "fused"])
     assert says in refused(random_model(filters, TAILS["relu, bias"]), torch.randn(2, filters[1], *size))
 
 

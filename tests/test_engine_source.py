@@ -454,3 +454,95 @@ def test_kernels_compile_without_spills(number, value, architecture, monkeypatch
         line for line in done.stderr.splitlines() if "spill" in line and " 0 bytes spill stores" not in line
     ]
     assert not spills and "registers" in done.stderr
+
+
+class Turned(nn.Module):
+    """Tails of each kind: whose passes take v channels last, in one pass or two, and whose passes don't."""
+
+    def __init__(self, tail: str, channels: int = 40):
+        super().__init__()
+        self.conv, self.tail = nn.Conv2d(3, channels, (3, 2), stride=(1, 2), padding=1), tail
+        self.norm, self.p = nn.GroupNorm(4, channels), nn.Parameter(torch.randn(channels, 1, 1))
+
+    def forward(self, x):
+        x = self.conv(x)
+        if self.tail == "gates":  # masks are kept, v is not
+            return torch.clamp(x + self.p, -0.5, 0.5) * self.p
+        if self.tail == "norm":
+            return torch.tanh(self.norm(x) * self.p)
+        if self.tail == "pool":
+            return torch.nn.functional.max_pool2d(torch.relu(x * self.p), 2)
+        return torch.logsumexp(torch.nn.functional.gelu(x), dim=1)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 11, 30), (3, 3, 21, 13)], ids=["in fours", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tail", ["gates", "norm", "pool", "channels"])
+def test_channels_last(tail, dtype, shape, monkeypatch, device):
+    """Where the library convolves channels last, passes turn v and its gradient; all is as in planes."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+    torch.manual_seed(0)
+    model = Turned(tail).to(dtype)
+    run = assert_rule(model, torch.randn(shape).to(dtype), label=tail)
+    assert bool(run.plan.composed.backward.turned) and not run.plan.composed.forward.turned == (
+        tail == "gates"
+    )
+    with torch.no_grad():
+        x = torch.randn(shape).to(dtype)
+        assert_rule(model, x, backward=False, label=tail)
+        assert bool(Run(model, x).plan.layout) == (tail in ("gates", "norm"))
+
+
+class Gated(nn.Module):
+    """A gradient that is zero in whole channels, of which some share a group with others, in front of sums over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 8, 3), nn.GroupNorm(4, 8)
+        with torch.no_grad():
+            self.norm.bias[[0, 1, 2, 7]] = -100.0
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)))
+
+
+def test_planes_without_a_gradient(device):
+    """They are not read; values that are not finite make NaN of a group all the same."""
+    torch.manual_seed(0)
+    model, x = Gated(), torch.randn(2, 2, 9, 11)
+    run = assert_rule(model, x)
+    assert ("const bool idle" in schedule.text(run.plan)) == (device == "cuda")
+    assert (run.results["gradient of norm.weight"][[0, 1, 2, 7]] == 0).all()
+    x[1, 0, 4, 4] = INF
+    dy = torch.randn_like(run.y)
+    ours, eager = Run(model, x, dy).results, reference(model, x, dy, x.dtype)
+    for name, r in eager.items():
+        assert torch.equal(ours[name].isnan(), r.isnan()), name
+
+
+def rounded(t: torch.Tensor) -> torch.Tensor:
+    """To TF32, ties away from zero."""
+    return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_operands_of_tf32_are_rounded(monkeypatch, device):
+    """Channels last the library would cut their last bits off. What is not finite stays."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.FOR_TF32)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU()), torch.randn(2, 3, 9, 10)
+    dy = torch.randn(2, 8, 7, 8)
+    run = Run(model, x, dy)
+    inner, weight = (rounded(t.detach()).double().requires_grad_() for t in (x, model[0].weight))
+    v = torch.conv2d(inner, weight)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(run.y, v.relu().float(), **close)
+    v.backward(rounded(torch.where(v > 0, dy, 0.0)).double())
+    torch.testing.assert_close(run.results["gradient of x"], inner.grad.float(), **close)
+    torch.testing.assert_close(run.results["gradient of 0.weight"], weight.grad.float(), **close)
+    x[0, 0, 0, 0], x[1, 0, 0, 0] = INF, NAN
+    y = Run(model, x).y
+    assert torch.equal(y.isnan(), model(x).isnan()) and torch.equal(y.isinf(), model(x).isinf())

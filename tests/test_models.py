@@ -24,7 +24,7 @@ from torch import nn
 import inline_loader
 import models
 import numerics
-from inline_kernels.engine import library, operators, tiling
+from inline_kernels.engine import library, schedule, tiling
 from numerics import (
     DROPOUT,
     DTYPES,
@@ -71,8 +71,9 @@ def test_sizes_are_fused_or_not(name, size, is_fused, monkeypatch):
     """By what the fused kernels say for an H200."""
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     model, x = numerics.sized(name, size)
-    if models.PROBLEMS[name].ModelNew.fused:
-        assert (numerics.twin_of(model)._fused_obstacle(x, x.dtype) is None) == is_fused
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    if "fused" in models.PROBLEMS[name].variants:
+        assert numerics.takes(model, x) == is_fused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -81,8 +82,8 @@ def test_small_sizes_are_fused(name, dtype, monkeypatch):
     """Or the tests of that variant would all skip themselves on a GPU."""
     monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
     model, x = numerics.small(name, "fused", dtype=dtype)
-    if models.PROBLEMS[name].ModelNew.fused:
-        assert numerics.twin_of(model)._fused_obstacle(x, dtype) is None
+    monkeypatch.setattr(library, "device_type", lambda x: "cuda")
+    assert numerics.takes(model, x) or "fused" not in models.PROBLEMS[name].variants
 
 
 @every_variant
@@ -189,10 +190,10 @@ def forgotten():
 @pytest.mark.parametrize("name", numerics.KNOWN)
 def test_rule_in_pieces(name, forgotten, monkeypatch):
     """Without gradients the CPU works a few samples at a time, the last piece being smaller."""
-    pieces, convolve = [], library.convolve
+    pieces, convolve = [], schedule.convolve
     monkeypatch.setattr(library, "CPU_PIECE_BYTES", 1)
     monkeypatch.setattr(
-        library, "convolve", lambda x, *arguments: pieces.append(len(x)) or convolve(x, *arguments)
+        schedule, "convolve", lambda segment, x, weight: pieces.append(len(x)) or convolve(segment, x, weight)
     )
     model, x = numerics.small(name)
     with torch.no_grad():
@@ -234,12 +235,9 @@ def test_rule_in_long_rows():
 
 @pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1e15, 0), (1e-6, 0)])
 @pytest.mark.parametrize("size", [numerics.WINOGRAD_DX, numerics.WINOGRAD_MANY], ids=lambda size: size.reason)
-def test_rule_where_winograd_gives_the_gradient_of_x(size, scale, shift, monkeypatch):
-    """Where the library's convolution is not asked at all."""
+def test_rule_where_winograd_gives_the_gradient_of_x(size, scale, shift):
     model, x = numerics.sized(MIN_ADD, size)
     numerics.assert_rule(model, x * scale + shift)
-    monkeypatch.setattr(library, "convolve_backward", None)
-    results(numerics.twin_of(model), x)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -271,31 +269,9 @@ WITHOUT_OUTPUT = [
 without_output = pytest.mark.parametrize("size", WITHOUT_OUTPUT, ids=lambda size: size.reason)
 
 
-def saved_by(twin, x):
-    """What the epilogue keeps for backward."""
-    operands = [twin.get_parameter(key).detach() for key in twin.operands]
-    return twin.epilogue.save(x, *operands, *twin._constants())[1:]
-
-
 @without_output
 def test_rule_without_the_convolutions_output(size):
     model, x = numerics.sized(POOL, size)
-    extreme, index, _, v = saved_by(numerics.twin_of(model), x)
-    assert extreme.shape == index.shape == model(x).shape and not v.numel()
-    numerics.assert_rule(model, x)
-
-
-@pytest.mark.parametrize(
-    "arguments, reason",
-    [
-        ((24, 32, 3, 4, (32, 1, 1), (2, 3), -0.5, 1.0), "too many channels in"),
-        ((9, 32, 3, 4, (32, 1, 1), (2, 1), -0.5, 1.0), "half of the pixels are selected"),
-    ],
-)
-def test_rule_by_winograd_with_the_convolutions_output(arguments, reason):
-    model, x = numerics.sized(POOL, numerics.Size(arguments, (2, arguments[0], 19, 40)))
-    assert library.winograd_applies(x, model.conv.weight)
-    assert saved_by(numerics.twin_of(model), x)[-1].shape == (2, 17, 38, 32), reason
     numerics.assert_rule(model, x)
 
 
@@ -1021,19 +997,19 @@ def watched_builds(folder):  # noqa: F811
     def watched(many, allow_tf32):
         """Within, TF32 is as given; afterwards, all of forward's kernels that were called for convolve the right way for this GPU: that
         the kernels say themselves, compiled for the same."""
-        load, built = operators.load, []
+        load, built = inline_loader.load, []
 
-        def watch(name, x, out_dtype, folder=None, launchers=None, **defines):
-            if name == MIN_ADD and launchers in (("forward",), ("forward_saving",)):
-                built.append({"VALUE_T": operators._CTYPES[x.dtype], **defines})
-            return load(name, x, out_dtype, folder, launchers, **defines)
+        def watch(name, *, defines, launchers=None, **options):
+            if name == MIN_ADD and launchers in (["forward"], ["forward_saving"]):
+                built.append(defines)
+            return load(name, defines=defines, launchers=launchers, **options)
 
         inline_loader.forget()
         with (
             pytest.MonkeyPatch.context() as patch,
             torch.backends.cudnn.flags(enabled=True, allow_tf32=allow_tf32),
         ):
-            patch.setattr(operators, "load", watch)
+            patch.setattr(inline_loader, "load", watch)
             yield
             on_hopper = tiling.device_properties(0).capability == (9, 0)
         split = many.dtype == torch.float32 and not (allow_tf32 and many.tf32)
@@ -1062,11 +1038,13 @@ def test_way_with_many_channels(many, allow_tf32, capability, made_up, watched_b
     model, x = numerics.sized(MIN_ADD, many.size, dtype=many.dtype)
     made_up(capability)
     launcher = SimpleNamespace(bound=lambda *numbers: lambda *arguments: None)
-    monkeypatch.setattr(operators, "load", lambda *arguments, **defines: SimpleNamespace(forward=launcher))
-    new = numerics.twin_of(model)
-    with watched_builds(many, allow_tf32):
-        assert new._fused_obstacle(x, x.dtype) is None
-        new.fused.run(x, model.conv.weight, model.conv.bias, model.bias, 0.1, 2.0)
+    monkeypatch.setattr(
+        inline_loader, "load", lambda *arguments, **options: SimpleNamespace(forward=launcher)
+    )
+    monkeypatch.setattr(inline_loader, "load_all", lambda requests: None)
+    assert numerics.takes(model, x)
+    with watched_builds(many, allow_tf32), torch.no_grad():
+        numerics.twin_of(model, "fused")(x)
 
 
 class Sure(NamedTuple):

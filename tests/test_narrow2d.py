@@ -1,5 +1,5 @@
 """Sinks of a 2-D convolution of few channels in: pointwise tails (kernels/store/strips.cuh) and reductions over channels
-(kernels/reduce/channels.cuh), without a GPU (tests/test_emulated.py), against float64."""
+(kernels/reduce/narrow2d.cuh), without a GPU (tests/test_emulated.py), against float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from test_kernels_compile import FUSED_ARCHITECTURES, needs_nvcc, nvcc
 # mish(conv(x) + conv_bias) * other, other like the convolution's result; and its reductions over channels.
 SOURCE = """
 #include "conv/narrow2d.cuh"
-#include "reduce/channels.cuh"
+#include "reduce/narrow2d.cuh"
 #include "store/strips.cuh"
 
 using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;

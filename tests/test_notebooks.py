@@ -20,9 +20,7 @@ import alone  # noqa: E402
 import execute  # noqa: E402
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-OURS = [
-    each for each in models.PROBLEMS.values() if each.Model.__module__.startswith("inline_kernels.problems.")
-]
+OURS = [each for each in models.PROBLEMS.values() if each.Model.__module__ == "models"]
 LESSONS = [FOLDER / f"{problem.number}_{problem.name}.ipynb" for problem in OURS]
 LINES = 200  # of a cell
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -108,7 +106,7 @@ def test_copies_hold_what_they_need():
         "compare.py",
         "kernels/host/host.h",
         "kernels/grad/selected/merge.cuh",
-        "inline_kernels/problems/__init__.py",
+        "kernels/composed.json",
         "notebooks/walkthrough.py",
     } <= files
     for path in NOTEBOOKS:

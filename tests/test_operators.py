@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import inline_loader
 import models
 import numerics
-from inline_kernels.engine import library, operators, tiling
+from inline_kernels.engine import drawing, library, tiling
+from inline_kernels.engine.support import DTYPES
 from numerics import (
     DROPOUT,
     INSTANCE_NORM,
@@ -30,27 +31,25 @@ from numerics import (
 
 
 @every_device
-@pytest.mark.parametrize("layout", ["contiguous", "channels last", "by Winograd"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
 @every_name
 def test_opcheck(name, layout, device):
     """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; of all three operators."""
     model, x = numerics.small(name, device=device)
-    if layout == "by Winograd":
-        if device != "cpu" or not known(name).winograd:
-            pytest.skip("Winograd's convolution runs on a CPU")
-        model, x = numerics.sized(name, known(name).winograd)
     if layout == "channels last":
         x = x.to(memory_format=library.channels_last(x))
     twin, recorder = numerics.twin_of(model), Recorder()
     with recorder:
         results(twin, x)
+    _, operator = numerics.operator_of(twin, x)
     forward, saving, backward = (
-        getattr(torch.ops.inline_kernels, name + suffix).default for suffix in ("", "_saving", "_backward")
+        getattr(torch.ops.inline_kernels, operator.name + suffix).default
+        for suffix in ("", "_saving", "_backward")
     )
     arguments = recorder.calls[saving]
     torch.library.opcheck(forward, tuple(map(_leaf, arguments)))
-    for operator in (forward, saving):
-        torch.library.opcheck(operator, tuple(map(_detached, arguments)))
+    for each in (forward, saving):
+        torch.library.opcheck(each, tuple(map(_detached, arguments)))
     dy, *_, saved, needs = recorder.calls[backward]
     dy, saved = dy.detach(), [t.detach() for t in saved]
     for asked in ([True] * len(needs), [True, False] * len(needs), [False, True] * len(needs)):
@@ -58,23 +57,27 @@ def test_opcheck(name, layout, device):
         torch.library.opcheck(backward, (dy, *map(_detached, arguments), saved, some))
 
 
+@pytest.mark.parametrize("variant", ["fused", "epilogue"])
 @every_name
-def test_shapes_leave_the_batch_size_open(name, monkeypatch):
-    """With and without what is saved: else a compiled model would be compiled anew for each size."""
+def test_shapes_leave_the_batch_size_open(name, variant, monkeypatch):
+    """With and without what is saved: else a compiled model would be compiled anew for each size. Nothing is built."""
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     monkeypatch.setattr(
         tiling, "device_properties", lambda index: tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
     )
-    model, x = numerics.small(name, "fused")
-    twin, mode = numerics.twin_of(model), FakeTensorMode(shape_env=ShapeEnv())
+    monkeypatch.setattr(inline_loader, "load", None)
+    model, x = numerics.small(name, variant)
+    if variant not in models.PROBLEMS[name].variants:
+        pytest.skip("there are no fused kernels")
+    part, operator = numerics.operator_of(numerics.twin_of(model.train()), x, variant)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (x.dim() - 1))
-    constants = twin._constants()
-    drawn = twin._drawn(x, constants, True)
-    operands = [mode.from_tensor(p, static_shapes=True) for p in twin._operands()]
+    drawn = (mode.from_tensor(torch.zeros(1, dtype=torch.int64)), 0) if part.segment.random else ()
+    operands = [mode.from_tensor(p, static_shapes=True) for p in part.tensors()]
     symbolic = mode.from_tensor(x, symbolic_context=sizes)
     for saving in (False, True):
-        y, *_ = (twin.fused or twin.epilogue).shapes(symbolic, *operands, *drawn, *constants, saving=saving)
-        assert isinstance(y.shape[0], torch.SymInt)
+        y, *saved = operator.shapes(symbolic, *operands, *drawn, *part.numbers(), 0, saving=saving)
+        assert isinstance(y.shape[0], torch.SymInt) and bool(saved) == saving
 
 
 @given(st.data())
@@ -97,7 +100,7 @@ def test_winograd_at_random_sizes(data):
     shape = N, C, D, H - 2, W - 2
     memory = x.new_full((math.prod(shape) + 64,), math.pi)
     v = memory[: math.prod(shape)].view(shape)
-    kernels = operators.load(name, x, x.dtype, INDEX_T="uint8_t")
+    kernels = inline_loader.load(name)
     kernels.convolve(v, x, weight, N, Cin, C, D + depth - 1, H, W, depth)
     exact = torch.conv3d(x.double(), weight.double())
     error, eager_error = ((y - exact).norm() for y in (v, torch.conv3d(x, weight)))
@@ -121,7 +124,7 @@ def test_winograd_gradients_at_random_sizes(data):
         x.new_full((math.prod(of) * asked + 64,), math.pi)
         for of, asked in ((weight.shape, with_dw), (padded, with_dv), ((C,), True), ((biases,), True))
     )
-    kernels = operators.load(MIN_ADD, x, x.dtype)
+    kernels = inline_loader.load(MIN_ADD)
     written = [t[: len(t) - 64] for t in (dw, dv, d_conv_bias, d_bias)]
     kernels.convolve_backward(*written, dy, withheld, x, scale, biases, N, Cin, C, H, W, parts)
     assert all((t[-64:] == math.pi).all() for t in (dw, dv, d_conv_bias, d_bias))
@@ -158,7 +161,7 @@ def test_direct_gradients_at_random_sizes(data):
     )
     weight = x.new_empty(C, Cin, depth, 3, 3)
     dw = x.new_full((weight.numel() + 64,), math.pi)
-    operators.load(DROPOUT, x, x.dtype).filter_gradient(dw[:-64], dv, x, *library.filter_sizes(x, weight))
+    inline_loader.load(DROPOUT).filter_gradient(dw[:-64], dv, x, *library.filter_sizes(x, weight))
     assert (dw[-64:] == math.pi).all()
 
     def by_library(*operands):
@@ -173,7 +176,7 @@ def test_direct_gradients_where_something_is_not_finite():
     """An infinite pixel and a gradient of NaN reach the sums that have them, and no others: of their channel, and of the taps that see the pixel."""
     x, dv = numerics.random_input((2, 3, 4, 20, 40)), numerics.random_input((2, 20, 2, 18, 38), seed=2)
     x[1, 1, 0, 0, 7], dv[0, 5, 1, 17, 37] = math.inf, math.nan
-    dw, kernels = x.new_empty(20, 3, 3, 3, 3), operators.load(DROPOUT, x, x.dtype)
+    dw, kernels = x.new_empty(20, 3, 3, 3, 3), inline_loader.load(DROPOUT)
     kernels.filter_gradient(dw, dv, x, *library.filter_sizes(x, dw))
     odd = torch.zeros_like(dw, dtype=torch.bool)
     odd[:, 1, 0, 0], odd[5] = True, True
@@ -210,39 +213,16 @@ def test_gradcheck(name, device):
 
 def test_gradcheck_where_min_ties():
     """The gradient of the one problem whose gradients hang on ties, from z = norm_bias = low: half of a plain norm's."""
-    x = numerics.random_input((2, 2, 2, 3, 4), dtype=torch.float64)
-    weight, conv_bias = torch.randn(4, 2, 1, 2, 2, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    norm_weight, norm_bias = torch.zeros(4, dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
-    leaves = [t.requires_grad_() for t in (x, weight, conv_bias, norm_weight, norm_bias)]
-    no_seed = torch.empty(0, dtype=torch.int64)
-    y = models.PROBLEMS[DROPOUT].ModelNew.epilogue(*leaves, no_seed, 0, 2, 0.25, 1.0, 0.0, 1e-5)
-    g = torch.randn_like(y)
-    plain = torch.nn.functional.group_norm(torch.conv3d(*leaves[:3]), 2, norm_weight, norm_bias, 1e-5)
+    model, x = numerics.sized(
+        DROPOUT, numerics.Size((2, 4, (1, 2, 2), 2, 0.25, 1.0, 0.2), (2, 2, 2, 3, 4)), dtype=torch.float64
+    )
+    with torch.no_grad():
+        model.norm.weight.zero_(), model.norm.bias.fill_(0.25)
+    leaves = [x.requires_grad_(), *model.parameters()]
+    y = numerics.twin_of(model)(x)
+    g, plain = torch.randn_like(y), model.norm(model.conv(x))
     for ours, theirs in zip(torch.autograd.grad(y, leaves, g), torch.autograd.grad(plain, leaves, g)):
         torch.testing.assert_close(ours, theirs / 2)
-
-
-@pytest.mark.parametrize("name", numerics.KNOWN)
-def test_parameters_of_another_length_are_refused(name):
-    """Not read past, not expanded; but one element of the problem's own parameter counts for all channels."""
-    model, x = numerics.small(name)
-    twin = numerics.twin_of(model)
-    operands, constants = [model.get_parameter(key) for key in twin.operands], twin._constants()
-    C = model.conv.out_channels
-
-    def run(index, parameter):
-        changed = [*operands[:index], parameter, *operands[index + 1 :]]
-        return twin.epilogue(x, *changed, *twin._drawn(x, constants, False), *constants)
-
-    own = [i for i, key in enumerate(twin.operands) if "." not in key]
-    for index in range(1, len(operands)):
-        for shape in ((C - 1,), (C + 1,), *([] if index in own else [(), (1,)])):
-            message = rf"of {C} elements, one per channel.*, got the shape \[{', '.join(map(str, shape))}\]"
-            with pytest.raises(RuntimeError, match=message):
-                run(index, torch.ones(shape))
-    for index in own:
-        ours = [run(index, torch.full(shape, 1.5)) for shape in ((C,), (1,), (), operands[index].shape)]
-        assert all(torch.equal(y, ours[0]) for y in ours)
 
 
 # ---------------------------------------------------------------------------------------------------------------- dropout
@@ -327,14 +307,14 @@ def test_dropout_is_drawn_again_where_the_state_is_restored(variant, device):
 def test_numbers_drawn_by_different_states_are_different():
     """What two states' numbers differ by is s + k * _GOLDEN for seeds s apart and draws k apart, all modulo 2⁶³. The multiples nearest to 0
     are at denominators of convergents of _GOLDEN / 2⁶³."""
-    step, before, denominator, (number, rest) = operators._GOLDEN, 0, 1, (2**63, operators._GOLDEN)
+    step, before, denominator, (number, rest) = drawing._GOLDEN, 0, 1, (2**63, drawing._GOLDEN)
     nearest = []
     while rest and denominator < 2**32:
         nearest.append(min(denominator * step % 2**63, -denominator * step % 2**63))
         before, denominator = denominator, number // rest * denominator + before
         number, rest = rest, number % rest
     assert step % 2 and len(nearest) > 30 and min(nearest) > 2**30
-    numbers = {operators._number(Generator(seed, 4 * draw)) for seed in range(30) for draw in range(100)}
+    numbers = {drawing._number(Generator(seed, 4 * draw)) for seed in range(30) for draw in range(100)}
     assert len(numbers) == 3000 and all(30 <= number < 2**63 for number in numbers), "none is a seed"
 
 
@@ -349,19 +329,16 @@ def test_dropout_is_a_function_of_the_seed(dtype, variant, device):
     """Of the seed alone, or of a number in its place: not of dtype, and not of whether a gradient is wanted."""
     new, x = visible(device, dtype=dtype, variant=variant)
     seed = torch.tensor([12345], device=device)
-    operator, constants = getattr(new, variant), new._constants()
-    operands = [new.get_parameter(key) for key in new.operands]
+    part, operator = numerics.operator_of(new, x, variant)
 
     def run(x, seed=seed, number=0):
-        return operator(x, *operands, seed, number, *constants) != 0
+        return operator(x, *part.tensors(), seed, number, *part.numbers(), DTYPES.index(x.dtype)) != 0
 
     mask = run(x)
     assert torch.equal(mask, run(x, seed[:0], 12345)) and not torch.equal(mask, run(x, seed[:0], 12346))
     with torch.no_grad():
         assert torch.equal(mask, run(x))
     assert torch.equal(mask[:2], run(x[:2]))
-    _, y = visible(device)
-    assert (dtype == torch.float64) or torch.equal(mask, run(y))
     seed += 1
     assert not torch.equal(mask, run(x))
 

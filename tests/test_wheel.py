@@ -84,11 +84,7 @@ def test_the_wheel_holds_the_package_with_its_kernels_and_no_model(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = ROOT / "inline_kernels"
     modules = {str(path.relative_to(ROOT)) for path in package.rglob("*.py")} | {"inline_loader.py"}
-    modules = {
-        name
-        for name in modules
-        if not name.startswith(("inline_kernels/export/", "inline_kernels/problems/"))
-    }
+    modules = {name for name in modules if not name.startswith("inline_kernels/export/")}
     assert names == modules | {
         f"inline_kernels/kernels/{path.relative_to(ROOT / 'kernels')}"
         for path in (ROOT / "kernels").rglob("*.*")

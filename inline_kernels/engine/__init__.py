@@ -1,2 +1,2 @@
-"""From a model to kernels: graph.py, scalars.py (the graph), ops.py (torch's operations as nodes), capture.py (torch.fx), schedule.py,
-source.py (the text), operator.py, fuse.py. What the four problems share: twin.py, choice.py, operators.py, tiling.py, volumes.py."""
+"""From a model to kernels: graph.py, scalars.py (the graph), ops.py (torch's operations as nodes), capture.py (torch.fx); the schedules, composed.py
+(sources of kernels/), direct.py, sinks.py, schedule.py (`load`), and source.py, which writes text; operator.py, part.py, fuse.py, variants.py."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .graph import Facts, Graph, Node, order
+from .graph import ELEMENTS, Facts, Graph, Node, order
+from .passes import is_static
 from .scalars import SCALARS
 
 Interval = tuple[float, float]
@@ -102,6 +103,58 @@ def _sums_of_statistics(roots: Sequence[Node]) -> set[int]:
 
 def _level(node: Node) -> int:
     return Facts([node], keeps=False).level[node.id]
+
+
+# ---- statistics
+def statistics_of_v(roots: Sequence[Node]) -> list[Node]:
+    """Statistics of what is affine in v, from v's own: no tail then has to be computed for them."""
+    rewriter = _OfV(roots)
+    return [rewriter.of(root) for root in roots]
+
+
+class _OfV:
+    def __init__(self, roots: Sequence[Node]):
+        self.graph: Graph = roots[0].graph
+        self.facts = Facts(roots, keeps=False)
+        self.known: dict[Node, Node] = {}
+
+    def of(self, node: Node) -> Node:
+        if node not in self.known:
+            self.known[node] = self._rewritten(node)
+        return self.known[node]
+
+    def _rewritten(self, node: Node) -> Node:
+        if node.op == "sum" and node.attr == "s" and (affine := self._affine(node.args[0])):
+            a, b, z = affine
+            total = self.graph.sum("s", z) * b
+            return total if a is None else total + a * self.graph.count("s", "e")
+        if node.op == "variance" and "s" in node.attr and (affine := self._affine(node.args[0])):
+            return self._variance(node, *affine)
+        args = [self.of(a) for a in node.args]
+        if node.is_scalar_op:
+            return self.graph.scalar(node.op, *args)
+        if node.op == "detach":
+            return self.graph.detach(args[0])
+        return self.graph.make(node.op, *args, attr=node.attr, space=node.space)
+
+    def _affine(self, node: Node) -> tuple[Node | None, Node, Node] | None:
+        """(a, b, v) of a + b·v, a and b of a channel."""
+        if self.facts.is_z(node) or node.space != ELEMENTS or self.facts.degree[node.id] != 1:
+            return None
+        a, b = self.facts.affine(node) or (None, None)
+        if b is None or not is_static(b) or (a is not None and not (a.space.small and is_static(a))):
+            return None
+        return a, b, self.graph.leaf("z", ELEMENTS, "z")
+
+    def _variance(self, node: Node, a: Node | None, b: Node, z: Node) -> Node:
+        """Of planes' variances, and of their means about the mean of all (Chan)."""
+        plane = self.graph.mean(z, ("s",))
+        own = self.graph.variance(z, plane, ("s",)) * (b * b)
+        others = [step for step in node.attr if step != "s"]
+        if not others:
+            return own
+        apart = (plane * b if a is None else plane * b + a) - self.of(node.args[1])
+        return self.graph.mean(own + apart * apart, others)
 
 
 # ---- monotone functions

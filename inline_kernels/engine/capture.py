@@ -220,6 +220,17 @@ def _conv(node: fx.Node, a: dict[str, Any]) -> Conv:
 
 
 # ---- growth
+_KEEPING = {
+    "add",
+    "sub",
+    "mul",
+    "min",
+    "max",
+    "clamp",
+    "const",
+    "of_results",
+    "of_values",
+}  # a value's type, also under autocast
 _QUERIES = {"device", "dtype", "is_cuda"}  # of a tensor: attributes that no value depends on
 _ALIASES = {
     "contiguous",
@@ -259,6 +270,7 @@ class _Growth:
         self.updates: dict[fx.Node, list[Update]] = {}
         self.random: dict[fx.Node, list[Random]] = {}
         self.stops: dict[fx.Node, str] = {}
+        self.widened: list[tuple[fx.Node, set[str]]] = []  # whose type is read, and what may have widened it
         self.halt = "nothing follows that the table takes"
         self._grow()
 
@@ -402,35 +414,48 @@ class _Growth:
         """torch.tensor(a number): no axes, and the other operand's type; or said to be of a value's own."""
         data = node.args[0] if node.args else node.kwargs.get("data")
         dtype = node.kwargs.get("dtype")
-        if node.kwargs.get("requires_grad") or (dtype is not None and not self._is_of_values(dtype)):
+        kind = self._type_of(dtype)
+        if node.kwargs.get("requires_grad") or (dtype is not None and kind is None):
             raise NotAccepted("a tensor of its own type")
         if isinstance(data, Named):
             value = self._attribute(data.name)
-        elif type(data) is float:
-            value = Value(self.tail.graph.const(data))
+        elif type(data) is float or (type(data) is int and kind):
+            value = Value(self.tail.graph.const(float(data)))
         else:
             raise NotAccepted("a tensor of more than a number")
-        if dtype is not None:
-            return Value(value.node.apply("of_values"))
+        if kind:
+            return Value(value.node.apply(kind))
         narrow = torch.get_default_dtype() == torch.float32
         if value.node.op == "const":
             return Value(self.tail.graph.const(torch.tensor(data).item()))
         return Value(value.node.apply("narrow")) if narrow else value
 
-    def _is_of_values(self, dtype: Any) -> bool:
-        """Is it read from a value that has the convolution's type, whatever that is? A parameter or an input may widen it."""
+    def _type_of(self, dtype: Any) -> str | None:
+        """The function that rounds to a type which is read from a value: "of_values", the convolution's, whatever that is; "of_results",
+        which a parameter or an input may have widened. None: it is another type."""
         of = dtype.args[0] if isinstance(dtype, fx.Node) and dtype in self.values and dtype.args else None
         value = self.values.get(of)
-        if (
-            dtype is None
-            or not isinstance(value, Value)
-            or dtype.target is not getattr
-            or dtype.args[1] != "dtype"
-        ):
-            return False
-        own = {name for name in (self.bias,) if name}
+        if not isinstance(value, Value) or dtype.target is not getattr or dtype.args[1] != "dtype":
+            return None
+        if not (widening := self._widening(value)):
+            return "of_values"
+        self.widened.append((of, widening))
+        return "of_results"
+
+    def _widening(self, value: Value) -> set[str]:
+        """What may make a value's type another than the convolution's."""
+        kinds = ("parameter", "buffer", "input")
         leaves = [n.attr for n in order([value.node]) if n.op == "leaf"]
-        return all(name in own or kind not in ("parameter", "buffer", "input") for name, kind in leaves)
+        return {name for name, kind in leaves if kind in kinds and name != self.bias}
+
+    def _has_type_of_results(self, value: Value) -> bool:
+        """Of a value that leaves: is its type that which `of_results` rounds to?"""
+        for of, widening in self.widened:
+            before = {*order([self.values[of].node])}
+            behind = [node for node in order([value.node]) if node not in before and node.op != "leaf"]
+            if self._widening(value) != widening or any(node.op not in _KEEPING for node in behind):
+                return False
+        return True
 
     def _input(self, a: fx.Node, beside: fx.Node | None) -> Value:
         """A value from outside, as a leaf: of the shape of the operand beside it, or broadcast along some of its axes."""
@@ -517,6 +542,8 @@ class _Growth:
         best: tuple[int, fx.Node, set[fx.Node]] | None = None
         for node, value in self.values.items():
             if not isinstance(value, Value) or not self._canonical(value.axes):
+                continue
+            if not self._has_type_of_results(value):
                 continue
             members = self._members(node)
             leaks = any(user not in members for m in members if m is not node for user in m.users)

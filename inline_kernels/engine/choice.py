@@ -1,7 +1,7 @@
-"""What "auto" runs on a GPU where more than one variant can: what was fastest at such sizes in a recorded grid of them.
+"""What runs on a GPU where more than one schedule can: what was fastest at such sizes in a recorded grid of them.
 
-A rule is a variant, or a question and two rules: (a property of the convolution, most, the rule where it is at most `most`, the rule
-where it is more). RULES has one for an epilogue's operator, by its name, in a pass that backward will follow ("train") and in any other
+A rule is a variant, or a question and two rules: [a property of the convolution, most, the rule where it is at most `most`, the rule where
+it is more]. kernels/composed.json has them, of a source and of a mainloop, for a pass that backward will follow ("train") and for any other
 ("forward"). They are fitted to RECORD, by `python benchmarks/grid.py --fit RECORD`, which prints them: so that nothing in it takes a GPU
 longer than eager does. Other GPUs than the record's are taken to be like it. Where there is no rule, the most fused variant runs.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-Rule = str | tuple[str, int, "Rule", "Rule"]
+Rule = str | Sequence  # "fused", "epilogue" or "eager"; [property, most, rule, rule]
 
 # image (N, C_in, extents) and filters (C_out, C_in, extents) are the shapes, itemsize the bytes in which eager convolves a value.
 PROPERTIES: dict[str, Callable[[Sequence[int], Sequence[int], int], int]] = {
@@ -25,75 +25,8 @@ PROPERTIES: dict[str, Callable[[Sequence[int], Sequence[int], int], int]] = {
     "products": lambda image, filters, itemsize: _positions(image, filters) * math.prod(filters),
 }
 
+_CALLED = {"epilogue": "the library's convolution with a pass of ours behind it", "eager": "eager"}
 RECORD = "benchmarks/results/grid/2026-11-24-h200.json"
-# A 2-D convolution and a pointwise tail: in one kernel (kernels/conv/wide.cuh), or a pass behind the library's convolution. It holds for any
-# such tail: what differs between two of them is much less than the convolution.
-WIDE_POINTWISE: Rule = (
-    "products",
-    7700000000,
-    (
-        "products",
-        250000000,
-        ("channels in", 360, "fused", "epilogue"),
-        (
-            "products",
-            740000000,
-            ("results", 260000, "epilogue", "fused"),
-            ("channels in", 78, "fused", "epilogue"),
-        ),
-    ),
-    ("columns", 90, "epilogue", "fused"),
-)
-RULES: dict[tuple[str, str], Rule] = {
-    ("conv2d_min_add_multiply", "forward"): WIDE_POINTWISE,
-    ("conv2d_min_add_multiply", "train"): (
-        "columns",
-        23,
-        (
-            "products",
-            1600000000,
-            "fused",
-            ("positions", 2700, "epilogue", ("bytes a value", 3, "fused", "epilogue")),
-        ),
-        ("columns", 122, ("products", 11000000000, "fused", "epilogue"), ("taps", 21, "fused", "epilogue")),
-    ),
-    ("conv3d_multiply_instancenorm_clamp_multiply_max", "forward"): (
-        "results",
-        180000,
-        ("channels in", 180, "fused", "eager"),
-        ("products", 120000000, "epilogue", "fused"),
-    ),
-    ("conv3d_multiply_instancenorm_clamp_multiply_max", "train"): (
-        "channels in",
-        23,
-        ("products", 2600000, "eager", "fused"),
-        ("results", 2900000, ("bytes a value", 3, "eager", "fused"), "fused"),
-    ),
-    ("conv3d_groupnorm_min_clamp_dropout", "forward"): "fused",
-    ("conv3d_groupnorm_min_clamp_dropout", "train"): "fused",
-    ("conv2d_groupnorm_scale_maxpool_clamp", "forward"): (
-        "columns",
-        23,
-        ("products", 240000000, "fused", "eager"),
-        (
-            "bytes a value",
-            3,
-            ("positions", 45000, ("products", 51000000, "fused", "eager"), "fused"),
-            "fused",
-        ),
-    ),
-    ("conv2d_groupnorm_scale_maxpool_clamp", "train"): (
-        "bytes a value",
-        3,
-        (
-            "products",
-            370000000,
-            ("channels in", 23, "fused", "eager"),
-            ("results", 9000000, "eager", "fused"),
-        ),
-        ("columns", 9, ("products", 110000000, "fused", "eager"), "fused"),
-    ),
-}
 
 
 # kernels/conv/stream.cuh, fitted to benchmarks/results/trials/stream.json, on an H200. By the bytes of a value, then a tile's columns, in
@@ -158,8 +91,8 @@ def _positions(image: Sequence[int], filters: Sequence[int]) -> int:
 
 
 def fastest(rule: Rule, image: Sequence[int], filters: Sequence[int], itemsize: int) -> tuple[str, str]:
-    """The variant that `rule` names, and what leads there. torch.compile traces it, with sizes that may be symbolic, so it asks for no
-    more than it needs, and its words have the bounds."""
+    """The variant that `rule` names, and what leads there. Sizes may be symbolic, so it asks for no more than it needs, and its words have
+    the bounds."""
     bounds = {}
     while not isinstance(rule, str):
         name, most, low, high = rule
@@ -167,3 +100,11 @@ def fastest(rule: Rule, image: Sequence[int], filters: Sequence[int], itemsize: 
         bounds[name, "at most" if within else "more than"] = most
         rule = low if within else high
     return rule, ", ".join([f"{side} {most} {name}" for (name, side), most in bounds.items()])
+
+
+def instead(rule: Rule, x, weight) -> tuple[str, str] | None:
+    """The variant that is faster than the fused one by `rule`, and the reason; or None."""
+    variant, sizes = fastest(rule, x.shape, weight.shape, x.element_size())
+    if variant == "fused":
+        return None
+    return variant, f"{_CALLED[variant]} was faster with {sizes or 'any sizes'} ({RECORD})"

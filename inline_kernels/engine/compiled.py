@@ -108,7 +108,11 @@ def _serves(part) -> bool:
 
 def _call_of(part) -> Callable:
     """The registered operator, as a function that can be traced: of inputs, parameters and numbers."""
-    registered, tensors, random = part.shared.operator.registered, len(part.names), bool(part.segment.random)
+    registered, tensors, random = (
+        part.for_all().operator.registered,
+        len(part.names),
+        bool(part.segment.random),
+    )
     dropped = part._draws()
 
     def call(*given):
@@ -125,9 +129,9 @@ def _call_of(part) -> Callable:
 
 
 def _drawn(x: Tensor, wanted: bool) -> tuple:
-    from inline_kernels.engine import operators
+    from .drawing import drawn
 
-    return operators.drawn(x, wanted, True)
+    return drawn(x, wanted, True)
 
 
 def _inlined(graph: fx.Graph, inner: fx.Graph, given: list[fx.Node]) -> fx.Node:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, library, schedule, source, tiling
+from . import choice, composed, library, precision, schedule, source, strips, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .passes import Array, Program, Root, Unsupported, over_windows
@@ -231,7 +231,10 @@ class _Writer:
         operands = [self._value(a, known) for a in node.args]
         operands = [f"({text})" if text.startswith("-") else text for text in operands]
         name = known[node] = f"{node.op}{node.id}"
-        lines.append(f"const auto {name} = {SCALARS[node.op].text.format(*operands)};")
+        # By a number eager's GPU multiplies.
+        by_number = node.op == "div" and _is_number(node.args[1])
+        text = "{0} * (real(1) / {1})" if by_number else SCALARS[node.op].text
+        lines.append(f"const auto {name} = {text.format(*operands)};")
 
     def _value(self, node: Node, known: dict[Node, str]) -> str:
         if node.op == "count":
@@ -283,8 +286,15 @@ def _declared(member: Member) -> str:
 # ------------------------------------------------------------------------------------------------------------------ mainloops
 
 
+class Asked(NamedTuple):
+    """Of a convolution: v's positions in all samples; and how its filter goes, or None where it is padded by more behind than before."""
+
+    positions: int
+    settings: precision.Settings | None
+
+
 class Mainloop(NamedTuple):
-    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, v's positions in all samples)`: why it can't run, or is not
+    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, what is asked)`: why it can't run, or is not
     faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
     `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
@@ -295,27 +305,27 @@ class Mainloop(NamedTuple):
     declared: str
     launch: Sequence[str]
     has_places: bool
-    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, int], str | None]
-    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, int], dict]
+    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], str | None]
+    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], dict]
     keeps: bool = False
     walks: bool = False
 
 
 def _rows_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
     return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, *[each.itemsize for each in dtypes]))
 
 
 def _rows_defines(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> dict:
     planned = {"ROWS_SHARED": tiling.rows_shared(weight, *[each.itemsize for each in dtypes])}
     return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
 
 
 def _windows_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
     if None in front.window or min(front.window) < 2 or max(front.window) > 8:
         return "windows have 2 to 8 rows and columns"
@@ -323,50 +333,52 @@ def _windows_obstacle(
 
 
 def _windows_defines(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> dict:
     planned = {"ROWS_SHARED": tiling.windows_shared(weight, front.window[1])}
-    return _rows_defines(x, weight, dtypes, front, positions) | planned
+    return _rows_defines(x, weight, dtypes, front, asked) | planned
 
 
 def _narrow3d_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
     return tiling.volume_obstacle(x, weight, x.dtype, _OWN_SHARED)
 
 
 def _wide_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    if weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, positions) is None:
+    if weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
         return "stream is faster from 64 channels in on"
-    faster, why = choice.fastest(choice.WIDE_POINTWISE, x.shape, weight.shape, x.element_size())
+    faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
 def _wide_defines(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
-    split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)
+    split = x.dtype == torch.float32 and not precision.runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
 
 
 def _stream_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, positions: int
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
     """Likewise by its cost; float32 is a single float16 here."""
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
-    if x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight):
+    if x.dtype == torch.float32 and not (
+        asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
+    ):
         return "its operands have 11 digits, and eager runs float32"
     last = tiling.stream_takes_last(x)
     if library.is_channels_last(x) and not last:
         return "x lies channels last, and would be copied first"
-    sizes = x.shape, weight.shape, positions, x.element_size()
+    sizes = x.shape, weight.shape, asked.positions, x.element_size()
     return choice.stream_loses(*sizes, tiling.device_properties(x.device.index).multiprocessors, not last)
 
 
@@ -445,7 +457,7 @@ MAINLOOPS = (
         ],
         False,
         _stream_obstacle,
-        lambda x, weight, dtypes, front, positions: tiling.stream_defines(x, weight, positions),
+        lambda x, weight, dtypes, front, asked: tiling.stream_defines(x, weight, asked.positions),
         walks=True,
     ),
 )
@@ -565,7 +577,8 @@ def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> W
         found = Stored(array.name, types[array.kind], Text([], []))
         writer = _Writer(segment, Front(nodes[array.name]), mainloop.has_places)
         results.append(found._replace(text=writer.text(found.struct)))
-    back = source.compose({"backward": composed.backward}, {"backward": composed.backward_names}, "cuda", "")
+    named, turns = {"backward": composed.backward_names}, segment.graph.dimensions == 2
+    back = source.compose({"backward": composed.backward}, named, "cuda", "", turns)
     front = Front(nodes["y"])
     return Written(
         mainloop, front, _source(segment, mainloop, front, results, back), arrays, _members(results), composed
@@ -599,15 +612,11 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    if library.device_type(x) != "cuda":
-        raise Unsupported("convolutions of our own run on GPUs")
+    check(segment, x, weight, dtype, walks=True)
     if saving and x.dtype != torch.float32:
         raise Unsupported("backward needs v as the library rounds it")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise Unsupported(f"there are no kernels for results of {dtype}")
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
-    _check_convolution(segment, x, weight)
     kind = schedule._kind(segment, arguments, True, exact_order)
     composed = schedule._composed(segment, kind) if saving else None
     refused = []
@@ -625,9 +634,16 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def _check_convolution(segment, x: Tensor, weight: Tensor) -> None:
+def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype, walks: bool = False) -> None:
+    """Can a convolution of our own be what runs? Raises Unsupported."""
+    if library.device_type(x) != "cuda":
+        raise Unsupported("convolutions of our own run on GPUs")
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(f"there are no kernels for results of {dtype}")
     if segment.conv.groups != 1:
         raise Unsupported("the convolution has groups")
+    if not walks and not _walk(segment, weight).is_plain:
+        raise Unsupported("the convolution has a stride, padding or dilation")
     sizes = schedule.sizes_of(segment, x, weight)
     if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:
         raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
@@ -647,17 +663,23 @@ class Walk(NamedTuple):
     behind: Sequence[int]
     dilation: Sequence[int]
 
+    @property
+    def is_plain(self) -> bool:
+        return {*self.stride, *self.dilation} == {1} and not any((*self.before, *self.behind))
+
 
 def _walk(segment, weight: Tensor) -> Walk:
     conv, nd = segment.conv, weight.dim() - 2
-    before, behind = zip(*schedule._padding(segment, weight))
+    before, behind = zip(*strips.padding(segment.conv, weight))
     return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
 
 
 def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
-    walk, nd = _walk(segment, weight), weight.dim() - 2
+    walk = _walk(segment, weight)
+    if segment.conv.padding_mode != "zeros":
+        raise Unsupported("the convolution pads with other values than zeros")
     if not mainloop.walks:
-        if walk != Walk((1,) * nd, (0,) * nd, (0,) * nd, (1,) * nd):
+        if not walk.is_plain:
             raise Unsupported("the convolution has a stride, padding or dilation")
         return
     reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
@@ -667,8 +689,12 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
 
 def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
     """What a mainloop is asked about."""
-    sizes = schedule.sizes_of(segment, x, weight)
-    return x, weight, _dtypes(written, x, dtype), written.front, sizes.N * sizes.positions("e")
+    sizes, walk = schedule.sizes_of(segment, x, weight), _walk(segment, weight)
+    settings = (
+        precision.Settings(walk.stride, walk.before, walk.dilation) if walk.before == walk.behind else None
+    )
+    asked = Asked(sizes.N * sizes.positions("e"), settings)
+    return x, weight, _dtypes(written, x, dtype), written.front, asked
 
 
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
@@ -744,11 +770,9 @@ def plan(
     behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
     rest = _rest_plan(written, segment, arguments, dtype, saving) if written.rest else None
-    if saving and written.rest.backward.roots:
-        given = written.rest.backward, written.rest.backward_names, arguments
-        rest.backward_table = schedule._table(rest, *given)
-        rest.backward_launch = kernels.backward.bound(*schedule._numbers(rest, *given))
-    elif rest and not saving:
+    if rest and saving:
+        rest.kernels = kernels
+    elif rest:
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.table = schedule._table(rest, *given)
         rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))

@@ -67,8 +67,8 @@ def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_orde
 
 
 class SegmentPlan(NamedTuple):
-    """What runs for a segment, named by its convolution: "direct" (one kernel, the convolution inside), "load" (the library's
-    convolution, then kernels), or "eager"; and why, or how."""
+    """What runs for a segment, named by its convolution: "direct" (one kernel, the convolution inside), "sinks" (the convolution inside
+    kernels that reduce), "load" (the library's convolution, then kernels), or "eager"; and why, or how."""
 
     segment: str
     runs: str
@@ -142,13 +142,11 @@ class Fused:
     def forward(self, *inputs, **keywords):
         if torch.compiler.is_compiling():
             run = compiled.function_for(self, inputs, keywords)
-            return super().forward(*inputs, **keywords) if run is None else run(self, *inputs)
+            return self._eager(*inputs, **keywords) if run is None else run(self, *inputs)
         structure = structure_of(self, inputs, keywords)
         given = None if structure.run is None else structure.given(inputs, keywords)
-        if given is None:
-            return super().forward(*inputs, **keywords)
-        if support.may_be_foreign() and support.foreign():
-            return super().forward(*inputs, **keywords)
+        if given is None or (support.may_be_foreign() and support.foreign()):
+            return self._eager(*inputs, **keywords)
         if is_watched() or forward_ad._current_level >= 0:
             return structure.watched(self, *given)
         if not structure.built:
@@ -156,6 +154,9 @@ class Fused:
             saving = torch.is_grad_enabled() and any([t.requires_grad for t in leaves])
             structure.build(self, inputs, keywords, (saving,))
         return structure.run(self, *given)
+
+    def _eager(self, *inputs, **keywords):
+        return super().forward(*inputs, **keywords)
 
     def __getstate__(self):
         """As of the user's class: what is kept is made anew."""

@@ -98,7 +98,7 @@ class Node:
     def is_boolean(self) -> bool:
         if self.op in ("take", "put", "where"):
             return self.args[1 if self.op == "where" else 0].is_boolean
-        return self.op in SCALARS and SCALARS[self.op].boolean
+        return self.op == "picked" or (self.op in SCALARS and SCALARS[self.op].boolean)
 
     @property
     def is_scalar_op(self) -> bool:
@@ -347,6 +347,10 @@ class Graph:
     def put(self, index: Node, values: Node) -> Node:
         source = index.args[0].space
         return self.make("put", values, index, space=source._replace(n=source.n or values.space.n))
+
+    def picked(self, index: Node) -> Node:
+        """Is a channel the picked one?"""
+        return self.make("picked", index, space=index.args[0].space)
 
     def upsample(self, a: Node, level: str) -> Node:
         """a's windows' values at the positions of the parent level."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from inline_kernels.loader.operators import LOW, check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
+WINOGRAD_SIDE = 18  # of an image, at least: smaller ones fill no chunk of tiles
+DIRECT_CHANNELS = 8  # in, at most, where transforms save nothing
 
 
 def device_type(tensor: Tensor) -> str:
@@ -76,16 +78,6 @@ def aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t.contiguous()
 
 
-def to_channels_last(t: Tensor, kernels, round_to_tf32: bool = False) -> Tensor:
-    """t (N, C, H, W) with channels-last strides, by our own `transpose`, a launcher: the library's takes twice as long."""
-    if t.is_contiguous(memory_format=torch.channels_last):
-        return t
-    N, C, H, W = t.shape
-    out = t.new_empty(N, H, W, C)
-    kernels.transpose(out, t.contiguous(), N, C, H * W, round_to_tf32)
-    return out.permute(0, 3, 1, 2)
-
-
 # ----------------------------------------------------------------------------------------------------------------- TF32
 
 
@@ -123,13 +115,6 @@ def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
     return may_run_tf32(x) and channels >= 64 and C >= 128 and small and len(x) * math.prod(size) >= 2**16
 
 
-def convolves_channels_last(x: Tensor, weight: Tensor) -> bool:
-    """Is a GPU's convolution in 2-D to run channels last? As eager, and where that takes no precision away."""
-    if is_channels_last(x, weight) or surely_runs_tf32(x, weight):
-        return True
-    return not may_run_tf32(x) and min(weight.shape[:2]) >= 32
-
-
 # ------------------------------------------------------------------------------------------------------ the convolution
 
 
@@ -146,9 +131,13 @@ def winograd_applies(image: Tensor, filters: Tensor) -> bool:
     """
     if device_type(image) != "cpu" or image.dtype != torch.float32 or filters.shape[-2:] != (3, 3):
         return False
-    terms = math.prod(filters.shape[1:-2])
-    large = 8 <= terms <= 128 and filters.shape[0] % 8 == 0 and min(image.shape[-2:]) >= 18
-    return large and not is_channels_last(image, filters)
+    suits = winograd_suits(math.prod(filters.shape[1:-2]), filters.shape[0])
+    return suits and min(image.shape[-2:]) >= WINOGRAD_SIDE and not is_channels_last(image, filters)
+
+
+def winograd_suits(terms: int, C: int) -> bool:
+    """… of so many terms a sum, to so many channels."""
+    return 8 <= terms <= 128 and C % 8 == 0
 
 
 def filter_sizes(image: Tensor, filters: Tensor) -> tuple[int, ...]:
@@ -214,34 +203,3 @@ def convolve_backward(
         dx = found[0].contiguous(memory_format=result_format(x, weight, True)) if needs[0] else None
         dw = found[1].contiguous() if mask[1] else dw
     return [dx, dw]
-
-
-def gradient_shapes(x: Tensor, weight: Tensor, *parameters: Tensor) -> list[Tensor]:
-    """Tensors with the shapes and strides of the gradients of x, weight and parameters by channel."""
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dx = dx.contiguous(memory_format=result_format(x, weight, True))
-    others = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (weight, *parameters)]
-    return [dx, *others]
-
-
-# --------------------------------------------------------------------------------------------------------------- pieces
-
-
-def samples_per_piece(x: Tensor, weight: Tensor, saving: bool) -> int:
-    """How many samples are convolved at a time: all on a GPU or if backward will follow, else as CPU_PIECE_BYTES says.
-
-    A piece has two samples or more, because the library is slow on single ones.
-    """
-    if saving or device_type(x) == "cuda":
-        return max(1, x.shape[0])
-    sample = weight.shape[0] * math.prod(output_size(x, weight)) * x.element_size()
-    return max(2, CPU_PIECE_BYTES // max(1, sample))
-
-
-def pieces(count: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """The tensors' first `count` rows, then the next, …; what has no elements stays whole."""
-    N = tensors[0].shape[0]
-    if count >= N:
-        return (tensors,)
-    starts = range(0, N, count)
-    return (tuple(t[i : i + count] if t.numel() else t for t in tensors) for i in starts)

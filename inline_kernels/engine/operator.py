@@ -9,6 +9,7 @@ memory (`Reference`).
 from __future__ import annotations
 
 import copy
+import functools
 import keyword
 import re
 import threading
@@ -27,7 +28,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import Drawn, check_memory
 
-from . import direct, schedule
+from . import composed, direct, schedule, sinks
 from .support import DTYPES
 from .tracing import Named
 
@@ -49,7 +50,51 @@ class Decision(NamedTuple):
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
 # schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
-SCHEDULES: dict[str, object] = {"direct": direct, "load": schedule}
+SCHEDULES: dict[str, object] = {"fused": composed, "direct": direct, "sinks": sinks, "load": schedule}
+
+
+class First:
+    """A schedule that is the first of `schedules` that can."""
+
+    def __init__(self, *schedules: object):
+        self.schedules = schedules
+
+    def _of(self, segment, arguments: Sequence, *how) -> object:
+        for each in self.schedules[:-1]:
+            try:
+                each.describe(segment, arguments, *how)
+                return each
+            except schedule.Unsupported:
+                pass
+        return self.schedules[-1]
+
+    def requests(self, *given) -> list:
+        return self._of(*given).requests(*given)
+
+    def describe(self, *given) -> str:
+        return self._of(*given).describe(*given)
+
+    def plan(self, *given) -> SimpleNamespace:
+        chosen = self._of(*given)
+        inner = chosen.plan(*given)
+        return SimpleNamespace(schedule=chosen, inner=inner, statistics=inner.statistics)
+
+    def forward(self, plan: SimpleNamespace, arguments: Sequence) -> list[Tensor]:
+        return plan.schedule.forward(plan.inner, arguments)
+
+    def backward(self, plan: SimpleNamespace, *given) -> list:
+        return plan.schedule.backward(plan.inner, *given)
+
+    def saved(self, segment, arguments: Sequence, *how) -> list:
+        return self._of(segment, arguments, True, *how).saved(segment, arguments, *how)
+
+    def count(self, *given) -> float:
+        return schedule.count(*given)
+
+
+@functools.cache
+def first(*schedules: object) -> object:
+    return First(*schedules) if schedules[1:] else schedules[0]
 
 
 def operator_of(
@@ -122,6 +167,8 @@ class SegmentOperator:
         if needs_gradient or plan is None or plan.counts or plan.layout.order is not None:
             return self.operator.bound(plan, constants, needs_gradient)
         forward, inner, shape = self.schedule.forward, plan.inner, plan.layout.shape
+        if getattr(inner, "shape", None) == shape:  # a view takes a microsecond
+            return lambda *varying: forward(inner, varying + constants)[0]
         return lambda *varying: forward(inner, varying + constants)[0].view(shape)
 
     def failed(self, a: tuple, saving: bool, reason: str) -> None:
@@ -137,7 +184,10 @@ class SegmentOperator:
         """Raises schedule.Unsupported."""
         inner = self.schedule.plan(self.segment, a, saving, DTYPES[a.dtype], self.exact_order)
         counts = [self.schedule.count(self.segment, a, update.count) for update in self.segment.updates]
-        return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), counts=counts)
+        dx_format = library.result_format(a[0], a[self.inputs], True)
+        return SimpleNamespace(
+            inner=inner, layout=Layout(self.reference.like(a)), counts=counts, dx_format=dx_format
+        )
 
     def _forward(self, a: tuple, plan: SimpleNamespace, saving: bool) -> Sequence[Tensor]:
         check_memory(*a[: self.count])  # what copies and convolves reads without a look
@@ -159,12 +209,13 @@ class SegmentOperator:
         self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]
     ) -> list:
         check_memory(*a[: self.count])
-        # Forward chose the dtypes; a region of autocast around backward may not.
-        with torch.autocast(dy.device.type, enabled=False):
+        if torch._C._is_any_autocast_enabled():  # forward chose the dtypes; a region around backward may not
+            with torch.autocast(dy.device.type, enabled=False):
+                dx, *rest = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
+        else:
             dx, *rest = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
-        layout = library.result_format(a[0], a[self.inputs], True)
         found = [each if each is None else each.contiguous() for each in rest]
-        found.insert(0, dx if dx is None else dx.contiguous(memory_format=layout))
+        found.insert(0, dx if dx is None else dx.contiguous(memory_format=plan.dx_format))
         return [*found, *[None] * (len(needs) - len(found))]
 
     def _shapes(self, a: tuple, *, saving: bool) -> list[Tensor]:
@@ -228,8 +279,8 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
     def element_size(self) -> int:
         return self.tensor.element_size()
 
-    def is_contiguous(self, **layout) -> bool:
-        return self.tensor.is_contiguous(**layout)
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return self.tensor.is_contiguous(memory_format=memory_format)
 
 
 class Layout:
@@ -243,7 +294,7 @@ class Layout:
 
     def laid_out(self, y: Tensor) -> Tensor:
         """y, contiguous and of any shape with the same elements, so."""
-        y = y.view(self.shape)
+        y = y if [*y.shape] == self.shape else y.view(self.shape)
         return y if self.order is None else y.permute(self.order).contiguous().permute(self.back)
 
 

@@ -12,37 +12,39 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from inline_kernels.engine import operators
 from inline_kernels.loader.operators import check_memory, is_watched
 from inline_loader import BuildError
 
-from . import capture, schedule, support
+from . import capture, choice, composed, drawing, library, schedule, support
 from .code import Code
+from .composed import NO_SOURCE
 from .edited import edited
 from .guards import Guards
-from .operator import SCHEDULES, Decision, Names, Reference, operator_of
+from .operator import SCHEDULES, Decision, Names, Reference, SegmentOperator, first, operator_of
 from .support import NOT_THE_MODEL, Situation
 
 _KEPT_SITUATIONS = 16  # of one segment, the last met
 _said: set[tuple[str, str]] = set()  # of a device, why kernels can't be built
 
 
+# By a variant of `fused(Model)`, the schedules that run it; more of them serve what nobody asked for.
+SCHEDULES_OF = {"fused": ("fused",), "epilogue": ("load",)}
+
+
 class Asked:
-    """The variant that a module of `fused(Model)` is asked for, and the schedule's name that runs it; None: whatever is best."""
+    """The variant that a module of `fused(Model)` is asked for, and the schedules that may run it; None: all."""
 
     def __init__(self, model: nn.Module):
-        self.ever = hasattr(type(model), "_schedule_of")
+        self.ever = hasattr(type(model), "variants")
         self.changes(model)
 
     def changes(self, model: nn.Module) -> bool:
         before, self.variant = getattr(self, "variant", None), model.variant if self.ever else None
-        self.schedule = model._schedule_of.get(self.variant) if self.ever else None
+        self.schedules = SCHEDULES_OF.get(self.variant)
         return before != self.variant
 
-
-def schedules_of(model: nn.Module) -> dict[str, object]:
-    """By name, the most fused first: those of the model's class, and those that serve all."""
-    return {**getattr(type(model), "_schedules", {}), **SCHEDULES}
+    def allows(self, schedule: str) -> bool:
+        return self.schedules is None or schedule in self.schedules
 
 
 class Part:
@@ -63,17 +65,13 @@ class Part:
             name: captured.constants[name] if name in captured.constants else attribute(model, name)
             for name in read
         }
-        exact_order, schedules = getattr(model, "_exact_order", False), schedules_of(model)
+        self.exact_order, schedules = getattr(model, "_exact_order", False), dict(SCHEDULES)
         if edit := getattr(model, "_edits", {}).get(self.name):
             schedules = {edit.schedule: edited(schedules[edit.schedule], edit)}
-        self.by_schedule = {
-            name: operator_of(segment, self.modules, self.others, exact_order, name, schedule)
-            for name, schedule in schedules.items()
-        }
-        # All have the same arguments. Where one operator has to serve all calls, it is the first that does inference and training.
-        self.shared = next(
-            each for each in self.by_schedule.values() if not getattr(each.schedule, "INFERENCE_ONLY", False)
-        )
+        elif composed.written_for(segment) is None:
+            del schedules["fused"]
+        self.by_schedule = {name: self._operator_of(name, schedule) for name, schedule in schedules.items()}
+        self.shared = next(iter(self.by_schedule.values()))  # all have the same arguments
         self.own = Names(segment)
         self.names, self.inputs = self.own.tensors, self.own.inputs
         self.sources = [_source(model, name) for name in self.names[self.inputs :]]
@@ -89,13 +87,24 @@ class Part:
             first = [i for i, each in enumerate(given) if each not in given[:i]]
             self.once = itemgetter(*first, *range(len(given), len(self.names)))
 
+    def _operator_of(self, name: str, schedule: object) -> SegmentOperator:
+        return operator_of(self.segment, self.modules, self.others, self.exact_order, name, schedule)
+
+    def for_all(self) -> SegmentOperator:
+        """What serves whatever the sizes, in inference and training: by the first schedule that can, of those that may."""
+        able = {k: each.schedule for k, each in self.by_schedule.items() if self.asked.allows(k)}
+        able = {k: each for k, each in able.items() if not getattr(each, "INFERENCE_ONLY", False)}
+        if not able:
+            raise RuntimeError(f"variant {self.asked.variant!r} can't run: {NO_SOURCE}")
+        return self._operator_of("_".join(able), first(*able.values()))
+
     def operator_of(self, decision: Decision):
         """loader_operators' operator; None: eager."""
         return None if decision.runs == "eager" else self.by_schedule[decision.runs].operator
 
     def _refuse(self, decision: Decision) -> None:
         """Where one schedule was asked for and can't run, that is an error; but not where eager has one of its own to raise."""
-        if self.asked.schedule and decision.runs == "eager" and decision.reason != NOT_THE_MODEL:
+        if self.asked.schedules and decision.runs == "eager" and decision.reason != NOT_THE_MODEL:
             raise RuntimeError(f"variant {self.asked.variant!r} can't run: {decision.reason}")
 
     def eager(self, *given):
@@ -123,7 +132,7 @@ class Part:
             return self.eager(*given)
         if situation.drawn is None:
             return situation.run(*tensors)
-        return situation.run(*tensors, *operators.drawn(tensors[0], situation.drawn, False))
+        return situation.run(*tensors, *drawing.drawn(tensors[0], situation.drawn, False))
 
     def watched(self, *given):
         """The same where something sees operators by themselves, or a derivative goes forward: nothing is kept."""
@@ -132,8 +141,8 @@ class Part:
         if operator is None or self.counters:  # what is written to running statistics shall be seen
             return self.eager(*given)
         tensors, constants = (*given, *self.tensors()), self._constants(decision)
-        drawn = operators.drawn(given[0], self._draws(), True) if self.segment.random else ()
-        autocast = support.autocast_dtype(given[0])
+        drawn = drawing.drawn(given[0], self._draws(), True) if self.segment.random else ()
+        autocast = self._autocast(decision, tensors)
         if autocast is None:
             return operator(*tensors, *drawn, *constants)
         return _run_autocast(operator, autocast, self.inputs, *tensors, *drawn, *constants)
@@ -152,7 +161,7 @@ class Part:
             self._put_first(situation)
         if run is None:
             return self.eager(*given)
-        return run(*tensors, *(() if drawn is None else operators.drawn(tensors[0], drawn, False)))
+        return run(*tensors, *(() if drawn is None else drawing.drawn(tensors[0], drawn, False)))
 
     def forget(self) -> None:
         """What is kept: a number has changed, or kernels."""
@@ -166,7 +175,7 @@ class Part:
     def _bound(self, tensors: tuple, drawn: bool | None, decision: Decision) -> Callable | None:
         """run(*tensors, *drawn), as short as can be; None where its kernels can't be built."""
         shared, x = self.by_schedule[decision.runs], tensors[0]
-        constants, autocast = self._constants(decision), support.autocast_dtype(x)
+        constants, autocast = self._constants(decision), self._autocast(decision, tensors)
         needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
         cast = tensors if autocast is None else _cast(tensors, autocast, self.inputs)
         arguments = *cast, *_undrawn(x, drawn), *constants
@@ -195,6 +204,14 @@ class Part:
 
     def _constants(self, decision: Decision) -> tuple:
         return *map(float, self.numbers()), support.DTYPES.index(decision.dtype)
+
+    def _autocast(self, decision: Decision, tensors: Sequence[Tensor]) -> torch.dtype | None:
+        """To what the convolution's operands are converted; None: they stay. Where kernels can take them as they are, that is more exact,
+        and no pass converts x."""
+        whole = getattr(self.by_schedule[decision.runs].schedule, "AS_THEY_ARE", False)
+        if whole and tensors[0].dtype == tensors[self.inputs].dtype:
+            return None
+        return support.autocast_dtype(tensors[0])
 
     def _draws(self) -> bool:
         """Is anything dropped?"""
@@ -243,14 +260,30 @@ class Part:
 
     def _chosen(self, arguments: tuple, like: Tensor, saving: bool) -> Decision:
         """The first schedule that can run them, of those that may; else eager, with the reasons of all."""
-        asked = [each for each in self.by_schedule.items() if self.asked.schedule in (None, each[0])]
-        decisions = (shared.decide(self.name, arguments, like, saving) for _, shared in asked)
+        asked = [each for each in self.by_schedule.items() if self.asked.allows(each[0])]
         refused: list[str] = []
-        for decision in decisions:
+        faster = self._faster(arguments, saving)
+        if faster and faster[0] == "eager":
+            return Decision(self.name, *faster)
+        for name, shared in asked:
+            if faster and name != "load":
+                refused.append(faster[1])
+                continue
+            decision = shared.decide(self.name, arguments, like, saving)
             if decision.runs != "eager":
-                return decision
+                instead = refused[:1] if "fused" in self.by_schedule else []
+                return decision._replace(reason="; ".join([*instead, decision.reason]))
             refused.append(decision.reason)
-        return Decision(self.name, "eager", "; ".join(refused))
+        return Decision(self.name, "eager", "; ".join(dict.fromkeys(refused)) or NO_SOURCE)
+
+    def _faster(self, arguments: tuple, saving: bool) -> tuple[str, str] | None:
+        """The variant that a record says is faster at such sizes than fused kernels, and the reason; or None."""
+        x, weight = arguments[0], arguments[self.inputs]
+        written = None if self.asked.schedules else composed.written_for(self.segment)
+        if written is None or library.device_type(weight) != "cuda":
+            return None
+        rule = composed.rule(written.name, "train" if saving else "forward")
+        return choice.instead(rule, x, weight)
 
     def _misfit(self, tensors: tuple, device: str) -> str | None:
         """Why the inputs aren't what the segment was captured for; or None."""
@@ -293,10 +326,10 @@ def called(segment) -> set[str]:
 
 
 def _undrawn(x: Tensor, wanted: bool | None, random: bool = True) -> tuple:
-    """What `operators.drawn` would give, before anything is drawn."""
+    """What `drawing.drawn` would give, before anything is drawn."""
     if wanted is None or not random:
         return ()
-    on_host = x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    on_host = library.device_type(x) == "cuda" and not torch.cuda.is_current_stream_capturing()
     return x.new_empty(0 if on_host else int(wanted), dtype=torch.int64), 0
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,11 +61,13 @@ class Key(NamedTuple):
 
 @dataclass
 class Planes:
-    """A pass over the positions of `level`, by sample, or by channel of one."""
+    """A pass over the positions of `level`, by sample, or by channel of one. finer: of its targets the sums over the level below, whose windows it walks
+    over anyway."""
 
     level: str
     by_sample: bool
     targets: list[Key] = field(default_factory=list)
+    finer: list[Key] = field(default_factory=list)
 
 
 @dataclass
@@ -133,12 +135,32 @@ def is_static(node: Node) -> bool:
 class Program:
     """The passes that compute `roots`, given arrays of some nodes.
 
-    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? texts: of the passes, by source.py."""
+    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
+    turns: may the convolution run channels last? By source.py: `texts` of the passes, and the numbers of those that then read v, or write
+    its gradient, so (`turned`); of those that a CPU has in strips (`in_strips`, `differentiated`, by whose sums: `differentiated_by`), and
+    of the one that finds whether any gradient passes, with that gradient (`closes`)."""
+
+    gate: tuple[Node, Array] | None = (
+        None  # a gradient, and of planes the number of positions where it isn't zero
+    )
+    turns = False
+    turned: Sequence[int] = ()
+    in_strips: Sequence[int] = ()
+    differentiated: int | None = None
+    differentiated_by = ""
+    closes: tuple[int, Node] | None = None
 
     def __init__(
-        self, graph: Graph, roots: Iterable[Root], given: Mapping[Node, Array], few_channels: bool = True
+        self,
+        graph: Graph,
+        roots: Iterable[Root],
+        given: Mapping[Node, Array],
+        few_channels: bool = True,
+        joins: bool = False,
+        on_cpu: bool = False,
     ):
-        self.graph, self.given, self.few_channels = graph, dict(given), few_channels
+        self.graph, self.given, self.few_channels, self.joins = graph, dict(given), few_channels, joins
+        self.on_cpu = on_cpu
         self.roots = [self._written_anew(root) for root in roots]
         self.arrays: dict[Key, Array] = {}
         self.wanted: dict[Key, bool] = {}  # by sample?
@@ -157,6 +179,8 @@ class Program:
             self.root_of[Key("value", root.node)] = root
         for root in self.roots:
             self._want(root.node, root.space)
+        if joins:
+            self._want_windows(nodes)
         self._order()
         self._name()
 
@@ -312,9 +336,47 @@ class Program:
             self._walk(node.args[0], "looked up")
         elif of_positions(node) or node.op in ("sum", "pick", "take", "group", "variance"):
             raise Unsupported(f"{node.op} over {node.attr}, of values {node.args[0].space}, at {node.space}")
+        elif self.on_cpu and where == "point" and self._is_shared(node):
+            self._want(node, node.space)
         else:
             for a in node.args:
                 self._walk(a, where)
+
+    def _is_shared(self, node: Node) -> bool:
+        """Is it the same for all channels, and more than an array's value? A pass by channel would compute it once for each."""
+        if node.space.c or node.op in ("spread", "detach"):
+            return False
+        read, seen, stack = 0, set(), [node]
+        while stack:
+            n = stack.pop()
+            if n in seen or not n.space.level:
+                continue
+            seen.add(n)
+            if n in self.given or n.op == "leaf":
+                read += 1
+            else:
+                stack += n.args
+        return read > 1
+
+    def _want_windows(self, nodes: Iterable[Node]) -> None:
+        """What windows are reduced to becomes an array where a pass for statistics walks over the same values: a later pass then needs no more."""
+        statistics = [key for key in self.wanted if key.what != "value" and self._is_early(key.source)]
+        levels = {key.source.space.level for key in statistics if not self.wanted[key]}
+        for node in nodes:
+            if node.op == "pick" or not over_windows(node) or not node.space.c or not self._is_early(node):
+                continue
+            level = self.graph.levels[node.space.level]
+            if level.parent in levels and None not in level.window and self._waits(node):
+                self._want(node, node.space)
+
+    def _is_early(self, node: Node) -> bool:
+        """Does it hang on no sum over positions?"""
+        return not any(of_positions(n) or n in self.given for n in order([node]))
+
+    def _waits(self, node: Node) -> bool:
+        """Is it for a pass that hangs on such sums?"""
+        keys = [key for key in self.wanted if key.what == "value" and not self._is_early(key.source)]
+        return any(node in order([key.node]) for key in keys)
 
     # ------------------------------------------------------------------------------------------------- in which order
 
@@ -388,8 +450,31 @@ class Program:
             for key in self.wanted:
                 if stage[key] == now:
                     groups.setdefault(domain[key], Planes(*domain[key])).targets.append(key)
-            self.passes += groups.values()
+            self.passes += self._joined(groups)
             self.passes += self._small_passes([key for key in self.small if smalls[key] == now])
+
+    def _joined(self, groups: dict[tuple, Planes]) -> list[Planes]:
+        """The passes of a stage: sums by channel are had by one that walks over windows of the same positions."""
+        for (level, by_sample), each in groups.items() if self.joins else ():
+            below = self.graph.levels[level].parent if level in self.graph.levels else ""
+            finer = None if by_sample else groups.get((below, False))
+            if not finer or any(key.what == "value" for key in finer.targets):
+                continue
+            if any(self._walks_windows(key, level) for key in each.targets):
+                each.finer, finer.targets = finer.targets, []
+                each.targets = [*each.targets, *each.finer]
+        return [each for each in groups.values() if each.targets]
+
+    def _walks_windows(self, key: Key, level: str) -> bool:
+        """Does a pass that makes it reduce windows of this level, whose sizes are known?"""
+        stack, known = [key.source], None not in self.graph.levels[level].window
+        while stack and known:
+            node = stack.pop()
+            if over_windows(node) and node.space.level == level:
+                return True
+            if not (node in self.given or (node is not key.source and Key("value", node) in self.wanted)):
+                stack += node.args
+        return False
 
     def _delay(self, stage: dict[Key, int], domain: dict[Key, tuple]) -> None:
         """Sums that no pass over positions waits for join the next pass over the same planes, where they would have been alone."""

@@ -73,6 +73,7 @@ SCALARS: dict[str, Scalar] = dict(
         ("narrow", Scalar("real(float({0}))", monotone=1)),
         # … and one through a tensor of the convolution's type.
         ("of_values", Scalar("real(value_t(real({0})))", monotone=1)),
+        ("of_results", Scalar("real(output_t(real({0})))", monotone=1)),
         # Truth values.
         ("gt", Scalar("{0} > {1}", boolean=True)),
         ("ge", Scalar("{0} >= {1}", boolean=True)),

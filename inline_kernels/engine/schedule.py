@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,10 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import source
+from . import precision, source, strips
 from .algebra import reordered
 from .graph import ELEMENTS, Facts, Node, Space, order
-from .passes import Array, Planes, Program, Root, Unsupported, kind_of
+from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
 
@@ -55,6 +55,7 @@ class Composed(NamedTuple):
     saved: list[Array]
     gradients: dict[Node, Root | None]
     statistics: list[tuple[str, str]]
+    own: source.Own
 
 
 # ---------------------------------------------------------------------------------------------------------------- composing
@@ -67,11 +68,13 @@ class Kind(NamedTuple):
     saving: bool
     few_channels: bool  # a byte counts them
     exact_order: bool
+    own: source.Own
 
 
 def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
-    weight = arguments[len(segment.inputs)]
-    return Kind(library.device_type(arguments[0]), saving, weight.shape[0] <= 256, exact_order)
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    own = strips.own(segment.conv, x, weight) if library.device_type(x) == "cpu" else source.Own()
+    return Kind(library.device_type(x), saving, weight.shape[0] <= 256, exact_order, own)
 
 
 def _composed(segment, kind: Kind) -> Composed:
@@ -96,7 +99,7 @@ def _compose(segment, kind: Kind) -> Composed:
         statistics.append(names)
         roots += [Root(name, node, node.space, "real") for name, node in zip(names, statistics_of[2 * i :])]
     if kind.saving:
-        back, saved, gradients = _backward_program(graph, y, z, kind.few_channels)
+        back, saved, gradients = _backward_program(graph, y, z, kind)
         known = {root.node for root in roots}
         for array, node in saved:
             if node is not z:  # what leaves already is written once more
@@ -107,16 +110,22 @@ def _compose(segment, kind: Kind) -> Composed:
                 )
                 roots.append(Root(array.name, own, array.space, array.kind))
         saved = [array for array, _ in saved]
-    ahead = Program(graph, roots, {}, kind.few_channels)
+    ahead = Program(
+        graph, roots, {}, kind.few_channels, joins=kind.device == "cuda", on_cpu=kind.device == "cpu"
+    )
+    if turns := kind.device == "cuda" and graph.dimensions == 2:
+        ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
+        if back:
+            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
     names, back_names = _names(segment, ahead), back and _names(segment, back)
     programs = {"forward": ahead} | ({"backward": back} if back else {})
     text = source.compose(
-        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, kind.own
     )
-    return Composed(text, ahead, names, back, back_names, saved, gradients, statistics)
+    return Composed(text, ahead, names, back, back_names, saved, gradients, statistics, kind.own)
 
 
-def _backward_program(graph, y: Node, z: Node, few_channels: bool):
+def _backward_program(graph, y: Node, z: Node, kind: Kind):
     dy = graph.leaf("dy", y.space, "dy")
     leaves = [z, *[n for n in order([y]) if n.op == "leaf" and n.attr[1] in ("parameter", "input")]]
     found = graph.adjoints(y, dy, leaves)
@@ -126,19 +135,101 @@ def _backward_program(graph, y: Node, z: Node, few_channels: bool):
         if node is None:
             gradients[leaf] = None
             continue
-        name, kind = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
+        name, of = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
         if leaf.attr[1] == "input":
-            kind = "value"
-        gradients[leaf] = roots.setdefault((node, leaf.space, kind), Root(name, node, leaf.space, kind))
+            of = "value"
+        gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
     kept = _kept(graph, [root.node for root in roots.values()], z)
-    given = {node: _saved_array(node, z, few_channels) for node in kept}
+    if z in kept and kind.device == "cuda":
+        own = _OwnChannel(graph)
+        roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
+        kept = _kept(graph, [root.node for root in roots.values()], z)
+    given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
+    gate = (
+        _gate(graph, [root.node for root in roots.values()], z)
+        if z in kept and kind.device == "cuda"
+        else None
+    )
+    if gate:
+        given[gate[1]] = Array("kept_alive", "double", gate[1].space)
     past = _Past(graph, y, given)
     found = [root._replace(node=past.seen(root.node)) for root in roots.values()]
     of_nodes = {node: array for node, array in given.items() if node is not z}
     copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
     of_nodes |= {then: copies[now] for now, then in past.copies.items()}
-    program = Program(graph, found, of_nodes, few_channels)
+    program = Program(graph, found, of_nodes, kind.few_channels, on_cpu=kind.device == "cpu")
+    program.gate = gate and (past.seen(gate[0]), given[gate[1]])
     return program, [(array, node) for node, array in (given | copies).items()], gradients
+
+
+def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
+    """What a gradient has to pass before positions are summed, if it is zero where masks of forward's say so; and a plane's number of
+    positions where they don't, or v isn't finite: where that is zero, sums are zero, and nothing has to be read for them."""
+    if not any(
+        of_positions(node) and node.space.n and node.space.c
+        for node in order([r for r in roots if r.space == ELEMENTS])
+    ):
+        return None
+
+    def passes(node: Node) -> Node:
+        """1 where it may be another number than zero."""
+        if node.op == "where" and _is_of_forward(node.args[0]):
+            return node.args[0].where(passes(node.args[1]), passes(node.args[2]))
+        if node.op == "mul" and any(a.is_const() for a in node.args):
+            return passes(node.args[node.args[0].is_const()])
+        return passes(node.args[0]) if node.op == "neg" else graph.const(0.0 if node.is_const(0.0) else 1.0)
+
+    for node in reversed(order(roots)):
+        if node.op == "where" and node.space == ELEMENTS and not (found := passes(node)).is_const():
+            if not _reaches_dy(roots, node):
+                finite = (z - z).eq(0.0)
+                return node, graph.total("s", finite.where(found, 1.0))
+    return None
+
+
+def _is_of_forward(mask: Node) -> bool:
+    """Is it computed at an element alone, from what forward knows?"""
+    nodes = [node for node in order([mask]) if node.space.level]
+    return all(n.is_scalar_op or n.op == "detach" or (n.op == "leaf" and n.attr[1] == "z") for n in nodes)
+
+
+def _reaches_dy(roots: Sequence[Node], without: Node) -> bool:
+    seen, stack = {without}, [*roots]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.args
+    return any(node.op == "leaf" and node.attr[1] == "dy" for node in seen)
+
+
+class _OwnChannel:
+    """Where a gradient goes to picked channels, its values are computed at each channel, of that channel's own, instead of at the picked place of what
+    was taken there and would have to be kept beside v."""
+
+    def __init__(self, graph):
+        self.graph = graph
+        self._known: dict[tuple[Node, Node | None], Node] = {}
+
+    def seen(self, node: Node, index: Node | None = None) -> Node:
+        """index: what is taken by it is the own channel's."""
+        if node.op == "take" and node.args[1] is index:
+            return node.args[0]
+        key = node, index
+        if key not in self._known:
+            self._known[key] = self._made(node, index)
+        return self._known[key]
+
+    def _made(self, node: Node, index: Node | None) -> Node:
+        if node.op == "put" and node.args[1].attr[0] == "c":
+            values, picked = node.args
+            return self.graph.picked(picked).where(self.seen(values, picked), 0.0)
+        args = [self.seen(a, index) for a in node.args]
+        if all(a is b for a, b in zip(args, node.args)):
+            return node
+        if node.is_scalar_op:
+            return self.graph.scalar(node.op, *args)
+        return node if index else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
 
 
 class _Past:
@@ -249,7 +340,7 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
     found = []
     for i in range(nd):
         extent = dilation[i] * (weight.shape[2 + i] - 1) + 1
-        around = sum(_padding(segment, weight)[i])
+        around = sum(strips.padding(segment.conv, weight)[i])
         found.append((x.shape[2 + i] + around - extent) // stride[i] + 1)
     levels = {"e": tuple(found)}
     for name, level in segment.graph.levels.items():
@@ -258,18 +349,6 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
     if min([x.shape[0], *(min(size) for size in padded.values())]) < 1:
         raise Unsupported("there is nothing to compute")
     return Sizes(x.shape[0], weight.shape[0], padded)
-
-
-def _padding(segment, weight: Tensor) -> list[tuple[int, int]]:
-    """Before and after each axis."""
-    conv, nd = segment.conv, weight.dim() - 2
-    if conv.padding == "valid":
-        return [(0, 0)] * nd
-    if conv.padding == "same":
-        dilation = _pair(conv.dilation, nd)
-        around = [dilation[i] * (weight.shape[2 + i] - 1) for i in range(nd)]
-        return [(each // 2, each - each // 2) for each in around]
-    return [(each, each) for each in _pair(conv.padding, nd)]
 
 
 # --------------------------------------------------------------------------------------------------------------- planning
@@ -298,13 +377,18 @@ class Plan:
     device: str
     in_place: bool = False
     statistics: Sequence[tuple[int, int]] = ()
+    kernels: object = None
+    layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
+    runs: Mapping[str, int] = field(
+        default_factory=dict
+    )  # in what layout "forward", "dx" and "dw" are convolved
     launch: object = None
-    backward_launch: object = None
     table: Sequence[Entry] = ()
-    backward_table: Sequence[Entry] = ()
+    backward: dict[int, Plan] = field(default_factory=dict)  # backward's own launch and table, by layout
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
+    strips: Mapping[str, strips.Strips] = field(default_factory=dict)  # by launcher
 
     @functools.cached_property
     def shape(self) -> list[int]:
@@ -368,19 +452,34 @@ def plan(
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     keeps_v = any(array.name == "v" for array in composed.saved)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
-    found.in_place = not keeps_v and x.dtype == dtype and _may_write_over_v(composed)
+    found.kernels, found.runs = kernels, {"forward": _layout(segment, x, weight, "forward")}
+    found.layout = _turned(found, composed.forward, found.runs["forward"])
+    _divide(found, arguments)
+    over = not (keeps_v or found.layout or composed.own.convolution) and x.dtype == dtype
+    found.in_place = over and _may_write_over_v(composed)
     names = found.results
     found.statistics = [tuple(names.index(each) for each in pair) for pair in composed.statistics]
-    ahead, back = (composed.forward, composed.forward_names), (composed.backward, composed.backward_names)
-    found.table, found.launch = (
-        _table(found, *ahead, arguments),
-        kernels.forward.bound(*_numbers(found, *ahead, arguments)),
-    )
-    if composed.backward and composed.backward.roots:
-        found.backward_table = _table(found, *back, arguments)
-        found.backward_launch = kernels.backward.bound(*_numbers(found, *back, arguments))
+    ahead = composed.forward, composed.forward_names
+    found.table = _table(found, *ahead, arguments)
+    found.launch = kernels.forward.bound(*_numbers(found, *ahead, arguments))
     found.pieces = _pieces(found, arguments, exact_order, edited)
     return found
+
+
+def _divide(plan: Plan, arguments: Sequence) -> None:
+    """Sets the strips of the launchers that have some."""
+    composed, segment, saved = plan.composed, plan.segment, {array.name for array in plan.composed.saved}
+    image = strips.Image(segment.conv, arguments[0], arguments[len(segment.inputs)])
+    ahead, back = composed.forward, composed.backward
+    if ahead.in_strips:
+        levels = {ahead.passes[i].level for i in ahead.in_strips}
+        windows = [plan.segment.graph.levels[level].window for level in levels if level != "e"]
+        whole = "v" in saved or ahead.mixes_samples or not source.keeps_v(ahead)
+        plan.strips["forward"] = strips.of_convolution(image, plan.sizes, windows, whole)
+    if back and back.differentiated_by:
+        by = back.differentiated_by
+        image = strips.Image(segment.conv, arguments[0], arguments[len(segment.inputs)], by == "winograd")
+        plan.strips["backward"] = strips.of_gradient(image, plan.sizes, by)
 
 
 def _pieces(
@@ -390,7 +489,7 @@ def _pieces(
     and no sample's result hangs on another's."""
     segment, x, N = plan.segment, arguments[0], plan.sizes.N
     mixed = plan.composed.forward.mixes_samples or segment.random or not segment.outputs[0].space.n
-    if plan.device != "cpu" or plan.saving or mixed:
+    if plan.device != "cpu" or plan.saving or mixed or plan.strips:
         return ()
     positions = math.prod(plan.sizes.levels["e"])
     sample = plan.sizes.C * positions * x.element_size()
@@ -432,7 +531,14 @@ def _numbers(plan: Plan, program: Program, names: source.Names, arguments: Seque
     found += [sizes.N, sizes.C]
     for level in ["e", *segment.graph.levels]:
         found += sizes.levels[level]
-    return found + [_parts(plan, each) for each in program.passes if isinstance(each, Planes)]
+    passes = enumerate(program.passes)
+    found += [_parts(plan, program, i) for i, each in passes if isinstance(each, Planes)]
+    divided = plan.strips.get(_launcher(plan, program))
+    return found + [plan.layout] * bool(program.turned) + ([*divided.numbers] if divided else [])
+
+
+def _launcher(plan: Plan, program: Program) -> str:
+    return "backward" if program is plan.composed.backward else "forward"
 
 
 def _first_number(segment) -> int:
@@ -440,9 +546,16 @@ def _first_number(segment) -> int:
     return tensors + 2 * bool(segment.random)
 
 
-def _parts(plan: Plan, each: Planes) -> int:
-    """Blocks that share a plane: of a few packs a thread on a GPU; strips that fill a core's cache on a CPU."""
+def _parts(plan: Plan, program: Program, number: int) -> int:
+    """Blocks that share a plane: of a few packs a thread on a GPU, or of a tile; strips that fill a core's cache on a CPU."""
+    each, divided = program.passes[number], plan.strips.get(_launcher(plan, program))
+    if divided and (number in program.in_strips or number == program.differentiated):
+        return divided.parts
     positions = plan.sizes.positions(each.level)
+    if plan.layout and number in program.turned:
+        return -(
+            -positions // (256 if plan.value_dtype.itemsize == 2 else 128)
+        )  # turned.cuh's kTilePositions
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
@@ -469,7 +582,7 @@ def _dtype(plan: Plan, array: Array) -> torch.dtype:
 def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     shape = plan.sizes.shape(array.space)
     if array.parts is not None:
-        shape = [*shape, _parts(plan, program.passes[array.parts])]
+        shape = [*shape, _parts(plan, program, array.parts)]
     return [*shape, 3] if array.kind == "moments" else shape
 
 
@@ -525,7 +638,13 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, what backward needs, and batch norms' statistics."""
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
-    v = convolve(plan.segment, arguments[0], arguments[len(plan.segment.inputs)])
+    x, weight = arguments[0], arguments[len(plan.segment.inputs)]
+    if divided := plan.strips.get("forward"):
+        keeps_v = source.keeps_v(plan.composed.forward) or any(a.name == "v" for a in plan.composed.saved)
+        shape = (divided.samples, *plan.sizes.shape(ELEMENTS)[1:]) if keeps_v else (0,)
+        arrays = {"v": x.new_empty(shape), "image": divided.image.of(x), "filters": weight.contiguous()}
+        return finished(plan, arrays, arguments)
+    v = _v(plan, x, weight)
     # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
     return finished(plan, {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}, arguments)
 
@@ -553,16 +672,35 @@ def backward(
     """The gradients of inputs, parameters and buffers (None)."""
     composed, segment = plan.composed, plan.segment
     arrays = {a.name: t for a, t in zip(composed.saved, saved)} | {"dy": library.aligned(dy)}
-    if plan.backward_launch:
-        _run(plan, plan.backward_launch, plan.backward_table, arrays, arguments)
-    x, weight = arguments[0], arguments[len(segment.inputs)]
+    x, weight, weight_at = arguments[0], arguments[len(segment.inputs)], len(segment.inputs)
+    wanted, divided = [needs[0], needs[weight_at]], plan.strips.get("backward")
+    runs = _gradients_layout(plan, x, weight, wanted)
+    if divided:
+        none = x.new_empty(0)
+        arrays |= {"image": divided.image.of(x)} | ({} if wanted[0] else {"dz": none})
+        arrays["dweight"] = weight.new_empty(weight.shape) if wanted[1] else none
+        if composed.backward.closes:
+            arrays["passes"] = x.new_empty(1, dtype=torch.uint8)
+    if composed.backward and composed.backward.roots:
+        side = _backward_side(plan, _turned(plan, composed.backward, runs), arguments)
+        _run(plan, side.launch, side.table, arrays, arguments)
+    if divided and wanted[1] and _passes(arrays) and not arrays["dweight"].sum().isfinite():
+        # The library says what is infinite.
+        again = {name: t for name, t in arrays.items() if name != "dz"} | {"dweight": none}
+        _run(plan, side.launch, side.table, again, arguments)
+        arrays["dz"], divided = again["dz"], None
     by_name = {leaf.attr[0]: root and arrays[root.name] for leaf, root in composed.gradients.items()}
-    dz = by_name.pop("z")
-    weight_at, found = len(segment.inputs), []
-    wanted = [needs[0], needs[weight_at]]
-    dx, dw = (
-        convolve_backward(segment, dz, x, weight, wanted) if dz is not None and any(wanted) else (None, None)
-    )
+    dz, found, dx, dw = by_name.pop("z"), [], None, None
+    if not _passes(arrays):
+        dx, dw = (t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), wanted))
+        wanted = [False, False]
+    elif divided:
+        dw, wanted[1] = arrays["dweight"] if wanted[1] else None, False
+    if dz is not None and wanted[0] and composed.own.input_gradient:
+        dx, wanted[0] = _input_gradient(plan, dz, weight), False
+    if dz is not None and any(wanted):
+        theirs = _convolution_gradients(plan, dz, x, weight, wanted, runs)
+        dx, dw = (own if own is not None else their for own, their in zip((dx, dw), theirs))
     names = [_name(each) for each in segment.inputs] + list(segment.parameters)
     for i, name in enumerate(names):
         gradient = dx if i == 0 else dw if i == weight_at else by_name.get(name)
@@ -573,12 +711,26 @@ def backward(
     return found + [None] * len(segment.buffers)
 
 
+def _passes(arrays: Mapping[str, Tensor]) -> bool:
+    """Is any gradient other than zero?"""
+    return "passes" not in arrays or bool(arrays["passes"].item())
+
+
+def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
+    """That of x: dz, with so many zeros around it, convolved with the filters turned round."""
+    turned = weight.flip(*range(2, weight.dim())).transpose(0, 1).contiguous()
+    image, numbers = strips.turned(plan.segment.conv, dz, turned)
+    dx = dz.new_empty(len(dz), len(turned), *image.result)
+    plan.kernels.convolve(dx, dz, turned, *numbers)
+    return dx
+
+
 # ---------------------------------------------------------------------------------------------- the library's convolution
 
 
 def _spread_around(segment, x: Tensor, weight: Tensor) -> tuple[Tensor, list[int]]:
     """x, with what lies around it where the convolution can't add that, and the padding that is left to the convolution."""
-    around = _padding(segment, weight)
+    around = strips.padding(segment.conv, weight)
     mode = segment.conv.padding_mode
     if mode == "zeros" and all(before == after for before, after in around):
         return x, [before for before, _ in around]
@@ -587,17 +739,17 @@ def _spread_around(segment, x: Tensor, weight: Tensor) -> tuple[Tensor, list[int
     return padded, [0] * len(around)
 
 
-def convolve(segment, x: Tensor, weight: Tensor) -> Tensor:
-    """v, contiguous."""
+def convolve(segment, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
+    """v, contiguous; where its operands are to be laid_out, as the library gives it."""
     conv, nd = segment.conv, weight.dim() - 2
     x, padding = _spread_around(segment, x, weight)
-    run = torch.conv2d if nd == 2 else torch.conv3d
-    v = run(x, weight, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd), conv.groups)
-    return v.contiguous()
+    run, operands = torch.conv2d if nd == 2 else torch.conv3d, map(laid_out or (lambda t: t), (x, weight))
+    v = run(*operands, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd), conv.groups)
+    return v if laid_out else v.contiguous()
 
 
 def convolve_backward(
-    segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
+    segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], laid_out: Callable | None = None
 ) -> list[Tensor | None]:
     """The gradients of x and weight that are needed."""
     conv, nd = segment.conv, weight.dim() - 2
@@ -605,14 +757,100 @@ def convolve_backward(
         given = x.detach().requires_grad_()
         padded, padding = _spread_around(segment, given, weight)
     dz = dz.view(dz.shape[0], dz.shape[1], *dz.shape[5 - nd :]) if dz.dim() == 5 else dz
+    operands = map(laid_out or (lambda t: t), (padded.detach(), weight))
     found = torch.ops.aten.convolution_backward(
-        *(dz, padded.detach(), weight, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd)),
+        *(dz, *operands, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd)),
         *(False, [0] * nd, conv.groups, [*needs, False]),
     )
     dx, dw = found[0], found[1]
     if needs[0] and padded is not given:
         (dx,) = torch.autograd.grad(padded, given, dx)
     return [dx if needs[0] else None, dw if needs[1] else None]
+
+
+# ------------------------------------------------------------------------------- … and on a GPU, where it is channels last
+
+PLANES, TURNED, FOR_TF32 = range(3)  # kernels/load/turned.cuh's
+
+
+def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
+    """In which layout the library is fastest in "forward", for "dx" or for "dw", and as exact as in eager's."""
+    served = library.device_type(x) == "cuda" and weight.dim() == 4 and x.dtype != torch.float64
+    if not served or segment.conv.groups > 1:
+        return PLANES
+    if library.is_channels_last(x, weight):
+        return TURNED
+    around = strips.padding(segment.conv, weight)
+    if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
+        return PLANES
+    if min(weight.shape[:2]) < 32:
+        return PLANES
+    conv, padding = segment.conv, [before for before, _ in around]
+    settings = precision.Settings(_pair(conv.stride, 2), padding, _pair(conv.dilation, 2))
+    in_tf32 = x.dtype == torch.float32 and precision.runs_tf32(x, weight, of, settings)
+    return FOR_TF32 if in_tf32 else TURNED if x.dtype != torch.float32 else PLANES
+
+
+def _gradients_layout(plan: Plan, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> int:
+    for of, need in zip(("dx", "dw"), wanted):
+        if need and of not in plan.runs:
+            plan.runs[of] = _layout(plan.segment, x, weight, of)
+    return min((plan.runs[of] for of, need in zip(("dx", "dw"), wanted) if need), default=PLANES)
+
+
+def _turned(plan: Plan, program: Program, layout: int) -> int:
+    """The layout in which a program's passes have the convolution's side, where the library has it in that."""
+    return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
+
+
+def _backward_side(plan: Plan, layout: int, arguments: Sequence) -> Plan:
+    if layout not in plan.backward:
+        side, back = replace(plan, layout=layout), (plan.composed.backward, plan.composed.backward_names)
+        side.table = _table(side, *back, arguments)
+        side.launch = plan.kernels.backward.bound(*_numbers(side, *back, arguments))
+        plan.backward[layout] = side
+    return plan.backward[layout]
+
+
+def _v(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
+    """What forward's passes read, contiguous: (N, C, …) or, turned, (N, …, C)."""
+    if not plan.runs["forward"]:
+        return convolve(plan.segment, x, weight)
+    v = convolve(plan.segment, x, weight, lambda t: _channels_last(plan, t, plan.runs["forward"]))
+    return v.permute(0, 2, 3, 1).contiguous() if plan.layout else _in_planes(plan, v)
+
+
+def _convolution_gradients(plan: Plan, dz, x, weight, wanted, layout: int) -> list[Tensor | None]:
+    if not layout:
+        return convolve_backward(plan.segment, dz, x, weight, wanted)
+    N, C, (_, *size) = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"]
+    if _turned(plan, plan.composed.backward, layout):
+        dz = dz.view(N, *size, C).permute(0, 3, 1, 2)
+    else:
+        dz = _channels_last(plan, dz.view(N, C, *size), layout)
+    dx, dw = convolve_backward(plan.segment, dz, x, weight, wanted, lambda t: _channels_last(plan, t, layout))
+    if dx is not None and not library.is_channels_last(x, weight):
+        dx = _in_planes(plan, dx)
+    return [dx, dw]
+
+
+def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
+    """t (N, C, H, W) with such strides, which it may have already. By our own kernel: PyTorch's takes twice as long. It rounds to TF32,
+    because channels last the library cuts off what it rounds in eager's layout."""
+    if library.is_channels_last(t):
+        return t
+    N, C, H, W = t.shape
+    out = t.new_empty(N, H, W, C)
+    plan.kernels.transpose(out, t.contiguous(), N, C, H * W, layout == FOR_TF32)
+    return out.permute(0, 3, 1, 2)
+
+
+def _in_planes(plan: Plan, t: Tensor) -> Tensor:
+    """t (N, C, H, W), channels last, contiguous."""
+    N, C, H, W = t.shape
+    out = t.new_empty(N, C, H, W)
+    plan.kernels.transpose(out, t.permute(0, 2, 3, 1).contiguous(), N, H * W, C, False)
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------------ in words
@@ -627,6 +865,7 @@ def saved(
     found = Plan(
         segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
     )
+    _divide(found, arguments)
     return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
 
 
@@ -659,14 +898,18 @@ def describe(
     """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
-    return _words(
-        Plan(segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, saving, library.device_type(x))
-    )
+    sizes, device = sizes_of(segment, x, weight), library.device_type(x)
+    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, device)
+    found.runs["forward"] = _layout(segment, x, weight, "forward")
+    _divide(found, arguments)
+    return _words(found)
 
 
 def _words(plan: Plan) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, ["the library's convolution"]
+    words = ["Winograd's convolution"] if plan.strips.get("forward") else words
+    words += [", channels last"] * bool(plan.runs["forward"])
     of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
     for program, names in of_text[: 1 + bool(composed.backward)]:
         words.append("; backward: " if program is composed.backward else ", then ")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from .graph import Node, Space
+from .graph import ELEMENTS, Node, Space, order
 from .passes import (
     Array,
     Key,
@@ -37,8 +38,17 @@ TYPES = {
     "seed": "int64_t",
 }
 SCRATCH = Array("scratch", "double", Space(False, False, ""))
+PASSES = Array("passes", "mask", Space(False, False, ""))  # does any gradient pass?
+IMAGE, FILTERS, DWEIGHT = (Array(name, "value", ELEMENTS) for name in ("image", "filters", "dweight"))
 EXPORTED = {**TYPES, "real": "accumulate_t"}
+_STRIPS = ("strip_planes", "strip_rows", "strip_columns", "samples", "shares")
+_CONVOLUTION = ("image_C", "image_D", "image_H", "image_W", "kernel_D", "before", "above", "left")
 _TAKEN = set("n c N C at e w i lanes plane block real math load stream scratch number parts".split())
+_TAKEN |= {
+    *_STRIPS,
+    *_CONVOLUTION,
+    *"image filters dweight convolution strips strip some first passes any".split(),
+}
 
 
 def identifier(name: str) -> str:
@@ -46,6 +56,24 @@ def identifier(name: str) -> str:
     name = re.sub(r"\W", "_", name)
     name = f"p{name}" if re.match(r"\d|_", name) else name  # as nn.Sequential's modules
     return f"{name}_" if name in _TAKEN else name
+
+
+def _zero_with(node: Node, gate: Node) -> list[Node] | None:
+    """The small values with which a node is zero where the gate is, and all else finite; None: it isn't."""
+    if node is gate or node.is_const(0.0):
+        return []
+    if node.space.small:
+        return None if node.op == "const" else [node]
+    found = [_zero_with(a, gate) for a in node.args]
+    if node.op in ("add", "sub"):
+        return None if None in found else [each for part in found for each in part]
+    if node.op == "mul":
+        return min((part for part in found if part is not None), key=len, default=None)
+    return found[0] if node.op in ("neg", "div", "detach", "spread") else None
+
+
+def _total_of(key: Key) -> str:
+    return f"{'moments' if key.what == 'moments' else 'sum'}{key.node.id}"
 
 
 def _in_one_line(lines: Sequence[str]) -> str:
@@ -84,12 +112,17 @@ class _Text:
         self.name, self.program, self.names = name, program, names
         self.graph = program.graph
         self.targets = program.passes[number].targets
+        self.finer: list[Key] = []  # sums over the level below, that its windows' walk has yet to make
         self.pointers: dict[str, str] = {}  # by name, its declaration's type
         self.numbers: dict[str, str] = {}
         self.scalar = False  # is it of single positions?
         self.picks_channel = False  # … at a channel of their own each?
-        self.reads_v = False
+        self.reads_v = self.writes_dz = False
         self.made: set[Key] = set()  # arrays of this pass
+        self.lazy: set[Node] = set()  # gates behind which alone something is drawn
+        self.takes: dict[
+            Node, list[Node]
+        ] = {}  # by an extreme over channels: what is kept of its channel while it is looked for
 
     # ------------------------------------------------------------------------------------------------------ members
 
@@ -180,16 +213,29 @@ class _Text:
             return self._leaf(node, scope)
         if node.op == "count":
             return f"{self.real(scope)}({self._count(*node.attr)})", ""
+        if node in self.lazy and scope.kind == "point":
+            return self._lazily(node, scope), "drawn where it counts"
         if node.is_scalar_op:
             args = [self._operand(a, scope) for a in node.args]
             return SCALARS[node.op].text.format(*args), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
+        if node.op == "picked":
+            return f"{self.value(node.args[0], scope)} == int({scope.c})", ""
         if scope.kind in ("small", "lanes"):
             return self._small_reduction(node, scope), ""
         if node.op == "take":
             return self._chosen(node, scope), ""
         raise Unsupported(f"{node.op} {node.attr} at {node.space} inside a pass")
+
+    def _lazily(self, node: Node, scope: Scope) -> str:
+        """A choice between zero and what is computed only where a lane of the point has it."""
+        mask, a, b = node.args
+        is_first = b.op == "const"
+        inner = Scope("point", scope.at, scope.level, scope.n, scope.c, [], scope)
+        test, value = self._operand(mask, scope), self.value(a if is_first else b, inner)
+        body = _in_one_line([*inner.lines, f"return {value};"])
+        return f"{scope.at}.lazily({test if is_first else f'!({test})'}, [&] {{ {body} }})"
 
     def _operand(self, node: Node, scope: Scope) -> str:
         text = self.value(node, scope)
@@ -267,9 +313,16 @@ class _Text:
                 inner = node.args if over_channels(node) else ()
                 seen[node] = depth[node] = 1 + max((visit(a) for a in inner), default=0)
             elif reduces:  # take
-                seen[node] = max(
-                    visit(node.args[1]), *([visit(node.args[0])] if over_channels(node) else [0])
-                )
+                of, index = node.args
+                inner = visit(of) if over_channels(node) else 0
+                seen[node] = max(visit(index), inner)
+                if (
+                    self.program.on_cpu
+                    and over_channels(node)
+                    and depth.get(index, 0) > inner
+                    and of is not index.args[0]
+                ):
+                    self.takes.setdefault(index, []).append(node)
             elif node.op in ("put", "upsample"):
                 inner = node.args if node.op == "put" and node.args[1].attr[0] == "c" else ()
                 seen[node] = max((visit(a) for a in inner), default=0)
@@ -298,6 +351,7 @@ class _Text:
             head = f"{scope.at}.window({self.pool(axis)}, {self.extent(parent)}, [&](const auto& e) {{"
             self.scalar = True
             self.prepare([node.args[0] for node in nodes], inner)
+            self._add_finer(inner)
         declared, ends = [], []
         for node in nodes:
             name = self._local(node)
@@ -308,7 +362,15 @@ class _Text:
                 )
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
-                inner.lines.append(f"best{node.id}.{'take_last' if last else 'take'}({term}, {place});")
+                take = f"best{node.id}.{'take_last' if last else 'take'}({term}, {place})"
+                takes = self.takes.get(node, ())
+                inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
+                for each in takes:
+                    name = self._local(each)
+                    declared.append(f"auto {name} = {scope.at}.zero();")
+                    value = self.value(each.args[0], inner)
+                    inner.lines.append(f"{name} = math::select(better{node.id}, {value}, {name});")
+                    scope.known[each] = name
                 scope.known[node] = f"best{node.id}.index"
                 continue
             declared.append(f"auto {name} = {scope.at}.zero();")
@@ -320,6 +382,13 @@ class _Text:
                 inner.lines.append(f"{name} += {term};")
             scope.known[node] = name
         scope.lines += [*declared, head, *[f"  {line}" for line in inner.lines], "});", *ends]
+
+    def _add_finer(self, inner: Scope) -> None:
+        """The sums over the positions of a window: in the first walk over windows."""
+        finer, self.finer = self.finer, []
+        self.prepare([key.source for key in finer], inner)
+        for key in finer:
+            inner.lines.append(f"{_total_of(key)}.add({self._broadcast(key.source, inner)});")
 
     def _chosen(self, node: Node, scope: Scope) -> str:
         """A value at a picked place."""
@@ -383,8 +452,17 @@ class _Text:
         point = Scope("point", "at", each.level, "at.n", "0" if each.by_sample else "at.c", [], plane)
         self.made = {key for key in self.targets if key.what == "value"}
         terms = {key: key.source for key in self.targets}
-        self.prepare(list(terms.values()), point)
+        finer = self.finer = list(each.finer)
+        self.prepare([node for key, node in terms.items() if key not in finer], point)
+        self.lazy = self._lazy(terms.values()) if self.program.on_cpu else set()
         totals, ends, last = [], [], None
+        closes = self.program.closes
+        if closes and self.program.passes[closes[0]] is each:
+            self.pointer(PASSES, written=True)
+            totals.append("auto any = plane.any();")
+            point.lines.append(f"any.add({self._broadcast(closes[1], point)});")
+            names = "".join(f", sum{key.node.id}" for key in self.targets)
+            ends.append(f"plane.note(passes, any{names});")
         for key, node in terms.items():
             array = self.program.arrays[key]
             if key.what == "value":
@@ -394,12 +472,14 @@ class _Text:
                         last = Scope("channels", "e", each.level, "e.n", "e.c", [], point)
                     last.lines.append(f"e.write({to}, {self._broadcast(node, last)});")
                 else:
-                    point.lines.append(f"at.write({to}, {self._broadcast(node, point)});")
+                    self.writes_dz |= array.name == "dz"
+                    write = "write_v" if self.program.turns and array.name == "dz" else "write"
+                    point.lines.append(f"at.{write}({to}, {self._broadcast(node, point)});")
                 continue
-            word = "moments" if key.what == "moments" else "sum"
-            name = f"{word}{key.node.id}"
-            totals.append(f"auto {name} = plane.{word}();")
-            point.lines.append(f"{name}.add({self._broadcast(node, point)});")
+            name = _total_of(key)
+            totals.append(f"auto {name} = plane.{'moments' if key.what == 'moments' else 'sum'}();")
+            if key not in finer:
+                point.lines.append(f"{name}.add({self._broadcast(node, point)});")
             ends.append(f"plane.reduce({self.pointer(array, written=True)}, {name});")
         if last:
             point.lines += [
@@ -408,7 +488,50 @@ class _Text:
                 "});",
             ]
         walk = ["plane.each([&](const auto& at) {", *[f"  {line}" for line in point.lines], "});"]
+        idle = self._idle(each, terms, plane)
+        if idle:
+            written = [line for line in point.lines if line.startswith("at.write")]
+            zeros = [re.sub(r", \w+\);", ", at.zero());", line) for line in written]
+            body.append(idle)
+            walk[0] = f"if (!idle) {walk[0]}"
+            walk += [f"else plane.each([&](const auto& at) {{ {' '.join(zeros)} }});"] * bool(zeros)
+        if finer:  # what lies in no window
+            parent, self.finer = self.graph.levels[each.level].parent, finer
+            rest = Scope("point", "e", parent, "plane.n", "plane.c", [], plane)
+            self._add_finer(rest)
+            head = f"plane.rest({self.pool(each.level)}, {self.extent(parent)}, [&](const auto& e) {{"
+            walk += [head, *[f"  {line}" for line in rest.lines], "});"]
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
+
+    def _lazy(self, roots: Iterable[Node]) -> set[Node]:
+        gates, seen, stack = set(), set(), [*roots]
+        while stack:
+            node = stack.pop()
+            if node in seen or self._array(node):
+                continue
+            seen.add(node)
+            if _is_gate(node) and _is_drawn(node):
+                gates |= {n for n in order([node]) if _is_gate(n) and _is_drawn(n)}
+                stack.append(node.args[0])
+            else:
+                stack += node.args
+        return set() if any(n.op == "leaf" and _is_drawn(n) for n in seen) else gates
+
+    def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
+        """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
+        gate = self.program.gate
+        if not gate or each.by_sample or each.level != "e" or self.scalar:
+            return ""
+        found = [_zero_with(node, gate[0]) for node in terms.values()]
+        if None in found:
+            return ""
+        zeros = [self.value(node, plane) for node in dict.fromkeys(n for nodes in found for n in nodes)]
+        finite = [name for node, name in plane.known.items() if node.space.small and name not in zeros]
+        count = f"{self.pointer(gate[1])}[{self.index(gate[1].space, plane)}]"
+        tests = [f"load::zeros({', '.join([count, *zeros])})"] + [
+            f"load::finite({', '.join(finite)})"
+        ] * bool(finite)
+        return f"const bool idle = {' && '.join(tests)};"
 
     def _broadcast(self, node: Node, scope: Scope) -> str:
         """A value for each position, of what may be the same at all of them."""
@@ -584,12 +707,125 @@ def struct(name: str, program: Program, names: Names, number: int) -> tuple[list
     return lines, text
 
 
-def compose(programs: dict[str, Program], names: dict[str, Names], device: str, title: str) -> str:
-    """The source: for each program its passes and the launcher of that name."""
-    parts = [f"// {title}" if title else "", '#include "load/load.h"', ""]
+# A whole array, turned: from (N, rows, columns) to (N, columns, rows).
+TRANSPOSE = """EXPORT void transpose(value_t* out, const value_t* source, int64_t N, int64_t rows, int64_t columns, bool for_tf32, cudaStream_t stream) {
+  load::transpose(out, source, N, rows, columns, for_tf32, stream);
+}
+"""
+
+
+class Own(NamedTuple):
+    """What is not the library's on a CPU (kernels/cpu/strips.h). gradient: of the filters, the namespace that has it, or ""."""
+
+    convolution: bool = False
+    gradient: str = ""
+    input_gradient: bool = False
+
+
+LIBRARYS = Own()
+
+
+def compose(
+    programs: dict[str, Program],
+    names: dict[str, Names],
+    device: str,
+    title: str,
+    turns: bool = False,
+    own: Own = LIBRARYS,
+) -> str:
+    """The source: for each program its passes and the launcher of that name. turns: with what whole arrays need to be turned."""
+    parts = [f"// {title}" if title else "", '#include "load/load.h"']
+    parts += ['#include "load/turned.cuh"', "", TRANSPOSE] if turns else [""]
+    if any(own):
+        parts[2:] = ['#include "cpu/strips.h"', ""]
     for launcher, program in programs.items():
-        parts += _program(launcher, program, names[launcher], device)
-    return "\n".join(parts)
+        parts += _program(launcher, program, names[launcher], device, own)
+    return "\n".join([*parts, *(_CONVOLVE if own.input_gradient else ())])
+
+
+_CONVOLVE = """
+EXPORT void convolve(value_t* v, const value_t* image, const value_t* filters, int64_t N, int64_t C, int64_t image_C, int64_t image_D, int64_t image_H, int64_t image_W, int64_t kernel_D, int64_t before, int64_t above, int64_t left, int64_t strip_planes, int64_t strip_rows) {
+  const winograd::Sizes sizes{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left};
+  load::convolve(v, load::Convolution(image, filters, sizes), strip_planes, strip_rows);
+}
+""".strip().split("\n")
+
+
+def _closing(program: Program) -> tuple[int, Node] | None:
+    """A pass that makes sums for the one that makes dz, and a value there with which they and dz are zero everywhere, as where a clamp lets
+    nothing pass. The pass sees v, so what isn't finite is seen."""
+    made = {program.arrays[key].name: i for i, each in enumerate(program.passes) for key in each.targets}
+    last = made.get("dz", 0)
+    passes = [program.passes[i] for i in range(last + 1)]
+    if not last or not all(isinstance(passes[i], Planes) and not passes[i].by_sample for i in (last,)):
+        return None
+    for i, each in enumerate(passes[:last]):
+        if not isinstance(each, Planes) or each.by_sample or {key.what for key in each.targets} != {"sums"}:
+            continue
+        terms = [key.source for key in each.targets]
+        below = order(terms)
+        if not any(node.op == "leaf" and node.attr[1] == "z" for node in below):
+            continue
+        sums_of = [key for key in passes[last].targets if key.what != "value"]
+        if any(key.what != "sums" for key in sums_of):
+            return None
+        for cut in sorted((n for n in below if _is_gate(n)), key=lambda n: -n.id):
+            if all(_vanishes(key.source, cut) for key in (*each.targets, *passes[last].targets)):
+                return i, cut
+    return None
+
+
+def _is_gate(node: Node) -> bool:
+    zero = any(a.op == "const" and a.attr == 0 for a in node.args[1:])
+    return node.op == "where" and node.space == ELEMENTS and zero
+
+
+def _is_drawn(node: Node) -> bool:
+    return any(n.op == "leaf" and n.attr[1] == "drawn" for n in order([node]))
+
+
+def _vanishes(node: Node, cut: Node) -> bool:
+    """Is it zero where `cut` is zero everywhere, and all is finite?"""
+    if node is cut or (node.op == "const" and node.attr == 0):
+        return True
+    if node.op == "mul":
+        return any(_vanishes(a, cut) for a in node.args)
+    if node.op in ("neg", "sum", "group", "spread", "div"):
+        return _vanishes(node.args[0], cut)
+    return node.op in ("add", "sub") and all(_vanishes(a, cut) for a in node.args)
+
+
+def _find_strips(program: Program, own: bool) -> None:
+    """Sets `in_strips`: the passes that are made of v as it is convolved, which wait for no other; and `differentiated`: the pass that
+    makes the gradient of v a plane at a time, or None."""
+    levels, program.in_strips, program.differentiated = program.graph.levels, [], None
+    for i, (each, text) in enumerate(zip(program.passes, program.texts)):
+        if not isinstance(each, Planes):
+            continue
+        known = each.level == "e" or (
+            levels[each.level].parent == "e" and None not in levels[each.level].window
+        )
+        written = {array.name for key, array in program.arrays.items() if key not in each.targets}
+        if own and known and text.reads_v and not written & text.pointers.keys():
+            program.in_strips.append(i)
+        names = [program.arrays[key].name for key in each.targets]
+        if "dz" in names and each.level == "e" and not each.by_sample:
+            program.differentiated = i
+
+
+def keeps_v(program: Program) -> bool:
+    """Does a pass read v when all of it is there?"""
+    return any(text.reads_v for i, text in enumerate(program.texts) if i not in program.in_strips)
+
+
+def _turned(program: Program) -> list[int]:
+    """The passes that can take the convolution's side channels last: all that write v's gradient, or else read v; or none."""
+    if not program.turns:
+        return []
+    gradient = any(root.name == "dz" for root in program.roots)
+    found = [i for i, text in enumerate(program.texts) if (text.writes_dz if gradient else text.reads_v)]
+    alone = [isinstance(each, Planes) and not each.by_sample and each.level == "e" for each in program.passes]
+    return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
 
 
 def scratch(program: Program) -> list[Array]:
@@ -602,7 +838,12 @@ def parameters(program: Program, names: Names) -> list[Array]:
     """The launcher's tensors: what leaves, the scratch of its passes (`SCRATCH`), what comes in."""
     results = {root.name for root in program.roots}
     written = [array for array in program.arrays.values() if array.name in results]
-    return list(dict.fromkeys([*written, SCRATCH, *names.incoming.values(), *program.given.values()]))
+    found = [*written, SCRATCH, *names.incoming.values(), *program.given.values()]
+    if program.in_strips:
+        found += [IMAGE, FILTERS]
+    elif program.differentiated_by:
+        found += [DWEIGHT, IMAGE] + [PASSES] * bool(program.closes)
+    return list(dict.fromkeys(found))
 
 
 def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tuple[str, str]]:
@@ -612,33 +853,34 @@ def numbers(program: Program, scalars: Sequence[str], random: bool) -> list[tupl
     found += [("int64_t", "N"), ("int64_t", "C")]
     levels = ["e", *program.graph.levels]
     found += [("int64_t", f"{level}_{side}") for level in levels for side in "DHW"]
-    return found + [
-        ("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)
-    ]
+    found += [("int64_t", f"parts_{i}") for i, each in enumerate(program.passes) if isinstance(each, Planes)]
+    found += [("int64_t", "layout")] * bool(program.turned)
+    if program.in_strips or program.differentiated_by:
+        found += [("int64_t", name) for name in (*_CONVOLUTION, *_STRIPS)]
+    return found
 
 
-def _program(launcher: str, program: Program, names: Names, device: str) -> list[str]:
-    lines, calls, used_levels = [], [], set()
+def _program(launcher: str, program: Program, names: Names, device: str, own: Own) -> list[str]:
+    lines, made, used_levels = [], [], set()
     program.texts = []
-    stream = ", stream" if device == "cuda" else ""
+    program.closes = _closing(program) if own.gradient and launcher == "backward" else None
     title = launcher.title()
-    for number, each in enumerate(program.passes):
+    for number in range(len(program.passes)):
         text_lines, text = struct(f"{title}{number}", program, names, number)
         lines += [*text_lines, ""]
         program.texts.append(text)
-        given = ", ".join(text.members)
+        made.append(f"{title}{number}{{{', '.join(text.members)}}}")
         used_levels |= {name for name in text.numbers if name.startswith("extent_")}
-        if isinstance(each, Planes):
-            channels, level = "1" if each.by_sample else "C", each.level
-            extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
-            v = "v" if text.reads_v else "nullptr"
-            calls.append(f"load::planes({title}{number}{{{given}}}, {extent}, {v}, parts_{number}{stream});")
-        else:
-            blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
-            calls.append(f"load::small({title}{number}{{{given}}}, {blocks}{stream});")
+    program.turned = _turned(program)
+    if device == "cpu":
+        _find_strips(program, own.convolution and launcher == "forward")
+        program.differentiated_by = own.gradient if program.differentiated is not None else ""
+    calls = (_on_gpu if device == "cuda" else _on_cpu)(program, made)
     tensors = parameters(program, names)
     reals = [(t, name) for t, name in numbers(program, names.scalars, bool(names.random))]
-    written = {*program.arrays.values(), SCRATCH}
+    written = {*program.arrays.values(), SCRATCH, DWEIGHT, PASSES}
+    if program.in_strips:
+        written |= {a for a in names.incoming.values() if a.name == "v"}
     declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
     declared += [f"{t} {_scalar(t, name)}" for t, name in reals]
     if device == "cuda":
@@ -650,9 +892,78 @@ def _program(launcher: str, program: Program, names: Names, device: str) -> list
     ]
     for name in sorted(used_levels):
         level = name.removeprefix("extent_")
-        inside.append(f"const load::Extent {name}(N, C, {level}_D, {level}_H, {level}_W);")
+        inside.append(f"const load::Extent {name}({_extent(level)});")
     head = f"EXPORT void {launcher}({', '.join(declared)}) {{"
     return [*lines, head, *[f"  {line}" for line in [*inside, *calls]], "}", ""]
+
+
+def _extent(level: str, channels: str = "C") -> str:
+    return f"N, {channels}, {level}_D, {level}_H, {level}_W"
+
+
+def _extent_of(each: Planes) -> str:
+    return f"load::Extent({_extent(each.level, '1' if each.by_sample else 'C')})"
+
+
+def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
+    calls = []
+    for i, each in enumerate(program.passes):
+        if isinstance(each, Planes):
+            v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
+            if i in program.turned:
+                skeleton, layout = "planes_of_v", ", layout"
+                if program.texts[i].writes_dz:
+                    skeleton, v = "planes_to_v", f"{v}, dz"
+            calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
+        else:
+            blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
+            calls.append(f"load::small({made[i]}, {blocks}, stream);")
+    return calls
+
+
+def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
+    """All samples at once; or where v is convolved, so many at a time as it is held for."""
+    strips = "{e_D, e_H, e_W, strip_planes, strip_rows, strip_columns}"
+    sizes = "{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left}"
+    calls = []
+    if program.in_strips:
+        calls += ["load::convolved(convolution, v, strips, some, [&](const load::Convolved& strip) {"]
+        for i in program.in_strips:
+            each = program.passes[i]
+            window = (1,) if each.level == "e" else program.graph.levels[each.level].window
+            pool = ", ".join(map(str, (1,) * (3 - len(window)) + window))
+            calls.append(f"  strip.planes({made[i]}, {_extent_of(each)}, load::Pool<{pool}>());")
+        calls.append("});")
+    for i, each in enumerate(program.passes):
+        if i in program.in_strips:
+            continue
+        if isinstance(each, Planes):
+            values = "{v, some.first, C, int64_t(e_D) * e_H * e_W}" if program.texts[i].reads_v else "{}"
+            if i == program.differentiated and program.differentiated_by:
+                sums = f"{program.differentiated_by}::FilterSums"
+                given = f"{_extent_of(each)}, {values}, dz, dweight, image, {sizes}, {strips}, shares"
+                run = f"load::differentiated<{sums}>({made[i]}, {given});"
+                if program.closes:
+                    own = ", ".join(program.arrays[key].name for key in each.targets if key.what == "sums")
+                    run = f"*passes ? {run[:-1]} : load::nothing_passes({{{own}}}, N * C * parts_{i});"
+                calls.append(run)
+            else:
+                calls.append(f"load::planes({made[i]}, {_extent_of(each)}, {values}, parts_{i}, some);")
+        else:
+            blocks = {"sample": "some.first, some.last", "channel": "0, C", "one": "0, 1"}[each.mode]
+            calls.append(f"load::small({made[i]}, {blocks});")
+    if program.closes:
+        calls = ["*passes = 0;", *calls]
+    if not program.in_strips:
+        return ["const load::Samples some{0, N};", *calls]
+    return [
+        f"const load::Convolution convolution(image, filters, {sizes});",
+        f"const load::Division strips{strips};",
+        "for (int64_t first = 0; first < N; first += samples) {",
+        "  const load::Samples some{first, std::min(first + samples, N)};",
+        *[f"  {line}" for line in calls],
+        "}",
+    ]
 
 
 def _size(array: Array) -> str:

@@ -1,6 +1,6 @@
 """How large the tiles of the fused kernels are: what a block computes, what it keeps in shared memory, and what fits nowhere.
 
-One truth for the kernels (kernels/*_fused.cu) and for whoever launches them. What is compiled for, or allocated, is planned here
+One truth for the kernels (composed sources, and generated ones) and for whoever launches them. What is compiled for, or allocated, is planned here
 alone; a kernel takes it by its launcher's arguments and its build's definitions, and asserts at compile time, in the words of these,
 all that it relies on. What only a launch depends on, its launcher plans.
 
@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from inline_kernels.loader.operators import PLAIN
 
 from . import choice
 
@@ -88,25 +90,31 @@ def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, st
 _PLANES_AHEAD = 3  # of input, in the ring beside the kd that an output plane needs
 _RAW_PLANES = 3  # of input, on their way from global memory
 _TURN = 32  # output positions that a warp computes side by side
+_MOST_STATIC = 48 << 10
 _WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
-BACKWARD_SHARED = 18 << 10  # bytes of shared memory that backward's kernels have for their own arrays
-HELD_SHARE = 4  # one of so many parts of the L2 cache is for sums that are not computed again
-SAMPLES_BYTES = 114_000_000  # of scratch for the gradient of the convolution, where x needs one
 
 
 @first_obstacle
-def volume_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int):
-    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do."""
+def volume_obstacle(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, static_shared: int, forward_alone: bool = False
+):
+    """`static_shared`: bytes of shared memory that the kernel's own arrays may take, at least as many as they do. forward_alone: by generated
+    sinks, which take any number of channels; filters that find no place in registers may then be there, too."""
     yield from _fused_obstacles(x, dtype)
     (C, channels, *kernel), size = weight.shape, x.shape[2:]
-    few = channels <= 4 and C % 16 == 0 and C <= 960
+    few = channels <= 4 and (forward_alone or C % 16 == 0) and C <= 960
     yield not few, "the fused kernels take up to 4 channels in, and 16, 32, … 960 out"
     pairs = (channels + 1) // 2
     # Per step of 4 taps and word of a pixel: 2 of highs; where the word has a high, 2 of lows, too.
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
-    yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
+    if forward_alone and registers > _WEIGHT_REGISTERS:
+        static_shared += 128 * registers
+        yield static_shared > _MOST_STATIC, "the filter does not fit in shared memory"
+    else:
+        yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
     room = device_properties(x.device.index).shared - static_shared
-    yield _input_strip_shared(weight) > room, "the filter does not fit in shared memory"
+    backward = 0 if forward_alone else _input_strip_shared(weight)
+    yield backward > room, "the filter does not fit in shared memory"
     positions = math.prod([extent - taps + 1 for extent, taps in zip(size, kernel)])
     yield positions < 64, "the fused kernels' statistics are exact enough from 64 positions on"
     too_large = size[1] * size[2] >= 2**24 or size[0] >= 2**15 or not volume_fits(x, weight, static_shared)
@@ -123,11 +131,6 @@ def volume_fits(x: Tensor, weight: Tensor, static_shared: int) -> bool:
         if whole_vectors and volume_bytes(rows, x, weight) <= room:
             return True
     return False
-
-
-def held_bytes(x: Tensor) -> int:
-    """Of the L2 cache, for sums that are then not computed again; the rest is for x."""
-    return device_properties(x.device.index).l2_cache // HELD_SHARE
 
 
 def _pixel_words(x: Tensor) -> int:
@@ -203,6 +206,13 @@ def rows_shared(weight: Tensor, *itemsizes: int) -> int:
     return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * of_rows)
 
 
+def sinks_shared(weight: Tensor, words: int, itemsize: int) -> int:
+    """The same, at most, of sinks that reduce: of each team and word of what is reduced over channels a row for eight lanes of a warp; where
+    results are stored, of `itemsize`, their rows."""
+    reduced = words * _CHANNELS // 2 * (COLUMNS + 8) * 4
+    return rows_shared(weight, 0) + _TEAMS * (reduced + (_CHANNELS * COLUMNS * itemsize))
+
+
 def windows_shared(weight: Tensor, width: int) -> int:
     """The same where windows so wide are pooled: in place of results what waits for its windows, in float32."""
     return strips_shared(weight.shape[1], weight.shape[2], width, False)
@@ -217,12 +227,6 @@ def strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -
     """Is there room for what the kernels keep in shared memory, and, where `saving`, for what they then keep for backward?"""
     room = device_properties(x.device.index).shared - _STRIPS_STATIC_SHARED
     return strips_shared(weight.shape[1], weight.shape[2], pool[1], saving) <= room
-
-
-def strips_training_obstacle(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> str | None:
-    """Why the kernels can't compute all gradients that are asked for, where there is no obstacle to forward; or None."""
-    fits = strips_fit(x, weight, pool, True) and (input_columns(x, weight, pool) or not x.requires_grad)
-    return None if fits else "backward's windows or filters do not fit in shared memory"
 
 
 def input_columns(x: Tensor, weight: Tensor, pool: tuple[int, int]) -> int:
@@ -336,11 +340,60 @@ def stream_defines(x: Tensor, weight: Tensor, positions: int) -> dict[str, int]:
     )
 
 
-def mask_shape(image: Sequence[int], filters: Sequence[int]) -> tuple[int, ...]:
-    """Of the masks that forward keeps for backward, in words of 32 bits: kernels/store/grad_mask.cuh."""
-    (N, _, H, W), (outputs, _, kh, kw) = image, filters
-    return N, H - kh + 1, ceil_div(W - kw + 1, 64), outputs, 4
+# -------------------------------------------------------------------------------------------------------------- mainloops
 
 
-def _round_up(size: int, unit: int) -> int:
-    return ceil_div(size, unit) * unit
+class Mainloop(NamedTuple):
+    """What a composed source's kernels are made around. `obstacle(x, weight, saving, source)`: why they can't run, or None; saving: does
+    backward follow? `defines(x, weight, phase, source)`: macros of a build of forward,
+    forward_saving or backward, or of all (cell). Of the source its
+    `macros` count, and `shared`, the bytes of shared memory that its kernels have for their own arrays, at most."""
+
+    obstacle: Callable[..., str | None]
+    defines: Callable[..., dict[str, int]]
+
+
+def _wide_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
+    from . import library  # which asks here
+
+    gradients = phase in ("backward", "cell")  # which suits forward, too
+    # A single float16 is as exact as TF32, which is what eager then runs.
+    tf32 = library.surely_runs_tf32 if gradients else library.eager_runs_tf32
+    split = x.dtype == torch.float32 and not tf32(x, weight)
+    unknown = type(x) not in PLAIN or x.is_meta or gradients
+    found = wide_defines(x, weight, split, aligned=unknown or x.data_ptr() % 4 == 0, gradients=gradients)
+    if phase == "cell" and x.dtype == torch.float32:
+        found["SPLIT"] = "!TF32" if library.suits_tf32(weight) else 1
+    return found
+
+
+def _pool(source) -> tuple[int, int]:
+    return source.macros["POOL_H"], source.macros["POOL_W"]
+
+
+def _strips_obstacle_of(x: Tensor, weight: Tensor, saving: bool, source) -> str | None:
+    reason = strips_obstacle(x, weight, x.dtype, _pool(source))
+    if reason or not saving:
+        return reason
+    fits = strips_fit(x, weight, _pool(source), True) and input_columns(x, weight, _pool(source))
+    return None if fits else "backward's windows or filters do not fit in shared memory"
+
+
+def _strips_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
+    if phase == "cell":
+        return _strips_defines_of(x, weight, "forward_saving", source) | _strips_defines_of(
+            x, weight, "backward", source
+        )
+    if phase == "backward":
+        return strips_backward_defines(x, weight, _pool(source))
+    return strips_defines(x, weight, _pool(source), phase == "forward_saving")
+
+
+MAINLOOPS = {
+    "wide": Mainloop(lambda x, weight, saving, source: wide_obstacle(x, weight, x.dtype), _wide_defines_of),
+    "narrow3d": Mainloop(
+        lambda x, weight, saving, source: volume_obstacle(x, weight, x.dtype, source.shared),
+        lambda x, weight, phase, source: spatial_defines(weight.shape),
+    ),
+    "pooled": Mainloop(_strips_obstacle_of, _strips_defines_of),
+}

@@ -1,25 +1,26 @@
 """`fused(Model)`: a class whose modules are fused from the start, and can be asked for one of their variants.
 
     ModelNew = fused(Model)
-    ModelNew = fused(Model, schedules={"fused": composed})
 
-A `variant` is "auto", or one of `variants()`: "eager"; "epilogue", the schedule `load`; and by its name each schedule that is the model's
-own. What can't run raises RuntimeError with the reason.
+A `variant` is "auto", or one of `variants()`: "eager"; "epilogue", the library's convolution (on a CPU our own, where it is faster), then our
+kernels; "fused", on a GPU kernels with the convolution inside, where there are some for the model's formula. What can't run raises RuntimeError
+with the reason.
 """
 
 from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import nn
 
 from . import compiled
 from .fuse import Fused, signed, structure_of
+from .part import SCHEDULES_OF
+from .support import NOT_THE_MODEL
 
-_NAMES = {"load": "epilogue"}  # of variants, where schedules have others
+_VARIANT_OF = {schedule: variant for variant, schedules in SCHEDULES_OF.items() for schedule in schedules}
 
 
 class Plan(NamedTuple):
@@ -37,13 +38,11 @@ class Variants(Fused):
 
     __slots__ = ()
     variant = "auto"
-    _schedules: Mapping[str, object] = {}
-    _schedule_of: Mapping[str, str] = {}
 
     @classmethod
     def variants(cls) -> tuple[str, ...]:
         """The ladder of variants."""
-        return "eager", *reversed(cls._schedule_of)
+        return "eager", *reversed(SCHEDULES_OF)
 
     @classmethod
     def reference(cls) -> type[nn.Module]:
@@ -85,35 +84,33 @@ class Variants(Fused):
             return Plan("eager", "asked for")
         plans = super().plan(*inputs, **keywords)
         eager = next((each for each in plans if each.runs == "eager"), None)
-        if (
-            eager is not None
-            and self.variant != "auto"
-            and not eager.reason.startswith("the input does not fit")
-        ):
+        if eager is not None and eager.reason == NOT_THE_MODEL:
+            return Plan("eager", NOT_THE_MODEL)
+        if self.variant == "auto":
+            found = eager or plans[0]
+            return Plan(_VARIANT_OF.get(found.runs, found.runs), found.reason)
+        if eager is not None:
             raise RuntimeError(f"variant {self.variant!r} can't run: {eager.reason}")
-        if self.variant != "auto":
-            return Plan(self.variant, "asked for")
-        found = eager or plans[0]
-        return Plan(_NAMES.get(found.runs, found.runs), found.reason)
+        return Plan(self.variant, "asked for")
 
     def forward(self, *inputs, **keywords):
-        if self.variant != "auto":
-            if self.plan(*inputs, **keywords).variant == "eager":
-                return super(Fused, self).forward(*inputs, **keywords)
+        if self.variant != "auto" and self.variant not in SCHEDULES_OF:
+            return self._eager(*inputs, **keywords)
         return super().forward(*inputs, **keywords)
 
+    def _eager(self, *inputs, **keywords):
+        if self.variant not in ("auto", "eager"):
+            self.plan(*inputs, **keywords)  # which raises unless eager has an error of its own to raise
+        return super()._eager(*inputs, **keywords)
 
-def fused(Model: type[nn.Module], *, schedules: Mapping[str, object] | None = None) -> type[nn.Module]:
-    """The class of fused `Model`s: a subclass with the same constructor, named <Model>New. schedules: by the variant's name, the most fused
-    first, such as serve this model alone (engine/operator.py, SCHEDULES, says what a schedule is)."""
-    own = dict(schedules or {})
+
+def fused(Model: type[nn.Module]) -> type[nn.Module]:
+    """The class of fused `Model`s: a subclass with the same constructor, named <Model>New."""
     body = {
         "__module__": Model.__module__,
         "__doc__": Model.__doc__,
         "_unfused": Model,
         "__slots__": ("_kept", "_exact_order", "_number", "_edits"),
         "forward": signed(Variants.forward, Model.forward),
-        "_schedules": own,
-        "_schedule_of": {**{name: name for name in own}, "epilogue": "load"},
     }
     return types.new_class(f"{Model.__name__}New", (Variants, Model), {}, lambda names: names.update(body))

@@ -319,8 +319,20 @@ struct Mainloop {
 
 // ---------------------------------------------------------------------------------------------------- kernel
 
+// Weights that are too many for registers lie in shared memory.
+template <class S> constexpr bool kWeightsFitRegisters = 2 * S::kWeightWords <= 92;
+template <class S, bool kInRegisters = kWeightsFitRegisters<S>>
+struct WeightsRoom {
+  __device__ __forceinline__ RegisterWeights<S> weights() const { return {}; }
+};
+template <class S>
+struct WeightsRoom<S, false> {
+  alignas(16) uint4 fragments[S::kWeightWords / 2 * 32];
+  __device__ __forceinline__ SharedWeights weights() { return SharedWeights(fragments); }
+};
+
 template <class S, class... Sinks>
-struct SharedStorage {
+struct SharedStorage : WeightsRoom<S> {
   alignas(16) Rooms<S, Sinks...> rooms;
   MainloopStorage<S> mainloop;
 };
@@ -333,7 +345,9 @@ __global__ void __launch_bounds__(kBlock, 1) convolve_kernel(const Convolution<S
   __shared__ Storage storage;
   const Tile tile(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16;
-  Mainloop<S> mainloop(c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel);
+  const auto weights = storage.weights();
+  Mainloop<S, std::remove_const_t<decltype(weights)>> mainloop(
+      c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel, weights);
   const Place<S> place{c, tile, storage.mainloop, first_channel};
   Warps<S, Sinks...> warps(storage.rooms, place, sinks...);
   mainloop.run(warps, tile.planes * mainloop.turns());

@@ -150,6 +150,10 @@ template <class Filter_, class Operands_, class Tile_, bool kTransposed_ = false
   static_assert(kKBlock % 16 == 0 && (kBlockChannels == 64 || kBlockChannels == 128));
 };
 
+// Does an `Out` take values with their place (reduce/wide.cuh), and not store them?
+template <class Out, class = void> constexpr bool reduces = false;
+template <class Out> constexpr bool reduces<Out, std::enable_if_t<Out::kReduces>> = true;
+
 // What a convolution works on: where its input comes from, what it computes of each value v (a tail), and
 // what becomes of v and of that (sinks). pack_weight_kernel makes packed_weight and exponents, and clears
 // largest.

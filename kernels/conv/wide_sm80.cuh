@@ -259,10 +259,15 @@ template <class Conv, class Source, class Tail, class Keep, class Out> struct Wi
                                                                     args.height(), args.width());
         Keep::template store<kChannelsOut>(words, kept, kChannelsOut - channel, args.width() - column);
       }
-      const int64_t row = (tile.n * kChannelsOut + channel) * args.height() + output_row;
       float* const staging = reinterpret_cast<float*>(shared) + warp * (store::Staged::kBytes / 4);
-      store::Staged::store(args.out.y + row * args.width() + column, staging, sums[i], plane_size,
-                           min(kChannelsOut - channel, 16), args.width() - column);
+      if constexpr (reduces<Out>) {
+        args.out.accept(sums[i], staging,
+                        {tile.n, output_row, channel, int(column), int(args.height()), int(args.width()), kChannelsOut});
+      } else {
+        const int64_t row = (tile.n * kChannelsOut + channel) * args.height() + output_row;
+        store::Staged::store(args.out.y + row * args.width() + column, staging, sums[i], plane_size,
+                             min(kChannelsOut - channel, 16), args.width() - column);
+      }
     }
   }
 

@@ -193,8 +193,12 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
           const auto kept = apply<Keep, kScaled>(args.tail, sums, constants[low], constants[high]);
           Keep::template store<kChannelsOut>(words, kept, kChannelsOut - channel, pixels);
         }
-        Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
-                   runs_on && tile != start, runs_on && tile + 1 != stop);
+        if constexpr (reduces<Out>) {
+          args.out.accept(sums, staging, {place.n, place.row + tile - start, channel, place.column, OH, OW, kChannelsOut});
+        } else {
+          Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
+                     runs_on && tile != start, runs_on && tile + 1 != stop);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kKernelH - 1; i++) release();

@@ -36,6 +36,13 @@ inline Integers count_up() {
   return lanes;
 }
 
+inline bool any_of(const Integers& mask) {
+  uint64_t words[sizeof mask / sizeof(uint64_t)], any = 0;
+  memcpy(words, &mask, sizeof mask);
+  for (uint64_t word : words) any |= word;
+  return any != 0;
+}
+
 template <class E> inline Computed<E> load_lanes(const E* from) {
   if constexpr (std::is_arithmetic_v<E>) {
     VectorOf<E> lanes;

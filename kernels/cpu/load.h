@@ -23,14 +23,16 @@ namespace load {
 template <int sign, class T> struct Extreme {
   T value{};
   math::Integer<T> index = math::Integer<T>{} - 1;
-  void take(const T& x, int64_t place) { set(x, place, (x != x) & (value == value)); }
-  void take_last(const T& x, int64_t place) { set(x, place, x != x); }
+  // Both say where x is now the value.
+  auto take(const T& x, int64_t place) { return set(x, place, (x != x) & (value == value)); }
+  auto take_last(const T& x, int64_t place) { return set(x, place, x != x); }
 
  private:
-  template <class Mask> void set(const T& x, int64_t place, const Mask& is_nan) {
+  template <class Mask> auto set(const T& x, int64_t place, const Mask& is_nan) {
     const auto better = (index < 0) | (sign > 0 ? x > value : x < value) | is_nan;
     value = better ? x : value;
     index = better ? math::Integer<T>{} + math::Element<math::Integer<T>>(place) : index;
+    return better;
   }
 };
 
@@ -71,6 +73,24 @@ class Sum {
   double alone_ = 0;
   Lanes few_{};
   int count_ = 0;
+};
+
+// Is any value other than zero?
+class Any {
+ public:
+  explicit Any(const int& lanes) : counted_{lanes} {}
+  void add(const Lanes& x) { found_ |= counted_.masked(x) != 0; }
+  void add(real x) { alone_ |= x != 0; }
+  bool value() const {
+    bool any = alone_;
+    for (int j = 0; j < kLanes; j++) any |= found_[j] != 0;
+    return any;
+  }
+
+ private:
+  Counted counted_;
+  Integers found_{};
+  bool alone_ = false;
 };
 
 // Moments from sums shifted by about the mean of their first values, a block of values at a time.
@@ -120,13 +140,48 @@ struct Dropout {
   bool keeps(int64_t at) const { return dropout_keeps(philox(drawn_by, at / 4).lane[at % 4], probability); }
 };
 
+// Masks of neighbouring elements, drawn side by side: more draws than compilers unroll before they vectorise.
+class Drawn {
+ public:
+  Integers operator()(const Dropout& by, int64_t at) {
+    if (by.drawn_by != by_ || by.probability != probability_ || at < first_ || at + kLanes > first_ + kCount) draw(by, at);
+    Integers mask;
+    memcpy(&mask, masks_ + (at - first_), sizeof mask);
+    return mask;
+  }
+
+ private:
+  static constexpr int kDraws = 32, kCount = 4 * kDraws;
+  void draw(const Dropout& by, int64_t at) {
+    by_ = by.drawn_by, probability_ = by.probability, first_ = at / 4 * 4;
+    uint32_t c0[kDraws], c1[kDraws], c2[kDraws] = {}, c3[kDraws] = {}, k0 = uint32_t(by_), k1 = uint32_t(by_ >> 32);
+    for (int i = 0; i < kDraws; i++) c0[i] = uint32_t(first_ / 4 + i), c1[i] = uint32_t((first_ / 4 + i) >> 32);
+    // The arithmetic of core/philox.h.
+    for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u)
+      for (int i = 0; i < kDraws; i++) {
+        const uint32_t high0 = uint64_t(0xD2511F53u) * c0[i] >> 32, low0 = 0xD2511F53u * c0[i];
+        const uint32_t high1 = uint64_t(0xCD9E8D57u) * c2[i] >> 32, low1 = 0xCD9E8D57u * c2[i];
+        c0[i] = high1 ^ c1[i] ^ k0, c2[i] = high0 ^ c3[i] ^ k1, c1[i] = low1, c3[i] = low0;
+      }
+    const uint32_t* const lanes[] = {c0, c1, c2, c3};
+    for (int j = 0; j < 4; j++)
+      for (int i = 0; i < kDraws; i++)
+        masks_[4 * i + j] = -math::Element<Integers>(dropout_keeps(lanes[j][i], probability_));
+  }
+  uint64_t by_ = 0;
+  double probability_ = -1;
+  int64_t first_ = 0;
+  math::Element<Integers> masks_[kCount];
+};
+
 // What the points share: where they are. An array of planes has C channels.
 struct Plane_ {
   const Extent& extent;
-  const value_t* values;  // the convolution's
-  int64_t n, c, C;
+  const value_t* values;  // the sample's, which the convolution gave, by position; its channels lie `step` apart
+  int64_t step, n, c, C;
   int64_t first() const { return (n * C + c) * extent.positions(); }
-  Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, n, of, channels}; }
+  const value_t* convolved() const { return values + c * step; }
+  Plane_ channel(int64_t of, int64_t channels) const { return {extent, values, step, n, of, channels}; }
 };
 
 // How lanes of scattered points lie: anywhere; side by side in a row, `stride` apart; or in ascending order within
@@ -142,7 +197,7 @@ template <Order order, int stride, class Place> struct Scattered : Plane_ {
 
   template <class E> Computed<E> read(const E* from) const { return gathered(from + first()); }
   template <class E> Computed<E> shared(const E* from) const { return gathered(from + n * extent.positions()); }
-  Lanes v() const { return read(values); }
+  Lanes v() const { return gathered(convolved()); }
   template <class E, class X> void write(E* to, const X& x) const {
     E all[kLanes];
     store_lanes(all, x);
@@ -164,6 +219,9 @@ template <Order order, int stride, class Place> struct Scattered : Plane_ {
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
   Lanes zero() const { return Lanes{}; }
+  template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
+    return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
+  }
 
  private:
   template <class E> Computed<E> gathered(const E* plane) const {
@@ -267,19 +325,19 @@ template <Order order, int stride, class Place>
 template <class P, class F>
 void Scattered<order, stride, Place>::window(P pool, const Extent& fine, const F& f) const {
   const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
-  walk_windows<Order::any, 1>(pool, Plane_{fine, values, n, c, C}, count, corners(pool, fine, places), f);
+  walk_windows<Order::any, 1>(pool, Plane_{fine, values, step, n, c, C}, count, corners(pool, fine, places), f);
 }
 template <Order order, int stride, class Place>
 template <class P>
 auto Scattered<order, stride, Place>::chosen(P pool, const Extent& fine, const Integers& which) const {
   const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
-  return chosen_in(pool, Plane_{fine, values, n, c, C}, count, places, which);
+  return chosen_in(pool, Plane_{fine, values, step, n, c, C}, count, places, which);
 }
 template <Order order, int stride, class Place>
 template <class P, class F>
 Lanes Scattered<order, stride, Place>::spread(P pool, const Extent& coarse, const F& f) const {
   const Places places(extent, kLanes, [&](int j) { return int(at[j]); });
-  return spread_from(pool, Plane_{coarse, values, n, c, C}, extent, count, places, f);
+  return spread_from(pool, Plane_{coarse, values, step, n, c, C}, extent, count, places, f);
 }
 
 // Neighbours from `position` on: kLanes, or where not kWhole the first `count`.
@@ -288,12 +346,13 @@ template <bool kWhole> struct Row : Plane_ {
   static constexpr int kAhead = 4;
   int position, count;
   bool streams;
+  Drawn* drawn;  // null: a mask's neighbours aren't asked for
   int place = 0;
 
   int64_t offset() const { return first() + position; }
   template <class E> Computed<E> read(const E* from) const { return loaded(from + offset()); }
   template <class E> Computed<E> shared(const E* from) const { return loaded(from + n * extent.positions() + position); }
-  Lanes v() const { return read(values); }
+  Lanes v() const { return loaded(convolved() + position); }
   template <class E, class X> void write(E* to, const X& x) const {
     if constexpr (kWhole) {
       streams ? stream_lanes(to + offset(), x) : store_lanes(to + offset(), x);
@@ -305,24 +364,17 @@ template <bool kWhole> struct Row : Plane_ {
   }
   Integers kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const Dropout dropout(seed, number, which, probability);
+    if (drawn) return (*drawn)(dropout, offset());
     Integers mask{};
-    if (kWhole && offset() % 4 == 0) {
-      for (int j = 0; j < kLanes; j += 4) {
-        const Philox4 random = philox(dropout.drawn_by, (offset() + j) / 4);
-        for (int i = 0; i < 4 && j + i < kLanes; i++) mask[j + i] = -int(dropout_keeps(random.lane[i], probability));
-      }
-    } else {
-      for (int j = 0; j < count; j++) mask[j] = -int(dropout.keeps(offset() + j));
-    }
+    for (int j = 0; j < count; j++) mask[j] = -int(dropout.keeps(offset() + j));
     return mask;
   }
   Row channel(int64_t of, int64_t channels) const {
-    return {Plane_::channel(of, channels), position, count, streams};
+    return {Plane_::channel(of, channels), position, count, streams, nullptr};
   }
   // Each channel's next values are fetched ahead: processors follow fewer rows by themselves.
   template <class F> void channels(int64_t many, const F& f) const {
-    const int64_t step = extent.positions();
-    const value_t* ahead = values ? values + n * many * step + position + kAhead * kLanes : nullptr;
+    const value_t* ahead = values ? values + position + kAhead * kLanes : nullptr;
     for (int64_t i = 0; i < many; i++) {
       if (values) __builtin_prefetch(ahead + i * step);
       f(channel(i, many));
@@ -331,7 +383,7 @@ template <bool kWhole> struct Row : Plane_ {
   // Neighbours in one row have their windows side by side.
   template <class P, class F> void window(P pool, const Extent& fine, const F& f) const {
     constexpr int stride = std::max(1, width_of(P()));
-    const Plane_ plane{fine, values, n, c, C};
+    const Plane_ plane{fine, values, step, n, c, C};
     const Places places(extent, count, [&](int j) { return position + j; });
     const Integers corner = corners(pool, fine, places);
     const bool in_row = int(places.w[0]) + count <= extent.W;
@@ -342,10 +394,10 @@ template <bool kWhole> struct Row : Plane_ {
   }
   template <class P> auto chosen(P pool, const Extent& fine, const Integers& which) const {
     const Places places(extent, count, [&](int j) { return position + j; });
-    return chosen_in(pool, Plane_{fine, values, n, c, C}, count, places, which);
+    return chosen_in(pool, Plane_{fine, values, step, n, c, C}, count, places, which);
   }
   template <class P, class F> Lanes spread(P pool, const Extent& coarse, const F& f) const {
-    const Plane_ plane{coarse, values, n, c, C};
+    const Plane_ plane{coarse, values, step, n, c, C};
     const Coordinates here = coordinates(extent, position);
     if (here.w + count <= extent.W) return spread_along(pool, plane, extent, count, here, f);
     const Places places(extent, count, [&](int j) { return position + j; });
@@ -354,6 +406,9 @@ template <bool kWhole> struct Row : Plane_ {
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
   Lanes zero() const { return Lanes{}; }
+  template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
+    return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
+  }
 
  private:
   template <class E> Computed<E> loaded(const E* from) const {
@@ -373,7 +428,7 @@ struct Single : Plane_ {
   template <class E> using One = std::conditional_t<std::is_integral_v<E>, int, real>;
   template <class E> One<E> read(const E* from) const { return One<E>(from[offset()]); }
   template <class E> One<E> shared(const E* from) const { return One<E>(from[n * extent.positions() + position]); }
-  real v() const { return read(values); }
+  real v() const { return real(convolved()[position]); }
   template <class E, class X> void write(E* to, const X& x) const { to[offset()] = E(x); }
   bool kept(const int64_t* seed, int64_t number, int which, double probability) const {
     return Dropout(seed, number, which, probability).keeps(offset());
@@ -388,14 +443,14 @@ struct Single : Plane_ {
     for (int i = 0; i < kd; i++)
       for (int j = 0; j < kh; j++) {
         const int row = ((w.d * kd + i) * fine.H + w.h * kh + j) * fine.W + w.w * kw;
-        for (int k = 0; k < kw; k++) f(Single{{fine, values, n, c, C}, row + k, (i * kh + j) * kw + k});
+        for (int k = 0; k < kw; k++) f(Single{{fine, values, step, n, c, C}, row + k, (i * kh + j) * kw + k});
       }
   }
   template <class P> Single chosen(P, const Extent& fine, int which) const {
     const Coordinates w = coordinates(extent, position);
     const int kh = P::height(fine), kw = P::width(fine), row = which / kw;
     const int x = w.w * kw + which % kw, y = w.h * kh + row % kh, z = w.d * P::depth(fine) + row / kh;
-    return {{fine, values, n, c, C}, (z * fine.H + y) * fine.W + x, which};
+    return {{fine, values, step, n, c, C}, (z * fine.H + y) * fine.W + x, which};
   }
   template <class P, class F> real spread(P, const Extent& coarse, const F& f) const {
     const Coordinates here = coordinates(extent, position);
@@ -403,11 +458,12 @@ struct Single : Plane_ {
     const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
     if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
     const int in = ((here.d - z * kd) * kh + here.h - y * kh) * kw + here.w - x * kw;
-    return f(Single{{coarse, values, n, c, C}, (z * coarse.H + y) * coarse.W + x, in});
+    return f(Single{{coarse, values, step, n, c, C}, (z * coarse.H + y) * coarse.W + x, in});
   }
   Extreme<1, real> largest() const { return {}; }
   Extreme<-1, real> smallest() const { return {}; }
   real zero() const { return 0; }
+  template <class F> real lazily(bool mask, const F& f) const { return mask ? f() : real(0); }
 };
 
 // ---------------------------------------------------------------------------------------------------------- passes
@@ -421,38 +477,69 @@ template <class Pass> constexpr Walk walk_of = !is_scalar<Pass>     ? Walk::rows
                                                : has_windows<Pass> ? Walk::windows
                                                                    : Walk::single;
 
-// A part of a plane.
+// Samples [first, last).
+struct Samples {
+  int64_t first, last;
+  int64_t count() const { return last - first; }
+};
+
+// What the convolution gave (samples, C, positions), the first of sample `first`.
+struct Values {
+  const value_t* at = nullptr;
+  int64_t first = 0, C = 0, step = 0;
+  const value_t* sample(int64_t n) const { return at ? at + (n - first) * C * step : nullptr; }
+};
+
+constexpr int64_t kBehind = 256;  // elements that may be read behind those that count
+
+// Positions of a plane: `segments` of so many, `pitch` apart. shift: what there is more from a segment to the next of the values.
+struct Part {
+  int first, length, pitch, segments;
+  int64_t shift;
+};
+
 template <Walk walk> class Plane {
  public:
   const int64_t n, c;
-  Plane(const Extent& extent, const value_t* values, int64_t plane, int64_t part, int64_t parts, bool streams)
-      : n(plane / extent.C), c(plane % extent.C), extent_(extent), values_(values), at_(plane * parts + part),
-        first_(int(extent.positions() * part / parts)), last_(int(extent.positions() * (part + 1) / parts)),
-        streams_(streams) {}
+  // at: the place of its sums.
+  Plane(const Extent& extent, const value_t* values, int64_t step, int64_t n, int64_t c, int64_t at, const Part& part,
+        bool streams)
+      : n(n), c(c), extent_(extent), values_(values), step_(step), at_(at), part_(part), streams_(streams) {}
 
   template <class F> void each(const F& f) {
-    if constexpr (walk == Walk::single) {
-      for (int i = first_; i < last_; i++) f(Single{{extent_, values_, n, c, extent_.C}, i});
-    } else {
-      // Windows of neighbours lie side by side within a row.
-      const bool by_row = walk == Walk::windows && extent_.W >= kLanes / 2;
-      for (int i = first_; i < last_;) {
-        const int end = by_row ? std::min(last_, (i / extent_.W + 1) * extent_.W) : last_;
-        if (streams_) i = run(f, i, std::min(end, i + before_line(i)));
-        i = run(f, i, end);
-      }
+    for (int s = 0; s < part_.segments; s++) {
+      const int first = part_.first + s * part_.pitch;
+      segment(f, values_ ? values_ + s * part_.shift : nullptr, first, first + part_.length);
     }
   }
   Sum sum() const { return Sum(lanes_); }
   ShiftedSums moments() const { return ShiftedSums(lanes_); }
+  Any any() const { return Any(lanes_); }
+  // Does anything pass, or may zeros in these sums stand for what is not finite?
+  template <class... Sums> void note(uint8_t* passes, const Any& any, Sums&... sums) const {
+    if (any.value() || !std::isfinite((sums.value() + ...))) __atomic_store_n(passes, 1, __ATOMIC_RELAXED);
+  }
   void reduce(double* out, Sum& sum) const { out[at_] = sum.value(); }
   void reduce(Moments<double>* out, ShiftedSums& moments) const { out[at_] = moments.value(); }
 
  private:
-  template <class F> int run(const F& f, int i, int end) {
+  template <class F> void segment(const F& f, const value_t* values, int first, int last) {
+    if constexpr (walk == Walk::single) {
+      for (int i = first; i < last; i++) f(Single{{extent_, values, step_, n, c, extent_.C}, i});
+    } else {
+      // Windows of neighbours lie side by side within a row.
+      const bool by_row = walk == Walk::windows && extent_.W >= kLanes / 2;
+      for (int i = first; i < last;) {
+        const int end = by_row ? std::min(last, (i / extent_.W + 1) * extent_.W) : last;
+        if (streams_) i = run(f, values, i, std::min(end, i + before_line(i)));
+        i = run(f, values, i, end);
+      }
+    }
+  }
+  template <class F> int run(const F& f, const value_t* values, int i, int end) {
     lanes_ = kLanes;
-    for (; i + kLanes <= end; i += kLanes) f(point<true>(i, kLanes));
-    if (i < end) f(point<false>(i, lanes_ = end - i));
+    for (; i + kLanes <= end; i += kLanes) f(point<true>(values, i, kLanes));
+    if (i < end) f(point<false>(values, i, lanes_ = end - i));
     return end;
   }
   // Positions before the next that stands at a whole register, as arrays begin at one.
@@ -460,14 +547,15 @@ template <Walk walk> class Plane {
     const int64_t at = (n * extent_.C + c) * extent_.positions() + i;
     return int((kLanes - at % kLanes) % kLanes);
   }
-  template <bool kWhole> Row<kWhole> point(int position, int count) const {
-    return {{extent_, values_, n, c, extent_.C}, position, count, streams_};
+  template <bool kWhole> Row<kWhole> point(const value_t* values, int position, int count) {
+    return {{extent_, values, step_, n, c, extent_.C}, position, count, streams_, &drawn_};
   }
   const Extent& extent_;
-  const value_t* values_;
-  const int64_t at_;  // of this part's sums
-  const int first_, last_;
+  const value_t* const values_;
+  const int64_t step_, at_;
+  const Part part_;
   const bool streams_;
+  Drawn drawn_;
   int lanes_ = kLanes;  // of the point at hand
 };
 
@@ -480,15 +568,22 @@ inline int64_t last_cache() {
   return 32 << 20;
 }
 
-// values: the convolution's, or null. Each plane is taken in `parts`.
-template <class Pass> void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts) {
+inline bool are_large(const Extent& extent) {
+  return extent.N * extent.C * extent.positions() * int64_t(sizeof(real)) > last_cache() / 4;
+}
+
+// Of some samples' planes, each taken in `parts`.
+template <class Pass>
+void planes(const Pass& pass, const Extent& extent, const Values& values, int64_t parts, const Samples& some) {
   constexpr int64_t kGrain = 1 << 12;  // positions: fewer are not worth a thread
-  const int64_t count = extent.N * extent.C * parts, positions = extent.positions();
+  const int64_t C = extent.C, count = some.count() * C * parts, positions = extent.positions();
   if (!count || !positions) return;
-  const bool streams = extent.N * extent.C * positions * int64_t(sizeof(real)) > last_cache() / 4;
+  const bool streams = are_large(extent);
   host::parallel_for(count, std::max<int64_t>(1, kGrain * parts / positions), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      Plane<walk_of<Pass>> plane(extent, values, i / parts, i % parts, parts, streams);
+    for (int64_t i = some.first * C * parts + begin; i < some.first * C * parts + end; i++) {
+      const int64_t n = i / parts / C, c = i / parts % C, part = i % parts;
+      const int first = int(positions * part / parts), last = int(positions * (part + 1) / parts);
+      Plane<walk_of<Pass>> plane(extent, values.sample(n), values.step, n, c, i, {first, last - first, 0, 1, 0}, streams);
       pass(plane);
     }
     if (streams) end_streams();
@@ -528,9 +623,10 @@ struct Block {
   }
 };
 
-template <class Pass> void small(const Pass& pass, int64_t blocks) {
-  host::parallel_for(blocks, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) pass(Block{i});
+// Blocks [first, last).
+template <class Pass> void small(const Pass& pass, int64_t first, int64_t last) {
+  host::parallel_for(last - first, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) pass(Block{first + i});
   });
 }
 

@@ -1,5 +1,4 @@
-// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias, stride or padding: Winograd's F(2×2,
-// 3×3). From a tile d of 4×4 pixels and a filter g come 2×2 outputs
+// A convolution with 3×3 or depth×3×3 filters on the CPU, without bias or stride: Winograd's F(2×2, 3×3). From a tile d of 4×4 pixels and a filter g come 2×2 outputs
 //   Aᵀ ((G g Gᵀ) ∘ (Bᵀ d B)) A,
 // where ∘, summed over channels in and depth, is 16 products of matrices: 2.25 times fewer multiplications
 // than in direct sums. A thread takes kChunk tiles from pixels to results, so that all it makes on the way
@@ -39,15 +38,16 @@ constexpr int64_t kTerms = 32;             // of a sum, that are summed by thems
 constexpr int64_t kRow = kChunk + kLanes;  // a row of tiles, and room for the last vector of a run
 constexpr int64_t kTileBytes = 512 << 10;  // of transformed input: half of a usual cache of a core
 
-// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1.
+// x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1. So many
+// zeros lie around x: before, above and left of it, and as many on the other sides.
 struct Sizes {
-  int64_t N, C, K, D, H, W, depth;
+  int64_t N, C, K, D, H, W, depth, before = 0, above = 0, left = 0;
   int64_t terms() const { return C * depth; }  // of an output's sum
-  int64_t planes() const { return D - depth + 1; }
-  int64_t height() const { return H - 2; }
-  int64_t width() const { return W - 2; }
-  int64_t down() const { return (H - 1) / 2; }  // tiles
-  int64_t across() const { return (W - 1) / 2; }
+  int64_t planes() const { return D + 2 * before - depth + 1; }
+  int64_t height() const { return H + 2 * above - 2; }
+  int64_t width() const { return W + 2 * left - 2; }
+  int64_t down() const { return (height() + 1) / 2; }  // tiles
+  int64_t across() const { return (width() + 1) / 2; }
 };
 
 // Consecutive tiles of one row of tiles: the first's row and column, their number, and their place in the
@@ -100,18 +100,24 @@ inline void times_b(accumulate_t* __restrict out0, accumulate_t* __restrict out1
   }
 }
 
-// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels beyond the
-// plane are zero. Whole vectors are written; what lies behind the run belongs to the next one, which comes
-// later, or to nobody.
+// values[i] = row[left + i] for i below count; what lies outside the row's W is zero, up to `width`.
+inline void read_row(accumulate_t* values, const value_t* row, int64_t W, int64_t left, int64_t count, int64_t width) {
+  const int64_t first = std::clamp<int64_t>(-left, 0, count), last = std::clamp<int64_t>(W - left, first, count);
+  for (int64_t w = 0; w < first; w++) values[w] = 0;
+  for (int64_t w = first; w < last; w++) values[w] = accumulate_t(row[left + w]);
+  for (int64_t w = last; w < width; w++) values[w] = 0;
+}
+
+// Bᵀ d B of a run's tiles in one plane: element e of a tile to tiles[e·stride + its place]. Pixels outside the
+// plane are zero; the first tile's begin `above` and `left` of it. Whole vectors are written; what lies behind the run
+// belongs to the next one, which comes later, or to nobody.
 inline void transform_input(accumulate_t* tiles, int64_t stride, const value_t* plane, int64_t H, int64_t W,
-                            const Run& run) {
+                            const Run& run, int64_t above = 0, int64_t left = 0) {
   const int64_t count = (run.count + kLanes - 1) / kLanes * kLanes, width = 2 * count + kLanes;
-  const int64_t left = 2 * run.column;
   accumulate_t pixels[4][2 * kChunk + kLanes], half[4][2 * kChunk + kLanes];
   for (int64_t i = 0; i < 4; i++) {
-    const int64_t h = 2 * run.row + i, real = h < H ? std::min(2 * run.count + 2, W - left) : 0;
-    for (int64_t w = 0; w < real; w++) pixels[i][w] = accumulate_t(plane[h * W + left + w]);
-    for (int64_t w = real; w < width; w++) pixels[i][w] = 0;
+    const int64_t h = 2 * run.row + i - above, real = 0 <= h && h < H ? 2 * run.count + 2 : 0;
+    read_row(pixels[i], plane + h * W, W, 2 * run.column - left, real, width);
   }
   times_b(half[0], half[1], half[2], half[3], pixels[0], pixels[1], pixels[2], pixels[3], width, 1);
   for (int64_t i = 0; i < 4; i++) {

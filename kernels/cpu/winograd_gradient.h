@@ -82,14 +82,12 @@ struct Tiles {
 inline void transform_pixels(const Tiles& tiles, const value_t* x, const Sizes& sizes, int64_t c,
                              const Run& run) {
   Lanes pixels[4][kPixels];
-  const int64_t count = 2 * run.count + 2, left = 2 * run.column;
+  const int64_t count = 2 * run.count + 2, left = 2 * run.column - sizes.left;
   side_by_side(pixels, count, [&](int64_t channel, int64_t i, accumulate_t* values) {
-    const int64_t h = 2 * run.row + i;
-    if (c + channel >= sizes.C || h >= sizes.H) return int64_t(0);
-    const int64_t real = std::min(count, sizes.W - left);
-    const value_t* row = x + ((c + channel) * sizes.H + h) * sizes.W + left;
-    for (int64_t w = 0; w < real; w++) values[w] = accumulate_t(row[w]);
-    return real;
+    const int64_t h = 2 * run.row + i - sizes.above;
+    if (c + channel >= sizes.C || h < 0 || h >= sizes.H) return int64_t(0);
+    read_row(values, x + ((c + channel) * sizes.H + h) * sizes.W, sizes.W, left, count, count);
+    return count;
   });
   const auto column = [&](int64_t w) {
     return times_b(pixels[0][w], pixels[1][w], pixels[2][w], pixels[3][w]);

@@ -19,16 +19,20 @@ namespace grad::narrow3d {
 using namespace conv::narrow3d;
 
 struct alignas(16) NormGradient {
-  float slope, constant, linear;
-  float bound;  // of |dv|, if that is finite
-  float unit;   // a power of two: `linear` is for v·unit, since slope³ may underflow where v overflows
+  float slope, constant, linear;  // times `scale`: they may be smaller than any float32, and then so is dv
+  float scale;  // a power of two that brings dv near float16's largest
+  float unit;   // another: `linear` is for v·unit, since slope³ may underflow where v overflows
 };
 // From what it consists of: the largest |dz| and |v - mean|, and v - mean = v + offset.
 __device__ inline NormGradient norm_gradient(double slope, double constant, double linear, double offset,
                                              double most_dz, double most_centred, float unit = 1) {
   const double bound = fabs(slope) * most_dz + fabs(constant) + fabs(linear) * most_centred;
-  return {float(slope), float(constant + linear * offset), float(linear / unit),
-          bound > FLT_MAX ? FLT_MAX : float(bound), unit};
+  const double largest = fmax(fabs(slope), fabs(linear / unit));  // finite when scaled, however small dz is
+  const int exponent = min(fitting_exponent(bound > FLT_MAX ? FLT_MAX : float(bound)),
+                           fitting_exponent(float(largest), 126));
+  const double scale = power_of_two(exponent);
+  return {float(slope * scale), float((constant + linear * offset) * scale), float(linear / unit * scale),
+          float(scale), unit};
 }
 
 template <class S>

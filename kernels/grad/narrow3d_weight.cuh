@@ -148,10 +148,6 @@ struct WeightProducts {
 
 // -------------------------------------------------------------------------------------------------------- dv
 
-__device__ __forceinline__ float dv_scale(const NormGradient& own) {
-  return power_of_two(fitting_exponent(own.bound));
-}
-
 // A sink's Warp (conv/narrow3d.cuh) that forms dv; where they are wanted, stores it, with its largest
 // magnitude, and multiplies it with the patches.
 template <class S, class Selected>
@@ -164,7 +160,7 @@ struct GradientWarp : SelectedWarp<Selected> {
   const DvLayout layout;
   const int first_plane;
   WeightProducts<S> products;
-  float slope[2], linear[2], constant[2], most[2], scale[2];
+  float slope[2], linear[2], constant[2], most[2], unscale[2];  // of dv, scaled; and back
 
   __device__ __forceinline__ GradientWarp(const Selected& selected, BackwardStorage<S>& storage,
                                           const NormGradient* coefficients, float4* dv, bool weight_wanted,
@@ -183,7 +179,7 @@ struct GradientWarp : SelectedWarp<Selected> {
     for (int r = 0; r < 2; r++) {
       const NormGradient own = coefficients[threadIdx.x % 32 / 4 + 8 * r];
       slope[r] = own.slope, linear[r] = own.linear, constant[r] = own.constant, Base::unit[r] *= own.unit;
-      scale[r] = dv_scale(own), most[r] = 0;
+      unscale[r] = 1 / own.scale, most[r] = 0;
     }
     products.start();
   }
@@ -203,16 +199,13 @@ struct GradientWarp : SelectedWarp<Selected> {
       float4* const to = dv + layout.turn(tile.plane - first_plane, tile.q / kTurn) + lane;
 #pragma unroll
       for (int j = 0; j < kFragments; j++) {
-        to[j * 32] = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
+        float own[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) consider(most[i / 2], v[j][i]);
+        for (int i = 0; i < 4; i++) own[i] = v[j][i] * unscale[i / 2], consider(most[i / 2], own[i]);
+        to[j * 32] = make_float4(own[0], own[1], own[2], own[3]);
       }
     }
     if (!weight_wanted) return;
-#pragma unroll
-    for (int j = 0; j < kFragments; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[j][i] *= scale[i / 2];
     products.go_to(tile.plane);
     products.add(v, tile.q);
   }
@@ -237,7 +230,7 @@ struct GradientWarp : SelectedWarp<Selected> {
 #pragma unroll 1
     for (int k = threadIdx.x; k < kFilters<S>; k += kBlock) {
       const float x_scale = S::kSplit ? storage.mainloop.scaling[k / S::kTaps % S::kIn].scale : 1.f;
-      const float own_scale = dv_scale(coefficients[k / (S::kIn * S::kTaps)]);
+      const float own_scale = coefficients[k / (S::kIn * S::kTaps)].scale;
       partial[k] = total[WeightProducts<S>::place(k)] * (1 / own_scale) * (1 / x_scale);
     }
   }

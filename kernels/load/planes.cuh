@@ -49,6 +49,7 @@ template <int K> struct Point {
       *reinterpret_cast<Memory<E, K>*>(to + offset()) = memory;
     }
   }
+  template <class X> __device__ __forceinline__ void write_v(value_t* to, const X& x) const { write(to, x); }
   // The mask of a dropout by (sample, channel, position): four neighbours share a draw. which: of a pass's dropouts.
   __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;
@@ -99,10 +100,16 @@ template <int K> struct Point {
   }
   // What f says of the window that holds this point; 0 where none does.
   template <class P, class F> __device__ __forceinline__ T spread(P pool, const Extent& coarse, const F& f) const {
+    Coordinates here = coordinates(extent, position);
     if constexpr (K == 1) {
-      return spread_to(position, pool, coarse, f);
+      return spread_to(here, pool, coarse, f);
     } else {
-      return lanes<K>([&](int i) { return spread_to(position + i, pool, coarse, f); });
+      return lanes<K>([&](int) {
+        const real value = spread_to(here, pool, coarse, f);
+        if (++here.w == extent.W) here.w = 0, here.h++;  // dividing anew takes longer than all the rest
+        if (here.h == extent.H) here.h = 0, here.d++;
+        return value;
+      });
     }
   }
 
@@ -125,8 +132,7 @@ template <int K> struct Point {
     }
   }
   template <class P, class F>
-  __device__ __forceinline__ real spread_to(int at, P, const Extent& coarse, const F& f) const {
-    const Coordinates here = coordinates(extent, at);
+  __device__ __forceinline__ real spread_to(const Coordinates& here, P, const Extent& coarse, const F& f) const {
     const int kd = P::depth(extent), kh = P::height(extent), kw = P::width(extent);
     const int z = here.d / kd, y = here.h / kh, x = here.w / kw;
     if (z >= coarse.D || y >= coarse.H || x >= coarse.W) return 0;
@@ -134,6 +140,10 @@ template <int K> struct Point {
     return f(Point<1>{coarse, values, n, c, C, (z * coarse.H + y) * coarse.W + x, place, true});
   }
 };
+
+// Are all of them zero? Finite?
+template <class... T> __device__ __forceinline__ bool zeros(T... values) { return (... && (values == 0)); }
+template <class... T> __device__ __forceinline__ bool finite(T... values) { return (... && (values - values == 0)); }
 
 // A thread's share of a plane.
 template <bool kScalar> class Plane {
@@ -158,6 +168,18 @@ template <bool kScalar> class Plane {
         }
       }
     }
+  }
+  // Positions of the finer level that lie in no window.
+  template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) const {
+    const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
+    const int right = fine.W - W, below = (fine.H - H) * fine.W, first = int(part_ * blockDim.x + threadIdx.x);
+    const auto each_of = [&](int count, const auto& position) {
+      for (int i = first; i < count; i += int(parts_ * blockDim.x))
+        f(Point<1>{fine, values_, n, c, extent_.C, position(i), 0, true});
+    };
+    each_of(D * H * right, [&](int i) { return (i / right / H * fine.H + i / right % H) * fine.W + W + i % right; });
+    each_of(D * below, [&](int i) { return (i / below * fine.H + H) * fine.W + i % below; });
+    each_of((fine.D - D) * fine.H * fine.W, [&](int i) { return D * fine.H * fine.W + i; });
   }
   __device__ __forceinline__ Sum sum() const { return {}; }
   __device__ __forceinline__ ShiftedSums moments() const { return {}; }

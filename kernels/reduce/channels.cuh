@@ -1,7 +1,8 @@
-// A sink (core/sinks.cuh) that reduces a pointwise tail of v over all channels, in a fixed order: in a lane,
-// across the lanes that have the same positions, across a team's warps. One block has all channels.
+// Reductions over channels, in a fixed order: what mainloops' sinks (reduce/narrow2d.cuh, narrow3d.cuh, wide.cuh)
+// make of a pointwise tail of v, and what merges results of blocks of channels.
 #pragma once
-#include "core/sinks.cuh"
+#include "conv/exact.cuh"
+#include "core/math.h"
 #include "core/tensor_core.cuh"
 
 namespace reduce {
@@ -23,119 +24,127 @@ struct Min : Sum {
   static __device__ __forceinline__ Partial merge(Partial a, Partial b) { return tensor_core::min_nan(a, b); }
 };
 struct LogSumExp {
-  struct Partial {  // Σ exp(value - most)
+  struct Partial {  // Σ exp(value - most); most is never NaN
     float most, sum;
   };
   static __device__ __forceinline__ Partial nothing() { return {-INFINITY, 0.f}; }
   static __device__ __forceinline__ Partial of(float value) {
     return value == value ? Partial{value, 1.f} : Partial{-INFINITY, value};
   }
-  static __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b) {
-    const float most = fmaxf(a.most, b.most), less = expf(fminf(a.most, b.most) - most);
-    const float other = a.most == b.most ? 1.f : less;  // also of two infinities
-    return {most, a.most >= b.most ? a.sum + b.sum * other : a.sum * other + b.sum};
+  // exp(value - most) of a value that is no larger; also of two infinities.
+  static __device__ __forceinline__ float share(float value, float most) {
+    return value == most ? 1.f : math::fast_exp2((value - most) * 1.44269504f);
   }
-  static __device__ __forceinline__ float result(const Partial& p) { return p.most + logf(p.sum); }
+  static __device__ __forceinline__ Partial merge(const Partial& a, const Partial& b) {
+    const float most = fmaxf(a.most, b.most);
+    return {most, a.sum * share(a.most, most) + b.sum * share(b.most, most)};
+  }
+  static __device__ __forceinline__ float result(const Partial& p) { return p.most + math::log(p.sum); }
+};
+
+// Of several at once.
+template <class Reduction> struct Merging {
+  using Partial = typename Reduction::Partial;
+  static __device__ __forceinline__ Partial two(float a, float b) {
+    return Reduction::merge(Reduction::of(a), Reduction::of(b));
+  }
+  template <int kCount> static __device__ __forceinline__ Partial all(const Partial (&p)[kCount]) {
+    Partial found = p[0];
+#pragma unroll
+    for (int i = 1; i < kCount; i++) found = Reduction::merge(found, p[i]);
+    return found;
+  }
+};
+template <> struct Merging<LogSumExp> {
+  using Partial = LogSumExp::Partial;
+  // One exponential: of NaN it is NaN.
+  static __device__ __forceinline__ Partial two(float a, float b) {
+    const float apart = a == b ? 0.f : -fabsf(a - b), most = fmaxf(a, b);
+    return {most == most ? most : -INFINITY, 1.f + math::fast_exp2(apart * 1.44269504f)};
+  }
+  template <int kCount> static __device__ __forceinline__ Partial all(const Partial (&p)[kCount]) {
+    float most = p[0].most, sum = 0;
+#pragma unroll
+    for (int i = 1; i < kCount; i++) most = fmaxf(most, p[i].most);
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sum += p[i].sum * LogSumExp::share(p[i].most, most);
+    return {most, sum};
+  }
+};
+
+// [words of a Partial][rows of values that meet][positions]: a warp's eight of each position lie 8 banks apart.
+template <class Partial, int kRows, int kPositions> struct Meeting {
+  static constexpr int kWords = sizeof(Partial) / 4, kPitch = kPositions + 8;
+  float words[kWords][kRows][kPitch];
+  // Of two neighbours.
+  __device__ __forceinline__ void put(int row, int position, const Partial& a, const Partial& b) {
+#pragma unroll
+    for (int i = 0; i < kWords; i++)
+      *reinterpret_cast<float2*>(&words[i][row][position]) =
+          make_float2(reinterpret_cast<const float*>(&a)[i], reinterpret_cast<const float*>(&b)[i]);
+  }
+  template <class Reduction> __device__ __forceinline__ Partial all(int position) const {
+    Partial found[kRows];
+#pragma unroll
+    for (int row = 0; row < kRows; row++)
+#pragma unroll
+      for (int i = 0; i < kWords; i++) reinterpret_cast<float*>(&found[row])[i] = words[i][row][position];
+    return Merging<Reduction>::all(found);
+  }
 };
 
 struct AsItIs {
   __device__ __forceinline__ float operator()(float value, int64_t) const { return value; }
 };
 
-// y (N, OH, OW) = after(reduction over the channels of tail(v, channel, at), at of y). tail as
-// store::Strips', its `at` an element of (N, C, OH, OW).
-template <class T, class Reduction, class Tail, class After = AsItIs> struct Channels {
+// y (N, positions) = after(reduction over the channels of tail(v, channel, at), at of y) one by one (conv/exact.cuh).
+// Where there are `partial` values of several blocks, the first has all.
+template <class Values, class T, class Reduction, class Tail, class After> struct ExactChannels {
+  Values v;
   T* y;
   Tail tail;
   After after;
-
-  using Partial = typename Reduction::Partial;
-  static constexpr int kRowGroup = 1;
-  template <class Loop> struct Shared {
-    alignas(16) Partial of_warp[2][Loop::kTeamThreads / 32][Loop::kColumns];  // rows take turns
-  };
-
-  template <class Loop> struct Warp : sinks::IdleWarp {
-    static constexpr int kTiles = Loop::kTiles, kColumns = Loop::kColumns, kWarps = Loop::kTeamThreads / 32;
-    static_assert(Loop::kChannelBlocks == 1, "one block has all channels");
-    static_assert(kColumns == Loop::kTeamThreads && kTiles == 16, "a thread writes a position");
-    using Place = typename Loop::Place;
-    const Place& place;
-    const Channels& sink;
-    Shared<Loop>& shared;
-    T* out;  // the next row
-    int turn;
-    typename Tail::Channel channel[2];
-
-    __device__ __forceinline__ Warp(const Channels& sink, Shared<Loop>& shared, const Place& place)
-        : place(place), sink(sink), shared(shared) {
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        channel[half] = sink.tail.channel(place.sample(), existing(half * 8 + threadIdx.x % 32 / 4));
+  typename Reduction::Partial* partial;
+  int blocks;
+  HOST_DEVICE int64_t results() const { return v.positions(); }  // of a sample
+  __device__ void operator()(int64_t n, int64_t i) const {
+    auto all = Reduction::nothing();
+#pragma unroll 1
+    for (int c = 0; c < Values::kOut; c++) {
+      const int64_t at = (n * Values::kOut + c) * v.positions() + i;
+      all = Reduction::merge(all, Reduction::of(conv::tail_of(tail, v(n, c, i), tail.channel(n, c), at)));
     }
-    __device__ __forceinline__ void begin() {
-      out = sink.y + (place.sample() * place.height() + place.row()) * place.width() + place.column();
-      turn = 0;
-    }
-    template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
-      const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-      Partial of_lane[2 * kTiles];  // positions 8 (i / 2) + 2t + i % 2
-      const int64_t row = out - sink.y - place.sample() * plane();
-#pragma unroll
-      for (int i = 0; i < 2 * kTiles; i++) {
-        const int column = min(i / 2 * 8 + 2 * t + i % 2, place.columns - 1);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int own = half * 8 + g;
-          const float2 power = place.unscale(own);
-          float value = v[i / 2][half * 2 + i % 2];
-          if constexpr (!std::is_same_v<Offset, sinks::NoOffset>) value += offset[half];
-          const int64_t at = (place.sample() * Place::kChannels + existing(own)) * plane() + row + column;
-          const float of_tail = sink.tail(value * power.x * power.y, channel[half], at);
-          const Partial one = place.channel(own) < Place::kChannels ? Reduction::of(of_tail) : Reduction::nothing();
-          of_lane[i] = half ? Reduction::merge(of_lane[i], one) : one;
-        }
-      }
-      // Each step halves the positions that a lane has, and doubles their channels.
-#pragma unroll
-      for (int step = 0; step < 3; step++) {
-        const int mask = 16 >> step, count = kTiles >> step;
-        const bool upper = lane & mask;
-#pragma unroll
-        for (int i = 0; i < kTiles; i++) {
-          if (i >= count) continue;
-          const Partial given = upper ? of_lane[i] : of_lane[i + count], kept = upper ? of_lane[i + count] : of_lane[i];
-          const Partial other = exchange(given, mask);
-          of_lane[i] = upper ? Reduction::merge(other, kept) : Reduction::merge(kept, other);
-        }
-      }
-      const int first = (lane & 16) + (lane & 8) + (lane & 4);  // of the lane's four
-      auto& of_warp = shared.of_warp[turn % 2];
-#pragma unroll
-      for (int i = 0; i < 4; i++) of_warp[place.first_own / 16][(first + i) / 2 * 8 + 2 * t + i % 2] = of_lane[i];
-      place.sync_team();  // all warps' are there
-      const int position = threadIdx.x % kColumns;
-      Partial all = of_warp[0][position];
-#pragma unroll
-      for (int warp = 1; warp < kWarps; warp++) all = Reduction::merge(all, of_warp[warp][position]);
-      if (position < place.columns)
-        out[position] = T(sink.after(Reduction::result(all), out + position - sink.y));
-      out += place.width(), turn++;
-    }
-
-   private:
-    __device__ __forceinline__ int64_t plane() const { return int64_t(place.height()) * place.width(); }
-    __device__ __forceinline__ int existing(int own) const { return min(place.channel(own), Place::kChannels - 1); }
-    static __device__ __forceinline__ Partial exchange(const Partial& p, int mask) {
-      static_assert(sizeof(Partial) % 4 == 0, "words");
-      Partial other;
-#pragma unroll
-      for (int i = 0; i < int(sizeof(Partial) / 4); i++)
-        reinterpret_cast<uint32_t*>(&other)[i] =
-            __shfl_xor_sync(~0u, reinterpret_cast<const uint32_t*>(&p)[i], mask);
-      return other;
-    }
-  };
+    if (!partial) y[n * v.positions() + i] = T(after(Reduction::result(all), n * v.positions() + i));
+    for (int block = 0; partial && block < blocks; block++)
+      partial[(n * blocks + block) * v.positions() + i] = block ? Reduction::nothing() : all;
+  }
 };
+template <class Reduction, class T, class Values, class Tail, class After>
+ExactChannels<Values, T, Reduction, Tail, After> each_position(const Values& v, T* y, const Tail& tail, const After& after,
+                                                               typename Reduction::Partial* partial, int blocks) {
+  return {v, y, tail, after, partial, blocks};
+}
+
+// y (N, positions) = after(what partial (N, blocks, positions) make together).
+template <class T, class Reduction, class After>
+__global__ void __launch_bounds__(256)
+merge_channels_kernel(T* y, const typename Reduction::Partial* partial, After after, int blocks, int64_t positions,
+                      int64_t count) {
+  const int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x;
+  if (i >= count) return;
+  partial += i / positions * blocks * positions + i % positions;
+  auto all = partial[0];
+#pragma unroll 4
+  for (int block = 1; block < blocks; block++) all = Reduction::merge(all, partial[block * positions]);
+  y[i] = T(after(Reduction::result(all), i));
+}
+
+template <class Reduction, class T, class After>
+void merge_channels(T* y, const typename Reduction::Partial* partial, const After& after, int64_t N, int blocks,
+                    int64_t positions, cudaStream_t stream) {
+  const int64_t count = N * positions;
+  const auto kernel = merge_channels_kernel<T, Reduction, After>;
+  kernel<<<blocks_for(count, 256), 256, 0, stream>>>(y, partial, after, blocks, positions, count);
+}
 
 }  // namespace reduce

@@ -90,7 +90,8 @@ inline unsigned __float_as_uint(float value) { return emulated_bits<unsigned>(va
 
 // ------------------------------------------------------------------------------------------ the host's calls
 
-inline cudaError_t emulated_get_device(int* device) { return *device = 0, cudaSuccess; }
+// Known by its shared memory: what is kept of a device (core/launch.cuh) is not another's.
+inline cudaError_t emulated_get_device(int* device) { return *device = emulation::shared_bytes, cudaSuccess; }
 inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? __CUDA_ARCH__ / 100
            : attribute == cudaDevAttrCooperativeLaunch    ? 1

@@ -1,0 +1,240 @@
+"""What a pass over v makes in a mainloop's sinks (engine/sinks.py): the structs that its sinks call, as text.
+
+A sink's tail makes a value of each v (`Tail`, as direct.py's); where channels are reduced, `After` makes the result of that. What earlier
+passes have made, by sample and channel, is read once a channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from . import direct, source
+from .graph import ELEMENTS, ONE, Node, order
+from .passes import Array, Key, Program, Unsupported, over_channels
+
+
+class Writer(direct._Writer):
+    """Writes a struct that makes `node` of v, or of what is known already; `arrays`: what earlier passes have made."""
+
+    def __init__(
+        self, segment, node: Node, has_places: bool, arrays: Mapping[Node, Array], given: Mapping[Node, str]
+    ):
+        super().__init__(segment, direct.Front(node), has_places)
+        self.arrays, self.given = arrays, given
+
+    def tail(self, name: str) -> list[str]:
+        """Of an element, in which what is small is a channel's."""
+        nodes = self._nodes()
+        kept = [
+            n for n in dict.fromkeys(a for n in nodes if not n.space.small for a in n.args if a.space.small)
+        ]
+        kept = [n for n in kept if not direct._is_number(n)]
+        by_channel: dict[Node, str] = {}
+        lines = self._lines([n for n in nodes if n.space.small], by_channel)
+        fields = {node: f"k.{self._field(node)}" for node in kept}
+        body = self._function("operator()", "v", fields, self.front.node)
+        declared = [f"{'bool' if n.is_boolean else 'real'} {self._field(n)};" for n in kept]
+        return [
+            f"struct {name} {{",
+            *[f"  {direct._declared(member)};" for member in self.members.values()],
+            f"  struct Channel {{ {' '.join(declared)} }};",
+            "  __device__ __forceinline__ Channel channel(int64_t n, int c) const {",
+            *[f"    {line}" for line in lines],
+            f"    return {{{', '.join(by_channel[node] for node in kept)}}};",
+            "  }",
+            *body,
+            "};",
+        ]
+
+    def after(self, name: str) -> list[str]:
+        """Of a reduction."""
+        known = dict(self.given)
+        nodes = self._nodes()
+        if any(n.space.small and n.space != ONE for n in nodes):
+            raise Unsupported("what follows a reduction over channels hangs on the sample")
+        lines = self._lines([n for n in nodes if n not in known], known)
+        return [
+            f"struct {name} {{",
+            *[f"  {direct._declared(member)};" for member in self.members.values()],
+            "  __device__ __forceinline__ float operator()(float value, int64_t) const {",
+            *[f"    {line}" for line in lines],
+            f"    return {known[self.front.node]};",
+            "  }",
+            "};",
+        ]
+
+    def _nodes(self) -> list[Node]:
+        """All that is computed here, operands first."""
+        found, stack = set(), [self.front.node]
+        while stack:
+            node = stack.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node in self.given or node in self.arrays:
+                continue
+            if not (node.op in ("spread", "detach", "const", "count", "leaf") or node.is_scalar_op):
+                raise Unsupported(f"the tail isn't pointwise: it has {node.op} over {node.attr}")
+            if node.op == "count" and node.attr[0] not in ("c", "group"):
+                raise Unsupported(f"the tail counts {node.attr}")
+            if node.op == "leaf" and node.attr[1] == "drawn":
+                raise Unsupported("the tail has dropout")
+            at_positions = node.op == "leaf" and node.attr[1] != "z" and not node.space.small
+            if at_positions and (node.space != ELEMENTS or not self.has_places):
+                raise Unsupported(f"the tail reads {node.attr[0]} at positions")
+            stack += node.args
+        return sorted(found, key=lambda node: node.id)
+
+    def _write(self, node: Node, known: dict[Node, str], lines: list[str]) -> None:
+        if node in self.arrays and node not in known:
+            array = self.arrays[node]
+            self.members.setdefault(array.name, direct.Member(array.name, source.TYPES[array.kind], -1, True))
+            index = (
+                "n * CHANNELS_OUT + c"
+                if node.space.n and node.space.c
+                else "n"
+                if node.space.n
+                else "c"
+                if node.space.c
+                else "0"
+            )
+            known[node] = f"real({array.name}[{index}])"
+        else:
+            super()._write(node, known, lines)
+
+    def _field(self, node: Node) -> str:
+        return self.arrays[node].name if node in self.arrays else super()._field(node)
+
+    def _value(self, node: Node, known: dict[Node, str]) -> str:
+        if node.op == "count":
+            return "real(CHANNELS_OUT)" if node.attr[0] == "c" else f"real(CHANNELS_OUT / {node.attr[1]})"
+        return super()._value(node, known)
+
+
+class Sink(NamedTuple):
+    """What a pass over v does with it. kind: "moments", "sums", "store" or "channels"; array: what it writes; tail, after: types of the
+    structs that make the values, and what becomes of a reduction over channels."""
+
+    kind: str
+    array: Array
+    tail: str
+    reduction: str = ""
+    after: str = ""
+
+    @property
+    def element(self) -> str:
+        return {"output": "output_t", "value": "value_t"}.get(self.array.kind, source.TYPES[self.array.kind])
+
+    @property
+    def what(self) -> str:
+        return f"reduce::Of{self.kind.title()}"
+
+
+def local(struct: str) -> str:
+    """The name of a struct's value in the launcher."""
+    return "conv::Identity{}" if struct.startswith("conv::") else struct.lower()
+
+
+REDUCTIONS = {("pick", 1): "reduce::Max", ("pick", -1): "reduce::Min", ("sum", None): "reduce::Sum"}
+
+
+class Pass:
+    """The sinks of one pass, their structs' lines and what those hold."""
+
+    def __init__(self, segment, program: Program, number: int, has_places: bool):
+        self.segment, self.program, self.number, self.has_places = segment, program, number, has_places
+        self.lines: list[str] = []
+        self.given: dict[str, list[str]] = {}  # of a struct: the names of its members' values in the launcher
+        self.sinks: list[Sink] = []
+
+    def add(self, key: Key) -> None:
+        node, array = key.source, self.program.arrays[key]
+        if key.what == "value" and not array.space.c:
+            self._channels(node, array)
+        elif key.what == "value" and array.space != ELEMENTS:
+            raise Unsupported("values of windows")
+        else:
+            self.store(node, array, {"value": "store", "moments": "moments", "sums": "sums"}[key.what])
+
+    def store(self, node: Node, array: Array, kind: str = "store") -> None:
+        if node.space != ELEMENTS:
+            raise Unsupported(f"values that vary along {node.space}")
+        self.sinks.append(Sink(kind, array, self._tail(node)))
+
+    def _channels(self, node: Node, array: Array) -> None:
+        if node.space.level != "e":
+            raise Unsupported("reductions of windows over channels")
+        reduced, of, kind = _reduction(node)
+        after, name = self._writer(node, {reduced: "value"}), f"After{self.number}"
+        self._keep(name, after, after.after(name))
+        self.sinks.append(Sink("channels", array, self._tail(of), kind, name))
+
+    def _tail(self, node: Node) -> str:
+        if node.op == "leaf" and node.attr[1] == "z":
+            return "conv::Identity"
+        name, writer = f"Tail{self.number}_{node.id}", self._writer(node, {})
+        if name not in self.given:
+            self._keep(name, writer, writer.tail(name))
+        return name
+
+    def _writer(self, node: Node, given: Mapping[Node, str]) -> Writer:
+        return Writer(self.segment, node, self.has_places, self._arrays(), given)
+
+    def _keep(self, name: str, writer: Writer, lines: Sequence[str]) -> None:
+        self.lines += [*lines, ""]
+        members = writer.members.items()
+        self.given[name] = [key if m.argument == -1 else source.identifier(key) for key, m in members]
+
+    def _arrays(self) -> dict[Node, Array]:
+        return {
+            key.node: a for key, a in self.program.arrays.items() if key.what == "value" and a.space.small
+        }
+
+
+def _reduction(node: Node) -> tuple[Node, Node, str]:
+    """The one reduction over channels that a value by position is made of; of what; its name in C++."""
+    if found := _logsumexp(node):
+        return *found, "reduce::LogSumExp"
+    own = [each for each in _down_to(node, lambda n: over_channels(n) and n.op != "pick")]
+    if len(own) != 1:
+        raise Unsupported(f"{len(own)} reductions over channels at once")
+    (reduced,) = own
+    if reduced.op == "sum":
+        return reduced, reduced.args[0], REDUCTIONS["sum", None]
+    if reduced.op != "take" or reduced.args[1].args[0] is not reduced.args[0]:
+        raise Unsupported(f"{reduced.op} over channels")
+    return reduced, reduced.args[0], REDUCTIONS["pick", reduced.args[1].attr[1]]
+
+
+def _down_to(node: Node, stops) -> list[Node]:
+    """The first nodes on each way down where it stops."""
+    found, seen, stack = {}, set(), [node]
+    while stack:
+        each = stack.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if stops(each):
+            found[each] = None
+        elif not each.space.small:
+            stack += each.args
+    return [*found]
+
+
+def _logsumexp(node: Node) -> tuple[Node, Node] | None:
+    """log(Σ exp(a - m)) + m with m the maximum of a over channels, or 0 where that is infinite: (itself, a)."""
+    for each in reversed(order([node])):
+        if each.op != "add" or each.args[0].op != "log" or each.args[0].args[0].op != "sum":
+            continue
+        total, most = each.args[0].args[0], each.args[1]
+        power = total.args[0]
+        if total.attr != "c" or power.op != "exp" or power.args[0].op != "sub":
+            continue
+        a, subtracted = power.args[0].args
+        inner = most.args[0] if most.op == "detach" else most
+        if subtracted is not most or inner.op != "where" or inner.args[2].op != "take":
+            continue
+        if inner.args[2].args[0] is a and inner.args[2].args[1].attr == ("c", 1):
+            return each, a
+    return None

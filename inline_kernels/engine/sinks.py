@@ -1,0 +1,577 @@
+"""The schedule `direct` where a tail reduces: a segment's passes (passes.py), those over v by mainloops with sinks, the others as `load`'s.
+
+What a pass over v makes, its sinks take from the registers: moments and sums over positions, reductions over channels with what is pointwise
+behind them, y itself. Where several passes read v,
+
+- `recompute`: each of them forms the products again, and v is never written; or
+- `store`: the first one writes v, or the value that is normalised, once, in y's place where y has its shape; the later ones are `load`'s.
+  That is exact for float32 alone.
+
+The cheaper one runs, by the time that products take and bytes take (`_recomputes`). Small values between passes are computed as `load` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import inline_loader
+
+from . import direct, schedule, source, tiling
+from .algebra import reordered, statistics_of_v
+from .graph import ELEMENTS, order
+from .passes import Array, Key, Planes, Program, Root, Unsupported
+from .schedule import count
+from .sink_text import Pass, Sink, local
+
+__all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved"]
+
+INFERENCE_ONLY = True
+BYTES_A_SECOND = 4.3e12
+_OWN_NAMES = set("x y weight stream number seed stored scratch next values geometry largest v".split())
+
+
+# ---------------------------------------------------------------------------------------------------------------- mainloops
+
+
+class Convolving(NamedTuple):
+    """How a mainloop is launched with sinks. rate: products and sums a second; together: several sinks at once? channels: of which a block
+    makes one value by position; all: are there no more, is that the result? launch: (number of the pass, sinks) to lines that say in how many
+    parts a channel is computed, and lines that launch."""
+
+    headers: Sequence[str]
+    declared: str
+    rate: float
+    together: bool
+    channels: int
+    all: bool
+    launch: Callable[[int, Sequence[Sink]], tuple[list[str], list[str]]]
+
+
+def _each(number: int, sinks: Sequence[Sink]) -> str:
+    """The sinks' results one by one."""
+    found = []
+    for sink in sinks:
+        tail, name = local(sink.tail), sink.array.name
+        if sink.kind == "store":
+            found.append(f"conv::each_value<{sink.element}>(values, {name}, {tail})")
+        elif sink.kind == "channels":
+            given = f"values, pointer<{sink.element}>({name}), {tail}, {local(sink.after)}, partial_{number}, blocks_{number}"
+            found.append(f"reduce::each_position<{sink.reduction}>({given})")
+        else:
+            found.append(f"reduce::each_part<{sink.what}>(values, {name}, {tail}, parts_{number})")
+    return f"conv::all_of({', '.join(found)})"
+
+
+def _type(sink: Sink, space: str, store: str) -> str:
+    if sink.kind == "store":
+        return store.format(sink.element, sink.tail)
+    if sink.kind == "channels":
+        return f"{space}Channels<{sink.element}, {sink.reduction}, {sink.tail}, {sink.after}>"
+    return f"{space}Positions<{sink.what}, {sink.tail}>"
+
+
+def _value(number: int, sink: Sink, kind: str) -> str:
+    tail, name = local(sink.tail), sink.array.name
+    if sink.kind == "channels":
+        return f"{kind}{{{name}, {tail}, {local(sink.after)}, partial_{number}}}"
+    return f"{kind}{{{name}, {tail}}}"
+
+
+def _narrow2d(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
+    types = [_type(sink, "reduce::", "store::Strips<{0}, {1}>") for sink in sinks]
+    planned = [
+        f'static_assert(conv::narrow2d::kShared<Tile, {", ".join(types)}> <= SINKS_SHARED, "as it is planned");',
+        f"const int64_t parts_{number} = geometry.tiles() * int64_t(geometry.strips);",
+    ]
+    given = ", ".join(_value(number, *each) for each in zip(sinks, types))
+    return planned, [f"conv::narrow2d::exact<Tile>(x, weight, {_each(number, sinks)}, stream, {given});"]
+
+
+def _narrow3d(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
+    def types(vectors: str) -> list[str]:
+        return [_type(sink, "reduce::narrow3d::", f"store::Runs<{{1}}, {{0}}, {vectors}>") for sink in sinks]
+
+    def launched(vectors: str) -> str:
+        given = ", ".join(_value(number, *each) for each in zip(sinks, types(vectors)))
+        return f"conv::narrow3d::exact(planes_{number}, {_each(number, sinks)}, stream, {given});"
+
+    storage = f"conv::narrow3d::SharedStorage<Conv, {', '.join(types('true'))}, conv::narrow3d::Doubt>"
+    planned = [
+        f"const auto planes_{number} = conv::narrow3d::convolution<Conv>(x, weight, sizeof({storage}), true, N);",
+        f"const int64_t parts_{number} = planes_{number}.slots();",
+    ]
+    stored = [sink for sink in sinks if sink.kind == "store"]
+    if not stored:
+        return planned, [launched("true")]
+    fits = f"store::vectors_fit_runs(pointer<{stored[0].element}>({stored[0].array.name}), planes_{number})"
+    return planned, [f"if ({fits}) {launched('true')}", f"else {launched('false')}"]
+
+
+def _wide(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
+    (sink,) = sinks
+    tail, to = local(sink.tail), f"partial_{number}" if sink.kind == "channels" else sink.array.name
+    if sink.kind == "store":
+        return [], [f"conv::pointwise<Build>({to}, x, weight, {tail}, stream);"]
+    out = (
+        f"reduce::WideChannels<{sink.reduction}>"
+        if sink.kind == "channels"
+        else f"reduce::WidePositions<{sink.what}>"
+    )
+    loop = f"conv::ForwardMainloop<Build, {sink.tail}, store::Nothing, {out}>"
+    planned = [
+        f"constexpr int64_t tile_{number} = {loop}::kBySm90 ? 128 : 64;",
+        f"const int64_t parts_{number} = e_H * ((e_W + tile_{number} - 1) / tile_{number});",
+    ]
+    exact = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
+    given = f"x, weight, {tail}, store::Nothing{{}}, {out}{{{to}}}, largest, stream, {exact}"
+    return planned, [f"conv::wide<Build>({given});"]
+
+
+CONVOLVING = {
+    "narrow2d": Convolving(
+        ("reduce/narrow2d.cuh", "store/strips.cuh"),
+        "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;\n"
+        "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;",
+        600e12,
+        True,
+        64,
+        True,
+        _narrow2d,
+    ),
+    "narrow3d": Convolving(
+        ("reduce/narrow3d.cuh", "store/runs.cuh"),
+        "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
+        180e12,
+        True,
+        16,
+        True,
+        _narrow3d,
+    ),
+    "wide": Convolving(
+        ("conv/wide.cuh", "reduce/wide.cuh"),
+        "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;",
+        650e12,
+        False,
+        16,
+        False,
+        _wide,
+    ),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------- composing
+
+
+class Composed(NamedTuple):
+    """A text, and what its launcher takes: `results` that are written; `tensors`, with the types in which they are read, and `numbers` by
+    the names of leaves, in order; is a seed among them? `parts`: the passes over v by the mainloop; is v stored?"""
+
+    text: str
+    results: list[Array]
+    statistics: list[tuple[str, str]]
+    tensors: list[tuple[str, str]]
+    numbers: list[str]
+    random: bool
+    parts: Mapping[int, object]
+    stores: bool
+
+    @property
+    def line(self) -> str:
+        """In words."""
+        sinks = [" and ".join(sink.kind for sink in own.sinks) for own in self.parts.values()]
+        if self.stores:
+            return f"the convolution with {sinks[0]} in its mainloop, v or what is normalised written once, and passes over that"
+        again = (
+            ""
+            if len(sinks) == 1
+            else "; ".join(["", *[f"its products again with {each}" for each in sinks[1:]]])
+        )
+        return f"the convolution with {sinks[0]} in its mainloop{again}; v is never written"
+
+
+def composed(segment, mainloop, exact_order: bool, stores: bool) -> Composed:
+    """Made once. Raises Unsupported."""
+    with schedule._lock:
+        known = vars(segment.graph).setdefault("with sinks", {})
+        key = mainloop.name, exact_order, stores
+        if key not in known:
+            try:
+                known[key] = _Composer(segment, mainloop, exact_order, stores).composed()
+            except Unsupported as error:
+                known[key] = error
+        if isinstance(known[key], Unsupported):
+            raise known[key]
+        return known[key]
+
+
+class _Composer:
+    def __init__(self, segment, mainloop, exact_order: bool, stores: bool):
+        self.segment, self.mainloop, self.stores = segment, mainloop, stores
+        self.convolving, self.graph = CONVOLVING[mainloop.name], segment.graph
+        (y,) = segment.outputs
+        found = [y, *[n for update in segment.updates for n in (update.mean, update.variance)]]
+        if not exact_order:
+            found = statistics_of_v(reordered(found))
+        self.statistics = [(f"batch_mean_{i}", f"batch_variance_{i}") for i in range(len(segment.updates))]
+        names = [name for pair in self.statistics for name in pair]
+        self.roots = [Root("y", found[0], found[0].space, "output")]
+        self.roots += [Root(name, node, node.space, "real") for name, node in zip(names, found[1:])]
+        self.program, self.stored = Program(self.graph, self.roots, {}), None
+        self.reading = self._texts()
+        if not self.reading:
+            raise Unsupported("the tail doesn't read v")
+        if stores:
+            self._store()
+
+    def _texts(self) -> list[int]:
+        """Texts of all passes as `load` has them; the numbers of those that read v."""
+        self.names = schedule._names(self.segment, self.program)
+        made = [
+            source.struct(f"Pass{i}", self.program, self.names, i) for i in range(len(self.program.passes))
+        ]
+        self.lines, self.program.texts = [lines for lines, _ in made], [text for _, text in made]
+        return [i for i, text in enumerate(self.program.texts) if text.reads_v]
+
+    def _store(self) -> None:
+        """What the first pass writes for the others: the value whose statistics it takes, if they need nothing else; or v."""
+        if len(self.reading) < 2:
+            raise Unsupported("v is read once")
+        before = self.program, self.reading
+        sources = {key.source for key in self.program.passes[self.reading[0]].targets if key.what != "value"}
+        z = self.graph.leaf("z", ELEMENTS, "z")
+        self.stored = z
+        if len(sources) == 1 and z not in sources and (node := next(iter(sources))).space == ELEMENTS:
+            self.program = Program(self.graph, [*self.roots, Root("stored", node, ELEMENTS, "value")], {})
+            self.reading = self._texts()
+            if len(self.reading) == 1:
+                self.stored = node
+                return
+        self.program, self.reading = before
+        self._texts()
+
+    def composed(self) -> Composed:
+        by_mainloop = self.reading[: 1 if self.stores else None]
+        parts: dict[int, Pass] = {}
+        for i in by_mainloop:
+            if not isinstance(self.program.passes[i], Planes) or self.program.passes[i].level != "e":
+                raise Unsupported("a pass over windows reads v")
+            parts[i] = own = Pass(self.segment, self.program, i, self.mainloop.has_places)
+            for key in self.program.passes[i].targets:
+                own.add(key)
+            if self.stored is not None and self.stored.op == "leaf":
+                own.store(self.stored, Array("stored", "value", ELEMENTS))
+            if len(own.sinks) > 1 and not self.convolving.together:
+                raise Unsupported("several sinks at once")
+            own.sinks.sort(key=lambda sink: sink.kind == "channels")  # those come last
+            if sum(sink.kind == "channels" for sink in own.sinks) > 1:
+                raise Unsupported("several reductions over channels in one pass")
+        return self._source(parts)
+
+    # ---- the launcher
+    def _source(self, parts: Mapping[int, Pass]) -> Composed:
+        tensors, numbers, random = self._given()
+        names = [source.identifier(name) for name in [name for name, _ in tensors] + numbers]
+        if len({*names}) < len(names) or _OWN_NAMES & {*names}:
+            raise Unsupported("a parameter has a name that the kernel has itself")
+        arrays = self.program.arrays
+        results = [arrays[Key("value", root.node)] for root in self.program.roots if root.name != "stored"]
+        structs, planned, locals_, body = [], [], [], []
+        for i in range(len(self.program.passes)):
+            if i not in parts:
+                structs += [*self.lines[i], ""]
+                body.append(self._loaded(i))
+                continue
+            structs += parts[i].lines
+            locals_ += [
+                f"const {name} {local(name)}{{{', '.join(given)}}};" for name, given in parts[i].given.items()
+            ]
+            own, launched = self.convolving.launch(i, parts[i].sinks)
+            planned, body = planned + own, body + launched
+            for sink in parts[i].sinks:
+                if sink.kind == "channels":
+                    planned += self._blocks(i, sink)
+                    body += self._merged(i, sink)
+        declared = [f"Out<{source.EXPORTED[a.kind]}> {a.name}" for a in results]
+        declared += ["In<value_t> x", "In<value_t> weight"]
+        declared += [f"In<{kind}> {source.identifier(name)}" for name, kind in tensors]
+        declared += ["In<int64_t> seed", "int64_t number"] * random
+        declared += [f"double {source.identifier(name)}_given" for name in numbers]
+        launcher = [*self._sizes(numbers), *planned, *self._memory(results, parts), *locals_, *body]
+        text = [
+            f"// {self.segment.conv.name}",
+            *[f'#include "{each}"' for each in ("load/load.h", *self.convolving.headers, "core/math.h")],
+            "",
+            self.mainloop.declared,
+            self.convolving.declared,
+            "template <class T> T* pointer(T* of) { return of; }",
+            "",
+            *structs,
+            f"EXPORT void forward({', '.join(declared)}, cudaStream_t stream) {{",
+            *[f"  {line}" for line in launcher],
+            "}",
+            "",
+        ]
+        text = "\n".join(text)
+        return Composed(text, results, self.statistics, tensors, numbers, random, parts, self.stores)
+
+    def _given(self) -> tuple[list[tuple[str, str]], list[str], bool]:
+        """Tensors and numbers behind x and weight, in the order of the segment's."""
+        kinds = [n.attr for n in order([root.node for root in self.program.roots]) if n.op == "leaf"]
+        names = [leaf.attr[0] for leaf in self.segment.inputs[1:]]
+        names += [*self.segment.parameters[1:], *self.segment.buffers]
+        used = {name: kind for name, kind in kinds if kind in ("parameter", "buffer", "input")}
+        tensors = [(n, "value_t" if used[n] == "input" else "accumulate_t") for n in names if n in used]
+        numbers = [name for name in self.segment.scalars if (name, "scalar") in kinds]
+        return tensors, numbers, any(kind == "drawn" for _, kind in kinds)
+
+    def _sizes(self, numbers: Sequence[str]) -> list[str]:
+        first = 3 - self.graph.dimensions
+        extents = [f"e_{side} = x.size({2 + i}) - KERNEL_{side} + 1" for i, side in enumerate("DHW"[first:])]
+        lines = [
+            "const int64_t N = x.size(0), C = CHANNELS_OUT;",
+            f"const int64_t {', '.join(['e_D = 1'] * first + extents)};",
+        ]
+        for name, level in self.graph.levels.items():
+            sides = zip("DHW", (1,) * first + level.window)
+            sizes = [f"{name}_{side} = {f'{level.parent}_{side} / {w}' if w else 1}" for side, w in sides]
+            lines.append(f"const int64_t {', '.join(sizes)};")
+        levels = "e", *self.graph.levels
+        lines += [f"const load::Extent extent_{name}(N, C, {name}_D, {name}_H, {name}_W);" for name in levels]
+        lines += [f"const real {source.identifier(n)} = real({source.identifier(n)}_given);" for n in numbers]
+        lines.append("const Values values(x, weight);")
+        if self.mainloop.name == "narrow2d":
+            lines.append("const auto geometry = Tile::Geometry::of(x);")
+        if self.mainloop.name == "wide":
+            lines.append("const Scratch<int32_t> largest(N, stream);")
+        return lines
+
+    def _memory(self, results: Sequence[Array], parts: Mapping[int, Pass]) -> list[str]:
+        lines = []
+        for i, each in enumerate(self.program.passes):
+            if isinstance(each, Planes) and i not in parts:
+                of_block = 1024 if each.by_sample else 4096
+                lines.append(f"const int64_t parts_{i} = extent_{each.level}.positions() / {of_block} + 1;")
+        made = [a for a in self.program.arrays.values() if a not in results and a.name != "stored"]
+        sizes = [f"({source._size(a)}) * int64_t(sizeof({source.TYPES[a.kind]}))" for a in made]
+        if made:
+            lines.append(
+                f"const Scratch<double> scratch({' + '.join(f'({size} + 15) / 16 * 2' for size in sizes)}, stream);"
+            )
+            lines.append("double* next = scratch;")
+        lines += [
+            f"{source.TYPES[a.kind]}* const {a.name} = load::next<{source.TYPES[a.kind]}>(next, {source._size(a)});"
+            for a in made
+        ]
+        if self.stores:
+            in_place = self._in_place()
+            scratch = "const Scratch<value_t> stored(N * C * e_D * e_H * e_W, stream);"
+            lines.append("value_t* const stored = y;" if in_place else scratch)
+        return lines
+
+    def _blocks(self, number: int, sink: Sink) -> list[str]:
+        """What blocks of channels leave, where one hasn't all of them."""
+        channels, all_ = self.convolving.channels, int(self.convolving.all)
+        count = f"blocks_{number} > {all_} ? N * blocks_{number} * e_D * e_H * e_W : 0"
+        return [
+            f"constexpr int blocks_{number} = (CHANNELS_OUT + {channels - 1}) / {channels};",
+            f"const Scratch<{sink.reduction}::Partial> partial_{number}({count}, stream);",
+        ]
+
+    def _merged(self, number: int, sink: Sink) -> list[str]:
+        to, positions = f"pointer<{sink.element}>({sink.array.name})", "e_D * e_H * e_W"
+        given = f"{to}, partial_{number}, {local(sink.after)}, N, blocks_{number}, {positions}, stream"
+        condition = f"if (blocks_{number} > {int(self.convolving.all)}) "
+        return [f"{condition}reduce::merge_channels<{sink.reduction}>({given});"]
+
+    def _in_place(self) -> bool:
+        """Does y's pass read what is stored at its own place alone, and no later one that?"""
+        root = self.program.roots[0]
+        if root.space != ELEMENTS:
+            return False
+        (own,) = [i for i, each in enumerate(self.program.passes) if Key("value", root.node) in each.targets]
+        reads = [text.reads_v or "stored" in text.pointers for text in self.program.texts]
+        return not self.program.texts[own].scalar and not any(reads[own + 1 :])
+
+    def _loaded(self, number: int) -> str:
+        each, text = self.program.passes[number], self.program.texts[number]
+        struct = f"Pass{number}{{{', '.join(text.members)}}}"
+        if isinstance(each, Planes):
+            level, channels = each.level, "1" if each.by_sample else "C"
+            v = "stored" if text.reads_v else "nullptr"
+            extent = f"load::Extent(N, {channels}, {level}_D, {level}_H, {level}_W)"
+            return f"load::planes({struct}, {extent}, {v}, parts_{number}, stream);"
+        blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
+        return f"load::small({struct}, {blocks}, stream);"
+
+
+# ----------------------------------------------------------------------------------------------------------------- choosing
+
+
+def chosen(segment, mainloop, arguments: Sequence, dtype: torch.dtype, exact_order: bool) -> Composed:
+    """Of what can run the cheaper one. Raises Unsupported."""
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    found, reasons = {}, []
+    for stores in (False, True):
+        try:
+            if stores and not x.dtype == dtype == torch.float32:
+                raise Unsupported("v isn't written in 16 bits")
+            found[stores] = composed(segment, mainloop, exact_order, stores)
+        except Unsupported as error:
+            reasons.append(str(error))
+    if len(found) == 2:
+        return found[not _recomputes(segment, mainloop, len(found[False].parts), x, weight)]
+    if not found:
+        raise Unsupported("; ".join(dict.fromkeys(reasons)))
+    return next(iter(found.values()))
+
+
+def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
+    """Do more passes of products take less time than v's way to memory and back? About equal, they save its memory."""
+    sizes = schedule.sizes_of(segment, x, weight)
+    values = sizes.N * sizes.C * sizes.positions("e")
+    products = 3 if x.dtype == torch.float32 and mainloop.name != "wide" else 1
+    again = (
+        (passes - 1) * 2 * values * math.prod(weight.shape[1:]) * products / CONVOLVING[mainloop.name].rate
+    )
+    return again <= 1.1 * 2 * 4 * values / BYTES_A_SECOND
+
+
+def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool):
+    """(mainloop, Composed) of the first mainloop that can run it. Raises Unsupported."""
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    if saving:
+        raise Unsupported("backward needs v, which is not kept")
+    direct.check(segment, x, weight, dtype)
+    refused = []
+    for mainloop in direct.MAINLOOPS:
+        if mainloop.dimensions != weight.dim() - 2 or mainloop.takes != "elements":
+            continue
+        try:
+            found = chosen(segment, mainloop, arguments, dtype, exact_order)
+            if (reason := _obstacle(mainloop, found, x, weight, dtype)) is None:
+                return mainloop, found
+            refused.append(f"{mainloop.name}: {reason}")
+        except Unsupported as error:
+            refused.append(f"{mainloop.name}: {error}")
+    raise Unsupported("; ".join(refused))
+
+
+def _shared(found: Composed, weight: Tensor, itemsize: int) -> int:
+    """Bytes of dynamic shared memory that narrow2d's sinks take with it, at most."""
+    kinds = [[(sink.kind, sink.reduction) for sink in own.sinks] for own in found.parts.values()]
+    words = max(
+        [0, *[1 + (r == "reduce::LogSumExp") for own in kinds for kind, r in own if kind == "channels"]]
+    )
+    stores = any(kind == "store" for own in kinds for kind, _ in own)
+    return tiling.sinks_shared(weight, words, itemsize if stores else 0)
+
+
+def _obstacle(mainloop, found: Composed, x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+    if mainloop.name == "narrow2d":
+        return tiling.rows_obstacle(x, weight, _shared(found, weight, max(x.element_size(), dtype.itemsize)))
+    if mainloop.name == "narrow3d":
+        stores = any(sink.kind == "store" for own in found.parts.values() for sink in own.sinks)
+        own = _STORES_SHARED if stores else _REDUCES_SHARED
+        return tiling.volume_obstacle(x, weight, x.dtype, own, True)
+    return mainloop.obstacle(x, weight, dtype, None)
+
+
+# Bytes that sinks take in narrow3d with what the mainloop has itself: those that store, with one that reduces; those that only reduce.
+_STORES_SHARED, _REDUCES_SHARED = 42 << 10, 14 << 10
+
+
+def _build(mainloop, found: Composed, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    defines = schedule._defines(segment, x, dtype)
+    if mainloop.name == "narrow2d":
+        shared = _shared(found, weight, max(x.element_size(), dtype.itemsize))
+        defines |= tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)}
+        defines |= {"SINKS_SHARED": shared}
+    else:
+        defines |= mainloop.defines(x, weight, dtype, None)
+    name = f"sinks_{source.identifier(segment.conv.name)}"
+    return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
+
+
+def requests(
+    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+) -> list[dict]:
+    return [_build(*_chosen(segment, arguments, saving, dtype, exact_order), segment, arguments, dtype)]
+
+
+def describe(
+    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+) -> str:
+    mainloop, found = _chosen(segment, arguments, saving, dtype, exact_order)
+    return f"{mainloop.name}: {found.line}"
+
+
+# ------------------------------------------------------------------------------------------------------------------ running
+
+
+@dataclass
+class Plan:
+    """`results`: shapes and dtypes of what is written; `tensors`: the launcher's other arguments by their numbers, and the dtypes that it
+    reads; `number`: of the argument that goes with a seed. statistics: of each update, where forward's results have mean and variance."""
+
+    launch: Callable
+    results: Sequence[tuple[list[int], torch.dtype]]
+    tensors: Sequence[tuple[int, torch.dtype]]
+    number: int | None
+    line: str
+    statistics: Sequence[tuple[int, int]]
+
+
+def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
+    """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
+    mainloop, found = _chosen(segment, arguments, saving, dtype, exact_order)
+    request = _build(mainloop, found, segment, arguments, dtype)
+    kernels = inline_loader.load(
+        request["name"], source=request["source"], device="cuda", defines=request["defines"]
+    )
+    x, weight_at = arguments[0], len(segment.inputs)
+    sizes = schedule.sizes_of(segment, x, arguments[weight_at])
+    dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
+    names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters, *segment.buffers]
+    tensors = [
+        (0, x.dtype),
+        (weight_at, x.dtype),
+        *[(names.index(n), dtypes[kind]) for n, kind in found.tensors],
+    ]
+    first, number = schedule._first_number(segment), None
+    if found.random:
+        tensors.append((first - 2, torch.int64))
+        number = first - 1
+    values = dict(zip(segment.scalars, arguments[first:]))
+    results = [(sizes.shape(a.space), dtype if a.name == "y" else torch.float32) for a in found.results]
+    at = [a.name for a in found.results]
+    return Plan(
+        kernels.forward.bound(*[float(values[name]) for name in found.numbers]),
+        results,
+        tensors,
+        number,
+        f"{mainloop.name}: {found.line}",
+        [tuple(at.index(name) for name in pair) for pair in found.statistics],
+    )
+
+
+def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
+    """y, and batch norms' statistics."""
+    x = arguments[0]
+    found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
+    given = [schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors]
+    plan.launch(*found, *given, *[] if plan.number is None else [arguments[plan.number]])
+    return found
+
+
+def saved(*given) -> list:
+    raise Unsupported("nothing is kept for backward")
+
+
+backward = saved

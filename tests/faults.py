@@ -1,0 +1,157 @@
+"""Sixty faults, one at a time, in a copy of the tree: do the tests that stand beside each see it?
+
+    python tests/faults.py [--only 3,17] [--files] [--sound]    # --files: does each text stand where it is looked for, once?
+                                                                # --sound: do the tests pass without the faults?
+
+A fault is caught where its tests run and at least one fails; it is not where they pass, or where none ran. Prints what isn't caught.
+Where a part moves, its faults move along: what no longer stands anywhere is replaced by another fault of the same part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Fault(NamedTuple):
+    path: str
+    old: str  # stands once in the file
+    new: str
+    tests: str  # arguments of pytest, the file in tests/ first
+
+
+# fmt: off
+FAULTS = [
+    # ---- kernels: what they share
+    Fault("kernels/core/numerics.h", "T(0) : x == bound ? gradient / 2 : gradient", "T(0) : gradient", "test_semantics.py -k min_add_ties"),
+    Fault("kernels/core/numerics.h", "return x >= low && x <= high;", "return x > low && x < high;", "test_semantics.py -k bounds_hit_exactly"),
+    Fault("kernels/core/numerics.h", "delta * delta * count * share", "delta * delta * share", "test_engine_cpu.py -k moments"),
+    Fault("kernels/core/numerics.h", "return candidate > best ||", "return candidate >= best ||", "test_semantics.py -k 'first_channel_wins or first_of_a_window'"),
+    Fault("kernels/core/philox.h", "round < 10", "round < 9", "test_engine_cpu.py -k dropouts_mask"),
+    Fault("kernels/core/split.cuh", "? 0 : min(top - exponent, 126)", "? 0 : min(top - exponent, 14)", "test_emulated.py -k 'any_magnitude and 1e-15'"),
+    Fault("kernels/core/split.cuh", "return {high, pack<Operand>(low.x, low.y)};", "return {high, 0};", "test_emulated.py -k 'rule_in_every_dtype'"),
+    Fault("kernels/core/dropout.cuh", "kept[r] >> shift | of_draw(last[r]) << (32 - shift)", "kept[r] >> shift", "test_backward_conv3d.py -k 'test_gradients and 800-11'"),
+    Fault("kernels/norm/formulas.h", "(constant + linear * centred_mean)", "constant", "test_semantics.py -k 'random_problems'"),
+    Fault("kernels/norm/formulas.h", "return mean + (conv_bias - conv_bias);", "return mean;", "test_emulated.py -k one_special_value"),
+    # ---- kernels: mainloops, sinks
+    Fault("kernels/norm/narrow3d_instance.cuh", "if (!isfinite(all.deviation)) {", "if (false) {", "test_emulated.py -k squares_overflow"),
+    Fault("kernels/norm/narrow3d_instance.cuh", "best[u] = max_nan(best[u], value);", "best[u] = value;", "test_emulated.py -k 'instance_norm_holds_sums'"),
+    Fault("kernels/norm/narrow3d_statistics.cuh", "if (tile.q + 8 * j + int(threadIdx.x % 4) * 2 + u < tile.positions)", "if (true)", "test_emulated.py -k 'test_rule_in_every_dtype'"),
+    Fault("kernels/grad/narrow3d.cuh", "fitting_exponent(float(largest), 126)", "0", "test_emulated.py -k 'squares_overflow and fused'"),
+    Fault("kernels/grad/narrow3d_weight.cuh", "* (1 / own_scale) * (1 / x_scale)", "* (1 / own_scale)", "test_backward_conv3d.py -k 'test_gradients and 800-10'"),
+    Fault("kernels/grad/narrow3d_instance.cuh", "-a * a * a * product / size", "-a * a * product / size", "test_backward_conv3d.py -k 'test_gradients and 800-10'"),
+    Fault("kernels/conv/narrow3d_operands.cuh", "scales_known = true;\n    float most[1]", "scales_known = true;\n    return true;\n    float most[1]", "test_emulated.py -k 'any_magnitude and late'"),
+    Fault("kernels/reduce/channels.cuh", "a.sum + b.sum * other", "a.sum + b.sum", "test_rungs.py test_narrow2d.py"),
+    Fault("kernels/load/planes.cuh", "x >= coarse.W) return 0", "x > coarse.W) return 0", "test_engine_source.py -k random_programs"),
+    Fault("kernels/load/planes.cuh", "j < i + kPack && j < S; j++", "j < i + kPack - 1 && j < S; j++", "test_engine_source.py -k random_programs"),
+    Fault("kernels/load/extreme.cuh", "(sign > 0 ? x > value : x < value)", "(sign > 0 ? x >= value : x <= value)", "test_engine_source.py -k ties"),
+    Fault("kernels/load/reduce.cuh", "if (count == 0) shift = x;", "", "test_engine_source.py -k large_means"),
+    Fault("kernels/load/small.cuh", "for (int64_t i = lane; i < count; i += 32) value += f(i);", "for (int64_t i = lane; i < count; i += 64) value += f(i);", "test_engine_source.py -k random_programs"),
+    # ---- kernels of a CPU, and the host's side
+    Fault("kernels/cpu/load.h", "for (int j = lanes; j < kLanes; j++) rest[j] = 0;", "", "test_engine_cpu.py -k each_value_once"),
+    Fault("kernels/cpu/load.h", "(sign > 0 ? x > value : x < value) | is_nan", "(sign > 0 ? x >= value : x <= value) | is_nan", "test_engine_source.py -k ties"),
+    Fault("kernels/cpu/load.h", "const bool in_row = int(places.w[0]) + count <= extent.W;", "const bool in_row = true;", "test_engine_cpu.py -k windows_there_and_back"),
+    Fault("kernels/cpu/winograd.h", "out2[i] = r - q", "out2[i] = q - r", "test_semantics.py -k winograd"),
+    Fault("kernels/host/bound.h", "if (low != bound.empty) return \"\";", "", "test_bound.py -k freed"),
+    Fault("kernels/host/tensor.h", "index < 0 ? index + dims : index", "index < 0 ? index + dims - 1 : index", "test_loader_source.py -k 'sizes'"),
+    # ---- loader
+    Fault("inline_kernels/loader/cache.py", "if _checksum(library) != record[\"sha256\"] or changed(record[\"dependencies\"]):", "if changed(record[\"dependencies\"]):", "test_loader_cache.py -k damaged"),
+    Fault("inline_kernels/loader/cache.py", "status.st_mode & 0o077,", "status.st_mode & 0o007,", "test_loader_cache.py -k shared_cache_folder"),
+    Fault("inline_kernels/loader/cache.py", "if total > LIMIT and folder != keep:", "if total > LIMIT:", "test_loader_cache.py -k least_recently"),
+    Fault("inline_kernels/loader/cache.py", "os.utime(folder / \"build.json\")", "pass", "test_loader_cache.py -k counts_as_use"),
+    Fault("inline_kernels/loader/cache.py", "if lock := _at_once(Path(f\"{folder}.lock\")):", "if lock := _at_once(Path(f\"{folder}.other\")):", "test_loader_cache.py -k 'spares'"),
+    Fault("inline_kernels/loader/cache.py", "if told and self._stamp() != self.known:", "if False:", "test_inline_loader.py -k same_compiler_text"),
+    Fault("inline_kernels/loader/source.py", "_KNOWN = {\"0\": False, \"false\": False,", "_KNOWN = {\"false\": False,", "test_loader_source.py -k no_code"),
+    Fault("inline_kernels/loader/source.py", "bool(match[4] and (match[1] or match[3]))", "bool(match[4] and match[1])", "test_loader_source.py -k types_as_C"),
+    Fault("inline_kernels/loader/launch.py", "if (requires_grad and torch.is_grad_enabled()) or _profiler_enabled():", "if _profiler_enabled():", "test_bound.py -k gradient_is_refused"),
+    Fault("inline_kernels/loader/launch.py", "            torch._C._increment_version(written_of(tensors))\n", "            pass\n", "test_bound.py -k autograd_sees"),
+    Fault("inline_kernels/loader/operators.py", "if len(self._plans) >= _KEPT_PLANS:", "if False:", "test_loader_operators.py -k limited_in_number"),
+    Fault("inline_kernels/loader/operators.py", "t.data_ptr() % 16) for t in tensors]", "0) for t in tensors]", "test_loader_operators.py -k plan"),
+    Fault("inline_kernels/loader/operators.py", "return [gradient if need else None for gradient, need in zip(found, needs)]\n\n    def shapes", "return list(found)\n\n    def shapes", "test_loader_operators.py -k only_the_gradients"),
+    # ---- engine: guards, support
+    Fault("inline_kernels/engine/guards.py", "if [cls.forward for cls in self._classes] != self._forwards:", "if False:", "test_engine_fuse.py -k 'changed or intercepted'"),
+    Fault("inline_kernels/engine/guards.py", "for (name, where), was in self._outside:", "for (name, where), was in ():", "test_engine_fuse.py -k names_outside"),
+    Fault("inline_kernels/engine/guards.py", "for value, content in self._contents:", "for value, content in ():", "test_engine_fuse.py -k lists_that_forward_reads"),
+    Fault("inline_kernels/engine/guards.py", "if before.get(name) != now.get(name):", "if False:", "test_engine_fuse.py -k more_than_compute"),
+    Fault("inline_kernels/engine/guards.py", "            self.numbers = numbers\n            changed()", "            changed()", "test_engine_fuse.py -k changed"),
+    Fault("inline_kernels/engine/support.py", "forward_ad._current_level >= 0 and", "False and", "test_engine_fuse.py -k forward_mode"),
+    Fault("inline_kernels/engine/support.py", "return f\"{name} has hooks\"", "return None", "test_engine_fuse.py -k intercepted"),
+    # ---- engine: capture, graph, algebra, passes, source, schedule, direct
+    Fault("inline_kernels/engine/capture.py", "elif self._writes_an_input(node):", "elif False:", "test_engine_capture.py -k writes_in_place"),
+    Fault("inline_kernels/engine/graph.py", "found[arg.id] = found[arg.id] + part if arg.id in found else part", "found[arg.id] = part", "test_engine_capture.py -k random_programs"),
+    Fault("inline_kernels/engine/algebra.py", "return 1 if at == 0 else -1", "return 1", "test_engine_algebra.py"),
+    Fault("inline_kernels/engine/algebra.py", "if op == \"relu\" and (low > 0 or x.op == \"relu\"):", "if op == \"relu\" and (high > 0 or x.op == \"relu\"):", "test_engine_algebra.py -k bounds"),
+    Fault("inline_kernels/engine/passes.py", "apart = looks_up or domain[need] != domain[key]", "apart = domain[need] != domain[key]", "test_engine_source.py -k random_programs"),
+    Fault("inline_kernels/engine/source.py", "own = f\"{scope.c} / {size} * {size}\"", "own = f\"{scope.c}\"", "test_engine_source.py -k random_programs"),
+    Fault("inline_kernels/engine/schedule.py", "return self._copy(node) if was and node.attr[1] == \"parameter\" else node", "return node", "test_engine_source.py -k parameters_that_change"),
+    Fault("inline_kernels/engine/schedule.py", "kind = \"value\" if of_z else kind_of(node, few_channels)", "kind = kind_of(node, few_channels)", "test_engine_source.py -k no_more_is_kept"),
+    Fault("inline_kernels/engine/direct.py", "if node.attr[1] == \"input\":", "if False:", "test_engine_direct.py -k not_pointwise"),
+    Fault("inline_kernels/engine/direct.py", "split = x.dtype == torch.float32 and not library.eager_runs_tf32(x, weight)", "split = False", "test_engine_direct.py -k 'test_tails or test_sizes'"),
+    Fault("inline_kernels/engine/ops.py", "variance = t.graph.variance(x.node, mean_, steps)", "variance = t.graph.variance(x.node, mean_, steps) + t.number(1e-3)", "test_engine_ops.py -k norms"),
+    Fault("inline_kernels/engine/compiled.py", "            graph.call_function(operator.eq, (graph.create_node(\"get_attr\", name), value))\n", "            pass\n", "test_engine_fuse.py -k test_compile"),
+]
+# fmt: on
+
+
+def passes(tree: Path, tests: str) -> bool | None:
+    """Do these tests pass in that tree? None: there are none."""
+    files, _, rest = tests.partition(" -k ")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += [f"tests/{file}" for file in files.split()] + (["-k", rest.strip("'")] if rest else [])
+    own = {"INLINE_LOADER_CACHE": str(tree.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env={**os.environ, **own}, capture_output=True, text=True)
+    return {0: True, 1: False}.get(done.returncode)
+
+
+def copied(tree: Path) -> None:
+    """The files that git tracks, as they are now."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(lambda name: (ROOT / name).is_file(), names.stdout.splitlines()):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="numbers of faults")
+    parser.add_argument(
+        "--files", action="store_true", help="only whether each text stands where it is looked for"
+    )
+    parser.add_argument("--sound", action="store_true", help="do the tests pass without the faults?")
+    options = parser.parse_args()
+    wanted = [int(number) for number in options.only.split(",") if number] or range(len(FAULTS))
+    missed = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        copied(tree)
+        for number in wanted:
+            path, old, new, tests = FAULTS[number]
+            text = (tree / path).read_text() if (tree / path).is_file() else ""
+            if text.count(old) != 1:
+                told = f"its text stands {text.count(old)} times"
+            elif options.files:
+                continue
+            else:
+                (tree / path).write_text(text if options.sound else text.replace(old, new))
+                passed = passes(tree, tests)
+                (tree / path).write_text(text)
+                told = {None: "no test ran", options.sound: ""}.get(
+                    passed, "fails" if options.sound else "not caught"
+                )
+            if told:
+                missed.append(number)
+            print(f"{number:3d} {told or 'well'}: {path}: {old.strip()[:50]!r}; {tests}", flush=True)
+    print(f"{len(wanted)} faults, {len(missed)} not as they should be: {','.join(map(str, missed))}")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Reductions inside the mainloops (inline_kernels/engine/sinks.py), run in the emulation of a GPU, against float64; which schedule KernelBench's
+problems get; and what nvcc makes of the sources."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import numerics
+from inline_kernels.bench import checks
+from inline_kernels.engine import direct, sinks
+from test_emulated import folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
+from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
+
+INF = float("inf")
+POOLS = {2: F.max_pool2d, 3: F.max_pool3d}
+
+
+def model_of(filters, tail, **settings) -> nn.Module:
+    model = random_model(filters, tail, **settings)
+    model.spatial = tuple(range(2, len(filters)))
+    return model
+
+
+def normed(m: nn.Module, v: torch.Tensor, groups: int = 4) -> torch.Tensor:
+    return F.group_norm(v, groups, m.norm.weight, m.norm.bias)
+
+
+def residual(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(v + F.hardswish(torch.tanh(normed(m, v))), 1, keepdim=True)
+
+
+# By name: the tail, and the sinks of its passes over v.
+TAILS = {
+    "min": (lambda m, v: torch.tanh(v.amin(1, keepdim=True)), "channels"),
+    "max": (lambda m, v: (torch.sigmoid(v * m.scale) * m.by_channel).amax(1), "channels"),
+    "mean over channels": (lambda m, v: torch.square(v).mean(1) / m.number, "channels"),
+    "logsumexp": (lambda m, v: torch.relu(torch.logsumexp(v * m.scale, 1)), "channels"),
+    "global mean": (lambda m, v: F.gelu(v).mean(m.spatial), "sums"),
+    "norm": (lambda m, v: F.relu(normed(m, v * m.scale)) / m.number, "moments; store"),
+    "nonlinear norm": (
+        lambda m, v: normed(m, torch.sigmoid((v + m.by_channel) * m.scale), 2),
+        "moments; store",
+    ),
+    "instance norm": (lambda m, v: F.instance_norm(v) / 2.0, "moments; store"),
+    "norm, mean": (lambda m, v: normed(m, F.hardswish(v)).mean(m.spatial), "moments"),
+    "norm, logsumexp": (residual, "moments; channels"),
+}
+FILTERS = {
+    "narrow2d": [((32, 3, 3, 3), (9, 34)), ((20, 5, 2, 3), (7, 150)), ((80, 2, 1, 2), (5, 11))],
+    "narrow3d": [((16, 3, 3, 3, 3), (6, 9, 13)), ((32, 2, 1, 2, 2), (4, 7, 9))],
+    "wide": [((40, 24, 3, 3), (5, 37)), ((144, 17, 1, 2), (3, 150))],
+}
+
+
+def run(model: nn.Module, *inputs) -> tuple[torch.Tensor, list]:
+    """y, and the statistics of batch norms."""
+    segment, arguments = given(model, inputs)
+    plan = sinks.plan(segment, arguments, False, inputs[0].dtype)
+    y, *rest = sinks.forward(plan, arguments)
+    return y, [(y, *rest)[i] for pair in plan.statistics for i in pair]
+
+
+def references(model: nn.Module, *inputs) -> list[torch.Tensor]:
+    def of(kind: torch.dtype) -> torch.Tensor:
+        with torch.no_grad():
+            return copy.deepcopy(model).to(kind)(*[t.to(kind) for t in inputs])
+
+    return [of(kind) for kind in (torch.float64, inputs[0].dtype)]
+
+
+def assert_rule(model: nn.Module, *inputs) -> None:
+    dtype = inputs[0].dtype
+    (y, _), (exact, eager) = run(model, *inputs), references(model, *inputs)
+    y = y.view(exact.shape)
+    assert y.dtype == dtype
+    error = checks.judged("", "output", exact, eager, y, dtype)
+    assert error.share <= 1, error
+    assert torch.equal(y, run(model, *inputs)[0].view(y.shape)), "it isn't repeatable"
+
+
+def sinks_of(model: nn.Module, x: torch.Tensor, stores: bool = False) -> str:
+    segment, arguments = given(model, (x,))
+    (mainloop,) = [each for each in direct.MAINLOOPS if each.takes == "elements"]
+    found = sinks.composed(segment, mainloop, False, stores)
+    return "; ".join(" and ".join(sink.kind for sink in own.sinks) for own in found.parts.values())
+
+
+@pytest.fixture
+def through(device, monkeypatch):  # noqa: F811
+    """through(mainloop, architecture, stores): where both can be had, v is stored or not."""
+
+    def become(mainloop: str, architecture: int = 800, stores: bool = False) -> None:
+        device(architecture), only_through(mainloop, monkeypatch)
+        monkeypatch.setattr(sinks, "_recomputes", lambda *given: not stores)
+
+    return become
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_tails(mainloop, name, through):
+    filters, size = FILTERS[mainloop][0]
+    through(mainloop)
+    tail, found = TAILS[name]
+    model, x = model_of(filters, tail), numerics.random_input((2, filters[1], *size))
+    assert sinks_of(model, x) == found
+    assert_rule(model, x)
+
+
+SIZES = [(mainloop, *sizes) for mainloop, all_sizes in FILTERS.items() for sizes in all_sizes]
+
+
+@pytest.mark.parametrize("mainloop, filters, size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "name, dtype", [("logsumexp", torch.float32), ("nonlinear norm", torch.bfloat16)], ids=str
+)
+def test_sizes(name, mainloop, filters, size, dtype, through):
+    """Channels that fill no block, or several; rows and planes that fill no tile, or several."""
+    through(mainloop, 900 if dtype == torch.float32 else 800)
+    model = model_of(filters, TAILS[name][0]).to(dtype)
+    assert_rule(model, numerics.random_input((3, filters[1], *size), dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["norm, mean", "max"])
+def test_filters_that_registers_have_no_room_for(name, through):
+    through("narrow3d")
+    model = model_of((24, 3, 4, 4, 4), TAILS[name][0])
+    x = numerics.random_input((2, 3, 6, 7, 9))
+    assert_rule(model, x)
+    model = model_of((24, 3, 4, 4, 4), TAILS["norm"][0])
+    segment, arguments = given(model, (x,))
+    with pytest.raises(sinks.Unsupported, match="does not fit in shared memory"):
+        sinks.describe(segment, arguments, False, x.dtype)
+
+
+def dropped(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.clamp(normed(m, v), -0.5, 1.5), 0.0, m.training)
+
+
+STORED = {
+    "in y's place": (lambda m, v: F.relu(normed(m, v + m.by_channel)), "moments and store"),
+    "what is normalised": (lambda m, v: normed(m, torch.sigmoid(v * m.scale)), "moments and store"),
+    "before a pool": (lambda m, v: POOLS[len(m.spatial)](normed(m, v), 2), "moments and store"),
+    "before channels": (lambda m, v: torch.clamp(F.instance_norm(v), -1, 1).amax(1), "moments and store"),
+    "dropout": (dropped, "moments and store"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+def test_v_stored(mainloop, name, through):
+    filters, size = FILTERS[mainloop][0]
+    through(mainloop, stores=True)
+    tail, found = STORED[name]
+    model, x = model_of(filters, tail), numerics.random_input((2, filters[1], *size))
+    assert sinks_of(model, x, stores=True) == found
+    assert_rule(model, x)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_batch_norm_in_training(mainloop, stores, through):
+    filters, size = FILTERS[mainloop][0]
+    if stores and mainloop == "wide":
+        pytest.skip("it has one sink at a time")
+    through(mainloop, stores=stores)
+    model, x = (
+        model_of(filters, lambda m, v: m.norm(F.mish(v)) * m.number),
+        numerics.random_input((3, filters[1], *size)),
+    )
+    model.train()
+    y, (mean, variance) = run(model, x)
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        u = F.mish(exact.conv(x.double())).transpose(0, 1).flatten(1)
+        torch.testing.assert_close(mean.view(-1).double(), u.mean(1), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(variance.view(-1).double(), u.var(1, unbiased=False), rtol=1e-5, atol=1e-6)
+        expected, eager = exact(x.double()), copy.deepcopy(model)(x)
+    error = checks.judged("", "output", expected, eager, y.view(expected.shape), x.dtype)
+    assert error.share <= 1, error
+
+
+@pytest.mark.parametrize("name", ["max", "logsumexp", "global mean", "norm", "norm, logsumexp"])
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_values_that_are_not_finite(mainloop, name, through):
+    """Infinities and NaN of a sample are that sample's; they are where eager has them."""
+    filters, size = FILTERS[mainloop][0]
+    through(mainloop)
+    model, x = model_of(filters, TAILS[name][0]), numerics.random_input((5, filters[1], *size))
+    for n, value in enumerate([INF, float("nan"), -INF, 1e30], 1):
+        x[(n, 0, *[extent // 2 for extent in size])] = value
+    (y, _), (_, eager) = run(model, x), references(model, x)
+    assert torch.equal(kinds_of(y.view(eager.shape)), kinds_of(eager))
+    torch.testing.assert_close(y.view(eager.shape)[0], eager[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mainloop", FILTERS)
+def test_large_means(mainloop, through):
+    filters, size = FILTERS[mainloop][0]
+    through(mainloop)
+    model = model_of(filters, TAILS["norm"][0])
+    assert_rule(model, numerics.random_input((2, filters[1], *size)) + 300)
+
+
+def test_exact_order_takes_moments_of_the_model_s_values(through):
+    filters, size = FILTERS["narrow2d"][0]
+    through("narrow2d")
+    model, x = model_of(filters, TAILS["norm"][0]), numerics.random_input((2, filters[1], *size))
+    segment, arguments = given(model, (x,))
+    texts = [
+        sinks.requests(segment, arguments, False, x.dtype, exact)[0]["source"] for exact in (False, True)
+    ]
+    assert ["conv::Identity" in text for text in texts] == [True, False]
+
+
+def test_what_costs_less(through, monkeypatch):
+    """Products again, or v's way to memory: by what they take, whatever the problem."""
+    through("narrow2d")
+    monkeypatch.undo()
+    (mainloop,) = [each for each in direct.MAINLOOPS if each.takes == "elements" and each.name == "narrow2d"]
+    for taps, again in ((1, True), (25, False)):
+        model = model_of((32, 16, taps, 1), TAILS["norm"][0])
+        segment, (x, weight, *_) = given(model, (torch.randn(2, 16, 40, 40),))
+        assert sinks._recomputes(segment, mainloop, 2, x, weight) == again
+
+
+# --------------------------------------------------------------------------------------------------------- KernelBench's sizes
+
+RECOMPUTED = {17: "wide", 21: "narrow2d", 52: "wide", 73: "narrow2d", 92: "narrow2d"}
+ONCE = {23: "narrow3d", 25: "narrow2d", 27: "narrow3d", 32: "wide", 67: "narrow2d"}
+STORING = {79: "narrow3d", 83: "narrow3d", 85: "narrow2d"}
+
+
+@pytest.mark.parametrize("number", {**RECOMPUTED, **ONCE, **STORING})
+def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
+    gpu(architecture=900, multiprocessors=132)
+    segment, arguments = full_size(number)
+    line = sinks.describe(segment, arguments, False, torch.float32)
+    name = {**RECOMPUTED, **ONCE, **STORING}[number]
+    assert line.startswith(f"{name}: ")
+    assert ("v is never written" in line) == (number not in STORING)
+    assert ("again" in line) == (number in RECOMPUTED)
