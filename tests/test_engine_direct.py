@@ -530,6 +530,32 @@ def full_size(number: int):
     return segment, arguments
 
 
+@pytest.mark.parametrize(
+    "filters, image, padding, runs",
+    [
+        ((128, 64, 3, 3), (128, 128, 128), 0, "wide"),
+        ((256, 256, 3, 3), (1, 256, 256), 0, "stream"),
+        ((256, 256, 3, 3), (128, 28, 28), 1, "stream"),
+        ((1280, 1280, 3, 3), (8, 16, 16), 1, "faster at such sizes"),
+    ],
+    ids=str,
+)
+def test_many_channels_at_full_sizes(filters, image, padding, runs, gpu):  # noqa: F811
+    """What the records say."""
+    gpu(architecture=900, multiprocessors=132)
+    N, *size = image
+    model = random_model(filters, TAILS["relu, bias"], padding=padding).bfloat16()
+    x = torch.empty(N, filters[1], *size, device="meta", dtype=torch.bfloat16)
+    segment = segment_of(model, x)
+    arguments = arguments_of(model, segment, x)
+    arguments[0] = Standing(x.contiguous(memory_format=torch.channels_last), arguments[1].device)
+    try:
+        found = direct.describe(segment, arguments, False, torch.bfloat16)
+    except direct.Unsupported as error:
+        found = str(error)
+    assert runs in found.split(", the tail")[0]
+
+
 @pytest.mark.parametrize("number", level2.PROBLEMS)
 def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)

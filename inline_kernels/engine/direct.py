@@ -606,7 +606,7 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
     program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
     names = schedule._names(segment, program)
     text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
-    return schedule.Composed(text, program, names, None, None, [], {}, [])
+    return schedule.Composed(text, program, names, None, None, [], {}, [], source.Own())
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
