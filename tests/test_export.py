@@ -1,104 +1,38 @@
-"""A problem as one file: what it may hold, that it computes what the reference does where nothing of ours can be imported, and that an edit
-of the formula is what runs. Here are the cells of the variant `epilogue`; those of fused kernels have what test_cell.py asks for.
-"""
+"""A model as one file: what it holds, that it computes and trains what Model does where nothing of ours can be imported, what stands in its
+way, and what an edit of it does."""
+
+from __future__ import annotations
 
 import ast
+import copy
+import dataclasses
 import functools
-import inspect
+import importlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import inline_loader
-from inline_kernels.export import export
-from inline_kernels.export import kernels as export_kernels
-from inline_kernels.export import layout as export_layout
-from inline_kernels.export import python as export_python
+import machine_code_gate
+import models
+import test_emulated
+from inline_kernels.export import cell_of, export, notebook, used
+from inline_kernels.loader import source as loader_source
 from inline_kernels.loader import units
+from test_emulated import folder  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = list(export.models.PROBLEMS)
-DEVICES = "cpu", "cuda"
-PUBLIC = {"Model", "ModelNew", "get_inputs", "get_init_inputs", "get_model"}
-KERNELS = re.compile(r'r"""\n.*?"""', flags=re.S)
-FORMULA = "THE FORMULA"
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def of_cells(names: str, *devices: str):
-    """A cell takes seconds to write, so all tests of one run in the same process."""
-    group = pytest.mark.xdist_group
-    values = {f"{name}-{device}": (name, device) for device in devices for name in NAMES}
-    count = len(names.split(","))
-    return pytest.mark.parametrize(
-        names, [pytest.param(*value[:count], marks=group(key)) for key, value in values.items()]
-    )
-
-
-each_cell = of_cells("name, device", *DEVICES)
-
-# Of the formula's line on a CPU, for the problems of this repository: a text in it, and what makes it another formula.
-EDITS = {
-    "conv2d_min_add_multiply": ("+ bias)", "- bias)"),
-    "conv3d_multiply_instancenorm_clamp_multiply_max": ("* channel.m", "* channel.m + 1"),
-    "conv3d_groupnorm_min_clamp_dropout": ("return clamp(", "return 2 * clamp("),
-    "conv2d_groupnorm_scale_maxpool_clamp": ("clamp(", "1 + clamp("),
-}
-
-cell = functools.lru_cache(None)(lambda name, device: export.cell(name, device=device, variant="epilogue"))
-
-
-def besides(text: str) -> str:
-    """The file without the kernels' text."""
-    return KERNELS.sub("''", text)
-
-
-# ------------------------------------------------------------------------------------------------------- what a file holds
-
-
-@each_cell
-def test_defines_five_names_and_private_ones(name, device):
-    defined = set()
-    for node in ast.parse(cell(name, device)).body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            defined |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            defined |= {target.id for target in node.targets}
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            defined.add(node.name)
-        else:  # it does nothing but define
-            assert isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    assert {each for each in defined if not each.startswith("_")} == PUBLIC | {"torch", "nn"}
-
-
-@each_cell
-def test_short_and_plain(name, device):
-    text = cell(name, device)
-    assert len(besides(text).splitlines()) <= export.LINES
-    assert text.count(FORMULA) == 2, "once in the kernels, once at the top"
-    assert '#include "' not in text and text.startswith('"""y = ')
-    kinds = {type(node) for node in ast.walk(ast.parse(text))}
-    assert not kinds & {ast.Try, ast.Pass, ast.Global, ast.AsyncFunctionDef}
-    assert not re.search(
-        r"\b(pass|try|print|open|exec|eval|threading|_?sys\.(path|modules))\b", besides(text)
-    )
-    assert not re.search(r"\bpass\b", text)
-
-
-@each_cell
-def test_is_plain_python_for_ipython(name, device):
-    manager = pytest.importorskip("IPython.core.inputtransformer2").TransformerManager
-    assert manager().transform_cell(cell(name, device)) == cell(name, device)
-
-
 # What KernelBench looks for in a solution's text, comments taken off (its kernel_static_checker.py): errors of any kind.
 FORBIDDEN = {
     "fallback": r"\btry\s*:|\bexcept\s*:|\bexcept\s+\w+|\bpass\b",
@@ -107,13 +41,190 @@ FORBIDDEN = {
     "lazy tensor": r"_make_subclass|class\s+\w+.*\((?:torch\.)?Tensor\)|torch\.Tensor\.__new__",
     "stream": r"cuda\.Stream\s*\(|with\s+torch\.cuda\.stream|\.(?:wait|record)_stream\s*\(",
 }
+COMPOSED = ROOT / "tests" / "composed"
+PUBLIC = {"Model", "ModelNew", "get_inputs", "get_init_inputs", "check", "torch", "nn"}
+
+
+class ScaledRelu(nn.Module):
+    """y = relu(conv(x)) * scale + bias."""
+
+    def __init__(self, in_channels, out_channels, kernel_size, scale):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
+        self.bias = nn.Parameter(torch.randn(out_channels, 1, 1))
+        self.scale = scale
+
+    def forward(self, x):
+        return torch.relu(self.conv(x)) * self.scale + self.bias
+
+
+class DroppedConv(nn.Module):
+    """y = dropout(conv(x))."""
+
+    def __init__(self, channels, p):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, bias=False)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.drop(self.conv(x))
+
+
+class Pooled(nn.Module):
+    """y = dropout(max_pool(group_norm(conv(x), 2))) + shift + conv's bias once more."""
+
+    def __init__(self, channels, scale):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, stride=2)
+        self.norm, self.pool, self.drop = nn.GroupNorm(2, channels), nn.MaxPool2d(2), nn.Dropout(0.25)
+        self.shift = nn.Parameter(torch.randn(channels, 1, 1))
+        self.scale = scale
+
+    def forward(self, x):
+        return self.drop(self.pool(self.norm(self.conv(x)) * self.scale)) + self.shift
+
+
+# The library convolves: v is its result.
+LOAD = """// y = relu(v + conv_bias) * scale + bias
+#include "core/numerics.h"
+#include "host/tensor.h"
+
+template <class F> void each(const In<value_t>& v, const F& f) {
+  const int64_t C = v.size(1), S = v.size(2) * v.size(3);
+  host::parallel_for(C, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++)
+      for (int64_t n = 0; n < v.size(0); n++)
+        for (int64_t i = 0; i < S; i++) f(c, (n * C + c) * S + i);
+  });
+}
+
+EXPORT void forward(Out<value_t> y, In<value_t> v, In<accumulate_t> conv_bias, In<accumulate_t> bias, double scale) {
+  each(v, [&](int64_t c, int64_t i) {
+    y[i] = value_t(maximum(accumulate_t(v[i]) + conv_bias[c], accumulate_t(0)) * accumulate_t(scale) + bias[c]);
+  });
+}
+
+EXPORT int64_t channels(In<value_t> v) { return v.size(1); }
+
+EXPORT int64_t counts_size(In<value_t> x, In<value_t> weight) { return x.size(0) * weight.size(0); }
+
+EXPORT int64_t positive_size(In<value_t> v) { return v.numel(); }
+
+EXPORT void backward_parameters(Out<accumulate_t> d_conv_bias, Out<accumulate_t> d_bias, Out<uint8_t> positive, Out<int64_t> counts,
+                                In<value_t> dy, In<value_t> v, In<accumulate_t> conv_bias, double scale, int64_t channels) {
+  if (counts.numel() != v.size(0) * channels || positive.numel() != v.numel()) throw std::runtime_error("sizes");
+  for (int64_t c = 0; c < channels; c++) d_conv_bias[c] = d_bias[c] = 0;
+  each(v, [&](int64_t c, int64_t i) {
+    positive[i] = accumulate_t(v[i]) + conv_bias[c] > 0;
+    d_conv_bias[c] += positive[i] ? accumulate_t(dy[i]) * accumulate_t(scale) : 0, d_bias[c] += accumulate_t(dy[i]);
+  });
+}
+
+EXPORT void backward_v(Out<value_t> d_v, In<value_t> dy, In<uint8_t> positive, double scale) {
+  for (int64_t i = 0; i < d_v.numel(); i++) d_v[i] = value_t(positive[i] ? accumulate_t(dy[i]) * accumulate_t(scale) : 0);
+}
+"""
+DROPPED = """#include "core/philox.h"
+#include "host/tensor.h"
+
+EXPORT void forward(Out<value_t> y, In<value_t> v, In<int64_t> seed, int64_t number, double drop_p) {
+  for (int64_t i = 0; i < v.numel(); i++) {
+    const bool keeps = drop_p == 0 || dropout_keeps(philox(seed_of(seed, number), i / 4).lane[i % 4], drop_p);
+    y[i] = keeps ? v[i] / value_t(1 - drop_p) : value_t(0);
+  }
+}
+
+EXPORT void backward(Out<value_t> dv, In<value_t> dy, In<int64_t> seed, int64_t number, double drop_p) {
+  for (int64_t i = 0; i < dv.numel(); i++) {
+    const bool keeps = drop_p == 0 || dropout_keeps(philox(seed_of(seed, number), i / 4).lane[i % 4], drop_p);
+    dv[i] = keeps ? dy[i] / value_t(1 - drop_p) : value_t(0);
+  }
+}
+"""
+PLAIN = (1, 1), (0, 0), (1, 1), False, (0, 0), 1  # a convolution's settings
+
+
+def exported(Model, init_inputs, shape, source=None, device="cpu", dtype=torch.float32) -> str:
+    """The cell of a class. source: its text, or path; None: the engine's."""
+    problem = SimpleNamespace(Model=Model, input_shape=shape, get_init_inputs=lambda: [*init_inputs])
+    model, x = Model(*init_inputs).to(dtype), torch.empty(shape, dtype=dtype, device="meta")
+    text = source.read_text() if isinstance(source, Path) else source
+    kernels = export.Kernels(text, "conv.weight", PLAIN) if text else export.generated(model, x, device)
+    kernels = kernels._replace(place=export.KERNELS)
+    return export.cell(export._text_of(problem), model, x, kernels, device)
+
+
+relu = functools.partial(exported, ScaledRelu, (3, 8, 3, 0.5), (4, 3, 10, 12))
+pooled = functools.partial(exported, Pooled, (4, -0.5), (3, 4, 13, 17))
+CELLS = {
+    "direct": lambda: relu(COMPOSED / "scaled_relu.cpp"), "load": lambda: relu(LOAD), "halves": lambda: relu(LOAD, dtype=torch.bfloat16),
+    "cuda": lambda: relu(COMPOSED / "scaled_relu.cu", "cuda"), "engine": relu, "engine, doubles": lambda: pooled(dtype=torch.float64),
+    "engine, pooled": pooled, "engine, cuda": lambda: pooled(device="cuda"),
+    "dropped": lambda: exported(DroppedConv, (2, 0.25), (3, 2, 20, 20), DROPPED),
+    "engine, dropped": lambda: exported(DroppedConv, (2, 0.25), (3, 2, 20, 20)),
+}  # fmt: skip
+FUSED = [name for name, problem in models.PROBLEMS.items() if problem.ModelNew.fused]  # for a GPU
+CELLS |= {name: functools.partial(cell_of, name, "cuda") for name in FUSED}
+each_cell = pytest.mark.parametrize("name", CELLS)
+trains = pytest.mark.parametrize("name", ["direct", "load", "engine", "engine, doubles", "engine, pooled"])
+
+
+@functools.cache
+def text_of(name: str) -> str:
+    torch.manual_seed(0)
+    return CELLS[name]()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def builds(tmp_path_factory):
+    """Of all cells here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
+
+
+def ran(text: str) -> dict:
+    exec(compile(text, "cell", "exec"), names := {"__name__": "__main__"})
+    return names
+
+
+def pair(names: dict) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    ours, theirs = (
+        names[each](*names["get_init_inputs"]()).to(names["_DTYPE"]) for each in ("ModelNew", "Model")
+    )
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs, names["get_inputs"]()[0].to(names["_DTYPE"])
+
+
+# ------------------------------------------------------------------------------------------------------- what a file holds
 
 
 @each_cell
-def test_static_rules(name, device):
-    code = "\n".join(re.split("#|//", line)[0] for line in cell(name, device).split("\n"))
+def test_what_a_file_holds(name):
+    """Formula and gradient before all else; each header once; public names and private ones; what KernelBench's checker lets through."""
+    text, defined = text_of(name), set()
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            defined |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            targets = [each for target in node.targets for each in getattr(target, "elts", [target])]
+            defined |= {target.id for target in targets}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+    assert {each for each in defined if each[0] != "_"} == PUBLIC
+    parts = ["class Model(", "\n_FORMULA = ", "\n_HEADERS = ", "class ModelNew("]
+    assert parts == sorted(parts, key=text.index)
+    assert '#include "' not in text and text.count(" core/scalar.h\n") == text.count(" host/tensor.h\n") == 1
+    code = "\n".join(re.split("#|//", line)[0] for line in text.split("\n"))
     assert {rule for rule, pattern in FORBIDDEN.items() if re.search(pattern, code)} == set()
-    assert "load_inline" in code and (device == "cpu" or "__global__" in code)
+    assert "load_inline" in code and ('_DEVICE, _DTYPE, _AS_WRITTEN = "cuda"' in code) == (
+        "cuda" in name or name in FUSED
+    )
+    assert "__global__" in code or "cuda" not in name
+    if python := importlib.util.find_spec("IPython") and importlib.import_module(
+        "IPython.core.inputtransformer2"
+    ):
+        assert python.TransformerManager().transform_cell(text) == text
 
 
 def test_the_rules_bite():
@@ -121,478 +232,677 @@ def test_the_rules_bite():
         "fallback": "try:\n", "clock": "time.time = f", "thread": "import threading", "lazy tensor": "class A(Tensor):",
         "stream": "s = torch.cuda.Stream()",
     }  # fmt: skip
-    assert (
-        all(re.search(FORBIDDEN[rule], text) for rule, text in samples.items())
-        and samples.keys() == FORBIDDEN.keys()
+    assert samples.keys() == FORBIDDEN.keys()
+    assert all(re.search(FORBIDDEN[rule], text) for rule, text in samples.items())
+
+
+def test_the_host_is_one_text_for_all():
+    assert len({text_of(name).partition("host: the same for all models")[2] for name in CELLS}) == 1
+
+
+MOST = {  # lines of a cell for a GPU
+    "conv2d_min_add_multiply": 3710, "conv2d_groupnorm_scale_maxpool_clamp": 4340,
+    "conv3d_groupnorm_min_clamp_dropout": 3760, "conv3d_multiply_instancenorm_clamp_multiply_max": 3670,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_lines(name):
+    assert len(text_of(name).splitlines()) <= MOST[name]
+
+
+def test_a_notebook_with_its_headers_folded():
+    cells = json.loads(notebook(text_of("direct")))["cells"]
+    assert [cell["metadata"] for cell in cells] == [{}, {"jupyter": {"source_hidden": True}}, {}]
+    names = {"__name__": "__main__"}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), "cell", "exec"), names)
+    ours, theirs, x = pair(names)
+    assert torch.allclose(ours(x), theirs(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda text: text.replace("double scale", "double factor"), "forward: expected parameters out of .* scale, .*, got `double factor`"),
+    (lambda text: text.replace("In<value_t> v,", "const value_t* v,"), r"forward: expected In<T> and Out<T>, .*, got `const value_t\* v`"),
+    (lambda text: text.replace("Out<uint8_t> positive", "Out<Mask> positive"), r"expected In<T> and Out<T>, T out of .*, got `Out<Mask> positive`"),
+    (lambda text: text.replace("EXPORT int64_t positive_size", "inline int64_t positive_size"), r"expected a function `EXPORT int64_t positive_size\(…\)` of how many elements it has, got `Out<uint8_t> positive`"),
+    (lambda text: text.replace("EXPORT int64_t channels", "inline int64_t channels"), "backward_parameters: expected parameters out of .*, got `int64_t channels`"),
+    (lambda text: text.replace("double scale, int64_t channels", "double positive, int64_t channels"), "expected parameters out of .*, got `double positive`"),
+], ids=["argument", "pointer", "type", "size", "number", "no number"])  # fmt: skip
+def test_what_can_be_no_cell(change, message):
+    with pytest.raises(ValueError, match=message):
+        relu(change(LOAD))
+
+
+def test_headers_in_their_places(tmp_path):
+    """Once; in front of an #if that nobody can decide; of one that is known its live branch."""
+    files = {
+        "a.h": "#pragma once\n#ifdef GPU\n#include \"gpu.h\"\n#else\n#include \"cpu.h\"\n#endif\n#ifndef GPU\nint host;\n#endif\nint a;",
+        "gpu.h": "int gpu;", "cpu.h": "#ifdef X\n#include \"b.h\"\n#else\nint x;\n#endif\nint cpu;", "b.h": "int b;",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    headers: dict = {}
+    source = '#include <math.h>\n#include "a.h"\n#if Y\n#include "b.h"\n#include "a.h"\n#endif\n'
+    gathered = loader_source.gather(source, tmp_path, [tmp_path], headers)
+
+    def lines(known) -> list[str]:
+        text = loader_source.inlined(gathered, headers.values(), known)
+        return [line for line in text.split("\n") if line and line[:2] != "//"]
+
+    cpu = ["int b;", "#ifdef X", "#else", "int x;", "#endif", "int cpu;"]
+    rest = ["#if Y", "#endif"]
+    assert lines({"GPU": False}) == ["#include <math.h>", *cpu, "int host;", "int a;", *rest]
+    assert lines({"GPU": True}) == ["#include <math.h>", "int gpu;", "int a;", "int b;", *rest]
+    both = ["int gpu;", *cpu, "#ifdef GPU", "#else", "#endif", "#ifndef GPU", "int host;", "#endif", "int a;"]
+    assert lines({}) == ["#include <math.h>", *both, *rest]
+
+
+def test_what_is_not_used_is_left_out():
+    headers = """// ---- a.h
+// Of the header.
+
+#pragma once
+#define TWICE(x) (2 * (x))
+#define UNUSED 1
+namespace a {
+
+// Gone, with this.
+template <class T, int kOf = (1 > 0)>
+__device__ void gone(T x) {
+#pragma unroll
+  for (int i = 0; i < 3; i++) x = TWICE(x);
+}
+
+enum { kOne = 1, kTwo };
+MAKE(gone)
+MAKE(other) MAKE(deep, deeper)
+MAKE(dee)
+constexpr int kGone = 3;
+struct alignas(2 * sizeof(int)) Aligned {};
+struct Gone {};
+struct Used { int at = deep(); };
+template <> struct Used<int> {};
+using Also __attribute__((aligned(4))) = int;
+}  // namespace a
+namespace b {
+int unused();
+}  // namespace b
+int deep() { return kTwo + sizeof(a::Aligned); }
+"""
+    found = used.used(headers, "a::Used f(); // gone")
+    assert found.split("\n") == [
+        "// ---- a.h", "// Of the header.", "", "#pragma once", "namespace a {", "", "enum { kOne = 1, kTwo };", "MAKE(other) MAKE(deep, deeper)", "MAKE(dee)",
+        "struct alignas(2 * sizeof(int)) Aligned {};", "struct Used { int at = deep(); };", "template <> struct Used<int> {};", "}  // namespace a", "int deep() { return kTwo + sizeof(a::Aligned); }", "",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ files, and the command
+
+FILE = """import torch
+import torch.nn as nn
+
+batch_size, channels = 3, 4
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Model(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(2, channels, 3)
+        self.other = nn.Conv2d(channels, channels, 1)
+        self.norm = nn.BatchNorm2d(channels)
+        self.shift = nn.Parameter(torch.randn(channels, 1, 1))
+        self.scaled = Scaled(0.5)
+
+    def forward(self, x):
+        return self.scaled(torch.tanh(self.conv(x) + self.shift))
+
+
+def get_inputs():
+    return [torch.rand(batch_size, 2, 9, 12)]
+
+
+def get_init_inputs():
+    return [channels]
+"""
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    call = [sys.executable, "export.py", *map(str, arguments)]
+    return subprocess.run(call, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
+
+
+def test_a_file_as_a_cell(tmp_path):
+    """By the command, which reads it in a process of its own. Two parameters with the same gradient have it both."""
+    path, out = tmp_path / "my model.py", tmp_path / "cell.py"
+    path.write_text(FILE)
+    done = command(path, "--device", "cpu", "-o", out)
+    assert done.returncode == 0, done.stderr
+    text = out.read_text(encoding="utf-8")
+    assert text == cell_of(str(path), "cpu") and FILE.strip() in text
+    names = ran(text)
+    names["check"]()
+    ours, theirs, x = pair(names)
+    for model in (ours, theirs):
+        model(x).square().sum().backward()
+    assert torch.allclose(ours(x), theirs(x), atol=1e-6) and torch.allclose(
+        ours.shift.grad, theirs.shift.grad, rtol=1e-4
     )
+    assert ours.shift.grad.shape == (4, 1, 1) and ours.conv.bias.grad.shape == (4,)
+    assert torch.equal(ours.shift.grad.flatten(), ours.conv.bias.grad)
+    path.write_text(FILE + "\nimport os\nos.abort()\n")
+    assert command(path).returncode == 6
 
 
-@each_cell
-def test_kernels_are_those_of_the_repository(name, device):
-    """The lines of a source and of the headers that it includes; a header stands once in what is compiled together."""
-    texts = "\n".join(KERNELS.findall(cell(name, device)))
-    problem = export.models.PROBLEMS[name]
-    suffix = "cu" if device == "cuda" else "cpp"
-    sources = [problem.kernels / f"{stem}.{suffix}" for stem in (f"{name}_load", name)]
-    source = next(each for each in sources if each.is_file())
-    pending, seen = [source], set()
-    while pending:
-        path = pending.pop()
-        seen.add(path)
-        lines = path.read_text(encoding="utf-8").splitlines()
-        names = [found for line in lines for found in re.findall(r'#include "([^"]+)"', line)]
-        own = [source.parent / each for each in names]
-        included = [path if path.exists() else inline_loader.KERNELS / each for path, each in zip(own, names)]
-        pending += [each for each in included if each not in seen]
-        code = [
-            line for line in lines if "{" in line and not re.search(r"\bpass\b|The formula of|#include", line)
-        ]
-        missing = [line for line in code if line not in texts]
-        assert not missing, (path.name, missing)
-        ours = path.is_relative_to(inline_loader.KERNELS)
-        title = str(path.relative_to(inline_loader.KERNELS)) if ours else path.name
-        counts = [text.count(f" {title}\n") for text in KERNELS.findall(cell(name, device))]
-        assert max(counts) == 1, f"{path.name} is nowhere twice"
+@pytest.mark.parametrize("old, new, message", [
+    ("self.scaled(TAIL)", "torch.relu(self.other(TAIL))", "its first convolution's kernels leave to PyTorch: the convolution other"),
+    ("self.scaled(TAIL)", "torch.cumsum(TAIL, 1)", "its first convolution's kernels leave to PyTorch: cumsum"),
+    ("self.scaled(TAIL)", "self.norm(TAIL)", "a cell can't have running statistics"),
+    ("2, channels, 3)", '2, channels, 3, padding=1, padding_mode="reflect")', "a cell can't have padding that isn't of zeros"),
+    ("self.scaled(TAIL)", "x", "no kernels serve it: "),
+    ("[torch.rand(batch_size, 2, 9, 12)]", "[torch.rand(2), 3]", "a cell's forward takes one tensor, got 2 inputs"),
+], ids=["convolution", "operation", "statistics", "padding", "none", "inputs"])  # fmt: skip
+def test_what_a_cell_can_t_hold_is_named(old, new, message, tmp_path):
+    old, new = (each.replace("TAIL", "torch.tanh(self.conv(x) + self.shift)") for each in (old, new))
+    assert FILE.count(old) == 1
+    (tmp_path / "a.py").write_text(FILE.replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cell_of(str(tmp_path / "a.py"), "cpu")
 
 
-def test_a_header_that_hangs_on_a_source_s_own_macro_is_not_shared(tmp_path):
-    launcher = "// The formula of a.\n// The gradient of a.\nEXPORT void {}(float* y, int64_t n, cudaStream_t stream) {{}}\n"
-    (tmp_path / "size.cuh").write_text("#ifndef SIZE\n#define SIZE 1\n#endif\nconstexpr int kSize = SIZE;\n")
-    (tmp_path / "user.cuh").write_text('#include "size.cuh"\nconstexpr int kTwice = 2 * kSize;\n')
-    (tmp_path / "other.cuh").write_text("constexpr int kOther = 1;\n")
-    includes = '#include "other.cuh"\n#include "user.cuh"\n'
-    (tmp_path / "a.cu").write_text(includes + launcher.format("f"))
-    (tmp_path / "b.cu").write_text("#define SIZE 2\n" + includes + launcher.format("g"))
-    texts = export_kernels.kernels(["a", "b"], "cuda", tmp_path)
-    assert "kOther =" in texts[""] and not {"kSize =", "kTwice ="} & set(re.findall(r"k\w+ =", texts[""]))
-    assert (
-        texts["b"].index("#define SIZE 2") < texts["b"].index("kSize = SIZE") < texts["b"].index("kTwice =")
+def test_command(tmp_path):
+    name = FUSED[0]
+    done = command(name, "--device", "cuda")
+    assert done.stdout == text_of(name)
+    done = command(name, "--device", "cuda", "--variant", "epilogue", "-o", tmp_path / "a.ipynb")
+    assert done.returncode == 0 and len(json.loads((tmp_path / "a.ipynb").read_text())["cells"]) == 3
+    for arguments in (["nonsense"], [name, "--device", "cpu", "--variant", "nonsense"]):
+        done = command(*arguments)
+        assert done.returncode == 1 and re.match(
+            "export.py: (expected|there is no nonsense variant)", done.stderr
+        )
+
+
+def test_few_samples_at_a_time():
+    """On a CPU, as many as stay in its caches, where nobody keeps v."""
+    ours, theirs, x = pair(
+        names := ran(
+            text_of("engine").replace(
+                "_SAMPLES, _CONVOLUTION = [3, 10, 12], ", "_SAMPLES, _CONVOLUTION = [3, 10, 12], 3 or "
+            )
+        )
     )
-    assert "kTwice =" in texts["a"]
+    convolve, counts = torch.ops.aten.convolution, []
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.ops.aten, "convolution", lambda x, *rest: counts.append(len(x)) or convolve(x, *rest)
+        )
+        assert torch.allclose(ours(x), theirs(x), atol=1e-6)
+    assert counts == [3, 1] and names["_SAMPLES"] == 3
 
 
 # ------------------------------------------------------------------------------------------------------------ that it runs
 
-
-def prepared(model, ties):
-    """Nothing random in it; of dropout all elements tie, or some do."""
-    if hasattr(model, "dropout"):
-        model.eval()
-        model.min_value = 0.25
-        if ties:
-            with torch.no_grad():
-                model.norm.weight.zero_(), model.norm.bias.fill_(0.25)
-    return model
-
-
-def results(model, x, dy):
-    """y and the gradients of x and of all parameters."""
-    x = x.clone().requires_grad_()
-    y = model(x)
-    y.backward(dy.to(y.dtype))
-    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
-
-
-def all_results(model, get_inputs, device):
-    """Of inputs that hang on the seed alone, twice."""
-    found = []
-    for ties in (False, True):
-        torch.manual_seed(4)
-        [x] = get_inputs(batch_size=2, device=device)
-        model.zero_grad()
-        found.append(results(prepared(model, ties), x, torch.randn_like(model(x))))
-    return found
-
-
-RUN = """
-import json, os, sys
-import torch
-
-NAME, DEVICE, EDIT, EXPECTED = json.loads(sys.argv[1])
-text = open("cell.py", encoding="utf-8").read()
-
-
-def pasted(text):
-    namespace = {"__name__": "__main__"}
-    before = list(sys.path), set(sys.modules)
-    exec(text, namespace)
-    assert sys.path == before[0] and not [each for each in set(sys.modules) - before[1] if "." not in each and each in ("models", "operators")]
-    return namespace
-
-
-names = pasted(text)
-torch.manual_seed(3)
-reference = names["Model"](*names["get_init_inputs"]())
-torch.manual_seed(3)
-model = names["get_model"](device=DEVICE)
-for (name, p), (other, q) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
-    assert name == other and torch.equal(p, q.cpu())
-assert len(names["get_inputs"].__defaults__) == 2 and isinstance(model, names["ModelNew"])
-for theirs, ours in zip(torch.load(EXPECTED), all_results(model, names["get_inputs"], DEVICE), strict=True):
-    for number, (right, found) in enumerate(zip(theirs, ours, strict=True)):
-        assert torch.equal(found, right.to(found)) and found.dtype == right.dtype, (number, float((found - right).abs().max()))
-[x] = names["get_inputs"](batch_size=2, device=DEVICE)
-y = model(x)
+ALONE = """
+import sys, torch
+names = {"__name__": "__main__"}
+exec(open(sys.argv[1], encoding="utf-8").read(), names)
+assert not {"inline_kernels", "inline_loader", "models"} & set(sys.modules)
+for _ in range(3):
+    names["check"]()
+model, [x] = names["ModelNew"](*names["get_init_inputs"]()), names["get_inputs"](batch_size=2)
+model(x)
 with torch.no_grad():
-    assert torch.equal(model(x), y), "without a gradient"
-if hasattr(model, "dropout"):
-    model.train()
-    with torch.no_grad():
-        y = model(x)
-    kept = float((y != 0).float().mean())
-    assert abs(kept - 0.8) < 0.01 and torch.allclose(y[y != 0], torch.tensor(0.25 / 0.8, device=DEVICE))
-    torch.manual_seed(9)
-    first, second = model(x), model(x)
-    torch.manual_seed(9)
-    with torch.no_grad():
-        assert torch.equal(model(x), first) and not torch.equal(first, second), "the mask follows the seed"
-    model.eval()
-
-messages = {}
-for what, bad in {
-    "sizes": lambda: model(x[..., 1:]),
-    "dtype": lambda: model.double()(x.double()),
-    "autocast": lambda: torch.autocast(DEVICE, dtype=torch.bfloat16).__enter__() and model.float()(x),
-}.items():
-    try:
-        bad()
-    except RuntimeError as error:
-        messages[what] = str(error)
-torch.set_autocast_enabled(DEVICE, False)
-model.float()
-assert messages.keys() == {"sizes", "dtype", "autocast"}, messages
-assert all(text.startswith("ModelNew can't run: ") for text in messages.values()), messages
-
-if EDIT:
-    old, new = EDIT
-    before = model(x).detach()
-    lines = text.split("\\n")
-    at = next(i for i, line in enumerate(lines) if "// THE FORMULA" in line) + 1
-    assert old in lines[at], lines[at]
-    edited = pasted("\\n".join([*lines[:at], lines[at].replace(old, new), *lines[at + 1 :]]))
-    changed = prepared(edited["get_model"](device=DEVICE), False)
-    changed.load_state_dict(model.state_dict())
-    y = changed(x)
-    assert not torch.allclose(y, before), "the edit is what runs"
-    try:
-        y.sum().backward()
-    except RuntimeError as error:
-        assert "edit the lines" in str(error), str(error)
-    else:
-        raise AssertionError("trained by the gradient of another formula")
-    again = pasted(text)["get_model"](device=DEVICE)
-    again.load_state_dict(model.state_dict())
-    assert torch.equal(prepared(again, False)(x), before), "and the old text again"
-    broken = pasted("\\n".join([*lines[:at], lines[at] + " nonsense;", *lines[at + 1 :]]))
-    try:
-        broken["get_model"](device=DEVICE)(x)
-    except RuntimeError as error:
-        assert f"cell:{at + 1}" in str(error) or f"cell({at + 1})" in str(error), str(error)[-2000:]
-    else:
-        raise AssertionError("nonsense compiled")
-assert sorted(os.listdir(".")) == ["cell.py", "run.py"], "no files but the build"
-print("fine")
+    print(tuple(model(x).shape))
 """
 
 
-def run(folder, name: str, device: str, edit) -> None:
-    """Runs the cell in a fresh process in an empty folder, where nothing of ours can be imported. Its results are those of the
-    repository's model, bit for bit."""
-    (folder / "empty").mkdir()
-    problem = export.models.PROBLEMS[name]
-    torch.manual_seed(3)
-    torch.save(
-        all_results(problem.get_model(device=device), problem.get_inputs, device), folder / "expected.pt"
-    )
-    (folder / "empty" / "cell.py").write_text(cell(name, device), encoding="utf-8")
-    helpers = map(inspect.getsource, (prepared, results, all_results))
-    (folder / "empty" / "run.py").write_text("\n\n".join(["import torch", *helpers, RUN]), encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment |= {"TORCH_EXTENSIONS_DIR": str(folder / "builds")}
-    command = [sys.executable, "run.py", json.dumps([name, device, edit, str(folder / "expected.pt")])]
-    done = subprocess.run(command, cwd=folder / "empty", env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == "fine\n", done.stderr[-3000:]
+@pytest.mark.parametrize("name", ["direct", "load", "engine, pooled"])
+def test_alone_it_computes_and_trains_what_model_does(name, tmp_path):
+    (tmp_path / "cell.py").write_text(text_of(name), encoding="utf-8")
+    command = [sys.executable, "-I", "-c", ALONE, "cell.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shape = (2, 4, 3, 4) if "pooled" in name else (2, 8, 8, 10)
+    assert done.stdout.splitlines()[-1] == str(shape)
+    assert re.search(r"compiling backward\w* … \d+\.\d s\n", done.stdout)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "compiling" not in done.stdout, "built once"
 
 
-@of_cells("name", "cpu")
-def test_runs_alone(name, tmp_path):
-    run(tmp_path, name, "cpu", EDITS.get(name))
+ON_A_GPU = """
+import sys, torch
+names = {"__name__": "__main__"}
+exec(open(sys.argv[1], encoding="utf-8").read(), names)
+for allowed in (True, False):
+    torch.backends.cudnn.allow_tf32 = allowed
+    for batch_size in (2, 16):
+        names["check"](batch_size)
+model, [x] = names["ModelNew"](*names["get_init_inputs"]()).cuda(), names["get_inputs"](batch_size=2, device="cuda")
+y = model.eval()(x)
+with torch.no_grad():
+    assert torch.equal(model(x), y)
+gradients = {}
+for frozen in ("", "x", "weight"):
+    model.zero_grad()
+    model.conv.weight.requires_grad_(frozen != "weight")
+    given = x.clone().requires_grad_(frozen != "x")
+    model(given).sum().backward()
+    gradients[frozen] = given.grad, model.conv.weight.grad
+dx, dw = gradients[""]
+assert gradients["x"][0] is None and gradients["weight"][1] is None
+assert torch.equal(gradients["weight"][0], dx) and torch.allclose(gradients["x"][1], dw, rtol=1e-3, atol=1e-3)
+print(tuple(y.shape))
+"""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_runs_alone_on_a_gpu(name, tmp_path):
-    run(tmp_path, name, "cuda", None)
+@pytest.mark.parametrize("name", FUSED)
+def test_alone_on_a_gpu(name, tmp_path):
+    """check() says that it computes and trains what Model does, with TF32 and without."""
+    (tmp_path / "cell.py").write_text(text_of(name), encoding="utf-8")
+    command = [sys.executable, "-I", "-c", ON_A_GPU, "cell.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
 
 
-@of_cells("name", "cuda")
-def test_says_that_it_is_for_another_device(name):
-    namespace = {}
-    exec(cell(name, "cuda"), namespace)
-    with pytest.raises(RuntimeError, match="ModelNew can't run: x is on cpu, its kernels are for cuda"):
-        namespace["get_model"]()(*namespace["get_inputs"](batch_size=1))
-
-
-# ----------------------------------------------------------------------------------------------- what the kernels can't compute
-
-
-def with_idle_launchers(text: str, found: dict) -> dict:
-    """The names of a cell whose launchers do nothing: decisions alone, without a build. found: the builds it asks for, by name, each
-    with its macros."""
-    namespace = {}
-    exec(text, namespace)
-    names = re.findall(r"^EXPORT void (\w+)", text, flags=re.M)
-    launchers = SimpleNamespace(**dict.fromkeys(names, lambda *arguments: None))
-
-    def load(name, *x, **defines):
-        found[name] = defines
-        return launchers
-
-    namespace["_load"] = load
-    return namespace
-
-
-def set_to(path: str, value):
-    """A deviation: this attribute of a model becomes `value`."""
-    *owner, last = path.split(".")
-    return lambda model: setattr(model.get_submodule(".".join(owner)), last, value)
-
-
-def put(path: str, make):
-    """A deviation: make(what stands there) in the place of a submodule."""
-    return lambda model: setattr(model, path, make(model.get_submodule(path)))
-
-
-HOOKS = "forward_", "forward_pre_", "full_backward_", "full_backward_pre_"
-
-
-def hooked(path: str, register: str):
-    return lambda model: getattr(model.get_submodule(path), register)(lambda *given: None)
-
-
-def kept_as(layer, **changes):
-    """A layer of the same class, as a second model would be built with."""
-    known = {"in_channels", "out_channels", "kernel_size", "num_groups", "num_channels", "num_features"}
-    given = {key: value for key, value in vars(layer).items() if key in known}
-    return type(layer)(**{**given, **changes})
-
-
-def deviations(name: str) -> dict:
-    """What makes a model another one than the kernels compute, each by itself."""
-    problem = export.models.PROBLEMS[name]
-    layers, dim = problem.ModelNew.submodules, len(problem.input_shape) - 2
-    found = {
-        "stride": set_to("conv.stride", (2,) * dim),
-        "a stride of its own": put("conv", lambda conv: kept_as(conv, stride=2)),
-        "padding": set_to("conv.padding", (1,) * dim),
-        "a padding of its own": put("conv", lambda conv: kept_as(conv, padding="same")),
-        "dilation": set_to("conv.dilation", (2,) * dim),
-        "padding mode": set_to("conv.padding_mode", "reflect"),
-        "another class": put("conv", lambda conv: torch.nn.Identity()),
-        "no bias": set_to("conv.bias", None),
-        "built without a bias": put("conv", lambda conv: kept_as(conv, bias=False)),
-        "inner forward": set_to("conv._conv_forward", lambda x, weight, bias: x),
-        "parametrization": lambda model: torch.nn.utils.parametrize.register_parametrization(
-            model.conv, "weight", torch.nn.Identity()
-        ),
-    }
-    for layer in layers:
-        found |= {
-            f"{layer}: forward": set_to(f"{layer}.forward", lambda x: x),
-            **{f"{layer}: {kind}": hooked(layer, f"register_{kind}hook") for kind in HOOKS},
+@trains
+@pytest.mark.parametrize(
+    "frozen", [(), ("x",), ("conv.weight",), ("x", "conv.weight"), ("conv.weight", "conv.bias", "bias")]
+)
+def test_gradients_that_are_asked_for(name, frozen):
+    ours, theirs, x = pair(names := ran(text_of(name)))
+    for model in (ours, theirs, copy.deepcopy(theirs).double()):
+        dtype = next(model.parameters()).dtype
+        given = x.to(dtype, copy=True).requires_grad_("x" not in frozen)
+        for path, p in model.named_parameters():
+            p.requires_grad_(path not in frozen)
+        y = model(given)
+        torch.manual_seed(1)
+        y.backward(torch.randn(y.shape).transpose(2, 3).contiguous().transpose(2, 3).to(dtype))
+        model.found = {"y": y.detach(), "x": given.grad} | {
+            path: p.grad for path, p in model.named_parameters()
         }
-    for constant, kind in problem.ModelNew.constants.items():
-        if kind is float:
-            found[f"{constant}: NaN"] = set_to(constant, float("nan"))
-            found[f"{constant}: text"] = set_to(constant, "0.5")
-            found[f"{constant}: a parameter"] = set_to(constant, torch.tensor(0.5, requires_grad=True))
-    if norm := next((each for each, kind in layers.items() if kind is torch.nn.GroupNorm), None):
-        found["groups"] = set_to(f"{norm}.num_groups", 4)
-        found["no affine"] = put(norm, lambda norm: kept_as(norm, affine=False))
-        found["no weight"], found["no shift"] = set_to(f"{norm}.weight", None), set_to(f"{norm}.bias", None)
-    if "instance_norm" in layers:
-        found["affine"] = put("instance_norm", lambda norm: kept_as(norm, affine=True))
-        found["statistics"] = put("instance_norm", lambda norm: kept_as(norm, track_running_stats=True))
-        found["tracking"] = set_to("instance_norm.track_running_stats", True)
-        found["a weight"] = set_to("instance_norm.weight", torch.nn.Parameter(torch.ones(16)))
-    if "maxpool" in layers:
-        changes = {
-            "stride": 2,
-            "padding": 1,
-            "ceil_mode": True,
-            "dilation": 2,
-            "return_indices": True,
-            "kernel_size": 3,
-        }
-        found |= {f"pool: {key}": set_to(f"maxpool.{key}", value) for key, value in changes.items()}
-    if "dropout" in layers:
-        found["dropout: 2"] = set_to("dropout.p", 2.0)
-        found["dropout: 2, not training"] = lambda model: set_to("dropout.p", 2.0)(model.eval())
-    return found
+        exact = model.found
+    for what, right in exact.items():
+        assert (right is None) == (ours.found[what] is None), what
+        if right is not None:
+            error, limit = ((model.found[what].double() - right).norm() for model in (ours, theirs))
+            assert error <= 2 * limit + 1e-7 * right.norm(), what
 
 
-@of_cells("name", "cpu")
-def test_asks_at_each_call_whether_the_kernels_can_run(name):
-    """Whatever a model was when it ran, and whoever ran before: what only eager can compute is refused, as ModelNew says."""
-    namespace = with_idle_launchers(cell(name, "cpu"), {})
-    [x] = namespace["get_inputs"](batch_size=1)
-    plain, silent = namespace["get_model"](), []
-    plain(x), plain.eval()(x)
-    for what, deviate in deviations(name).items():
-        used, fresh = namespace["get_model"](), namespace["get_model"]()
-        used(x), used.eval()(x), used.train()
-        for model in (used, fresh):
-            deviate(model)
-            try:
-                model(x)
-                silent.append(what)
-            except RuntimeError as error:
-                assert str(error).startswith("ModelNew can't run: "), what
-    assert not silent
-    plain(x)
+ALTERNATIVES = """
+EXPORT void forward(Out<value_t> y, In<value_t> x, In<value_t> weight) { y[0] = x[0] * weight[0]; }
+
+EXPORT void backward(Out<value_t> d_weight, In<value_t> dy, In<value_t> x, In<value_t> weight) {
+  d_weight[0] = 1;
+}
+
+EXPORT void backward_input(Out<value_t> dx, In<value_t> dy, In<value_t> x, In<value_t> weight) {
+  dx[0] = 2;
+}
+
+EXPORT void backward_both(Out<value_t> dx, Out<value_t> d_weight, In<value_t> dy, In<value_t> x, In<value_t> weight) {
+  dx[0] = d_weight[0] = 3;
+}
+"""
 
 
-@of_cells("name", "cpu")
-def test_asks_at_each_call_what_stands_around_the_model(name, monkeypatch):
-    namespace = with_idle_launchers(cell(name, "cpu"), {})
-    [x] = namespace["get_inputs"](batch_size=1)
-    model = namespace["get_model"]()
+@pytest.mark.parametrize("wanted, expected", [("x", (2, None)), ("w", (None, 1)), ("xw", (3, 3))])
+def test_of_two_launchers_that_give_the_same_one_runs(wanted, expected):
+    source = ALTERNATIVES.replace("{ y[0]", "{\n  y[0]").replace("[0]; }", "[0];\n}")
+    ours, _, x = pair(ran(exported(DroppedConv, (1, 0.0), (1, 1, 3, 3), source)))
+    x.requires_grad_("x" in wanted), ours.conv.weight.requires_grad_("w" in wanted)
+    ours(x).sum().backward()
+    found = [t.grad if t.grad is None else t.grad.flatten()[0] for t in (x, ours.conv.weight)]
+    assert (*found,) == expected
+
+
+@pytest.mark.parametrize("name", ["direct", "engine"])
+def test_parameters_are_read_at_each_call(name):
+    ours, theirs, x = pair(ran(text_of(name)))
+    for model in (ours, theirs):
+        model.scale = -2
+        model.conv.weight.data.mul_(3)
+    assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+    assert torch.allclose(
+        ours(x[:1, :, :, :].expand(2, -1, -1, -1)), theirs(x[:1].expand(2, -1, -1, -1)), atol=1e-5
+    )
+
+
+def test_halves():
+    ours, theirs, x = pair(ran(text_of("halves")))
+    y = ours(x)
+    exact = copy.deepcopy(theirs).double()(x.double())
+    assert y.dtype == torch.bfloat16 and (y - exact).norm() <= 2 * (theirs(x) - exact).norm()
+    y.sum().backward()
+    assert ours.bias.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["dropped", "engine, dropped"])
+def test_dropout_draws_anew_and_follows_the_seed(name):
+    ours, theirs, x = pair(ran(text_of(name)))
+    v = ours.conv(x)
+    torch.manual_seed(5)
+    y, other = ours(x), ours(x)
+    torch.manual_seed(5)
+    assert torch.equal(ours(x), y) and not torch.equal(y, other)
+    kept = y != 0
+    assert abs(kept.float().mean() - 0.75) < 0.03 and torch.allclose(y[kept], (v / 0.75)[kept])
+    (found,) = torch.autograd.grad(y.sum(), ours.conv.weight)
+    (right,) = torch.autograd.grad((v / 0.75)[kept].sum(), ours.conv.weight)
+    assert torch.allclose(found, right, atol=1e-4)
+    assert torch.allclose(ours.eval()(x), theirs.eval()(x), atol=1e-6)
+    for model in (ours, theirs):
+        model.drop.p = 1.5
+        with pytest.raises(ValueError, match="between 0 and 1, but got 1.5"):
+            model.train()(x)
+
+
+# Small sizes of the problems, by init_inputs and x's.
+SMALL = {
+    "conv2d_min_add_multiply": ((16, 32, 3, 0.5, (32, 1, 1), 2.0), (2, 16, 9, 20)),
+    "conv2d_groupnorm_scale_maxpool_clamp": ((8, 16, 3, 4, (16, 1, 1), 4, 0.0, 1.0), (2, 8, 14, 22)),
+    "conv3d_groupnorm_min_clamp_dropout": ((3, 16, 3, 8, 0.25, 1.0, 0.2), (2, 3, 6, 9, 12)),
+    "conv3d_multiply_instancenorm_clamp_multiply_max": (
+        (3, 16, 3, (16, 1, 1, 1), -1.0, 1.0),
+        (2, 3, 6, 9, 12),
+    ),
+}
+
+
+def emulated_kernels(kernels: Path) -> None:
+    """Copies the kernels, with the tensor cores of tests/emulation."""
+    shutil.copytree(inline_loader.KERNELS, kernels)
+    shutil.copy(test_emulated.EMULATION / "tensor_core.cuh", kernels / "core")
+
+
+def compiled_for_the_cpu(folder: Path, text: str, library: Path) -> None:  # noqa: F811
+    headers = test_emulated.once(folder / "headers-800", functools.partial(test_emulated.precompile, 800))
+
+    def make_runs(so):
+        return test_emulated.compile_with(
+            "-O3", test_emulated.EMULATION / "emulation.cpp", "-shared", "-o", so
+        )
+
+    runs, source = test_emulated.once(folder / "emulation.so", make_runs), library.with_suffix(".cpp")
+    text = test_emulated.translated(
+        text, ("type = aoti_torch_device_type_cuda()", "type = aoti_torch_device_type_cpu()")
+    )
+    source.write_text(text.replace("cudaGetLastError()", "cudaError_t(0)"))
+    macros = ["-DCAPABILITY=80", f"-DSHARED_LIMIT={99 << 10}", "-DTF32=0", "-D__CUDA_ARCH__=800"]
+    torchs = Path(torch.__path__[0]) / "lib"
+    test_emulated.compile_with(
+        *macros, "-I", test_emulated.EMULATION, "-include", headers / "cuda.h", source, runs, "-shared", "-o", library,
+        f"-L{torchs}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torchs}",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def on_the_cpu(folder, monkeypatch):  # noqa: F811
+    """on_the_cpu(name) is the names of the cell for a GPU, of small sizes, whose kernels tests/emulation runs on the CPU."""
+
+    def load_inline(name, sources, cuda, *, build_directory, **options):
+        compiled_for_the_cpu(folder, sources[0], Path(build_directory, f"{name}.so"))
+
+    def cell(name):
+        kernels = test_emulated.once(folder / "cells", emulated_kernels)
+        monkeypatch.setattr(export, "KERNELS", kernels)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+        if name in SMALL:
+            changes = dict(zip(("init_inputs", "input_shape"), SMALL[name]), kernels=kernels)
+            problem = dataclasses.replace(models.PROBLEMS[name], **changes)
+            x, model = torch.empty(problem.input_shape, device="meta"), problem.Model(*problem.init_inputs)
+            own = export.composed(problem, x, "cuda")
+            names = ran(export.cell(export._text_of(problem), model, x, own, "cuda"))
+        else:
+            names = ran(CELLS[name]())
+        names["_EXPECTED"]["the device of all"] = "cpu"
+        return names.update(_DEVICE="cpu") or names
+
+    return cell
+
+
+@pytest.mark.parametrize("name", [*FUSED, "engine, cuda"])
+def test_cells_for_a_gpu_in_the_emulation(name, on_the_cpu):
+    """They compute and train what Model does, whatever is frozen."""
+    names = on_the_cpu(name)
+    names["check"]()
+    ours, theirs, x = pair(names)
     with torch.no_grad():
+        assert torch.allclose(ours.eval()(x), theirs.eval()(x), atol=1e-5)
+    theirs.eval()
+    dy, found = torch.randn_like(theirs(x)), []
+    for model in (ours, theirs, copy.deepcopy(theirs).double()):
+        dtype = model.conv.weight.dtype
+        for frozen in ("conv.weight", "x"):
+            model.zero_grad(), model.conv.weight.requires_grad_(frozen != "conv.weight")
+            given = x.to(dtype, copy=True).requires_grad_(frozen != "x")
+            model(given).backward(dy.to(dtype))
+            wanted = [given, *model.parameters()]
+            assert [t.grad is None for t in wanted] == [not t.requires_grad for t in wanted]
+            found.append([t.grad for t in wanted if t.requires_grad])
+    gradients = [found[i] + found[i + 1] for i in (0, 2, 4)]
+    for one, other, exact in zip(*gradients, strict=True):
+        error, limit = ((t.double() - exact).norm() for t in (one, other))
+        assert error <= 2 * limit + 1e-6 * exact.norm()
+
+
+def test_fused_dropout_in_the_emulation(on_the_cpu):
+    """Where all elements tie, half of dy passes what is kept; and what is kept follows the seed."""
+    ours, theirs, x = pair(on_the_cpu("conv3d_groupnorm_min_clamp_dropout"))
+    for model in (ours, theirs):
+        model.norm.weight.data.zero_(), model.norm.bias.data.fill_(0.25)
+    torch.manual_seed(5)
+    y, other = ours(x), ours(x)
+    torch.manual_seed(5)
+    assert torch.equal(ours(x), y) and not torch.equal(y, other)
+    kept = y != 0
+    assert abs(kept.float().mean() - 0.8) < 0.05 and torch.allclose(y[kept], torch.tensor(0.25 / 0.8))
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    assert torch.allclose(ours.norm.bias.grad, (dy * kept / 0.8 / 2).sum((0, 2, 3, 4)), atol=1e-4)
+    ours.zero_grad(), ours.eval()(x).backward(dy), theirs.eval()(x).backward(dy)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.allclose(p.grad, q.grad, atol=1e-3)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
+@pytest.mark.parametrize("launcher", ["forward", "backward"])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_nvcc_compiles_what_a_cell_builds(launcher, capability, tmp_path, monkeypatch):
+    names, given = ran(text_of("cuda")), {}
+
+    def load_inline(name, sources, cuda, **options):
+        given.update(options, source=cuda[0])
+        raise InterruptedError
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+    properties = SimpleNamespace(
+        **dict(zip(("major", "minor"), capability)), shared_memory_per_block_optin=99 << 10
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    with pytest.raises(InterruptedError):
+        names["_library"](launcher)
+    (tmp_path / "cell.cu").write_text(given["source"], encoding="utf-8")
+    architecture = "-arch=sm_80" if capability == (8, 0) else "-arch=sm_90a"
+    assert given["extra_cuda_cflags"][0][-6:].strip("_") == architecture[-6:].removeprefix("ch=").strip("_")
+    command = ["nvcc", "-std=c++17", architecture, "-cubin", "-o", "cell.cubin", "cell.cu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    code = (tmp_path / "cell.cubin").read_bytes()
+    assert (b"tail_kernel" in code) and (b"sum_rows" in code) == (launcher == "backward"), (
+        "others' templates are not built"
+    )
+
+
+def machine_code(source: str, place: Path) -> Counter:
+    """What nvcc makes of each kernel of a source, without names."""
+    place.with_suffix(".cu").write_text(source, encoding="utf-8")
+    macros = ["-DCAPABILITY=90", f"-DSHARED_LIMIT={227 << 10}", "-DTF32=1"]
+    command = ["nvcc", "-cubin", "-arch=sm_90a", "-std=c++17", f"-I{inline_loader.KERNELS}", *macros]
+    done = subprocess.run([*command, "-o", place, place.with_suffix(".cu")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return machine_code_gate.kernels(place)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_cells_build_the_kernels_of_the_repository(name, tmp_path):
+    """All launchers together, instruction by instruction; though the cell has left out of the headers what it doesn't use."""
+    names = ran(text_of(name))
+    launchers = re.findall(r"^EXPORT void (\w+)", names["_FORMULA"][1], flags=re.M)
+    parts = names["_HEADERS"][1], names["_FORMULA"][1], *[f"CELL({each})" for each in launchers]
+    defines = re.findall(r"^#define (?!EXPORT).*\n", names["_HEADERS"][1].partition("// ---")[0], flags=re.M)
+    paths = [inline_loader.KERNELS / f"{name}{kind}.cu" for kind in ("_fused", "")]
+    own = "".join(defines) + f'#include "{next(path for path in paths if path.is_file())}"\n'
+    found = machine_code("\n".join(parts), tmp_path / "cell")
+    assert found and found == machine_code(own, tmp_path / "own")
+
+
+# ----------------------------------------------------------------------------------------------------- what stands in its way
+
+
+def replaced(path: str, value):
+    def change(model, x):
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, value)
+
+    return change
+
+
+HINDRANCES = {
+    "a hook": (lambda m, x: m.conv.register_forward_hook(lambda *_: None), "conv.hooks is True"),
+    "a pre-hook": (lambda m, x: m.conv.register_full_backward_pre_hook(lambda *_: None), "conv.hooks is True"),
+    "a module": (replaced("conv", nn.Sequential()), "conv.class is .*Sequential"),
+    "a class": (replaced("conv", type("Own", (nn.Conv2d,), {})(3, 8, 3)), "conv.class is .*Own"),
+    "a forward": (replaced("conv.forward", lambda x: x), "conv.forward is"),
+    "padding": (replaced("conv.padding", (1, 1)), r"conv.padding is \(1, 1\), its kernels are for \(0, 0\)"),
+    "no bias": (replaced("conv.bias", None), "conv.bias is None"),
+    "another bias": (replaced("bias", nn.Parameter(torch.ones(1))), r"bias is \(torch.float32, \[1\]\), its kernels are for \(torch.float32, \[8, 1, 1\]\)"),
+    "a constant": (replaced("scale", None), "scale is None, its kernels are for a number"),
+    "NaN": (replaced("scale", float("nan")), "scale is nan"),
+    "doubles": (lambda m, x: m.double(), r"\w+ is .*torch.float64, .* are for .*torch.float32"),
+    "parametrized": (lambda m, x: nn.utils.parametrizations.weight_norm(m.conv), "conv.class is .*Parametrized"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HINDRANCES)
+def test_what_stands_in_its_way_is_told(what):
+    change, message = HINDRANCES[what]
+    names = ran(text_of("direct"))
+    model, _, x = pair(names)
+    model(x)
+    change(model, x)
+    with pytest.raises((RuntimeError, AttributeError), match=message):
         model(x)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *given: None)
-    with pytest.raises(RuntimeError, match="can't run: there are hooks on all modules"):
+
+
+@pytest.mark.parametrize("x, message", [
+    (torch.rand(4, 3, 10, 11), r"x is \(torch.float32, \[1, 3, 10, 11\]\), its kernels are for \(torch.float32, \[1, 3, 10, 12\]\)"),
+    (torch.rand(4, 3, 10, 12).double(), "x is .*float64"),
+    (torch.rand(0, 3, 10, 12), "x is without elements"),
+    (torch.rand(4, 3, 10, 12, device="meta"), "the device of all is {.*}, its kernels are for cpu"),
+], ids=["sizes", "dtype", "empty", "device"])  # fmt: skip
+def test_inputs_that_its_kernels_are_not_for(x, message):
+    model, _, _ = pair(ran(text_of("direct")))
+    with pytest.raises(RuntimeError, match=f"ModelNew can't run: {message}"):
+        model(x)
+
+
+def test_what_stands_around_the_model_is_asked_at_each_call(monkeypatch):
+    model, _, x = pair(ran(text_of("direct")))
+    model(x)
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="hooks on all modules is True"):
         model(x)
     handle.remove()
     with torch.no_grad(), torch.autograd.forward_ad.dual_level():
-        with pytest.raises(RuntimeError, match="can't run: torch.func and forward-mode AD"):
+        with pytest.raises(RuntimeError, match="torch.func or forward-mode AD is True"):
             model(torch.autograd.forward_ad.make_dual(x, x))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="can't run: torch.func and forward-mode AD"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="torch.func or forward-mode AD is True"):
         torch.func.vmap(model)(x[None])
-    with torch.no_grad():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast is True"):
         model(x)
-    kind = export.models.PROBLEMS[name].ModelNew.submodules["conv"]
-    monkeypatch.setattr(kind, "forward", lambda self, x: x)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="can't run: conv has another forward"):
+    model(x)
+    monkeypatch.setattr(nn.Conv2d, "forward", lambda self, x: x)
+    with pytest.raises(RuntimeError, match="conv.forward is"):
         model(x)
 
 
-@of_cells("name", "cuda")
-def test_a_torch_without_the_newer_setting_of_tf32(name, monkeypatch):
-    """2.8 has no such getter: the older setting counts."""
-    namespace = {}
-    exec(cell(name, "cuda"), namespace)
-    found = []
-    for allowed in (True, False):
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed), monkeypatch.context() as older:
-            older.delattr(torch._C, "_get_fp32_precision_getter", raising=False)
-            found.append(namespace["_described"](torch.ones(1))[-1])
-    assert found == [(True, True), (True, False)]
+# ------------------------------------------------------------------------------------------------------------------- edits
+
+FORMULA, MODEL, GRADIENT = (
+    ("* scale + bias[c];", "* scale - bias[c];"), ("* self.scale + self.bias", "* self.scale - self.bias"),
+    ("sums[2 * c + 1] += dy[at]", "sums[2 * c + 1] -= dy[at]"),
+)  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------------ edited formulas
-
-
-def below(text: str, mark: str) -> list[int]:
-    """The lines below those with this mark, counted from 0."""
-    return [i + 1 for i, line in enumerate(text.split("\n")) if f"// {mark}:" in line]
-
-
-def edited(text: str, edits: dict) -> str:
-    """`text` with each of these lines as its function makes it."""
-    return "\n".join([edits.get(i, str)(line) for i, line in enumerate(text.split("\n"))])
-
-
-@each_cell
-def test_an_edited_formula_trains_with_an_edited_gradient_alone(name, device, monkeypatch):
-    """Backward raises, and names the lines."""
-    text = cell(name, device)
-    [formula], gradient = below(text, "THE FORMULA"), below(text, "THE GRADIENT")
-    another, longer = (lambda line: line + " another();"), (lambda line: line + "\n    another();")
-    remark = lambda line: line.replace(" ", "  ") + "  // as it was /* here */"  # noqa: E731
-    for edits in ({formula: remark}, {formula: another, gradient[-1]: another}, {gradient[0]: another}):
-        train(with_idle_launchers(edited(text, edits), {}), device, monkeypatch)
-    for edits in ({formula: another}, {formula: longer}, {formula: another, gradient[0]: remark}):
-        changed = edited(text, edits)
-        with pytest.raises(RuntimeError, match="formula has been edited, but not its gradient") as raised:
-            train(with_idle_launchers(changed, {}), device, monkeypatch)
-        named = [int(each) - 1 for each in re.findall(r"\d+", str(raised.value))]
-        assert sorted(named) == below(changed, "THE GRADIENT")
-
-
-def test_gradients_of_an_edited_formula_and_gradient(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    text = cell(NAMES[0], "cpu")
-    signs = {
-        "return (minimum(v + conv_bias, constant) + bias)": "return (minimum(v + conv_bias, constant) - bias)",
-        "outer += gradient": "outer -= gradient",
-        "outer[j] +=": "outer[j] -=",
-    }
-    for old, new in signs.items():
+def edited(*edits: tuple[str, str]) -> dict:
+    text = text_of("direct")
+    for old, new in edits:
         assert text.count(old) == 1
         text = text.replace(old, new)
-    exec(text, namespace := {})
-    model, [x] = namespace["get_model"](), namespace["get_inputs"](batch_size=1)
-    model(x).sum().backward()
-    found = [model.bias.grad.clone(), model.conv.bias.grad.clone()]
-    model.zero_grad()
-    expected = (model.conv(x).clamp(max=model.constant_value) - model.bias) * model.scaling_factor
-    assert torch.allclose(model(x), expected, atol=1e-5)
-    expected.sum().backward()
-    for ours, theirs in zip(found, (model.bias.grad, model.conv.bias.grad)):
-        assert torch.allclose(ours, theirs, rtol=1e-4)
+    return ran(text)
 
 
-# --------------------------------------------------------------------------------------------------------------- the builds
+def test_an_edited_formula_trains_once_it_was_compared(capsys):
+    names = edited(FORMULA, MODEL, GRADIENT)
+    ours, theirs, x = pair(names)
+    y = ours(x)
+    assert torch.allclose(y, theirs(x), atol=1e-6)
+    with pytest.raises(RuntimeError, match="formula was edited: .* call check"):
+        y.sum().backward()
+    names["check"]()
+    assert "bias.grad: error" in capsys.readouterr().out
+    ours(x).sum().backward(), theirs(x).sum().backward()
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-4)
 
 
-def train(namespace: dict, device: str, monkeypatch, capability=(9, 0), shared=227 << 10) -> None:
-    """Forward and backward of a cell whose launchers do nothing; on a GPU that isn't there."""
-    properties = SimpleNamespace(
-        major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared, multi_processor_count=132,
-        L2_cache_size=50 << 20,
-    )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
-    generator = SimpleNamespace(initial_seed=lambda: 3, get_offset=lambda: 8, set_offset=[12].index)
-    monkeypatch.setattr(torch.cuda, "default_generators", {None: generator})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    place, batch_size = ("meta", 4) if device == "cuda" else (device, 1)
-    model = namespace["get_model"](device=place)
-    [x] = namespace["get_inputs"](batch_size=batch_size, device=place)
-    if place == "meta":
-        namespace["_obstacles"] = lambda *arguments: iter(())
-    model(x.requires_grad_()).sum().backward()
-    assert x.grad.shape == x.shape and all(p.grad.shape == p.shape for p in model.parameters())
+@pytest.mark.parametrize(
+    "edits, wrong", [([FORMULA], "y"), ([FORMULA, MODEL], "bias.grad"), ([GRADIENT], "bias.grad")]
+)
+def test_a_wrong_edit_does_not_train(edits, wrong):
+    names = edited(*edits)
+    with pytest.raises(AssertionError, match=f"^{wrong} is not Model's"):
+        names["check"]()
+    ours, _, x = pair(names)
+    with pytest.raises(RuntimeError, match="formula was edited"):
+        ours(x).sum().backward()
 
 
-@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
-@of_cells("name", "cuda")
-def test_nvcc_compiles_what_the_cell_holds(name, tmp_path, monkeypatch):
-    found = {}
-    namespace = with_idle_launchers(cell(name, "cuda"), found)
-    train(namespace, "cuda", monkeypatch)
-    assert found.keys() == namespace["_BUILDS"].keys(), "every text is built, and nothing else"
-    for build, defines in found.items():
-        macros = "".join(f"#define {key} {value}\n" for key, value in defines.items())
-        source = tmp_path / f"{build}.cu"
-        source.write_text(macros + "".join(text for _, text in namespace["_BUILDS"][build]), encoding="utf-8")
-        original = tmp_path / "original.cu"
-        original.write_text(f'{macros}#include "{export.models.PROBLEMS[name].kernels / build}.cu"\n')
-        same = machine_code(source) == machine_code(original)
-        assert same, f"{build}: another code than the repository's source gives"
+def test_a_comment_is_no_edit():
+    ours, _, x = pair(edited((FORMULA[0], FORMULA[0] + "  // as it was /* here */")))
+    ours(x).sum().backward()
 
 
-def machine_code(source: Path) -> list[str]:
-    """What nvcc makes of each kernel of a CUDA source, in PTX, in any order, without the names of kernels and places."""
-    include = f"{torch.__path__[0]}/include"
-    command = [NVCC, "-ptx", "-arch=sm_90a", "-std=c++17", "--expt-relaxed-constexpr", "-DEXPORT="]
-    command += [f"-I{each}" for each in (include, f"{include}/torch/csrc/api/include", inline_loader.KERNELS)]
-    found = source.with_suffix(".ptx")
-    done = subprocess.run([*command, "-o", str(found), str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = re.findall(r"\.entry.*?\n\}\n", found.read_text(), flags=re.S)
-    assert kernels
-    return sorted(re.sub(r"\b_Z\w+|\$\w+", "name", kernel) for kernel in kernels)
+@pytest.mark.parametrize("part, edit", [
+    ("formula", (FORMULA[0], "* scale + bias[c] + oops;")), ("headers", ("using value_t = VALUE_T;", "using value_t = oops;")),
+])  # fmt: skip
+def test_an_error_is_told_at_its_line(part, edit, capsys):
+    names = edited(edit)
+    ours, _, x = pair(names)
+    with pytest.raises(RuntimeError, match=f"^{part}, line .* of the cell: .*oops") as raised:
+        ours(x)
+    line = (
+        text_of("direct").replace(*edit).split("\n")[int(re.search(r"line (\d+)", str(raised.value))[1]) - 1]
+    )
+    assert edit[1] in line and line in str(raised.value)
+    assert raised.value.__suppress_context__ and raised.value._render_traceback_() == [
+        f"BuildError: {raised.value}"
+    ]
+    assert "compiling forward_saving … " in capsys.readouterr().out
 
 
 COMPILER = """#!/bin/sh
@@ -601,177 +911,47 @@ exec c++ "$@"
 """
 BUILD = """
 import os, sys
-
 names = {"__name__": "__main__"}
 exec(open("cell.py", encoding="utf-8").read(), names)
-model, [x] = names["get_model"](), names["get_inputs"](batch_size=1)
+model, [x] = names["ModelNew"](*names["get_init_inputs"]()), names["get_inputs"](batch_size=1)
 os.environ["VICTIM"] = str(os.getpid())
 for signal in sys.argv[1:]:
     os.environ["SIGNAL"] = signal
     try:
         model(x)
     except (KeyboardInterrupt, RuntimeError) as error:
-        print(type(error).__name__)
+        print("\\n" + type(error).__name__)
 os.environ["SIGNAL"] = ""
-print(tuple(model(x).shape))
+print("\\n", tuple(model(x).shape))
 """
 
 
 def test_an_interrupted_build_is_begun_anew(tmp_path):
     """Whether the notebook's process is killed, the cell is interrupted, or the compiler fails."""
-    (tmp_path / "cell.py").write_text(cell(NAMES[0], "cpu"), encoding="utf-8")
+    (tmp_path / "cell.py").write_text(text_of("direct"), encoding="utf-8")
     (tmp_path / "c++").write_text(COMPILER)
     (tmp_path / "c++").chmod(0o755)
     places = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "builds"), "CXX": str(tmp_path / "c++")}
 
     def build(*signals):
         command = [sys.executable, "-c", BUILD, *signals]
+        environment = {**os.environ, **places}
         return subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True, timeout=120
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
         )
 
     assert build("KILL").returncode == -9
     done = build("INT", "CONT")
-    assert done.stdout.splitlines() == ["KeyboardInterrupt", "RuntimeError", "(1, 128, 126, 126)"], (
-        done.stderr[-2000:]
-    )
+    told = [line for line in done.stdout.splitlines() if line.strip() and "compiling" not in line]
+    assert told == ["KeyboardInterrupt", "RuntimeError", " (1, 8, 8, 10)"], done.stderr[-2000:]
 
 
 def test_flags_are_the_loader_s(monkeypatch):
     """The same optimisation, whoever builds."""
-    name, given = NAMES[0], {}
-    namespace = {}
-    exec(cell(name, "cpu"), namespace)
-
-    def load_inline(name, sources, cuda, **options):
-        given.update(options)
-        raise InterruptedError
-
-    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
-    with pytest.raises(InterruptedError):
-        namespace["get_model"]()(*namespace["get_inputs"](batch_size=1))
-    assert given["extra_cflags"] == list(units.unit_of(name, None, "cpu", {}).cflags)
-
-
-# ---------------------------------------------------------------------------------------------------------------- the command
-
-
-def test_command(tmp_path):
-    def call(*arguments):
-        command = [sys.executable, "export.py", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, encoding="utf-8")
-
-    done = call(NAMES[0])
-    assert done.stdout == export.cell(NAMES[0], device="cuda", variant="fused")
-    done = call(NAMES[0], "--device", "cpu", "-o", str(tmp_path / "a.py"))
-    assert done.returncode == 0 and (tmp_path / "a.py").read_text(encoding="utf-8") == cell(NAMES[0], "cpu")
-    done = call("nonsense")
-    assert done.returncode == 1 and done.stderr.startswith("export.py: expected one of")
-    done = call(NAMES[0], "--device", "cpu", "--variant", "fused")
-    assert done.returncode == 1 and done.stderr.startswith("export.py: there is no fused variant of")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_other_dtypes(name):
-    """Other cells than the defaults can be written, too."""
-    text = cell(name, "cuda")
-    assert FORMULA in text and "_fused" not in besides(text)
-    halves = export.cell(name, device="cuda", variant="epilogue", dtype=torch.float16)
-    assert "torch.float16" in besides(halves) and "half_t" in besides(halves)
-    assert len(besides(text).splitlines()) <= export.LINES
-
-
-# ------------------------------------------------------------------------------------------------------------- the functions
-
-
-def doubled(a, times=2):
-    return [each * times for each in a]
-
-
-def outer(a, size, flag):
-    """What is asked here: one of both. The rest is left out."""
-    width = size[1]
-    if flag:
-        return doubled(a, times=1 + width)
-    return doubled(a, 3)
-
-
-def caller(a, size):
-    return outer(a, (size, 4), False), outer(a, (size, 5), FLAG)
-
-
-FLAG = True
-
-
-def program(**bound) -> dict[str, str]:
-    """What `caller` reaches, as text."""
-    bound = {(__name__, name): value for name, value in bound.items()}
-    definitions = export_python.Program(lambda module: module == __name__, bound, {}).build(caller)
-    definitions = export_layout.tidied(definitions, "_caller")
-    return {name: export_layout.source_of(node, docstrings=True) for name, node in definitions.items()}
-
-
-def test_a_parameter_is_known_where_all_calls_agree():
-    found = program()
-    assert found["_caller"].endswith("return (_outer(a, (size, 4), False), _outer(a, (size, 5), True))")
-    assert '"""What is asked here."""' in found["_outer"], "the first sentence, up to a colon"
-    assert "if flag:" in found["_outer"] and "size" in found["_outer"]
-    found = program(FLAG=False)
-    assert found["_caller"].endswith("return (_doubled(a), _doubled(a))") and "each * 3" in found["_doubled"]
-
-
-def test_what_is_known_is_computed():
-    program = export_python.Program(
-        lambda module: module == __name__, {}, {caller: {"size": export_python.Value(7)}}
-    )
-    program.build(caller)
-    assert "size" not in ast.unparse(program.definitions["_caller"].body[-1])
-    calls = {
-        "sum(range(4))": "6",
-        "time.time()": "time.time()",
-        "x + 0": "x",
-        "y and 1 < 2": "y",
-        "y or 'no'": "y or 'no'",
-    }
-    for text, expected in calls.items():
-        names = SimpleNamespace(__globals__={"__name__": __name__, "time": __import__("time")})
-        specialiser = export_python._Specialiser(program, names)
-        specialiser.local = {"x", "y"}
-        node = specialiser.visit(ast.parse(text, mode="eval").body)
-        written = ast.unparse(export_python._Writer(program).visit(node))
-        assert written.replace("_time", "time") == expected
-
-
-def test_a_branch_that_needs_what_a_cell_cannot_hold_raises():
-    text = "def f(x):\n    if x:\n        return THING\n    return 1"
-    exec(text, names := {"THING": object(), "__name__": __name__})
-    names["f"].source = text
-    definitions = export_python.Program(lambda module: module == __name__, {}, {}).build(names["f"])
-    assert f"raise RuntimeError({export_python.NOT_HERE!r})".replace("'", '"') in ast.unparse(
-        definitions["_f"]
-    ).replace("'", '"')
-    names["f"].source = "def f(x):\n    return THING"
-    with pytest.raises(export_python.Missing, match="THING"):
-        export_python.Program(lambda module: module == __name__, {}, {}).build(names["f"])
-
-
-def test_others_functions_are_written_as_where_they_are_found():
-    """A module may have one under a name of its own; what is found nowhere by its name, a method of some value, can't be written."""
-
-    def written(value):
-        text = "def f(x):\n    return OURS(x)"
-        exec(text, names := {"OURS": value, "__name__": __name__})
-        names["f"].source = text
-        definitions = export_python.Program(lambda module: module == __name__, {}, {}).build(names["f"])
-        return ast.unparse(definitions["_f"].body[-1])
-
-    assert written(getattr(torch._C, "_get_cudnn_enabled", None)) == "return torch._C._get_cudnn_enabled(x)"
-    assert written(os.path.basename) == f"return _{os.path.__name__}.basename(x)"
-    assert written(len) == "return len(x)"
-    for value in (
-        [].append,
-        functools.partial(len),
-        SimpleNamespace(__name__="basename", __module__="posixpath"),
-    ):
-        with pytest.raises(export_python.Missing, match="OURS"):
-            written(value)
+    names, given = ran(text_of("direct") + "\n# new"), {}
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", lambda *_, **options: given.update(options))
+    monkeypatch.setattr("torch.__version__", "another")
+    with pytest.raises(FileNotFoundError):
+        names["_library"]("forward")
+    unit = units.unit_of("f", LOAD, "cpu", {})
+    assert given["extra_cflags"] == list(unit.cflags)

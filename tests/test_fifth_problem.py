@@ -19,6 +19,7 @@ from torch import nn
 import models
 from fifth.conv2d_relu_hardswish import PROBLEM
 from inline_kernels.bench import charts, checks, compare
+from inline_kernels.export import cell_of
 
 HERE = Path(__file__).resolve().parent
 NAME = PROBLEM.name
@@ -133,6 +134,24 @@ def test_comparison():
     assert [row["variant"] for row in rows] == ["eager", "epilogue"]
     assert all(row["ok"] and row["median_ms"] > 0 for row in rows), rows
     assert "57 conv2d relu hardswish" in charts.table(rows)
+
+
+def test_export(tmp_path):
+    """As one file, in an empty folder where nothing of ours can be imported."""
+    use = """
+model, reference = ModelNew(*get_init_inputs()), Model(*get_init_inputs())
+reference.load_state_dict(model.state_dict())
+[x] = get_inputs(batch_size=2)
+model(x).sum().backward()
+print(tuple(x.shape), (model(x) - reference(x)).abs().max().item() < 1e-5)
+"""
+    (tmp_path / "cell.py").write_text(cell_of(NAME, "cpu") + use, encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "cell.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.endswith("\n(2, 8, 128, 128) True\n"), done.stderr
+    assert "__global__" in cell_of(NAME, "cuda", "epilogue")
 
 
 # -------------------------------------------------------------------------------------------------------- what it takes

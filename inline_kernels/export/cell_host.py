@@ -30,10 +30,12 @@ _TYPES = {f"{name}_t": getattr(torch, name) for name in ("uint8", "int32", "int6
 _TYPES |= {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_types(_DTYPE, torch.float32)}
 _TYPES |= {"float": torch.float32, "double": torch.float64}
 _NUMBERS = {"double": _ctypes.c_double, "int64_t": _ctypes.c_int64, "bool": _ctypes.c_bool}
-_LAUNCHERS = _re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M)
+_NUMBERS |= {"cudaStream_t": _ctypes.c_void_p}
+_LAUNCHERS = dict(_re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M))
 _LAUNCHERS = {
-    name: dict([each.split()[::-1] for each in given.split(",") if each]) for name, given in _LAUNCHERS
+    key: [each.split()[::-1] for each in each.split(",") if each] for key, each in _LAUNCHERS.items()
 }
+_LAUNCHERS = {name: dict(given) for name, given in _LAUNCHERS.items()}  # types by name
 _CODE = _hashlib.sha256(_re.sub(r"//.*|/\*(?s:.*?)\*/|\s", "", _FORMULA[1]).encode()).hexdigest()[:16]
 _TRAINS = {_AS_WRITTEN}  # digests of code whose gradient is right
 
@@ -56,15 +58,13 @@ class _Building:
     def __exit__(self, kind, error, trace):
         self.end = "\n"
         print(self.line(), end="", flush=True)
-        if found := _re.search(
-            r"(?m)^(formula|headers)[:(](\d+)\)?:(?:(\d+):)?.*?error[^:]*: (.*)$", str(error)
-        ):
+        error_line = r"(?m)^(formula|headers)[:(](\d+)\)?:(?:(\d+):)?.*?error[^:]*: (.*)$"
+        if found := _re.search(error_line, str(error)):
             line, (first, text) = int(found[2]), _FORMULA if found[1] == "formula" else _HEADERS
-            code, caret = (
-                text.splitlines()[line - first],
-                " " * (int(found[3] or 0) + 7) + "^" * bool(found[3]),
+            code, caret = text.splitlines()[line - first], found[3] and " " * (int(found[3]) + 7) + "^"
+            told = (
+                f"{found[1]}, line {line} of the cell: {found[4]}\n{line:5} | {code}\n{caret or ''}".rstrip()
             )
-            told = f"{found[1]}, line {line} of the cell: {found[4]}\n{line:5} | {code}\n{caret}".rstrip()
             error = RuntimeError(told)
             error._render_traceback_ = lambda: [f"BuildError: {told}"]  # for IPython
             raise error from None
@@ -87,20 +87,12 @@ def _library(name, tf32=True):
     if _DEVICE == "cuda":
         gpu = torch.cuda.get_device_properties("cuda")
         if gpu.major < 8:
-            raise RuntimeError(
-                f"ModelNew can't run: it is for GPUs of capability 8.0 and later, not {gpu.major}.{gpu.minor}"
-            )
-        flags, arch = ["-O1", "-fvisibility=hidden"], f"{gpu.major}{gpu.minor}" + "a" * (gpu.major >= 9)
-        macros = (
-            f"CAPABILITY={gpu.major}{gpu.minor}",
-            f"SHARED_LIMIT={gpu.shared_memory_per_block_optin}",
-            f"TF32={int(tf32)}",
-        )
-        cuda_flags = [
-            f"-gencode=arch=compute_{arch},code=sm_{arch}",
-            "-Xcompiler=-fvisibility=hidden",
-            *[f"-D{each}" for each in macros],
-        ]
+            raise RuntimeError("ModelNew can't run: its kernels are for GPUs of capability 8.0 and later")
+        flags, arch = ["-O1", "-fvisibility=hidden"], f"{gpu.major}{gpu.minor}"
+        macros = {"CAPABILITY": arch, "SHARED_LIMIT": gpu.shared_memory_per_block_optin, "TF32": int(tf32)}
+        arch += "a" * (gpu.major >= 9)
+        cuda_flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fvisibility=hidden"]
+        cuda_flags += [f"-D{macro}={value}" for macro, value in macros.items()]
     # The others are blank: what they alone need is not compiled.
     others = _re.compile(rf"^EXPORT void (?!{name}\b)\w+\(.*?^}}$", flags=_re.M | _re.S)
     formula = others.sub(lambda found: "\n" * found[0].count("\n"), _FORMULA[1])
@@ -130,10 +122,7 @@ class _Tensor(_ctypes.Structure):
 
 @_functools.cache
 def _function(name, build, tf32):
-    types = [
-        _Tensor if kind[-1] == ">" else _NUMBERS.get(kind, _ctypes.c_void_p)
-        for kind in _LAUNCHERS[name].values()
-    ]
+    types = [_NUMBERS.get(kind, _Tensor) for kind in _LAUNCHERS[name].values()]
     address = _ctypes.c_void_p.in_dll(_library(build, tf32), f"cell_{name}").value
     return _ctypes.CFUNCTYPE(_ctypes.c_char_p, _ctypes.c_void_p, *types)(address)
 
@@ -178,9 +167,8 @@ class _Function(torch.autograd.Function):
     def forward(ctx, numbers, names, *tensors):
         made = _run(dict(zip(names, tensors)) | numbers, saving=True)
         ctx.names, ctx.numbers = names, numbers
-        ctx.like = {
-            name: (made[name].shape, made[name].dtype) for name in (*names, *_GRADIENTS) if name in made
-        }
+        of_gradients = [name for name in (*names, "v") if name in made]
+        ctx.like = {name: (made[name].shape, made[name].dtype) for name in of_gradients}
         kept = {name: t for name, t in made.items() if name in _KEPT and isinstance(t, torch.Tensor)}
         ctx.kept = [*kept]
         ctx.save_for_backward(*kept.values())
@@ -195,31 +183,23 @@ class _Function(torch.autograd.Function):
         needs = dict(zip(ctx.names, ctx.needs_input_grad[2:]))
         shapes = {_GRADIENTS[name]: shape for name, (shape, _) in ctx.like.items() if name in _GRADIENTS}
         shapes |= {_GRADIENTS.get(name): 0 for name in ("x", "weight") if not needs[name]}
-        made = {}  # by launcher, whether each of its outputs is wanted
+        wanted = {}  # by launcher, of its outputs
         for name in filter(_re.compile("backward").match, _LAUNCHERS):
             outputs = [each for each, kind in _LAUNCHERS[name].items() if kind[:4] == "Out<"]
-            made[name] = {each: shapes.get(each, 1) != 0 for each in outputs}
-        for name, own in made.items():
-            if not any([_better(other, own) for other in [{}, *made.values()]]):
+            wanted[name] = {each for each in outputs if shapes.get(each, 1) != 0}, len(outputs)
+        for name, (own, count) in wanted.items():
+            others = [
+                other for other, size in wanted.values() if own < other or own == other and size < count
+            ]
+            if own and not others:
                 _launch(name, given, shapes)
         found = {name: given.get(_GRADIENTS.get(name)) for name in needs}
         if "v" in _GRADIENTS:
             operands = given[_GRADIENTS["v"]], given["x"], given["weight"], None, *_CONVOLUTION
-            found["x"], found["weight"], _ = torch.ops.aten.convolution_backward(
-                *operands, [needs["x"], needs["weight"], False]
-            )
-        found = {
-            name: t.reshape(ctx.like[name][0]).to(ctx.like[name][1])
-            for name, t in found.items()
-            if needs[name] and t is not None
-        }
-        return None, None, *[found.get(name) for name in needs]
-
-
-def _better(other, own):
-    """Has the launcher `other` all that is wanted of `own`, and more of it, or less that is not?"""
-    more, all_own = ({name for name, wanted in outputs.items() if wanted} for outputs in (other, own))
-    return all_own <= more and (all_own != more or len(other) < len(own))
+            both = torch.ops.aten.convolution_backward(*operands, [needs["x"], needs["weight"], False])
+            found["x"], found["weight"], _ = both
+        found = [(found[name] if need else None, *ctx.like[name]) for name, need in needs.items()]
+        return None, None, *[t if t is None else t.view(shape).to(dtype) for t, shape, dtype in found]
 
 
 def _kind(t):
@@ -229,35 +209,24 @@ def _kind(t):
 
 def _described(model, x):
     """What the kernels take for granted, by its name."""
-    yield (
-        "torch.func or forward-mode AD",
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0,
-    )
+    transformed = torch._C._are_functorch_transforms_active()
+    yield "torch.func or forward-mode AD", transformed or torch.autograd.forward_ad._current_level >= 0
     yield "autocast", torch.is_autocast_enabled(_DEVICE)
     yield "hooks on all modules", bool(nn.modules.module._has_any_global_hook())
     devices = {x.device}
     for path, module in model.named_modules():
-        own, tensors = {}, module._parameters | module._buffers
+        values, tensors = vars(module), module._parameters | module._buffers
+        own = {}
         if path:
-            own = {
-                "class": type(module),
-                "forward": getattr(module.forward, "__func__", module.forward),
-                "tensors": [*tensors],
-            }
-            own["hooks"] = any(
-                [
-                    getattr(module, f"_{kind}_hooks")
-                    for kind in ("forward", "forward_pre", "backward", "backward_pre")
-                ]
-            )
-        own |= {
-            key: value for key, value in vars(module).items() if key[0] != "_" and key != "training"
-        } | tensors
+            own |= {"class": type(module), "forward": getattr(module.forward, "__func__", module.forward)}
+            own["hooks"] = any([values[key] for key in values if _re.match("_(for|back)ward.*_hooks$", key)])
+        own |= {key: value for key, value in values.items() if key[0] != "_" and key != "training"} | tensors
+        own |= {"tensors": [*tensors]} if path else {}
         devices |= {t.device for t in tensors.values() if t is not None}
         for key, value in own.items():
             name = f"{path}.{key}".lstrip(".")
             yield name, _kind(value) if name in _VARYING or key in tensors else value
-    yield "x", (_kind(x[:1]) if x.dim() and len(x) else "without elements")
+    yield "x", _kind(x[:1]) if x.dim() and len(x) else "without elements"
     yield "the device of all", x.device.type if len(devices) == 1 else devices
 
 
@@ -267,23 +236,19 @@ class ModelNew(Model):
     def forward(self, x):
         found = dict(_described(self, x))
         for what, expected in _EXPECTED.items():
-            if found.get(what) != expected:
-                raise RuntimeError(
-                    f"ModelNew can't run: {what} is {found.get(what)}, its kernels are for {expected}"
-                )
+            if (own := found.get(what)) != expected:
+                raise RuntimeError(f"ModelNew can't run: {what} is {own}, its kernels are for {expected}")
         given = {"x": x} | {name: get(self) for name, get in _GETTERS.items()}
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
-        numbers = {name: t for name, t in given.items() if name not in tensors} | {
-            "checked": "checked" in vars(self)
-        }
+        numbers = {name: t for name, t in given.items() if name not in tensors}
+        numbers["checked"] = "checked" in vars(self)
         for path, dropout in self.named_modules():
             if isinstance(dropout, nn.Dropout):
                 if not 0 <= dropout.p <= 1:
                     raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout.p}")
                 drops = dropout.training and dropout.p > 0
-                numbers |= {
-                    name: dropout.p * drops for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"
-                }
+                own = [name for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"]
+                numbers |= dict.fromkeys(own, dropout.p * drops)
                 seed = torch.empty(int(drops), dtype=torch.int64, device=x.device).random_()
                 numbers |= {"seed": seed, "number": 0 if drops else -1}
         with torch.cuda.device_of(x):
@@ -305,7 +270,8 @@ def check(batch_size=2):
     for model in models:
         inputs = [x.to(next(model.parameters()).dtype, copy=True).requires_grad_(), *model.parameters()]
         y = model(inputs[0])
-        found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype))])
+        gradients = torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)
+        found.append([y.detach(), *gradients])
     for name, *both, exact in zip(["y", "x.grad", *names], *found):
         ours, theirs, size = [float((t.double() - exact).norm()) for t in both] + [float(exact.norm())]
         print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {size:.1e}")
@@ -321,6 +287,5 @@ _GETTERS = {name: _operator.attrgetter(path) for name, path in _ARGUMENTS.items(
 _KEPT = {"x", "weight"}.union(*[kinds for name, kinds in _LAUNCHERS.items() if name[:8] == "backward"])
 _WHOLE = {name for kinds in _LAUNCHERS.values() for name, kind in kinds.items() if kind == "int64_t"}
 _VARYING = {path for name, path in _ARGUMENTS.items() if name not in _WHOLE}  # numbers that may change
-_EXPECTED = dict(_described(_MADE, torch.empty(1, *_SIZES, dtype=_DTYPE, device="meta"))) | {
-    "the device of all": _DEVICE
-}
+_EXPECTED = dict(_described(_MADE, torch.empty(1, *_SIZES, dtype=_DTYPE, device="meta")))
+_EXPECTED |= {"the device of all": _DEVICE}

@@ -38,6 +38,7 @@ from inline_kernels.engine import library, schedule, tiling
 from inline_kernels.engine.capture import Segment, capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
+from inline_kernels.engine.passes import Planes
 from inline_kernels.engine.source import compose, identifier
 from inline_kernels.export.used import used
 from inline_kernels.loader.source import Header, gather, inlined, macros, parse_launchers, read
@@ -116,7 +117,8 @@ def cell_of(
         raise ValueError(f"there is no {variant} variant of {name} on a {device} device")
     with torch.random.fork_rng():
         model = file.Model(*file.get_init_inputs()).to(dtype)
-    kernels = generated(model, x, device) if (variant or known[-1]) == "epilogue" else composed(file, x)
+    written = (variant or known[-1]) == "epilogue"
+    kernels = generated(model, x, device) if written else composed(file, x, device)
     return cell(text, model, x, kernels, device)
 
 
@@ -145,14 +147,13 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
     if outside or len(structure.parts) > 1:
         segments = [f"the convolution {part.name}" for part in structure.parts[1:]]
         raise ValueError(f"its first convolution's kernels leave to PyTorch: {', '.join(segments + outside)}")
-    segment, weight = (
-        structure.parts[0].segment,
-        model.get_parameter(structure.parts[0].segment.parameters[0]),
-    )
+    segment = structure.parts[0].segment
+    weight = model.get_parameter(segment.parameters[0])
     around = schedule._padding(segment, weight)
     refused = {
         "a second input": len(segment.inputs) > 1,
         "running statistics": segment.updates,
+        "more than one dropout": len(segment.random) > 1,
         "padding that isn't of zeros, the same on both sides": segment.conv.padding_mode != "zeros"
         or any(before != after for before, after in around),
     }
@@ -169,24 +170,18 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
     text = compose(of_programs, names, device, segment.conv.name)
     for name, (plan, program, _) in programs.items():
         text = _sized(text, name, plan, program, segment)
+    drops = re.compile(r"(\.kept\(\w+, number, \d+, )([^,()]+)\), (\w+)\(1\)")  # not below a number of 0
+    text = drops.sub(r"\1number < 0 ? 0 : \2), \3(number < 0 ? 1 - \2 : 1)", re.sub(r"\bdz\b", "dv", text))
     sizes, conv = plans[0].sizes, segment.conv
     sample = math.prod([sizes.C, *sizes.levels["e"]]) * x.element_size()
     mixed = ahead.forward.mixes_samples or segment.random or not segment.outputs[0].space.n
     samples = 0 if mixed or device != "cpu" else max(1, library.CPU_PIECE_BYTES // sample)
     settings = conv.stride, tuple(before for before, _ in around), conv.dilation, False, (0,) * conv.nd
-    roots = {
-        identifier(leaf.attr[0]): root.name
-        for leaf, root in back.gradients.items()
-        if root and leaf.attr[1] == "parameter"
-    }
+    roots = {leaf.attr: root.name for leaf, root in back.gradients.items() if root}
+    roots = {identifier(name): root for (name, kind), root in roots.items() if kind == "parameter"}
     shared = {name: root for name, root in roots.items() if root != f"d_{name}"}
-    return Kernels(
-        re.sub(r"\bdz\b", "dv", text),
-        segment.parameters[0],
-        (*settings, conv.groups),
-        samples=samples,
-        gradients=shared,
-    )
+    settings = (*settings, conv.groups)
+    return Kernels(text, segment.parameters[0], settings, samples=samples, gradients=shared)
 
 
 def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> schedule.Plan:
@@ -198,28 +193,20 @@ def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: b
 def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
     """`text` with the launcher `name` as cells have it: of tensors with their sizes. Its other sizes are known, its scratch is its own."""
     launcher = re.search(rf"^EXPORT void {name}\((.*)\) {{\n((?: .*\n)*)}}", text, flags=re.M)
-    given, body, reals = [each.rpartition(" ")[::2] for each in launcher[1].split(", ")], launcher[2], []
+    given, body = [each.rpartition(" ")[::2] for each in launcher[1].split(", ")], launcher[2]
     tensors = [(kind[:-1], p) for kind, p in given if kind[-1] == "*" and p != "scratch"]
     own = [f"In<{kind[6:]}> {p}" if kind[:6] == "const " else f"Out<{kind}> {p}" for kind, p in tensors]
     reals = [p.removesuffix("_given") for kind, p in given if kind == "double"]
     own += [f"double {p}" for p in reals] + [f"{kind} {p}" for kind, p in given if p in ("number", "stream")]
-    first = (
-        "v"
-        if ("const value_t", "v") in tensors
-        else "dy"
-        if segment.axes[:1] == ("n",) and name == "backward"
-        else "x"
-    )
-    of = f"In<{'output_t' if first == 'dy' else 'value_t'}> {first}"
+    by_sample = {"In<value_t> v"} | ({"In<output_t> dy"} if segment.axes[:1] == ("n",) else set())
+    of = next((each for each in own if each in by_sample), "In<value_t> x")
     own[:0] = [] if of in own else [of]
+    first = of.split()[1]
     sizes = {"C": plan.sizes.C}
     for level in ["e", *segment.graph.levels]:
         sizes |= {f"{level}_{side}": size for side, size in zip("DHW", plan.sizes.levels[level])}
-    sizes |= {
-        f"parts_{i}": schedule._parts(plan, each)
-        for i, each in enumerate(program.passes)
-        if hasattr(each, "level")
-    }
+    planes = [(i, each) for i, each in enumerate(program.passes) if isinstance(each, Planes)]
+    sizes |= {f"parts_{i}": schedule._parts(plan, program, i) for i, _ in planes}
     known = [f"{size} = {value}" for size, value in sizes.items() if re.search(rf"\b{size}\b", body)]
     body = re.sub(r"^  const real \w+ = real\(\w+_given\);\n", "", body, flags=re.M)
     stream = ", stream" if plan.device == "cuda" else ""
@@ -241,7 +228,7 @@ def _sized(text: str, name: str, plan: schedule.Plan, program, segment) -> str:
 # ----------------------------------------------------------------------------------------------------- the repository's own
 
 
-def composed(problem, x: torch.Tensor) -> Kernels:
+def composed(problem, x: torch.Tensor, device: str) -> Kernels:
     """The composed source of a problem's formula. Raises ValueError where there is none, or for sizes that it isn't for."""
     with torch.random.fork_rng():
         model = problem.Model(*problem.get_init_inputs())
@@ -254,7 +241,7 @@ def composed(problem, x: torch.Tensor) -> Kernels:
         raise ValueError(f"expected sizes that its fused kernels run, got others: {obstacle}")
     settings = conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups
     defines = mainloop.defines(x, weight, "cell", written) | written.macros
-    return Kernels(read(written.path("cuda")), "conv.weight", settings, written.folder, defines)
+    return Kernels(read(written.path(device)), "conv.weight", settings, written.folder, defines)
 
 
 def _text_of(problem) -> str:

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from inline_kernels.loader.source import code_of
 
 _SPACE = re.compile(r'(inline )?namespace\b[^;]*\{$|extern "C" \{$|\}$')  # what encloses declarations
-_TYPE = re.compile(r"(?:struct|class|union|enum(?: class)?) (?:__align__\(\w+\) |alignas\(\w+\) )?(\w+)")
+_TYPE = re.compile(r"(?:struct|class|union)\s+(\w+)")
 _FUNCTION = re.compile(
     r"(\w+)(?<!alignas)(?<!decltype)(?<!__launch_bounds__)(?<!__attribute__)(?<!__align__)\("
 )
+_MACRO = re.compile(
+    r"\s*(?:[A-Z][A-Z_\d]*\(\w[^()]*\)\s*)+$"
+)  # definitions by macros, which have names that begin so
 _VALUE = re.compile(r"(\w+)(?:\[[^\]]*\])*(?: =|\{|;|,)")
 
 
@@ -46,6 +49,7 @@ def used(headers: str, source: str) -> str:
 def _units(text: str) -> list[_Unit]:
     found: list[_Unit] = []
     lines, code = text.split("\n"), code_of(text).split("\n")
+    every = set(re.findall(r"\w+", text))
     begin, at = 0, 0  # of a unit, with the comments above it
     while at < len(lines):
         if not code[at].strip():  # a comment, or blank
@@ -63,6 +67,8 @@ def _units(text: str) -> list[_Unit]:
                 end += 1
         own = "\n".join(code[at:end])
         names = _names(own)
+        if _MACRO.match(own):
+            names |= {word for word in every if word.startswith(tuple(names))}
         found.append(_Unit(lines[begin:end], names, set(re.findall(r"\w+", own))))
         begin = at = end
     return [*found, _Unit(lines[begin:], set(), set())]
@@ -71,7 +77,7 @@ def _units(text: str) -> list[_Unit]:
 def _ends(code: str) -> bool:
     flat = re.sub(r"^[ \t]*#.*$", "", code, flags=re.M).rstrip()
     depth = sum(flat.count(c) for c in "{([") - sum(flat.count(c) for c in "})]")
-    return depth == 0 and flat.endswith((";", "}"))
+    return depth == 0 and (flat.endswith((";", "}")) or bool(_MACRO.match(flat)))
 
 
 def _names(code: str) -> set[str]:
@@ -79,13 +85,17 @@ def _names(code: str) -> set[str]:
         return {define[1]}
     if re.match(r"\s*#", code) or _SPACE.match(code.rstrip()) or code.startswith("static_assert"):
         return set()
+    if _MACRO.match(code):
+        return set(re.findall(r"\((\w+)", code))
     head = _without_template(code)
-    if using := re.match(r"using (\w+) =", head):
+    if using := re.match(r"using (?!namespace)(\w+) *(?:=|__attribute__)", head):
         return {using[1]}
     if head.startswith("enum"):
         return set(re.findall(r"\w+", head)) - {"enum", "class"}
-    if kind := _TYPE.match(head):
-        return {kind[1]}
+    if head.startswith(("struct", "class", "union")):
+        while (flat := re.sub(r"\w*\([^()]*\)", "", head)) != head:  # alignas(2 * sizeof(T))
+            head = flat
+        return {_TYPE.match(head)[1]}
     until = re.split(r"[{;]| = ", head, maxsplit=1)[0]
     if "(" in until:
         function = _FUNCTION.search(until)
@@ -95,11 +105,10 @@ def _names(code: str) -> set[str]:
 
 def _without_template(code: str) -> str:
     """What follows `template <…>`."""
-    while code.lstrip().startswith("template"):
-        depth, at = 0, code.index("<")
-        for at in range(at, len(code)):  # noqa: B020
-            depth += {"<": 1, ">": -1}.get(code[at], 0)
-            if depth == 0:
-                break
-        code = code[at + 1 :].lstrip()
+    while code.startswith("template"):
+        depth, end = 0, code.index("<")
+        while end == code.index("<") or depth:
+            depth += {"<": 1, ">": -1}.get(code[end], 0)
+            end += 1
+        code = code[end:].lstrip()
     return code
