@@ -1,17 +1,22 @@
-"""Do the fused kernels' speed-ups hold at other sizes and in other dtypes? Forward, on a GPU. One run, one table, one JSON file.
+"""Is what `fuse` runs at any size slower than eager or torch.compile? The layers of sizes.csv, on a GPU. One run, one table, one JSON file.
 
-    python benchmarks/sizes.py [NAME ...] [--json FILE]
+    python benchmarks/sizes.py [--rows 3,17-20] [--peers eager,compile] [--json FILE] [--picture FILE]
 
-Rows are compare.py's, checked as there, of eager, torch.compile and what "auto" runs, at: a quarter of the default batch, the
-default, four times the batch, twice the width; and the default in float16 and bfloat16. Each says further
-what was changed (`size`).
-The default also stands there under autocast (`autocast`: its dtype), timed alone: its results are the tests' business.
+A row of sizes.csv is a convolution with a tail (TAILS) as a layer of a real model has it. dtype tf32 is float32 where the library may round
+to TF32, float32 is where it may not; layout is the model's and x's. `forward` is under no_grad, in training mode; `train` is forward and
+backward to the parameters. All contestants of a row run in one process and take turns, in three rounds; times are the GPU's, by events,
+medians of a round. A row fails where ours takes longer than the best peer by more than SLACK in all rounds.
+
+A row of the record: the layer's columns, `times` (by contestant, of each round; ms), `plan` (what ours runs, and why), `factor` (the best
+peer's median over ours), `intensity` (FLOP a byte, with v never written), `ok`; `failed`: what was raised instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import csv
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -19,91 +24,177 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
 
-import models  # noqa: E402
-from inline_kernels.bench import compare, records, timing  # noqa: E402
+from inline_kernels import fuse  # noqa: E402
+from inline_kernels.bench import records, timing  # noqa: E402
 
-VARIANTS = ("eager", "compile", "auto")
-
-
-def sizes(problem: models.Problem) -> dict[str, tuple[models.Problem, torch.dtype]]:
-    batch, *rest = problem.input_shape
-    shapes = {
-        "quarter batch": (batch // 4, *rest),
-        "default": problem.input_shape,
-        "four times the batch": (batch * 4, *rest),
-        "twice the width": (batch, *rest[:-1], rest[-1] * 2),
-    }
-    cases = {
-        size: (dataclasses.replace(problem, input_shape=shape), torch.float32)
-        for size, shape in shapes.items()
-    }
-    return cases | {
-        str(dtype).removeprefix("torch."): (problem, dtype) for dtype in (torch.float16, torch.bfloat16)
-    }
+LAYERS = Path(__file__).with_name("sizes.csv")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ROUNDS, SLACK = 3, 0.03
 
 
-def autocast_ms(problem: models.Problem, dtype: torch.dtype) -> float:
-    model, (x,) = problem.get_model(device="cuda"), problem.get_inputs(device="cuda")
-
-    def run():
-        with torch.no_grad(), torch.autocast("cuda", dtype=dtype):
-            return model(x)
-
-    return timing.time({"auto": run}, "cuda", seconds=1)["auto"].median
+def _instance_norm(v, scale=None):
+    return F.instance_norm(v if scale is None else v * scale)
 
 
-def measure(problem: models.Problem) -> list[dict]:
-    rows = []
-    for size, (sized, dtype) in sizes(problem).items():
-        found = compare.compare(sized, device="cuda", dtype=dtype, variants=VARIANTS)
-        rows += [row | {"size": size} for row in found]
-    plain = next(row for row in rows if row["size"] == "default" and row["variant"] == "auto")
-    for dtype in (torch.float16, torch.bfloat16):
-        name, ms = str(dtype).removeprefix("torch."), autocast_ms(problem, dtype)
-        changed = {
-            "size": f"autocast {name}",
-            "autocast": name,
-            "median_ms": ms,
-            "call_ms": None,
-            "host_us": None,
-            "memory_mb": None,
-        }
-        rows.append(plain | changed)
-    return rows
+# Functions of a layer and v, its convolution with a bias.
+TAILS = {
+    "none": lambda m, v: v,
+    "relu": lambda m, v: F.relu(v),
+    "group_norm_silu": lambda m, v: F.silu(F.group_norm(v, m.groups, m.scale.flatten(), m.shift.flatten())),
+    "instance_norm_leaky": lambda m, v: F.leaky_relu(_instance_norm(v) * m.scale + m.shift, 0.01),
+    "min_add_multiply": lambda m, v: (torch.clamp(v, max=0.5) + m.shift) * 2.0,
+    "group_norm_scale_pool_clamp": lambda m, v: torch.clamp(
+        F.max_pool2d(F.group_norm(v, m.groups) * m.scale, 4), 0.0, 1.0
+    ),
+    "multiply_instance_norm_clamp_multiply_max": lambda m, v: torch.max(
+        torch.clamp(_instance_norm(v, m.scale), -1.0, 1.0) * m.scale, dim=1
+    )[0],
+    "group_norm_min_clamp_dropout": lambda m, v: F.dropout(
+        torch.clamp(torch.clamp(F.group_norm(v, m.groups), max=0.1), -1.0, 1.0), 0.2, m.training
+    ),
+    "mish_mish": lambda m, v: F.mish(F.mish(v)),
+    "scale_min": lambda m, v: torch.min(v * 2.0, dim=1, keepdim=True)[0],
+    "multiply_gelu": lambda m, v: F.gelu(F.leaky_relu(v * m.scale)),
+}
 
 
-def table(rows: list[dict]) -> str:
-    head = f"{'eager':>9}{'compile':>9}{'ours':>9}{'over the best':>15}{'MB more':>10}"
-    lines = [f"{'':3}{'size':22}{'variant':10}{head}"]
-    for number, size in dict.fromkeys((row["number"], row["size"]) for row in rows):
-        group = {row["variant"]: row for row in rows if (row["number"], row["size"]) == (number, size)}
-        ours, exact = (
-            group["auto"],
-            [row["median_ms"] for row in group.values() if row["peer"] and row["ok"] and row["median_ms"]],
-        )
-        ratio = f"{min(exact) / ours['median_ms']:.2f}" if exact and ours["median_ms"] else "–"
-        times = [group[name]["median_ms"] if name in group else None for name in VARIANTS]
-        cells = "".join(f"{ms:9.3f}" if ms else f"{'–':>9}" for ms in times)
-        extra = "–" if ours["memory_mb"] is None else f"{ours['memory_mb']:.1f}"
-        variant = (ours["plan"] or ours["reason"] or "–").split(":")[0][:9]
-        lines.append(f"{number:<3}{size:22}{variant:10}{cells}{ratio:>15}{extra:>10}")
-    return "\n".join(lines)
+class Layer(nn.Module):
+    """A convolution and a tail; scale and shift, by channel, are there for tails."""
+
+    def __init__(self, row: dict):
+        super().__init__()
+        nd, C = len(row["image"]), row["channels_out"]
+        settings = {key: row[key] for key in ("stride", "padding", "dilation")}
+        self.conv = (nn.Conv2d, nn.Conv3d)[nd - 2](row["channels_in"], C, row["filter"], **settings)
+        self.scale = nn.Parameter(1 + 0.1 * torch.randn(C, *[1] * nd))
+        self.shift = nn.Parameter(0.1 * torch.randn(C, *[1] * nd))
+        self.groups, self.tail = math.gcd(C, 32) if C % 32 == 0 else math.gcd(C, 8), TAILS[row["tail"]]
+
+    def forward(self, x):
+        return self.tail(self, self.conv(x))
+
+
+def layers() -> list[dict]:
+    with LAYERS.open() as file:
+        rows = list(csv.DictReader(file))
+    words = ("layer", "image", "dtype", "layout", "phase", "tail")
+    return [
+        {key: value if key in words else int(value) for key, value in row.items()}
+        | {"image": [int(extent) for extent in row["image"].split("x")]}
+        for row in rows
+    ]
+
+
+def build(row: dict, device: str) -> tuple[Layer, torch.Tensor]:
+    """The layer and an x, in the row's dtype and layout."""
+    torch.manual_seed(0)
+    dtype = DTYPES.get(row["dtype"], torch.float32)
+    x = torch.randn(row["batch"], row["channels_in"], *row["image"], device=device, dtype=dtype)
+    model = Layer(row).to(device, dtype)
+    if row["layout"] == "channels_last":
+        layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        model, x = model.to(memory_format=layout), x.to(memory_format=layout)
+    return model, x
+
+
+def call(model, row: dict, x: torch.Tensor):
+    """What is timed: a function of nothing."""
+    if row["phase"] == "forward":
+        return lambda: torch.no_grad()(model)(x)
+    with torch.no_grad():
+        g = torch.randn_like(model(x))
+    return lambda: torch.autograd.grad(
+        model(x), [p for p in model.parameters()], g, allow_unused=True
+    )  # the tail may use neither scale nor shift
+
+
+def intensity(row: dict, y: torch.Tensor, x: torch.Tensor) -> float:
+    taps, extents = row["filter"] ** len(row["image"]), row["image"]
+    reach = row["dilation"] * (row["filter"] - 1) + 1
+    positions = math.prod([(e + 2 * row["padding"] - reach) // row["stride"] + 1 for e in extents])
+    weights = row["channels_in"] * row["channels_out"] * taps
+    return 2 * row["batch"] * positions * weights / (x.nbytes + y.nbytes + weights * x.itemsize)
+
+
+def measure(row: dict, peers: list[str], device: str) -> dict:
+    torch.backends.cudnn.allow_tf32 = row["dtype"] != "float32"
+    try:
+        model, x = build(row, device)
+        ours, peer_of = fuse(model), {"eager": lambda: model, "compile": lambda: torch.compile(model)}
+        calls = {name: call(peer_of[name](), row, x) for name in peers} | {"ours": call(ours, row, x)}
+        rounds = [timing.time(calls, device, seconds=0.3) for _ in range(ROUNDS)]
+        with torch.no_grad():
+            reached = intensity(row, model(x), x)
+    except Exception as error:  # whatever it is, it is the finding
+        return row | {"failed": f"{type(error).__name__}: {error}".splitlines()[0], "ok": False}
+    times = {name: [each[name].median for each in rounds] for name in calls}
+    factors = [min(times[name][i] for name in peers) / times["ours"][i] for i in range(ROUNDS)]
+    found = {"times": times, "plan": str(ours.plan(x)), "factor": statistics.median(factors)}
+    return row | found | {"intensity": reached, "ok": any(each >= 1 - SLACK for each in factors)}
+
+
+def line(number: int, row: dict) -> str:
+    shape = f"{row['batch']}x{row['channels_in']}->{row['channels_out']} {row['filter']} {'x'.join(map(str, row['image']))}"
+    head = f"{number:3} {row['layer'][:14]:15}{shape:34}{row['dtype'][:8]:9}{row['layout'][9:] or 'NCHW':6}{row['phase']:8}"
+    if "failed" in row:
+        return f"{head}failed: {row['failed'][:60]}"
+    cells = "".join(f"{statistics.median(ms):9.4f}" for ms in row["times"].values())
+    return f"{head}{cells}{row['factor']:7.2f}{'' if row['ok'] else ' slower'}"
+
+
+def picture(rows: list[dict], path: Path) -> None:
+    """Our factor over the best peer against arithmetic intensity."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        points = [
+            (row["intensity"], row["factor"]) for row in rows if row["dtype"] == dtype and row.get("times")
+        ]
+        axes.scatter(*zip(*points), label=dtype, s=16)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="the best peer's time over ours")
+    axes.axhline(1, color="grey", lw=0.8)
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def chosen(text: str | None, count: int) -> list[int]:
+    """Numbers of rows, from 1 on."""
+    if not text:
+        return list(range(1, count + 1))
+    spans = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [number for span in spans for number in range(span[0], span[-1] + 1)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--rows", help="numbers from 1 on, default: all")
+    parser.add_argument("--peers", default="eager,compile")
+    parser.add_argument("--json", metavar="FILE", type=Path)
+    parser.add_argument("--picture", metavar="FILE", type=Path)
     options = parser.parse_args()
-    rows = []
-    for name in options.names or models.PROBLEMS:
-        rows += measure(models.PROBLEMS[name])
+    rows, peers = [], options.peers.split(",")
+    every = layers()
+    print(f"{'':75}{''.join(f'{name:>9}' for name in [*peers, 'ours'])}  factor")
+    for number in chosen(options.rows, len(every)):
+        rows.append(measure(every[number - 1], peers, "cuda"))
+        print(line(number, rows[-1]), flush=True)
+        torch._dynamo.reset()
         if options.json:
-            records.write(Path(options.json), rows)
-    print(table(rows))
+            records.write(options.json, rows)
+    factors = [row["factor"] for row in rows if "factor" in row]
+    mean = statistics.geometric_mean(factors) if factors else math.nan
+    print(f"{sum(row['ok'] for row in rows)} of {len(rows)} rows hold; geometric mean {mean:.2f}")
+    if options.picture:
+        picture(rows, options.picture)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ def translate_headers(replaced: tuple, headers: Path) -> None:
         header = headers / path.relative_to(inline_loader.KERNELS)
         header.parent.mkdir(parents=True, exist_ok=True)
         header.write_text(translated(path.read_text(), replaced))
-    shutil.copy(EMULATION / "tensor_core.cuh", headers / "core")
+    for emulated in ("tensor_core.cuh", "tensor_map.cuh"):
+        shutil.copy(EMULATION / emulated, headers / "core")
     shutil.copy(EMULATION / "cooperative_groups.h", headers)
 
 

@@ -29,6 +29,63 @@ _CALLED = {"epilogue": "the library's convolution with a pass of ours behind it"
 RECORD = "benchmarks/results/grid/2026-11-24-h200.json"
 
 
+# kernels/conv/stream.cuh, fitted to benchmarks/results/trials/stream.json, on an H200. By the bytes of a value, then a tile's columns, in
+# microseconds: of all launches, of each tile that a block computes one after the other, and of each step of it, 64 channels in of one tap.
+STREAM_TILES = {
+    2: {256: (5.3, 3.7, 0.628), 192: (4.8, 2.6, 0.494), 128: (5.5, 1.9, 0.336)},
+    4: {256: (12.6, 5.6, 0.618), 192: (10.1, 4.0, 0.500), 128: (10.2, 3.0, 0.340)},
+}
+# The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
+LIBRARY_STARTS = {2: 10, 4: 12}
+LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
+PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
+PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
+
+
+def stream_columns(
+    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, multiprocessors: int
+) -> tuple[int, float]:
+    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all results."""
+    outputs, channels, *kernel = filters
+    block = 128 if outputs > 64 else 64
+    blocks, steps = -(-outputs // block), -(-channels // 64) * math.prod(kernel)
+    found = {}
+    for columns, (start, tile, step) in STREAM_TILES[itemsize].items():
+        of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
+        # Two blocks are a cluster, side by side in channels or else in positions.
+        units = (
+            blocks // 2 * -(-positions // of_tile)
+            if blocks % 2 == 0
+            else blocks * -(-positions // (2 * of_tile))
+        )
+        found[columns] = start + -(-units // max(multiprocessors // 2, 1)) * (
+            tile + steps * step * (128 // block)
+        )
+    fastest = min(found, key=found.get)
+    return fastest, found[fastest]
+
+
+def stream_loses(
+    image: Sequence[int],
+    filters: Sequence[int],
+    positions: int,
+    itemsize: int,
+    multiprocessors: int,
+    packs: bool,
+) -> str | None:
+    """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first?"""
+    x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
+    ours = stream_columns(image, filters, positions, itemsize, multiprocessors)[1]
+    launches = 1 + packs + 2 * (itemsize == 4)
+    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2) / PASS_BYTES
+    moved = (x + weights + v) * itemsize / PASS_BYTES
+    products = 2 * v * math.prod(filters[1:]) / LIBRARY_OPERATIONS[itemsize]
+    theirs = LIBRARY_STARTS[itemsize] + max(products, moved) + 2 * v * itemsize / PASS_BYTES
+    return (
+        None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
+    )
+
+
 def _positions(image: Sequence[int], filters: Sequence[int]) -> int:
     return image[0] * math.prod([extent - taps + 1 for extent, taps in zip(image[2:], filters[2:])])
 

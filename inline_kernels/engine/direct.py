@@ -6,12 +6,12 @@ It has schedule.py's functions and signatures, and runs a segment where
   vary along positions is computed once a channel (`Tail::channel`); the rest, a line an operation, once an element (`Tail::operator()`);
 - or windows of such a tail are pooled, and what is pointwise in those follows (`Tail::before`, `Tail::after`). Only that is written; what
   else the segment computes from it, the schedule `load` does in passes over windows;
-- the convolution has stride 1, no padding, dilation 1 and one group, and one of the `MAINLOOPS` can run it.
+- the convolution has one group, and one of the `MAINLOOPS` can run it: with a stride, padding or dilation `stream` alone.
 
 Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that.
 
 For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
+where eager runs TF32; `stream` runs nowhere else. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
 by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
 
@@ -286,9 +286,17 @@ def _declared(member: Member) -> str:
 # ------------------------------------------------------------------------------------------------------------------ mainloops
 
 
+class Asked(NamedTuple):
+    """Of a convolution: v's positions in all samples; and how its filter goes, or None where it is padded by more behind than before."""
+
+    positions: int
+    settings: precision.Settings | None
+
+
 class Mainloop(NamedTuple):
-    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front)`: why it can't run, or is not
-    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?"""
+    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, what is asked)`: why it can't run, or is not
+    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
+    `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
     name: str
     takes: str
@@ -297,47 +305,81 @@ class Mainloop(NamedTuple):
     declared: str
     launch: Sequence[str]
     has_places: bool
-    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], str | None]
-    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front], dict]
+    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], str | None]
+    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], dict]
     keeps: bool = False
+    walks: bool = False
 
 
-def _rows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _rows_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> str | None:
     return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, *[each.itemsize for each in dtypes]))
 
 
-def _rows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+def _rows_defines(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> dict:
     planned = {"ROWS_SHARED": tiling.rows_shared(weight, *[each.itemsize for each in dtypes])}
     return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
 
 
-def _windows_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _windows_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> str | None:
     if None in front.window or min(front.window) < 2 or max(front.window) > 8:
         return "windows have 2 to 8 rows and columns"
     return tiling.rows_obstacle(x, weight, tiling.windows_shared(weight, front.window[1]))
 
 
-def _windows_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+def _windows_defines(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> dict:
     planned = {"ROWS_SHARED": tiling.windows_shared(weight, front.window[1])}
-    return _rows_defines(x, weight, dtypes, front) | planned
+    return _rows_defines(x, weight, dtypes, front, asked) | planned
 
 
-def _narrow3d_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _narrow3d_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> str | None:
     return tiling.volume_obstacle(x, weight, x.dtype, _OWN_SHARED)
 
 
-def _wide_obstacle(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> str | None:
+def _wide_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
+    if weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
+        return "stream is faster from 64 channels in on"
     faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
-def _wide_defines(x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front) -> dict:
+def _wide_defines(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = x.dtype == torch.float32 and not precision.runs_tf32(x, weight)
     return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
+
+
+def _stream_obstacle(
+    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
+) -> str | None:
+    """Likewise by its cost; float32 is a single float16 here."""
+    if reason := tiling.stream_obstacle(x, weight, x.dtype):
+        return reason
+    if x.dtype == torch.float32 and not (
+        asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
+    ):
+        return "its operands have 11 digits, and eager runs float32"
+    last = tiling.stream_takes_last(x)
+    if library.is_channels_last(x) and not last:
+        return "x lies channels last, and would be copied first"
+    sizes = x.shape, weight.shape, asked.positions, x.element_size()
+    return choice.stream_loses(*sizes, tiling.device_properties(x.device.index).multiprocessors, not last)
 
 
 # Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
@@ -383,7 +425,7 @@ MAINLOOPS = (
         ["store::pointwise<Conv>(x, weight, stream, {stored});"],
         True,
         _narrow3d_obstacle,
-        lambda x, weight, dtypes, front: tiling.spatial_defines(weight.shape),
+        lambda x, weight, *_: tiling.spatial_defines(weight.shape),
         True,
     ),
     Mainloop(
@@ -400,6 +442,23 @@ MAINLOOPS = (
         False,
         _wide_obstacle,
         _wide_defines,
+    ),
+    Mainloop(
+        "stream",
+        "elements",
+        2,
+        ("conv/stream.cuh",),
+        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
+        [
+            "const Scratch<uint32_t> largest_x(x.size(0), stream);",
+            "const conv::Walk walk{{STRIDE_H, STRIDE_W}, {BEFORE_H, BEFORE_W}, {BEHIND_H, BEHIND_W}, {DILATION_H, DILATION_W}};",
+            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
+            "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
+        ],
+        False,
+        _stream_obstacle,
+        lambda x, weight, dtypes, front, asked: tiling.stream_defines(x, weight, asked.positions),
+        walks=True,
     ),
 )
 
@@ -547,13 +606,13 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
     program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
     names = schedule._names(segment, program)
     text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
-    return schedule.Composed(text, program, names, None, None, [], {}, [])
+    return schedule.Composed(text, program, names, None, None, [], {}, [], source.Own())
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    check(segment, x, weight, dtype)
+    check(segment, x, weight, dtype, walks=True)
     if saving and x.dtype != torch.float32:
         raise Unsupported("backward needs v as the library rounds it")
     if segment.updates or segment.random:
@@ -565,8 +624,9 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
+            _check_walk(segment, weight, mainloop)
             written = _written(segment, mainloop, exact_order, composed)
-            if (reason := mainloop.obstacle(x, weight, _dtypes(written, x, dtype), written.front)) is None:
+            if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -574,16 +634,16 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype, walks: bool = False) -> None:
     """Can a convolution of our own be what runs? Raises Unsupported."""
     if library.device_type(x) != "cuda":
         raise Unsupported("convolutions of our own run on GPUs")
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"there are no kernels for results of {dtype}")
-    conv, nd = segment.conv, weight.dim() - 2
-    plain = {schedule._pair(each, nd) for each in (conv.stride, conv.dilation)} == {(1,) * nd}
-    if not plain or conv.groups != 1 or any(sum(each) for each in strips.padding(segment.conv, weight)):
-        raise Unsupported("the convolution has a stride, padding, dilation or groups")
+    if segment.conv.groups != 1:
+        raise Unsupported("the convolution has groups")
+    if not walks and not _walk(segment, weight).is_plain:
+        raise Unsupported("the convolution has a stride, padding or dilation")
     sizes = schedule.sizes_of(segment, x, weight)
     if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:
         raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
@@ -595,14 +655,60 @@ def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype
     return [of_kind[array.kind] for array in written.results]
 
 
+class Walk(NamedTuple):
+    """How a filter goes over an image, axis by axis; `before` and `behind` it, its padding."""
+
+    stride: Sequence[int]
+    before: Sequence[int]
+    behind: Sequence[int]
+    dilation: Sequence[int]
+
+    @property
+    def is_plain(self) -> bool:
+        return {*self.stride, *self.dilation} == {1} and not any((*self.before, *self.behind))
+
+
+def _walk(segment, weight: Tensor) -> Walk:
+    conv, nd = segment.conv, weight.dim() - 2
+    before, behind = zip(*strips.padding(segment.conv, weight))
+    return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
+
+
+def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
+    walk = _walk(segment, weight)
+    if segment.conv.padding_mode != "zeros":
+        raise Unsupported("the convolution pads with other values than zeros")
+    if not mainloop.walks:
+        if not walk.is_plain:
+            raise Unsupported("the convolution has a stride, padding or dilation")
+        return
+    reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
+    if max(walk.stride) > 8 or max(*walk.before, *walk.behind, *reach) > 127:
+        raise Unsupported("the copy engine's strides go to 8, its offsets to 127")
+
+
+def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
+    """What a mainloop is asked about."""
+    sizes, walk = schedule.sizes_of(segment, x, weight), _walk(segment, weight)
+    settings = (
+        precision.Settings(walk.stride, walk.before, walk.dilation) if walk.before == walk.behind else None
+    )
+    asked = Asked(sizes.N * sizes.positions("e"), settings)
+    return x, weight, _dtypes(written, x, dtype), written.front, asked
+
+
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = written.mainloop.defines(x, weight, _dtypes(written, x, dtype), written.front)
+    defines = written.mainloop.defines(*_given(written, segment, x, weight, dtype))
+    defines |= schedule._defines(segment, x, dtype)
+    if written.mainloop.walks:
+        for name, values in _walk(segment, weight)._asdict().items():
+            defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("HW", values)}
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,
         "device": "cuda",
-        "defines": schedule._defines(segment, x, dtype) | defines,
+        "defines": defines,
     }
 
 
@@ -643,6 +749,7 @@ class Plan:
     line: str
     rest: schedule.Plan | None
     kept: Sequence[int]
+    last: bool = False  # do x and y lie channels last?
     statistics: Sequence = ()
 
 
@@ -671,6 +778,9 @@ def plan(
         rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))
     shape = schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space)
     shape = [*shape[:2], *shape[5 - segment.graph.dimensions :]]
+    last = bool(request["defines"].get("LAST"))
+    if last:
+        shape = [shape[0], *shape[2:], shape[1]]
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
@@ -678,6 +788,7 @@ def plan(
         describe(segment, arguments, saving, dtype, exact_order),
         rest,
         _places_of_kept(segment, written) if saving else (),
+        last,
     )
 
 
@@ -700,7 +811,11 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     x = arguments[0]
     found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
+    if plan.last:
+        arguments = [x.permute(0, 2, 3, 1), *arguments[1:]]
     plan.launch(*found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
+    if plan.last:
+        return [found[0].permute(0, 3, 1, 2)]
     if plan.rest and not plan.rest.saving:
         return schedule.finished(plan.rest, {"front": found[0]}, arguments)
     copies = [

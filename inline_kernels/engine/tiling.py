@@ -30,6 +30,8 @@ from torch import Tensor
 
 from inline_kernels.loader.operators import PLAIN
 
+from . import choice
+
 
 class Device(NamedTuple):
     capability: tuple[int, int]
@@ -304,6 +306,38 @@ def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradi
     known |= {"X_ALIGNED": x_aligned, "DY_ALIGNED": dy_aligned, "ONE_TILE": int(gradients and W <= COLUMNS)}
     known["COUNTS_IN_INT"] = int(counts_in_int)
     return spatial_defines(weight.shape) | known
+
+
+# ----------------------------------------------------------------------------------------------------------------- stream
+
+STREAM_CLUSTER = 2  # blocks that share what both need
+STREAM_LEAD = 0  # steps that a block's first consumer is ahead of its second one
+
+
+@first_obstacle
+def stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
+    """Of a convolution by kernels/conv/stream.cuh."""
+    yield from _fused_obstacles(x, dtype)
+    yield capability(x) != (9, 0), "it needs a GPU of compute capability 9.0"
+    yield weight.shape[1] < 16, "it takes 16 channels in or more"
+
+
+def stream_takes_last(x: Tensor) -> bool:
+    """Is x an operand as it lies, channels last?"""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return last and x.element_size() == 2 and x.shape[1] % 8 == 0
+
+
+def stream_defines(x: Tensor, weight: Tensor, positions: int) -> dict[str, int]:
+    """positions: of all results."""
+    device = device_properties(x.device.index)
+    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors
+    known = {"COLUMNS": choice.stream_columns(*given)[0], "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
+    return (
+        spatial_defines(weight.shape)
+        | known
+        | {"LAST": int(stream_takes_last(x)), "SHARED_LIMIT": device.shared}
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- mainloops

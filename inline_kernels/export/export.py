@@ -39,7 +39,7 @@ from inline_kernels.engine.capture import Segment, capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.engine.passes import Planes
-from inline_kernels.engine.source import compose, identifier
+from inline_kernels.engine.source import Own, compose, identifier
 from inline_kernels.export.used import used
 from inline_kernels.loader.source import Header, gather, inlined, macros, parse_launchers, read
 from inline_kernels.loader.units import KERNELS, RESTORED
@@ -185,7 +185,7 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
 
 
 def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> schedule.Plan:
-    composed = schedule._composed(segment, schedule.Kind(device, saving, len(weight) <= 256, False))
+    composed = schedule._composed(segment, schedule.Kind(device, saving, len(weight) <= 256, False, Own()))
     sizes = schedule.sizes_of(segment, x, weight)
     return schedule.Plan(segment, composed, sizes, x.dtype, x.dtype, saving, device)
 

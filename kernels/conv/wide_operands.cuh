@@ -41,6 +41,21 @@ __device__ __forceinline__ float larger_magnitude(float largest, float value) {
   return is_finite(value) ? fmaxf(largest, fabsf(value)) : largest;
 }
 
+#if __CUDA_ARCH__ >= 800
+
+// Raises *largest, the bits of a magnitude, to the largest of the block's threads.
+__device__ __forceinline__ void raise_largest(uint32_t* largest, float of_thread) {
+  __shared__ uint32_t of_block;
+  if (threadIdx.x == 0) of_block = 0;
+  __syncthreads();  // cleared before anyone raises it
+  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(of_thread));
+  if (threadIdx.x % 32 == 0) atomicMax(&of_block, of_warp);
+  __syncthreads();  // complete before thread 0 reads it, and only thread 0 clears it again
+  if (threadIdx.x == 0) atomicMax(largest, of_block);
+}
+
+#endif
+
 // What a Value becomes: one operand, or, where kSplit, the sum of two float16, high and low.
 template <class Value, bool kSplit_> struct Operands {
   using value_t = Value;
@@ -184,6 +199,7 @@ __device__ __forceinline__ int channel_exponent(
   if (threadIdx.x == 0) largest = 0;
   __syncthreads();  // cleared before anyone raises it
   float mine = 0.f;
+#pragma unroll 8
   for (int i = threadIdx.x; real && i < Conv::kChannelsIn * kTaps; i += blockDim.x)
     mine = larger_magnitude(mine, weight[weight_index<Conv>(channel, i / kTaps, i % kTaps)]);
   atomicMax(&largest, __float_as_uint(mine));

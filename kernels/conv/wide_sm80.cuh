@@ -23,21 +23,6 @@ constexpr int kPackThreads = 256;
 constexpr int kPackPixels = 4;     // of a thread: 8 × 4 loads are under way at a time
 constexpr int kRepackBlocks = 32;  // of a sample
 
-#if __CUDA_ARCH__ >= 800
-
-// Raises *largest, the bits of a magnitude, to the largest of the block's threads.
-__device__ __forceinline__ void raise_largest(uint32_t* largest, float of_thread) {
-  __shared__ uint32_t of_block;
-  if (threadIdx.x == 0) of_block = 0;
-  __syncthreads();  // cleared before anyone raises it
-  const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(of_thread));
-  if (threadIdx.x % 32 == 0) atomicMax(&of_block, of_warp);
-  __syncthreads();  // complete before thread 0 reads it, and only thread 0 clears it again
-  if (threadIdx.x == 0) atomicMax(largest, of_block);
-}
-
-#endif
-
 // x (N, kChannelsIn, S) to packed (N, kChannelGroups, kParts, S, 8) under the scale 2^kFirstExponent, and
 // largest[n] = the bits of the largest finite magnitude of sample n. Grid: pixels, channel groups, samples.
 template <class Conv>

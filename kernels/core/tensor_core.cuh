@@ -176,6 +176,30 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, int 
                ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// The same to the same place in every block of a cluster that `blocks` has a bit for, and to its barrier.
+__device__ __forceinline__ void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier,
+                                          uint16_t blocks) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1], %2, [%3], %4;"
+               ::"r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)),
+                 "h"(blocks)
+               : "memory");
+}
+// Which of its cluster's blocks this is; an arrival at a barrier of another; and a meeting of all their
+// threads.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void arrive_at(uint64_t* barrier, int rank) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}"
+               ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+}
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
 // The other way, from shared to global memory.
 __device__ __forceinline__ void copy_bulk_out(void* global, const void* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
@@ -274,6 +298,14 @@ __device__ __forceinline__ uint64_t describe_transposed(uint32_t address, uint32
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(128 >> 4) << 16 | uint64_t(plane_pitch >> 4) << 32;
 }
 
+// Describes an operand of which a row of A, or a column of B, has 64 values of k in 128 bytes, the next
+// behind it: unit u of 16 bytes of row r lies in the place of u ^ r % 8. The first row's address is a
+// multiple of 1024. Adding 2 moves on by 16 values of k.
+__device__ __forceinline__ uint64_t describe_swizzled(uint32_t address) {
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 |
+         uint64_t(1) << 62;
+}
+
 // After await_products, before the sums are read: keeps the compiler from reading them earlier.
 template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 #pragma unroll
@@ -281,18 +313,27 @@ template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]
     asm volatile("" : "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])::"memory");
 }
 
-// D (64×n) += A (64×16) · B (16×n), n = 64 or 128, by four warps: warp i has rows 16 i … 16 i + 15 of A and
-// D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what D held
-// before does not count.
+// D (64×n) += A (64×16) · B (16×n), n = 64, 128, 192 or 256, by four warps: warp i has rows 16 i … 16 i + 15
+// of A and D, fragments as above. A lies in registers or in shared memory. Where `accumulate` is false, what
+// D held before does not count.
 #define NAMES_64 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_128 NAMES_64 \
                   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
                   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_192 NAMES_128 \
+                  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+                  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NAMES_256 NAMES_192 \
+                  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106" \
+                  ", %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117" \
+                  ", %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FRAGMENT(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 #define ROW(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define SUMS_64 ROW(0), ROW(1), ROW(2), ROW(3), ROW(4), ROW(5), ROW(6), ROW(7)
 #define SUMS_128 SUMS_64, ROW(8), ROW(9), ROW(10), ROW(11), ROW(12), ROW(13), ROW(14), ROW(15)
+#define SUMS_192 SUMS_128, ROW(16), ROW(17), ROW(18), ROW(19), ROW(20), ROW(21), ROW(22), ROW(23)
+#define SUMS_256 SUMS_192, ROW(24), ROW(25), ROW(26), ROW(27), ROW(28), ROW(29), ROW(30), ROW(31)
 #define WGMMA_OF_TYPE(n, type, flag, operands, ...) \
   asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n" \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" NAMES_##n "}, " \
@@ -324,12 +365,27 @@ __device__ __forceinline__ void multiply_add(float (&d)[16][4], uint64_t a, uint
   WGMMA_OF_OPERAND(128, "%66", "%64, %65, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
 }
 
+template <class Operand = half_t>
+__device__ __forceinline__ void multiply_add(float (&d)[24][4], uint64_t a, uint64_t b,
+                                             bool accumulate = true) {
+  WGMMA_OF_OPERAND(192, "%98", "%96, %97, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
+}
+template <class Operand = half_t>
+__device__ __forceinline__ void multiply_add(float (&d)[32][4], uint64_t a, uint64_t b,
+                                             bool accumulate = true) {
+  WGMMA_OF_OPERAND(256, "%130", "%128, %129, accumulate, 1, 1, 0, 0", "l"(a), "l"(b));
+}
+
 #undef WGMMA_OF_OPERAND
 #undef WGMMA_OF_TYPE
+#undef SUMS_256
+#undef SUMS_192
 #undef SUMS_128
 #undef SUMS_64
 #undef ROW
 #undef FRAGMENT
+#undef NAMES_256
+#undef NAMES_192
 #undef NAMES_128
 #undef NAMES_64
 

@@ -14,6 +14,7 @@
 #undef __device__
 #undef __forceinline__
 #undef __global__
+#undef __grid_constant__
 #undef __host__
 #undef __launch_bounds__
 #undef __shared__
@@ -21,6 +22,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __global__
+#define __grid_constant__
 #define __host__
 #define __launch_bounds__(...)
 #define threadIdx emulation::thread->index

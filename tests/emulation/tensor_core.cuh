@@ -78,6 +78,13 @@ inline void copy_bulk_out(void* global, const void* shared, int bytes) {
   if (aligned && emulation::is_shared(shared, bytes)) memcpy(global, shared, bytes);
   else emulation::failure = "a copy that is not aligned, or not of shared memory";
 }
+// A cluster has one block.
+inline void copy_bulk(void* shared, const void* global, int bytes, uint64_t* barrier, uint16_t) {
+  copy_bulk(shared, global, bytes, barrier);
+}
+inline int cluster_rank() { return 0; }
+inline void arrive_at(uint64_t* barrier, int) { arrive(barrier); }
+inline void meet_cluster() { emulation::meet_block(); }
 inline void commit_bulk_copies() {}
 inline void await_bulk_reads() {}
 inline void await_previous_kernel() {}
@@ -91,7 +98,6 @@ inline void begin_products() {}
 inline void commit_products() {}
 // The products of four warps end together.
 template <int kPending> void await_products() {
-  static_assert(kPending == 0);
   emulation::meet_at(12 + threadIdx.x / 128, 128);
 }
 template <int kTiles> void hold(float (&)[kTiles][4]) {}
@@ -100,11 +106,18 @@ template <int kTiles> void hold(float (&)[kTiles][4]) {}
 inline uint64_t describe(uint32_t address, uint32_t k_stride) {
   return uint64_t(address >> 4) | uint64_t(k_stride >> 4) << 16;
 }
+constexpr uint64_t kSwizzled = uint64_t(1) << 62;
+inline uint64_t describe_swizzled(uint32_t address) {
+  if (address % 1024) emulation::failure = "a swizzled operand that is not aligned";
+  return uint64_t(address >> 4) | kSwizzled;
+}
 // Of an operand in shared memory: 2 k's values from 2t on, of the first (0) or the second (1) 8, of a column.
 inline uint32_t described(uint64_t operand, int half, int column) {
-  const char* const at = shared_pointer(uint32_t(operand & 0xffff) * 16 + half * uint32_t(operand >> 16) * 16);
+  const uint32_t address = uint32_t(operand & 0xffff) * 16, row = address + half * 16 + column * 128;
+  const char* const at = shared_pointer(address + half * uint32_t(operand >> 16 & 0x3fff) * 16 + column * 16);
   uint32_t word;
-  const char* const from = at + column * 16 + emulation::lane() % 4 * 4;
+  const char* const from =
+      (operand & kSwizzled ? shared_pointer(row ^ (row >> 3 & 0x70)) : at) + emulation::lane() % 4 * 4;
   if (emulation::is_shared(from, 4)) memcpy(&word, from, 4);
   else emulation::failure = "an operand that is not in shared memory";
   return word;

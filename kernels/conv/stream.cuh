@@ -1,0 +1,87 @@
+// A 2-D convolution of 16 and more channels, of any size, with padding, stride and dilation: a tail of v =
+// conv2d(x, weight), which is never written, to a sink, on compute capability 9.0. Operands as in
+// conv/wide.cuh, but that none is split.
+//
+//   conv/stream_operands.cuh  sizes, packing
+//   conv/stream_sm90.cuh      the convolution
+//   store/positions.cuh       sinks
+//
+// Bytes at (128, 256, 28, 28), 3×3, 256 channels out, bfloat16, channels last: 51 MB read, 51 MB written.
+// Bound: 118 GFLOP, 0.15 ms at 800 TFLOP/s.
+#pragma once
+#include "conv/exact.cuh"
+#include "conv/stream_sm90.cuh"
+#include "host/tensor.h"
+
+namespace conv {
+
+// v (N, kOut, OH, OW) one by one (conv/exact.cuh).
+template <class Filter, class T> struct Walked {
+  static constexpr int kOut = Filter::kOut;
+  const T *x, *weight;
+  int H, W, OH, OW;
+  Walk walk;
+  HOST_DEVICE int64_t positions() const { return int64_t(OH) * OW; }
+  __device__ float operator()(int64_t n, int c, int64_t position) const {
+    const int top = int(position / OW) * walk.stride[0] - walk.before[0],
+              left = int(position % OW) * walk.stride[1] - walk.before[1];
+    const T* filter = weight + int64_t(c) * Filter::kIn * Filter::kTaps;
+    float sum = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < Filter::kIn; k++)
+#pragma unroll 1
+      for (int tap = 0; tap < Filter::kTaps; tap++, filter++) {
+        const int row = top + tap / Filter::kWidth * walk.dilation[0],
+                  column = left + tap % Filter::kWidth * walk.dilation[1];
+        if (row < 0 || row >= H || column < 0 || column >= W) continue;
+        sum = fmaf(float(x[((n * Filter::kIn + k) * H + row) * W + column]), float(*filter), sum);
+      }
+    return sum;
+  }
+};
+
+// Samples that a float16 can't hold are computed again, by plain sums (conv/exact.cuh). x (N, C, H, W), or
+// channels last, (N, H, W, C), where kLast; largest (N) becomes the bits of each sample's
+// largest finite magnitude. Where channels last values are operands as they are, C is a multiple of 8.
+template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
+          class Tail, class Out>
+void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
+            const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
+  constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
+  constexpr int kOwn = kBlockChannels == 64 && kColumns == 256 ? 192 : kColumns;  // else too few stages fit
+  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead>;
+  using Loop = StreamSm90<Conv, Tail, Out, kSharedLimit>;
+  using operand_t = typename Operands::operand_t;
+  static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
+  expect(x.dims == 4 && x.size(kLast ? 3 : 1) == Filter::kIn,
+         "an image of the channels that are compiled for");
+  const int64_t N = x.size(0), H = x.size(kLast ? 1 : 2), W = x.size(kLast ? 2 : 3);
+  const auto extent = [&](int d, int64_t size, int taps) {
+    return (size + walk.before[d] + walk.behind[d] - (taps - 1) * walk.dilation[d] - 1) / walk.stride[d] + 1;
+  };
+  const int64_t OH = extent(0, H, Filter::kHeight), OW = extent(1, W, Filter::kWidth);
+  // Counted in int, two tiles beyond the last position, too.
+  expect(OH > 0 && OW > 0 && N * OH * OW < (int64_t(1) << 31) - 1024, "sizes that are counted in int");
+  if (N == 0) return;
+
+  const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
+  const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
+  pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(
+      packed_weight, exponents, largest, weight, N);
+  const Scratch<uint4> packed(kLast ? 0 : N * H * W * (Loop::kPaddedIn / 8), stream);
+  const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
+  if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
+  else pack_image<Conv>(packed, largest, x, N, H * W, stream);
+  const int taps[] = {Filter::kHeight, Filter::kWidth};
+  const ImageMap image = image_map(operands, N, H, W, Loop::kPaddedIn, taps, walk, Loop::kFetched);
+  convolve_stream<Loop>(image, {out, packed_weight, exponents, largest, tail, int(N), int(OH), int(OW), walk},
+                        stream);
+  if constexpr (Operands::kScaled) {
+    static_assert(!kLast && !Out::kLast, "in planes");
+    using Values = Walked<Filter, typename Operands::value_t>;
+    const Values v{x.data, weight.data, int(H), int(W), int(OH), int(OW), walk};
+    exact(Doubts{largest, 1, exponents, Loop::kPaddedOut}, N, each_value(v, out.y, tail), stream);
+  }
+}
+
+}  // namespace conv

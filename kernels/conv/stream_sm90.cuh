@@ -1,0 +1,285 @@
+// A convolution as an implicit GEMM by wgmma, on compute capability 9.0 (sm_90a), whose operands stream
+// through shared memory: M = channels out, N = positions of all samples, one behind the other, K = groups of
+// 64 channels in × taps.
+//
+// Blocks are persistent, and share all tiles. Three warpgroups of a block are specialised:
+//   producer   one thread, which has the copy engine fill the stages of a pipeline: of a step of K the
+//              weights, as they are packed, and what the tap meets at the positions. Padding, stride and
+//              dilation are the copy engine's affair (core/tensor_map.cuh)
+//   consumers  two of them multiply: 64 channels each at all positions, or, of a block of 64 channels, half
+//              of the positions each; then tail and sink
+// Where two blocks are a cluster, they compute different channels at the same positions, or the same channels
+// at different ones. Each fetches half of what both need, for both: what a multiprocessor reads of the L2
+// cache is the limit otherwise, 48 bytes a cycle for 128 channels × 256 positions, with that 32 or 40.
+//
+// Positions, and tiles, are counted in int.
+#pragma once
+#include "conv/stream_operands.cuh"
+#include "conv/tail.cuh"
+#include "conv/wide_sm90_stages.cuh"
+#include "store/positions.cuh"
+
+namespace conv {
+
+// What the mainloop works on; `image`, a parameter of its own, is x.
+template <class Conv, class Tail, class Out> struct StreamArguments {
+  Out out;
+  const uint4* packed_weight;
+  const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
+  const uint32_t* largest;   // (N): the bits of each sample's largest finite magnitude
+  Tail tail;
+  int N, OH, OW;  // of the output
+  Walk walk;
+
+  HOST_DEVICE int sample() const { return OH * OW; }  // positions
+  HOST_DEVICE int positions() const { return N * sample(); }
+};
+
+template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
+  using Arguments = StreamArguments<Conv, Tail, Out>;
+  using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
+      Conv::kFirstExponent, Conv::kGroups, Conv::kImageBytes, Conv::kKernelH, Conv::kKernelW,
+      Conv::kLastProducts, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps,
+      Conv::kTilePositions, Conv::kWeightBytes;
+  using typename Conv::operand_t;
+
+  static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr bool kHalves = kBlockChannels == 64;  // has a consumer half of a tile's positions?
+  static constexpr int kTiles = kColumns / 8;            // of a consumer, 8 positions each
+  // Do a cluster's blocks differ in their channels? Else in their positions.
+  static constexpr bool kByChannels = kCluster > 1 && kChannelBlocks % kCluster == 0;
+  static constexpr int kChannelUnits = kByChannels ? kChannelBlocks / kCluster : kChannelBlocks;
+
+  static constexpr int kFetched =
+      kByChannels ? kTilePositions / kCluster : kTilePositions;  // by a block, of an image
+
+  // Shared memory: stages of weights and image, staging, barriers.
+  static constexpr int kStageBytes = kWeightBytes + kImageBytes;
+  static constexpr int kStagingBytes = kConsumers * 4 * Out::kWarpBytes;
+  static constexpr int kStages = (kSharedLimit - kStagingBytes - 256) / kStageBytes;
+  static constexpr int kStagingAt = kStages * kStageBytes, kBarriersAt = kStagingAt + kStagingBytes;
+  static constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
+  static_assert(kStages >= 3 && kStages <= 16 && kStageBytes % 1024 == 0 && kLead < kStages);
+
+  // Barriers by number: the first consumer has a lead in a tile; the second one has begun it.
+  static constexpr int kLeads = 1, kFollows = 2;
+
+  // Units of work, each a tile for every block of a cluster; channels first.
+  static HOST_DEVICE int units(const Arguments& args) {
+    const int of_unit = kTilePositions * (kByChannels ? 1 : kCluster);
+    return kChannelUnits * ceil_div(args.positions(), of_unit);
+  }
+
+#if TENSOR_CORE_WGMMA
+
+  // A block's tile.
+  struct Tile {
+    int channel_block, position;
+    __device__ __forceinline__ Tile(int unit, int rank)
+        : channel_block(unit % kChannelUnits * (kByChannels ? kCluster : 1) + (kByChannels ? rank : 0)),
+          position((unit / kChannelUnits * (kByChannels ? 1 : kCluster) + (kByChannels ? 0 : rank)) *
+                   kTilePositions) {}
+  };
+
+  // `full` once a stage's bytes are there, `empty` once the warps of all consumers of a cluster have read it.
+  struct Barriers {
+    uint64_t *full, *empty;
+    __device__ __forceinline__ explicit Barriers(uint8_t* shared)
+        : full(reinterpret_cast<uint64_t*>(shared + kBarriersAt)), empty(full + kStages) {}
+    __device__ __forceinline__ void initialize() const {
+      for (int i = 0; i < kStages; i++)
+        tensor_core::initialize(full + i, 1), tensor_core::initialize(empty + i, kCluster * kConsumers * 4);
+      publish_barriers();
+    }
+    __device__ __forceinline__ void release(int stage) const {
+      const int lane = threadIdx.x % 32;
+      if (kCluster == 1 && lane == 0) arrive(empty + stage);
+      if (kCluster > 1 && lane < kCluster) arrive_at(empty + stage, lane);
+    }
+  };
+
+  // One thread: fills stages, tile by tile, step by step.
+  static __device__ __forceinline__ void produce(const Arguments& args, const ImageMap& image,
+                                                 const Barriers& barriers, uint8_t* shared, int rank) {
+    constexpr uint16_t kAll = (1 << kCluster) - 1;
+    constexpr bool kSharesWeights = kCluster > 1 && !kByChannels;
+    constexpr int kWeightShare = kSharesWeights ? kWeightBytes / kCluster : kWeightBytes;
+    PipelineState<kStages> next;
+    const int clusters = gridDim.x / kCluster, S = args.sample();
+    for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
+      const Tile tile(unit, rank);
+      const int from = tile.position + (kByChannels ? rank * kFetched : 0), n = from / S,
+                row = from % S / args.OW;
+      const Pixel first{n, row * args.walk.stride[0] - args.walk.before[0],
+                        from % args.OW * args.walk.stride[1] - args.walk.before[1]};
+      const uint8_t* weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
+                               int64_t(tile.channel_block) * kSteps * kWeightBytes +
+                               (kSharesWeights ? rank * kWeightShare : 0);
+#pragma unroll 1
+      for (int group = 0; group < kGroups; group++) {
+#pragma unroll 1
+        for (int tap = 0; tap < kTaps; tap++, weights += kWeightBytes, next.advance()) {
+          uint8_t* const stage = shared + next.stage * kStageBytes;
+          uint64_t* const full = barriers.full + next.stage;
+          const int down = tap / kKernelW * args.walk.dilation[0],
+                    across = tap % kKernelW * args.walk.dilation[1];
+          await(barriers.empty + next.stage, next.parity ^ 1);
+          arrive(full, kStageBytes);
+          if constexpr (kSharesWeights)
+            copy_bulk(stage + rank * kWeightShare, weights, kWeightShare, full, kAll);
+          else copy_bulk(stage, weights, kWeightBytes, full);
+          if constexpr (kByChannels)
+            copy_image(stage + kWeightBytes + rank * kFetched * 128, image, full, group * 64, first, down,
+                       across, kAll);
+          else copy_image(stage + kWeightBytes, image, full, group * 64, first, down, across);
+        }
+      }
+    }
+  }
+
+  // sums += a step's products, of depth 16 kCount, in the background.
+  template <int kCount>
+  static __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], uint64_t weights,
+                                                       uint64_t image, bool accumulate) {
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+      multiply_add<operand_t>(sums, weights + i * 2, image + i * 2, accumulate || i > 0);
+    commit_products();
+  }
+
+  // The sums of a tile, whose steps lie in the stages from `next` on.
+  static __device__ __forceinline__ void multiply_tile(float (&sums)[kTiles][4], const Barriers& barriers,
+                                                       PipelineState<kStages>& next, uint64_t weights,
+                                                       uint64_t image, bool leads) {
+    int last = -1;                  // the stage that products still read
+    int left = leads ? kLead : 0;   // steps until there is a lead
+    if (kLead > 0 && !leads) {
+      sync_threads<kConsumers * kWarpgroup>(kLeads);
+      signal_threads<kConsumers * kWarpgroup>(kFollows);
+    }
+    const auto step = [&](auto count, bool accumulate) {
+      const int offset = next.stage * (kStageBytes / 16);
+      await(barriers.full + next.stage, next.parity);
+      multiply_step<decltype(count)::value>(sums, weights + offset, image + offset, accumulate);
+      if (kLead > 0 && left > 0 && --left == 0) signal_threads<kConsumers * kWarpgroup>(kLeads);
+      await_products<1>();
+      if (last >= 0) barriers.release(last);
+      last = next.stage;
+      next.advance();
+    };
+    constexpr int kWhole = (kLastProducts == kProducts ? kGroups : kGroups - 1) * kTaps;  // steps
+#pragma unroll 1
+    for (int i = 0; i < kWhole; i++) step(std::integral_constant<int, kProducts>{}, i > 0);
+    if constexpr (kWhole < kSteps) {
+#pragma unroll 1
+      for (int i = kWhole; i < kSteps; i++) step(std::integral_constant<int, kLastProducts>{}, i > 0);
+    }
+    await_products<0>();
+    hold(sums);
+    barriers.release(last);
+    // Else the lead could grow to two tiles.
+    if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
+  }
+
+  // Sums to the tail's results, sample by sample: 16 channels from patch.channel on.
+  static __device__ __forceinline__ void finish_tile(const Arguments& args, float (&sums)[kTiles][4],
+                                                     const store::Patch& patch) {
+    const int lane = threadIdx.x % 32, S = args.sample();
+    int n = patch.position / S, from = 0, to = S - patch.position % S;
+#pragma unroll 1
+    for (; from < patch.columns; n++, from = to, to += S) {
+      const auto constants_of = [&](int c) {
+        ChannelConstants<Tail> constants(args.tail, n, c, c < kChannelsOut);
+        if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[n]));
+        return constants;
+      };
+      const auto low = constants_of(patch.channel + lane / 4),
+                 high = constants_of(patch.channel + 8 + lane / 4);
+#pragma unroll
+      for (int j = 0; j < kTiles; j++) {
+        if (j * 8 >= to || j * 8 + 8 <= from) continue;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const auto& constants = i < 2 ? low : high;
+          const int column = j * 8 + lane % 4 * 2 + i % 2;
+          float v = sums[j][i];
+          if constexpr (kScaled) v = v * constants.correction * constants.factor;
+          const float result = args.tail(v, constants.channel);
+          if (column >= from && column < to) sums[j][i] = result;
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers,
+                                                 uint8_t* shared, int rank) {
+    const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
+    const uint64_t weights = describe_swizzled(shared_address(shared) + (kHalves ? 0 : consumer * 64 * 128));
+    const uint64_t image = describe_swizzled(shared_address(shared) + kWeightBytes +
+                                             (kHalves ? consumer * kColumns * 128 : 0));
+    PipelineState<kStages> next;
+    const int clusters = gridDim.x / kCluster;
+#pragma unroll 1
+    for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
+      const Tile tile(unit, rank);
+      store::Patch patch;
+      patch.position = tile.position + (kHalves ? consumer * kColumns : 0);
+      patch.columns = min(args.positions() - patch.position, kColumns);
+      patch.channel = tile.channel_block * kBlockChannels + (kHalves ? 0 : consumer * 64) + warp % 4 * 16;
+      float sums[kTiles][4];
+      multiply_tile(sums, barriers, next, weights, image, consumer == 0);
+      if (patch.channel >= kChannelsOut) continue;
+      finish_tile(args, sums, patch);
+      args.out.store(shared + kStagingAt + warp * Out::kWarpBytes, sums, patch, args.sample(), kChannelsOut);
+    }
+  }
+
+  static __device__ __forceinline__ void run(const Arguments& args, const ImageMap& image) {
+    extern __shared__ __align__(1024) uint8_t stream_shared[];
+    const Barriers barriers(stream_shared);
+    const int rank = kCluster > 1 ? cluster_rank() : 0;
+    if (threadIdx.x == 0) barriers.initialize();
+    if constexpr (kCluster > 1) meet_cluster();
+    else __syncthreads();
+    if (threadIdx.x < kWarpgroup) {
+      give_registers_but<kProducerRegisters>();
+      if (threadIdx.x == 0) produce(args, image, barriers, stream_shared, rank);
+      __syncwarp();
+    } else {
+      take_registers_to<kConsumerRegisters>();
+      consume(args, barriers, stream_shared, rank);
+    }
+    // No block ends while another may still write to it.
+    if constexpr (kCluster > 1) meet_cluster();
+  }
+
+#endif
+};
+
+template <class Loop>
+__global__ void __launch_bounds__(Loop::kThreads, 1)
+    convolve_stream_kernel(const __grid_constant__ ImageMap image,
+                           const __grid_constant__ typename Loop::Arguments args) {
+#if TENSOR_CORE_WGMMA
+  Loop::run(args, image);
+#endif
+}
+
+template <class Loop>
+void convolve_stream(const ImageMap& image, const typename Loop::Arguments& args, cudaStream_t stream) {
+  allow_shared<convolve_stream_kernel<Loop>>();
+  const int clusters = max(device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kCluster, 1);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(Loop::kCluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(min(clusters, Loop::units(args)) * Loop::kCluster);
+  config.blockDim = dim3(Loop::kThreads);
+  config.dynamicSmemBytes = Loop::kSharedBytes, config.stream = stream;
+  config.attrs = &cluster, config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, convolve_stream_kernel<Loop>, image, args);
+}
+
+}  // namespace conv

@@ -1,0 +1,109 @@
+// Sinks that store a convolution's results as they are, position by position: y (N, C, S), or channels last,
+// (N, S, C), S positions a sample.
+//
+// A warp hands over 16 channels × 8·kTiles positions, which may run over samples, as products leave them:
+// lane 4 g + t has positions 8 j + 2 t and the next, of channel g in [j][0] and [j][1], of channel g + 8 in
+// [j][2] and [j][3]. They pass through a warp's staging, so that neighbouring lanes store neighbouring
+// elements.
+#pragma once
+#include "core/scalar.h"
+
+namespace store {
+
+// Of a warp's results: the first position, of all samples', and how many exist; the first channel.
+struct Patch {
+  int position, columns, channel;
+};
+
+template <class T, bool kChannelsLast> struct Positions {
+  T* y;
+  using result_t = T;
+  static constexpr bool kLast = kChannelsLast;
+  static constexpr int kPerWord = 4 / int(sizeof(T));  // elements
+  // Staging: 16 channels × 32 words of positions, or 32 positions × 16 channels of float32; without
+  // conflicts.
+  static constexpr int kPitch = kChannelsLast ? 20 : kPerWord == 1 ? 40 : 36;
+  static constexpr int kWarpBytes = (kChannelsLast ? 32 : 16) * kPitch * 4;
+  struct alignas(4) Word { T at[kPerWord]; };
+  struct alignas(4 * sizeof(T)) Four { T at[4]; };
+
+  template <int kTiles>
+  __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4],
+                                        const Patch& patch, int S, int channels) const {
+    if constexpr (kChannelsLast) store_last(reinterpret_cast<float*>(staging), values, patch, channels);
+    else store_planes(reinterpret_cast<Word*>(staging), values, patch, S, channels);
+  }
+
+  // 32 words of each of 16 channels at a time; a lane stores one of each channel.
+  template <int kTiles>
+  __device__ __forceinline__ void store_planes(Word* staging, const float (&values)[kTiles][4],
+                                               const Patch& patch, int S, int channels) const {
+    constexpr int kAtOnce = 4 * kPerWord;  // tiles
+    static_assert(kTiles % kAtOnce == 0);
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int first = 0; first < kTiles; first += kAtOnce) {
+      if (first * 8 >= patch.columns) break;
+      __syncwarp();  // what was there has been read
+#pragma unroll
+      for (int i = 0; i < kAtOnce * 2; i++) {
+        const float* const two = values[first + i / 2] + i % 2 * 2;
+        T* const to = staging[(g + i % 2 * 8) * kPitch].at + i / 2 * 8 + t * 2;
+        struct alignas(2 * sizeof(T)) Pair { T at[2]; };
+        *reinterpret_cast<Pair*>(to) = Pair{T(two[0]), T(two[1])};
+      }
+      __syncwarp();  // everyone has written
+      const int column = first * 8 + lane * kPerWord, count = min(patch.columns - column, kPerWord);
+      const auto place = [&](int i) {
+        const int p = patch.position + column + i, n = p / S;
+        return y + (int64_t(n) * channels + patch.channel) * S + (p - n * S);
+      };
+      T *to = place(0), *second = kPerWord > 1 ? place(1) : to;
+      const bool whole = kPerWord == 1 || (count == kPerWord && S % 2 == 0 && uintptr_t(to) % 4 == 0);
+#pragma unroll 4
+      for (int c = 0; c < min(channels - patch.channel, 16); c++, to += S, second += S) {
+        const Word word = staging[c * kPitch + lane];
+        if (count <= 0) continue;
+        if (whole) {
+          *reinterpret_cast<Word*>(to) = word;
+        } else {
+          to[0] = word.at[0];
+          if (count > 1) second[0] = word.at[kPerWord - 1];
+        }
+      }
+    }
+  }
+
+  // 32 positions at a time; four lanes store a position's 16 channels.
+  template <int kTiles>
+  __device__ __forceinline__ void store_last(float* staging, const float (&values)[kTiles][4],
+                                             const Patch& patch, int channels) const {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int own = patch.channel + lane % 4 * 4;  // the first of the lane's four channels
+    const bool whole = channels % 4 == 0 && uintptr_t(y) % sizeof(Four) == 0;
+#pragma unroll
+    for (int first = 0; first < kTiles; first += 4) {
+      if (first * 8 >= patch.columns) break;
+      __syncwarp();  // what was there has been read
+#pragma unroll
+      for (int i = 0; i < 16; i++)
+        staging[(i / 4 * 8 + t * 2 + i % 2) * kPitch + g + i / 2 % 2 * 8] = values[first + i / 4][i % 4];
+      __syncwarp();  // everyone has written
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int column = i * 8 + lane / 4;
+        const float4 four = *reinterpret_cast<const float4*>(staging + column * kPitch + lane % 4 * 4);
+        if (first * 8 + column >= patch.columns || own >= channels) continue;
+        T* const to = y + int64_t(patch.position + first * 8 + column) * channels + own;
+        const Four values{T(four.x), T(four.y), T(four.z), T(four.w)};
+        if (whole) {
+          *reinterpret_cast<Four*>(to) = values;
+        } else {
+          for (int c = 0; c < min(channels - own, 4); c++) to[c] = values.at[c];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace store

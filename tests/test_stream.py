@@ -1,0 +1,120 @@
+"""The mainloop kernels/conv/stream.cuh: a convolution alone, in the emulation of a GPU, against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from test_emulated import Emulated, folder, library_of, pytestmark  # noqa: F401
+
+INF, NAN = float("inf"), float("nan")
+SOURCE = """
+#include "conv/stream.cuh"
+EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t stride, int64_t before, int64_t behind,
+                    int64_t dilation, cudaStream_t stream) {
+  const Scratch<uint32_t> largest(x.size(0), stream);
+  const int s = stride, b = before, e = behind, d = dilation;
+  using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
+  conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
+      x, weight, {{s, s}, {b, b}, {e, e}, {d, d}}, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, largest, stream);
+}
+"""
+TYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
+# Filters; images; columns of a tile; stride, padding before and behind, dilation. Tiles that end inside samples, and of several of them;
+# positions that are no multiple of anything; channels that fill no group and no block; both kinds of blocks.
+CASES = [
+    ((136, 72, 3, 3), (3, 9, 7), 128, (1, 1, 1, 1)),
+    ((128, 64, 1, 1), (2, 5, 13), 192, (1, 0, 0, 1)),
+    ((40, 24, 2, 3), (5, 8, 6), 256, (2, 0, 1, 1)),
+    ((130, 17, 3, 2), (2, 11, 9), 128, (1, 2, 2, 2)),
+    ((64, 130, 1, 3), (7, 1, 3), 128, (1, 1, 1, 1)),
+]
+
+
+def convolved(x, weight, settings):
+    stride, before, behind, dilation = settings
+    return F.conv2d(F.pad(x, (before, behind) * 2), weight, stride=stride, dilation=dilation)
+
+
+@pytest.fixture
+def stream(folder):  # noqa: F811
+    """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
+
+    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2):
+        dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", "KERNEL_H", "KERNEL_W"), weight.shape))
+        result = result or x.dtype
+        defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
+        defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
+        kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
+        kernels.library.emulation_device(2, 227 << 10)
+        shape = convolved(x.float(), weight.float(), settings).shape
+        y = torch.full(shape, NAN, dtype=result)
+        of_y = y.permute(0, 2, 3, 1).contiguous() if y_last else y
+        given = x.permute(0, 2, 3, 1).contiguous() if x_last else x
+        kernels.forward(of_y, given, weight, *settings)
+        return of_y.permute(0, 3, 1, 2) if y_last else of_y
+
+    return run
+
+
+def assert_close(y, x, weight, settings):
+    """Operands have 11 digits, or 8, and sums those of float32."""
+    exact = convolved(x.double(), weight.double(), settings)
+    digits = 8 if torch.bfloat16 in (x.dtype, y.dtype) else 11
+    bound = convolved(x.double().abs(), weight.double().abs(), settings) * 2.0 ** (2 - digits)
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
+def drawn(filters, image, dtype):
+    torch.manual_seed(0)
+    N, *size = image
+    return torch.randn(N, filters[1], *size).to(dtype), torch.randn(filters).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("filters, image, columns, settings", CASES, ids=str)
+@pytest.mark.parametrize("lead", [0, 2])
+def test_sizes(filters, image, columns, settings, dtype, lead, stream):
+    x, weight = drawn(filters, image, dtype)
+    assert_close(stream(x, weight, columns, settings, lead=lead), x, weight, settings)
+
+
+@pytest.mark.parametrize("result", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("x_last, y_last", list(itertools.product([False, True], repeat=2)))
+def test_layouts(x_last, y_last, result, stream):
+    for filters, image, columns, settings in CASES[:2]:
+        x, weight = drawn(filters, image, torch.float16)
+        assert_close(stream(x, weight, columns, settings, x_last, y_last, result), x, weight, settings)
+
+
+def test_samples_of_other_magnitudes(stream):
+    """Each sample and each channel out has a scale of its own, where the first one does not fit, too, to the ends of float32's range."""
+    filters, image, columns, settings = CASES[0]
+    x, weight = drawn(filters, image, torch.float32)
+    x *= torch.tensor([1e-30, 1.0, 1e22])[:, None, None, None]
+    weight *= torch.logspace(-12, 12, filters[0])[:, None, None, None]
+    assert_close(stream(x, weight, columns, settings), x, weight, settings)
+
+
+def test_what_is_beside_an_outlier(stream):
+    """Keeps its digits, in x and in the weights."""
+    filters, image, columns, settings = CASES[0]
+    for which in range(2):
+        x, weight = drawn(filters, image, torch.float32)
+        (x, weight)[which][1, 3, 1, 1] = 1e30
+        assert_close(stream(x, weight, columns, settings), x, weight, settings)
+
+
+def test_values_that_are_not_finite(stream):
+    filters, image, columns, settings = CASES[0]
+    x, weight = drawn(filters, image, torch.float32)
+    for n, value in enumerate([INF, NAN, -INF]):
+        x[n, n, 4, 3] = value
+    kinds = [
+        torch.where(y.isnan(), 2, y.sgn() * y.isinf())
+        for y in (stream(x, weight, columns, settings), convolved(x, weight, settings))
+    ]
+    assert torch.equal(*kinds) and all((kinds[0] == kind).any() for kind in (0, 1, -1, 2))
