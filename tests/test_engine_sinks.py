@@ -59,7 +59,7 @@ FILTERS = {
 
 def run(model: nn.Module, *inputs) -> tuple[torch.Tensor, list]:
     """y, and the statistics of batch norms."""
-    segment, arguments = given(model, inputs)
+    segment, arguments = given(model, *inputs)
     plan = sinks.plan(segment, arguments, False, inputs[0].dtype)
     y, *rest = sinks.forward(plan, arguments)
     return y, [(y, *rest)[i] for pair in plan.statistics for i in pair]
@@ -84,7 +84,7 @@ def assert_rule(model: nn.Module, *inputs) -> None:
 
 
 def sinks_of(model: nn.Module, x: torch.Tensor, stores: bool = False) -> str:
-    segment, arguments = given(model, (x,))
+    segment, arguments = given(model, x)
     (mainloop,) = [each for each in direct.MAINLOOPS if each.takes == "elements"]
     found = sinks.composed(segment, mainloop, False, stores)
     return "; ".join(" and ".join(sink.kind for sink in own.sinks) for own in found.parts.values())
@@ -133,7 +133,7 @@ def test_filters_that_registers_have_no_room_for(name, through):
     x = numerics.random_input((2, 3, 6, 7, 9))
     assert_rule(model, x)
     model = model_of((24, 3, 4, 4, 4), TAILS["norm"][0])
-    segment, arguments = given(model, (x,))
+    segment, arguments = given(model, x)
     with pytest.raises(sinks.Unsupported, match="does not fit in shared memory"):
         sinks.describe(segment, arguments, False, x.dtype)
 
@@ -211,7 +211,7 @@ def test_exact_order_takes_moments_of_the_model_s_values(through):
     filters, size = FILTERS["narrow2d"][0]
     through("narrow2d")
     model, x = model_of(filters, TAILS["norm"][0]), numerics.random_input((2, filters[1], *size))
-    segment, arguments = given(model, (x,))
+    segment, arguments = given(model, x)
     texts = [
         sinks.requests(segment, arguments, False, x.dtype, exact)[0]["source"] for exact in (False, True)
     ]
@@ -225,7 +225,7 @@ def test_what_costs_less(through, monkeypatch):
     (mainloop,) = [each for each in direct.MAINLOOPS if each.takes == "elements" and each.name == "narrow2d"]
     for taps, again in ((1, True), (25, False)):
         model = model_of((32, 16, taps, 1), TAILS["norm"][0])
-        segment, (x, weight, *_) = given(model, (torch.randn(2, 16, 40, 40),))
+        segment, (x, weight, *_) = given(model, torch.randn(2, 16, 40, 40))
         assert sinks._recomputes(segment, mainloop, 2, x, weight) == again
 
 

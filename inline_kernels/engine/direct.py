@@ -348,10 +348,11 @@ def _narrow3d_obstacle(
 def _wide_obstacle(
     x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
-    """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
+    """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that. front: None of sinks,
+    which `stream` doesn't have."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    if weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
+    if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
         return "stream is faster from 64 channels in on"
     faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"

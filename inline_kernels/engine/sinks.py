@@ -450,7 +450,9 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     direct.check(segment, x, weight, dtype)
     refused = []
     for mainloop in direct.MAINLOOPS:
-        if mainloop.dimensions != weight.dim() - 2 or mainloop.takes != "elements":
+        if (mainloop.dimensions, mainloop.takes) != (weight.dim() - 2, "elements"):
+            continue
+        if mainloop.name not in CONVOLVING:
             continue
         try:
             found = chosen(segment, mainloop, arguments, dtype, exact_order)
@@ -479,7 +481,7 @@ def _obstacle(mainloop, found: Composed, x: Tensor, weight: Tensor, dtype: torch
         stores = any(sink.kind == "store" for own in found.parts.values() for sink in own.sinks)
         own = _STORES_SHARED if stores else _REDUCES_SHARED
         return tiling.volume_obstacle(x, weight, x.dtype, own, True)
-    return mainloop.obstacle(x, weight, dtype, None)
+    return mainloop.obstacle(x, weight, [dtype], None, None)
 
 
 # Bytes that sinks take in narrow3d with what the mainloop has itself: those that store, with one that reduces; those that only reduce.
@@ -494,7 +496,7 @@ def _build(mainloop, found: Composed, segment, arguments: Sequence, dtype: torch
         defines |= tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)}
         defines |= {"SINKS_SHARED": shared}
     else:
-        defines |= mainloop.defines(x, weight, dtype, None)
+        defines |= mainloop.defines(x, weight, [dtype], None, None)
     name = f"sinks_{source.identifier(segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 
