@@ -206,7 +206,19 @@ class Summed(nn.Module):
         return torch.sum(self.norm(torch.nn.functional.avg_pool2d(self.conv(x), (2, 3))), (2, 3))
 
 
-@pytest.mark.parametrize("kind", [Even, Summed], ids=lambda kind: kind.__name__)
+class Shared(nn.Module):
+    """A comparison of what all channels share, that chooses between what they don't."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 5, 1), nn.InstanceNorm2d(5)
+        self.p = nn.Parameter(torch.tensor([-0.7]))
+
+    def forward(self, x):
+        return torch.max(torch.clamp(self.norm(self.conv(x) * self.p), -0.5, 0.5) * self.p, 1)[0]
+
+
+@pytest.mark.parametrize("kind", [Even, Summed, Shared], ids=lambda kind: kind.__name__)
 def test_programs_that_were_wrong(kind, device):
     torch.manual_seed(0)
     model = kind()

@@ -65,8 +65,8 @@ template <class T> using Element = typename Traits<T>::Element;
 template <class T> using Integer = typename Traits<T>::Integer;
 template <class T> constexpr bool is_float = std::is_same_v<Element<T>, float>;
 
-// The number in every lane.
-template <class T> MATH T all(Element<T> number) { return T{} + number; }
+// The number in every lane; a zero keeps its sign.
+template <class T> MATH T all(Element<T> number) { return number - T{}; }
 
 // Of two operands, one of which may be a plain number beside a vector.
 template <class A, class B>

@@ -48,15 +48,9 @@ template <int K, class E> __device__ __forceinline__ Pack<E, K> splat(E value) {
   }
 LOAD_BINARY(+) LOAD_BINARY(-) LOAD_BINARY(*) LOAD_BINARY(/)
 LOAD_BINARY(>) LOAD_BINARY(>=) LOAD_BINARY(<) LOAD_BINARY(<=) LOAD_BINARY(==) LOAD_BINARY(!=)
+LOAD_BINARY(&) LOAD_BINARY(|)  // of truth values
 #undef LOAD_BINARY
-// Masks.
-template <int K> __device__ __forceinline__ auto operator&(const Pack<bool, K>& a, const Pack<bool, K>& b) {
-  return lanes<K>([&](int i) { return bool(a.at[i] & b.at[i]); });
-}
-template <int K> __device__ __forceinline__ auto operator|(const Pack<bool, K>& a, const Pack<bool, K>& b) {
-  return lanes<K>([&](int i) { return bool(a.at[i] | b.at[i]); });
-}
-template <int K> __device__ __forceinline__ auto operator!(const Pack<bool, K>& a) {
+template <class E, int K> __device__ __forceinline__ auto operator!(const Pack<E, K>& a) {
   return lanes<K>([&](int i) { return !a.at[i]; });
 }
 template <class E, int K> __device__ __forceinline__ auto operator-(const Pack<E, K>& a) {
@@ -71,6 +65,11 @@ __device__ __forceinline__ Pack<E, K>& operator+=(Pack<E, K>& a, const B& b) {
 
 // math.h's functions, lane by lane.
 namespace math {
+
+template <class E, int K> struct Traits<load::Pack<E, K>> {
+  using Element = E;
+  static constexpr int lanes = K;
+};
 
 #define LOAD_UNARY(name)                                                                      \
   template <class E, int K> __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x) { \
@@ -113,8 +112,9 @@ LOAD_WITH_NUMBERS(clamp) LOAD_WITH_NUMBERS(softplus) LOAD_WITH_NUMBERS(softplus_
 LOAD_EXTREME(minimum) LOAD_EXTREME(maximum)
 #undef LOAD_EXTREME
 
-template <int K, class A, class B>
-__device__ __forceinline__ auto select(const load::Pack<bool, K>& mask, const A& a, const B& b) {
+// With a number as mask math.h's own select does.
+template <class E, int K, class A, class B>
+__device__ __forceinline__ auto select(const load::Pack<E, K>& mask, const A& a, const B& b) {
   return load::lanes<K>([&](int i) { return mask.at[i] ? load::lane_of(a, i) : load::lane_of(b, i); });
 }
 
