@@ -146,7 +146,7 @@ def test_example_with_cold_ranks(device, tmp_path):
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 3 and losses[2] < losses[0]
     builds = [record.parent.name.rpartition("_")[0] for record in (tmp_path / "cache").glob("*/build.json")]
-    assert len(builds) == len(set(builds)) > 0
+    assert builds and max(map(builds.count, builds)) <= 2  # a segment's, with gradients and without
     assert done.stderr.count(": built, ") == len(builds) and "built by another process" in done.stderr
 
 
