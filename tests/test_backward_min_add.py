@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import inline_loader
 import models
 import numerics
-from inline_kernels.engine import library, tiling
+from inline_kernels.engine import library
 from inline_kernels.engine.support import DTYPES
 from numerics import MIN_ADD
 from test_emulated import (  # noqa: F401
@@ -321,10 +321,8 @@ def test_another_tail(split, architecture, guarded, folder):
     kernels = Emulated(RELU, library_of(RELU, architecture, defines, (), folder))
     kernels.library.emulation_device(3, 227 << 10)
     x, weight, bias = torch.randn(3, 5, 9, 70), torch.randn(20, 5, 3, 2), torch.randn(20)
-    y, mask = (
-        x.new_empty(3, 20, 7, 69),
-        x.new_empty(*tiling.mask_shape(x.shape, weight.shape), dtype=torch.int32),
-    )
+    y = x.new_empty(3, 20, 7, 69)
+    mask = x.new_empty(3, 7, 2, 20, 4, dtype=torch.int32)  # (N, H, strips of 64 columns, C, 4): grad_mask.cuh
     largest, largest_g = x.new_empty(3, dtype=torch.int32), x.new_empty(3, dtype=torch.int32)
     x[1, :, 2, 3], x[2, 1, 4, 5] = -INF, NAN
     kernels.forward(y, largest, mask, x, weight, bias)

@@ -5,7 +5,6 @@ The kernels plan tiles and shared memory by themselves (kernels/conv/wide.cuh); 
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import subprocess
@@ -245,10 +244,3 @@ def test_tiles_shrink_until_they_fit(folder, monkeypatch):
         tiles.append((kernels.tile(0), kernels.tile(1)))
         assert kernels.shared(0) <= shared << 10
     assert tiles == sorted(tiles, reverse=True) and tiles[0] > tiles[-1]
-
-
-def test_what_forward_keeps():
-    """Two bits for a value of whole strips: 66 MB at the default size."""
-    assert (
-        4 * math.prod(tiling.mask_shape((128, 64, 128, 128), (128, 64, 3, 3))) == 128 * 126 * 128 * 128 // 4
-    )

@@ -23,15 +23,16 @@ Interval = tuple[float, float]
 ALL: Interval = (-math.inf, math.inf)
 
 
-def reordered(roots: Sequence[Node]) -> list[Node]:
-    """The roots (of one graph), rewritten together."""
-    rewriter = _Rewriter(roots)
+def reordered(roots: Sequence[Node], exact_ties: bool = False) -> list[Node]:
+    """The roots (of one graph), rewritten together. exact_ties: for a gradient that hangs on which of equal values is picked."""
+    rewriter = _Rewriter(roots, exact_ties)
     return [rewriter.of(root) for root in roots]
 
 
 class _Rewriter:
-    def __init__(self, roots: Sequence[Node]):
+    def __init__(self, roots: Sequence[Node], exact_ties: bool):
         self.graph: Graph = roots[0].graph
+        self.exact_ties = exact_ties
         self.of_statistics = _sums_of_statistics(roots)
         self.known: dict[int, Node] = {}
 
@@ -64,14 +65,21 @@ class _Rewriter:
             product = factors[0]
             for each in factors[1:]:
                 product = product * each
-            flipped = product.lt(0.0)
-            top = self.graph.extreme(axis, flipped.where(-x, x), sign)
-            result = flipped.where(-top, top)
+            result = self._by_sign(product, axis, x, sign)
         else:
             result = self._valley(axis, x, sign) or self.graph.extreme(axis, x, sign)
         for function, at in reversed(chain):
             result = self._replaced(function, at, result)
         return result
+
+    def _by_sign(self, factor: Node, axis: str, x: Node, sign: int) -> Node:
+        flipped = factor.lt(0.0)
+        signed = flipped.where(-x, x)
+        if self.exact_ties:  # where the factor is 0 all are equal, and the first is picked
+            index = self.graph.pick(axis, factor.eq(0.0).where(factor * x, signed), sign)
+            return self.graph.take(index, x)
+        top = self.graph.extreme(axis, signed, sign)
+        return flipped.where(-top, top)
 
     def _valley(self, axis: str, a: Node, sign: int) -> Node | None:
         if not (a.is_scalar_op and SCALARS[a.op].valley and sign > 0 and _operand_that_varies(a, axis) == 0):

@@ -148,6 +148,12 @@ class _Context:
             value = getattr(value, part)
         return value
 
+    def is_parameter(self, name: str) -> bool:
+        """Is it one by its place? torch.func.functional_call puts other tensors there."""
+        path, _, last = name.rpartition(".")
+        owner = self.attribute(path) if path else self.model
+        return name not in self.traced.constants and last in getattr(owner, "_parameters", ())
+
     def value_of(self, name: str) -> float:
         self.values.add(name)
         return self.attribute(name)
@@ -257,7 +263,7 @@ class _Growth:
             )
         self.x: fx.Node = arguments["x"]
         weight = context.attribute(arguments["weight"])
-        if not isinstance(weight, nn.Parameter):
+        if not context.is_parameter(arguments["weight"]):
             raise NotAccepted("its weight is no parameter")
         self.channels = weight.shape[0]
         self.tail = Tail(self.conv.nd, self.channels, context.value_of)
@@ -403,7 +409,7 @@ class _Growth:
         elif isinstance(held, torch.Tensor) and name not in self.context.traced.constants:
             if not held.is_floating_point():
                 raise NotAccepted(f"{name} is {held.dtype}")
-            kind = "parameter" if isinstance(held, nn.Parameter) else "buffer"
+            kind = "parameter" if self.context.is_parameter(name) else "buffer"
             value = self.tail.parameter(name, kind, held.shape)
         else:
             raise NotAccepted(f"{name} is neither a number nor a tensor of the model")

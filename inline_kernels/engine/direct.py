@@ -740,15 +740,15 @@ def describe(
 @dataclass
 class Plan:
     """`tensors`: the launcher's arguments behind its results, x and weight, by their numbers, and the dtypes that it reads. results: their
-    shapes and dtypes; `rest` computes y from the only one, or has backward. kept: what forward saves, by the number of a result, or of an
-    argument that is copied (below 0: -1 is the first). No `statistics`."""
+    shapes and dtypes, eager's of the first, of the others as `saved` says; `rest` computes y from the only one, or has backward. kept: what
+    forward saves, by the number of a result, or of an argument that is copied (below 0: -1 is the first), and its shape. No `statistics`."""
 
     launch: Callable
     tensors: Sequence[tuple[int, torch.dtype]]
     results: Sequence[tuple[Sequence[int], torch.dtype]]
     line: str
     rest: schedule.Plan | None
-    kept: Sequence[int]
+    kept: Sequence[tuple[int, Sequence[int]]]
     last: bool = False  # do x and y lie channels last?
     statistics: Sequence = ()
 
@@ -776,28 +776,32 @@ def plan(
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.table = schedule._table(rest, *given)
         rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))
-    shape = schedule.sizes_of(segment, x, arguments[weight_at]).shape(written.front.node.space)
-    shape = [*shape[:2], *shape[5 - segment.graph.dimensions :]]
+    sizes = schedule.sizes_of(segment, x, arguments[weight_at])
+    whole = sizes.shape(written.front.node.space)
+    shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
     last = bool(request["defines"].get("LAST"))
     if last:
         shape = [shape[0], *shape[2:], shape[1]]
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
-        [(shape, each) for each in _dtypes(written, x, dtype)],
+        [(whole if i else shape, each) for i, each in enumerate(_dtypes(written, x, dtype))],
         describe(segment, arguments, saving, dtype, exact_order),
         rest,
-        _places_of_kept(segment, written) if saving else (),
+        _kept(segment, written, sizes) if saving else (),
         last,
     )
 
 
-def _places_of_kept(segment, written: Written) -> list[int]:
+def _kept(segment, written: Written, sizes: schedule.Sizes) -> list[tuple[int, list[int]]]:
     names = [array.name for array in written.results]
     tensors = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters, *segment.buffers]
     parameters = {root.name: _copied(root.node) for root in written.rest.forward.roots}
-    saved = [array.name for array in written.rest.saved]
-    return [names.index(n) if n in names else -1 - tensors.index(parameters[n].attr[0]) for n in saved]
+
+    def place(name: str) -> int:
+        return names.index(name) if name in names else -1 - tensors.index(parameters[name].attr[0])
+
+    return [(place(array.name), sizes.shape(array.space)) for array in written.rest.saved]
 
 
 def _rest_plan(
@@ -819,7 +823,8 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     if plan.rest and not plan.rest.saving:
         return schedule.finished(plan.rest, {"front": found[0]}, arguments)
     copies = [
-        arguments[-1 - i].detach().to(torch.float32, copy=True) if i < 0 else found[i] for i in plan.kept
+        arguments[-1 - i].detach().to(torch.float32, copy=True).view(shape) if i < 0 else found[i]
+        for i, shape in plan.kept
     ]
     return [found[0], *copies]
 

@@ -74,7 +74,8 @@ class Kind(NamedTuple):
 def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
     x, weight = arguments[0], arguments[len(segment.inputs)]
     own = strips.own(segment.conv, x, weight) if library.device_type(x) == "cpu" else source.Own()
-    return Kind(library.device_type(x), saving, weight.shape[0] <= 256, exact_order, own)
+    few = bool(weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
+    return Kind(library.device_type(x), saving, few, exact_order, own)
 
 
 def _composed(segment, kind: Kind) -> Composed:
@@ -91,7 +92,7 @@ def _compose(segment, kind: Kind) -> Composed:
     (y,) = segment.outputs
     statistics_of = [node for update in segment.updates for node in (update.mean, update.variance)]
     if not kind.exact_order:
-        y, *statistics_of = reordered([y, *statistics_of])
+        y, *statistics_of = reordered([y, *statistics_of], exact_ties=kind.saving)
     z = graph.leaf("z", ELEMENTS, "z")
     roots, statistics, back, saved, gradients = [Root("y", y, y.space, "output")], [], None, [], {}
     for i in range(len(segment.updates)):
@@ -581,6 +582,8 @@ def _dtype(plan: Plan, array: Array) -> torch.dtype:
 
 def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     shape = plan.sizes.shape(array.space)
+    if array.name == "v":  # as the library gives it
+        return [*shape[:2], *shape[5 - plan.segment.graph.dimensions :]]
     if array.parts is not None:
         shape = [*shape, _parts(plan, program, array.parts)]
     return [*shape, 3] if array.kind == "moments" else shape
@@ -641,7 +644,8 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     x, weight = arguments[0], arguments[len(plan.segment.inputs)]
     if divided := plan.strips.get("forward"):
         keeps_v = source.keeps_v(plan.composed.forward) or any(a.name == "v" for a in plan.composed.saved)
-        shape = (divided.samples, *plan.sizes.shape(ELEMENTS)[1:]) if keeps_v else (0,)
+        shape = _shape(plan, plan.composed.forward, Array("v", "value", ELEMENTS))[1:]
+        shape = (divided.samples, *shape) if keeps_v else (0,)
         arrays = {"v": x.new_empty(shape), "image": divided.image.of(x), "filters": weight.contiguous()}
         return finished(plan, arrays, arguments)
     v = _v(plan, x, weight)

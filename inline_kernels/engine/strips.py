@@ -40,7 +40,7 @@ def own(conv, x: Tensor, weight: Tensor) -> Own:
         gradient = "winograd" if convolution and len(taps) == 2 else ""
     inside = image.inside and all(2 * p < k for p, k in zip(image.padding, image.taps))
     turned = inside and wide and library.winograd_suits(C * math.prod(taps[:-2]), channels)
-    return Own(convolution, gradient, turned)
+    return Own(bool(convolution), gradient, bool(turned))
 
 
 class Image:

@@ -20,6 +20,7 @@ are the GPU's; TF32 says whether the library may convolve float32 in it.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -166,6 +167,9 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
         programs["forward_saving"] = plans[1], saving.forward, saving.forward_names
     if back.backward and back.backward.roots:
         programs["backward"] = plans[1], back.backward, back.backward_names
+    programs = {key: (plan, copy.copy(each), names) for key, (plan, each, names) in programs.items()}
+    for _, program, _ in programs.values():
+        program.turns = False  # cells convolve in planes
     of_programs, names = ({key: each[i] for key, each in programs.items()} for i in (1, 2))
     text = compose(of_programs, names, device, segment.conv.name)
     for name, (plan, program, _) in programs.items():
