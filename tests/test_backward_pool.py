@@ -245,17 +245,19 @@ def test_longer_rows_than_compiled_for_are_not_launched(gpu, monkeypatch):  # no
         numerics.results(numerics.twin_of(model, "fused"), x)
 
 
-def test_library_where_filters_leave_no_room(gpu, monkeypatch):  # noqa: F811
-    """x's gradient is the library's then; and a kernel whose shared memory is not what was planned does not compile."""
+def test_filters_that_leave_no_room(gpu, monkeypatch):  # noqa: F811
+    """The kernels don't take them; and a kernel whose shared memory is not what was planned does not compile."""
     model, x = numerics.build(POOL, SMALL[0]), numerics.random_input(SMALL[1])
     gpu()
-    monkeypatch.setattr(tiling, "input_gradient_shared", lambda weight, pool, columns: 1 << 20)
+    right = tiling.input_gradient_shared
+    monkeypatch.setattr(tiling, "input_gradient_shared", lambda *a: right(*a) + 16)
     with pytest.raises(AssertionError, match="what was planned with"):
         numerics.results(numerics.twin_of(model, "fused"), x)
     monkeypatch.undo()
-    monkeypatch.setattr(tiling, "input_columns", lambda *a: 0)
     gpu()
-    assert_gradients(model, x)
+    assert numerics.takes(model, x)
+    monkeypatch.setattr(tiling, "input_columns", lambda *a: 0)
+    assert not numerics.takes(model, x)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

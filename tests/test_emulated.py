@@ -692,17 +692,6 @@ def test_dropout_with_many_channels(emulated):
     assert "960" in obstacle
 
 
-@every_convolution_in_3d
-def test_operators_take_a_batch_of_none(name, gpu):
-    model, x = small(name)
-    if name == INSTANCE_NORM:  # a block with a whole sample shares the scratch out among all samples
-        model = numerics.build(name, numerics.HELD[0])
-    gpu(multiprocessors=1)
-    new = numerics.twin_of(model, "fused", x)
-    with torch.no_grad():
-        assert new._compute(x[:0], "fused").shape[0] == 0
-
-
 @every_name
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_one_special_value(name, value, emulated):

@@ -44,8 +44,8 @@ __device__ inline Moments<double> block_merge(Moments<double> moments) {
   return moments;
 }
 
-// A thread's sum of points. A few are summed as they are, those in double: what cancels leaves no rounding errors of
-// large sums.
+// A thread's sum of points. A pack, or a few, are summed as they are, those in double: what cancels leaves no rounding
+// errors of large sums.
 struct Sum {
   static constexpr int kFew = 4;
   double total = 0;
@@ -56,11 +56,11 @@ struct Sum {
       typename T::element sum = x.at[0];
 #pragma unroll
       for (int i = 1; i < T::size; i++) sum += x.at[i];
-      few += sum;
+      total += sum;
     } else {
       few += x;
+      if (++count == kFew) flush();
     }
-    if (++count == kFew) flush();
   }
   __device__ __forceinline__ double value() {
     flush();
