@@ -24,7 +24,8 @@ ALL: Interval = (-math.inf, math.inf)
 
 
 def reordered(roots: Sequence[Node], exact_ties: bool = False) -> list[Node]:
-    """The roots (of one graph), rewritten together. exact_ties: for a gradient that hangs on which of equal values is picked."""
+    """The roots (of one graph), rewritten together. exact_ties: for a gradient, which hangs on which of equal values is picked: extremes are
+    taken of the values that eager compares, since others may tie, or not, where rounding makes those equal."""
     rewriter = _Rewriter(roots, exact_ties)
     return [rewriter.of(root) for root in roots]
 
@@ -45,7 +46,8 @@ class _Rewriter:
     def _rewritten(self, node: Node, args: list[Node]) -> Node:
         if node.is_scalar_op:
             return _within_bounds(node.op, self.graph.scalar(node.op, *args))
-        if node.op == "take" and node.args[1].op == "pick" and node.args[1].args[0] is node.args[0]:
+        is_extreme = node.op == "take" and node.args[1].op == "pick" and node.args[1].args[0] is node.args[0]
+        if is_extreme and not self.exact_ties:
             axis, sign = node.args[1].attr
             return self._extreme(axis, args[0], sign)
         if node.op == "sum":
@@ -75,9 +77,6 @@ class _Rewriter:
     def _by_sign(self, factor: Node, axis: str, x: Node, sign: int) -> Node:
         flipped = factor.lt(0.0)
         signed = flipped.where(-x, x)
-        if self.exact_ties:  # where the factor is 0 all are equal, and the first is picked
-            index = self.graph.pick(axis, factor.eq(0.0).where(factor * x, signed), sign)
-            return self.graph.take(index, x)
         top = self.graph.extreme(axis, signed, sign)
         return flipped.where(-top, top)
 

@@ -607,7 +607,8 @@ class Program:
         node, root = key.node, self.root_of.get(key)
         if root and key.what == "value":
             return Array(root.name, root.kind, root.space)
-        name = f"{node.op}_{node.id}"
+        # A sum's value has another name than its share of a plane, or of a sample, which may be there, too.
+        name = f"{'total' if node.op == 'sum' else node.op}_{node.id}"
         if is_small:
             if key.what == "value":
                 return Array(name, kind_of(node, self.few_channels), node.space)
