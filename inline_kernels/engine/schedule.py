@@ -347,7 +347,8 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
     for name, level in segment.graph.levels.items():
         levels[name] = tuple(1 if w is None else s // w for s, w in zip(levels[level.parent], level.window))
     padded = {name: ((1,) * (3 - nd) + size) for name, size in levels.items()}
-    if min([x.shape[0], *(min(size) for size in padded.values())]) < 1:
+    # One by one: of two sizes that may be symbolic the smaller is not asked.
+    if any(each < 1 for size in ((x.shape[0],), *padded.values()) for each in size):
         raise Unsupported("there is nothing to compute")
     return Sizes(x.shape[0], weight.shape[0], padded)
 
@@ -869,7 +870,8 @@ def saved(
     found = Plan(
         segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
     )
-    _divide(found, arguments)
+    if any(a.parts is not None for a in composed.saved):
+        _divide(found, arguments)
     return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
 
 

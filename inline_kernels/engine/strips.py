@@ -32,7 +32,7 @@ def own(conv, x: Tensor, weight: Tensor) -> Own:
         return Own()
     image = Image(conv, x, weight)
     C, channels, *taps = weight.shape
-    wide = min(image.padded[-2:]) >= library.WINOGRAD_SIDE
+    wide = all(side >= library.WINOGRAD_SIDE for side in image.padded[-2:])
     convolution = wide and library.winograd_suits(channels * math.prod(taps[:-2]), C)
     if channels <= library.DIRECT_CHANNELS and C % 8 == 0:
         gradient = "direct"
