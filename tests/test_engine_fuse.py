@@ -1387,7 +1387,10 @@ def test_what_kernels_cannot_do(monkeypatch):
 
     monkeypatch.setattr(schedule, "requests", unsupported)
     model, fast, x = pair(Pointwise, called=False)
-    assert str(fast.plan(x)) == "conv: eager: convolutions of our own run on GPUs; eleven dimensions"
+    plan = str(fast.plan(x))
+    assert (
+        plan.startswith("conv: eager: convolutions of our own run on GPUs; ") and "eleven dimensions" in plan
+    )
     assert_same(fast, model, x)
 
 

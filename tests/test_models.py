@@ -25,6 +25,7 @@ import inline_loader
 import models
 import numerics
 from inline_kernels.engine import library, schedule, tiling
+from inline_kernels.engine.part import Part
 from numerics import (
     DROPOUT,
     DTYPES,
@@ -499,12 +500,13 @@ def test_fused_is_for_a_gpu(name):
 
 @every_name
 def test_kernels_run(name, monkeypatch):
-    """Neither 'auto' nor a variant by name may hand x to the reference."""
+    """Neither 'auto' nor a variant by name may hand x to eager."""
     model, x = numerics.small(name)
-    problem = models.PROBLEMS[name]
-    monkeypatch.setattr(problem.Model, "forward", lambda self, x: pytest.fail("the reference ran"))
+    monkeypatch.setattr(Part, "eager", lambda *_: pytest.fail("eager ran"))
     for variant in ("auto", "epilogue"):
-        numerics.twin_of(model, variant)(x)
+        new = numerics.twin_of(model, variant)
+        assert new.plan(x).variant == "epilogue"
+        new(x)
 
 
 # -------------------------------------------------------------------------------------------------------------- bad input
@@ -615,14 +617,14 @@ def test_empty_batch(name, device):
 def test_no_batch_dimension(name):
     model, x = numerics.small(name)
     new = numerics.twin_of(model, "auto")
-    assert new.plan(x[0]).variant == "eager" and "batch dimension" in new.plan(x[0]).reason
+    assert new.plan(x[0]).variant == "eager" and "a batch for it" in new.plan(x[0]).reason
     try:
         theirs = results(model, x[0])
     except (ValueError, RuntimeError):  # a GroupNorm takes the channels for the batch
         return _assert_same_error(model, new, x[0])
     numerics.assert_equal(results(new, x[0]), theirs)
     new.variant = "epilogue"
-    with pytest.raises(RuntimeError, match="variant 'epilogue' can't run: the input has no batch dimension"):
+    with pytest.raises(RuntimeError, match="variant 'epilogue' can't run: .* a batch for it"):
         new(x[0])
 
 
@@ -764,7 +766,7 @@ def test_double_backward_is_refused(name):
             lambda total: torch.autograd.grad(total, x, retain_graph=True, allow_unused=True),
             lambda total: total.backward(retain_graph=True),
         ):
-            with pytest.raises(RuntimeError, match=f"{name} can't be differentiated twice"):
+            with pytest.raises(RuntimeError, match="can't be differentiated twice"):
                 twice(gradient.sum())
 
 
@@ -903,7 +905,7 @@ def test_hooks(name):
     new(x).sum().backward()
     assert calls == ["forward", "backward"]
     handle = new.conv.register_forward_hook(lambda module, args, out: out + 1)
-    assert new.plan(x) == ("eager", "conv has hooks")
+    assert new.plan(x).variant == "eager" and "conv has hooks" in new.plan(x).reason
     assert torch.equal(new(x), model(x))  # the submodules are shared
     handle.remove()
     with nn.modules.module.register_module_forward_hook(

@@ -39,7 +39,8 @@ class Structure:
             captured, self.reason, reads = _capture(model, base, kind[0])
         segments = captured.segments if captured else []
         if captured and not segments:
-            why = [f"{name}: {reason}" for name, reason in {**captured.opaque, **captured.remarks}.items()]
+            known = {**_altered(captured.module.graph, model), **captured.opaque, **captured.remarks}
+            why = [f"{name}: {reason}" for name, reason in known.items()]
             self.reason = "; ".join(["there is no convolution with a tail that kernels take", *why])
         by_value = captured.values if captured else frozenset()
         numbers = {name for segment in segments for name in segment.scalars} - by_value
