@@ -102,9 +102,10 @@ class Part:
         """loader_operators' operator; None: eager."""
         return None if decision.runs == "eager" else self.by_schedule[decision.runs].operator
 
-    def _refuse(self, decision: Decision) -> None:
+    def _refuse(self, decision: Decision, given: tuple) -> None:
         """Where one schedule was asked for and can't run, that is an error; but not where eager has one of its own to raise."""
         if self.asked.schedules and decision.runs == "eager" and decision.reason != NOT_THE_MODEL:
+            self.eager(*given)  # whose own error, where it has one, says more
             raise RuntimeError(f"variant {self.asked.variant!r} can't run: {decision.reason}")
 
     def eager(self, *given):
@@ -150,7 +151,7 @@ class Part:
     def _decide(self, given: tuple, situation: Situation | None) -> Tensor:
         """The first call in a situation, and what keeps the decision."""
         epoch, decision, run, drawn = self.epoch, self.decision(given), None, None
-        self._refuse(decision)
+        self._refuse(decision, given)
         if decision.runs != "eager":
             tensors = (*given, *self.tensors())
             check_memory(*tensors)  # which what is kept looks at in passing

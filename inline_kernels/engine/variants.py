@@ -100,7 +100,11 @@ class Variants(Fused):
 
     def _eager(self, *inputs, **keywords):
         if self.variant not in ("auto", "eager"):
-            self.plan(*inputs, **keywords)  # which raises unless eager has an error of its own to raise
+            try:
+                self.plan(*inputs, **keywords)
+            except RuntimeError:
+                super()._eager(*inputs, **keywords)  # whose own error, where it has one, says more
+                raise
         return super()._eager(*inputs, **keywords)
 
 
