@@ -6,10 +6,8 @@ Convolutions here have stride 1, no padding and no bias. x is (N, channels in, â
 
 from __future__ import annotations
 
-import functools
 import math
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -145,61 +143,14 @@ def filter_sizes(image: Tensor, filters: Tensor) -> tuple[int, ...]:
     return *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
 
 
-def convolve_by_winograd(image: Tensor, filters: Tensor, kernels) -> Tensor:
-    """The convolution by the launcher `convolve` of a problem's CPU kernels."""
-    size = [extent - taps + 1 for extent, taps in zip(image.shape[2:], filters.shape[2:])]
-    v = image.new_empty(len(image), len(filters), *size)
-    kernels.convolve(v, contiguous(image), contiguous(filters), *filter_sizes(image, filters))
-    return v
-
-
-def input_gradient_by_winograd(dv: Tensor, weight: Tensor, kernels) -> Tensor | None:
-    """dx in 2-D, of dv with as many zeros around it as a filter reaches: its convolution with the filters turned round. None where that
-    is not faster than the library."""
-    turned = weight.flip(2, 3).transpose(0, 1).contiguous()
-    if not winograd_applies(dv, turned):
-        return None
-    return convolve_by_winograd(dv.unsqueeze(2), turned.unsqueeze(2), kernels).squeeze(2)
-
-
-def convolution(x: Tensor, weight: Tensor, kernels) -> Callable[[Tensor, Tensor], Tensor]:
-    """What convolves such x and weight fastest to a contiguous result: our own where it applies, else the library's."""
-    if winograd_applies(x, weight):
-        return functools.partial(convolve_by_winograd, kernels=kernels)
-    return convolve
-
-
-def sums_directly(x: Tensor, weight: Tensor) -> bool:
-    """Does kernels/cpu/direct_gradient.h give the gradient of 3-D filters? On a CPU, with few channels in, it is no slower than the library,
-    and loses no digits to the number of positions."""
-    if device_type(x) != "cpu" or x.dtype != torch.float32 or weight.shape[-2:] != (3, 3):
-        return False
-    return weight.shape[1] <= 8 and weight.shape[0] % 8 == 0
-
-
 def convolve_backward(
-    dv: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    layout: torch.memory_format,
-    needs: list[bool],
-    laid_out=None,
-    direct=None,
+    dv: Tensor, x: Tensor, weight: Tensor, layout: torch.memory_format, needs: list[bool]
 ) -> list[Tensor | None]:
-    """Gradients of x, in eager's layout, and of weight, contiguous; None where needs[i] is False. The library computes in `layout`;
-    laid_out is (x, weight) in that layout, where the caller has them. direct: a problem's CPU kernels, whose launcher `filter_gradient`
-    gives that of weight (`sums_directly`)."""
+    """Gradients of x, in eager's layout, and of weight, contiguous; None where needs[i] is False. The library computes in `layout`."""
     mask, ones, zeros = [*needs[:2], False], [1] * (x.dim() - 2), [0] * (x.dim() - 2)
-    dx = dw = None
-    if direct and needs[1]:
-        dw, mask[1] = weight.new_empty(weight.shape), False
-        direct.filter_gradient(dw, dv, contiguous(x), *filter_sizes(x, weight))
-    if any(mask):
-        # Channels last the library also copies an operand that it has no need of, and does not look whether it was freed.
-        read = [t for t, need in zip((weight, x), mask) if need or layout != torch.contiguous_format]
-        check_memory(*read)
-        operands = [t.contiguous(memory_format=layout) for t in (dv, *(laid_out or (x, weight)))]
-        found = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
-        dx = found[0].contiguous(memory_format=result_format(x, weight, True)) if needs[0] else None
-        dw = found[1].contiguous() if mask[1] else dw
-    return [dx, dw]
+    # Channels last the library also copies an operand that it has no need of, and does not look whether it was freed.
+    check_memory(*[t for t, need in zip((weight, x), mask) if need or layout != torch.contiguous_format])
+    operands = [t.contiguous(memory_format=layout) for t in (dv, x, weight)]
+    dx, dw, _ = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
+    layout = result_format(x, weight, True)
+    return [dx.contiguous(memory_format=layout) if needs[0] else None, dw.contiguous() if needs[1] else None]
