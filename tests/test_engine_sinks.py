@@ -192,7 +192,8 @@ def test_values_that_are_not_finite(mainloop, name, through):
     filters, size = FILTERS[mainloop][0]
     through(mainloop)
     model, x = model_of(filters, TAILS[name][0]), numerics.random_input((5, filters[1], *size))
-    for n, value in enumerate([INF, float("nan"), -INF, 1e30], 1):
+    large = 1e15 if "norm" in name else 1e30  # of 1e30 eager's norm on a CPU makes NaN: it squares in float32
+    for n, value in enumerate([INF, float("nan"), -INF, large], 1):
         x[(n, 0, *[extent // 2 for extent in size])] = value
     (y, _), (_, eager) = run(model, x), references(model, x)
     assert torch.equal(kinds_of(y.view(eager.shape)), kinds_of(eager))

@@ -783,18 +783,20 @@ def plan(
     last = bool(request["defines"].get("LAST"))
     if last:
         shape = [shape[0], *shape[2:], shape[1]]
+    beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
+    shapes = [shape, *beside]
     return Plan(
         kernels.forward.bound(*numbers),
         [(0, x.dtype), (weight_at, x.dtype), *behind],
-        [(whole if i else shape, each) for i, each in enumerate(_dtypes(written, x, dtype))],
+        [*zip(shapes, _dtypes(written, x, dtype))],
         describe(segment, arguments, saving, dtype, exact_order),
         rest,
-        _kept(segment, written, sizes) if saving else (),
+        _kept(segment, written, rest) if saving else (),
         last,
     )
 
 
-def _kept(segment, written: Written, sizes: schedule.Sizes) -> list[tuple[int, list[int]]]:
+def _kept(segment, written: Written, rest: schedule.Plan) -> list[tuple[int, list[int]]]:
     names = [array.name for array in written.results]
     tensors = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters, *segment.buffers]
     parameters = {root.name: _copied(root.node) for root in written.rest.forward.roots}
@@ -802,7 +804,8 @@ def _kept(segment, written: Written, sizes: schedule.Sizes) -> list[tuple[int, l
     def place(name: str) -> int:
         return names.index(name) if name in names else -1 - tensors.index(parameters[name].attr[0])
 
-    return [(place(array.name), sizes.shape(array.space)) for array in written.rest.saved]
+    program = written.rest.forward
+    return [(place(array.name), schedule._shape(rest, program, array)) for array in written.rest.saved]
 
 
 def _rest_plan(
