@@ -80,7 +80,7 @@ EXPORT void forward(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t>
                     double clamp_max, double group_norm_eps, int64_t group_norm_num_groups,
                     cudaStream_t stream) {
   norms::select<Tile, Pool, false>(y, nullptr, x, weight, {conv_bias, group_norm_weight, group_norm_bias},
-                                   Tail{scale, float(clamp_min), float(clamp_max)}, group_norm_eps,
+                                   Tail{scale, bound(clamp_min), bound(clamp_max)}, group_norm_eps,
                                    group_norm_num_groups, stream);
 }
 EXPORT void forward_saving(Out<output_t> y, Out<float> kept, In<value_t> x, In<value_t> weight,
@@ -89,7 +89,7 @@ EXPORT void forward_saving(Out<output_t> y, Out<float> kept, In<value_t> x, In<v
                            int64_t group_norm_num_groups, cudaStream_t stream) {
   expect_elements("kept", kept, pool::Kept::size(y.numel(), y.size(0), CHANNELS_OUT, group_norm_num_groups));
   norms::select<Tile, Pool, true>(y, kept, x, weight, {conv_bias, group_norm_weight, group_norm_bias},
-                                  Tail{scale, float(clamp_min), float(clamp_max)}, group_norm_eps,
+                                  Tail{scale, bound(clamp_min), bound(clamp_max)}, group_norm_eps,
                                   group_norm_num_groups, stream);
 }
 
@@ -100,8 +100,8 @@ EXPORT void backward(Out<value_t> d_weight, Out<float> d_conv_bias, Out<float> d
                      In<value_t> weight, In<float> kept, In<float> group_norm_weight, In<float> scale,
                      double clamp_min, double clamp_max, int64_t group_norm_num_groups, cudaStream_t stream) {
   grad::selected::backward<Sums>({{}, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias, d_scale},
-                                 dy, x, weight, kept, group_norm_weight, Tail{scale, float(clamp_min),
-                                 float(clamp_max)}, group_norm_num_groups, stream);
+                                 dy, x, weight, kept, group_norm_weight, Tail{scale, bound(clamp_min),
+                                 bound(clamp_max)}, group_norm_num_groups, stream);
 }
 EXPORT void backward_input(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_conv_bias,
                            Out<float> d_group_norm_weight, Out<float> d_group_norm_bias, Out<float> d_scale,
@@ -110,5 +110,5 @@ EXPORT void backward_input(Out<value_t> dx, Out<value_t> d_weight, Out<float> d_
                            int64_t group_norm_num_groups, cudaStream_t stream) {
   grad::selected::backward<Input>({dx, d_weight, d_conv_bias, d_group_norm_weight, d_group_norm_bias,
                                   d_scale}, dy, x, weight, kept, group_norm_weight, Tail{scale,
-                                  float(clamp_min), float(clamp_max)}, group_norm_num_groups, stream);
+                                  bound(clamp_min), bound(clamp_max)}, group_norm_num_groups, stream);
 }

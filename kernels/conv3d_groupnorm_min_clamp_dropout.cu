@@ -33,7 +33,7 @@ struct Tail {  // of the normalised z
   float tied;  // the only z with a gradient: low; where the bounds are swapped NaN, which no z equals
 
   Tail(double low, double high, const DropoutMask& mask)
-      : low(float(output_t(low))), high(float(high)), mask(mask), tied(this->low <= this->high ? this->low : NAN) {}
+      : low(bound(low)), high(bound(high)), mask(mask), tied(this->low <= this->high ? this->low : NAN) {}
 
   __device__ __forceinline__ float operator()(float z, uint32_t random) const {
     // The formula of conv3d_groupnorm_min_clamp_dropout.

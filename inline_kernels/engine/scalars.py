@@ -32,6 +32,19 @@ class Scalar(NamedTuple):
     bounds: tuple[float, float] = (-INF, INF)
 
 
+# Of what these compare, a number is rounded to the results' type, as eager does.
+COMPARING = frozenset({"max", "min", "clamp", "clamp_min", "clamp_max", "hardtanh", "gt", "ge", "eq"})
+
+
+def bound(text: str, number: float | None) -> str:
+    """C++ text of a number that is compared: `text`, where the number is known and every type has it."""
+    if number is not None:
+        fraction, exponent = math.frexp(number) if math.isfinite(number) else (0.0, 0)
+        if (fraction * 256).is_integer() and (number == 0 or -10 < exponent < 10):
+            return text
+    return f"real(output_t({text}))"
+
+
 def _call(name: str, arity: int = 1) -> str:
     return f"math::{name}({', '.join('{%d}' % i for i in range(arity))})"
 

@@ -234,6 +234,10 @@ class ModelNew(Model):
     """Model by the kernels above. Where they can't stand for it, a call raises RuntimeError and says why."""
 
     def forward(self, x):
+        dropouts = [(path, each) for path, each in self.named_modules() if isinstance(each, nn.Dropout)]
+        for _, dropout in dropouts:
+            if not 0 <= dropout.p <= 1:
+                raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout.p}")
         found = dict(_described(self, x))
         for what, expected in _EXPECTED.items():
             if (own := found.get(what)) != expected:
@@ -242,15 +246,12 @@ class ModelNew(Model):
         tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
         numbers = {name: t for name, t in given.items() if name not in tensors}
         numbers["checked"] = "checked" in vars(self)
-        for path, dropout in self.named_modules():
-            if isinstance(dropout, nn.Dropout):
-                if not 0 <= dropout.p <= 1:
-                    raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout.p}")
-                drops = dropout.training and dropout.p > 0
-                own = [name for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"]
-                numbers |= dict.fromkeys(own, dropout.p * drops)
-                seed = torch.empty(int(drops), dtype=torch.int64, device=x.device).random_()
-                numbers |= {"seed": seed, "number": 0 if drops else -1}
+        for path, dropout in dropouts:
+            drops = dropout.training and dropout.p > 0
+            own = [name for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"]
+            numbers |= dict.fromkeys(own, dropout.p * drops)
+            seed = torch.empty(int(drops), dtype=torch.int64, device=x.device).random_()
+            numbers |= {"seed": seed, "number": 0 if drops else -1}
         with torch.cuda.device_of(x):
             if torch.is_grad_enabled() and any([t.requires_grad for t in tensors.values()]):
                 return _Function.apply(numbers, [*tensors], *tensors.values())

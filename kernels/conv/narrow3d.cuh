@@ -320,7 +320,7 @@ struct Mainloop {
 // ---------------------------------------------------------------------------------------------------- kernel
 
 // Weights that are too many for registers lie in shared memory.
-template <class S> constexpr bool kWeightsFitRegisters = 2 * S::kWeightWords <= 92;
+template <class S> constexpr bool kWeightsFitRegisters = 2 * S::kWeightWords <= 96;
 template <class S, bool kInRegisters = kWeightsFitRegisters<S>>
 struct WeightsRoom {
   __device__ __forceinline__ RegisterWeights<S> weights() const { return {}; }

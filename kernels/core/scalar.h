@@ -42,3 +42,6 @@ using value_t = VALUE_T;
 using output_t = OUTPUT_T;
 using index_t = INDEX_T;
 using accumulate_t = std::conditional_t<std::is_same_v<value_t, double>, double, float>;
+
+// What results are compared with, as eager rounds it: to the results' type.
+HOST_DEVICE accumulate_t bound(double x) { return accumulate_t(output_t(accumulate_t(x))); }

@@ -93,7 +93,8 @@ class Any {
   bool alone_ = false;
 };
 
-// Moments from sums shifted by about the mean of their first values, a block of values at a time.
+// Moments from sums shifted by about the mean of their first values, a block of values at a time; again in
+// double where a block's squares overflow.
 class ShiftedSums {
  public:
   explicit ShiftedSums(const int& lanes) : counted_{lanes} {}
@@ -104,9 +105,9 @@ class ShiftedSums {
       for (int j = 0; j < lanes; j++) few += x[j];
       shift_ = real(few / lanes);
     }
-    const Lanes d = counted_.masked(x - shift_);
+    const Lanes d = block_[adds_] = counted_.masked(x - shift_);
     sum_ += d, square_ += d * d, count_ += lanes;
-    if (count_ >= kBlock) flush();
+    if (++adds_ == kAdds) flush();
   }
   void add(real x) { total_ = total_.merge({1, double(x), 0}); }
   Moments<double> value() {
@@ -115,18 +116,26 @@ class ShiftedSums {
   }
 
  private:
-  static constexpr int kBlock = 64 * kLanes;
+  static constexpr int kAdds = 64;  // a block
   void flush() {
     double sum = 0, square = 0;
     for (int j = 0; j < kLanes; j++) sum += sum_[j], square += square_[j];
+    if (std::isinf(square)) square = squares_in_double();
     total_ = total_.merge(Moments<double>::from_shifted(count_, shift_, sum, square));
-    sum_ = square_ = Lanes{}, count_ = 0;
+    sum_ = square_ = Lanes{}, count_ = adds_ = 0;
+  }
+  double squares_in_double() const {
+    double square = 0;
+    for (int i = 0; i < adds_; i++)
+      for (int j = 0; j < kLanes; j++) square += double(block_[i][j]) * block_[i][j];
+    return square;
   }
   Counted counted_;
   Moments<double> total_{0, 0, 0};
   Lanes sum_{}, square_{};
+  Lanes block_[kAdds];  // v - shift
   real shift_ = 0;
-  int count_ = 0;
+  int count_ = 0, adds_ = 0;
 };
 
 // ---------------------------------------------------------------------------------------------------------- points
