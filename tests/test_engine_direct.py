@@ -290,6 +290,25 @@ def test_stream_channels_last(device, monkeypatch):
     assert "copied first" in refused(model.float(), x.float())
 
 
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+@pytest.mark.parametrize(
+    "filters, settings",
+    [
+        ((40, 8, 3, 2, 3), {}),
+        ((24, 24, 2, 3, 1), {"padding": (1, 2, 0), "stride": (2, 1, 1), "dilation": (1, 1, 2)}),
+        ((70, 40, 1, 2, 2), {"padding": "same"}),
+    ],
+    ids=str,
+)
+def test_stream_of_volumes(filters, settings, dtype, device, monkeypatch):
+    device(900), only_through("stream", monkeypatch)
+    model = random_model(filters, TAILS["leaky, gelu"], **settings).to(dtype)
+    x = numerics.random_input((3, filters[1], 5, 4, 6), dtype=dtype)
+    assert_rule(model, x)
+    if filters[1] % 16 == 8:
+        assert_rule(model, x.contiguous(memory_format=torch.channels_last_3d))
+
+
 def test_stream_in_tf32(device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
@@ -340,12 +359,13 @@ def test_what_stream_leaves(device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
     for filters, dtype, settings, says in [
         ((40, 24, 3, 3), torch.float32, {}, "eager runs float32"),
-        ((40, 15, 3, 3), torch.float16, {}, "16 channels in"),
         ((40, 24, 3, 3), torch.float16, {"stride": 9}, "strides go to 8"),
         ((40, 24, 3, 3), torch.float16, {"padding": 128}, "offsets to 127"),
+        ((40, 24, 3, 1, 3), torch.float16, {"padding": 16}, "offsets to 15"),
     ]:
         model = random_model(filters, TAILS["relu, bias"], **settings).to(dtype)
-        assert says in refused(model, torch.randn(2, filters[1], 8, 9, dtype=dtype))
+        size = (7, 8, 9)[5 - len(filters) :]
+        assert says in refused(model, torch.randn(2, filters[1], *size, dtype=dtype))
     device(800)
     assert "9.0" in refused(random_model((40, 24, 3, 3), TAILS["relu, bias"]), torch.randn(2, 24, 8, 9))
 

@@ -38,6 +38,8 @@ STREAM_TILES = {
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
+# Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32).
+LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 
@@ -48,7 +50,8 @@ def stream_columns(
     """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all results."""
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
-    blocks, steps = -(-outputs // block), -(-channels // 64) * math.prod(kernel)
+    blocks, group = -(-outputs // block), 64 if channels > 32 else 32 if channels > 16 else 16
+    steps = -(-(-(-channels // group) * math.prod(kernel)) // (64 // group))
     found = {}
     for columns, (start, tile, step) in STREAM_TILES[itemsize].items():
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
@@ -79,7 +82,10 @@ def stream_loses(
     launches = 1 + packs + 2 * (itemsize == 4)
     ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2) / PASS_BYTES
     moved = (x + weights + v) * itemsize / PASS_BYTES
-    products = 2 * v * math.prod(filters[1:]) / LIBRARY_OPERATIONS[itemsize]
+    rate = LIBRARY_OPERATIONS[itemsize]
+    if len(filters) == 5 and itemsize == 4:
+        rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
+    products = 2 * v * math.prod(filters[1:]) / rate
     theirs = LIBRARY_STARTS[itemsize] + max(products, moved) + 2 * v * itemsize / PASS_BYTES
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"

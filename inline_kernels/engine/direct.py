@@ -388,6 +388,30 @@ def _stream_obstacle(
     return choice.stream_loses(*sizes, tiling.device_properties(x.device.index).multiprocessors, not last)
 
 
+def _stream(dimensions: int) -> Mainloop:
+    axes = "DHW"[3 - dimensions :]
+    plain = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}
+    lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
+    walk = ", ".join(f"{{{', '.join(line)}}}" for line in lines)
+    return Mainloop(
+        "stream",
+        "elements",
+        dimensions,
+        ("conv/stream.cuh",),
+        f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
+        [
+            "const Scratch<uint32_t> largest_x(x.size(0), stream);",
+            f"const conv::Walk walk{{{walk}}};",
+            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
+            "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
+        ],
+        False,
+        _stream_obstacle,
+        lambda x, weight, dtypes, front, asked: tiling.stream_defines(x, weight, asked.positions),
+        walks=True,
+    )
+
+
 # Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
 # convolution in float32 takes several times as long.
 MAINLOOPS = (
@@ -449,23 +473,7 @@ MAINLOOPS = (
         _wide_obstacle,
         _wide_defines,
     ),
-    Mainloop(
-        "stream",
-        "elements",
-        2,
-        ("conv/stream.cuh",),
-        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
-        [
-            "const Scratch<uint32_t> largest_x(x.size(0), stream);",
-            "const conv::Walk walk{{STRIDE_H, STRIDE_W}, {BEFORE_H, BEFORE_W}, {BEHIND_H, BEHIND_W}, {DILATION_H, DILATION_W}};",
-            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
-            "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
-        ],
-        False,
-        _stream_obstacle,
-        lambda x, weight, dtypes, front, asked: tiling.stream_defines(x, weight, asked.positions),
-        walks=True,
-    ),
+    *map(_stream, (2, 3)),
 )
 
 
@@ -689,8 +697,9 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
             raise Unsupported("the convolution has a stride, padding or dilation")
         return
     reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
-    if max(walk.stride) > 8 or max(*walk.before, *walk.behind, *reach) > 127:
-        raise Unsupported("the copy engine's strides go to 8, its offsets to 127")
+    most = 127 if mainloop.dimensions == 2 else 15
+    if max(walk.stride) > 8 or max(*walk.before, *walk.behind, *reach) > most:
+        raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
 
 
 def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
@@ -709,7 +718,7 @@ def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -
     defines |= schedule._defines(segment, x, dtype)
     if written.mainloop.walks:
         for name, values in _walk(segment, weight)._asdict().items():
-            defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("HW", values)}
+            defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("WHD", reversed(values))}
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,
@@ -825,10 +834,10 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     x = arguments[0]
     found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
     if plan.last:
-        arguments = [x.permute(0, 2, 3, 1), *arguments[1:]]
+        arguments = [x.movedim(1, -1), *arguments[1:]]
     plan.launch(*found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
     if plan.last:
-        return [found[0].permute(0, 3, 1, 2)]
+        return [found[0].movedim(-1, 1)]
     if plan.rest and not plan.rest.saving:
         return schedule.finished(plan.rest, {"front": found[0]}, arguments)
     copies = [

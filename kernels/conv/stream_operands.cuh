@@ -1,10 +1,10 @@
 // What the mainloop of conv/stream.cuh multiplies: sizes, and the packing of x and weights as the copy engine
 // and tensor cores want them.
 //
-//   x        (N, H, W, C) of operands, C padded to a multiple of 8; where it is that already, it is not
+//   x        (N, (D,) H, W, C) of operands, C padded to a multiple of 8; where it is that already, it is not
 //            packed
-//   weights  [channel block][group of 64 channels in][tap] of a stage's operand, kBlockChannels rows of 64
-//            values, swizzled (core/tensor_core.cuh)
+//   weights  [channel block][group of kGroup channels in][tap], kBlockChannels rows of kGroup values, swizzled
+//            (core/tensor_core.cuh)
 // float32 is scaled as conv/wide_operands.cuh says; samples which the first scale does not fit are packed
 // once more.
 #pragma once
@@ -17,25 +17,30 @@ namespace conv {
 // Its block's other consumer computes other channels at the same positions, where a block has kBlockChannels
 // = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
 // both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
+//
+// A step of K is a tap of a group of 64 channels; of few channels it is kSlabs taps of all of them.
 template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_>
 struct Stream : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
   static constexpr bool kTransposed = false;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
-  static constexpr int kKernelH = Filter::kHeight, kKernelW = Filter::kWidth, kTaps = Filter::kTaps;
-  static constexpr int kGroup = 64, kGroups = ceil_div(kChannelsIn, kGroup), kSteps = kGroups * kTaps;
+  static constexpr int kDims = Filter::kDims, kTaps = Filter::kTaps;
+  static constexpr int kGroup = kChannelsIn > 32 ? 64 : kChannelsIn > 16 ? 32 : 16;
+  static constexpr int kGroups = ceil_div(kChannelsIn, kGroup), kSlabs = 64 / kGroup;
+  static constexpr int kSteps = ceil_div(kGroups * kTaps, kSlabs);
+  static constexpr int kLastSlabs = kGroups * kTaps - (kSteps - 1) * kSlabs;  // of the last step
   // Products of depth 16 for a tap: of a group, and of the last one.
-  static constexpr int kProducts = 4, kLastProducts = ceil_div(kChannelsIn - (kGroups - 1) * kGroup, 16);
+  static constexpr int kProducts = kGroup / 16, kLastProducts = ceil_div(kChannelsIn - (kGroups - 1) * kGroup, 16);
   static constexpr int kBlockChannels = kBlockChannels_, kColumns = kColumns_, kCluster = kCluster_;
   static constexpr int kLead = kLead_ < kSteps ? kLead_ : kSteps;
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
   static constexpr int kPaddedIn = ceil_div(kChannelsIn, 8) * 8;
   static constexpr int kTilePositions = kColumns * 128 / kBlockChannels;
-  static constexpr int kWeightBytes = kBlockChannels * kGroup * 2;   // of a stage
-  static constexpr int kImageBytes = kTilePositions * kGroup * 2;    // of a stage
-  static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kSteps * kWeightBytes / 16;  // uint4
+  static constexpr int kWeightBytes = kBlockChannels * kGroup * 2;   // of a tap of a group
+  static constexpr int kImageBytes = kTilePositions * kGroup * 2;    // of that
+  static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kGroups * kTaps * kWeightBytes / 16;  // uint4
   static_assert(!Operands::kSplit && (kBlockChannels == 64 || kBlockChannels == 128) && kColumns % 64 == 0);
 };
 
@@ -60,8 +65,9 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
     if (threadIdx.x == 0) exponents[channel] = exponent;
   }
   const int block = channel / kBlockChannels, row = channel % kBlockChannels;
-  for (int i = threadIdx.x; i < Conv::kSteps * 8; i += kPackThreads) {
-    const int unit = i / kTaps, tap = i % kTaps, step = unit / 8 * kTaps + tap;
+  constexpr int kUnits = Conv::kGroup / 8;  // of a row
+  for (int i = threadIdx.x; i < Conv::kGroups * kTaps * kUnits; i += kPackThreads) {
+    const int unit = i / kTaps, tap = i % kTaps, slab = unit / kUnits * kTaps + tap;
     union { typename Conv::operand_t values[8]; uint4 all; } pack;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
@@ -71,8 +77,8 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
       if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
       pack.values[k] = typename Conv::operand_t(value);
     }
-    const int64_t stage = (int64_t(block) * Conv::kSteps + step) * kBlockChannels;
-    packed[(stage + row) * 8 + (unit % 8 ^ row % 8)] = pack.all;
+    const int64_t first = (int64_t(block) * (Conv::kGroups * kTaps) + slab) * kBlockChannels;
+    packed[(first + row) * kUnits + swizzled<Conv::kGroup>(row, unit % kUnits)] = pack.all;
   }
 }
 

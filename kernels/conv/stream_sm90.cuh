@@ -1,6 +1,6 @@
 // A convolution as an implicit GEMM by wgmma, on compute capability 9.0 (sm_90a), whose operands stream
 // through shared memory: M = channels out, N = positions of all samples, one behind the other, K = groups of
-// 64 channels in × taps.
+// up to 64 channels in × taps.
 //
 // Blocks are persistent, and share all tiles. Three warpgroups of a block are specialised:
 //   producer   one thread, which has the copy engine fill the stages of a pipeline: of a step of K the
@@ -28,20 +28,21 @@ template <class Conv, class Tail, class Out> struct StreamArguments {
   const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
   const uint32_t* largest;   // (N): the bits of each sample's largest finite magnitude
   Tail tail;
-  int N, OH, OW;  // of the output
+  int N, OD, OH, OW;  // of the output
   Walk walk;
 
-  HOST_DEVICE int sample() const { return OH * OW; }  // positions
+  HOST_DEVICE int sample() const { return OD * OH * OW; }  // positions
   HOST_DEVICE int positions() const { return N * sample(); }
 };
 
 template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
-      Conv::kFirstExponent, Conv::kGroups, Conv::kImageBytes, Conv::kKernelH, Conv::kKernelW,
-      Conv::kLastProducts, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps,
+      Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes, Conv::kLastProducts,
+      Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs, Conv::kSteps, Conv::kTaps,
       Conv::kTilePositions, Conv::kWeightBytes;
-  using typename Conv::operand_t;
+  using typename Conv::Filter, typename Conv::operand_t;
+  using Image = ImageMap<Conv::kDims, kGroup>;
 
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -54,8 +55,8 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static constexpr int kFetched =
       kByChannels ? kTilePositions / kCluster : kTilePositions;  // by a block, of an image
 
-  // Shared memory: stages of weights and image, staging, barriers.
-  static constexpr int kStageBytes = kWeightBytes + kImageBytes;
+  // Shared memory: stages of weights and image, kSlabs each; staging, barriers.
+  static constexpr int kImageAt = kSlabs * kWeightBytes, kStageBytes = kImageAt + kSlabs * kImageBytes;
   static constexpr int kStagingBytes = kConsumers * 4 * Out::kWarpBytes;
   static constexpr int kStages = (kSharedLimit - kStagingBytes - 256) / kStageBytes;
   static constexpr int kStagingAt = kStages * kStageBytes, kBarriersAt = kStagingAt + kStagingBytes;
@@ -100,52 +101,58 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   };
 
   // One thread: fills stages, tile by tile, step by step.
-  static __device__ __forceinline__ void produce(const Arguments& args, const ImageMap& image,
+  static __device__ __forceinline__ void produce(const Arguments& args, const Image& image,
                                                  const Barriers& barriers, uint8_t* shared, int rank) {
     constexpr uint16_t kAll = (1 << kCluster) - 1;
     constexpr bool kSharesWeights = kCluster > 1 && !kByChannels;
-    constexpr int kWeightShare = kSharesWeights ? kWeightBytes / kCluster : kWeightBytes;
     PipelineState<kStages> next;
     const int clusters = gridDim.x / kCluster, S = args.sample();
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
       const Tile tile(unit, rank);
-      const int from = tile.position + (kByChannels ? rank * kFetched : 0), n = from / S,
-                row = from % S / args.OW;
-      const Pixel first{n, row * args.walk.stride[0] - args.walk.before[0],
-                        from % args.OW * args.walk.stride[1] - args.walk.before[1]};
+      const int from = tile.position + (kByChannels ? rank * kFetched : 0), row = from / args.OW;
+      const auto begins = [&](int d, int at) { return at * args.walk.stride[d] - args.walk.before[d]; };
+      const Pixel first{from / S, begins(0, row / args.OH % args.OD), begins(1, row % args.OH),
+                        begins(2, from % args.OW)};
       const uint8_t* weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
-                               int64_t(tile.channel_block) * kSteps * kWeightBytes +
-                               (kSharesWeights ? rank * kWeightShare : 0);
+                               int64_t(tile.channel_block) * (kGroups * kTaps) * kWeightBytes;
 #pragma unroll 1
-      for (int group = 0; group < kGroups; group++) {
+      for (int step = 0; step < kSteps; step++, next.advance()) {
+        uint8_t* const stage = shared + next.stage * kStageBytes;
+        uint64_t* const full = barriers.full + next.stage;
+        const int slabs = step < kSteps - 1 ? kSlabs : kLastSlabs, bytes = slabs * kWeightBytes;
+        await(barriers.empty + next.stage, next.parity ^ 1);
+        arrive(full, slabs * (kWeightBytes + kImageBytes));
+        if constexpr (kSharesWeights)
+          copy_bulk(stage + rank * (bytes / kCluster), weights + rank * (bytes / kCluster), bytes / kCluster,
+                    full, kAll);
+        else copy_bulk(stage, weights, bytes, full);
+        weights += bytes;
 #pragma unroll 1
-        for (int tap = 0; tap < kTaps; tap++, weights += kWeightBytes, next.advance()) {
-          uint8_t* const stage = shared + next.stage * kStageBytes;
-          uint64_t* const full = barriers.full + next.stage;
-          const int down = tap / kKernelW * args.walk.dilation[0],
-                    across = tap % kKernelW * args.walk.dilation[1];
-          await(barriers.empty + next.stage, next.parity ^ 1);
-          arrive(full, kStageBytes);
-          if constexpr (kSharesWeights)
-            copy_bulk(stage + rank * kWeightShare, weights, kWeightShare, full, kAll);
-          else copy_bulk(stage, weights, kWeightBytes, full);
+        for (int i = 0; i < slabs; i++) {
+          const int slab = step * kSlabs + i, tap = slab % kTaps, line = tap / Filter::kWidth;
+          const auto offset = [&](int d, int at) { return uint16_t(at * args.walk.dilation[d]); };
+          const Offset to{offset(0, line / Filter::kHeight), offset(1, line % Filter::kHeight),
+                          offset(2, tap % Filter::kWidth)};
+          uint8_t* const there = stage + kImageAt + i * kImageBytes;
           if constexpr (kByChannels)
-            copy_image(stage + kWeightBytes + rank * kFetched * 128, image, full, group * 64, first, down,
-                       across, kAll);
-          else copy_image(stage + kWeightBytes, image, full, group * 64, first, down, across);
+            copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kTaps * kGroup, first, to, kAll);
+          else copy_image(there, image, full, slab / kTaps * kGroup, first, to);
         }
       }
     }
   }
 
-  // sums += a step's products, of depth 16 kCount, in the background.
-  template <int kCount>
+  // sums += a step's products, of kCount slabs of depth 16 kDeep each, in the background.
+  template <int kDeep, int kCount>
   static __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], uint64_t weights,
                                                        uint64_t image, bool accumulate) {
     begin_products();
 #pragma unroll
-    for (int i = 0; i < kCount; i++)
-      multiply_add<operand_t>(sums, weights + i * 2, image + i * 2, accumulate || i > 0);
+    for (int slab = 0; slab < kCount; slab++)
+#pragma unroll
+      for (int i = 0; i < kDeep; i++)
+        multiply_add<operand_t>(sums, weights + slab * (kWeightBytes / 16) + i * 2,
+                                image + slab * (kImageBytes / 16) + i * 2, accumulate || slab + i > 0);
     commit_products();
   }
 
@@ -159,22 +166,26 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       sync_threads<kConsumers * kWarpgroup>(kLeads);
       signal_threads<kConsumers * kWarpgroup>(kFollows);
     }
-    const auto step = [&](auto count, bool accumulate) {
+    const auto step = [&](auto deep, auto count, bool accumulate) {
       const int offset = next.stage * (kStageBytes / 16);
       await(barriers.full + next.stage, next.parity);
-      multiply_step<decltype(count)::value>(sums, weights + offset, image + offset, accumulate);
+      multiply_step<decltype(deep)::value, decltype(count)::value>(sums, weights + offset, image + offset, accumulate);
       if (kLead > 0 && left > 0 && --left == 0) signal_threads<kConsumers * kWarpgroup>(kLeads);
       await_products<1>();
       if (last >= 0) barriers.release(last);
       last = next.stage;
       next.advance();
     };
-    constexpr int kWhole = (kLastProducts == kProducts ? kGroups : kGroups - 1) * kTaps;  // steps
+    // Steps of one kind, then those of the last group or the last taps.
+    constexpr int kRest = kLastSlabs < kSlabs ? 1 : kSlabs == 1 && kLastProducts < kProducts ? kTaps : 0;
+    using Deep = std::integral_constant<int, kSlabs == 1 ? kProducts : kLastProducts>;
+    using Last = std::integral_constant<int, kLastProducts>;
 #pragma unroll 1
-    for (int i = 0; i < kWhole; i++) step(std::integral_constant<int, kProducts>{}, i > 0);
-    if constexpr (kWhole < kSteps) {
+    for (int i = 0; i < kSteps - kRest; i++) step(Deep{}, std::integral_constant<int, kSlabs>{}, i > 0);
+    if constexpr (kRest > 0) {
 #pragma unroll 1
-      for (int i = kWhole; i < kSteps; i++) step(std::integral_constant<int, kLastProducts>{}, i > 0);
+      for (int i = kSteps - kRest; i < kSteps; i++)
+        step(Last{}, std::integral_constant<int, kLastSlabs>{}, i > 0);
     }
     await_products<0>();
     hold(sums);
@@ -216,9 +227,11 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers,
                                                  uint8_t* shared, int rank) {
     const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
-    const uint64_t weights = describe_swizzled(shared_address(shared) + (kHalves ? 0 : consumer * 64 * 128));
-    const uint64_t image = describe_swizzled(shared_address(shared) + kWeightBytes +
-                                             (kHalves ? consumer * kColumns * 128 : 0));
+    constexpr int kRow = kGroup * 2;  // bytes
+    const uint32_t address = shared_address(shared);
+    const uint64_t weights = describe_swizzled<kGroup>(address + (kHalves ? 0 : consumer * 64 * kRow));
+    const uint64_t image =
+        describe_swizzled<kGroup>(address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0));
     PipelineState<kStages> next;
     const int clusters = gridDim.x / kCluster;
 #pragma unroll 1
@@ -236,7 +249,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     }
   }
 
-  static __device__ __forceinline__ void run(const Arguments& args, const ImageMap& image) {
+  static __device__ __forceinline__ void run(const Arguments& args, const Image& image) {
     extern __shared__ __align__(1024) uint8_t stream_shared[];
     const Barriers barriers(stream_shared);
     const int rank = kCluster > 1 ? cluster_rank() : 0;
@@ -260,7 +273,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
 
 template <class Loop>
 __global__ void __launch_bounds__(Loop::kThreads, 1)
-    convolve_stream_kernel(const __grid_constant__ ImageMap image,
+    convolve_stream_kernel(const __grid_constant__ typename Loop::Image image,
                            const __grid_constant__ typename Loop::Arguments args) {
 #if TENSOR_CORE_WGMMA
   Loop::run(args, image);
@@ -268,7 +281,7 @@ __global__ void __launch_bounds__(Loop::kThreads, 1)
 }
 
 template <class Loop>
-void convolve_stream(const ImageMap& image, const typename Loop::Arguments& args, cudaStream_t stream) {
+void convolve_stream(const typename Loop::Image& image, const typename Loop::Arguments& args, cudaStream_t stream) {
   allow_shared<convolve_stream_kernel<Loop>>();
   const int clusters = max(device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kCluster, 1);
   cudaLaunchAttribute cluster{};
