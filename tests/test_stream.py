@@ -24,7 +24,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
   using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
   const conv::Walk walk{{1, s, s}, {0, b, b}, {0, e, e}, {1, d, d}};
 #endif
-  conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
+  conv::stream<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
       x, weight, walk, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, largest, stream);
 }
 """
@@ -56,11 +56,12 @@ def convolved(x, weight, settings):
 def stream(folder):  # noqa: F811
     """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
 
-    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2):
+    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
         result = result or x.dtype
         defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
+        defines["SPLIT"] = int(split)
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)
@@ -74,10 +75,10 @@ def stream(folder):  # noqa: F811
     return run
 
 
-def assert_close(y, x, weight, settings):
-    """Operands have 11 digits, or 8, and sums those of float32."""
+def assert_close(y, x, weight, settings, split=False):
+    """Operands have 11 digits, or 8, or, split, 22, and sums those of float32."""
     exact = convolved(x.double(), weight.double(), settings)
-    digits = 8 if torch.bfloat16 in (x.dtype, y.dtype) else 11
+    digits = 22 if split else 8 if torch.bfloat16 in (x.dtype, y.dtype) else 11
     bound = convolved(x.double().abs(), weight.double().abs(), settings) * 2.0 ** (2 - digits)
     assert ((y.double() - exact).abs() <= bound).all()
 
@@ -94,6 +95,19 @@ def drawn(filters, image, dtype):
 def test_sizes(filters, image, columns, settings, dtype, lead, stream):
     x, weight = drawn(filters, image, dtype)
     assert_close(stream(x, weight, columns, settings, lead=lead), x, weight, settings)
+
+
+@pytest.mark.parametrize("filters, image, columns, settings", CASES[1:8], ids=str)
+def test_split(filters, image, columns, settings, stream):
+    """float32's digits; and an infinity stays where it is."""
+    x, weight = drawn(filters, image, torch.float32)
+    x[1] *= 1e-30
+    assert_close(stream(x, weight, columns, settings, split=True), x, weight, settings, split=True)
+    x[0].view(-1)[5] = INF
+    y, eager = stream(x, weight, columns, settings, split=True), convolved(x, weight, settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+    finite = eager.isfinite()
+    torch.testing.assert_close(y[finite], eager[finite], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.float32], ids=str)

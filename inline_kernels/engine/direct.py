@@ -10,8 +10,8 @@ It has schedule.py's functions and signatures, and runs a segment where
 
 Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that.
 
-For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32; `stream` runs nowhere else. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
+For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` and `stream` one,
+where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
 by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
 
@@ -357,8 +357,9 @@ def _wide_obstacle(
     which `stream` doesn't have."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
-        return "stream is faster from 64 channels in on"
+    most = 128 if _stream_splits(x, weight, asked) else 64
+    if front and weight.shape[1] > most and _stream_obstacle(x, weight, dtypes, front, asked) is None:
+        return f"stream is faster from {most} channels in on"
     faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
@@ -374,18 +375,21 @@ def _wide_defines(
 def _stream_obstacle(
     x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
-    """Likewise by its cost; float32 is a single float16 here."""
+    """Likewise by its cost."""
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
-    if x.dtype == torch.float32 and not (
-        asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
-    ):
-        return "its operands have 11 digits, and eager runs float32"
     last = tiling.stream_takes_last(x)
     if library.is_channels_last(x) and not last:
         return "x lies channels last, and would be copied first"
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
-    return choice.stream_loses(*sizes, tiling.device_properties(x.device.index).multiprocessors, not last)
+    multiprocessors = tiling.device_properties(x.device.index).multiprocessors
+    return choice.stream_loses(*sizes, multiprocessors, not last, _stream_splits(x, weight, asked))
+
+
+def _stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
+    """Is an operand two float16? One is as exact as TF32, if eager runs that."""
+    runs_tf32 = asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
+    return x.dtype == torch.float32 and not runs_tf32
 
 
 def _stream(dimensions: int) -> Mainloop:
@@ -402,12 +406,14 @@ def _stream(dimensions: int) -> Mainloop:
         [
             "const Scratch<uint32_t> largest_x(x.size(0), stream);",
             f"const conv::Walk walk{{{walk}}};",
-            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
+            "conv::stream<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
             "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
         ],
         False,
         _stream_obstacle,
-        lambda x, weight, dtypes, front, asked: tiling.stream_defines(x, weight, asked.positions),
+        lambda x, weight, dtypes, front, asked: tiling.stream_defines(
+            x, weight, asked.positions, _stream_splits(x, weight, asked)
+        ),
         walks=True,
     )
 

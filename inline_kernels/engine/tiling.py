@@ -328,14 +328,15 @@ def stream_takes_last(x: Tensor) -> bool:
     return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
 
 
-def stream_defines(x: Tensor, weight: Tensor, positions: int) -> dict[str, int]:
-    """positions: of all results."""
+def stream_defines(x: Tensor, weight: Tensor, positions: int, split: bool) -> dict[str, int]:
+    """positions: of all results. split: are operands two float16 each?"""
     device = device_properties(x.device.index)
-    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors
+    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors, split
     known = {"COLUMNS": choice.stream_columns(*given)[0], "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
     return (
         spatial_defines(weight.shape)
         | known
+        | {"SPLIT": int(split)}
         | {"LAST": int(stream_takes_last(x)), "SHARED_LIMIT": device.shared}
     )
 

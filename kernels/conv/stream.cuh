@@ -1,6 +1,6 @@
 // A 2-D or 3-D convolution of any size, with padding, stride and dilation: a tail of v = conv(x, weight), which
 // is never written, to a sink, on compute capability 9.0. Operands as in
-// conv/wide.cuh, but that none is split.
+// conv/wide.cuh.
 //
 //   conv/stream_operands.cuh  sizes, packing
 //   conv/stream_sm90.cuh      the convolution
@@ -57,7 +57,9 @@ template <class Filter, class Operands, int kColumns, int kCluster, int kLead, i
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
             const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
-  constexpr int kOwn = kBlockChannels == 64 && kColumns == 256 ? 192 : kColumns;  // else too few stages fit
+  // Else too few stages fit, or sums of a step beside those of all.
+  constexpr int kMost = Operands::kSplit ? 128 : kBlockChannels == 64 ? 192 : 256;
+  constexpr int kOwn = kColumns < kMost ? kColumns : kMost;
   using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead>;
   using Loop = StreamSm90<Conv, Tail, Out, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
@@ -82,11 +84,11 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
   pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(
       packed_weight, exponents, largest, weight, N);
-  const Scratch<uint4> packed(kLast ? 0 : N * D * H * W * (Loop::kPaddedIn / 8), stream);
+  const Scratch<uint4> packed(kLast ? 0 : N * D * H * W * (Loop::kPixel / 8), stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
   else pack_image<Conv>(packed, largest, x, N, D * H * W, stream);
-  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, D, H, W, Loop::kPaddedIn, taps, walk,
+  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, D, H, W, Loop::kPixel, taps, walk,
                                                             Loop::kFetched);
   convolve_stream<Loop>(
       image, {out, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), walk}, stream);

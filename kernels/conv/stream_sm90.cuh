@@ -38,9 +38,9 @@ template <class Conv, class Tail, class Out> struct StreamArguments {
 template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
-      Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes, Conv::kLastProducts,
-      Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs, Conv::kSteps, Conv::kTaps,
-      Conv::kTilePositions, Conv::kWeightBytes;
+      Conv::kDeep, Conv::kDepth, Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
+      Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs,
+      Conv::kSteps, Conv::kTaps, Conv::kTilePositions, Conv::kWeightBytes, Conv::kWeightRow;
   using typename Conv::Filter, typename Conv::operand_t;
   using Image = ImageMap<Conv::kDims, kGroup>;
 
@@ -142,17 +142,20 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     }
   }
 
-  // sums += a step's products, of kCount slabs of depth 16 kDeep each, in the background.
-  template <int kDeep, int kCount>
+  // sums += a step's products, of kOfStep slabs of kOfSlab sixteens of channels each, in the background.
+  template <int kOfSlab, int kOfStep>
   static __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], uint64_t weights,
                                                        uint64_t image, bool accumulate) {
     begin_products();
 #pragma unroll
-    for (int slab = 0; slab < kCount; slab++)
+    for (int i = 0; i < kOfStep * kOfSlab; i++)
 #pragma unroll
-      for (int i = 0; i < kDeep; i++)
-        multiply_add<operand_t>(sums, weights + slab * (kWeightBytes / 16) + i * 2,
-                                image + slab * (kImageBytes / 16) + i * 2, accumulate || slab + i > 0);
+      for (int product = 0; product < kProducts; product++) {
+        const int slab = i / kOfSlab, at = i % kOfSlab * (kDepth / 8);  // units
+        multiply_add<operand_t>(sums, weights + slab * (kWeightBytes / 16) + at + Conv::of_weight(product) * 2,
+                                image + slab * (kImageBytes / 16) + at + Conv::of_image(product) * 2,
+                                accumulate || i + product > 0);
+      }
     commit_products();
   }
 
@@ -169,7 +172,23 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     const auto step = [&](auto deep, auto count, bool accumulate) {
       const int offset = next.stage * (kStageBytes / 16);
       await(barriers.full + next.stage, next.parity);
-      multiply_step<decltype(deep)::value, decltype(count)::value>(sums, weights + offset, image + offset, accumulate);
+      constexpr int kOfSlab = decltype(deep)::value, kOfStep = decltype(count)::value;
+      if constexpr (Conv::kSplit) {
+        // A tensor core's sums lose digits, so that those of a step are added by others.
+        float own[kTiles][4];
+        multiply_step<kOfSlab, kOfStep>(own, weights + offset, image + offset, false);
+        if (kLead > 0 && left > 0 && --left == 0) signal_threads<kConsumers * kWarpgroup>(kLeads);
+        await_products<0>();
+        hold(own);
+        barriers.release(next.stage);
+#pragma unroll
+        for (int j = 0; j < kTiles; j++)
+#pragma unroll
+          for (int k = 0; k < 4; k++) sums[j][k] = accumulate ? sums[j][k] + own[j][k] : own[j][k];
+        next.advance();
+        return;
+      }
+      multiply_step<kOfSlab, kOfStep>(sums, weights + offset, image + offset, accumulate);
       if (kLead > 0 && left > 0 && --left == 0) signal_threads<kConsumers * kWarpgroup>(kLeads);
       await_products<1>();
       if (last >= 0) barriers.release(last);
@@ -177,9 +196,9 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       next.advance();
     };
     // Steps of one kind, then those of the last group or the last taps.
-    constexpr int kRest = kLastSlabs < kSlabs ? 1 : kSlabs == 1 && kLastProducts < kProducts ? kTaps : 0;
-    using Deep = std::integral_constant<int, kSlabs == 1 ? kProducts : kLastProducts>;
-    using Last = std::integral_constant<int, kLastProducts>;
+    constexpr int kRest = kLastSlabs < kSlabs ? 1 : kSlabs == 1 && kLastDeep < kDeep ? kTaps : 0;
+    using Deep = std::integral_constant<int, kSlabs == 1 ? kDeep : kLastDeep>;
+    using Last = std::integral_constant<int, kLastDeep>;
 #pragma unroll 1
     for (int i = 0; i < kSteps - kRest; i++) step(Deep{}, std::integral_constant<int, kSlabs>{}, i > 0);
     if constexpr (kRest > 0) {
@@ -187,9 +206,11 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       for (int i = kSteps - kRest; i < kSteps; i++)
         step(Last{}, std::integral_constant<int, kLastSlabs>{}, i > 0);
     }
-    await_products<0>();
-    hold(sums);
-    barriers.release(last);
+    if constexpr (!Conv::kSplit) {
+      await_products<0>();
+      hold(sums);
+      barriers.release(last);
+    }
     // Else the lead could grow to two tiles.
     if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
@@ -227,9 +248,9 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers,
                                                  uint8_t* shared, int rank) {
     const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
-    constexpr int kRow = kGroup * 2;  // bytes
+    constexpr int kRow = kGroup * 2, kOwnRow = kWeightRow * 2;  // bytes
     const uint32_t address = shared_address(shared);
-    const uint64_t weights = describe_swizzled<kGroup>(address + (kHalves ? 0 : consumer * 64 * kRow));
+    const uint64_t weights = describe_swizzled<kWeightRow>(address + (kHalves ? 0 : consumer * 64 * kOwnRow));
     const uint64_t image =
         describe_swizzled<kGroup>(address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0));
     PipelineState<kStages> next;
