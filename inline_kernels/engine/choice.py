@@ -57,15 +57,19 @@ def stream_columns(
     itemsize: int,
     multiprocessors: int,
     split: bool = False,
+    pools: bool = False,
 ) -> tuple[int, float]:
-    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all results."""
+    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. pools: are its windows pooled?"""
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
     pixel = channels * (1 + split)
     blocks, group = -(-outputs // block), 64 if pixel > 32 else 32 if pixel > 16 else 16
     steps = -(-(-(-pixel // group) * math.prod(kernel)) // (64 // group))
     found = {}
-    for columns, (start, tile, step) in (SPLIT_TILES if split else STREAM_TILES[itemsize]).items():
+    tiles = SPLIT_TILES if split else STREAM_TILES[itemsize]
+    for columns, (start, tile, step) in tiles.items():
+        if pools and columns > 128:
+            continue
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
         # Two blocks are a cluster, side by side in channels or else in positions.
         units = (
@@ -88,11 +92,12 @@ def stream_loses(
     multiprocessors: int,
     packs: bool,
     split: bool = False,
+    window: int = 1,
 ) -> str | None:
     """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first? split: are
-    its operands two float16?"""
+    its operands two float16? window: elements of v that are pooled to one."""
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
-    ours = stream_columns(image, filters, positions, itemsize, multiprocessors, split)[1]
+    ours = stream_columns(image, filters, positions, itemsize, multiprocessors, split, window > 1)[1]
     launches = 1 + packs + 2 * (itemsize == 4)
     ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2 + 2 * split) / PASS_BYTES
     moved = (x + weights + v) * itemsize / PASS_BYTES
@@ -102,7 +107,7 @@ def stream_loses(
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
     products = 2 * v * math.prod(filters[1:]) / rate
-    theirs = LIBRARY_STARTS[itemsize] + max(products, moved) + 2 * v * itemsize / PASS_BYTES
+    theirs = LIBRARY_STARTS[itemsize] + max(products, moved) + (v + v / window) * itemsize / PASS_BYTES
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )

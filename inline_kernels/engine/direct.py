@@ -17,6 +17,7 @@ by sample, by plain sums and the same tail; where there is none it ends at once 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -357,9 +358,9 @@ def _wide_obstacle(
     which `stream` doesn't have."""
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    most = 128 if _stream_splits(x, weight, asked) else 64
-    if front and weight.shape[1] > most and _stream_obstacle(x, weight, dtypes, front, asked) is None:
-        return f"stream is faster from {most} channels in on"
+    if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
+        if weight.shape[1] > 128 or not _stream_splits(x, weight, asked):
+            return "stream is faster from 64 channels in on, from 128 in float32"
     faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
@@ -383,7 +384,8 @@ def _stream_obstacle(
         return "x lies channels last, and would be copied first"
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
     multiprocessors = tiling.device_properties(x.device.index).multiprocessors
-    return choice.stream_loses(*sizes, multiprocessors, not last, _stream_splits(x, weight, asked))
+    window = math.prod(front.window) if front.pooled else 1
+    return choice.stream_loses(*sizes, multiprocessors, not last, _stream_splits(x, weight, asked), window)
 
 
 def _stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
@@ -392,27 +394,28 @@ def _stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
     return x.dtype == torch.float32 and not runs_tf32
 
 
-def _stream(dimensions: int) -> Mainloop:
+def _stream(dimensions: int, takes: str) -> Mainloop:
     axes = "DHW"[3 - dimensions :]
     plain = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}
     lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
     walk = ", ".join(f"{{{', '.join(line)}}}" for line in lines)
     return Mainloop(
         "stream",
-        "elements",
+        takes,
         dimensions,
         ("conv/stream.cuh",),
         f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
         [
             "const Scratch<uint32_t> largest_x(x.size(0), stream);",
             f"const conv::Walk walk{{{walk}}};",
-            "conv::stream<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
-            "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
+            "conv::stream<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
+            f"{', Pool' * (takes == 'windows')}>(",
+            "    x, weight, walk, tail, store::Positions<{result}, LAST>{y}, largest_x, stream);",
         ],
         False,
         _stream_obstacle,
         lambda x, weight, dtypes, front, asked: tiling.stream_defines(
-            x, weight, asked.positions, _stream_splits(x, weight, asked)
+            x, weight, asked.positions, _stream_splits(x, weight, asked), bool(front.pooled)
         ),
         walks=True,
     )
@@ -479,7 +482,7 @@ MAINLOOPS = (
         _wide_obstacle,
         _wide_defines,
     ),
-    *map(_stream, (2, 3)),
+    *[_stream(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
 )
 
 
@@ -508,9 +511,13 @@ def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]
         made.append(f"  const {each.struct} {tails[each.name]}{{{', '.join(given)}}};")
     sinks = ", ".join(f"store::Strips<{each.ctype}, {each.struct}>" for each in results)
     stored = ", ".join(f"conv::Stored{{{name}, {tail}}}" for name, tail in tails.items())
-    launch = [line.replace("{sinks}", sinks).replace("{stored}", stored) for line in mainloop.launch]
+    filled = {"{sinks}": sinks, "{stored}": stored, "{result}": results[0].ctype}
+    launch = [
+        functools.reduce(lambda text, each: text.replace(*each), filled.items(), line)
+        for line in mainloop.launch
+    ]
     pool = (
-        f"using Pool = pool::Windows<{', '.join(map(str, front.window))}, {front.reduction}>;"
+        f"using Pool = pool::Windows<{', '.join([front.reduction, *map(str, front.window)])}>;"
         if front.pooled
         else ""
     )
@@ -644,8 +651,8 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
-            _check_walk(segment, weight, mainloop)
             written = _written(segment, mainloop, exact_order, composed)
+            _check_walk(segment, weight, mainloop, written.front)
             if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
@@ -694,7 +701,7 @@ def _walk(segment, weight: Tensor) -> Walk:
     return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
 
 
-def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
+def _check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front) -> None:
     walk = _walk(segment, weight)
     if segment.conv.padding_mode != "zeros":
         raise Unsupported("the convolution pads with other values than zeros")
@@ -703,8 +710,12 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
             raise Unsupported("the convolution has a stride, padding or dilation")
         return
     reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
+    window = front.window if front.pooled else (1,) * mainloop.dimensions
+    if None in window:
+        raise Unsupported("its windows have a size of their own")
     most = 127 if mainloop.dimensions == 2 else 15
-    if max(walk.stride) > 8 or max(*walk.before, *walk.behind, *reach) > most:
+    steps = [stride * extent for stride, extent in zip(walk.stride, window)]
+    if max(steps) > 8 or max(*walk.before, *walk.behind, *[a + 2 * b for a, b in zip(reach, steps)]) > most:
         raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
 
 

@@ -328,10 +328,10 @@ def stream_takes_last(x: Tensor) -> bool:
     return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
 
 
-def stream_defines(x: Tensor, weight: Tensor, positions: int, split: bool) -> dict[str, int]:
-    """positions: of all results. split: are operands two float16 each?"""
+def stream_defines(x: Tensor, weight: Tensor, positions: int, split: bool, pools: bool) -> dict[str, int]:
+    """positions: of all results. split: are operands two float16 each? pools: are windows of v pooled?"""
     device = device_properties(x.device.index)
-    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors, split
+    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors, split, pools
     known = {"COLUMNS": choice.stream_columns(*given)[0], "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
     return (
         spatial_defines(weight.shape)

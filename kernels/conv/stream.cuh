@@ -49,30 +49,65 @@ template <class Filter, class T> struct Walked {
   }
 };
 
+// What a tail makes of windows of those: y (N, kOut, …).
+template <class Values, class Pool, class T, class Tail> struct WalkedWindows {
+  Values v;
+  T* y;
+  Tail tail;
+  int PD, PH, PW;
+  HOST_DEVICE int64_t windows() const { return int64_t(PD) * PH * PW; }
+  HOST_DEVICE int64_t results() const { return Values::kOut * windows(); }  // of a sample
+  __device__ void operator()(int64_t n, int64_t i) const {
+    const int c = int(i / windows()), at = int(i % windows()), line = at / PW;
+    const auto channel = tail.channel(n, c);
+    const auto of = [&](int plane, int row, int column) {
+      return tail.before(v(n, c, (int64_t(plane) * v.OH + row) * v.OW + column), channel);
+    };
+    float pooled = 0;
+#pragma unroll 1
+    for (int element = 0; element < Pool::kArea; element++) {
+      const int row = element / Pool::kWidth;
+      const float value = of(line / PH * Pool::kDepth + row / Pool::kHeight,
+                             line % PH * Pool::kHeight + row % Pool::kHeight,
+                             at % PW * Pool::kWidth + element % Pool::kWidth);
+      pooled = element == 0 ? value : Pool::Reduction::merge(pooled, value);
+    }
+    y[n * results() + i] = T(tail.after(pooled, channel));
+  }
+};
+
 // Samples that a float16 can't hold are computed again, by plain sums (conv/exact.cuh). x (N, C, (D,) H, W),
 // or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each sample's
 // largest finite magnitude. Where channels last values are operands as they are, C is a multiple of 8.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          class Tail, class Out>
+          class Pool = Unpooled, class Tail, class Out>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
             const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
-  // Else too few stages fit, or sums of a step beside those of all.
-  constexpr int kMost = Operands::kSplit ? 128 : kBlockChannels == 64 ? 192 : 256;
+  // Else too few stages fit, or sums of a step beside those of all, or results beside sums.
+  constexpr int kMost = Operands::kSplit || Pool::kArea > 1 ? 128 : kBlockChannels == 64 ? 192 : 256;
   constexpr int kOwn = kColumns < kMost ? kColumns : kMost;
   using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead>;
-  using Loop = StreamSm90<Conv, Tail, Out, kSharedLimit>;
+  using Loop = StreamSm90<Conv, Pool, Tail, Out, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
   static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
   expect(x.dims == Filter::kDims + 2 && x.size(kLast ? -1 : 1) == Filter::kIn,
          "an image of the channels that are compiled for");
   const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
-  int64_t sizes[] = {1, 1, 1}, results[3];
+  const int window[] = {Pool::kDepth, Pool::kHeight, Pool::kWidth};
+  int64_t sizes[] = {1, 1, 1}, of_v[3], results[3];
+  Walk outputs = walk;
   const int64_t N = x.size(0);
   for (int d = 0; d < 3; d++) {
     if (d >= 3 - Filter::kDims) sizes[d] = x.size(d - 3 - kLast);
-    results[d] = (sizes[d] + walk.before[d] + walk.behind[d] - (taps[d] - 1) * walk.dilation[d] - 1) / walk.stride[d] + 1;
-    expect(results[d] > 0, "an image that the filter fits into");
+    const int reach = (taps[d] - 1) * walk.dilation[d];
+    of_v[d] = (sizes[d] + walk.before[d] + walk.behind[d] - reach - 1) / walk.stride[d] + 1;
+    results[d] = of_v[d] / window[d];
+    expect(results[d] > 0, "an image that the filter and a window fit into");
+    if (window[d] == 1) continue;
+    // The last window's first element is the last pixel to begin at.
+    outputs.stride[d] = walk.stride[d] * window[d];
+    outputs.behind[d] = int((results[d] - 1) * outputs.stride[d] - walk.before[d] - (sizes[d] - 1)) + reach;
   }
   const auto [D, H, W] = sizes;
   const auto [OD, OH, OW] = results;
@@ -88,15 +123,22 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
   else pack_image<Conv>(packed, largest, x, N, D * H * W, stream);
-  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, D, H, W, Loop::kPixel, taps, walk,
+  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, D, H, W, Loop::kPixel, taps, outputs,
                                                             Loop::kFetched);
   convolve_stream<Loop>(
-      image, {out, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), walk}, stream);
+      image, {out, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), outputs,
+              {walk.stride[0], walk.stride[1], walk.stride[2]}}, stream);
   if constexpr (Operands::kScaled) {
     static_assert(!kLast && !Out::kLast, "in planes");
     using Values = Walked<Filter, typename Operands::value_t>;
-    const Values v{x.data, weight.data, {int(D), int(H), int(W)}, int(OD), int(OH), int(OW), walk};
-    exact(Doubts{largest, 1, exponents, Loop::kPaddedOut}, N, each_value(v, out.y, tail), stream);
+    const Values v{x.data, weight.data, {int(D), int(H), int(W)}, int(of_v[0]), int(of_v[1]), int(of_v[2]), walk};
+    const Doubts doubts{largest, 1, exponents, Loop::kPaddedOut};
+    if constexpr (Pool::kArea == 1) {
+      exact(doubts, N, each_value(v, out.y, tail), stream);
+    } else {
+      using Each = WalkedWindows<Values, Pool, typename Out::result_t, Tail>;
+      exact(doubts, N, Each{v, out.y, tail, int(OD), int(OH), int(OW)}, stream);
+    }
   }
 }
 

@@ -12,14 +12,24 @@
 // at different ones. Each fetches half of what both need, for both: what a multiprocessor reads of the L2
 // cache is the limit otherwise, 48 bytes a cycle for 128 channels × 256 positions, with that 32 or 40.
 //
+// Where windows of v are pooled, positions are windows, and a tile is computed once for each of a window's elements,
+// all of which a thread then has.
+//
 // Positions, and tiles, are counted in int.
 #pragma once
 #include "conv/stream_operands.cuh"
 #include "conv/tail.cuh"
 #include "conv/wide_sm90_stages.cuh"
+#include "pool/reduction.cuh"
 #include "store/positions.cuh"
 
 namespace conv {
+
+// Windows of one element: tail(v, channel) is the result. Else the result is tail.after(windows of
+// tail.before(v, channel), channel).
+struct Unpooled {
+  static constexpr int kDepth = 1, kHeight = 1, kWidth = 1, kArea = 1;
+};
 
 // What the mainloop works on; `image`, a parameter of its own, is x.
 template <class Conv, class Tail, class Out> struct StreamArguments {
@@ -29,13 +39,14 @@ template <class Conv, class Tail, class Out> struct StreamArguments {
   const uint32_t* largest;   // (N): the bits of each sample's largest finite magnitude
   Tail tail;
   int N, OD, OH, OW;  // of the output
-  Walk walk;
+  Walk walk;          // from one output to the next
+  int step[3];        // from one element of a window to the next
 
   HOST_DEVICE int sample() const { return OD * OH * OW; }  // positions
   HOST_DEVICE int positions() const { return N * sample(); }
 };
 
-template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
+template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
       Conv::kDeep, Conv::kDepth, Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
@@ -48,6 +59,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr bool kHalves = kBlockChannels == 64;  // has a consumer half of a tile's positions?
   static constexpr int kTiles = kColumns / 8;            // of a consumer, 8 positions each
+  static constexpr bool kPools = Pool::kArea > 1;
   // Do a cluster's blocks differ in their channels? Else in their positions.
   static constexpr bool kByChannels = kCluster > 1 && kChannelBlocks % kCluster == 0;
   static constexpr int kChannelUnits = kByChannels ? kChannelBlocks / kCluster : kChannelBlocks;
@@ -113,27 +125,32 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       const auto begins = [&](int d, int at) { return at * args.walk.stride[d] - args.walk.before[d]; };
       const Pixel first{from / S, begins(0, row / args.OH % args.OD), begins(1, row % args.OH),
                         begins(2, from % args.OW)};
-      const uint8_t* weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
-                               int64_t(tile.channel_block) * (kGroups * kTaps) * kWeightBytes;
+      const uint8_t* const weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
+                                     int64_t(tile.channel_block) * (kGroups * kTaps) * kWeightBytes;
 #pragma unroll 1
-      for (int step = 0; step < kSteps; step++, next.advance()) {
+      for (int i = 0; i < Pool::kArea * kSteps; i++, next.advance()) {
+        const int element = i / kSteps, step = i % kSteps;
         uint8_t* const stage = shared + next.stage * kStageBytes;
         uint64_t* const full = barriers.full + next.stage;
         const int slabs = step < kSteps - 1 ? kSlabs : kLastSlabs, bytes = slabs * kWeightBytes;
+        const uint8_t* const of_step = weights + int64_t(step) * (kSlabs * kWeightBytes);
         await(barriers.empty + next.stage, next.parity ^ 1);
         arrive(full, slabs * (kWeightBytes + kImageBytes));
         if constexpr (kSharesWeights)
-          copy_bulk(stage + rank * (bytes / kCluster), weights + rank * (bytes / kCluster), bytes / kCluster,
+          copy_bulk(stage + rank * (bytes / kCluster), of_step + rank * (bytes / kCluster), bytes / kCluster,
                     full, kAll);
-        else copy_bulk(stage, weights, bytes, full);
-        weights += bytes;
+        else copy_bulk(stage, of_step, bytes, full);
 #pragma unroll 1
-        for (int i = 0; i < slabs; i++) {
-          const int slab = step * kSlabs + i, tap = slab % kTaps, line = tap / Filter::kWidth;
-          const auto offset = [&](int d, int at) { return uint16_t(at * args.walk.dilation[d]); };
-          const Offset to{offset(0, line / Filter::kHeight), offset(1, line % Filter::kHeight),
-                          offset(2, tap % Filter::kWidth)};
-          uint8_t* const there = stage + kImageAt + i * kImageBytes;
+        for (int j = 0; j < slabs; j++) {
+          const int slab = step * kSlabs + j, tap = slab % kTaps;
+          const auto offset = [&](int d, int of_tap, int of_element) {
+            return uint16_t(of_tap * args.walk.dilation[d] + of_element * args.step[d]);
+          };
+          const int line = tap / Filter::kWidth, row = element / Pool::kWidth;
+          const Offset to{offset(0, line / Filter::kHeight, row / Pool::kHeight),
+                          offset(1, line % Filter::kHeight, row % Pool::kHeight),
+                          offset(2, tap % Filter::kWidth, element % Pool::kWidth)};
+          uint8_t* const there = stage + kImageAt + j * kImageBytes;
           if constexpr (kByChannels)
             copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kTaps * kGroup, first, to, kAll);
           else copy_image(there, image, full, slab / kTaps * kGroup, first, to);
@@ -215,9 +232,11 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
 
-  // Sums to the tail's results, sample by sample: 16 channels from patch.channel on.
-  static __device__ __forceinline__ void finish_tile(const Arguments& args, float (&sums)[kTiles][4],
-                                                     const store::Patch& patch) {
+  // take(v, channel, to) of all sums, sample by sample: 16 channels from patch.channel on; `to` in results.
+  template <class Take>
+  static __device__ __forceinline__ void finish_tile(const Arguments& args, const float (&sums)[kTiles][4],
+                                                     float (&results)[kTiles][4], const store::Patch& patch,
+                                                     const Take& take) {
     const int lane = threadIdx.x % 32, S = args.sample();
     int n = patch.position / S, from = 0, to = S - patch.position % S;
 #pragma unroll 1
@@ -238,8 +257,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
           const int column = j * 8 + lane % 4 * 2 + i % 2;
           float v = sums[j][i];
           if constexpr (kScaled) v = v * constants.correction * constants.factor;
-          const float result = args.tail(v, constants.channel);
-          if (column >= from && column < to) sums[j][i] = result;
+          if (column >= from && column < to) results[j][i] = take(v, constants.channel, results[j][i]);
         }
       }
     }
@@ -254,6 +272,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
     const uint64_t image =
         describe_swizzled<kGroup>(address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0));
     PipelineState<kStages> next;
+    uint8_t* const staging = shared + kStagingAt + warp * Out::kWarpBytes;
     const int clusters = gridDim.x / kCluster;
 #pragma unroll 1
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
@@ -263,10 +282,27 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       patch.columns = min(args.positions() - patch.position, kColumns);
       patch.channel = tile.channel_block * kBlockChannels + (kHalves ? 0 : consumer * 64) + warp % 4 * 16;
       float sums[kTiles][4];
-      multiply_tile(sums, barriers, next, weights, image, consumer == 0);
-      if (patch.channel >= kChannelsOut) continue;
-      finish_tile(args, sums, patch);
-      args.out.store(shared + kStagingAt + warp * Out::kWarpBytes, sums, patch, args.sample(), kChannelsOut);
+      if constexpr (!kPools) {
+        multiply_tile(sums, barriers, next, weights, image, consumer == 0);
+        if (patch.channel >= kChannelsOut) continue;
+        finish_tile(args, sums, sums, patch,
+                    [&](float v, const auto& channel, float) { return args.tail(v, channel); });
+        args.out.store(staging, sums, patch, args.sample(), kChannelsOut);
+      } else {
+        using Reduction = typename Pool::Reduction;
+        float results[kTiles][4] = {};
+#pragma unroll 1
+        for (int element = 0; element < Pool::kArea; element++) {
+          multiply_tile(sums, barriers, next, weights, image, consumer == 0);
+          if (patch.channel >= kChannelsOut) continue;
+          finish_tile(args, sums, results, patch, [&](float v, const auto& channel, float so_far) {
+            const float value = args.tail.before(v, channel);
+            const float pooled = element == 0 ? value : Reduction::merge(so_far, value);
+            return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);
+          });
+        }
+        if (patch.channel < kChannelsOut) args.out.store(staging, results, patch, args.sample(), kChannelsOut);
+      }
     }
   }
 
