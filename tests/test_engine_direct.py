@@ -629,7 +629,7 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture, number", zip(itertools.cycle(FUSED_ARCHITECTURES), BY_NUMBER))
+@pytest.mark.parametrize("architecture, number", [*zip(itertools.cycle(FUSED_ARCHITECTURES), BY_NUMBER)])
 def test_registers_spilled(number, architecture, gpu, tmp_path):  # noqa: F811
     """Few, if any; of two numbers that follow one another each architecture has one."""
     gpu(architecture=900, multiprocessors=132)
