@@ -250,10 +250,10 @@ def test_large_means(number, device):
 @pytest.mark.parametrize("number", level2.PROBLEMS)
 def test_values_that_are_not_finite(number, device):
     """NaN and infinities in one sample: of results alone, as gradients of what is not finite are nobody's; with what test_problems has
-    built, but for some kinds of pass, which are built for forward alone, too."""
+    built, but for some kinds of pass, which are built for forward alone, too (for a CPU test_models.py has such)."""
     _skip_elsewhere(number, device)
     model, x = problem(number)
-    dy = None if number in ON_CPU else torch.ones_like(model(x))
+    dy = None if number in ON_CPU and device == "cuda" else torch.ones_like(model(x))
     for value in (NAN, INF, -INF):
         odd = x.clone()
         odd[1].view(-1)[odd[1].numel() // 2] = value
@@ -292,6 +292,8 @@ class Ties(nn.Module):
 
 @pytest.mark.parametrize("tail", ["clamp", "minimum", "relu", "hardswish", "pool", "channels", "logsumexp"])
 def test_ties(tail, device):
+    if device == "cpu" and tail not in ("clamp", "pool", "channels"):
+        pytest.skip("for a CPU compiled for one of each kind of pass")
     torch.manual_seed(0)
     x = torch.randint(-3, 4, (2, 1, 6, 7)).float()
     assert_rule(Ties(tail), x, label=tail)
