@@ -300,7 +300,7 @@ class Asked(NamedTuple):
 
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, what is asked)`: why it can't run, or is not
-    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
+    faster than the schedule `load`; or None. `most`: results that it can store. `has_places`: do its tails know which element of y they compute?
     `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
     name: str
@@ -312,7 +312,7 @@ class Mainloop(NamedTuple):
     has_places: bool
     obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], str | None]
     defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], dict]
-    keeps: bool = False
+    most: int = 1
     walks: bool = False
 
 
@@ -416,13 +416,14 @@ def _stream(dimensions: int, takes: str) -> Mainloop:
         [
             walk_text(dimensions),
             "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
-            f"{', Pool' * (takes == 'windows')}>(y, x, weight, walk, tail, stream);",
+            f"{', Pool' * (takes == 'windows')}>(x, weight, walk, stream, {{stored}});",
         ],
-        False,
+        True,
         _stream_obstacle,
         lambda x, weight, dtypes, front, asked: tiling.stream_defines(
             x, weight, asked.positions, stream_splits(x, weight, asked), bool(front is None or front.pooled)
         ),
+        most=2,
         walks=True,
     )
 
@@ -444,7 +445,7 @@ MAINLOOPS = (
         True,
         _rows_obstacle,
         _rows_defines,
-        True,
+        most=9,
     ),
     Mainloop(
         "narrow2d",
@@ -471,7 +472,7 @@ MAINLOOPS = (
         True,
         _narrow3d_obstacle,
         lambda x, weight, *_: tiling.spatial_defines(weight.shape),
-        True,
+        most=9,
     ),
     Mainloop(
         "wide",
@@ -598,7 +599,7 @@ def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> W
         Array("y", "output", nodes["y"].space),
         *[a for a in composed.saved if not _copied(nodes[a.name])],
     ]
-    if not mainloop.keeps or any(array.space != ELEMENTS for array in arrays):
+    if len(arrays) > mainloop.most or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
     types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
     results = []
@@ -655,6 +656,8 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         try:
             written = _written(segment, mainloop, exact_order, composed)
             check_walk(segment, weight, mainloop, written.front)
+            if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(x):
+                raise Unsupported("x lies channels last, other inputs may not")
             if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
