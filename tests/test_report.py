@@ -253,6 +253,10 @@ def test_the_lessons_other_pictures():
     ]
     figure = charts.against({"eager": {1: 2.0, 2: 4.0}, "ours": {1: 1.0, 2: 1.0}}, "batch", "ms", "here")
     assert sorted(texts_of(figure)) == ["eager", "ours"]
+    figure = charts.against({"eager": {0.1: 2.0, 20.0: 1.0}}, "seconds", "loss", "here", log=False)
+    [axis] = figure.axes
+    assert (axis.get_xscale(), axis.get_xlabel()) == ("log", "seconds (logarithmic)")
+    assert (axis.get_yscale(), axis.get_ylabel()) == ("linear", "loss")
 
 
 def test_curves_that_end_at_one_place_are_named_one_above_another():

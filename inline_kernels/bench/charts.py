@@ -510,7 +510,8 @@ def builds(rows: list[dict], title: str):
 
 
 def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, log: bool = True):
-    """Curves as a matplotlib figure, each of its own mark and line, named at its end: series name to {x: y}."""
+    """Curves as a matplotlib figure, each of its own mark and line, named at its end: series name to {x: y}. x is positive; its axis
+    is logarithmic, and with `log` that of y, too."""
     from matplotlib import pyplot, ticker
 
     with pyplot.rc_context(STYLE):
@@ -527,17 +528,18 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
             marker = "os^D"[number % 4] if len(points) < 20 else None
             axis.plot(list(points), list(points.values()), style, marker=marker, color=colour, markersize=4.5)
             ends.append((list(points.items())[-1], name, colour))
+        axes = [axis.xaxis, axis.yaxis] if log else [axis.xaxis]
+        axis.set(xscale="log", yscale="log" if log else "linear")
+        for each in axes:
+            each.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            each.set_major_formatter("{x:g}")
+        axis.minorticks_off()
         if log:
-            axis.set(xscale="log", yscale="log")
             ticks = sorted({tick for points in series.values() for tick in points})
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axis.minorticks_off()
-            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-        named = " (logarithmic)" * log
-        axis.set(xlabel=x + named, ylabel=y + named)
+        axis.set(xlabel=f"{x} (logarithmic)", ylabel=f"{y} (logarithmic)" if log else y)
         first, last = axis.get_xlim()
-        axis.set_xlim(first, last * (last / first) ** 0.3 if log else last + 0.2 * (last - first))
+        axis.set_xlim(first, last * (last / first) ** 0.3)
         _name_at_ends(axis, ends)
     return figure
 
