@@ -375,7 +375,14 @@ def _wide_defines(
 def _stream_obstacle(
     x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
-    return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
+    if len(dtypes) == 1:
+        return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
+    # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
+    if x.dim() == 4:
+        return "where backward follows, the library convolves images"
+    return tiling.stream_obstacle(x, weight, x.dtype) or (
+        "x lies channels last" if library.is_channels_last(x) else None
+    )
 
 
 def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> str | None:
