@@ -281,10 +281,10 @@ def test_what_follows_windows_is_in_the_plan(device):
     assert line == "narrow2d, the tail inside, v is never written, then sums (reads 0.0 MB, writes 0.0 MB)"
 
 
-@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "stream"])
 def test_a_second_input(mainloop, device, monkeypatch):
-    filters, size = FILTERS[mainloop][1]
-    device(), only_through(mainloop, monkeypatch)
+    filters, size = FILTERS.get(mainloop, FILTERS["wide"])[1]
+    device(900 if mainloop == "stream" else 800), only_through(mainloop, monkeypatch)
     model = random_model(filters, lambda m, v, other: F.relu(v + other) * m.by_channel)
     assert_rule(model, numerics.random_input((2, filters[1], *size)))
 
@@ -450,7 +450,11 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-@pytest.mark.parametrize("filters, size", [((24, 5, 2, 3), (6, 34)), ((32, 2, 1, 2, 2), (4, 7, 9))], ids=str)
+@pytest.mark.parametrize(
+    "filters, size",
+    [((24, 5, 2, 3), (6, 34)), ((32, 2, 1, 2, 2), (4, 7, 9)), ((40, 24, 2, 3, 2), (4, 5, 7))],
+    ids=str,
+)
 def test_backward(filters, size, name, device):
     """From what forward stored, and from parameters as they were: load's gradients, the library's for the convolution."""
     device(900)  # there rows of two results in float32 have room

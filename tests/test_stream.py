@@ -15,7 +15,6 @@ SOURCE = """
 #include "conv/stream.cuh"
 EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t stride, int64_t before, int64_t behind,
                     int64_t dilation, cudaStream_t stream) {
-  const Scratch<uint32_t> largest(x.size(0), stream);
   const int s = stride, b = before, e = behind, d = dilation;
 #ifdef KERNEL_D
   using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;
@@ -24,8 +23,16 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
   using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
   const conv::Walk walk{{1, s, s}, {0, b, b}, {0, e, e}, {1, d, d}};
 #endif
-  conv::stream<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
-      x, weight, walk, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, largest, stream);
+  using Operands = conv::Operands<value_t, SPLIT>;
+#if X_LAST == Y_LAST
+  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
+      x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
+#else
+  const Scratch<uint32_t> largest(x.size(0), stream);
+  conv::stream<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
+      x, weight, walk, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, conv::NoSink{}, largest, stream,
+      [](const conv::Doubts&) {});
+#endif
 }
 """
 TYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}

@@ -93,12 +93,14 @@ def stream_loses(
     packs: bool,
     split: bool = False,
     window: int = 1,
+    passes: int = 1,
 ) -> str | None:
     """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first? split: are
-    its operands two float16? window: elements of v that are pooled to one."""
+    its operands two float16? window: elements of v that are pooled to one; passes: of products, each in
+    place of one over v."""
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
     ours = stream_columns(image, filters, positions, itemsize, multiprocessors, split, window > 1)[1]
-    launches = 1 + packs + 2 * (itemsize == 4)
+    ours, launches = ours * passes, 1 + packs + 2 * (itemsize == 4)
     ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2 + 2 * split) / PASS_BYTES
     moved = (x + weights + v) * itemsize / PASS_BYTES
     rate = LIBRARY_OPERATIONS[itemsize]
@@ -107,7 +109,9 @@ def stream_loses(
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
     products = 2 * v * math.prod(filters[1:]) / rate
-    theirs = LIBRARY_STARTS[itemsize] + max(products, moved) + (v + v / window) * itemsize / PASS_BYTES
+    theirs = (
+        LIBRARY_STARTS[itemsize] + max(products, moved) + (passes * v + v / window) * itemsize / PASS_BYTES
+    )
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )

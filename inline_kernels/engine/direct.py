@@ -17,7 +17,6 @@ by sample, by plain sums and the same tail; where there is none it ends at once 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -301,7 +300,7 @@ class Asked(NamedTuple):
 
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, what is asked)`: why it can't run, or is not
-    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
+    faster than the schedule `load`; or None. `most`: results that it can store. `has_places`: do its tails know which element of y they compute?
     `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
     name: str
@@ -313,7 +312,7 @@ class Mainloop(NamedTuple):
     has_places: bool
     obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], str | None]
     defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], dict]
-    keeps: bool = False
+    most: int = 1
     walks: bool = False
 
 
@@ -359,7 +358,7 @@ def _wide_obstacle(
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
     if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
-        if weight.shape[1] > 128 or not _stream_splits(x, weight, asked):
+        if weight.shape[1] > 128 or not stream_splits(x, weight, asked):
             return "stream is faster from 64 channels in on, from 128 in float32"
     faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
@@ -376,7 +375,18 @@ def _wide_defines(
 def _stream_obstacle(
     x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
-    """Likewise by its cost."""
+    if len(dtypes) == 1:
+        return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
+    # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
+    if x.dim() == 4:
+        return "where backward follows, the library convolves images"
+    return tiling.stream_obstacle(x, weight, x.dtype) or (
+        "x lies channels last" if library.is_channels_last(x) else None
+    )
+
+
+def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> str | None:
+    """Likewise by its cost. window: elements of v that are pooled to one; passes: of products, each in place of one over v."""
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
     last = tiling.stream_takes_last(x)
@@ -384,21 +394,26 @@ def _stream_obstacle(
         return "x lies channels last, and would be copied first"
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
     multiprocessors = tiling.device_properties(x.device.index).multiprocessors
-    window = math.prod(front.window) if front.pooled else 1
-    return choice.stream_loses(*sizes, multiprocessors, not last, _stream_splits(x, weight, asked), window)
+    splits = stream_splits(x, weight, asked)
+    return choice.stream_loses(*sizes, multiprocessors, not last, splits, window, passes)
 
 
-def _stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
+def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
     """Is an operand two float16? One is as exact as TF32, if eager runs that."""
     runs_tf32 = asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
     return x.dtype == torch.float32 and not runs_tf32
 
 
+def walk_text(dimensions: int) -> str:
+    """How a build's macros say it (`walk_defines`), as C++."""
+    plain, axes = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}, "DHW"[3 - dimensions :]
+    lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
+    own = ", ".join("{" + ", ".join(line) + "}" for line in lines)
+    return f"const conv::Walk walk{{{own}}};"
+
+
 def _stream(dimensions: int, takes: str) -> Mainloop:
     axes = "DHW"[3 - dimensions :]
-    plain = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}
-    lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
-    walk = ", ".join(f"{{{', '.join(line)}}}" for line in lines)
     return Mainloop(
         "stream",
         takes,
@@ -406,17 +421,16 @@ def _stream(dimensions: int, takes: str) -> Mainloop:
         ("conv/stream.cuh",),
         f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
         [
-            "const Scratch<uint32_t> largest_x(x.size(0), stream);",
-            f"const conv::Walk walk{{{walk}}};",
-            "conv::stream<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
-            f"{', Pool' * (takes == 'windows')}>(",
-            "    x, weight, walk, tail, store::Positions<{result}, LAST>{y}, largest_x, stream);",
+            walk_text(dimensions),
+            "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
+            f"{', Pool' * (takes == 'windows')}>(x, weight, walk, stream, {{stored}});",
         ],
-        False,
+        True,
         _stream_obstacle,
         lambda x, weight, dtypes, front, asked: tiling.stream_defines(
-            x, weight, asked.positions, _stream_splits(x, weight, asked), bool(front.pooled)
+            x, weight, asked.positions, stream_splits(x, weight, asked), bool(front is None or front.pooled)
         ),
+        most=2,
         walks=True,
     )
 
@@ -438,7 +452,7 @@ MAINLOOPS = (
         True,
         _rows_obstacle,
         _rows_defines,
-        True,
+        most=9,
     ),
     Mainloop(
         "narrow2d",
@@ -465,7 +479,7 @@ MAINLOOPS = (
         True,
         _narrow3d_obstacle,
         lambda x, weight, *_: tiling.spatial_defines(weight.shape),
-        True,
+        most=9,
     ),
     Mainloop(
         "wide",
@@ -511,11 +525,7 @@ def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]
         made.append(f"  const {each.struct} {tails[each.name]}{{{', '.join(given)}}};")
     sinks = ", ".join(f"store::Strips<{each.ctype}, {each.struct}>" for each in results)
     stored = ", ".join(f"conv::Stored{{{name}, {tail}}}" for name, tail in tails.items())
-    filled = {"{sinks}": sinks, "{stored}": stored, "{result}": results[0].ctype}
-    launch = [
-        functools.reduce(lambda text, each: text.replace(*each), filled.items(), line)
-        for line in mainloop.launch
-    ]
+    launch = [line.replace("{sinks}", sinks).replace("{stored}", stored) for line in mainloop.launch]
     pool = (
         f"using Pool = pool::Windows<{', '.join([front.reduction, *map(str, front.window)])}>;"
         if front.pooled
@@ -596,7 +606,7 @@ def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> W
         Array("y", "output", nodes["y"].space),
         *[a for a in composed.saved if not _copied(nodes[a.name])],
     ]
-    if not mainloop.keeps or any(array.space != ELEMENTS for array in arrays):
+    if len(arrays) > mainloop.most or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
     types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
     results = []
@@ -652,7 +662,9 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
             continue
         try:
             written = _written(segment, mainloop, exact_order, composed)
-            _check_walk(segment, weight, mainloop, written.front)
+            check_walk(segment, weight, mainloop, written.front)
+            if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(x):
+                raise Unsupported("x lies channels last, other inputs may not")
             if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
@@ -701,7 +713,8 @@ def _walk(segment, weight: Tensor) -> Walk:
     return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
 
 
-def _check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front) -> None:
+def check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front | None = None) -> None:
+    """Raises Unsupported."""
     walk = _walk(segment, weight)
     if segment.conv.padding_mode != "zeros":
         raise Unsupported("the convolution pads with other values than zeros")
@@ -710,7 +723,7 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front) -> No
             raise Unsupported("the convolution has a stride, padding or dilation")
         return
     reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
-    window = front.window if front.pooled else (1,) * mainloop.dimensions
+    window = front.window if front and front.pooled else (1,) * mainloop.dimensions
     if None in window:
         raise Unsupported("its windows have a size of their own")
     most = 127 if mainloop.dimensions == 2 else 15
@@ -721,12 +734,19 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front) -> No
 
 def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
     """What a mainloop is asked about."""
+    return x, weight, _dtypes(written, x, dtype), written.front, asked_of(segment, x, weight)
+
+
+def asked_of(segment, x: Tensor, weight: Tensor) -> Asked:
     sizes, walk = schedule.sizes_of(segment, x, weight), _walk(segment, weight)
-    settings = (
-        precision.Settings(walk.stride, walk.before, walk.dilation) if walk.before == walk.behind else None
-    )
-    asked = Asked(sizes.N * sizes.positions("e"), settings)
-    return x, weight, _dtypes(written, x, dtype), written.front, asked
+    same = walk.before == walk.behind
+    settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
+    return Asked(sizes.N * sizes.positions("e"), settings)
+
+
+def walk_defines(segment, weight: Tensor) -> dict[str, int]:
+    walk = _walk(segment, weight)._asdict().items()
+    return {f"{name.upper()}_{axis}": n for name, each in walk for axis, n in zip("WHD", reversed(each))}
 
 
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
@@ -734,8 +754,7 @@ def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -
     defines = written.mainloop.defines(*_given(written, segment, x, weight, dtype))
     defines |= schedule._defines(segment, x, dtype)
     if written.mainloop.walks:
-        for name, values in _walk(segment, weight)._asdict().items():
-            defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("WHD", reversed(values))}
+        defines |= walk_defines(segment, weight)
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,

@@ -4,7 +4,7 @@
 //
 //   conv/stream_operands.cuh  sizes, packing
 //   conv/stream_sm90.cuh      the convolution
-//   store/positions.cuh       sinks
+//   store/positions.cuh, reduce/stream.cuh   sinks
 //
 // Bytes at (128, 256, 28, 28), 3×3, 256 channels out, bfloat16, channels last: 51 MB read, 51 MB written.
 // Bound: 118 GFLOP, 0.15 ms at 800 TFLOP/s.
@@ -15,12 +15,22 @@
 
 namespace conv {
 
+// Results along an axis.
+inline int walked(const Walk& walk, int axis, int64_t size, int taps) {
+  const int64_t left = size + walk.before[axis] + walk.behind[axis] - (taps - 1) * walk.dilation[axis] - 1;
+  return int(left < 0 ? 0 : left / walk.stride[axis] + 1);
+}
+
 // v (N, kOut, (OD,) OH, OW) one by one (conv/exact.cuh). Extents: planes, rows, columns.
 template <class Filter, class T> struct Walked {
   static constexpr int kOut = Filter::kOut;
   const T *x, *weight;
   int extents[3], OD, OH, OW;
   Walk walk;
+  Walked(const In<T>& x, const In<T>& weight, const Walk& walk)
+      : x(x), weight(weight), extents{x.dims == 5 ? int(x.size(2)) : 1, int(x.size(-2)), int(x.size(-1))},
+        OD(walked(walk, 0, extents[0], Filter::kDepth)), OH(walked(walk, 1, extents[1], Filter::kHeight)),
+        OW(walked(walk, 2, extents[2], Filter::kWidth)), walk(walk) {}
   HOST_DEVICE int64_t positions() const { return int64_t(OD) * OH * OW; }
   __device__ float operator()(int64_t n, int c, int64_t position) const {
     const int64_t line = position / OW;
@@ -76,33 +86,40 @@ template <class Values, class Pool, class T, class Tail> struct WalkedWindows {
   }
 };
 
-// Samples that a float16 can't hold are computed again, by plain sums (conv/exact.cuh). x (N, C, (D,) H, W),
-// or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each sample's
-// largest finite magnitude. Where channels last values are operands as they are, C is a multiple of 8.
+// Columns of a consumer: else too few stages fit, or sums of a step beside those of all, or results beside sums.
+template <class Filter, bool kBesides> constexpr int stream_columns(int columns) {
+  const int most = kBesides ? kMostReduced : Filter::kOut > 64 ? 256 : 192;
+  return columns < most ? columns : most;
+}
+// Warps' shares of a sample's positions, at most.
+inline int64_t stream_parts(int64_t positions, int columns) { return (positions + columns - 1) / columns + 1; }
+
+// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each
+// sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
+// operands as they are, C is a multiple of 8. behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          class Pool = Unpooled, class Tail, class Out>
+          class Pool = Unpooled, class Tail, class Out, class More, class Behind>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
-            const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
+            const Tail& tail, const Out& out, const More& more, uint32_t* largest, cudaStream_t stream,
+            const Behind& behind) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
-  // Else too few stages fit, or sums of a step beside those of all, or results beside sums.
-  constexpr int kMost = Operands::kSplit || Pool::kArea > 1 ? 128 : kBlockChannels == 64 ? 192 : 256;
-  constexpr int kOwn = kColumns < kMost ? kColumns : kMost;
+  constexpr bool kBesides = Operands::kSplit || Pool::kArea > 1 || Out::kReduces || More::kExists;
+  constexpr int kOwn = stream_columns<Filter, kBesides>(kColumns);
   using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead>;
-  using Loop = StreamSm90<Conv, Pool, Tail, Out, kSharedLimit>;
+  using Loop = StreamSm90<Conv, Pool, Tail, Out, More, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
   static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
   expect(x.dims == Filter::kDims + 2 && x.size(kLast ? -1 : 1) == Filter::kIn,
          "an image of the channels that are compiled for");
   const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
   const int window[] = {Pool::kDepth, Pool::kHeight, Pool::kWidth};
-  int64_t sizes[] = {1, 1, 1}, of_v[3], results[3];
+  int64_t sizes[] = {1, 1, 1}, results[3];
   Walk outputs = walk;
   const int64_t N = x.size(0);
   for (int d = 0; d < 3; d++) {
     if (d >= 3 - Filter::kDims) sizes[d] = x.size(d - 3 - kLast);
     const int reach = (taps[d] - 1) * walk.dilation[d];
-    of_v[d] = (sizes[d] + walk.before[d] + walk.behind[d] - reach - 1) / walk.stride[d] + 1;
-    results[d] = of_v[d] / window[d];
+    results[d] = walked(walk, d, sizes[d], taps[d]) / window[d];
     expect(results[d] > 0, "an image that the filter and a window fit into");
     if (window[d] == 1) continue;
     // The last window's first element is the last pixel to begin at.
@@ -126,20 +143,38 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, D, H, W, Loop::kPixel, taps, outputs,
                                                             Loop::kFetched);
   convolve_stream<Loop>(
-      image, {out, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), outputs,
+      image, {out, more, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), outputs,
               {walk.stride[0], walk.stride[1], walk.stride[2]}}, stream);
-  if constexpr (Operands::kScaled) {
-    static_assert(!kLast && !Out::kLast, "in planes");
-    using Values = Walked<Filter, typename Operands::value_t>;
-    const Values v{x.data, weight.data, {int(D), int(H), int(W)}, int(of_v[0]), int(of_v[1]), int(of_v[2]), walk};
-    const Doubts doubts{largest, 1, exponents, Loop::kPaddedOut};
-    if constexpr (Pool::kArea == 1) {
-      exact(doubts, N, each_value(v, out.y, tail), stream);
+  if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Loop::kPaddedOut});
+}
+
+// y.to = y.tail(conv(x, weight)), or what it makes of windows of that; where there is `more`, that, too. Right for
+// all values of x and weight.
+template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
+          class Pool = Unpooled, class T, class Tail, class... Ts, class... Tails>
+void streamed(const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight, const Walk& walk,
+              cudaStream_t stream, const Stored<T, Tail>& y, const Stored<Ts, Tails>&... more) {
+  static_assert(sizeof...(more) == 0 || (sizeof...(more) == 1 && Pool::kArea == 1));
+  static_assert(!kLast || !Operands::kScaled, "what is computed again lies in planes");
+  using Values = Walked<Filter, typename Operands::value_t>;
+  const Scratch<uint32_t> largest(x.size(0), stream);
+  const auto behind = [&](const Doubts& doubts) {
+    const Values v(x, weight, walk);
+    if constexpr (Pool::kArea > 1) {
+      const int windows[] = {v.OD / Pool::kDepth, v.OH / Pool::kHeight, v.OW / Pool::kWidth};
+      const WalkedWindows<Values, Pool, T, Tail> each{v, y.to.data, y.tail, windows[0], windows[1], windows[2]};
+      exact(doubts, x.size(0), each, stream);
     } else {
-      using Each = WalkedWindows<Values, Pool, typename Out::result_t, Tail>;
-      exact(doubts, N, Each{v, out.y, tail, int(OD), int(OH), int(OW)}, stream);
+      const auto each = all_of(each_value(v, y.to.data, y.tail), each_value(v, more.to.data, more.tail)...);
+      exact(doubts, x.size(0), each, stream);
     }
-  }
+  };
+  const auto launch = [&](const auto& besides) {
+    conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, Pool>(
+        x, weight, walk, y.tail, store::Positions<T, kLast>{y.to}, besides, largest, stream, behind);
+  };
+  if constexpr (sizeof...(more) == 0) launch(NoSink{});
+  else launch(Sunk<Tails..., store::Positions<Ts..., kLast>>{more.tail..., {more.to...}});
 }
 
 }  // namespace conv

@@ -17,6 +17,7 @@
 //
 // Positions, and tiles, are counted in int.
 #pragma once
+#include "conv/exact.cuh"
 #include "conv/stream_operands.cuh"
 #include "conv/tail.cuh"
 #include "conv/wide_sm90_stages.cuh"
@@ -31,9 +32,27 @@ struct Unpooled {
   static constexpr int kDepth = 1, kHeight = 1, kWidth = 1, kArea = 1;
 };
 
-// What the mainloop works on; `image`, a parameter of its own, is x.
-template <class Conv, class Tail, class Out> struct StreamArguments {
+// A tail, and the sink that takes its results.
+template <class Tail_, class Out_> struct Sunk {
+  using Tail = Tail_;
+  using Out = Out_;
+  static constexpr bool kExists = true;
+  Tail tail;
   Out out;
+};
+struct NoSink {
+  struct Out {
+    static constexpr int kWarpBytes = 0;
+    static constexpr bool kReduces = false;
+  };
+  static constexpr bool kExists = false;
+};
+constexpr int kMostReduced = 128;  // of a consumer's columns, where results are reduced or two tails have some
+
+// What the mainloop works on; `image`, a parameter of its own, is x. `more` takes v before `out`.
+template <class Conv, class Tail, class Out, class More> struct StreamArguments {
+  Out out;
+  More more;
   const uint4* packed_weight;
   const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
   const uint32_t* largest;   // (N): the bits of each sample's largest finite magnitude
@@ -46,8 +65,9 @@ template <class Conv, class Tail, class Out> struct StreamArguments {
   HOST_DEVICE int positions() const { return N * sample(); }
 };
 
-template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
-  using Arguments = StreamArguments<Conv, Tail, Out>;
+template <class Conv, class Pool, class Tail, class Out, class More, int kSharedLimit>
+struct StreamSm90 : Conv {
+  using Arguments = StreamArguments<Conv, Tail, Out, More>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
       Conv::kDeep, Conv::kDepth, Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
       Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs,
@@ -69,7 +89,8 @@ template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struc
 
   // Shared memory: stages of weights and image, kSlabs each; staging, barriers.
   static constexpr int kImageAt = kSlabs * kWeightBytes, kStageBytes = kImageAt + kSlabs * kImageBytes;
-  static constexpr int kStagingBytes = kConsumers * 4 * Out::kWarpBytes;
+  static constexpr int kWarpBytes = Out::kWarpBytes > More::Out::kWarpBytes ? Out::kWarpBytes : More::Out::kWarpBytes;
+  static constexpr int kStagingBytes = kConsumers * 4 * kWarpBytes;
   static constexpr int kStages = (kSharedLimit - kStagingBytes - 256) / kStageBytes;
   static constexpr int kStagingAt = kStages * kStageBytes, kBarriersAt = kStagingAt + kStagingBytes;
   static constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
@@ -232,9 +253,11 @@ template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struc
     if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
 
-  // take(v, channel, to) of all sums, sample by sample: 16 channels from patch.channel on; `to` in results.
-  template <class Take>
-  static __device__ __forceinline__ void finish_tile(const Arguments& args, const float (&sums)[kTiles][4],
+  // take(v, channel, to, at) of all sums, sample by sample: 16 channels from patch.channel on; `to` in results, at:
+  // the place in (N, kChannelsOut, S).
+  template <class OfTail, class Take>
+  static __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail,
+                                                     const float (&sums)[kTiles][4],
                                                      float (&results)[kTiles][4], const store::Patch& patch,
                                                      const Take& take) {
     const int lane = threadIdx.x % 32, S = args.sample();
@@ -242,12 +265,13 @@ template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struc
 #pragma unroll 1
     for (; from < patch.columns; n++, from = to, to += S) {
       const auto constants_of = [&](int c) {
-        ChannelConstants<Tail> constants(args.tail, n, c, c < kChannelsOut);
+        ChannelConstants<OfTail> constants(tail, n, c, c < kChannelsOut);
         if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[n]));
         return constants;
       };
-      const auto low = constants_of(patch.channel + lane / 4),
-                 high = constants_of(patch.channel + 8 + lane / 4);
+      const int channel = patch.channel + lane / 4;
+      const auto low = constants_of(channel), high = constants_of(channel + 8);
+      const int64_t place = (int64_t(n) * kChannelsOut + channel) * S + (patch.position - n * S);
 #pragma unroll
       for (int j = 0; j < kTiles; j++) {
         if (j * 8 >= to || j * 8 + 8 <= from) continue;
@@ -257,7 +281,8 @@ template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struc
           const int column = j * 8 + lane % 4 * 2 + i % 2;
           float v = sums[j][i];
           if constexpr (kScaled) v = v * constants.correction * constants.factor;
-          if (column >= from && column < to) results[j][i] = take(v, constants.channel, results[j][i]);
+          const bool real = column >= from && column < to && (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
+          if (real) results[j][i] = take(v, constants.channel, results[j][i], place + i / 2 * 8 * int64_t(S) + column);
         }
       }
     }
@@ -272,7 +297,7 @@ template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struc
     const uint64_t image =
         describe_swizzled<kGroup>(address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0));
     PipelineState<kStages> next;
-    uint8_t* const staging = shared + kStagingAt + warp * Out::kWarpBytes;
+    uint8_t* const staging = shared + kStagingAt + warp * kWarpBytes;
     const int clusters = gridDim.x / kCluster;
 #pragma unroll 1
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
@@ -285,8 +310,17 @@ template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struc
       if constexpr (!kPools) {
         multiply_tile(sums, barriers, next, weights, image, consumer == 0);
         if (patch.channel >= kChannelsOut) continue;
-        finish_tile(args, sums, sums, patch,
-                    [&](float v, const auto& channel, float) { return args.tail(v, channel); });
+        const auto finish = [&](const auto& tail, float (&results)[kTiles][4]) {
+          finish_tile(args, tail, sums, results, patch, [&](float v, const auto& channel, float, int64_t at) {
+            return tail_of(tail, v, channel, at);
+          });
+        };
+        if constexpr (More::kExists) {
+          float results[kTiles][4] = {};
+          finish(args.more.tail, results);
+          args.more.out.store(staging, results, patch, args.sample(), kChannelsOut);
+        }
+        finish(args.tail, sums);
         args.out.store(staging, sums, patch, args.sample(), kChannelsOut);
       } else {
         using Reduction = typename Pool::Reduction;
@@ -295,7 +329,7 @@ template <class Conv, class Pool, class Tail, class Out, int kSharedLimit> struc
         for (int element = 0; element < Pool::kArea; element++) {
           multiply_tile(sums, barriers, next, weights, image, consumer == 0);
           if (patch.channel >= kChannelsOut) continue;
-          finish_tile(args, sums, results, patch, [&](float v, const auto& channel, float so_far) {
+          finish_tile(args, args.tail, sums, results, patch, [&](float v, const auto& channel, float so_far, int64_t) {
             const float value = args.tail.before(v, channel);
             const float pooled = element == 0 ? value : Reduction::merge(so_far, value);
             return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);
