@@ -120,8 +120,9 @@ class Fused:
 
     def edit(self, *inputs_and_text, segment: int = 0, **keywords) -> None:
         """Binds an edited text to a segment: edit(*inputs, text), text being `source(*inputs, segment=segment)` with another formula, or
-        None for the model's own. It runs for all inputs for which that source is the same. Its gradient isn't known: backward raises
-        RuntimeError, and so does forward for inputs of another source. Copies and pickles of the model are without it.
+        None for the model's own. It runs for all inputs for which that source is the same; for others forward raises RuntimeError. Its
+        gradient is derived from its lines, or else backward raises RuntimeError with those that can't be followed (followed.py). Copies
+        and pickles of the model are without it.
 
         Raises BuildError where the text doesn't compile, ValueError where its launcher `forward` isn't the source's, RuntimeError and
         IndexError as `source` does.
