@@ -23,7 +23,7 @@ from inline_kernels.engine.capture import capture
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_source import arguments_of, segment_of
-from test_kernels_compile import FUSED_ARCHITECTURES, needs_nvcc, nvcc
+from test_kernels_compile import FUSED_ARCHITECTURES, H200, needs_nvcc, nvcc
 
 INF = float("inf")
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -371,7 +371,7 @@ def record_of_stream():
 def test_stream_s_columns():
     """They are the fastest of those recorded, or nearly."""
     for sizes, times in record_of_stream():
-        columns, products = choice.stream_columns(*sizes, 132)
+        columns, products = choice.stream_columns(*sizes, H200)
         best = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
         assert times[f"{columns}x2"] <= 1.04 * best, sizes
         assert products == pytest.approx(
@@ -386,7 +386,7 @@ def test_where_stream_is_taken():
         packing = sum(times["kernels"].values()) - times["kernels"]["products"]
         v = sizes[2] * sizes[1][0] * sizes[3]
         theirs = times["library"] + 2 * v / choice.PASS_BYTES
-        loses = choice.stream_loses(*sizes, 132, packs=sizes[3] == 4)
+        loses = choice.stream_loses(*sizes, H200, packs=sizes[3] == 4)
         assert loses is None or fastest > 0.8 * theirs, sizes
         assert loses or fastest - packing < theirs, sizes
 

@@ -840,8 +840,8 @@ def test_copies(kind, how):
 def test_exact_order_is_kept_by_copies():
     fast = fuse(Pointwise(), exact_order=True)
     for how in ("deepcopy", "pickle", "torch.save"):
-        assert COPIES[how](fast)._exact_order is True
-        assert COPIES[how](fuse(Pointwise()))._exact_order is False
+        assert COPIES[how](fast)._options.exact_order is True
+        assert COPIES[how](fuse(Pointwise()))._options.exact_order is False
 
 
 def test_fused_modules_inside_of_others():

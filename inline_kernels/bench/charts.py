@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import datetime
 import math
-import platform
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+from inline_kernels.loader.toolchain import cpu_name
 
 
 class Standing(NamedTuple):

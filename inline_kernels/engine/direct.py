@@ -36,7 +36,7 @@ from .schedule import count
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved"]
 
-# Fewer results are left to the library: in them any kernel's start takes longest, and ours have some work more before their first product.
+# Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
 INFERENCE_ONLY = True
 _OWN_SHARED = 34 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
@@ -360,7 +360,10 @@ def _wide_obstacle(
     if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
         if weight.shape[1] > 128 or not stream_splits(x, weight, asked):
             return "stream is faster from 64 channels in on, from 128 in float32"
-    faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
+    if choice.is_silent():
+        return None
+    rule, scale = composed.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
+    faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
@@ -392,10 +395,11 @@ def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, pa
     last = tiling.stream_takes_last(x)
     if library.is_channels_last(x) and not last:
         return "x lies channels last, and would be copied first"
+    if choice.is_silent():
+        return None
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
-    multiprocessors = tiling.device_properties(x.device.index).multiprocessors
-    splits = stream_splits(x, weight, asked)
-    return choice.stream_loses(*sizes, multiprocessors, not last, splits, window, passes)
+    device, splits = tiling.device_properties(x.device.index), stream_splits(x, weight, asked)
+    return choice.stream_loses(*sizes, device, not last, splits, window, passes)
 
 
 def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
@@ -684,8 +688,10 @@ def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype, walks: bool = 
     if not walks and not _walk(segment, weight).is_plain:
         raise Unsupported("the convolution has a stride, padding or dilation")
     sizes = schedule.sizes_of(segment, x, weight)
-    if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:
-        raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
+    results = sizes.N * sizes.C * sizes.positions("e")
+    fewest = int(FEWEST_RESULTS * tiling.device_properties(x.device.index).scale.memory)
+    if results < fewest and not choice.is_silent():
+        raise Unsupported(f"there are {results} results, and it pays from {fewest} on")
 
 
 def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
