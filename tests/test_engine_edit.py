@@ -182,6 +182,8 @@ FOLLOWED = {
     "-math::maximum({v}, real(0.25f)) / (real(3) + math::square({v}))": lambda m, v: (
         -torch.clamp_min(v, 0.25) / (3 + v * v)
     ),
+    "{v} * (real(1) / real(4) - 1e-3)": lambda m, v: v * 0.249,
+    "math::tanh({v}) * 2.5e-1f + .5f": lambda m, v: torch.tanh(v) * 0.25 + 0.5,
     "math::maximum(real(0.25), {v})": lambda m, v: torch.clamp_min(v, 0.25),
     "math::minimum({v}, scale_{s})": lambda m, v: torch.minimum(v, m.scale),
     "math::select({v} > scale_{s}, {v}, bound)": lambda m, v: torch.where(
@@ -248,6 +250,12 @@ REFUSED = {
         {r"(?s)(const auto mul\d+ = z_0 \* scale_\d+);(.*)": r"\1 * real(2);\2"},
         "z_0 . scale",
     ),
+    "a parameter hidden behind another": (
+        NORMED,
+        {r"(?s)(z_0 . (scale_\d+).*?)(\n *const auto gelu)": r"\1\nconst auto \2 = z_0;\3"},
+        "const auto scale_",
+    ),
+    "a comment that goes on": (MAPPED, {LINE: r"const auto \1 = \2;  // \\"}, "const auto|others"),
     "another mean": (
         NORMED,
         {r"const auto (div\d+) = (group\d+ / mul\d+);": r"const auto \1 = \2 * 2.0;"},

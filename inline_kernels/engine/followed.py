@@ -18,6 +18,7 @@ from .source import identifier, local
 
 _DEFINED = re.compile(r"const auto (\w+) = (.*);")
 _LOADED = re.compile(r"(real|double)\(\w+\[.*\]\)|\w+\.(read|shared)\(\w+\)( != 0)?")
+_FLOAT = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)[fF]\b")  # C++'s 0.5f
 _WRITTEN = re.compile(r"(at\.write\(y), (.*)\);")
 _OPERATORS = {
     ast.Add: "add",
@@ -52,6 +53,7 @@ def followed(y: Node, original: str, text: str) -> Node:
         or len(differ) > 1
         or not all(written)
         or [*map(_lines, others)] != [*map(_lines, backward)]
+        or "\\" in text  # at its end a comment goes on
     ):
         known = {*before, *_lines(*backward)}
         found = [line for line in [*after, *_lines(*others)] if line not in known]
@@ -61,8 +63,9 @@ def followed(y: Node, original: str, text: str) -> Node:
         fresh = lines - was.get(name, set())
         if not fresh:
             continue
-        # Elsewhere it may be read again, but not computed otherwise.
-        same = [line for line in lines - fresh if not _LOADED.fullmatch(line)]
+        # Where a line made it, others may read it again; a second one may be hidden behind the first.
+        made = [line for line in was.get(name, ()) if not _LOADED.fullmatch(line)]
+        same = [line for line in lines - fresh if line in made or not made]
         alone = re.findall(rf"^\s*const auto {name} = [^;]*;\s*(?://.*)?$", text, flags=re.M)
         if len(fresh) > 1 or same or len(re.findall(rf"\bconst auto {name} =", text)) != len(alone):
             raise NotFollowed(*[f"const auto {name} = {line};" for line in sorted(lines)])
@@ -127,10 +130,8 @@ class _Formula:
     def expression(self, text: str, was: Node | None) -> Node:
         """was: the node in whose place it stands, of the same kind."""
         try:
-            tree = ast.parse(
-                re.sub(r"(?<=[\d.])f\b", "", text.replace("math::", "math_")).strip(), mode="eval"
-            )
-            found = self._value(tree.body)
+            text = _FLOAT.sub(r"\1", text.replace("math::", "math_")).strip()
+            found = self._value(ast.parse(text, mode="eval").body)
         except (SyntaxError, _Unknown, RecursionError):
             raise NotFollowed(text) from None
         other = was is not None and (found.space, found.is_boolean) != (was.space, was.is_boolean)
@@ -148,18 +149,11 @@ class _Formula:
             x = self._number(e.operand)
             return -x if isinstance(e.op, ast.USub) else x
         if isinstance(e, ast.BinOp) and type(e.op) in _OPERATORS:
-            logical, a, b = (
-                isinstance(e.op, (ast.BitAnd, ast.BitOr)),
-                self._value(e.left),
-                self._value(e.right),
-            )
-            if (
-                a.is_boolean != logical
-                or b.is_boolean != logical
-                or not (_varies(e.left) or _varies(e.right))
-            ):
-                raise _Unknown  # of two whole numbers C++ makes another one
-            return self._made(_OPERATORS[type(e.op)], [a, b])
+            args, op = [self._value(e.left), self._value(e.right)], _OPERATORS[type(e.op)]
+            whole = not (_varies(e.left) or _varies(e.right))  # of two whole numbers C++ makes another one
+            if whole or any(a.is_boolean != (op in ("and", "or")) for a in args):
+                raise _Unknown
+            return self._made(op, args)
         if isinstance(e, ast.Compare) and len(e.ops) == 1 and type(e.ops[0]) in _COMPARED:
             return _COMPARED[type(e.ops[0])](self._number(e.left), self._number(e.comparators[0]))
         if isinstance(e, ast.Call) and isinstance(e.func, ast.Name) and not e.keywords:
@@ -211,7 +205,9 @@ class _Unknown(Exception):
 
 def _varies(e: ast.expr) -> bool:
     """Is it more than whole numbers?"""
-    return any(isinstance(t, ast.Name) or type(getattr(t, "value", 0)) is float for t in ast.walk(e))
+    return any(
+        isinstance(t, (ast.Name, ast.Call)) or type(getattr(t, "value", 0)) is float for t in ast.walk(e)
+    )
 
 
 def _is_number(node: Node) -> bool:
