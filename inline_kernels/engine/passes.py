@@ -189,6 +189,11 @@ class Program:
         """Is anything small made of several samples' values?"""
         return any(isinstance(each, Small) and each.mode != "sample" for each in self.passes)
 
+    def asks_place(self, pick: Node) -> bool:
+        """Is more wanted of an extreme than its value?"""
+        users = [n for n in order([root.node for root in self.roots]) if pick in n.args]
+        return Key("value", pick) in self.wanted or any(n.op != "take" or n.args[0] is not pick.args[0] for n in users)
+
     def leaves(self) -> list[Node]:
         """What has to come in beside the arrays that are given."""
         seen: set[Node] = set()
@@ -455,7 +460,7 @@ class Program:
 
     def _joined(self, groups: dict[tuple, Planes]) -> list[Planes]:
         """The passes of a stage: sums by channel are had by one that walks over windows of the same positions."""
-        for (level, by_sample), each in groups.items() if self.joins else ():
+        for (level, by_sample), each in groups.items() if self.joins and not self.on_cpu else ():
             below = self.graph.levels[level].parent if level in self.graph.levels else ""
             finer = None if by_sample else groups.get((below, False))
             if not finer or any(key.what == "value" for key in finer.targets):

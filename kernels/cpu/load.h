@@ -36,6 +36,13 @@ template <int sign, class T> struct Extreme {
   }
 };
 
+// The value alone, where nobody asks for its place.
+template <int sign, class T> struct ExtremeValue {
+  T value = T{} - sign * std::numeric_limits<math::Element<T>>::infinity();
+  void take(const T& x, int64_t) { value = (sign > 0 ? x > value : x < value) | (x != x) ? x : value; }
+  void take_last(const T& x, int64_t place) { take(x, place); }
+};
+
 // Sums know of a point how many of its lanes count.
 struct Counted {
   const int& lanes;
@@ -227,6 +234,8 @@ template <Order order, int stride, class Place> struct Scattered : Plane_ {
   template <class P, class F> Lanes spread(P pool, const Extent& coarse, const F& f) const;
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
+  ExtremeValue<1, Lanes> largest_value() const { return {}; }
+  ExtremeValue<-1, Lanes> smallest_value() const { return {}; }
   Lanes zero() const { return Lanes{}; }
   template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
     return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
@@ -393,13 +402,16 @@ template <bool kWhole> struct Row : Plane_ {
   template <class P, class F> void window(P pool, const Extent& fine, const F& f) const {
     constexpr int stride = std::max(1, width_of(P()));
     const Plane_ plane{fine, values, step, n, c, C};
-    const Places places(extent, count, [&](int j) { return position + j; });
-    const Integers corner = corners(pool, fine, places);
-    const bool in_row = int(places.w[0]) + count <= extent.W;
-    if (P::width(fine) == stride && in_row)
-      walk_windows<Order::strided, stride>(pool, plane, count, corner, f);
-    else
-      walk_windows<Order::any, 1>(pool, plane, count, corner, f);
+    const Coordinates here = coordinates(extent, position);
+    if (P::width(fine) == stride && here.w + count <= extent.W) {
+      const int row = (here.d * P::depth(fine) * fine.H + here.h * P::height(fine)) * fine.W;
+      const Integers lane = count_up(), last = Integers{} + (count - 1);
+      const Integers w = (lane < last ? lane : last) + here.w;
+      walk_windows<Order::strided, stride>(pool, plane, count, row + w * stride, f);
+    } else {
+      const Places places(extent, count, [&](int j) { return position + j; });
+      walk_windows<Order::any, 1>(pool, plane, count, corners(pool, fine, places), f);
+    }
   }
   template <class P> auto chosen(P pool, const Extent& fine, const Integers& which) const {
     const Places places(extent, count, [&](int j) { return position + j; });
@@ -414,6 +426,8 @@ template <bool kWhole> struct Row : Plane_ {
   }
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
+  ExtremeValue<1, Lanes> largest_value() const { return {}; }
+  ExtremeValue<-1, Lanes> smallest_value() const { return {}; }
   Lanes zero() const { return Lanes{}; }
   template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
     return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
@@ -471,6 +485,8 @@ struct Single : Plane_ {
   }
   Extreme<1, real> largest() const { return {}; }
   Extreme<-1, real> smallest() const { return {}; }
+  ExtremeValue<1, real> largest_value() const { return {}; }
+  ExtremeValue<-1, real> smallest_value() const { return {}; }
   real zero() const { return 0; }
   template <class F> real lazily(bool mask, const F& f) const { return mask ? f() : real(0); }
 };
