@@ -189,11 +189,6 @@ class Program:
         """Is anything small made of several samples' values?"""
         return any(isinstance(each, Small) and each.mode != "sample" for each in self.passes)
 
-    def asks_place(self, pick: Node) -> bool:
-        """Is more wanted of an extreme than its value?"""
-        users = [n for n in order([root.node for root in self.roots]) if pick in n.args]
-        return Key("value", pick) in self.wanted or any(n.op != "take" or n.args[0] is not pick.args[0] for n in users)
-
     def leaves(self) -> list[Node]:
         """What has to come in beside the arrays that are given."""
         seen: set[Node] = set()
@@ -336,20 +331,27 @@ class Program:
                 self._walk(values, where) if values.space.level else self._want_small(values, True)
             else:
                 self._want(index, index.space)
-                self._walk(values, "looked up")
+                self._look_up(values)
         elif node.op == "upsample":
-            self._walk(node.args[0], "looked up")
+            self._look_up(node.args[0])
         elif of_positions(node) or node.op in ("sum", "pick", "take", "group", "variance"):
             raise Unsupported(f"{node.op} over {node.attr}, of values {node.args[0].space}, at {node.space}")
-        elif self.on_cpu and where == "point" and self._is_shared(node):
+        elif self.on_cpu and where == "point" and not node.space.c and self._reads_several(node):
             self._want(node, node.space)
         else:
             for a in node.args:
                 self._walk(a, where)
 
-    def _is_shared(self, node: Node) -> bool:
-        """Is it the same for all channels, and more than an array's value? A pass by channel would compute it once for each."""
-        if node.space.c or node.op in ("spread", "detach"):
+    def _look_up(self, node: Node) -> None:
+        """Of a window's positions. A CPU would compute it again for each of them."""
+        if self.on_cpu and self._reads_several(node):
+            self._want(node, node.space)
+        else:
+            self._walk(node, "looked up")
+
+    def _reads_several(self, node: Node) -> bool:
+        """Is it more than an array's value? What is the same for all channels a pass by channel would compute once for each."""
+        if node.op in ("spread", "detach"):
             return False
         read, seen, stack = 0, set(), [node]
         while stack:

@@ -364,9 +364,9 @@ class _Text:
             name = self._local(node)
             term = self._broadcast(node.args[0], inner)
             if node.op == "pick":
-                word = "largest" if node.attr[1] > 0 else "smallest"
-                word += "_value" * (self.program.on_cpu and not self.program.asks_place(node))
-                declared.append(f"auto best{node.id} = {scope.at}.{word}();")
+                declared.append(
+                    f"auto best{node.id} = {scope.at}.{'largest' if node.attr[1] > 0 else 'smallest'}();"
+                )
                 last = axis != "c" and None not in self.graph.levels[axis].window
                 place = "e.c" if axis == "c" else "e.place"
                 take = f"best{node.id}.{'take_last' if last else 'take'}({term}, {place})"

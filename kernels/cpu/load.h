@@ -36,13 +36,6 @@ template <int sign, class T> struct Extreme {
   }
 };
 
-// The value alone, where nobody asks for its place.
-template <int sign, class T> struct ExtremeValue {
-  T value = T{} - sign * std::numeric_limits<math::Element<T>>::infinity();
-  void take(const T& x, int64_t) { value = (sign > 0 ? x > value : x < value) | (x != x) ? x : value; }
-  void take_last(const T& x, int64_t place) { take(x, place); }
-};
-
 // Sums know of a point how many of its lanes count.
 struct Counted {
   const int& lanes;
@@ -234,8 +227,6 @@ template <Order order, int stride, class Place> struct Scattered : Plane_ {
   template <class P, class F> Lanes spread(P pool, const Extent& coarse, const F& f) const;
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
-  ExtremeValue<1, Lanes> largest_value() const { return {}; }
-  ExtremeValue<-1, Lanes> smallest_value() const { return {}; }
   Lanes zero() const { return Lanes{}; }
   template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
     return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
@@ -426,8 +417,6 @@ template <bool kWhole> struct Row : Plane_ {
   }
   Extreme<1, Lanes> largest() const { return {}; }
   Extreme<-1, Lanes> smallest() const { return {}; }
-  ExtremeValue<1, Lanes> largest_value() const { return {}; }
-  ExtremeValue<-1, Lanes> smallest_value() const { return {}; }
   Lanes zero() const { return Lanes{}; }
   template <class Mask, class F> Lanes lazily(const Mask& mask, const F& f) const {
     return any_of(mask) ? math::select(mask, f(), real(0)) : Lanes{};
@@ -485,8 +474,6 @@ struct Single : Plane_ {
   }
   Extreme<1, real> largest() const { return {}; }
   Extreme<-1, real> smallest() const { return {}; }
-  ExtremeValue<1, real> largest_value() const { return {}; }
-  ExtremeValue<-1, real> smallest_value() const { return {}; }
   real zero() const { return 0; }
   template <class F> real lazily(bool mask, const F& f) const { return mask ? f() : real(0); }
 };

@@ -6,7 +6,7 @@
 //   Plane   n, c; each(f); sum(), moments(); reduce(out, of those)
 //   point   T; n, c; v(), read(p), write(p, x), shared(p), kept(…); channels(C, f), channel(c); window(pool, fine, f),
 //           chosen(pool, fine, place); spread(pool, coarse, f); largest(), smallest(), zero();
-//           on a CPU lazily(mask, f): f's value where the mask is set, else 0; largest_value(), smallest_value(): no place is asked for
+//           on a CPU lazily(mask, f): f's value where the mask is set, else 0
 //   Block   index; each(count, f) with lanes: sum(count, f), merge(moments, count), write(p, x)
 // and on a GPU, of a point, write_v(p, x), of v's gradient; of a plane rest(pool, fine, f), of positions in no window.
 #pragma once
