@@ -54,6 +54,7 @@ FILTERS = {
     "narrow2d": [((32, 3, 3, 3), (9, 34)), ((20, 5, 2, 3), (7, 150)), ((80, 2, 1, 2), (5, 11))],
     "narrow3d": [((16, 3, 3, 3, 3), (6, 9, 13)), ((32, 2, 1, 2, 2), (4, 7, 9))],
     "wide": [((40, 24, 3, 3), (5, 37)), ((144, 17, 1, 2), (3, 150))],
+    "stream": [((40, 24, 3, 3), (5, 37)), ((144, 17, 1, 2, 2), (3, 5, 9))],
 }
 
 
@@ -85,7 +86,8 @@ def assert_rule(model: nn.Module, *inputs) -> None:
 
 def sinks_of(model: nn.Module, x: torch.Tensor, stores: bool = False) -> str:
     segment, arguments = given(model, x)
-    (mainloop,) = [each for each in direct.MAINLOOPS if each.takes == "elements"]
+    nd = x.dim() - 2
+    (mainloop,) = [m for m in direct.MAINLOOPS if (m.takes, m.dimensions) == ("elements", nd)]
     found = sinks.composed(segment, mainloop, False, stores)
     return "; ".join(" and ".join(sink.kind for sink in own.sinks) for own in found.parts.values())
 
@@ -95,14 +97,18 @@ def through(device, monkeypatch):  # noqa: F811
     """through(mainloop, architecture, stores): where both can be had, v is stored or not."""
 
     def become(mainloop: str, architecture: int = 800, stores: bool = False) -> None:
-        device(architecture), only_through(mainloop, monkeypatch)
+        device(900 if mainloop == "stream" else architecture), only_through(mainloop, monkeypatch)
         monkeypatch.setattr(sinks, "_recomputes", lambda *given: not stores)
 
     return become
 
 
-@pytest.mark.parametrize("name", TAILS)
-@pytest.mark.parametrize("mainloop", FILTERS)
+# Every tail behind one mainloop, every kind of sink behind all.
+SINKS = ["max", "logsumexp", "global mean", "norm", "norm, logsumexp"]
+PAIRS = [(mainloop, name) for mainloop in FILTERS for name in (TAILS if mainloop == "narrow2d" else SINKS)]
+
+
+@pytest.mark.parametrize("mainloop, name", PAIRS)
 def test_tails(mainloop, name, through):
     filters, size = FILTERS[mainloop][0]
     through(mainloop)
@@ -124,6 +130,13 @@ def test_sizes(name, mainloop, filters, size, dtype, through):
     through(mainloop, 900 if dtype == torch.float32 else 800)
     model = model_of(filters, TAILS[name][0]).to(dtype)
     assert_rule(model, numerics.random_input((3, filters[1], *size), dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["norm", "logsumexp"])
+def test_padding_stride_and_dilation(name, through):
+    through("stream", stores=True)
+    model = model_of((40, 24, 3, 2), TAILS[name][0], padding=(1, 2), stride=(2, 1), dilation=(1, 2))
+    assert_rule(model, numerics.random_input((3, 24, 8, 9)))
 
 
 @pytest.mark.parametrize("name", ["norm, mean", "max"])
@@ -152,7 +165,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("name", STORED)
-@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "stream"])
 def test_v_stored(mainloop, name, through):
     filters, size = FILTERS[mainloop][0]
     through(mainloop, stores=True)
@@ -185,7 +198,7 @@ def test_batch_norm_in_training(mainloop, stores, through):
     assert error.share <= 1, error
 
 
-@pytest.mark.parametrize("name", ["max", "logsumexp", "global mean", "norm", "norm, logsumexp"])
+@pytest.mark.parametrize("name", SINKS)
 @pytest.mark.parametrize("mainloop", FILTERS)
 def test_values_that_are_not_finite(mainloop, name, through):
     """Infinities and NaN of a sample are that sample's; they are where eager has them."""

@@ -3,13 +3,18 @@
 A rule is a variant, or a question and two rules: [a property of the convolution, most, the rule where it is at most `most`, the rule where
 it is more]. kernels/composed.json has them, of a source and of a mainloop, for a pass that backward will follow ("train") and for any other
 ("forward"). They are fitted to RECORD, by `python benchmarks/grid.py --fit RECORD`, which prints them: so that nothing in it takes a GPU
-longer than eager does. Other GPUs than the record's are taken to be like it. Where there is no rule, the most fused variant runs.
+longer than eager does. Where there is no rule, the most fused variant runs. All times here, and in sinks.py, are an H200's; on another GPU they
+are scaled (`Scale`), and so are the bounds of rules: with them a GPU is as busy as an H200 with its own.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
+import types
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 Rule = str | Sequence  # "fused", "epilogue" or "eager"; [property, most, rule, rule]
 
@@ -25,6 +30,20 @@ PROPERTIES: dict[str, Callable[[Sequence[int], Sequence[int], int], int]] = {
     "products": lambda image, filters, itemsize: _positions(image, filters) * math.prod(filters),
 }
 
+
+class Scale(NamedTuple):
+    """What a GPU has of an H200's: clock rate, multiprocessors times that, memory bandwidth. What a launch takes is the same everywhere."""
+
+    clock: float = 1.0
+    compute: float = 1.0
+    memory: float = 1.0
+
+
+H200 = Scale()
+SCALED = "by times that are scaled from an H200's"
+# With which of them the bound of a property grows; the others' are shapes.
+_BOUNDS = {"positions": "memory", "results": "memory", "products": "compute"}
+
 _CALLED = {"epilogue": "the library's convolution with a pass of ours behind it", "eager": "eager"}
 RECORD = "benchmarks/results/grid/2026-11-24-h200.json"
 
@@ -35,22 +54,42 @@ STREAM_TILES = {
     2: {256: (5.3, 3.7, 0.628), 192: (4.8, 2.6, 0.494), 128: (5.5, 1.9, 0.336)},
     4: {256: (12.6, 5.6, 0.618), 192: (10.1, 4.0, 0.500), 128: (10.2, 3.0, 0.340)},
 }
+# Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
+SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
+# Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32).
+LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
+LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
+    41e6,
+    130e6,
+)  # where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 
 
 def stream_columns(
-    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, multiprocessors: int
+    image: Sequence[int],
+    filters: Sequence[int],
+    positions: int,
+    itemsize: int,
+    device,
+    split: bool = False,
+    pools: bool = False,
 ) -> tuple[int, float]:
-    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all results."""
+    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. pools: are its windows pooled? device:
+    a tiling.Device."""
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
-    blocks, steps = -(-outputs // block), -(-channels // 64) * math.prod(kernel)
+    pixel = channels * (1 + split)
+    blocks, group = -(-outputs // block), 64 if pixel > 32 else 32 if pixel > 16 else 16
+    steps = -(-(-(-pixel // group) * math.prod(kernel)) // (64 // group))
     found = {}
-    for columns, (start, tile, step) in STREAM_TILES[itemsize].items():
+    tiles = SPLIT_TILES if split else STREAM_TILES[itemsize]
+    for columns, (start, tile, step) in tiles.items():
+        if pools and columns > 128:
+            continue
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
         # Two blocks are a cluster, side by side in channels or else in positions.
         units = (
@@ -58,9 +97,8 @@ def stream_columns(
             if blocks % 2 == 0
             else blocks * -(-positions // (2 * of_tile))
         )
-        found[columns] = start + -(-units // max(multiprocessors // 2, 1)) * (
-            tile + steps * step * (128 // block)
-        )
+        turns = -(-units // max(device.multiprocessors // 2, 1))
+        found[columns] = start + turns * (tile + steps * step * (128 // block)) / device.scale.clock
     fastest = min(found, key=found.get)
     return fastest, found[fastest]
 
@@ -70,41 +108,81 @@ def stream_loses(
     filters: Sequence[int],
     positions: int,
     itemsize: int,
-    multiprocessors: int,
+    device,
     packs: bool,
+    split: bool = False,
+    window: int = 1,
+    passes: int = 1,
 ) -> str | None:
-    """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first?"""
+    """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first? split: are
+    its operands two float16? window: elements of v that are pooled to one; passes: of products, each in
+    place of one over v."""
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
-    ours = stream_columns(image, filters, positions, itemsize, multiprocessors)[1]
-    launches = 1 + packs + 2 * (itemsize == 4)
-    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2) / PASS_BYTES
-    moved = (x + weights + v) * itemsize / PASS_BYTES
-    products = 2 * v * math.prod(filters[1:]) / LIBRARY_OPERATIONS[itemsize]
-    theirs = LIBRARY_STARTS[itemsize] + max(products, moved) + 2 * v * itemsize / PASS_BYTES
+    bytes_a_time = PASS_BYTES * device.scale.memory
+    ours = stream_columns(image, filters, positions, itemsize, device, split, window > 1)[1]
+    ours, launches = ours * passes, 1 + packs + 2 * (itemsize == 4)
+    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2 + 2 * split) / bytes_a_time
+    moved = (x + weights + v) * itemsize / bytes_a_time
+    rate = LIBRARY_OPERATIONS[itemsize]
+    if split:
+        rate = LIBRARY_WINOGRAD if tuple(filters[2:]) == (3, 3) and filters[1] >= 64 else LIBRARY_FLOAT32
+    elif len(filters) == 5 and itemsize == 4:
+        rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
+    products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
+    theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
+    theirs += (passes * v + v / window) * itemsize / bytes_a_time
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )
+
+
+_silent = threading.local()
+
+
+@functools.cache
+def able(schedule: object) -> object:
+    """A schedule that runs a segment wherever it can, though it be slower by the rules: for who times it."""
+
+    def silent(function: Callable) -> Callable:
+        def called(*given, **keywords):
+            before, _silent.is_so = is_silent(), True
+            try:
+                return function(*given, **keywords)
+            finally:
+                _silent.is_so = before
+
+        return called
+
+    asked = {name: silent(getattr(schedule, name)) for name in ("requests", "describe", "plan", "saved")}
+    return types.SimpleNamespace(**{**vars(schedule), **asked, "digest": "_able"})
+
+
+def is_silent() -> bool:
+    return getattr(_silent, "is_so", False)
 
 
 def _positions(image: Sequence[int], filters: Sequence[int]) -> int:
     return image[0] * math.prod([extent - taps + 1 for extent, taps in zip(image[2:], filters[2:])])
 
 
-def fastest(rule: Rule, image: Sequence[int], filters: Sequence[int], itemsize: int) -> tuple[str, str]:
+def fastest(
+    rule: Rule, image: Sequence[int], filters: Sequence[int], itemsize: int, scale: Scale = H200
+) -> tuple[str, str]:
     """The variant that `rule` names, and what leads there. Sizes may be symbolic, so it asks for no more than it needs, and its words have
     the bounds."""
     bounds = {}
     while not isinstance(rule, str):
         name, most, low, high = rule
+        most = most if scale == H200 else int(most * getattr(scale, _BOUNDS.get(name, ""), 1))
         within = PROPERTIES[name](image, filters, itemsize) <= most
         bounds[name, "at most" if within else "more than"] = most
         rule = low if within else high
     return rule, ", ".join([f"{side} {most} {name}" for (name, side), most in bounds.items()])
 
 
-def instead(rule: Rule, x, weight) -> tuple[str, str] | None:
+def instead(rule: Rule, x, weight, scale: Scale) -> tuple[str, str] | None:
     """The variant that is faster than the fused one by `rule`, and the reason; or None."""
-    variant, sizes = fastest(rule, x.shape, weight.shape, x.element_size())
+    variant, sizes = fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     if variant == "fused":
         return None
     return variant, f"{_CALLED[variant]} was faster with {sizes or 'any sizes'} ({RECORD})"

@@ -10,8 +10,8 @@ It has schedule.py's functions and signatures, and runs a segment where
 
 Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that.
 
-For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32; `stream` runs nowhere else. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
+For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` and `stream` one,
+where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
 by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
 
@@ -36,7 +36,7 @@ from .schedule import count
 
 __all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved"]
 
-# Fewer results are left to the library: in them any kernel's start takes longest, and ours have some work more before their first product.
+# Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
 INFERENCE_ONLY = True
 _OWN_SHARED = 34 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
@@ -300,7 +300,7 @@ class Asked(NamedTuple):
 
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, what is asked)`: why it can't run, or is not
-    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
+    faster than the schedule `load`; or None. `most`: results that it can store. `has_places`: do its tails know which element of y they compute?
     `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
     name: str
@@ -312,7 +312,7 @@ class Mainloop(NamedTuple):
     has_places: bool
     obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], str | None]
     defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], dict]
-    keeps: bool = False
+    most: int = 1
     walks: bool = False
 
 
@@ -358,8 +358,12 @@ def _wide_obstacle(
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
     if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
-        return "stream is faster from 64 channels in on"
-    faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
+        if weight.shape[1] > 128 or not stream_splits(x, weight, asked):
+            return "stream is faster from 64 channels in on, from 128 in float32"
+    if choice.is_silent():
+        return None
+    rule, scale = composed.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
+    faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
@@ -374,18 +378,65 @@ def _wide_defines(
 def _stream_obstacle(
     x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
-    """Likewise by its cost; float32 is a single float16 here."""
+    if len(dtypes) == 1:
+        return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
+    # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
+    if x.dim() == 4:
+        return "where backward follows, the library convolves images"
+    return tiling.stream_obstacle(x, weight, x.dtype) or (
+        "x lies channels last" if library.is_channels_last(x) else None
+    )
+
+
+def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> str | None:
+    """Likewise by its cost. window: elements of v that are pooled to one; passes: of products, each in place of one over v."""
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
-    if x.dtype == torch.float32 and not (
-        asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
-    ):
-        return "its operands have 11 digits, and eager runs float32"
     last = tiling.stream_takes_last(x)
     if library.is_channels_last(x) and not last:
         return "x lies channels last, and would be copied first"
+    if choice.is_silent():
+        return None
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
-    return choice.stream_loses(*sizes, tiling.device_properties(x.device.index).multiprocessors, not last)
+    device, splits = tiling.device_properties(x.device.index), stream_splits(x, weight, asked)
+    return choice.stream_loses(*sizes, device, not last, splits, window, passes)
+
+
+def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
+    """Is an operand two float16? One is as exact as TF32, if eager runs that."""
+    runs_tf32 = asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
+    return x.dtype == torch.float32 and not runs_tf32
+
+
+def walk_text(dimensions: int) -> str:
+    """How a build's macros say it (`walk_defines`), as C++."""
+    plain, axes = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}, "DHW"[3 - dimensions :]
+    lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
+    own = ", ".join("{" + ", ".join(line) + "}" for line in lines)
+    return f"const conv::Walk walk{{{own}}};"
+
+
+def _stream(dimensions: int, takes: str) -> Mainloop:
+    axes = "DHW"[3 - dimensions :]
+    return Mainloop(
+        "stream",
+        takes,
+        dimensions,
+        ("conv/stream.cuh",),
+        f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
+        [
+            walk_text(dimensions),
+            "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
+            f"{', Pool' * (takes == 'windows')}>(x, weight, walk, stream, {{stored}});",
+        ],
+        True,
+        _stream_obstacle,
+        lambda x, weight, dtypes, front, asked: tiling.stream_defines(
+            x, weight, asked.positions, stream_splits(x, weight, asked), bool(front is None or front.pooled)
+        ),
+        most=2,
+        walks=True,
+    )
 
 
 # Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
@@ -405,7 +456,7 @@ MAINLOOPS = (
         True,
         _rows_obstacle,
         _rows_defines,
-        True,
+        most=9,
     ),
     Mainloop(
         "narrow2d",
@@ -432,7 +483,7 @@ MAINLOOPS = (
         True,
         _narrow3d_obstacle,
         lambda x, weight, *_: tiling.spatial_defines(weight.shape),
-        True,
+        most=9,
     ),
     Mainloop(
         "wide",
@@ -449,23 +500,7 @@ MAINLOOPS = (
         _wide_obstacle,
         _wide_defines,
     ),
-    Mainloop(
-        "stream",
-        "elements",
-        2,
-        ("conv/stream.cuh",),
-        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
-        [
-            "const Scratch<uint32_t> largest_x(x.size(0), stream);",
-            "const conv::Walk walk{{STRIDE_H, STRIDE_W}, {BEFORE_H, BEFORE_W}, {BEHIND_H, BEHIND_W}, {DILATION_H, DILATION_W}};",
-            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
-            "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
-        ],
-        False,
-        _stream_obstacle,
-        lambda x, weight, dtypes, front, asked: tiling.stream_defines(x, weight, asked.positions),
-        walks=True,
-    ),
+    *[_stream(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
 )
 
 
@@ -496,7 +531,7 @@ def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]
     stored = ", ".join(f"conv::Stored{{{name}, {tail}}}" for name, tail in tails.items())
     launch = [line.replace("{sinks}", sinks).replace("{stored}", stored) for line in mainloop.launch]
     pool = (
-        f"using Pool = pool::Windows<{', '.join(map(str, front.window))}, {front.reduction}>;"
+        f"using Pool = pool::Windows<{', '.join([front.reduction, *map(str, front.window)])}>;"
         if front.pooled
         else ""
     )
@@ -575,7 +610,7 @@ def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> W
         Array("y", "output", nodes["y"].space),
         *[a for a in composed.saved if not _copied(nodes[a.name])],
     ]
-    if not mainloop.keeps or any(array.space != ELEMENTS for array in arrays):
+    if len(arrays) > mainloop.most or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
     types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
     results = []
@@ -630,8 +665,10 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
-            _check_walk(segment, weight, mainloop)
             written = _written(segment, mainloop, exact_order, composed)
+            check_walk(segment, weight, mainloop, written.front)
+            if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(x):
+                raise Unsupported("x lies channels last, other inputs may not")
             if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
@@ -651,8 +688,10 @@ def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype, walks: bool = 
     if not walks and not _walk(segment, weight).is_plain:
         raise Unsupported("the convolution has a stride, padding or dilation")
     sizes = schedule.sizes_of(segment, x, weight)
-    if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:
-        raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
+    results = sizes.N * sizes.C * sizes.positions("e")
+    fewest = int(FEWEST_RESULTS * tiling.device_properties(x.device.index).scale.memory)
+    if results < fewest and not choice.is_silent():
+        raise Unsupported(f"there are {results} results, and it pays from {fewest} on")
 
 
 def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
@@ -680,7 +719,8 @@ def _walk(segment, weight: Tensor) -> Walk:
     return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
 
 
-def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
+def check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front | None = None) -> None:
+    """Raises Unsupported."""
     walk = _walk(segment, weight)
     if segment.conv.padding_mode != "zeros":
         raise Unsupported("the convolution pads with other values than zeros")
@@ -689,18 +729,30 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
             raise Unsupported("the convolution has a stride, padding or dilation")
         return
     reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
-    if max(walk.stride) > 8 or max(*walk.before, *walk.behind, *reach) > 127:
-        raise Unsupported("the copy engine's strides go to 8, its offsets to 127")
+    window = front.window if front and front.pooled else (1,) * mainloop.dimensions
+    if None in window:
+        raise Unsupported("its windows have a size of their own")
+    most = 127 if mainloop.dimensions == 2 else 15
+    steps = [stride * extent for stride, extent in zip(walk.stride, window)]
+    if max(steps) > 8 or max(*walk.before, *walk.behind, *[a + 2 * b for a, b in zip(reach, steps)]) > most:
+        raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
 
 
 def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
     """What a mainloop is asked about."""
+    return x, weight, _dtypes(written, x, dtype), written.front, asked_of(segment, x, weight)
+
+
+def asked_of(segment, x: Tensor, weight: Tensor) -> Asked:
     sizes, walk = schedule.sizes_of(segment, x, weight), _walk(segment, weight)
-    settings = (
-        precision.Settings(walk.stride, walk.before, walk.dilation) if walk.before == walk.behind else None
-    )
-    asked = Asked(sizes.N * sizes.positions("e"), settings)
-    return x, weight, _dtypes(written, x, dtype), written.front, asked
+    same = walk.before == walk.behind
+    settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
+    return Asked(sizes.N * sizes.positions("e"), settings)
+
+
+def walk_defines(segment, weight: Tensor) -> dict[str, int]:
+    walk = _walk(segment, weight)._asdict().items()
+    return {f"{name.upper()}_{axis}": n for name, each in walk for axis, n in zip("WHD", reversed(each))}
 
 
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
@@ -708,8 +760,7 @@ def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -
     defines = written.mainloop.defines(*_given(written, segment, x, weight, dtype))
     defines |= schedule._defines(segment, x, dtype)
     if written.mainloop.walks:
-        for name, values in _walk(segment, weight)._asdict().items():
-            defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("HW", values)}
+        defines |= walk_defines(segment, weight)
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,
@@ -825,10 +876,10 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     x = arguments[0]
     found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
     if plan.last:
-        arguments = [x.permute(0, 2, 3, 1), *arguments[1:]]
+        arguments = [x.movedim(1, -1), *arguments[1:]]
     plan.launch(*found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
     if plan.last:
-        return [found[0].permute(0, 3, 1, 2)]
+        return [found[0].movedim(-1, 1)]
     if plan.rest and not plan.rest.saving:
         return schedule.finished(plan.rest, {"front": found[0]}, arguments)
     copies = [

@@ -38,7 +38,8 @@ _lock = threading.Lock()
 
 class Decision(NamedTuple):
     """What a segment does: it `runs` a schedule's name, or "eager"; and how, or why. dtype: of its result; like: its result, without memory.
-    requests: what inline_loader has to build."""
+    requests: what inline_loader has to build. timing: what is to be timed first, where the user wants that (timed.py); able: the schedule runs
+    whatever rules say."""
 
     segment: str
     runs: str
@@ -46,6 +47,12 @@ class Decision(NamedTuple):
     dtype: torch.dtype | None = None
     like: Tensor | None = None
     requests: Sequence[Mapping] = ()
+    timing: object = None
+    able: bool = False
+
+    def because(self, reason: str) -> Decision:
+        """With that reason first."""
+        return self._replace(reason="; ".join(filter(None, [reason, self.reason])))
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
