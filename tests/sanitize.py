@@ -129,7 +129,8 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
 
 def tie(model: torch.nn.Module) -> None:
     """Whole channels of the dropout problem at min_value, where alone it has gradients: in the first group, but for its first channel, because the
-    convolution is zero; and the next group's first because its slope is zero."""
+    convolution is zero; and the next group's first because its slope is zero. At a number that every dtype holds."""
+    model.min_value = 0.25
     channels = model.norm.num_channels // model.norm.num_groups
     with torch.no_grad():
         model.conv.weight[:channels], model.conv.bias[:channels], model.norm.weight[channels] = 0, 0, 0
@@ -152,7 +153,7 @@ def run_call(device: str, name: str, variant: str, call: Call) -> None:
                 assert_runs(variant, module.plan(x))
         if call.gradients == "none":
             return
-        tie(model) if name == numerics.DROPOUT else None
+        tie(module) if name == numerics.DROPOUT else None
         for leaf in (x, model.conv.weight):
             leaf.requires_grad_(call.gradients == "all")
         y = module(x)
