@@ -314,8 +314,8 @@ REFUSED = {
     ),
     "a comment that goes on": (MAPPED, {LINE: r"const auto \1 = \2;  // \\"}, "const auto|others"),
     "another mean": (
-        NORMED,
-        {r"const auto (div\d+) = (group\d+ / mul\d+);": r"const auto \1 = \2 * 2.0;"},
+        lambda m, v: F.gelu(F.batch_norm(v, None, None, training=True)),
+        {r"const auto (div\d+) = (sum\d+ / mul\d+);": r"const auto \1 = \2 * 2.0;"},
         r"\* 2.0",
     ),
     "a macro": (MAPPED, {r"struct Forward0": "#define gelu silu\nstruct Forward0"}, "#define gelu silu"),
