@@ -18,7 +18,7 @@ from inline_kernels.loader.operators import LOW, check_memory
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
 WINOGRAD_SIDE = 18  # of an image, at least: smaller ones fill no chunk of tiles
-DIRECT_CHANNELS = 8  # in, at most, where transforms save nothing
+DIRECT_CHANNELS = 7  # in, at most, where transforms save nothing
 
 
 def device_type(tensor: Tensor) -> str:

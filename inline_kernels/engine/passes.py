@@ -331,20 +331,27 @@ class Program:
                 self._walk(values, where) if values.space.level else self._want_small(values, True)
             else:
                 self._want(index, index.space)
-                self._walk(values, "looked up")
+                self._look_up(values)
         elif node.op == "upsample":
-            self._walk(node.args[0], "looked up")
+            self._look_up(node.args[0])
         elif of_positions(node) or node.op in ("sum", "pick", "take", "group", "variance"):
             raise Unsupported(f"{node.op} over {node.attr}, of values {node.args[0].space}, at {node.space}")
-        elif self.on_cpu and where == "point" and self._is_shared(node):
+        elif self.on_cpu and where == "point" and not node.space.c and self._reads_several(node):
             self._want(node, node.space)
         else:
             for a in node.args:
                 self._walk(a, where)
 
-    def _is_shared(self, node: Node) -> bool:
-        """Is it the same for all channels, and more than an array's value? A pass by channel would compute it once for each."""
-        if node.space.c or node.op in ("spread", "detach"):
+    def _look_up(self, node: Node) -> None:
+        """Of a window's positions. A CPU would compute it again for each of them."""
+        if self.on_cpu and self._reads_several(node):
+            self._want(node, node.space)
+        else:
+            self._walk(node, "looked up")
+
+    def _reads_several(self, node: Node) -> bool:
+        """Is it more than an array's value? What is the same for all channels a pass by channel would compute once for each."""
+        if node.op in ("spread", "detach"):
             return False
         read, seen, stack = 0, set(), [node]
         while stack:
@@ -455,7 +462,7 @@ class Program:
 
     def _joined(self, groups: dict[tuple, Planes]) -> list[Planes]:
         """The passes of a stage: sums by channel are had by one that walks over windows of the same positions."""
-        for (level, by_sample), each in groups.items() if self.joins else ():
+        for (level, by_sample), each in groups.items() if self.joins and not self.on_cpu else ():
             below = self.graph.levels[level].parent if level in self.graph.levels else ""
             finer = None if by_sample else groups.get((below, False))
             if not finer or any(key.what == "value" for key in finer.targets):

@@ -112,7 +112,12 @@ def _compose(segment, kind: Kind) -> Composed:
                 roots.append(Root(array.name, own, array.space, array.kind))
         saved = [array for array, _ in saved]
     ahead = Program(
-        graph, roots, {}, kind.few_channels, joins=kind.device == "cuda", on_cpu=kind.device == "cpu"
+        graph,
+        roots,
+        {},
+        kind.few_channels,
+        joins=kind.device == "cuda" or kind.own.convolution,
+        on_cpu=kind.device == "cpu",
     )
     if turns := kind.device == "cuda" and graph.dimensions == 2:
         ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes

@@ -43,8 +43,31 @@ inline bool any_of(const Integers& mask) {
   return any != 0;
 }
 
+// GCC converts bytes one by one: here all lanes' at once.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+template <class E> constexpr bool are_bytes = std::is_same_v<E, uint8_t> && sizeof(real) == 4;
+template <class V> inline V widened(const uint8_t* from) {
+  typedef int64_t Words __attribute__((vector_size(16)));
+  typedef char Bytes __attribute__((vector_size(16)));
+  int64_t word;
+  memcpy(&word, from, sizeof word);
+  return (V)__builtin_ia32_pmovzxbd256((Bytes)Words{word, 0});
+}
+template <class V> inline void store_bytes(uint8_t* to, const V& x) {
+  typedef uint8_t Bytes __attribute__((vector_size(32)));
+  const Bytes lowest = __builtin_shuffle((Bytes)x, Bytes{0, 4, 8, 12, 16, 20, 24, 28});
+  memcpy(to, &lowest, 8);
+}
+#else
+template <class E> constexpr bool are_bytes = false;
+template <class V> V widened(const uint8_t* from);
+template <class V> void store_bytes(uint8_t* to, const V& x);
+#endif
+
 template <class E> inline Computed<E> load_lanes(const E* from) {
-  if constexpr (std::is_arithmetic_v<E>) {
+  if constexpr (are_bytes<E>) {
+    return widened<Integers>(from);
+  } else if constexpr (std::is_arithmetic_v<E>) {
     VectorOf<E> lanes;
     memcpy(&lanes, from, sizeof lanes);
     return __builtin_convertvector(lanes, Computed<E>);
@@ -59,6 +82,8 @@ template <class E> inline Computed<E> load_lanes(const E* from) {
 template <class E, class X> inline void store_lanes(E* to, const X& x) {
   if constexpr (std::is_arithmetic_v<X>) {
     std::fill_n(to, kLanes, E(x));
+  } else if constexpr (are_bytes<E> && std::is_same_v<X, Integers>) {
+    store_bytes(to, x);
   } else if constexpr (std::is_arithmetic_v<E>) {
     const VectorOf<E> lanes = __builtin_convertvector(x, VectorOf<E>);
     memcpy(to, &lanes, sizeof lanes);

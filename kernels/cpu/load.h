@@ -393,13 +393,16 @@ template <bool kWhole> struct Row : Plane_ {
   template <class P, class F> void window(P pool, const Extent& fine, const F& f) const {
     constexpr int stride = std::max(1, width_of(P()));
     const Plane_ plane{fine, values, step, n, c, C};
-    const Places places(extent, count, [&](int j) { return position + j; });
-    const Integers corner = corners(pool, fine, places);
-    const bool in_row = int(places.w[0]) + count <= extent.W;
-    if (P::width(fine) == stride && in_row)
-      walk_windows<Order::strided, stride>(pool, plane, count, corner, f);
-    else
-      walk_windows<Order::any, 1>(pool, plane, count, corner, f);
+    const Coordinates here = coordinates(extent, position);
+    if (P::width(fine) == stride && here.w + count <= extent.W) {
+      const int row = (here.d * P::depth(fine) * fine.H + here.h * P::height(fine)) * fine.W;
+      const Integers lane = count_up(), last = Integers{} + (count - 1);
+      const Integers w = (lane < last ? lane : last) + here.w;
+      walk_windows<Order::strided, stride>(pool, plane, count, row + w * stride, f);
+    } else {
+      const Places places(extent, count, [&](int j) { return position + j; });
+      walk_windows<Order::any, 1>(pool, plane, count, corners(pool, fine, places), f);
+    }
   }
   template <class P> auto chosen(P pool, const Extent& fine, const Integers& which) const {
     const Places places(extent, count, [&](int j) { return position + j; });
