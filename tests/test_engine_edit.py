@@ -291,7 +291,11 @@ REFUSED = {
         "clamp",
     ),
     "a function that isn't the graph's": (MAPPED, {LINE: r"const auto \1 = sinf(\2);"}, "sinf"),
-    "without a derivative": (MAPPED, {LINE: r"const auto \1 = math::gelu_gradient(\2);"}, "gelu_gradient"),
+    "without a derivative": (
+        MAPPED,
+        {LINE: r"const auto \1 = math::gelu_gradient(\2);"},
+        "math::gelu_gradient",
+    ),
     "a comparison of a comparison": (
         MAPPED,
         {LINE: r"const auto \1 = math::select(\2 > real(0) & \2, \2, \2);"},
