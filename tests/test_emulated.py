@@ -110,7 +110,7 @@ class Emulated:
             assert not failure, failure.decode()
             return result if launcher.asked else None
 
-        call.bound = lambda *last: lambda *first: call(*first, *last)
+        call.bound = lambda *last, trusting=False: lambda *first: call(*first, *last)
         return call
 
 

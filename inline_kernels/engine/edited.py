@@ -54,9 +54,6 @@ class Edited:
     def saved(self, *given) -> list:
         return self.schedule.saved(*given) if self.edit.saving else []
 
-    def count(self, *given) -> float:
-        return self.schedule.count(*given)
-
     def backward(self, *given):
         raise RuntimeError(
             "the formula was edited, and its gradient is not known: edit(..., None) brings the model's own back"

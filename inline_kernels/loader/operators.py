@@ -165,9 +165,11 @@ class Operator:
         return f"<operator {NAMESPACE}::{self.name}({self.parameters}) -> Tensor>"
 
     def plan(self, arguments: Sequence, saving: bool) -> object:
-        """What need not be decided anew for such arguments; None for an operator without plans."""
+        """What need not be decided anew for such arguments; None for an operator without plans. Raises RuntimeError where the memory of one
+        was freed."""
         if self._make_plan is None:
             return None
+        check_memory(*arguments[: self.tensors])
         constants = [tuple(a) if isinstance(a, list) else a for a in arguments[self.varying :]]
         key = inline_loader.generation, saving, *described(*arguments[: self.tensors]), *constants
         if (plan := self._plans.get(key)) is None:
