@@ -444,6 +444,9 @@ class Program:
             key: small_stage(key.node) if key.what == "value" else stage[Key(of_planes[key.what], key.node)]
             for key in self.small
         }
+        # Copies of parameters, which no pass waits for, need no pass of their own.
+        first = min([stage for stage in smalls.values() if stage >= 0], default=-1)
+        smalls |= {key: first for key, stage in smalls.items() if stage < 0 and key.node.op == "spread"}
         self.passes: list[Planes | Small] = []
         last = max([*stage.values(), *smalls.values(), 0])
         for now in range(-1, last + 1):

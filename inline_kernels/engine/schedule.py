@@ -454,6 +454,7 @@ class Plan:
     in_place: bool = False
     results: Sequence[int] = ()  # the places of what forward returns, in what launch is given and makes
     backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
+    transposes: dict[tuple, Callable] = field(default_factory=dict)  # by their numbers
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
@@ -521,6 +522,13 @@ def plan(
     found.pieces = () if piece else _pieces(found, arguments, exact_order, edited)
     _set_launch(found, arguments, piece)
     return found
+
+
+def _places(segment) -> dict[str, int]:
+    """The numbers of arguments that are tensors, by the names of arrays."""
+    names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters, *segment.buffers]
+    names += [name for update in segment.updates for name in update[:2]]
+    return {source.identifier(name): i for i, name in enumerate(names)} | {"seed": len(names)}
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
@@ -685,10 +693,7 @@ def launch_of(
 ) -> Launch:
     """given: what is there by name. shapes: of what isn't of its own. trusting: as in loader/launch.py; what backward is given may have been
     in others' hands."""
-    segment = plan.segment
-    updated = [name for update in segment.updates for name in update[:2]]
-    tensors = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters, *segment.buffers, *updated]
-    at = {source.identifier(name): i for i, name in enumerate(tensors)} | {"seed": len(tensors)}
+    at = _places(plan.segment)
     made, table = {*program.arrays.values()}, []
     for array in source.parameters(program, names):
         place = None if array.name in given else at.get(array.name)
@@ -697,7 +702,7 @@ def launch_of(
             shape = shapes[array.name] if array.name in shapes else _shape(plan, program, array)
         table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made))
     bound = launcher.bound(*_numbers(plan, program, names, arguments), trusting=trusting)
-    return Launch(bound, table, arguments, given, len(tensors) + 1 if names.random else None)
+    return Launch(bound, table, arguments, given, at["seed"] + 1 if names.random else None)
 
 
 # -------------------------------------------------------------------------------------------------------------- execution
@@ -790,12 +795,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     own, given, shapes = own and dw and divided, ["dy", *[array.name for array in composed.saved]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
     for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
-        if (
-            root
-            and shapes.setdefault(root.name, t.shape) != t.shape
-            or root
-            and t.dtype != _dtype(plan, root)
-        ):
+        if root and (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
             converted.append((i, t.shape, t.dtype))
     if divided:
         given.append("image")
@@ -935,16 +935,21 @@ def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
     if library.is_channels_last(t):
         return t
     N, C, H, W = t.shape
-    out = t.new_empty(N, H, W, C)
-    plan.kernels.transpose(out, t.contiguous(), N, C, H * W, layout == FOR_TF32)
-    return out.permute(0, 3, 1, 2)
+    return _transposed(plan, t, (N, H, W, C), (N, C, H * W, layout == FOR_TF32)).permute(0, 3, 1, 2)
 
 
 def _in_planes(plan: Plan, t: Tensor) -> Tensor:
     """t (N, C, H, W), channels last, contiguous."""
     N, C, H, W = t.shape
-    out = t.new_empty(N, C, H, W)
-    plan.kernels.transpose(out, t.permute(0, 2, 3, 1).contiguous(), N, H * W, C, False)
+    return _transposed(plan, t.permute(0, 2, 3, 1), (N, C, H, W), (N, H * W, C, False))
+
+
+def _transposed(plan: Plan, t: Tensor, shape: tuple[int, ...], numbers: tuple) -> Tensor:
+    """numbers: the launcher's, behind its tensors."""
+    if numbers not in plan.transposes:
+        plan.transposes[numbers] = plan.kernels.transpose.bound(*numbers, trusting=True)
+    out = t.new_empty(*shape)
+    plan.transposes[numbers](out, t.contiguous())
     return out
 
 

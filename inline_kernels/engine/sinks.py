@@ -522,10 +522,7 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     )
     x, weight_at = arguments[0], len(segment.inputs)
     sizes = schedule.sizes_of(segment, x, arguments[weight_at])
-    updated = [name for update in segment.updates for name in update[:2]]
-    names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters, *segment.buffers, *updated]
-    at = {source.identifier(name): i for i, name in enumerate(names)}
-    table = []
+    at, table = schedule._places(segment), []
     for array in found.results:
         place, kind = at.get(array.name), dtype if array.name == "y" else torch.float32
         table.append(
@@ -533,12 +530,12 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
         )
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
-    table += [Entry(name, dtypes[kind], names.index(name)) for name, kind in found.tensors]
+    table += [Entry(name, dtypes[kind], at[source.identifier(name)]) for name, kind in found.tensors]
     if found.random:
-        table.append(Entry("seed", torch.int64, len(names)))
+        table.append(Entry("seed", torch.int64, at["seed"]))
     values = dict(zip(segment.scalars, arguments[schedule._first_number(segment) :]))
     bound = kernels.forward.bound(*[float(values[name]) for name in found.numbers])
-    return Launch(bound, table, arguments, number=len(names) + 1 if found.random else None)
+    return Launch(bound, table, arguments, number=at["seed"] + 1 if found.random else None)
 
 
 def forward(plan: Launch, arguments: Sequence) -> list[Tensor]:
