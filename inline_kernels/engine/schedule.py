@@ -420,7 +420,7 @@ class Launch:
 
 def _without_memory(x: Tensor, entry: Entry) -> Tensor:
     """A tensor on x's device to make others like it."""
-    t = x.new_empty(entry.shape, dtype=entry.dtype)
+    t = torch.empty(entry.shape, dtype=entry.dtype, device=x.device)
     t.untyped_storage().resize_(0)
     return t
 
@@ -454,6 +454,7 @@ class Plan:
     in_place: bool = False
     results: Sequence[int] = ()  # the places of what forward returns, in what launch is given and makes
     backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
+    turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
     transposes: dict[tuple, Callable] = field(default_factory=dict)  # by their numbers
     pieces: Sequence[
         tuple[int, int, Plan]
@@ -815,9 +816,12 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
     """That of x: dz, with so many zeros around it, convolved with the filters turned round."""
     turned = weight.flip(*range(2, weight.dim())).transpose(0, 1).contiguous()
-    image, numbers = strips.turned(plan.segment.conv, dz, turned)
-    dx = dz.new_empty(len(dz), len(turned), *image.result)
-    plan.kernels.convolve(dx, dz, turned, *numbers)
+    if plan.turned is None:
+        image, numbers = strips.turned(plan.segment.conv, dz, turned)
+        plan.turned = image.result, plan.kernels.convolve.bound(*numbers, trusting=True)
+    size, launch = plan.turned
+    dx = dz.new_empty(len(dz), len(turned), *size)
+    launch(dx, dz, turned)
     return dx
 
 
