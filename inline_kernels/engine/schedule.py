@@ -508,7 +508,8 @@ def plan(
     edited: str | None = None,
     piece: bool = False,
 ) -> Plan:
-    """edited: in place of its own text. piece: only some samples of a batch, whose result is there. Raises Unsupported with the reason where the schedule can't do it."""
+    """edited: in place of its own text. piece: only some samples of a batch, whose result is there. Raises Unsupported with the reason where
+    the schedule can't do it."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if x.dtype not in _CTYPES or dtype not in _CTYPES:
         raise Unsupported(f"there are kernels for {', '.join(_CTYPES.values())}")
@@ -533,7 +534,7 @@ def _places(segment) -> dict[str, int]:
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
-    """piece: y is there."""
+    """Forward's, and what it returns. piece: y is there."""
     composed, divided = plan.composed, plan.strips.get("forward")
     keeps_v = any(array.name == "v" for array in composed.saved)
     over = not (keeps_v or plan.layout or composed.own.convolution) and plan.value_dtype == plan.dtype
@@ -748,7 +749,7 @@ class Back(NamedTuple):
 def backward(
     plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of inputs, parameters and buffers (None): contiguous, but that of x."""
+    """The gradients of inputs, parameters and buffers (None), contiguous but for that of x."""
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
     back, made, passes = _back(plan, *asked, True, arguments), (), 1
@@ -787,13 +788,13 @@ def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Bac
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    library_s = dx and not composed.own.input_gradient, dw and not (divided and own)
-    layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), library_s) if need]
+    of_library = dx and not composed.own.input_gradient, dw and not (divided and own)
+    layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
     layout = min(layouts, default=PLANES)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
-        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), library_s, layout)
-    own, given, shapes = own and dw and divided, ["dy", *[array.name for array in composed.saved]], {}
+        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), of_library, layout)
+    own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
     for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
         if root and (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
@@ -801,7 +802,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     if divided:
         given.append("image")
         shapes["dweight"] = weight.shape if own else (0,)
-        if not any(library_s) and not dx:
+        if not any(of_library) and not dx:
             shapes.setdefault("dz", (0,))
     side = replace(plan, layout=_turned(plan, program, layout))
     launch = launch_of(
@@ -810,7 +811,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     place = {name: i for i, name in enumerate(launch.made)}
     gradients = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    return Back(launch, gradients, converted, library_s, layout, dz, dweight, place.get("passes"))
+    return Back(launch, gradients, converted, of_library, layout, dz, dweight, place.get("passes"))
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
