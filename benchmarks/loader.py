@@ -1,4 +1,5 @@
-"""How long the loader takes, against the usual load_inline way of the same kernels: one run, one table, one JSON file.
+"""How long the loader takes, against the usual load_inline way of the same kernels, a GPU's composed ones and those that the engine writes
+for a CPU: one run, one table, one JSON file.
 
     python benchmarks/loader.py [NAME ...] [--device cpu|cuda] [--repeats 3] [--json FILE]
 
@@ -31,14 +32,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import inline_loader  # noqa: E402
+import models  # noqa: E402
 from inline_kernels.loader import units  # noqa: E402
 
-NAMES = (
-    "conv2d_min_add_multiply",
-    "conv3d_multiply_instancenorm_clamp_multiply_max",
-    "conv3d_groupnorm_min_clamp_dropout",
-    "conv2d_groupnorm_scale_maxpool_clamp",
-)
 SCALE = """
 EXPORT void scale(float* y, const float* x, double a, int64_t n) {
   host::parallel_for(n, 1024, [=](int64_t begin, int64_t end) {
@@ -122,8 +118,7 @@ import sys, time, torch
 sys.path.insert(0, {root!r})
 start = time.perf_counter()
 import inline_loader
-from inline_kernels.loader import units  # noqa: E402
-inline_loader.load({name!r}, device={device!r})
+inline_loader.load(**{request!r})
 print("seconds", time.perf_counter() - start)
 """,
     "shared": """
@@ -137,7 +132,7 @@ print("seconds 0")
 import sys, time, torch
 sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
 import loader
-arguments = loader.usual({name!r}, {device!r})
+arguments = loader.usual({request!r})
 start = time.perf_counter()
 from torch.utils.cpp_extension import load_inline
 load_inline(build_directory={folder!r}, **arguments)
@@ -146,16 +141,20 @@ print("seconds", time.perf_counter() - start)
 }
 
 
-def defaults(device: str) -> list[str]:
-    """The sources of the problems' kernels that take what a library convolved."""
-    load = [f"{name}_load" for name in NAMES]
-    is_there = [device == "cuda" and (inline_loader.KERNELS / f"{each}.cu").is_file() for each in load]
-    return [epilogue if there else name for there, epilogue, name in zip(is_there, load, NAMES)]
+def request_of(name: str, device: str) -> dict:
+    """What inline_loader.load takes for a training step's kernels."""
+    if device == "cuda":
+        text = (inline_loader.KERNELS / f"{name}.cu").read_text(encoding="utf-8")
+    else:
+        problem = models.PROBLEMS[name]
+        text = problem.get_model().source(*problem.get_inputs(batch_size=1))
+    return {"name": name, "source": text, "device": device}
 
 
-def usual(name: str, device: str) -> dict:
-    """load_inline's arguments for the kernels of `name`, written the usual way."""
-    unit = units.unit_of(name, None, device, {})
+def usual(request: dict) -> dict:
+    """load_inline's arguments for the same kernels, written the usual way."""
+    name, device = request["name"], request["device"]
+    unit = units.unit_of(name, request["source"], device, {})
     declarations, functions = [], []
     for launcher in unit.launchers:
         parameters = [f"{'torch::Tensor' if p.tensor else p.ctype} {p.name}" for p in launcher.parameters]
@@ -166,7 +165,7 @@ def usual(name: str, device: str) -> dict:
         declarations.append(f"{signature};")
         functions.append(f"{signature} {{ {launcher.name}({', '.join(arguments)}); }}")
     host = HOST if device == "cpu" else ""
-    source = "\n".join([host, Path(unit.origin).read_text(encoding="utf-8"), *functions])
+    source = "\n".join([host, request["source"], *functions])
     names = [f"{launcher.name}_usual" for launcher in unit.launchers]
     common = {
         "name": f"usual_{name}",
@@ -193,19 +192,19 @@ def in_fresh_process(program: str, **environment: str) -> float:
     return float(result.stdout.split("seconds")[-1])
 
 
-def cold(name: str, device: str, *ways: str) -> float:
+def cold(request: dict, *ways: str) -> float:
     """Seconds that the last of `ways` takes from an empty folder, after the others."""
     with tempfile.TemporaryDirectory() as folder:
         programs = [
-            PROGRAM[way].format(root=str(ROOT), name=name, device=device, folder=folder) for way in ways
+            PROGRAM[way].format(root=str(ROOT), request=request, folder=folder, **request) for way in ways
         ]
         return [
             in_fresh_process(each, INLINE_LOADER_CACHE=os.path.join(folder, "cache")) for each in programs
         ][-1]
 
 
-def warm(name: str, device: str, repeats: int) -> dict[str, float]:
-    program = PROGRAM["ours"].format(root=str(ROOT), name=name, device=device)
+def warm(request: dict, repeats: int) -> dict[str, float]:
+    program = PROGRAM["ours"].format(root=str(ROOT), request=request)
     importing = "import time\nstart = time.perf_counter()\nimport torch\nprint('seconds', time.perf_counter() - start)"
     with tempfile.TemporaryDirectory() as folder:
         cache = {"INLINE_LOADER_CACHE": os.path.join(folder, "cache")}
@@ -295,17 +294,18 @@ def main() -> None:
     print(
         f"{'':50} {'usual':>8} {'first':>8} {'ratio':>7} {'later':>8} {'ratio':>7} {'warm':>8}   (import torch)"
     )
-    for name in arguments.names or defaults(arguments.device):
+    for name in arguments.names or models.PROBLEMS:
+        request = request_of(name, arguments.device)
         ways = {"usual": ["usual"], "first": ["ours"], "later": ["shared", "ours"]}
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(arguments.repeats):
             for way, programs in ways.items():
-                seconds[way].append(cold(name, arguments.device, *programs))
+                seconds[way].append(cold(request, *programs))
         row = {"name": name, "device": arguments.device}
         for way, times in seconds.items():
             row |= {f"{way}_s": statistics.median(times), f"all_{way}_s": times}
         row |= {f"{way}_ratio": row["usual_s"] / row[f"{way}_s"] for way in ("first", "later")}
-        row.update(warm(name, arguments.device, arguments.repeats))
+        row.update(warm(request, arguments.repeats))
         report["rows"].append(row)
         print(
             "{name:50} {usual_s:7.1f}s {first_s:7.2f}s {first_ratio:6.1f}x {later_s:7.2f}s {later_ratio:6.1f}x {warm_s:7.3f}s   "

@@ -110,8 +110,8 @@ def show(kernel: str, device: str, *, cpp: str, cuda: str) -> HTML:
 
     Raises ValueError if there is none.
     """
-    suffix, language, start = (".cu", "cuda", cuda) if device == "cuda" else (".cpp", "cpp", cpp)
-    path = inline_loader.KERNELS / (kernel if "." in kernel else f"{kernel}{suffix}")
+    language, start = ("cuda", cuda) if device == "cuda" else ("cpp", cpp)
+    path = inline_loader.KERNELS / (kernel if "." in kernel else f"{kernel}.cu")
     lines = path.read_text(encoding="utf-8").splitlines()
     first = next((i for i, line in enumerate(lines) if start in line), None)
     if first is None:

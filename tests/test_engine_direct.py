@@ -238,6 +238,41 @@ def test_windows_of_16_bits(dtype, device):
     assert_rule(model, numerics.random_input((2, 3, 12, 23), dtype=dtype))
 
 
+POOLED_BY_STREAM = {
+    "largest": (
+        (40, 24, 3, 2),
+        {"padding": 1},
+        (8, 13),
+        lambda m, v: F.max_pool2d(torch.tanh(v) * m.by_channel, (3, 2)),
+    ),
+    "mean of a stride": (
+        (24, 40, 2, 3),
+        {"stride": 2},
+        (13, 18),
+        lambda m, v: F.avg_pool2d(F.relu(v) - m.number, 2) * m.by_channel,
+    ),
+    "volumes": (
+        (70, 8, 2, 3, 1),
+        {"padding": (0, 1, 0)},
+        (6, 5, 7),
+        lambda m, v: F.mish(F.max_pool3d(v / 2 + m.by_channel, 2)),
+    ),
+    "and a sum": ((40, 24, 1, 1), {}, (8, 9), lambda m, v: torch.sigmoid(F.avg_pool2d(v, 2)).sum((1, 2, 3))),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", POOLED_BY_STREAM)
+def test_windows_by_stream(name, dtype, device, monkeypatch):
+    filters, settings, size, tail = POOLED_BY_STREAM[name]
+    device(900), only_through("stream", monkeypatch)
+    model = random_model(filters, tail, **settings).to(dtype)
+    x = numerics.random_input((3, filters[1], *size), dtype=dtype)
+    assert_rule(model, x)
+    x[1].view(-1)[30], x[0].view(-1)[7] = -INF, float("nan")
+    assert torch.equal(kinds_of(run(model, x)), kinds_of(model(x).detach()))
+
+
 def test_what_follows_windows_is_in_the_plan(device):
     device()
     segment, arguments = given(random_model((16, 3, 3, 3), WINDOWS["and a sum"]), torch.rand(2, 3, 12, 23))
@@ -290,6 +325,25 @@ def test_stream_channels_last(device, monkeypatch):
     assert "copied first" in refused(model.float(), x.float())
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "filters, settings",
+    [
+        ((40, 8, 3, 2, 3), {}),
+        ((24, 24, 2, 3, 1), {"padding": (1, 2, 0), "stride": (2, 1, 1), "dilation": (1, 1, 2)}),
+        ((70, 40, 1, 2, 2), {"padding": "same"}),
+    ],
+    ids=str,
+)
+def test_stream_of_volumes(filters, settings, dtype, device, monkeypatch):
+    device(900), only_through("stream", monkeypatch)
+    model = random_model(filters, TAILS["leaky, gelu"], **settings).to(dtype)
+    x = numerics.random_input((3, filters[1], 5, 4, 6), dtype=dtype)
+    assert_rule(model, x)
+    if filters[1] % 16 == 8 and dtype != torch.float32:
+        assert_rule(model, x.contiguous(memory_format=torch.channels_last_3d))
+
+
 def test_stream_in_tf32(device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
     monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
@@ -339,13 +393,13 @@ def test_where_stream_is_taken():
 def test_what_stream_leaves(device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
     for filters, dtype, settings, says in [
-        ((40, 24, 3, 3), torch.float32, {}, "eager runs float32"),
-        ((40, 15, 3, 3), torch.float16, {}, "16 channels in"),
         ((40, 24, 3, 3), torch.float16, {"stride": 9}, "strides go to 8"),
         ((40, 24, 3, 3), torch.float16, {"padding": 128}, "offsets to 127"),
+        ((40, 24, 3, 1, 3), torch.float16, {"padding": 16}, "offsets to 15"),
     ]:
         model = random_model(filters, TAILS["relu, bias"], **settings).to(dtype)
-        assert says in refused(model, torch.randn(2, filters[1], 8, 9, dtype=dtype))
+        size = (7, 8, 9)[5 - len(filters) :]
+        assert says in refused(model, torch.randn(2, filters[1], *size, dtype=dtype))
     device(800)
     assert "9.0" in refused(random_model((40, 24, 3, 3), TAILS["relu, bias"]), torch.randn(2, 24, 8, 9))
 
@@ -519,7 +573,8 @@ BY_NUMBER = {
     87: "narrow2d",
     48: "narrow3d",
 }
-BY_NUMBER |= {1: "wide", 4: "wide", 54: "wide"}
+BY_NUMBER |= {1: "wide", 4: "wide", 54: "wide", 7: "stream", 47: "stream", 90: "stream"}
+BY_NUMBER |= {35: "stream", 43: "stream", 46: "stream"}
 
 
 def full_size(number: int):

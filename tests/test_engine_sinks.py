@@ -54,6 +54,7 @@ FILTERS = {
     "narrow2d": [((32, 3, 3, 3), (9, 34)), ((20, 5, 2, 3), (7, 150)), ((80, 2, 1, 2), (5, 11))],
     "narrow3d": [((16, 3, 3, 3, 3), (6, 9, 13)), ((32, 2, 1, 2, 2), (4, 7, 9))],
     "wide": [((40, 24, 3, 3), (5, 37)), ((144, 17, 1, 2), (3, 150))],
+    "stream": [((40, 24, 3, 3), (5, 37)), ((144, 17, 1, 2, 2), (3, 5, 9))],
 }
 
 
@@ -84,7 +85,8 @@ def assert_rule(model: nn.Module, *inputs) -> None:
 
 def sinks_of(model: nn.Module, x: torch.Tensor, stores: bool = False) -> str:
     segment, arguments = given(model, x)
-    (mainloop,) = [each for each in direct.MAINLOOPS if each.takes == "elements"]
+    nd = x.dim() - 2
+    (mainloop,) = [m for m in direct.MAINLOOPS if (m.takes, m.dimensions) == ("elements", nd)]
     found = sinks.composed(segment, mainloop, False, stores)
     return "; ".join(" and ".join(sink.kind for sink in own.sinks) for own in found.parts.values())
 
@@ -94,7 +96,7 @@ def through(device, monkeypatch):  # noqa: F811
     """through(mainloop, architecture, stores): where both can be had, v is stored or not."""
 
     def become(mainloop: str, architecture: int = 800, stores: bool = False) -> None:
-        device(architecture), only_through(mainloop, monkeypatch)
+        device(900 if mainloop == "stream" else architecture), only_through(mainloop, monkeypatch)
         monkeypatch.setattr(sinks, "_recomputes", lambda *given: not stores)
 
     return become
@@ -125,6 +127,13 @@ def test_sizes(name, mainloop, filters, size, dtype, through):
     assert_rule(model, numerics.random_input((3, filters[1], *size), dtype=dtype))
 
 
+@pytest.mark.parametrize("name", ["norm", "logsumexp"])
+def test_padding_stride_and_dilation(name, through):
+    through("stream", stores=True)
+    model = model_of((40, 24, 3, 2), TAILS[name][0], padding=(1, 2), stride=(2, 1), dilation=(1, 2))
+    assert_rule(model, numerics.random_input((3, 24, 8, 9)))
+
+
 @pytest.mark.parametrize("name", ["norm, mean", "max"])
 def test_filters_that_registers_have_no_room_for(name, through):
     through("narrow3d")
@@ -151,7 +160,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("name", STORED)
-@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d", "stream"])
 def test_v_stored(mainloop, name, through):
     filters, size = FILTERS[mainloop][0]
     through(mainloop, stores=True)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+import inline_loader
 from inline_kernels import fuse
+from inline_kernels.engine import schedule, source, strips
+from inline_kernels.engine.capture import Conv
 
 
 class Model(nn.Module):
@@ -150,3 +156,103 @@ def test_other_dtypes_are_the_librarys(dtype):
     new = fuse(model)
     torch.testing.assert_close(new(x), model(x), rtol=0.02, atol=1e-3)
     assert "the library's" in str(new.plan(x))
+
+
+# ------------------------------------------------------------------------------------------------- the parts by themselves
+
+PARTS = """#include "load/load.h"
+#include "cpu/strips.h"
+struct Copy {
+  const value_t* from;
+  value_t* dz;
+  template <class Plane> void operator()(Plane& plane) const {
+    plane.each([&](const auto& at) { at.write(dz, at.read(from)); });
+  }
+};
+EXPORT void gradient(value_t* dweight, value_t* dz, const value_t* dv, const value_t* image, bool by_winograd, int64_t N, int64_t C, int64_t image_C, int64_t image_D, int64_t image_H, int64_t image_W, int64_t kernel_D, int64_t before, int64_t above, int64_t left, int64_t planes, int64_t rows, int64_t columns, int64_t samples, int64_t shares) {
+  const winograd::Sizes sizes{N, image_C, C, image_D, image_H, image_W, kernel_D, before, above, left};
+  const int64_t D = sizes.planes(), H = sizes.height(), W = sizes.width();
+  const load::Division strips{D, H, W, planes, rows, columns};
+  const auto run = by_winograd ? load::differentiated<winograd::FilterSums, Copy> : load::differentiated<direct::FilterSums, Copy>;
+  run(Copy{dv}, load::Extent(N, C, D, H, W), {}, dz, dweight, image, sizes, strips, shares);
+}
+""" + "\n".join(source._CONVOLVE)
+
+
+def drawn(data, flat: bool):
+    """A convolution, its x and weight, a gradient of its result and the sizes; flat: in 2-D."""
+    ranges = (1, 3), (1, 12), (1, 5), (1, 1 if flat else 3), (1, 3), (3, 40), (3, 150), (0, 2), (0, 2)
+    N, channels, eighths, depth, planes, H, W, *padding = [data.draw(st.integers(*each)) for each in ranges]
+    D, before = (1, 0) if flat else (planes + depth - 1, data.draw(st.integers(0, depth - 1)))
+    conv = convolution(before, *padding)
+    x, weight = torch.randn(N, channels, D, H, W), torch.randn(8 * eighths, channels, depth, 3, 3)
+    dv = torch.randn_like(F.conv3d(x, weight, padding=conv.padding))
+    return conv, x, weight, dv, sizes_of(dv)
+
+
+def convolution(*padding: int) -> Conv:
+    return Conv("", 3, (1, 1, 1), padding, (1, 1, 1), 1)
+
+
+def sizes_of(v) -> schedule.Sizes:
+    return schedule.Sizes(*v.shape[:2], {"e": tuple(v.shape[2:])})
+
+
+def with_a_margin(like, shape):
+    """A tensor, and what lies behind it."""
+    memory = like.new_full((math.prod(shape) + 64,), math.pi)
+    return memory[: len(memory) - 64].view(shape), memory[len(memory) - 64 :]
+
+
+def assert_as_exact(own, run, *operands):
+    exact, theirs = run(*(t.double() for t in operands)), run(*operands)
+    assert (own - exact).norm() <= 2 * (theirs - exact).norm() + 4.8e-7 * exact.norm()
+
+
+@given(st.data())
+def test_convolutions_at_random_sizes(data):
+    """The convolution by itself; what lies behind its result stays as it was."""
+    conv, x, weight, dv, sizes = drawn(data, False)
+    v, behind = with_a_margin(x, dv.shape)
+    numbers = strips.of_convolution(strips.Image(conv, x, weight), sizes, [], True).numbers[:10]
+    inline_loader.load("parts", source=PARTS).convolve(v, x, weight, sizes.N, sizes.C, *numbers)
+    assert (behind == math.pi).all()
+    assert_as_exact(v, lambda x, weight: F.conv3d(x, weight, padding=conv.padding), x, weight)
+
+
+def filters_gradient(by, conv, x, weight, dv, sizes, with_dz=False, shares=2):
+    image = strips.Image(conv, x, weight, by == "winograd")
+    (dw, behind), (dz, behind_dz) = (
+        with_a_margin(x, weight.shape),
+        with_a_margin(x, dv.shape if with_dz else (0,)),
+    )
+    numbers = [*strips.of_gradient(image, sizes, by).numbers[:-1], shares]
+    dz_or_nothing = dz if with_dz else x.new_empty(0)
+    parts = inline_loader.load("parts", source=PARTS)
+    parts.gradient(dw, dz_or_nothing, dv, image.of(x), by == "winograd", sizes.N, sizes.C, *numbers)
+    assert (behind == math.pi).all() and (behind_dz == math.pi).all()
+    assert not with_dz or torch.equal(dz, dv)
+    return dw
+
+
+@pytest.mark.parametrize("by", ["winograd", "direct"])
+@given(st.data())
+def test_gradients_of_filters_at_random_sizes(by, data):
+    """… by themselves, in any number of shares, with v's gradient or without; what lies behind a result stays as it was."""
+    conv, x, weight, dv, sizes = drawn(data, by == "winograd")
+    with_dz, shares = data.draw(st.booleans()), data.draw(st.integers(1, 5))
+
+    def by_library(x, dv):
+        return torch.nn.grad.conv3d_weight(x, weight.shape, dv, padding=conv.padding)
+
+    assert_as_exact(filters_gradient(by, conv, x, weight, dv, sizes, with_dz, shares), by_library, x, dv)
+
+
+def test_direct_sums_where_something_is_not_finite():
+    """An infinite pixel and a gradient of NaN reach the sums that have them, and no others: of their channel, and of the taps that see the pixel."""
+    x, weight, dv = torch.randn(2, 3, 4, 20, 40), torch.randn(24, 3, 3, 3, 3), torch.randn(2, 24, 2, 18, 38)
+    x[1, 1, 0, 0, 7], dv[0, 5, 1, 17, 37] = math.inf, math.nan
+    dw = filters_gradient("direct", convolution(0, 0, 0), x, weight, dv, sizes_of(dv))
+    odd = torch.zeros_like(dw, dtype=torch.bool)
+    odd[:, 1, 0, 0], odd[5] = True, True
+    assert torch.equal(~dw.isfinite(), odd) and dw[5].isnan().all() and dw[4, 1, 0, 0].isinf().all()

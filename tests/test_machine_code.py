@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 import inline_loader
+import loading
 from inline_kernels.loader import machine_code
 from inline_kernels.loader.messages import BuildError
 
@@ -89,7 +90,7 @@ def test_occupancy():
 def test_errors():
     with pytest.raises(TypeError, match="expected what load or %%cuda gave, got a str"):
         machine_code.report("scale")
-    kernels = inline_loader.load("conv2d_min_add_multiply", defines={"VALUE_T": "float", "OUTPUT_T": "float"})
+    kernels = inline_loader.load("scale", source=loading.scale())
     with pytest.raises(ValueError, match="expected CUDA kernels"):
         machine_code.report(kernels)
     with pytest.raises(BuildError, match="nonsense"):

@@ -210,7 +210,7 @@ every_winograd = pytest.mark.parametrize("name", [name for name in NAMES if know
 @every_winograd
 def test_rule_by_winograd(name, scale, shift):
     model, x = numerics.sized(name, known(name).winograd)
-    assert library.winograd_applies(x, model.conv.weight)
+    assert "load::convolved" in numerics.twin_of(model).source(x)
     numerics.assert_rule(model, x * scale + shift)
 
 
@@ -326,7 +326,7 @@ def test_rule_by_winograd_a_few_planes_at_a_time():
     """As many terms as it may have: the transformed planes of a piece don't fit in cache together."""
     size = numerics.Size((64, 8, (2, 3, 3), (8, 1, 1, 1), -1.0, 1.0), (1, 64, 8, 18, 18))
     model, x = numerics.sized(INSTANCE_NORM, size)
-    assert library.winograd_applies(x, model.conv.weight)
+    assert "load::convolved" in numerics.twin_of(model).source(x)
     numerics.assert_rule(model, x)
 
 
@@ -364,7 +364,7 @@ def test_direct_sums_lose_no_digits_to_their_number(name, arguments, shape, monk
 
 def test_dropout_without_ties_has_no_gradients_to_compute(monkeypatch):
     """Where no element lets one pass, all are zero, x's in eager's layout; a value that is not finite makes them NaN as in eager."""
-    model, x = numerics.small(DROPOUT)
+    model, x = numerics.sized(DROPOUT, known(DROPOUT).winograd)
     twin, x = numerics.twin_of(model), x.contiguous(memory_format=torch.channels_last_3d)
     found, expected = results(twin, x), results(model, x)
     assert found["x"].stride() == expected["x"].stride()
@@ -372,7 +372,7 @@ def test_dropout_without_ties_has_no_gradients_to_compute(monkeypatch):
         assert not found[key].any() and found[key].shape == expected[key].shape, key
     x[1, 0, 2, 3, 4] = math.inf
     numerics.assert_equal({k: v for k, v in results(twin, x).items() if k != "output"}, results(model, x))
-    monkeypatch.setattr(library, "convolve_backward", None)
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", None)
     results(twin, x.nan_to_num(0, 0, 0))
 
 

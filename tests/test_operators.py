@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -18,8 +16,6 @@ from inline_kernels.engine import drawing, library, tiling
 from inline_kernels.engine.support import DTYPES
 from numerics import (
     DROPOUT,
-    INSTANCE_NORM,
-    MIN_ADD,
     NAMES,
     Recorder,
     every_device,
@@ -79,112 +75,6 @@ def test_shapes_leave_the_batch_size_open(name, variant, monkeypatch):
         with mode:  # in which a compiler asks
             y, *saved = operator.shapes(symbolic, *operands, *drawn, *part.numbers(), 0, saving=saving)
         assert isinstance(y.shape[0], torch.SymInt) and bool(saved) == saving
-
-
-@given(st.data())
-def test_winograd_at_random_sizes(data):
-    """The convolution by itself against the library's, in 3-D; what lies behind its result stays as it was."""
-    name, size = INSTANCE_NORM, lambda low, high: data.draw(st.integers(low, high))
-    N, Cin, C, depth, D, H, W = (
-        size(1, 3),
-        size(1, 9),
-        8 * size(1, 5),
-        size(1, 3),
-        size(1, 3),
-        size(3, 40),
-        size(3, 150),
-    )
-    x, weight = (
-        numerics.random_input((N, Cin, D + depth - 1, H, W)),
-        numerics.random_input((C, Cin, depth, 3, 3), seed=2),
-    )
-    shape = N, C, D, H - 2, W - 2
-    memory = x.new_full((math.prod(shape) + 64,), math.pi)
-    v = memory[: math.prod(shape)].view(shape)
-    kernels = inline_loader.load(name)
-    kernels.convolve(v, x, weight, N, Cin, C, D + depth - 1, H, W, depth)
-    exact = torch.conv3d(x.double(), weight.double())
-    error, eager_error = ((y - exact).norm() for y in (v, torch.conv3d(x, weight)))
-    assert error <= 2 * eager_error + 1e-7 * exact.norm()
-    assert (memory[math.prod(shape) :] == math.pi).all()
-
-
-@given(st.data())
-def test_winograd_gradients_at_random_sizes(data):
-    """Those of the filters, of the convolution and of the biases, by themselves, sums in any number of parts; what lies behind a result
-    stays as it was."""
-    ranges = (1, 3), (1, 40), (1, 6), (3, 40), (3, 150), (1, 5)
-    N, Cin, eighths, H, W, parts = [data.draw(st.integers(*each)) for each in ranges]
-    scale, C, (with_dw, with_dv) = 1.5, 8 * eighths, data.draw(_SOME)
-    biases = data.draw(st.sampled_from([1, C]))
-    shape, padded = (N, C, H - 2, W - 2), (N, C, H + 2, W + 2)
-    x, weight = numerics.random_input((N, Cin, H, W)), numerics.random_input((C, Cin, 3, 3), seed=2)
-    dy = numerics.random_input(shape, seed=3)
-    withheld = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(4), dtype=torch.uint8)
-    dw, dv, d_conv_bias, d_bias = (
-        x.new_full((math.prod(of) * asked + 64,), math.pi)
-        for of, asked in ((weight.shape, with_dw), (padded, with_dv), ((C,), True), ((biases,), True))
-    )
-    kernels = inline_loader.load(MIN_ADD)
-    written = [t[: len(t) - 64] for t in (dw, dv, d_conv_bias, d_bias)]
-    kernels.convolve_backward(*written, dy, withheld, x, scale, biases, N, Cin, C, H, W, parts)
-    assert all((t[-64:] == math.pi).all() for t in (dw, dv, d_conv_bias, d_bias))
-    passed = dy * scale * torch.tensor([1, 0.5, 0])[withheld.long()]
-    if with_dv:
-        dv = written[1].view(padded)
-        assert torch.equal(dv[:, :, 2:-2, 2:-2], passed)
-        dv[:, :, 2:-2, 2:-2] = math.pi
-        assert (dv == math.pi).all()
-
-    def by_library(dv, x, weight):
-        return library.convolve_backward(dv, x, weight, torch.contiguous_format, [False, True])[1]
-
-    sums = passed.double().sum((0, 2, 3)), (dy.double() * scale).sum((0, 2, 3))
-    pairs = [(written[2], sums[0], passed), (written[3], sums[1] if biases > 1 else sums[1].sum(), dy)]
-    for ours, exact, terms in pairs:
-        assert (ours - exact).abs().max() <= 1e-6 * terms.norm() + 1.2e-7 * exact.abs().max()
-    if with_dw:
-        exact = by_library(*[t.double() for t in (passed, x, weight)])
-        error, eager_error = (
-            (t - exact).norm() for t in (dw[:-64].view_as(weight), by_library(passed, x, weight))
-        )
-        assert error <= 2 * eager_error + 4.8e-7 * exact.norm()
-
-
-@given(st.data())
-def test_direct_gradients_at_random_sizes(data):
-    """Those of 3-D filters by themselves, a few rows or a part of one at a time; what lies behind the result stays as it was."""
-    ranges = (0, 3), (1, 8), (1, 40), (1, 3), (1, 3), (3, 40), (3, 300)
-    N, Cin, C, depth, D, H, W = [data.draw(st.integers(*each)) for each in ranges]
-    x, dv = (
-        numerics.random_input((N, Cin, D + depth - 1, H, W)),
-        numerics.random_input((N, C, D, H - 2, W - 2), seed=2),
-    )
-    weight = x.new_empty(C, Cin, depth, 3, 3)
-    dw = x.new_full((weight.numel() + 64,), math.pi)
-    inline_loader.load(DROPOUT).filter_gradient(dw[:-64], dv, x, *library.filter_sizes(x, weight))
-    assert (dw[-64:] == math.pi).all()
-
-    def by_library(*operands):
-        return library.convolve_backward(*operands, torch.contiguous_format, [False, True])[1]
-
-    exact = by_library(*[t.double() for t in (dv, x, weight)])
-    error, eager_error = ((t - exact).norm() for t in (dw[:-64].view_as(weight), by_library(dv, x, weight)))
-    assert error <= 2 * eager_error + 1e-7 * exact.norm()
-
-
-def test_direct_gradients_where_something_is_not_finite():
-    """An infinite pixel and a gradient of NaN reach the sums that have them, and no others: of their channel, and of the taps that see the pixel."""
-    x, dv = numerics.random_input((2, 3, 4, 20, 40)), numerics.random_input((2, 20, 2, 18, 38), seed=2)
-    x[1, 1, 0, 0, 7], dv[0, 5, 1, 17, 37] = math.inf, math.nan
-    dw, kernels = x.new_empty(20, 3, 3, 3, 3), inline_loader.load(DROPOUT)
-    kernels.filter_gradient(dw, dv, x, *library.filter_sizes(x, dw))
-    odd = torch.zeros_like(dw, dtype=torch.bool)
-    odd[:, 1, 0, 0], odd[5] = True, True
-    assert torch.equal(~dw.isfinite(), odd) and dw[5].isnan().all() and dw[4, 1, 0, 0].isinf().all()
-
-
-_SOME = st.sampled_from([(True, True), (True, False), (False, True), (False, False)])
 
 
 def _detached(argument):

@@ -15,55 +15,76 @@ SOURCE = """
 #include "conv/stream.cuh"
 EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t stride, int64_t before, int64_t behind,
                     int64_t dilation, cudaStream_t stream) {
-  const Scratch<uint32_t> largest(x.size(0), stream);
   const int s = stride, b = before, e = behind, d = dilation;
+#ifdef KERNEL_D
+  using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;
+  const conv::Walk walk{{s, s, s}, {b, b, b}, {e, e, e}, {d, d, d}};
+#else
   using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;
-  conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
-      x, weight, {{s, s}, {b, b}, {e, e}, {d, d}}, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, largest, stream);
+  const conv::Walk walk{{1, s, s}, {0, b, b}, {0, e, e}, {1, d, d}};
+#endif
+  using Operands = conv::Operands<value_t, SPLIT>;
+#if X_LAST == Y_LAST
+  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(y, x, weight, walk, conv::Identity{}, stream);
+#else
+  const Scratch<uint32_t> largest(x.size(0), stream);
+  conv::stream<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
+      x, weight, walk, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, conv::NoSink{}, largest, stream,
+      [](const conv::Doubts&) {});
+#endif
 }
 """
 TYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
 # Filters; images; columns of a tile; stride, padding before and behind, dilation. Tiles that end inside samples, and of several of them;
-# positions that are no multiple of anything; channels that fill no group and no block; both kinds of blocks.
+# positions that are no multiple of anything; channels that fill no group and no block; both kinds of blocks; a step of one, two and four taps;
+# volumes.
 CASES = [
     ((136, 72, 3, 3), (3, 9, 7), 128, (1, 1, 1, 1)),
     ((128, 64, 1, 1), (2, 5, 13), 192, (1, 0, 0, 1)),
     ((40, 24, 2, 3), (5, 8, 6), 256, (2, 0, 1, 1)),
     ((130, 17, 3, 2), (2, 11, 9), 128, (1, 2, 2, 2)),
     ((64, 130, 1, 3), (7, 1, 3), 128, (1, 1, 1, 1)),
+    ((40, 8, 3, 3), (3, 9, 7), 128, (1, 1, 1, 1)),
+    ((64, 8, 3, 2, 3), (2, 5, 6, 7), 128, (1, 1, 0, 1)),
+    ((136, 32, 2, 3, 1), (3, 5, 4, 6), 192, (2, 1, 1, 1)),
+    ((24, 72, 2, 1, 2), (2, 4, 5, 3), 128, (1, 0, 1, 2)),
 ]
 
 
 def convolved(x, weight, settings):
     stride, before, behind, dilation = settings
-    return F.conv2d(F.pad(x, (before, behind) * 2), weight, stride=stride, dilation=dilation)
+    nd = x.dim() - 2
+    convolution = F.conv2d if nd == 2 else F.conv3d
+    return convolution(F.pad(x, (before, behind) * nd), weight, stride=stride, dilation=dilation)
 
 
 @pytest.fixture
 def stream(folder):  # noqa: F811
     """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
 
-    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2):
-        dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", "KERNEL_H", "KERNEL_W"), weight.shape))
+    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False):
+        axes = "DHW"[5 - weight.dim() :]
+        dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
         result = result or x.dtype
         defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
+        defines["SPLIT"] = int(split)
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)
         shape = convolved(x.float(), weight.float(), settings).shape
         y = torch.full(shape, NAN, dtype=result)
-        of_y = y.permute(0, 2, 3, 1).contiguous() if y_last else y
-        given = x.permute(0, 2, 3, 1).contiguous() if x_last else x
+        of_y = y.movedim(1, -1).contiguous() if y_last else y
+        given = x.movedim(1, -1).contiguous() if x_last else x
         kernels.forward(of_y, given, weight, *settings)
-        return of_y.permute(0, 3, 1, 2) if y_last else of_y
+        return of_y.movedim(-1, 1) if y_last else of_y
 
     return run
 
 
-def assert_close(y, x, weight, settings):
-    """Operands have 11 digits, or 8, and sums those of float32."""
+def assert_close(y, x, weight, settings, split=False):
+    """Operands have 11 digits, or 8, or, split, 22, and sums those of float32."""
     exact = convolved(x.double(), weight.double(), settings)
-    digits = 8 if torch.bfloat16 in (x.dtype, y.dtype) else 11
+    digits = 22 if split else 8 if torch.bfloat16 in (x.dtype, y.dtype) else 11
     bound = convolved(x.double().abs(), weight.double().abs(), settings) * 2.0 ** (2 - digits)
     assert ((y.double() - exact).abs() <= bound).all()
 
@@ -82,10 +103,23 @@ def test_sizes(filters, image, columns, settings, dtype, lead, stream):
     assert_close(stream(x, weight, columns, settings, lead=lead), x, weight, settings)
 
 
+@pytest.mark.parametrize("filters, image, columns, settings", CASES[1:8], ids=str)
+def test_split(filters, image, columns, settings, stream):
+    """float32's digits; and an infinity stays where it is."""
+    x, weight = drawn(filters, image, torch.float32)
+    x[1] *= 1e-30
+    assert_close(stream(x, weight, columns, settings, split=True), x, weight, settings, split=True)
+    x[0].view(-1)[5] = INF
+    y, eager = stream(x, weight, columns, settings, split=True), convolved(x, weight, settings)
+    assert torch.equal(y.isinf(), eager.isinf()) and torch.equal(y.isnan(), eager.isnan())
+    finite = eager.isfinite()
+    torch.testing.assert_close(y[finite], eager[finite], rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("result", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("x_last, y_last", list(itertools.product([False, True], repeat=2)))
 def test_layouts(x_last, y_last, result, stream):
-    for filters, image, columns, settings in CASES[:2]:
+    for filters, image, columns, settings in [*CASES[:2], *CASES[-3:]]:
         x, weight = drawn(filters, image, torch.float16)
         assert_close(stream(x, weight, columns, settings, x_last, y_last, result), x, weight, settings)
 

@@ -35,22 +35,41 @@ STREAM_TILES = {
     2: {256: (5.3, 3.7, 0.628), 192: (4.8, 2.6, 0.494), 128: (5.5, 1.9, 0.336)},
     4: {256: (12.6, 5.6, 0.618), 192: (10.1, 4.0, 0.500), 128: (10.2, 3.0, 0.340)},
 }
+# Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
+SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
 LIBRARY_STARTS = {2: 10, 4: 12}
 LIBRARY_OPERATIONS = {2: 780e6, 4: 420e6}
+# Of volumes in TF32, for each channel in, and at most (benchmarks/results/fuse/2026-11-24-h200-forward.json: 31e6 and 43e6 with 8, 130e6 with 32).
+LIBRARY_VOLUMES, LIBRARY_VOLUMES_MOST = 4e6, 200e6
+LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
+    41e6,
+    130e6,
+)  # where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 
 
 def stream_columns(
-    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, multiprocessors: int
+    image: Sequence[int],
+    filters: Sequence[int],
+    positions: int,
+    itemsize: int,
+    multiprocessors: int,
+    split: bool = False,
+    pools: bool = False,
 ) -> tuple[int, float]:
-    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all results."""
+    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. pools: are its windows pooled?"""
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
-    blocks, steps = -(-outputs // block), -(-channels // 64) * math.prod(kernel)
+    pixel = channels * (1 + split)
+    blocks, group = -(-outputs // block), 64 if pixel > 32 else 32 if pixel > 16 else 16
+    steps = -(-(-(-pixel // group) * math.prod(kernel)) // (64 // group))
     found = {}
-    for columns, (start, tile, step) in STREAM_TILES[itemsize].items():
+    tiles = SPLIT_TILES if split else STREAM_TILES[itemsize]
+    for columns, (start, tile, step) in tiles.items():
+        if pools and columns > 128:
+            continue
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
         # Two blocks are a cluster, side by side in channels or else in positions.
         units = (
@@ -72,15 +91,27 @@ def stream_loses(
     itemsize: int,
     multiprocessors: int,
     packs: bool,
+    split: bool = False,
+    window: int = 1,
+    passes: int = 1,
 ) -> str | None:
-    """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first?"""
+    """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first? split: are
+    its operands two float16? window: elements of v that are pooled to one; passes: of products, each in
+    place of one over v."""
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
-    ours = stream_columns(image, filters, positions, itemsize, multiprocessors)[1]
-    launches = 1 + packs + 2 * (itemsize == 4)
-    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2) / PASS_BYTES
+    ours = stream_columns(image, filters, positions, itemsize, multiprocessors, split, window > 1)[1]
+    ours, launches = ours * passes, 1 + packs + 2 * (itemsize == 4)
+    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2 + 2 * split) / PASS_BYTES
     moved = (x + weights + v) * itemsize / PASS_BYTES
-    products = 2 * v * math.prod(filters[1:]) / LIBRARY_OPERATIONS[itemsize]
-    theirs = LIBRARY_STARTS[itemsize] + max(products, moved) + 2 * v * itemsize / PASS_BYTES
+    rate = LIBRARY_OPERATIONS[itemsize]
+    if split:
+        rate = LIBRARY_WINOGRAD if tuple(filters[2:]) == (3, 3) and filters[1] >= 64 else LIBRARY_FLOAT32
+    elif len(filters) == 5 and itemsize == 4:
+        rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
+    products = 2 * v * math.prod(filters[1:]) / rate
+    theirs = (
+        LIBRARY_STARTS[itemsize] + max(products, moved) + (passes * v + v / window) * itemsize / PASS_BYTES
+    )
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )

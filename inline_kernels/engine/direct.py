@@ -10,8 +10,8 @@ It has schedule.py's functions and signatures, and runs a segment where
 
 Where backward follows, what it needs of v (float32) is stored beside y, in the same launch; backward is `load`'s, which starts from that.
 
-For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` one,
-where eager runs TF32; `stream` runs nowhere else. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
+For all else, Unsupported says why. A float32 operand is two float16 (float32's accuracy), but in `wide` and `stream` one,
+where eager runs TF32. What they can't hold, infinities and values of 2^20 and more beside smaller ones, a second launch computes again, sample
 by sample, by plain sums and the same tail; where there is none it ends at once (kernels/conv/exact.cuh).
 """
 
@@ -357,7 +357,8 @@ def _wide_obstacle(
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
     if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
-        return "stream is faster from 64 channels in on"
+        if weight.shape[1] > 128 or not stream_splits(x, weight, asked):
+            return "stream is faster from 64 channels in on, from 128 in float32"
     faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
@@ -373,18 +374,56 @@ def _wide_defines(
 def _stream_obstacle(
     x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
-    """Likewise by its cost; float32 is a single float16 here."""
+    return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
+
+
+def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> str | None:
+    """Likewise by its cost. window: elements of v that are pooled to one; passes: of products, each in place of one over v."""
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
-    if x.dtype == torch.float32 and not (
-        asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
-    ):
-        return "its operands have 11 digits, and eager runs float32"
     last = tiling.stream_takes_last(x)
     if library.is_channels_last(x) and not last:
         return "x lies channels last, and would be copied first"
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
-    return choice.stream_loses(*sizes, tiling.device_properties(x.device.index).multiprocessors, not last)
+    multiprocessors = tiling.device_properties(x.device.index).multiprocessors
+    splits = stream_splits(x, weight, asked)
+    return choice.stream_loses(*sizes, multiprocessors, not last, splits, window, passes)
+
+
+def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
+    """Is an operand two float16? One is as exact as TF32, if eager runs that."""
+    runs_tf32 = asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
+    return x.dtype == torch.float32 and not runs_tf32
+
+
+def walk_text(dimensions: int) -> str:
+    """How a build's macros say it (`walk_defines`), as C++."""
+    plain, axes = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}, "DHW"[3 - dimensions :]
+    lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
+    own = ", ".join("{" + ", ".join(line) + "}" for line in lines)
+    return f"const conv::Walk walk{{{own}}};"
+
+
+def _stream(dimensions: int, takes: str) -> Mainloop:
+    axes = "DHW"[3 - dimensions :]
+    return Mainloop(
+        "stream",
+        takes,
+        dimensions,
+        ("conv/stream.cuh",),
+        f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
+        [
+            walk_text(dimensions),
+            "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
+            f"{', Pool' * (takes == 'windows')}>(y, x, weight, walk, tail, stream);",
+        ],
+        False,
+        _stream_obstacle,
+        lambda x, weight, dtypes, front, asked: tiling.stream_defines(
+            x, weight, asked.positions, stream_splits(x, weight, asked), bool(front is None or front.pooled)
+        ),
+        walks=True,
+    )
 
 
 # Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
@@ -448,23 +487,7 @@ MAINLOOPS = (
         _wide_obstacle,
         _wide_defines,
     ),
-    Mainloop(
-        "stream",
-        "elements",
-        2,
-        ("conv/stream.cuh",),
-        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
-        [
-            "const Scratch<uint32_t> largest_x(x.size(0), stream);",
-            "const conv::Walk walk{{STRIDE_H, STRIDE_W}, {BEFORE_H, BEFORE_W}, {BEHIND_H, BEHIND_W}, {DILATION_H, DILATION_W}};",
-            "conv::stream<Filter, conv::Operands<value_t, false>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST>(",
-            "    x, weight, walk, tail, store::Positions<output_t, LAST>{y}, largest_x, stream);",
-        ],
-        False,
-        _stream_obstacle,
-        lambda x, weight, dtypes, front, asked: tiling.stream_defines(x, weight, asked.positions),
-        walks=True,
-    ),
+    *[_stream(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
 )
 
 
@@ -495,7 +518,7 @@ def _source(segment, mainloop: Mainloop, front: Front, results: Sequence[Stored]
     stored = ", ".join(f"conv::Stored{{{name}, {tail}}}" for name, tail in tails.items())
     launch = [line.replace("{sinks}", sinks).replace("{stored}", stored) for line in mainloop.launch]
     pool = (
-        f"using Pool = pool::Windows<{', '.join(map(str, front.window))}, {front.reduction}>;"
+        f"using Pool = pool::Windows<{', '.join([front.reduction, *map(str, front.window)])}>;"
         if front.pooled
         else ""
     )
@@ -630,8 +653,8 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
-            _check_walk(segment, weight, mainloop)
             written = _written(segment, mainloop, exact_order, composed)
+            check_walk(segment, weight, mainloop, written.front)
             if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
@@ -680,7 +703,8 @@ def _walk(segment, weight: Tensor) -> Walk:
     return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
 
 
-def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
+def check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front | None = None) -> None:
+    """Raises Unsupported."""
     walk = _walk(segment, weight)
     if segment.conv.padding_mode != "zeros":
         raise Unsupported("the convolution pads with other values than zeros")
@@ -689,18 +713,30 @@ def _check_walk(segment, weight: Tensor, mainloop: Mainloop) -> None:
             raise Unsupported("the convolution has a stride, padding or dilation")
         return
     reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
-    if max(walk.stride) > 8 or max(*walk.before, *walk.behind, *reach) > 127:
-        raise Unsupported("the copy engine's strides go to 8, its offsets to 127")
+    window = front.window if front and front.pooled else (1,) * mainloop.dimensions
+    if None in window:
+        raise Unsupported("its windows have a size of their own")
+    most = 127 if mainloop.dimensions == 2 else 15
+    steps = [stride * extent for stride, extent in zip(walk.stride, window)]
+    if max(steps) > 8 or max(*walk.before, *walk.behind, *[a + 2 * b for a, b in zip(reach, steps)]) > most:
+        raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
 
 
 def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
     """What a mainloop is asked about."""
+    return x, weight, _dtypes(written, x, dtype), written.front, asked_of(segment, x, weight)
+
+
+def asked_of(segment, x: Tensor, weight: Tensor) -> Asked:
     sizes, walk = schedule.sizes_of(segment, x, weight), _walk(segment, weight)
-    settings = (
-        precision.Settings(walk.stride, walk.before, walk.dilation) if walk.before == walk.behind else None
-    )
-    asked = Asked(sizes.N * sizes.positions("e"), settings)
-    return x, weight, _dtypes(written, x, dtype), written.front, asked
+    same = walk.before == walk.behind
+    settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
+    return Asked(sizes.N * sizes.positions("e"), settings)
+
+
+def walk_defines(segment, weight: Tensor) -> dict[str, int]:
+    walk = _walk(segment, weight)._asdict().items()
+    return {f"{name.upper()}_{axis}": n for name, each in walk for axis, n in zip("WHD", reversed(each))}
 
 
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
@@ -708,8 +744,7 @@ def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -
     defines = written.mainloop.defines(*_given(written, segment, x, weight, dtype))
     defines |= schedule._defines(segment, x, dtype)
     if written.mainloop.walks:
-        for name, values in _walk(segment, weight)._asdict().items():
-            defines |= {f"{name.upper()}_{axis}": value for axis, value in zip("HW", values)}
+        defines |= walk_defines(segment, weight)
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,
@@ -796,7 +831,7 @@ def plan(
 
 
 def _given_last(arguments: Sequence) -> list:
-    return [arguments[0].permute(0, 2, 3, 1), *arguments[1:]]
+    return [arguments[0].movedim(1, -1), *arguments[1:]]
 
 
 def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
@@ -822,7 +857,7 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     found = plan.launch(_given_last(arguments) if plan.last else arguments)
     if plan.last:
-        return [found[0].permute(0, 3, 1, 2)]
+        return [found[0].movedim(-1, 1)]
     if plan.rest and not plan.rest.saving:
         return plan.rest.launch(arguments, found[0])[:1]
     if plan.copies:

@@ -1,4 +1,4 @@
-"""What torch's own convolution does, and when it serves: layouts, TF32, pieces of a batch, Winograd's way, its backward pass.
+"""What torch's own convolution does, and when it serves: layouts, TF32, pieces of a batch, Winograd's way.
 
 Convolutions here have stride 1, no padding and no bias. x is (N, channels in, …), weight (C, channels in, …), and the result
 (N, C, …), with spatial sizes size - kernel + 1.
@@ -116,41 +116,7 @@ def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
 # ------------------------------------------------------------------------------------------------------ the convolution
 
 
-def convolve(x: Tensor, weight: Tensor, layout: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """The convolution, run in `layout`: of shape (N, C, …) and in that layout."""
-    run = torch.conv2d if x.dim() == 4 else torch.conv3d
-    v = run(contiguous(x, layout), contiguous(weight, layout))
-    return v.contiguous(memory_format=layout)
-
-
-def winograd_applies(image: Tensor, filters: Tensor) -> bool:
-    """Is kernels/cpu/winograd.h faster than the library's convolution, and as exact? On a CPU, with 3×3 filters, and channels enough to make
-    transforming cheap. Up to 128 terms of a sum its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md).
-    """
-    if device_type(image) != "cpu" or image.dtype != torch.float32 or filters.shape[-2:] != (3, 3):
-        return False
-    suits = winograd_suits(math.prod(filters.shape[1:-2]), filters.shape[0])
-    return suits and min(image.shape[-2:]) >= WINOGRAD_SIDE and not is_channels_last(image, filters)
-
-
 def winograd_suits(terms: int, C: int) -> bool:
-    """… of so many terms a sum, to so many channels."""
+    """Is kernels/cpu/winograd.h faster than a CPU's library, and as exact, with 3×3 filters of so many terms a sum, to so many channels? Up to 128
+    terms its error is 1.2 times the library's on average, 1.7 at most (benchmarks/NOTES.md)."""
     return 8 <= terms <= 128 and C % 8 == 0
-
-
-def filter_sizes(image: Tensor, filters: Tensor) -> tuple[int, ...]:
-    """N, channels in and out, the image's spatial sizes and the filters' depth, as the CPU kernels take them of a 3-D convolution."""
-    return *image.shape[:2], len(filters), *image.shape[2:], filters.shape[2]
-
-
-def convolve_backward(
-    dv: Tensor, x: Tensor, weight: Tensor, layout: torch.memory_format, needs: list[bool]
-) -> list[Tensor | None]:
-    """Gradients of x, in eager's layout, and of weight, contiguous; None where needs[i] is False. The library computes in `layout`."""
-    mask, ones, zeros = [*needs[:2], False], [1] * (x.dim() - 2), [0] * (x.dim() - 2)
-    # Channels last the library also copies an operand that it has no need of, and does not look whether it was freed.
-    check_memory(*[t for t, need in zip((weight, x), mask) if need or layout != torch.contiguous_format])
-    operands = [t.contiguous(memory_format=layout) for t in (dv, x, weight)]
-    dx, dw, _ = torch.ops.aten.convolution_backward(*operands, None, ones, zeros, ones, False, zeros, 1, mask)
-    layout = result_format(x, weight, True)
-    return [dx.contiguous(memory_format=layout) if needs[0] else None, dw.contiguous() if needs[1] else None]

@@ -158,11 +158,9 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind):
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
         kept = _kept(graph, [root.node for root in roots.values()], z)
     given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
-    gate = (
-        _gate(graph, [root.node for root in roots.values()], z)
-        if z in kept and kind.device == "cuda"
-        else None
-    )
+    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept else None
+    if gate and kind.device == "cpu" and not source.is_drawn(gate[0]):
+        gate = None  # counting costs as much as what it may save
     if gate:
         given[gate[1]] = Array("kept_alive", "double", gate[1].space)
     past = _Past(graph, y, given)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import direct, schedule, source, tiling
+from . import direct, library, schedule, source, tiling
 from .algebra import reordered, statistics_of_v
 from .graph import ELEMENTS, order
 from .passes import Array, Key, Planes, Program, Root, Unsupported
@@ -39,14 +39,14 @@ _OWN_NAMES = set("x y weight stream number seed stored scratch next values geome
 
 
 class Convolving(NamedTuple):
-    """How a mainloop is launched with sinks. rate: products and sums a second; together: several sinks at once? channels: of which a block
+    """How a mainloop is launched with sinks. rate: products and sums a second; most: sinks at once; channels: of which a block
     makes one value by position; all: are there no more, is that the result? launch: (number of the pass, sinks) to lines that say in how many
     parts a channel is computed, and lines that launch."""
 
     headers: Sequence[str]
     declared: str
     rate: float
-    together: bool
+    most: int
     channels: int
     all: bool
     launch: Callable[[int, Sequence[Sink]], tuple[list[str], list[str]]]
@@ -132,13 +132,36 @@ def _wide(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
     return planned, [f"conv::wide<Build>({given});"]
 
 
+def _stream(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
+    def out(sink: Sink) -> str:
+        if sink.kind == "store":
+            return f"store::Positions<{sink.element}, false>{{{sink.array.name}}}"
+        if sink.kind == "channels":
+            return f"reduce::StreamChannels<{sink.reduction}>{{partial_{number}}}"
+        return f"reduce::StreamPositions<{sink.what}>{{{sink.array.name}, int(parts_{number})}}"
+
+    *more, last = sinks
+    besides = "true" if more or last.kind != "store" else "Operands::kSplit"
+    planned = [
+        f"constexpr int columns_{number} = conv::stream_columns<Filter, {besides}>(COLUMNS);",
+        f"const int64_t parts_{number} = conv::stream_parts(e_D * e_H * e_W, columns_{number});",
+    ]
+    of_more = [
+        f"conv::Sunk<{each.tail}, decltype({out(each)})>{{{local(each.tail)}, {out(each)}}}" for each in more
+    ]
+    behind = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
+    given = f"x, weight, walk, {local(last.tail)}, {out(last)}, {(*of_more, 'conv::NoSink{}')[0]}, largest, stream, {behind}"
+    kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, false"
+    return planned, [f"conv::stream<{kind}>({given});"]
+
+
 CONVOLVING = {
     "narrow2d": Convolving(
         ("reduce/narrow2d.cuh", "store/strips.cuh"),
         "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;\n"
         "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;",
         600e12,
-        True,
+        9,
         64,
         True,
         _narrow2d,
@@ -147,7 +170,7 @@ CONVOLVING = {
         ("reduce/narrow3d.cuh", "store/runs.cuh"),
         "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
         180e12,
-        True,
+        9,
         16,
         True,
         _narrow3d,
@@ -156,10 +179,19 @@ CONVOLVING = {
         ("conv/wide.cuh", "reduce/wide.cuh"),
         "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;",
         650e12,
-        False,
+        1,
         16,
         False,
         _wide,
+    ),
+    "stream": Convolving(
+        ("reduce/stream.cuh",),
+        "using Operands = conv::Operands<value_t, SPLIT>;\nusing Values = conv::Walked<Filter, value_t>;",
+        400e12,
+        2,
+        16,
+        False,
+        _stream,
     ),
 }
 
@@ -262,7 +294,7 @@ class _Composer:
                 own.add(key)
             if self.stored is not None and self.stored.op == "leaf":
                 own.store(self.stored, Array("stored", "value", ELEMENTS))
-            if len(own.sinks) > 1 and not self.convolving.together:
+            if len(own.sinks) > self.convolving.most:
                 raise Unsupported("several sinks at once")
             own.sinks.sort(key=lambda sink: sink.kind == "channels")  # those come last
             if sum(sink.kind == "channels" for sink in own.sinks) > 1:
@@ -329,7 +361,14 @@ class _Composer:
     def _sizes(self, numbers: Sequence[str]) -> list[str]:
         first = 3 - self.graph.dimensions
         extents = [f"e_{side} = x.size({2 + i}) - KERNEL_{side} + 1" for i, side in enumerate("DHW"[first:])]
+        if self.mainloop.walks:
+            sides = enumerate("DHW"[first:])
+            extents = [
+                f"e_{side} = conv::walked(walk, {first + i}, x.size({2 + i}), KERNEL_{side})"
+                for i, side in sides
+            ]
         lines = [
+            *[direct.walk_text(self.graph.dimensions)] * self.mainloop.walks,
             "const int64_t N = x.size(0), C = CHANNELS_OUT;",
             f"const int64_t {', '.join(['e_D = 1'] * first + extents)};",
         ]
@@ -340,11 +379,12 @@ class _Composer:
         levels = "e", *self.graph.levels
         lines += [f"const load::Extent extent_{name}(N, C, {name}_D, {name}_H, {name}_W);" for name in levels]
         lines += [f"const real {source.identifier(n)} = real({source.identifier(n)}_given);" for n in numbers]
-        lines.append("const Values values(x, weight);")
+        lines.append(f"const Values values(x, weight{', walk' * self.mainloop.walks});")
         if self.mainloop.name == "narrow2d":
             lines.append("const auto geometry = Tile::Geometry::of(x);")
-        if self.mainloop.name == "wide":
-            lines.append("const Scratch<int32_t> largest(N, stream);")
+        if self.mainloop.name in ("wide", "stream"):
+            kind = {"wide": "int32_t", "stream": "uint32_t"}[self.mainloop.name]
+            lines.append(f"const Scratch<{kind}> largest(N, stream);")
         return lines
 
     def _memory(self, results: Sequence[Array], parts: Mapping[int, Pass]) -> list[str]:
@@ -431,7 +471,10 @@ def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
     """Do more passes of products take less time than v's way to memory and back? About equal, they save its memory."""
     sizes = schedule.sizes_of(segment, x, weight)
     values = sizes.N * sizes.C * sizes.positions("e")
-    products = 3 if x.dtype == torch.float32 and mainloop.name != "wide" else 1
+    splits = mainloop.name != "wide" and x.dtype == torch.float32
+    if mainloop.name == "stream":
+        splits = direct.stream_splits(x, weight, direct.asked_of(segment, x, weight))
+    products = 3 if splits else 1
     again = (
         (passes - 1) * 2 * values * math.prod(weight.shape[1:]) * products / CONVOLVING[mainloop.name].rate
     )
@@ -443,7 +486,7 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if saving:
         raise Unsupported("backward needs v, which is not kept")
-    direct.check(segment, x, weight, dtype)
+    direct.check(segment, x, weight, dtype, walks=True)
     refused = []
     for mainloop in direct.MAINLOOPS:
         if (mainloop.dimensions, mainloop.takes) != (weight.dim() - 2, "elements"):
@@ -451,8 +494,9 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         if mainloop.name not in CONVOLVING:
             continue
         try:
+            direct.check_walk(segment, weight, mainloop)
             found = chosen(segment, mainloop, arguments, dtype, exact_order)
-            if (reason := _obstacle(mainloop, found, x, weight, dtype)) is None:
+            if (reason := _obstacle(mainloop, found, segment, x, weight, dtype)) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -470,13 +514,20 @@ def _shared(found: Composed, weight: Tensor, itemsize: int) -> int:
     return tiling.sinks_shared(weight, words, itemsize if stores else 0)
 
 
-def _obstacle(mainloop, found: Composed, x: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
+def _obstacle(
+    mainloop, found: Composed, segment, x: Tensor, weight: Tensor, dtype: torch.dtype
+) -> str | None:
     if mainloop.name == "narrow2d":
         return tiling.rows_obstacle(x, weight, _shared(found, weight, max(x.element_size(), dtype.itemsize)))
     if mainloop.name == "narrow3d":
         stores = any(sink.kind == "store" for own in found.parts.values() for sink in own.sinks)
         own = _STORES_SHARED if stores else _REDUCES_SHARED
         return tiling.volume_obstacle(x, weight, x.dtype, own, True)
+    if mainloop.name == "stream":
+        if library.is_channels_last(x):
+            return "x lies channels last"
+        asked, passes = direct.asked_of(segment, x, weight), len(found.parts)
+        return direct.stream_obstacle(x, weight, asked, passes=passes)
     return mainloop.obstacle(x, weight, [dtype], None, None)
 
 
@@ -492,7 +543,9 @@ def _build(mainloop, found: Composed, segment, arguments: Sequence, dtype: torch
         defines |= tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)}
         defines |= {"SINKS_SHARED": shared}
     else:
-        defines |= mainloop.defines(x, weight, [dtype], None, None)
+        defines |= mainloop.defines(x, weight, [dtype], None, direct.asked_of(segment, x, weight))
+    if mainloop.walks:
+        defines |= direct.walk_defines(segment, weight)
     name = f"sinks_{source.identifier(segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 

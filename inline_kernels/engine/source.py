@@ -519,12 +519,12 @@ class _Text:
             if node in seen or self._array(node):
                 continue
             seen.add(node)
-            if _is_gate(node) and _is_drawn(node):
-                gates |= {n for n in order([node]) if _is_gate(n) and _is_drawn(n)}
+            if _is_gate(node) and is_drawn(node):
+                gates |= {n for n in order([node]) if _is_gate(n) and is_drawn(n)}
                 stack.append(node.args[0])
             else:
                 stack += node.args
-        return set() if any(n.op == "leaf" and _is_drawn(n) for n in seen) else gates
+        return set() if any(n.op == "leaf" and is_drawn(n) for n in seen) else gates
 
     def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
         """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
@@ -789,7 +789,7 @@ def _is_gate(node: Node) -> bool:
     return node.op == "where" and node.space == ELEMENTS and zero
 
 
-def _is_drawn(node: Node) -> bool:
+def is_drawn(node: Node) -> bool:
     return any(n.op == "leaf" and n.attr[1] == "drawn" for n in order([node]))
 
 

@@ -319,23 +319,24 @@ def stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
     """Of a convolution by kernels/conv/stream.cuh."""
     yield from _fused_obstacles(x, dtype)
     yield capability(x) != (9, 0), "it needs a GPU of compute capability 9.0"
-    yield weight.shape[1] < 16, "it takes 16 channels in or more"
 
 
 def stream_takes_last(x: Tensor) -> bool:
     """Is x an operand as it lies, channels last?"""
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return last and x.element_size() == 2 and x.shape[1] % 8 == 0
+    from . import library  # which asks here
+
+    return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
 
 
-def stream_defines(x: Tensor, weight: Tensor, positions: int) -> dict[str, int]:
-    """positions: of all results."""
+def stream_defines(x: Tensor, weight: Tensor, positions: int, split: bool, pools: bool) -> dict[str, int]:
+    """positions: of all results. split: are operands two float16 each? pools: are windows of v pooled?"""
     device = device_properties(x.device.index)
-    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors
+    given = x.shape, weight.shape, positions, x.element_size(), device.multiprocessors, split, pools
     known = {"COLUMNS": choice.stream_columns(*given)[0], "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
     return (
         spatial_defines(weight.shape)
         | known
+        | {"SPLIT": int(split)}
         | {"LAST": int(stream_takes_last(x)), "SHARED_LIMIT": device.shared}
     )
 

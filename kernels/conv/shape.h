@@ -3,9 +3,14 @@
 
 namespace conv {
 
-// A 2-D one: channels in and out; rows and columns of a filter.
-template <int kIn_, int kOut_, int kHeight_, int kWidth_> struct Filter {
-  static constexpr int kIn = kIn_, kOut = kOut_, kHeight = kHeight_, kWidth = kWidth_, kTaps = kHeight * kWidth;
+// Channels in and out; a filter's extents, (depth,) rows, columns.
+template <int kIn_, int kOut_, int... kExtents> struct Filter {
+  static constexpr int kDims = sizeof...(kExtents);
+  static_assert(kDims == 2 || kDims == 3);
+  static constexpr int kExtent[] = {kExtents...};
+  static constexpr int kIn = kIn_, kOut = kOut_, kTaps = (kExtents * ...);
+  static constexpr int kDepth = kDims == 3 ? kExtent[0] : 1, kHeight = kExtent[kDims - 2],
+                       kWidth = kExtent[kDims - 1];
 };
 
 }  // namespace conv

@@ -1,10 +1,10 @@
-// A 2-D convolution of 16 and more channels, of any size, with padding, stride and dilation: a tail of v =
-// conv2d(x, weight), which is never written, to a sink, on compute capability 9.0. Operands as in
-// conv/wide.cuh, but that none is split.
+// A 2-D or 3-D convolution of any size, with padding, stride and dilation: a tail of v = conv(x, weight), which
+// is never written, to a sink, on compute capability 9.0. Operands as in
+// conv/wide.cuh.
 //
 //   conv/stream_operands.cuh  sizes, packing
 //   conv/stream_sm90.cuh      the convolution
-//   store/positions.cuh       sinks
+//   store/positions.cuh, reduce/stream.cuh   sinks
 //
 // Bytes at (128, 256, 28, 28), 3×3, 256 channels out, bfloat16, channels last: 51 MB read, 51 MB written.
 // Bound: 118 GFLOP, 0.15 ms at 800 TFLOP/s.
@@ -15,73 +15,155 @@
 
 namespace conv {
 
-// v (N, kOut, OH, OW) one by one (conv/exact.cuh).
+// Results along an axis.
+inline int walked(const Walk& walk, int axis, int64_t size, int taps) {
+  const int64_t left = size + walk.before[axis] + walk.behind[axis] - (taps - 1) * walk.dilation[axis] - 1;
+  return int(left < 0 ? 0 : left / walk.stride[axis] + 1);
+}
+
+// v (N, kOut, (OD,) OH, OW) one by one (conv/exact.cuh). Extents: planes, rows, columns.
 template <class Filter, class T> struct Walked {
   static constexpr int kOut = Filter::kOut;
   const T *x, *weight;
-  int H, W, OH, OW;
+  int extents[3], OD, OH, OW;
   Walk walk;
-  HOST_DEVICE int64_t positions() const { return int64_t(OH) * OW; }
+  Walked(const In<T>& x, const In<T>& weight, const Walk& walk)
+      : x(x), weight(weight), extents{x.dims == 5 ? int(x.size(2)) : 1, int(x.size(-2)), int(x.size(-1))},
+        OD(walked(walk, 0, extents[0], Filter::kDepth)), OH(walked(walk, 1, extents[1], Filter::kHeight)),
+        OW(walked(walk, 2, extents[2], Filter::kWidth)), walk(walk) {}
+  HOST_DEVICE int64_t positions() const { return int64_t(OD) * OH * OW; }
   __device__ float operator()(int64_t n, int c, int64_t position) const {
-    const int top = int(position / OW) * walk.stride[0] - walk.before[0],
-              left = int(position % OW) * walk.stride[1] - walk.before[1];
+    const int64_t line = position / OW;
+    const int first[] = {int(line / OH) * walk.stride[0] - walk.before[0],
+                         int(line % OH) * walk.stride[1] - walk.before[1],
+                         int(position % OW) * walk.stride[2] - walk.before[2]};
     const T* filter = weight + int64_t(c) * Filter::kIn * Filter::kTaps;
     float sum = 0.f;
 #pragma unroll 1
     for (int k = 0; k < Filter::kIn; k++)
 #pragma unroll 1
       for (int tap = 0; tap < Filter::kTaps; tap++, filter++) {
-        const int row = top + tap / Filter::kWidth * walk.dilation[0],
-                  column = left + tap % Filter::kWidth * walk.dilation[1];
-        if (row < 0 || row >= H || column < 0 || column >= W) continue;
-        sum = fmaf(float(x[((n * Filter::kIn + k) * H + row) * W + column]), float(*filter), sum);
+        const int of[] = {tap / Filter::kWidth / Filter::kHeight, tap / Filter::kWidth % Filter::kHeight,
+                          tap % Filter::kWidth};
+        int64_t at = n * Filter::kIn + k;
+        bool inside = true;
+#pragma unroll
+        for (int d = 0; d < 3; d++) {
+          const int place = first[d] + of[d] * walk.dilation[d];
+          inside &= place >= 0 && place < extents[d];
+          at = at * extents[d] + place;
+        }
+        if (inside) sum = fmaf(float(x[at]), float(*filter), sum);
       }
     return sum;
   }
 };
 
-// Samples that a float16 can't hold are computed again, by plain sums (conv/exact.cuh). x (N, C, H, W), or
-// channels last, (N, H, W, C), where kLast; largest (N) becomes the bits of each sample's
-// largest finite magnitude. Where channels last values are operands as they are, C is a multiple of 8.
+// What a tail makes of windows of those: y (N, kOut, …).
+template <class Values, class Pool, class T, class Tail> struct WalkedWindows {
+  Values v;
+  T* y;
+  Tail tail;
+  int PD, PH, PW;
+  HOST_DEVICE int64_t windows() const { return int64_t(PD) * PH * PW; }
+  HOST_DEVICE int64_t results() const { return Values::kOut * windows(); }  // of a sample
+  __device__ void operator()(int64_t n, int64_t i) const {
+    const int c = int(i / windows()), at = int(i % windows()), line = at / PW;
+    const auto channel = tail.channel(n, c);
+    const auto of = [&](int plane, int row, int column) {
+      return tail.before(v(n, c, (int64_t(plane) * v.OH + row) * v.OW + column), channel);
+    };
+    float pooled = 0;
+#pragma unroll 1
+    for (int element = 0; element < Pool::kArea; element++) {
+      const int row = element / Pool::kWidth;
+      const float value = of(line / PH * Pool::kDepth + row / Pool::kHeight,
+                             line % PH * Pool::kHeight + row % Pool::kHeight,
+                             at % PW * Pool::kWidth + element % Pool::kWidth);
+      pooled = element == 0 ? value : Pool::Reduction::merge(pooled, value);
+    }
+    y[n * results() + i] = T(tail.after(pooled, channel));
+  }
+};
+
+// Columns of a consumer: else too few stages fit, or sums of a step beside those of all, or results beside sums.
+template <class Filter, bool kBesides> constexpr int stream_columns(int columns) {
+  const int most = kBesides ? kMostReduced : Filter::kOut > 64 ? 256 : 192;
+  return columns < most ? columns : most;
+}
+// Warps' shares of a sample's positions, at most.
+inline int64_t stream_parts(int64_t positions, int columns) { return (positions + columns - 1) / columns + 1; }
+
+// x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each
+// sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
+// operands as they are, C is a multiple of 8. behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          class Tail, class Out>
+          class Pool = Unpooled, class Tail, class Out, class More, class Behind>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
-            const Tail& tail, const Out& out, uint32_t* largest, cudaStream_t stream) {
+            const Tail& tail, const Out& out, const More& more, uint32_t* largest, cudaStream_t stream,
+            const Behind& behind) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
-  constexpr int kOwn = kBlockChannels == 64 && kColumns == 256 ? 192 : kColumns;  // else too few stages fit
+  constexpr bool kBesides = Operands::kSplit || Pool::kArea > 1 || Out::kReduces || More::kExists;
+  constexpr int kOwn = stream_columns<Filter, kBesides>(kColumns);
   using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead>;
-  using Loop = StreamSm90<Conv, Tail, Out, kSharedLimit>;
+  using Loop = StreamSm90<Conv, Pool, Tail, Out, More, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
   static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
-  expect(x.dims == 4 && x.size(kLast ? 3 : 1) == Filter::kIn,
+  expect(x.dims == Filter::kDims + 2 && x.size(kLast ? -1 : 1) == Filter::kIn,
          "an image of the channels that are compiled for");
-  const int64_t N = x.size(0), H = x.size(kLast ? 1 : 2), W = x.size(kLast ? 2 : 3);
-  const auto extent = [&](int d, int64_t size, int taps) {
-    return (size + walk.before[d] + walk.behind[d] - (taps - 1) * walk.dilation[d] - 1) / walk.stride[d] + 1;
-  };
-  const int64_t OH = extent(0, H, Filter::kHeight), OW = extent(1, W, Filter::kWidth);
+  const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
+  const int window[] = {Pool::kDepth, Pool::kHeight, Pool::kWidth};
+  int64_t sizes[] = {1, 1, 1}, results[3];
+  Walk outputs = walk;
+  const int64_t N = x.size(0);
+  for (int d = 0; d < 3; d++) {
+    if (d >= 3 - Filter::kDims) sizes[d] = x.size(d - 3 - kLast);
+    const int reach = (taps[d] - 1) * walk.dilation[d];
+    results[d] = walked(walk, d, sizes[d], taps[d]) / window[d];
+    expect(results[d] > 0, "an image that the filter and a window fit into");
+    if (window[d] == 1) continue;
+    // The last window's first element is the last pixel to begin at.
+    outputs.stride[d] = walk.stride[d] * window[d];
+    outputs.behind[d] = int((results[d] - 1) * outputs.stride[d] - walk.before[d] - (sizes[d] - 1)) + reach;
+  }
+  const auto [D, H, W] = sizes;
+  const auto [OD, OH, OW] = results;
   // Counted in int, two tiles beyond the last position, too.
-  expect(OH > 0 && OW > 0 && N * OH * OW < (int64_t(1) << 31) - 1024, "sizes that are counted in int");
+  expect(N * OD * OH * OW < (int64_t(1) << 31) - 1024, "sizes that are counted in int");
   if (N == 0) return;
 
   const Scratch<int32_t> exponents(Loop::kPaddedOut, stream);
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
   pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(
       packed_weight, exponents, largest, weight, N);
-  const Scratch<uint4> packed(kLast ? 0 : N * H * W * (Loop::kPaddedIn / 8), stream);
+  const Scratch<uint4> packed(kLast ? 0 : N * D * H * W * (Loop::kPixel / 8), stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
-  else pack_image<Conv>(packed, largest, x, N, H * W, stream);
-  const int taps[] = {Filter::kHeight, Filter::kWidth};
-  const ImageMap image = image_map(operands, N, H, W, Loop::kPaddedIn, taps, walk, Loop::kFetched);
-  convolve_stream<Loop>(image, {out, packed_weight, exponents, largest, tail, int(N), int(OH), int(OW), walk},
-                        stream);
-  if constexpr (Operands::kScaled) {
-    static_assert(!kLast && !Out::kLast, "in planes");
-    using Values = Walked<Filter, typename Operands::value_t>;
-    const Values v{x.data, weight.data, int(H), int(W), int(OH), int(OW), walk};
-    exact(Doubts{largest, 1, exponents, Loop::kPaddedOut}, N, each_value(v, out.y, tail), stream);
-  }
+  else pack_image<Conv>(packed, largest, x, N, D * H * W, stream);
+  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, D, H, W, Loop::kPixel, taps, outputs,
+                                                            Loop::kFetched);
+  convolve_stream<Loop>(
+      image, {out, more, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), outputs,
+              {walk.stride[0], walk.stride[1], walk.stride[2]}}, stream);
+  if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Loop::kPaddedOut});
+}
+
+// y = tail(conv(x, weight)), or what it makes of windows of that, right for all values of x and weight.
+template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
+          class Pool = Unpooled, class Tail, class T>
+void streamed(const Out<T>& y, const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight,
+              const Walk& walk, const Tail& tail, cudaStream_t stream) {
+  using Values = Walked<Filter, typename Operands::value_t>;
+  const Scratch<uint32_t> largest(x.size(0), stream);
+  const store::Positions<T, kLast> out{y};
+  conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, Pool>(
+      x, weight, walk, tail, out, NoSink{}, largest, stream, [&](const Doubts& doubts) {
+        static_assert(!kLast || !Operands::kScaled, "in planes");
+        const Values v(x, weight, walk);
+        if constexpr (Pool::kArea == 1) exact(doubts, x.size(0), each_value(v, y.data, tail), stream);
+        else exact(doubts, x.size(0), WalkedWindows<Values, Pool, T, Tail>{v, y.data, tail, v.OD / Pool::kDepth,
+                   v.OH / Pool::kHeight, v.OW / Pool::kWidth}, stream);
+      });
 }
 
 }  // namespace conv

@@ -1,10 +1,10 @@
 // What the mainloop of conv/stream.cuh multiplies: sizes, and the packing of x and weights as the copy engine
 // and tensor cores want them.
 //
-//   x        (N, H, W, C) of operands, C padded to a multiple of 8; where it is that already, it is not
-//            packed
-//   weights  [channel block][group of 64 channels in][tap] of a stage's operand, kBlockChannels rows of 64
-//            values, swizzled (core/tensor_core.cuh)
+//   x        (N, (D,) H, W, kPixel) of operands: C padded to a multiple of 8; where it is that already, it is
+//            not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8 where that is all
+//   weights  [channel block][group of kGroup operands of a pixel][tap], kBlockChannels rows of kWeightRow
+//            values, swizzled (core/tensor_core.cuh): as a pixel's; beside 8 and 8, [high, high, low, 0]
 // float32 is scaled as conv/wide_operands.cuh says; samples which the first scale does not fit are packed
 // once more.
 #pragma once
@@ -17,26 +17,56 @@ namespace conv {
 // Its block's other consumer computes other channels at the same positions, where a block has kBlockChannels
 // = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
 // both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
+//
+// A step of K is a tap of a group of 64 channels; of few channels it is kSlabs taps of all of them.
 template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_>
 struct Stream : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
   static constexpr bool kTransposed = false;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
-  static constexpr int kKernelH = Filter::kHeight, kKernelW = Filter::kWidth, kTaps = Filter::kTaps;
-  static constexpr int kGroup = 64, kGroups = ceil_div(kChannelsIn, kGroup), kSteps = kGroups * kTaps;
-  // Products of depth 16 for a tap: of a group, and of the last one.
-  static constexpr int kProducts = 4, kLastProducts = ceil_div(kChannelsIn - (kGroups - 1) * kGroup, 16);
+  static constexpr int kDims = Filter::kDims, kTaps = Filter::kTaps;
+  // Of a part's neighbours; a pixel's operands, and those of a group.
+  static constexpr int kParts = Operands::kParts, kBeside = kParts == 1 || kChannelsIn <= 8 ? 8 : 16;
+  static constexpr int kPixel = ceil_div(kChannelsIn, kBeside) * kBeside * kParts;
+  static constexpr int kGroup = kPixel > 32 ? 64 : kPixel > 16 ? 32 : 16;
+  static constexpr int kGroups = ceil_div(kPixel, kGroup), kSlabs = 64 / kGroup;
+  static constexpr int kSteps = ceil_div(kGroups * kTaps, kSlabs);
+  static constexpr int kLastSlabs = kGroups * kTaps - (kSteps - 1) * kSlabs;  // of the last step
+  // Sixteens of channels of a group, and of the last one; products of depth 16 for each, and where their
+  // operands lie, in sixteens of values: weights' and x's.
+  static constexpr int kDepth = kParts == 1 || kBeside == 8 ? 16 : 32;
+  static constexpr int kDeep = kGroup / kDepth, kLastDeep = ceil_div(kPixel - (kGroups - 1) * kGroup, kDepth);
+  static constexpr int kProducts = kParts == 1 ? 1 : kBeside == 8 ? 2 : 3;
+  static HOST_DEVICE constexpr int of_weight(int product) { return product == 1; }
+  static HOST_DEVICE constexpr int of_image(int product) { return product == 2; }
+  static constexpr int kWeightRow = kParts == 2 && kBeside == 8 ? 2 * kGroup : kGroup;
   static constexpr int kBlockChannels = kBlockChannels_, kColumns = kColumns_, kCluster = kCluster_;
   static constexpr int kLead = kLead_ < kSteps ? kLead_ : kSteps;
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
-  static constexpr int kPaddedIn = ceil_div(kChannelsIn, 8) * 8;
   static constexpr int kTilePositions = kColumns * 128 / kBlockChannels;
-  static constexpr int kWeightBytes = kBlockChannels * kGroup * 2;   // of a stage
-  static constexpr int kImageBytes = kTilePositions * kGroup * 2;    // of a stage
-  static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kSteps * kWeightBytes / 16;  // uint4
-  static_assert(!Operands::kSplit && (kBlockChannels == 64 || kBlockChannels == 128) && kColumns % 64 == 0);
+  static constexpr int kWeightBytes = kBlockChannels * kWeightRow * 2;   // of a tap of a group
+  static constexpr int kImageBytes = kTilePositions * kGroup * 2;    // of that
+  static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kGroups * kTaps * kWeightBytes / 16;  // uint4
+  static_assert((kBlockChannels == 64 || kBlockChannels == 128) && kColumns % 64 == 0);
+
+  // Eights of channels of a pixel; where the first part of one lies, in units of 16 bytes, and the next part.
+  static constexpr int kEights = kPixel / kParts / 8, kPartPitch = kBeside / 8;
+  static HOST_DEVICE constexpr int unit_of(int eight) {
+    return eight / kPartPitch * (kPartPitch * kParts) + eight % kPartPitch;
+  }
+  // What a row of weights has at place k of a group: the channel, and which part, or kParts for zero.
+  struct Entry { int channel, part; };
+  static __device__ __forceinline__ Entry entry(int group, int k) {
+    if (kParts == 1) return {group * kGroup + k, 0};
+    if (kBeside == 8) return {k % 8, k < 16 ? 0 : k < 24 ? 1 : 2};
+    return {group * (kGroup / 2) + k / 32 * 16 + k % 16, k / 16 % 2};
+  }
+  // An infinite magnitude marks a sample that is computed again.
+  static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
+    return largest >= __float_as_uint(INFINITY) ? Operands::kFirstExponent : Operands::sample_exponent(largest);
+  }
 };
 
 // --------------------------------------------------------------------------------------------------- weights
@@ -60,19 +90,21 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
     if (threadIdx.x == 0) exponents[channel] = exponent;
   }
   const int block = channel / kBlockChannels, row = channel % kBlockChannels;
-  for (int i = threadIdx.x; i < Conv::kSteps * 8; i += kPackThreads) {
-    const int unit = i / kTaps, tap = i % kTaps, step = unit / 8 * kTaps + tap;
+  constexpr int kUnits = Conv::kWeightRow / 8;  // of a row
+  for (int i = threadIdx.x; i < Conv::kGroups * kTaps * kUnits; i += kPackThreads) {
+    const int unit = i / kTaps, tap = i % kTaps, group = unit / kUnits;
     union { typename Conv::operand_t values[8]; uint4 all; } pack;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      const int c = unit * 8 + k;
-      float value =
-          real && c < Conv::kChannelsIn ? float(weight[weight_index<Conv>(channel, c, tap)]) : 0.f;
+      const auto [c, part] = Conv::entry(group, unit % kUnits * 8 + k);
+      float value = real && c < Conv::kChannelsIn && part < Conv::kParts
+                        ? float(weight[weight_index<Conv>(channel, c, tap)])
+                        : 0.f;
       if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
-      pack.values[k] = typename Conv::operand_t(value);
+      pack.values[k] = Conv::split(value).part[part % Conv::kParts];
     }
-    const int64_t stage = (int64_t(block) * Conv::kSteps + step) * kBlockChannels;
-    packed[(stage + row) * 8 + (unit % 8 ^ row % 8)] = pack.all;
+    const int64_t first = (int64_t(block) * (Conv::kGroups * kTaps) + group * kTaps + tap) * kBlockChannels;
+    packed[(first + row) * kUnits + swizzled<Conv::kWeightRow>(row, unit % kUnits)] = pack.all;
   }
 }
 
@@ -80,14 +112,16 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
 
 constexpr int kImageThreads = 256, kImagePatch = 64;  // channels and positions of a block
 
-// x (N, kChannelsIn, S) to packed (N, S, kPaddedIn) under the scale 2^kFirstExponent, and largest[n] = the
-// bits of the largest finite magnitude of sample n. Grid: positions, channels, samples.
+// x (N, kChannelsIn, S) to packed (N, S, kPixel) under the scale 2^kFirstExponent, and largest[n] = the bits of
+// the largest magnitude of sample n; where operands are single, the largest finite one. Grid: positions, channels,
+// samples.
 template <class Conv>
 __global__ void __launch_bounds__(kImageThreads)
 pack_image_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, int64_t S) {
 #if __CUDA_ARCH__ >= 800
   constexpr int kPitch = kImagePatch / 2 + 1;  // words of two channels; no conflicts
-  __shared__ uint32_t patch[kImagePatch * kPitch];
+  constexpr int kParts = Conv::kParts;
+  __shared__ uint32_t patch[kParts][kImagePatch * kPitch];
   using operand_t = typename Conv::operand_t;
   const int first_channel = blockIdx.y * kImagePatch, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first = int64_t(blockIdx.x) * kImagePatch;
@@ -102,27 +136,35 @@ pack_image_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t
     }
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
-      union { operand_t two[2]; uint32_t word; } pack;
+      union { operand_t two[2]; uint32_t word; } pack[kParts];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         float v = value[i + half];
         if constexpr (Conv::kScaled) {
-          largest_magnitude = larger_magnitude(largest_magnitude, v);
+          largest_magnitude = kParts == 1 ? larger_magnitude(largest_magnitude, v)
+                                          : fmaxf(largest_magnitude, fabsf(v));
           v = Conv::scaled(v, power_of_two(Conv::kFirstExponent));
         }
-        pack.two[half] = operand_t(v);
+        const auto parts = Conv::split(v);
+#pragma unroll
+        for (int part = 0; part < kParts; part++) pack[part].two[half] = parts.part[part];
       }
-      patch[(i / 2 % 2 * 32 + lane) * kPitch + i / 4 * 8 + warp] = pack.word;
+#pragma unroll
+      for (int part = 0; part < kParts; part++)
+        patch[part][(i / 2 % 2 * 32 + lane) * kPitch + i / 4 * 8 + warp] = pack[part].word;
     }
     if constexpr (Conv::kScaled) raise_largest(largest + n, largest_magnitude);
     __syncthreads();  // the patch is there
 #pragma unroll
     for (int i = threadIdx.x; i < kImagePatch * 8; i += kImageThreads) {
-      const int position = i / 8, unit = i % 8, channel = first_channel + unit * 8;
-      const uint32_t* const from = patch + position * kPitch + unit * 4;
-      if (first + position < S && channel < Conv::kPaddedIn)
-        packed[((n * S + first + position) * Conv::kPaddedIn + channel) / 8] =
-            make_uint4(from[0], from[1], from[2], from[3]);
+      const int position = i / 8, eight = first_channel / 8 + i % 8;
+      if (first + position >= S || eight >= Conv::kEights) continue;
+      uint4* const to = packed + (n * S + first + position) * (Conv::kPixel / 8) + Conv::unit_of(eight);
+#pragma unroll
+      for (int part = 0; part < kParts; part++) {
+        const uint32_t* const from = patch[part] + position * kPitch + i % 8 * 4;
+        to[part * Conv::kPartPitch] = make_uint4(from[0], from[1], from[2], from[3]);
+      }
     }
     __syncthreads();  // it has been read
   }
@@ -138,8 +180,8 @@ __global__ void __launch_bounds__(kImageThreads)
   for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
     const int exponent = Conv::sample_exponent(largest[n]);
     if (exponent == Conv::kFirstExponent) continue;
-    const int64_t units = S * Conv::kPaddedIn / 8, stride = int64_t(gridDim.x) * kImageThreads;
-    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < units; i += stride) {
+    const int64_t eights = S * Conv::kEights, stride = int64_t(gridDim.x) * kImageThreads;
+    for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < eights; i += stride) {
       const int64_t channel = i / S * 8, position = i % S;
       float value[8];
 #pragma unroll
@@ -148,7 +190,8 @@ __global__ void __launch_bounds__(kImageThreads)
         const float v = real ? float(x[(n * Conv::kChannelsIn + channel + c) * S + position]) : 0.f;
         value[c] = Conv::scaled(v, power_of_two(exponent));
       }
-      Conv::pack_pixel(packed + (n * S + position) * (Conv::kPaddedIn / 8) + channel / 8, 0, value);
+      Conv::pack_pixel(packed + (n * S + position) * (Conv::kPixel / 8) + Conv::unit_of(channel / 8),
+                       Conv::kPartPitch, value);
     }
   }
 #endif
@@ -160,7 +203,7 @@ template <class Conv>
 void pack_image(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, int64_t S,
                 cudaStream_t stream) {
   const unsigned samples = N < 65535 ? N : 65535;
-  const dim3 grid((S + kImagePatch - 1) / kImagePatch, ceil_div(Conv::kPaddedIn, kImagePatch), samples);
+  const dim3 grid((S + kImagePatch - 1) / kImagePatch, ceil_div(Conv::kEights * 8, kImagePatch), samples);
   pack_image_kernel<Conv><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, S);
   const dim3 repack_grid(32, samples);
   if constexpr (Conv::kScaled)

@@ -1,6 +1,6 @@
 // A convolution as an implicit GEMM by wgmma, on compute capability 9.0 (sm_90a), whose operands stream
 // through shared memory: M = channels out, N = positions of all samples, one behind the other, K = groups of
-// 64 channels in × taps.
+// up to 64 channels in × taps.
 //
 // Blocks are persistent, and share all tiles. Three warpgroups of a block are specialised:
 //   producer   one thread, which has the copy engine fill the stages of a pipeline: of a step of K the
@@ -12,41 +12,73 @@
 // at different ones. Each fetches half of what both need, for both: what a multiprocessor reads of the L2
 // cache is the limit otherwise, 48 bytes a cycle for 128 channels × 256 positions, with that 32 or 40.
 //
+// Where windows of v are pooled, positions are windows, and a tile is computed once for each of a window's elements,
+// all of which a thread then has.
+//
 // Positions, and tiles, are counted in int.
 #pragma once
 #include "conv/stream_operands.cuh"
 #include "conv/tail.cuh"
 #include "conv/wide_sm90_stages.cuh"
+#include "pool/reduction.cuh"
 #include "store/positions.cuh"
 
 namespace conv {
 
-// What the mainloop works on; `image`, a parameter of its own, is x.
-template <class Conv, class Tail, class Out> struct StreamArguments {
+// Windows of one element: tail(v, channel) is the result. Else the result is tail.after(windows of
+// tail.before(v, channel), channel).
+struct Unpooled {
+  static constexpr int kDepth = 1, kHeight = 1, kWidth = 1, kArea = 1;
+};
+
+// A tail, and the sink that takes its results.
+template <class Tail_, class Out_> struct Sunk {
+  using Tail = Tail_;
+  using Out = Out_;
+  static constexpr bool kExists = true;
+  Tail tail;
   Out out;
+};
+struct NoSink {
+  struct Out {
+    static constexpr int kWarpBytes = 0;
+    static constexpr bool kReduces = false;
+  };
+  static constexpr bool kExists = false;
+};
+constexpr int kMostReduced = 128;  // of a consumer's columns, where results are reduced or two tails have some
+
+// What the mainloop works on; `image`, a parameter of its own, is x. `more` takes v before `out`.
+template <class Conv, class Tail, class Out, class More> struct StreamArguments {
+  Out out;
+  More more;
   const uint4* packed_weight;
   const int32_t* exponents;  // (kPaddedOut): weights are scaled by 2^exponent
   const uint32_t* largest;   // (N): the bits of each sample's largest finite magnitude
   Tail tail;
-  int N, OH, OW;  // of the output
-  Walk walk;
+  int N, OD, OH, OW;  // of the output
+  Walk walk;          // from one output to the next
+  int step[3];        // from one element of a window to the next
 
-  HOST_DEVICE int sample() const { return OH * OW; }  // positions
+  HOST_DEVICE int sample() const { return OD * OH * OW; }  // positions
   HOST_DEVICE int positions() const { return N * sample(); }
 };
 
-template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90 : Conv {
-  using Arguments = StreamArguments<Conv, Tail, Out>;
+template <class Conv, class Pool, class Tail, class Out, class More, int kSharedLimit>
+struct StreamSm90 : Conv {
+  using Arguments = StreamArguments<Conv, Tail, Out, More>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
-      Conv::kFirstExponent, Conv::kGroups, Conv::kImageBytes, Conv::kKernelH, Conv::kKernelW,
-      Conv::kLastProducts, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSteps, Conv::kTaps,
-      Conv::kTilePositions, Conv::kWeightBytes;
-  using typename Conv::operand_t;
+      Conv::kDeep, Conv::kDepth, Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
+      Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs,
+      Conv::kSteps, Conv::kTaps, Conv::kTilePositions, Conv::kWeightBytes, Conv::kWeightRow;
+  using typename Conv::Filter, typename Conv::operand_t;
+  using Image = ImageMap<Conv::kDims, kGroup>;
 
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr bool kHalves = kBlockChannels == 64;  // has a consumer half of a tile's positions?
   static constexpr int kTiles = kColumns / 8;            // of a consumer, 8 positions each
+  static constexpr bool kPools = Pool::kArea > 1;
   // Do a cluster's blocks differ in their channels? Else in their positions.
   static constexpr bool kByChannels = kCluster > 1 && kChannelBlocks % kCluster == 0;
   static constexpr int kChannelUnits = kByChannels ? kChannelBlocks / kCluster : kChannelBlocks;
@@ -54,9 +86,10 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static constexpr int kFetched =
       kByChannels ? kTilePositions / kCluster : kTilePositions;  // by a block, of an image
 
-  // Shared memory: stages of weights and image, staging, barriers.
-  static constexpr int kStageBytes = kWeightBytes + kImageBytes;
-  static constexpr int kStagingBytes = kConsumers * 4 * Out::kWarpBytes;
+  // Shared memory: stages of weights and image, kSlabs each; staging, barriers.
+  static constexpr int kImageAt = kSlabs * kWeightBytes, kStageBytes = kImageAt + kSlabs * kImageBytes;
+  static constexpr int kWarpBytes = Out::kWarpBytes > More::Out::kWarpBytes ? Out::kWarpBytes : More::Out::kWarpBytes;
+  static constexpr int kStagingBytes = kConsumers * 4 * kWarpBytes;
   static constexpr int kStages = (kSharedLimit - kStagingBytes - 256) / kStageBytes;
   static constexpr int kStagingAt = kStages * kStageBytes, kBarriersAt = kStagingAt + kStagingBytes;
   static constexpr int kSharedBytes = kBarriersAt + 2 * kStages * 8;
@@ -100,52 +133,66 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   };
 
   // One thread: fills stages, tile by tile, step by step.
-  static __device__ __forceinline__ void produce(const Arguments& args, const ImageMap& image,
+  static __device__ __forceinline__ void produce(const Arguments& args, const Image& image,
                                                  const Barriers& barriers, uint8_t* shared, int rank) {
     constexpr uint16_t kAll = (1 << kCluster) - 1;
     constexpr bool kSharesWeights = kCluster > 1 && !kByChannels;
-    constexpr int kWeightShare = kSharesWeights ? kWeightBytes / kCluster : kWeightBytes;
     PipelineState<kStages> next;
     const int clusters = gridDim.x / kCluster, S = args.sample();
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
       const Tile tile(unit, rank);
-      const int from = tile.position + (kByChannels ? rank * kFetched : 0), n = from / S,
-                row = from % S / args.OW;
-      const Pixel first{n, row * args.walk.stride[0] - args.walk.before[0],
-                        from % args.OW * args.walk.stride[1] - args.walk.before[1]};
-      const uint8_t* weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
-                               int64_t(tile.channel_block) * kSteps * kWeightBytes +
-                               (kSharesWeights ? rank * kWeightShare : 0);
+      const int from = tile.position + (kByChannels ? rank * kFetched : 0), row = from / args.OW;
+      const auto begins = [&](int d, int at) { return at * args.walk.stride[d] - args.walk.before[d]; };
+      const Pixel first{from / S, begins(0, row / args.OH % args.OD), begins(1, row % args.OH),
+                        begins(2, from % args.OW)};
+      const uint8_t* const weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
+                                     int64_t(tile.channel_block) * (kGroups * kTaps) * kWeightBytes;
 #pragma unroll 1
-      for (int group = 0; group < kGroups; group++) {
+      for (int i = 0; i < Pool::kArea * kSteps; i++, next.advance()) {
+        const int element = i / kSteps, step = i % kSteps;
+        uint8_t* const stage = shared + next.stage * kStageBytes;
+        uint64_t* const full = barriers.full + next.stage;
+        const int slabs = step < kSteps - 1 ? kSlabs : kLastSlabs, bytes = slabs * kWeightBytes;
+        const uint8_t* const of_step = weights + int64_t(step) * (kSlabs * kWeightBytes);
+        await(barriers.empty + next.stage, next.parity ^ 1);
+        arrive(full, slabs * (kWeightBytes + kImageBytes));
+        if constexpr (kSharesWeights)
+          copy_bulk(stage + rank * (bytes / kCluster), of_step + rank * (bytes / kCluster), bytes / kCluster,
+                    full, kAll);
+        else copy_bulk(stage, of_step, bytes, full);
 #pragma unroll 1
-        for (int tap = 0; tap < kTaps; tap++, weights += kWeightBytes, next.advance()) {
-          uint8_t* const stage = shared + next.stage * kStageBytes;
-          uint64_t* const full = barriers.full + next.stage;
-          const int down = tap / kKernelW * args.walk.dilation[0],
-                    across = tap % kKernelW * args.walk.dilation[1];
-          await(barriers.empty + next.stage, next.parity ^ 1);
-          arrive(full, kStageBytes);
-          if constexpr (kSharesWeights)
-            copy_bulk(stage + rank * kWeightShare, weights, kWeightShare, full, kAll);
-          else copy_bulk(stage, weights, kWeightBytes, full);
+        for (int j = 0; j < slabs; j++) {
+          const int slab = step * kSlabs + j, tap = slab % kTaps;
+          const auto offset = [&](int d, int of_tap, int of_element) {
+            return uint16_t(of_tap * args.walk.dilation[d] + of_element * args.step[d]);
+          };
+          const int line = tap / Filter::kWidth, row = element / Pool::kWidth;
+          const Offset to{offset(0, line / Filter::kHeight, row / Pool::kHeight),
+                          offset(1, line % Filter::kHeight, row % Pool::kHeight),
+                          offset(2, tap % Filter::kWidth, element % Pool::kWidth)};
+          uint8_t* const there = stage + kImageAt + j * kImageBytes;
           if constexpr (kByChannels)
-            copy_image(stage + kWeightBytes + rank * kFetched * 128, image, full, group * 64, first, down,
-                       across, kAll);
-          else copy_image(stage + kWeightBytes, image, full, group * 64, first, down, across);
+            copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kTaps * kGroup, first, to, kAll);
+          else copy_image(there, image, full, slab / kTaps * kGroup, first, to);
         }
       }
     }
   }
 
-  // sums += a step's products, of depth 16 kCount, in the background.
-  template <int kCount>
+  // sums += a step's products, of kOfStep slabs of kOfSlab sixteens of channels each, in the background.
+  template <int kOfSlab, int kOfStep>
   static __device__ __forceinline__ void multiply_step(float (&sums)[kTiles][4], uint64_t weights,
                                                        uint64_t image, bool accumulate) {
     begin_products();
 #pragma unroll
-    for (int i = 0; i < kCount; i++)
-      multiply_add<operand_t>(sums, weights + i * 2, image + i * 2, accumulate || i > 0);
+    for (int i = 0; i < kOfStep * kOfSlab; i++)
+#pragma unroll
+      for (int product = 0; product < kProducts; product++) {
+        const int slab = i / kOfSlab, at = i % kOfSlab * (kDepth / 8);  // units
+        multiply_add<operand_t>(sums, weights + slab * (kWeightBytes / 16) + at + Conv::of_weight(product) * 2,
+                                image + slab * (kImageBytes / 16) + at + Conv::of_image(product) * 2,
+                                accumulate || i + product > 0);
+      }
     commit_products();
   }
 
@@ -159,39 +206,64 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       sync_threads<kConsumers * kWarpgroup>(kLeads);
       signal_threads<kConsumers * kWarpgroup>(kFollows);
     }
-    const auto step = [&](auto count, bool accumulate) {
+    const auto step = [&](auto deep, auto count, bool accumulate) {
       const int offset = next.stage * (kStageBytes / 16);
       await(barriers.full + next.stage, next.parity);
-      multiply_step<decltype(count)::value>(sums, weights + offset, image + offset, accumulate);
+      constexpr int kOfSlab = decltype(deep)::value, kOfStep = decltype(count)::value;
+      if constexpr (Conv::kSplit) {
+        // A tensor core's sums lose digits, so that those of a step are added by others.
+        float own[kTiles][4];
+        multiply_step<kOfSlab, kOfStep>(own, weights + offset, image + offset, false);
+        if (kLead > 0 && left > 0 && --left == 0) signal_threads<kConsumers * kWarpgroup>(kLeads);
+        await_products<0>();
+        hold(own);
+        barriers.release(next.stage);
+#pragma unroll
+        for (int j = 0; j < kTiles; j++)
+#pragma unroll
+          for (int k = 0; k < 4; k++) sums[j][k] = accumulate ? sums[j][k] + own[j][k] : own[j][k];
+        next.advance();
+        return;
+      }
+      multiply_step<kOfSlab, kOfStep>(sums, weights + offset, image + offset, accumulate);
       if (kLead > 0 && left > 0 && --left == 0) signal_threads<kConsumers * kWarpgroup>(kLeads);
       await_products<1>();
       if (last >= 0) barriers.release(last);
       last = next.stage;
       next.advance();
     };
-    constexpr int kWhole = (kLastProducts == kProducts ? kGroups : kGroups - 1) * kTaps;  // steps
+    // Steps of one kind, then those of the last group or the last taps.
+    constexpr int kRest = kLastSlabs < kSlabs ? 1 : kSlabs == 1 && kLastDeep < kDeep ? kTaps : 0;
+    using Deep = std::integral_constant<int, kSlabs == 1 ? kDeep : kLastDeep>;
+    using Last = std::integral_constant<int, kLastDeep>;
 #pragma unroll 1
-    for (int i = 0; i < kWhole; i++) step(std::integral_constant<int, kProducts>{}, i > 0);
-    if constexpr (kWhole < kSteps) {
+    for (int i = 0; i < kSteps - kRest; i++) step(Deep{}, std::integral_constant<int, kSlabs>{}, i > 0);
+    if constexpr (kRest > 0) {
 #pragma unroll 1
-      for (int i = kWhole; i < kSteps; i++) step(std::integral_constant<int, kLastProducts>{}, i > 0);
+      for (int i = kSteps - kRest; i < kSteps; i++)
+        step(Last{}, std::integral_constant<int, kLastSlabs>{}, i > 0);
     }
-    await_products<0>();
-    hold(sums);
-    barriers.release(last);
+    if constexpr (!Conv::kSplit) {
+      await_products<0>();
+      hold(sums);
+      barriers.release(last);
+    }
     // Else the lead could grow to two tiles.
     if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
 
-  // Sums to the tail's results, sample by sample: 16 channels from patch.channel on.
-  static __device__ __forceinline__ void finish_tile(const Arguments& args, float (&sums)[kTiles][4],
-                                                     const store::Patch& patch) {
+  // take(v, channel, to) of all sums, sample by sample: 16 channels from patch.channel on; `to` in results.
+  template <class OfTail, class Take>
+  static __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail,
+                                                     const float (&sums)[kTiles][4],
+                                                     float (&results)[kTiles][4], const store::Patch& patch,
+                                                     const Take& take) {
     const int lane = threadIdx.x % 32, S = args.sample();
     int n = patch.position / S, from = 0, to = S - patch.position % S;
 #pragma unroll 1
     for (; from < patch.columns; n++, from = to, to += S) {
       const auto constants_of = [&](int c) {
-        ChannelConstants<Tail> constants(args.tail, n, c, c < kChannelsOut);
+        ChannelConstants<OfTail> constants(tail, n, c, c < kChannelsOut);
         if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[n]));
         return constants;
       };
@@ -206,8 +278,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
           const int column = j * 8 + lane % 4 * 2 + i % 2;
           float v = sums[j][i];
           if constexpr (kScaled) v = v * constants.correction * constants.factor;
-          const float result = args.tail(v, constants.channel);
-          if (column >= from && column < to) sums[j][i] = result;
+          if (column >= from && column < to) results[j][i] = take(v, constants.channel, results[j][i]);
         }
       }
     }
@@ -216,10 +287,13 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
   static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers,
                                                  uint8_t* shared, int rank) {
     const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
-    const uint64_t weights = describe_swizzled(shared_address(shared) + (kHalves ? 0 : consumer * 64 * 128));
-    const uint64_t image = describe_swizzled(shared_address(shared) + kWeightBytes +
-                                             (kHalves ? consumer * kColumns * 128 : 0));
+    constexpr int kRow = kGroup * 2, kOwnRow = kWeightRow * 2;  // bytes
+    const uint32_t address = shared_address(shared);
+    const uint64_t weights = describe_swizzled<kWeightRow>(address + (kHalves ? 0 : consumer * 64 * kOwnRow));
+    const uint64_t image =
+        describe_swizzled<kGroup>(address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0));
     PipelineState<kStages> next;
+    uint8_t* const staging = shared + kStagingAt + warp * kWarpBytes;
     const int clusters = gridDim.x / kCluster;
 #pragma unroll 1
     for (int unit = blockIdx.x / kCluster; unit < units(args); unit += clusters) {
@@ -229,14 +303,39 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
       patch.columns = min(args.positions() - patch.position, kColumns);
       patch.channel = tile.channel_block * kBlockChannels + (kHalves ? 0 : consumer * 64) + warp % 4 * 16;
       float sums[kTiles][4];
-      multiply_tile(sums, barriers, next, weights, image, consumer == 0);
-      if (patch.channel >= kChannelsOut) continue;
-      finish_tile(args, sums, patch);
-      args.out.store(shared + kStagingAt + warp * Out::kWarpBytes, sums, patch, args.sample(), kChannelsOut);
+      if constexpr (!kPools) {
+        multiply_tile(sums, barriers, next, weights, image, consumer == 0);
+        if (patch.channel >= kChannelsOut) continue;
+        const auto finish = [&](const auto& tail, float (&results)[kTiles][4]) {
+          finish_tile(args, tail, sums, results, patch,
+                      [&](float v, const auto& channel, float) { return tail(v, channel); });
+        };
+        if constexpr (More::kExists) {
+          float results[kTiles][4] = {};
+          finish(args.more.tail, results);
+          args.more.out.store(staging, results, patch, args.sample(), kChannelsOut);
+        }
+        finish(args.tail, sums);
+        args.out.store(staging, sums, patch, args.sample(), kChannelsOut);
+      } else {
+        using Reduction = typename Pool::Reduction;
+        float results[kTiles][4] = {};
+#pragma unroll 1
+        for (int element = 0; element < Pool::kArea; element++) {
+          multiply_tile(sums, barriers, next, weights, image, consumer == 0);
+          if (patch.channel >= kChannelsOut) continue;
+          finish_tile(args, args.tail, sums, results, patch, [&](float v, const auto& channel, float so_far) {
+            const float value = args.tail.before(v, channel);
+            const float pooled = element == 0 ? value : Reduction::merge(so_far, value);
+            return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);
+          });
+        }
+        if (patch.channel < kChannelsOut) args.out.store(staging, results, patch, args.sample(), kChannelsOut);
+      }
     }
   }
 
-  static __device__ __forceinline__ void run(const Arguments& args, const ImageMap& image) {
+  static __device__ __forceinline__ void run(const Arguments& args, const Image& image) {
     extern __shared__ __align__(1024) uint8_t stream_shared[];
     const Barriers barriers(stream_shared);
     const int rank = kCluster > 1 ? cluster_rank() : 0;
@@ -260,7 +359,7 @@ template <class Conv, class Tail, class Out, int kSharedLimit> struct StreamSm90
 
 template <class Loop>
 __global__ void __launch_bounds__(Loop::kThreads, 1)
-    convolve_stream_kernel(const __grid_constant__ ImageMap image,
+    convolve_stream_kernel(const __grid_constant__ typename Loop::Image image,
                            const __grid_constant__ typename Loop::Arguments args) {
 #if TENSOR_CORE_WGMMA
   Loop::run(args, image);
@@ -268,7 +367,7 @@ __global__ void __launch_bounds__(Loop::kThreads, 1)
 }
 
 template <class Loop>
-void convolve_stream(const ImageMap& image, const typename Loop::Arguments& args, cudaStream_t stream) {
+void convolve_stream(const typename Loop::Image& image, const typename Loop::Arguments& args, cudaStream_t stream) {
   allow_shared<convolve_stream_kernel<Loop>>();
   const int clusters = max(device_attribute(cudaDevAttrMultiProcessorCount) / Loop::kCluster, 1);
   cudaLaunchAttribute cluster{};

@@ -10,11 +10,6 @@ template <class T> HOST_DEVICE T maximum(T x, T bound) { return x < bound ? boun
 // torch.clamp: NaN stays NaN; low > high gives high.
 template <class T> HOST_DEVICE T clamp(T x, T low, T high) { return minimum(maximum(x, low), high); }
 
-// The gradient of x, given that of min(x, bound): a tie shares it with the bound; NaN keeps it whole.
-template <class T> HOST_DEVICE T minimum_backward(T gradient, T x, T bound) {
-  return x > bound ? T(0) : x == bound ? gradient / 2 : gradient;
-}
-
 // Does d clamp(x, low, high) / dx let the gradient pass? Yes at either bound, no at NaN.
 template <class T> HOST_DEVICE bool clamp_passes(T x, T low, T high) { return x >= low && x <= high; }
 

@@ -12,21 +12,22 @@
 
 namespace tensor_core {
 
-// A filter's stride, what of its padding lies before an image and behind it, and its dilation: of rows, of
-// columns.
+// A filter's stride, what of its padding lies before an image and behind it, and its dilation: of planes, of
+// rows, of columns.
 struct Walk {
-  int stride[2], before[2], behind[2], dilation[2];
+  int stride[3], before[3], behind[3], dilation[3];
 };
 
-// An image (N, H, W, C) of Operand, half_t or bfloat16_t, C a multiple of 8, which begins at a multiple of 16
-// bytes. A copy takes up to 64 channels, those of a swizzled operand (core/tensor_core.cuh), at `positions`.
-struct ImageMap {
+// An image (N, H, W, C), or volume (N, D, H, W, C), kDims = 3, of Operand, half_t or bfloat16_t, C a multiple
+// of 8, which begins at a multiple of 16 bytes. A copy takes kChannels channels, those of a swizzled operand
+// (core/tensor_core.cuh), at `positions`.
+template <int kDims, int kChannels> struct ImageMap {
   CUtensorMap map;
 };
 
-template <class Operand>
-ImageMap image_map(const Operand* x, int64_t N, int64_t H, int64_t W, int64_t C, const int (&taps)[2],
-                   const Walk& walk, int positions) {
+template <int kDims, int kChannels, class Operand>
+ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int64_t H, int64_t W, int64_t C,
+                                     const int (&taps)[3], const Walk& walk, int positions) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -35,26 +36,34 @@ ImageMap image_map(const Operand* x, int64_t N, int64_t H, int64_t W, int64_t C,
   cudaGetDriverEntryPoint("cuTensorMapEncodeIm2col", &found, cudaEnableDefault, &result);
 #endif
   if (!found) throw std::runtime_error("the driver knows no cuTensorMapEncodeIm2col");
-  ImageMap image;
-  const cuuint64_t sizes[] = {cuuint64_t(C), cuuint64_t(W), cuuint64_t(H), cuuint64_t(N)};
-  const cuuint64_t pitches[] = {cuuint64_t(C * 2), cuuint64_t(W * C * 2), cuuint64_t(H * W * C * 2)};
-  // Of the pixels that a filter's first tap meets: where they begin, and how far from the image's last they
-  // end.
-  const int first[] = {-walk.before[1], -walk.before[0]};
-  const int last[] = {walk.behind[1] - (taps[1] - 1) * walk.dilation[1],
-                      walk.behind[0] - (taps[0] - 1) * walk.dilation[0]};
-  const cuuint32_t strides[] = {1, cuuint32_t(walk.stride[1]), cuuint32_t(walk.stride[0]), 1};
+  ImageMap<kDims, kChannels> image;
+  const int64_t extents[] = {D, H, W};
+  // Channels, then columns, rows and planes, then samples. Of the pixels that a filter's first tap meets: where
+  // they begin, and how far from the image's last they end.
+  cuuint64_t sizes[kDims + 2] = {cuuint64_t(C)}, pitches[kDims + 1] = {cuuint64_t(C * 2)};
+  cuuint32_t strides[kDims + 2] = {1};
+  int first[kDims], last[kDims];
+  for (int i = 0; i < kDims; i++) {
+    const int axis = 2 - i;
+    sizes[i + 1] = extents[axis], pitches[i + 1] = pitches[i] * extents[axis], strides[i + 1] = walk.stride[axis];
+    first[i] = -walk.before[axis], last[i] = walk.behind[axis] - (taps[axis] - 1) * walk.dilation[axis];
+  }
+  sizes[kDims + 1] = N, strides[kDims + 1] = 1;
+  static_assert(kChannels == 64 || kChannels == 32 || kChannels == 16);
+  constexpr auto kSwizzle = kChannels == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                            : kChannels == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                              : CU_TENSOR_MAP_SWIZZLE_32B;
   const auto type = std::is_same_v<Operand, half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const CUresult status = reinterpret_cast<decltype(&cuTensorMapEncodeIm2col)>(found)(
-      &image.map, type, 4, const_cast<Operand*>(x), sizes, pitches, first, last, 64, positions, strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      &image.map, type, kDims + 2, const_cast<Operand*>(x), sizes, pitches, first, last, kChannels, positions,
+      strides, CU_TENSOR_MAP_INTERLEAVE_NONE, kSwizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeIm2col refuses the sizes: " + std::to_string(int(status)));
   // Drivers up to CUDA 13.1 mark small tensors wrongly; CUTLASS clears the same bit.
   int driver = 0;
-  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver <= 13010 && N * H * W * C * 2 < 131072)
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver <= 13010 && N * D * H * W * C * 2 < 131072)
     reinterpret_cast<uint64_t*>(&image.map)[1] &= ~(uint64_t(1) << 21);
   return image;
 }
@@ -63,28 +72,58 @@ ImageMap image_map(const Operand* x, int64_t N, int64_t H, int64_t W, int64_t C,
 
 // The pixel that a filter's first tap meets at a position; it may lie outside.
 struct Pixel {
-  int n, row, column;
+  int n, plane, row, column;
 };
 
-// What tap (row, column) of a dilated filter meets at `positions`, from the one on whose first pixel is
-// given: 64 channels from `channel` on, to `shared`, and so many bytes to the barrier: in this block, or in
-// all blocks of a cluster that `blocks` has a bit for.
-__device__ __forceinline__ void copy_image(void* shared, const ImageMap& image, uint64_t* barrier,
-                                           int channel, const Pixel& first, int row, int column) {
+// From a filter's first tap to another.
+struct Offset {
+  uint16_t planes, rows, columns;
+};
+
+// What a tap of a filter meets at `positions`, from the one on whose first pixel is given: kChannels channels from
+// `channel` on, to `shared`, and so many bytes to the barrier: in this block, or in all blocks of a cluster that
+// `blocks` has a bit for.
+template <int kChannels>
+__device__ __forceinline__ void copy_image(void* shared, const ImageMap<2, kChannels>& image,
+                                           uint64_t* barrier, int channel, const Pixel& first,
+                                           const Offset& tap) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
                "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};"
                ::"r"(shared_address(shared)), "l"(&image.map), "r"(shared_address(barrier)), "r"(channel),
-                 "r"(first.column), "r"(first.row), "r"(first.n), "h"(uint16_t(column)), "h"(uint16_t(row))
+                 "r"(first.column), "r"(first.row), "r"(first.n), "h"(tap.columns), "h"(tap.rows)
                : "memory");
 }
-__device__ __forceinline__ void copy_image(void* shared, const ImageMap& image, uint64_t* barrier,
-                                           int channel, const Pixel& first, int row, int column,
-                                           uint16_t blocks) {
+template <int kChannels>
+__device__ __forceinline__ void copy_image(void* shared, const ImageMap<2, kChannels>& image,
+                                           uint64_t* barrier, int channel, const Pixel& first,
+                                           const Offset& tap, uint16_t blocks) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(shared_address(shared)),
       "l"(&image.map), "r"(shared_address(barrier)), "r"(channel), "r"(first.column), "r"(first.row),
-      "r"(first.n), "h"(uint16_t(column)), "h"(uint16_t(row)), "h"(blocks)
+      "r"(first.n), "h"(tap.columns), "h"(tap.rows), "h"(blocks)
+      : "memory");
+}
+template <int kChannels>
+__device__ __forceinline__ void copy_image(void* shared, const ImageMap<3, kChannels>& image,
+                                           uint64_t* barrier, int channel, const Pixel& first,
+                                           const Offset& tap) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};"
+               ::"r"(shared_address(shared)), "l"(&image.map), "r"(shared_address(barrier)), "r"(channel),
+                 "r"(first.column), "r"(first.row), "r"(first.plane), "r"(first.n), "h"(tap.columns),
+                 "h"(tap.rows), "h"(tap.planes)
+               : "memory");
+}
+template <int kChannels>
+__device__ __forceinline__ void copy_image(void* shared, const ImageMap<3, kChannels>& image,
+                                           uint64_t* barrier, int channel, const Pixel& first,
+                                           const Offset& tap, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10}, %11;" ::"r"(shared_address(shared)),
+      "l"(&image.map), "r"(shared_address(barrier)), "r"(channel), "r"(first.column), "r"(first.row),
+      "r"(first.plane), "r"(first.n), "h"(tap.columns), "h"(tap.rows), "h"(tap.planes), "h"(blocks)
       : "memory");
 }
 

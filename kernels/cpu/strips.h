@@ -43,7 +43,7 @@ struct Convolution {
   Filters filters;
   Convolution(const value_t* image, const value_t* weight, const winograd::Sizes& sizes)
       : image(image), weight(weight), sizes(sizes),
-        filters(winograd::transformed(weight, sizes, winograd::kTogether)) {}
+        filters(winograd::transformed(weight, sizes)) {}
 };
 
 // One thread's: some planes' rows of all channels, by Winograd's products.
@@ -205,7 +205,7 @@ void differentiated(const Pass& pass, const Extent& extent, const Values& values
   host::parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
     typename Sums::Thread own(sums);
     const int64_t size = division.rows * division.W;
-    std::vector<value_t> memory(dz ? 0 : ::kLanes * size);
+    std::vector<value_t> memory(dz ? 0 : kLanes * size);
     Pass making = pass;
     for (int64_t share = begin; share < end; share++) {
       for (int64_t i = share * all / shares; i < (share + 1) * all / shares; i++) {
@@ -219,7 +219,7 @@ void differentiated(const Pass& pass, const Extent& extent, const Values& values
         };
         const auto make = [&](int64_t k) {
           first_channel = k;
-          for (int64_t c = k; c < std::min<int64_t>(k + ::kLanes, C); c++) {
+          for (int64_t c = k; c < std::min<int64_t>(k + kLanes, C); c++) {
             making.dz = to(c);
             const int64_t at = (strip.n * C + c) * division.parts() + strip.number;
             Plane<walk_of<Pass>> plane(extent, values.sample(strip.n), values.step, strip.n, c, at, part, false);
@@ -229,7 +229,7 @@ void differentiated(const Pass& pass, const Extent& extent, const Values& values
         if (dweight)
           own.add(share, strip, make, to);
         else
-          for (int64_t k = 0; k < C; k += ::kLanes) make(k);
+          for (int64_t k = 0; k < C; k += kLanes) make(k);
       }
       if (dweight) own.end(share);
     }

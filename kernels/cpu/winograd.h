@@ -10,9 +10,14 @@
 #pragma once
 #include <algorithm>
 #include <vector>
-#include "cpu/vector.h"
+#include "cpu/lanes.h"
+#include "host/host.h"
 
 namespace winograd {
+
+using load::kLanes;
+template <class T> using Vector __attribute__((vector_size(load::kRegister), may_alias)) = T;
+using Lanes = Vector<accumulate_t>;
 
 // Vectors side by side: kTogether·kAcross sums and what they need fit the registers, and hide an addition's
 // latency.
@@ -36,7 +41,6 @@ constexpr int64_t kOutputs = 32;           // channels out whose products wait f
 constexpr int64_t kTogether = 8;           // rows of products that are summed together
 constexpr int64_t kTerms = 32;             // of a sum, that are summed by themselves
 constexpr int64_t kRow = kChunk + kLanes;  // a row of tiles, and room for the last vector of a run
-constexpr int64_t kTileBytes = 512 << 10;  // of transformed input: half of a usual cache of a core
 
 // x (N, C, D, H, W), weight (K, C, depth, 3, 3), results (N, K, planes, height, width); in 2-D D = depth = 1. So many
 // zeros lie around x: before, above and left of it, and as many on the other sides.
@@ -46,8 +50,7 @@ struct Sizes {
   int64_t planes() const { return D + 2 * before - depth + 1; }
   int64_t height() const { return H + 2 * above - 2; }
   int64_t width() const { return W + 2 * left - 2; }
-  int64_t down() const { return (height() + 1) / 2; }  // tiles
-  int64_t across() const { return (width() + 1) / 2; }
+  int64_t across() const { return (width() + 1) / 2; }  // tiles
 };
 
 // Consecutive tiles of one row of tiles: the first's row and column, their number, and their place in the
@@ -64,8 +67,9 @@ inline std::vector<Run> runs_of(int64_t first, int64_t count, int64_t across) {
   return runs;
 }
 
-// G g Gᵀ of all filters, (16, K / block, depth, C, block), in double precision but for the last rounding.
-inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes, int64_t block) {
+// G g Gᵀ of all filters, (16, K / kTogether, depth, C, kTogether), in double precision but for the last rounding.
+inline std::vector<Line> transformed(const value_t* weight, const Sizes& sizes) {
+  constexpr int64_t block = kTogether;
   const int64_t terms = sizes.terms();
   std::vector<Line> memory(16 * sizes.K * terms * sizeof(accumulate_t) / sizeof(Line) + 1);
   accumulate_t* const out = memory[0].at;
@@ -134,7 +138,6 @@ template <class T> struct Matrix {
 };
 
 using Factor = Matrix<const accumulate_t>;
-template <class T> using Vector __attribute__((vector_size(kVectorBytes), may_alias)) = T;
 
 // products (kTogether, kVectors) = a (terms, kTogether) · b (terms, kVectors), summed over the terms; in
 // vectors, those of b need not be aligned. kAdds: it is added to what products hold.
@@ -178,8 +181,6 @@ inline void multiply(Matrix<accumulate_t> products, Factor a, Factor b, int64_t 
                                        {b.at + r * b.stride, b.stride}, width, std::min(kTerms, terms - r));
 }
 
-// ------------------------------------------------------------------------------------------ vectors of tiles
-
 // Aᵀ m A of one channel's tiles, two rows of outputs each. Element e of a tile is m[e·stride + its place].
 inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumulate_t* m, int64_t stride) {
   accumulate_t half[2][4][kChunk];
@@ -194,130 +195,5 @@ inline void transform_output(accumulate_t (&rows)[2][2 * kChunk], const accumula
       rows[i][2 * j + 1] = half[i][1][j] - half[i][2][j] - half[i][3][j];
     }
 }
-
-// Calls sink(k, at, values, count) with consecutive results of channel k, the first at index `at`, from
-// several threads. kTogether divides K.
-template <class Sink>
-void convolve(const value_t* x, const value_t* weight, const Sizes& sizes, const Sink& sink) {
-  const std::vector<Line> filters_memory = transformed(weight, sizes, kTogether);
-  const accumulate_t* const filters = filters_memory[0].at;
-  const int64_t C = sizes.C, K = sizes.K, terms = sizes.terms(), all = sizes.down() * sizes.across();
-  const int64_t fitting = kTileBytes / (16 * C * kRow * int64_t(sizeof(accumulate_t))) - (sizes.depth - 1);
-  // Of a piece.
-  const int64_t planes = std::max<int64_t>(1, std::min(sizes.planes(), fitting));
-  const int64_t inputs = planes + sizes.depth - 1;
-  const int64_t chunks = (all + kChunk - 1) / kChunk, layers = (sizes.planes() + planes - 1) / planes;
-  // tiles (16, inputs, C, kRow): the terms of an output plane follow one another.
-  const int64_t stride = inputs * C * kRow;
-  host::parallel_for(sizes.N * layers * chunks, 1, [=, &sizes, &sink](int64_t begin, int64_t end) {
-    std::vector<Line> memory((16 * stride + 16 * kOutputs * kRow) * sizeof(accumulate_t) / sizeof(Line));
-    accumulate_t *const tiles = memory[0].at, *const products = tiles + 16 * stride;
-    accumulate_t rows[2][2 * kChunk];
-    for (int64_t piece = begin; piece < end; piece++) {
-      const int64_t n = piece / (layers * chunks), first_plane = piece / chunks % layers * planes;
-      const int64_t first = piece % chunks * kChunk;
-      const int64_t last_plane = std::min(first_plane + planes, sizes.planes());
-      const std::vector<Run> runs = runs_of(first, std::min(kChunk, all - first), sizes.across());
-      for (int64_t d = first_plane; d < last_plane + sizes.depth - 1; d++)
-        for (int64_t c = 0; c < C; c++)
-          for (const Run& run : runs)
-            transform_input(tiles + ((d - first_plane) * C + c) * kRow, stride,
-                            x + ((n * C + c) * sizes.D + d) * sizes.H * sizes.W, sizes.H, sizes.W, run);
-      for (int64_t d = first_plane; d < last_plane; d++)
-        for (int64_t k0 = 0; k0 < K; k0 += kOutputs) {
-          const int64_t outputs = std::min(kOutputs, K - k0);
-          for (int64_t e = 0; e < 16; e++)
-            for (int64_t k = 0; k < outputs; k += kTogether)
-              multiply({products + (e * kOutputs + k) * kRow, kRow},
-                       {filters + (e * K + k0 + k) * terms, kTogether},
-                       {tiles + e * stride + (d - first_plane) * C * kRow, kRow}, kChunk, terms);
-          for (int64_t k = 0; k < outputs; k++) {
-            transform_output(rows, products + k * kRow, kOutputs * kRow);
-            const int64_t plane = (n * K + k0 + k) * sizes.planes() + d;
-            for (const Run& run : runs)
-              for (int64_t i = 0; i < std::min<int64_t>(2, sizes.height() - 2 * run.row); i++)
-                sink(k0 + k, (plane * sizes.height() + 2 * run.row + i) * sizes.width() + 2 * run.column,
-                     rows[i] + 2 * run.at, std::min(2 * run.count, sizes.width() - 2 * run.column));
-          }
-        }
-    }
-  });
-}
-
-// The same to v (N, K, planes, height, width).
-inline void convolve(value_t* v, const value_t* x, const value_t* weight, const Sizes& sizes) {
-  convolve(x, weight, sizes, [=](int64_t, int64_t at, const accumulate_t* values, int64_t count) {
-    for (int64_t i = 0; i < count; i++) v[at + i] = value_t(values[i]);
-  });
-}
-
-// ----------------------------------------------------------------------------------- vectors of channels out
-
-// In 2-D, some rows of one sample's results at a time, in the cache of the thread that owns this. kOutputs
-// divides K.
-class Rows {
- public:
-  // filters as `transformed` makes them, in blocks of kOutputs.
-  Rows(const value_t* x, const std::vector<Line>& filters, const Sizes& sizes)
-      : x_(x), filters_(filters[0].at), sizes_(sizes),
-        memory_((16 * sizes.C * kRow + 16 * kPlane) * sizeof(accumulate_t) / sizeof(Line)),
-        tiles_(memory_[0].at), products_(tiles_ + 16 * sizes.C * kRow) {}
-  Rows(Rows&&) = default;
-
-  // out (count, width, K): sample n's rows from `first` on.
-  void operator()(value_t* out, int64_t n, int64_t first, int64_t count) {
-    const int64_t all = (count + 1) / 2 * sizes_.across(), C = sizes_.C, H = sizes_.H, W = sizes_.W;
-    for (int64_t tile = 0; tile < all; tile += kChunk) {
-      const int64_t tiles = std::min(kChunk, all - tile);
-      const std::vector<Run> runs = runs_of(tile, tiles, sizes_.across());
-      for (int64_t c = 0; c < C; c++)
-        for (const Run& run : runs)
-          transform_input(tiles_ + c * kRow, C * kRow, x_ + ((n * C + c) * H + first) * W, H - first, W, run);
-      for (int64_t k0 = 0; k0 < sizes_.K; k0 += kOutputs) {
-        for (int64_t e = 0; e < 16; e++)
-          for (int64_t t = 0; t < tiles; t += kTogether)
-            multiply({products_ + e * kPlane + t * kOutputs, kOutputs}, {tiles_ + e * C * kRow + t, kRow},
-                     {filters_ + (e * sizes_.K + k0) * C, kOutputs}, kOutputs, C);
-        for (const Run& run : runs)
-          for (int64_t j = 0; j < run.count; j++)
-            output_tile(out + k0, products_ + (run.at + j) * kOutputs, 2 * run.row, 2 * (run.column + j),
-                        count);
-      }
-    }
-  }
-
- private:
-  // products (16, kPlane): no two elements of a tile share a cache set.
-  static constexpr int64_t kPlane = kChunk * kOutputs + kLanes;
-
-  // Aᵀ m A of one tile for kOutputs channels, at its place in `out`, as far as that reaches.
-  void output_tile(value_t* out, const accumulate_t* m, int64_t row, int64_t column, int64_t height) const {
-    const bool right = column + 1 < sizes_.width(), below = row + 1 < height;
-    value_t* const above_out = out + (row * sizes_.width() + column) * sizes_.K;
-    value_t* const below_out = above_out + sizes_.width() * sizes_.K;
-    for (int64_t k = 0; k < kOutputs; k += kLanes) {
-      Lanes top[4], bottom[4];
-      for (int64_t j = 0; j < 4; j++) {
-        const auto element = [&](int64_t i) {
-          return *reinterpret_cast<const Lanes*>(m + (4 * i + j) * kPlane + k);
-        };
-        const Lanes a = element(0), b = element(1), c = element(2), d = element(3);
-        top[j] = a + b + c, bottom[j] = b - c - d;
-      }
-      const Lanes y00 = top[0] + top[1] + top[2], y01 = top[1] - top[2] - top[3];
-      const Lanes y10 = bottom[0] + bottom[1] + bottom[2], y11 = bottom[1] - bottom[2] - bottom[3];
-      store_lanes(above_out + k, y00);
-      if (right) store_lanes(above_out + sizes_.K + k, y01);
-      if (below) store_lanes(below_out + k, y10);
-      if (below && right) store_lanes(below_out + sizes_.K + k, y11);
-    }
-  }
-
-  const value_t* x_;
-  const accumulate_t* filters_;
-  Sizes sizes_;
-  std::vector<Line> memory_;
-  accumulate_t *tiles_, *products_;  // tiles (16, C, kRow)
-};
 
 }  // namespace winograd

@@ -150,47 +150,4 @@ inline void merge_parts(value_t* dweight, const accumulate_t* sums, const Sizes&
   });
 }
 
-// dweight (K, C, 3, 3) from x. gradient(values, part, k, at, count) writes those of consecutive results of
-// channel k, all of one row, the first at index `at`, in whole vectors: once for every result, from several
-// threads, but for a part from one. kTogether divides K.
-template <class Gradient>
-void filter_gradient(value_t* dweight, const value_t* x, const Sizes& sizes, int64_t parts,
-                     const Gradient& gradient) {
-  const int64_t K = sizes.K, width = padded(sizes.C), all = sizes.down() * sizes.across();
-  const int64_t chunks = (all + kChunk - 1) / kChunk, total = sizes.N * chunks;
-  std::vector<Line> memory(parts * 16 * K * width * sizeof(accumulate_t) / sizeof(Line));
-  accumulate_t* const sums = memory[0].at;  // (parts, 16, K, width)
-  host::parallel_for(parts, 1, [=, &sizes, &gradient](int64_t begin, int64_t end) {
-    std::vector<Line> memory((Tiles::size(width) + Tiles::size(kOutputs)) * sizeof(accumulate_t) /
-                             sizeof(Line));
-    const Tiles inputs{memory[0].at, width}, gradients{inputs.at + Tiles::size(width), kOutputs};
-    for (int64_t part = begin; part < end; part++) {
-      accumulate_t* const sum = sums + part * 16 * K * width;
-      for (int64_t chunk = part * total / parts; chunk < (part + 1) * total / parts; chunk++) {
-        const int64_t n = chunk / chunks, first = chunk % chunks * kChunk;
-        const int64_t tiles = std::min(kChunk, all - first);
-        const std::vector<Run> runs = runs_of(first, tiles, sizes.across());
-        for (int64_t c = 0; c < width; c += kLanes)
-          for (const Run& run : runs)
-            transform_pixels(inputs, x + n * sizes.C * sizes.H * sizes.W, sizes, c, run);
-        for (int64_t k0 = 0; k0 < K; k0 += kOutputs) {
-          const int64_t outputs = std::min(kOutputs, K - k0);
-          for (int64_t k = 0; k < outputs; k += kLanes)
-            for (const Run& run : runs)
-              transform_gradients(gradients, sizes, n, k0 + k, k, run,
-                                  [&](accumulate_t* values, int64_t channel, int64_t at, int64_t count) {
-                                    gradient(values, part, channel, at, count);
-                                  });
-          for (int64_t e = 0; e < 16; e++)
-            for (int64_t k = 0; k < outputs; k += kTogether)
-              multiply_block<accumulate_t, true>({sum + (e * K + k0 + k) * width, width},
-                                                 {gradients.element(e) + k, kOutputs},
-                                                 {inputs.element(e), width}, width, tiles);
-        }
-      }
-    }
-  });
-  merge_parts(dweight, sums, sizes, parts);
-}
-
 }  // namespace winograd

@@ -36,4 +36,8 @@ template <int KD, int KH, int KW> struct Pool {
   static HOST_DEVICE int width(const Extent& fine) { return KW ? KW : fine.W; }
 };
 
+// Are all of them zero? Finite?
+template <class... T> HOST_DEVICE bool zeros(T... values) { return (... && (values == 0)); }
+template <class... T> HOST_DEVICE bool finite(T... values) { return (... && (values - values == 0)); }
+
 }  // namespace load

@@ -141,10 +141,6 @@ template <int K> struct Point {
   }
 };
 
-// Are all of them zero? Finite?
-template <class... T> __device__ __forceinline__ bool zeros(T... values) { return (... && (values == 0)); }
-template <class... T> __device__ __forceinline__ bool finite(T... values) { return (... && (values - values == 0)); }
-
 // A thread's share of a plane.
 template <bool kScalar> class Plane {
  public:

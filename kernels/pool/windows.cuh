@@ -9,27 +9,9 @@
 #pragma once
 #include "conv/narrow2d_exact.cuh"
 #include "core/sinks.cuh"
-#include "core/tensor_core.cuh"
+#include "pool/reduction.cuh"
 
 namespace pool {
-
-struct Largest {  // or NaN
-  static constexpr float kFirst = -INFINITY;
-  static __device__ __forceinline__ float merge(float a, float b) { return tensor_core::max_nan(a, b); }
-};
-struct Smallest {
-  static constexpr float kFirst = INFINITY;
-  static __device__ __forceinline__ float merge(float a, float b) { return tensor_core::min_nan(a, b); }
-};
-struct Sum {
-  static constexpr float kFirst = 0;
-  static __device__ __forceinline__ float merge(float a, float b) { return a + b; }
-};
-
-template <int kHeight_, int kWidth_, class Reduction_> struct Windows {
-  using Reduction = Reduction_;
-  static constexpr int kHeight = kHeight_, kWidth = kWidth_;
-};
 
 // y (N, C, PH, PW).
 template <class T, class Pool, class Tail> struct Pooled {

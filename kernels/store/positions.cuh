@@ -18,7 +18,7 @@ struct Patch {
 template <class T, bool kChannelsLast> struct Positions {
   T* y;
   using result_t = T;
-  static constexpr bool kLast = kChannelsLast;
+  static constexpr bool kLast = kChannelsLast, kReduces = false;
   static constexpr int kPerWord = 4 / int(sizeof(T));  // elements
   // Staging: 16 channels × 32 words of positions, or 32 positions × 16 channels of float32; without
   // conflicts.

@@ -106,18 +106,21 @@ template <int kTiles> void hold(float (&)[kTiles][4]) {}
 inline uint64_t describe(uint32_t address, uint32_t k_stride) {
   return uint64_t(address >> 4) | uint64_t(k_stride >> 4) << 16;
 }
-constexpr uint64_t kSwizzled = uint64_t(1) << 62;
-inline uint64_t describe_swizzled(uint32_t address) {
-  if (address % 1024) emulation::failure = "a swizzled operand that is not aligned";
-  return uint64_t(address >> 4) | kSwizzled;
+// 64, 32 or 16 values of k in a row: 1, 2, 3 in the highest bits.
+template <int kDepth> int swizzled(int row, int unit) { return unit ^ row / (64 / kDepth) % (kDepth / 8); }
+template <int kDepth> uint64_t describe_swizzled(uint32_t address) {
+  if (address % (kDepth * 16)) emulation::failure = "a swizzled operand that is not aligned";
+  return uint64_t(address >> 4) | uint64_t(kDepth == 64 ? 1 : kDepth == 32 ? 2 : 3) << 62;
 }
 // Of an operand in shared memory: 2 k's values from 2t on, of the first (0) or the second (1) 8, of a column.
 inline uint32_t described(uint64_t operand, int half, int column) {
-  const uint32_t address = uint32_t(operand & 0xffff) * 16, row = address + half * 16 + column * 128;
+  const int kind = int(operand >> 62);
+  const uint32_t bytes = 256 >> kind, address = uint32_t(operand & 0xffff) * 16,
+                 row = address + half * 16 + column * bytes;
   const char* const at = shared_pointer(address + half * uint32_t(operand >> 16 & 0x3fff) * 16 + column * 16);
   uint32_t word;
   const char* const from =
-      (operand & kSwizzled ? shared_pointer(row ^ (row >> 3 & 0x70)) : at) + emulation::lane() % 4 * 4;
+      (kind ? shared_pointer(row ^ (row >> 3 & (bytes - 16))) : at) + emulation::lane() % 4 * 4;
   if (emulation::is_shared(from, 4)) memcpy(&word, from, 4);
   else emulation::failure = "an operand that is not in shared memory";
   return word;
