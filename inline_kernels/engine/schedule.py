@@ -43,6 +43,7 @@ _CTYPES = {
 }
 _MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
 _lock = threading.Lock()
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class Composed(NamedTuple):
@@ -828,7 +829,8 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
 
 
 class Convolution(NamedTuple):
-    """The library's, as the model has it. around: what F.pad adds, in `mode`, where the convolution can't."""
+    """The library's, as the model has it. around: what F.pad adds, in `mode`, where the convolution can't. behind: of its gradients, what comes
+    behind the tensors."""
 
     run: Callable
     stride: tuple[int, ...]
@@ -837,6 +839,7 @@ class Convolution(NamedTuple):
     groups: int
     around: Sequence[int]
     mode: str
+    behind: tuple
 
     @classmethod
     def of(cls, segment, weight: Tensor) -> Convolution:
@@ -846,10 +849,12 @@ class Convolution(NamedTuple):
             padding, flat = (0,) * nd, [each for pair in reversed(around) for each in pair]
         run, pair = torch.conv2d if nd == 2 else torch.conv3d, functools.partial(_pair, dimensions=nd)
         mode = "constant" if mode == "zeros" else mode
-        return cls(run, pair(conv.stride), padding, pair(conv.dilation), conv.groups, flat, mode)
+        stride, dilation = pair(conv.stride), pair(conv.dilation)
+        behind = None, stride, padding, dilation, False, (0,) * nd, conv.groups
+        return cls(run, stride, padding, dilation, conv.groups, flat, mode, behind)
 
     def image(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x, self.around, mode=self.mode) if self.around else x
+        return torch.nn.functional.pad(x, self.around, mode=self.mode)
 
 
 def convolve(how: Convolution, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
@@ -866,20 +871,21 @@ def convolve_backward(
     x: Tensor,
     weight: Tensor,
     needs: Sequence[bool],
-    laid_out: Callable = lambda t: t,
-) -> list[Tensor | None]:
+    laid_out: Callable | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and weight that are needed; that of weight is contiguous."""
-    image = given = x
+    image = x
     if how.around:
         with torch.enable_grad():
-            given = x.detach().requires_grad_()
-            image = how.image(given)
-    settings = None, how.stride, how.padding, how.dilation, False, (0,) * len(how.stride), how.groups
-    operands = dz, laid_out(image.detach()), laid_out(weight)
-    dx, dw, _ = torch.ops.aten.convolution_backward.default(*operands, *settings, (*needs, False))
+            x = x.detach().requires_grad_()
+            padded = how.image(x)
+        image = padded.detach()
+    if laid_out:
+        image, weight = laid_out(image), laid_out(weight)
+    dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
     if needs[0] and how.around:
-        (dx,) = torch.autograd.grad(image, given, dx)
-    return [dx if needs[0] else None, dw.contiguous() if needs[1] else None]
+        (dx,) = torch.autograd.grad(padded, x, dx)
+    return dx if needs[0] else None, dw.contiguous() if needs[1] else None
 
 
 # ------------------------------------------------------------------------------- … and on a GPU, where it is channels last
@@ -916,7 +922,9 @@ def _laid_out(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
     return v.permute(0, 2, 3, 1).contiguous() if plan.layout else _in_planes(plan, v)
 
 
-def _convolution_gradients(plan: Plan, dz, x, weight, wanted, layout: int) -> list[Tensor | None]:
+def _convolution_gradients(
+    plan: Plan, dz, x, weight, wanted, layout: int
+) -> tuple[Tensor | None, Tensor | None]:
     if not layout:
         return convolve_backward(plan.convolution, dz, x, weight, wanted)
     N, C, (_, *size) = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"]
@@ -929,7 +937,7 @@ def _convolution_gradients(plan: Plan, dz, x, weight, wanted, layout: int) -> li
     )
     if dx is not None and not library.is_channels_last(x, weight):
         dx = _in_planes(plan, dx)
-    return [dx, dw]
+    return dx, dw
 
 
 def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
