@@ -47,10 +47,10 @@ def _forward(plan, a):
 
 def _update(segment, a, statistics):
     """The running statistics."""
-    at = len(segment.inputs) + len(segment.parameters) + len(segment.buffers)
     for i, update in enumerate(segment.updates):
         mean, variance, count = statistics[3 * i : 3 * i + 3]
-        for running, value in zip(a[at + 2 * i :], (mean, variance * count / (count - 1))):
+        for name, value in zip(update[:2], (mean, variance * count / (count - 1))):
+            running = a[segment.tensors.index(name)]
             running.lerp_(value.to(running.dtype).view_as(running), update.momentum)
 
 

@@ -1092,6 +1092,15 @@ def test_batch_norm_counts_its_batches():
     assert_same(fast, model, x)
 
 
+def test_a_batch_norm_that_is_called_twice():
+    norm = nn.BatchNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), norm)
+    fast, x = fuse(copy.deepcopy(model)), torch.randn(2, 3, 6, 7)
+    for _ in range(2):
+        assert_same(fast, model, x)
+    assert runs(fast, x) == ["load"] and fast[1].num_batches_tracked == model[1].num_batches_tracked
+
+
 def test_forward_twice_then_backward():
     """Running statistics change in between, and no gradient hangs on them."""
     model, fast, x = pair(Residual, training=True)

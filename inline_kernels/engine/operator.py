@@ -221,14 +221,11 @@ class SegmentOperator:
 
 
 class Names:
-    """A segment's own names: of all tensors that its operator takes (inputs, parameters, buffers, and `updated`, which are written), in
-    order, and of its `numbers`. The first `inputs` are inputs; the convolution's weight comes next."""
+    """A segment's own names: of all tensors that its operator takes, in order, and of its `numbers`. The first `inputs` are inputs; the
+    convolution's weight comes next."""
 
     def __init__(self, segment):
-        inputs = [leaf.attr[0] for leaf in segment.inputs]
-        self.updated = [name for update in segment.updates for name in update[:2]]
-        self.tensors = [*inputs, *segment.parameters, *segment.buffers, *self.updated]
-        self.inputs, self.numbers = len(inputs), [*segment.scalars]
+        self.tensors, self.inputs, self.numbers = segment.tensors, len(segment.inputs), [*segment.scalars]
 
 
 def field_names(names: Iterable[str]) -> dict[str, str]:

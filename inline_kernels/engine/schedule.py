@@ -527,8 +527,7 @@ def plan(
 
 def _places(segment) -> dict[str, int]:
     """The numbers of arguments that are tensors, by the names of arrays."""
-    names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters, *segment.buffers]
-    names += [name for update in segment.updates for name in update[:2]]
+    names = segment.tensors
     return {source.identifier(name): i for i, name in enumerate(names)} | {"seed": len(names)}
 
 
@@ -628,8 +627,7 @@ def _launcher(plan: Plan, program: Program) -> str:
 
 
 def _first_number(segment) -> int:
-    tensors = len(segment.inputs) + len(segment.parameters) + len(segment.buffers) + 2 * len(segment.updates)
-    return tensors + 2 * bool(segment.random)
+    return len(segment.tensors) + 2 * bool(segment.random)
 
 
 def _parts(plan: Plan, program: Program, number: int) -> int:
