@@ -1,4 +1,5 @@
-# make demo       compile, check, time and plot all four problems on what this machine has
+# make demo       compile, check, time and plot the four models on what this machine has: ours and eager, then torch.compile beside them
+# make demo QUICK=1  the same without torch.compile
 # make test       the tests, two at a time; TEST_PROCESSES=8 runs more
 # make fuzz       500 random programs: their graphs and adjoints against autograd (tests/fuzz_engine.py --fused: their kernels)
 # make browser    notebooks in JupyterLab in a headless Chromium; says what is missing
@@ -40,7 +41,7 @@ endif
 .PHONY: demo test fuzz browser lint sanitize gpu gpu-checks gpu-tests gpu-sanitize gpu-bench gpu-summary bench host notebooks notebooks-alone wheel clean
 
 demo: $(READY)
-	$(RUN) compare.py --json build/demo/report.json --plots build/demo
+	$(RUN) compare.py $(if $(QUICK),--quick) --json build/demo/report.json --plots build/demo
 
 test: $(READY)
 	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadgroup

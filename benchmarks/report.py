@@ -25,7 +25,11 @@ from inline_kernels.bench.checks import PHASES  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
-PICTURE, PLOT = "overview.png", "speedup.png"  # in benchmarks/, of README and of the page
+PICTURE, PLOT, RANKING = (
+    "overview.png",
+    "speedup.png",
+    "fuse.png",
+)  # in benchmarks/; README shows the first and the last, the page the second
 PHASES_SHOWN = ("forward_grad", "train")  # as users meet them
 
 # ---------------------------------------------------------------------------------------------------- records
@@ -119,22 +123,20 @@ def _phases_shown(item: dict) -> list[str]:
 
 def front_table(item: dict) -> str:
     """What stands between README's markers: the picture of a record, and a row per problem, as called."""
-    phase = _phases_shown(item)[0]
+    phase, found = _phases_shown(item)[0], charts.groups(item["rows"])
     lines = [
         f"![Speed-up over eager on {machine_of(item)}: the best peer beside ours](benchmarks/{PICTURE})",
         "",
-        f"| `{phase}`, as called | eager | best peer as exact as eager | ours | factor |",
-        "|---|---|---|---|---|",
+        f"| `{phase}`, ms a call | eager | fastest peer as exact as eager | fused | × eager | × that peer | error of fused (eager’s) | MB to train, eager → fused |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for (_, of, inputs), rows in charts.groups(item["rows"]).items():
+    for (problem, of, inputs), rows in found.items():
         if of == phase and inputs == "default":
             eager, exact, _, ours = charts.standing(rows)
-            cells = (
-                f"{_ms(eager)} ms",
-                f"{_named_ms(exact)} ms",
-                f"{_named_ms(ours)} ms",
-                _factor(exact, ours),
-            )
+            error = f"{ours['error_norm']:.2g} ({ours['eager_error_norm']:.2g})" if ours else "–"
+            training = charts.standing(found.get((problem, "train", "default"), []))
+            memory = [f"{row['memory_mb']:,.0f}" for row in (training.eager, training.ours) if row and row["memory_mb"] is not None]  # fmt: skip
+            cells = _ms(eager), _named_ms(exact), _ms(ours), _factor(eager, ours), _factor(exact, ours), error, " → ".join(memory) or "–"  # fmt: skip
             lines.append(f"| {charts.title_of(rows[0])} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{_origin(item)}{_note(item)}.", ""])
 
@@ -148,16 +150,21 @@ def page(records: list[dict]) -> str:
     return "\n".join([*parts, LEGEND])
 
 
-LEGEND = """A time is the median as called: synchronize, clear the cache, call, synchronize; the GPU's time alone stands beside it (older records have
-no other). `forward_grad` is a call of a fresh model, gradients on, without backward; `train` is forward and backward. *Ours* is what
-runs by default, or the fastest where the record doesn't say: `epilogue` is the library's convolution with our fused tail (on a CPU our own
-convolution, Winograd's, where that is faster); `fused`, on a GPU, has the convolution inside our kernels. The *best exact peer* is the
-fastest of eager, torch.compile (`compile`; `max-autotune`; `compile-cl`, all channels last; `compile-fp32`, TF32 forbidden) and cuDNN's own
-fused graph (`cudnn`, where nvidia-cudnn-frontend is installed) that is as exact as eager; the *fastest peer* may be less exact, and then says
-by how much. What of ours fails its check gets no time. How it is measured stands at the top of compare.py, what counts as right at the
-top of checks.py, as honest at that of honesty.py. Number 83's training says little about kernels by default: nothing ties there, so that all
-gradients are zero and backward leaves at a flag that forward computes. In the row with all ties the norm's slopes are zero: its own gradients are there
-to compute, the convolution's are zero behind them. Where elements tie at other slopes, a step took 1.95 ms (results/trials/backward_steps.json).
+LEGEND = """How to read the tables:
+
+- A time is the median of a call as a user makes it: synchronize, clear the cache, call, synchronize. The GPU's time alone stands beside it.
+- `forward_grad` is a call of a fresh model with gradients on, without backward; `train` is forward and backward.
+- *Ours* is what runs by default. `fused` has the convolution inside our kernels; `epilogue` runs the library's convolution, or on a CPU our own,
+  and then our kernels for what follows it.
+- The *best exact peer* is the fastest one that is as exact as eager: eager itself, torch.compile (`compile`; `max-autotune`; `compile-cl`, with all
+  tensors channels last; `compile-fp32`, TF32 forbidden), or cuDNN's own fused graph (`cudnn`, where nvidia-cudnn-frontend is installed). The
+  *fastest peer* may be less exact; the table then says by how much.
+- We report no time for a kernel that fails its check. inline_kernels/bench says what a check asks (checks.py, honesty.py) and how times are taken
+  (timing.py).
+- Number 83's training says little about kernels with default inputs: no element ties, so every gradient is zero, and backward ends at a flag that forward
+  sets. With *all ties* the norm's gradients have to be computed, the convolution's are still zero. Where elements tie and slopes are not zero, a
+  step takes 1.95 ms (results/trials/backward_steps.json).
+
 The records in results/ have all phases and variants.
 """
 
@@ -242,6 +249,21 @@ def write_readme() -> None:
     PAGE.write_text(page(records), encoding="utf-8")
     charts.overview(newest["rows"], phases, title).savefig(folder / PICTURE, dpi=110)
     charts.plot(_drawn(newest, phases[0]), title).savefig(folder / PLOT, dpi=110)
+    ranking().savefig(folder / RANKING, dpi=110)
+
+
+def ranking():
+    """The picture of `fuse` on KernelBench's problems, by the newest record of forward."""
+    items = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((RESULTS / "fuse").glob("*-forward.json"))
+    ]
+    item, times = items[-1], {}
+    for row in item["rows"]:
+        times.setdefault(row["problem"], {})[row["variant"]] = row["median_ms"]
+    factors = {str(problem): each["eager"] / each["fuse"] for problem, each in times.items()}
+    title = f"fuse, forward, the GPU’s time over eager’s · {item['gpu']}, {item['date'][:10]}"
+    return charts.ranking(factors, title, "problem of KernelBench level 2")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Fused PyTorch kernels, compiled at run time.
 
     from inline_kernels import fuse                       # fast = fuse(model): a model's convolutions with what follows them, as kernels
+    from inline_kernels import graphed                    # run = graphed(step, (x, target)): a training step as one CUDA graph
     from inline_kernels import compare_pair, plot, table  # checks, times and shows a model beside a faster version of it
     from inline_kernels import declare                    # makes a kernel an operator with a gradient
 
@@ -15,6 +16,7 @@ import importlib
 
 _PLACES = {
     "fuse": "inline_kernels.engine.fuse",
+    "graphed": "inline_kernels.engine.graphed",
     "compare_pair": "inline_kernels.bench.compare",
     "plot": "inline_kernels.bench.charts",
     "table": "inline_kernels.bench.charts",

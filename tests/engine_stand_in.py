@@ -1,4 +1,5 @@
-"""In the place of generated kernels, the graph evaluated by torch: what tests of `fuse` that are about everything else run on."""
+"""In the place of generated kernels, the graph evaluated by torch: what tests of `fuse` that are about everything else run on. And what torch says
+of GPUs (`PROPERTIES`)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,24 @@ import torch
 
 import reference_graph as reference
 from inline_kernels.engine import schedule
+
+
+def _gpu(capability, multiprocessors, **clocks) -> SimpleNamespace:
+    """clocks in kHz, and a bus's width in bits; torch may not know them."""
+    major, minor = capability
+    own = {"shared_memory_per_block_optin": 227 << 10, "L2_cache_size": 50 << 20, **clocks}
+    return SimpleNamespace(major=major, minor=minor, multi_processor_count=multiprocessors, **own)
+
+
+PROPERTIES = {
+    "H200": _gpu((9, 0), 132, clock_rate=1980000, memory_clock_rate=3201000, memory_bus_width=6144),
+    "H100": _gpu((9, 0), 132, clock_rate=1980000, memory_clock_rate=2619000, memory_bus_width=5120),
+    "H100 PCIe": _gpu((9, 0), 114, clock_rate=1755000, memory_clock_rate=1593000, memory_bus_width=5120),
+    "an older torch": _gpu((9, 0), 66),
+    "no memory clock": _gpu((8, 9), 132, clock_rate=990000, memory_clock_rate=0, memory_bus_width=384),
+    "of no table": _gpu((12, 1), 132),
+    "too old": _gpu((7, 5), 132),
+}
 
 
 def _plan(segment, arguments, saving, dtype, exact_order=False):

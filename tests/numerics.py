@@ -123,8 +123,6 @@ KNOWN = {
                 (2, 1, 19, 19, 19),
                 "planes longer than a block of statistics",
             ),
-            Size((3, 20, 3, (1,), -1.0, 1.0), (3, 3, 5, 7, 9), "20 channels, one multiplier"),
-            Size((3, 20, 3, (), -0.5, 0.7), (3, 3, 5, 7, 9), "20 channels, a number as multiplier"),
             Size((3, 20, 3, (20, 1, 1, 1), 0.5, -0.5), (3, 3, 5, 7, 9), "20 channels, bounds swapped"),
         ),
         raising=(Size((3, 20, (2, 3, 3), (20, 1, 1, 1), -1.0, 1.0), (3, 3, 2, 3, 3), "one position"),),
@@ -139,17 +137,15 @@ KNOWN = {
             Size((3, 16, 3, 4, -0.3, 1.0, 0.2), (2, 3, 6, 6, 6), "64 positions"),
             Size((3, 48, 3, 1, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "one group"),
             Size((3, 48, 3, 48, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "a group per channel"),
-            Size((3, 48, 3, 12, 0.5, -0.25, 0.2), (3, 3, 5, 7, 9), "bounds swapped"),
+            Size((3, 16, 3, 4, 0.5, -0.25, 0.2), (3, 3, 5, 7, 9), "bounds swapped"),
             Size((1, 16, (1, 5, 5), 16, -0.3, 1.0, 0.2), (2, 1, 3, 37, 141), "one channel in, long rows"),
             Size((4, 32, 2, 4, -0.3, 1.0, 0.2), (1, 4, 9, 6, 35), "four channels in, one sample"),
             Size((2, 16, 3, 4, -0.3, 1.0, 0.2), (3, 2, 5, 7, 9), "two channels in"),
         ),
         not_fused=(
-            Size((3, 12, 3, 1, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "12 channels, one group"),
-            Size((3, 12, 3, 12, -0.3, 1.0, 0.2), (3, 3, 5, 7, 9), "12 channels, as many groups"),
             Size((3, 12, 3, 4, -0.3, 1.0, 0.2), (1, 3, 3, 3, 3), "one position, batch 1"),
             Size(
-                (1, 4, 3, 2, -0.3, 1.0, 0.2), (2, 1, 19, 19, 19), "planes longer than a block of statistics"
+                (1, 6, 3, 2, -0.3, 1.0, 0.2), (2, 1, 19, 19, 19), "planes longer than a block of statistics"
             ),
             Size((3, 12, 3, 4, 0.5, -0.25, 0.2), (3, 3, 5, 7, 9), "12 channels, bounds swapped"),
         ),
@@ -191,22 +187,11 @@ KNOWN = {
             ),
         ),
         not_fused=(
-            Size((5, 24, 3, 1, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, one group"),
-            Size(
-                (5, 24, 3, 24, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, as many groups"
-            ),
-            Size(
-                (3, 8, (2, 1), 2, (8, 1, 1), (2, 3), -0.5, 1.0),
-                (1, 3, 3, 3),
-                "8 channels, one output position",
-            ),
             Size(
                 (2, 4, 1, 2, (4, 1, 1), (17, 16), -0.5, 1.0),
                 (2, 2, 36, 37),
                 "windows longer than a byte counts",
             ),
-            Size((5, 24, 3, 4, (1,), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, one scale"),
-            Size((5, 24, 3, 4, (), (2, 3), -0.5, 1.0), (3, 5, 15, 13), "24 channels, a number as scale"),
             Size((5, 24, 3, 4, (24, 1, 1), (2, 3), 0.5, -0.5), (3, 5, 15, 13), "24 channels, bounds swapped"),
         ),
         raising=(
@@ -328,11 +313,14 @@ def problem_of(model: torch.nn.Module) -> models.Problem:
     return next(problem for problem in models.PROBLEMS.values() if isinstance(model, problem.Model))
 
 
-def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogue") -> None:
+BOTH = "forward", "train_dx"
+
+
+def assert_rule(model: torch.nn.Module, x: torch.Tensor, variant: str = "epilogue", phases=BOTH) -> None:
     """The rule for `variant` on x: without gradients, and with those of x and of all parameters. Kernels that never run TF32 are held
     to what eager gives without it, too, shared memory being NaN: where eager runs TF32, the rule would let float16 pass."""
     twin = twin_of(model, variant, x)
-    assert_module_follows_rule(twin, model, x)
+    assert_module_follows_rule(twin, model, x, phases)
     if (
         x.is_cuda
         and x.dtype == torch.float32
@@ -369,10 +357,10 @@ class _Among(torch.nn.Module):
         return self.module(torch.cat([self.before, sample, self.after]))[len(self.before)][None]
 
 
-def assert_module_follows_rule(module, model: torch.nn.Module, x: torch.Tensor) -> None:
+def assert_module_follows_rule(module, model: torch.nn.Module, x: torch.Tensor, phases=BOTH) -> None:
     """The rule for `module`, which shares the parameters of `model`; all results have eager's dtypes, too."""
-    assert _dtypes(module, model, x) == _dtypes(model, model, x)
-    for phase in ("forward", "train_dx"):
+    assert _dtypes(module, model, x, phases) == _dtypes(model, model, x, phases)
+    for phase in phases:
         assert_within_limits(lambda x: checks.errors_of("", module, model, x, phase), x)
 
 
@@ -389,16 +377,14 @@ def assert_within_limits(errors_of, x: torch.Tensor) -> None:
     assert not draws[0][1] and all(error.share <= 1 or error.max <= exact for error in errors), report
 
 
-def _dtypes(module, model: torch.nn.Module, x: torch.Tensor) -> dict[str, torch.dtype]:
-    """Those of all results, without gradients and with them."""
-    leaves = dict(model.named_parameters())
-    out, _ = checks.call(module, leaves, x, "forward", None)
-    trained, gradients = checks.call(module, leaves, x, "train_dx", torch.ones_like(out))
-    return {
-        "output": out.dtype,
-        "output in training": trained.dtype,
-        **{name: t.dtype for name, t in gradients.items()},
-    }
+def _dtypes(module, model: torch.nn.Module, x: torch.Tensor, phases) -> list[dict[str, torch.dtype]]:
+    """Those of all results in these phases."""
+    leaves, found = dict(model.named_parameters()), []
+    for phase in phases:
+        dy = torch.ones_like(model(x)) if phase != "forward" else None
+        out, gradients = checks.call(module, leaves, x, phase, dy)
+        found.append({"output": out.dtype, **{name: t.dtype for name, t in gradients.items()}})
+    return found
 
 
 def steady_library(allow_tf32: bool = False):

@@ -13,7 +13,7 @@ from inline_kernels.engine import tiling
 from numerics import DROPOUT, INSTANCE_NORM
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16]  # and bfloat16 at random sizes
 every_name = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])
 TAILS = {INSTANCE_NORM: lambda C: ((C, 1, 1, 1), -1.0, 1.0), DROPOUT: lambda C: (4, 0.25, 1.0, 0.2)}
 
@@ -44,8 +44,7 @@ def assert_gradients(model, x):
 @every_name
 @pytest.mark.parametrize(
     "dtype, architecture, width",
-    [(dtype, 800, width) for dtype in DTYPES for width in (10, 11)]
-    + [(dtype, 900, 12) for dtype in DTYPES[:2]],
+    [(dtype, 800, width) for dtype in DTYPES for width in (10, 11)] + [(dtype, 900, 12) for dtype in DTYPES],
     ids=str,
 )
 def test_gradients(name, dtype, architecture, width, gpu):
@@ -77,7 +76,7 @@ def test_random_sizes_devices_and_pieces(name, gpu, monkeypatch):
 
     spatial_defines = tiling.spatial_defines
 
-    @settings(max_examples=12)
+    @settings(max_examples=8)
     @given(st.data())
     def run(data):
         size, one_of = (
@@ -87,7 +86,7 @@ def test_random_sizes_devices_and_pieces(name, gpu, monkeypatch):
         channels, C, kernel, dtype, architecture = one_of(*BUILDS[name])
         shape = size(1, 4), channels, *(extent - 1 + size(4, 12) for extent in kernel)
         model, x = drawn(name, channels, C, kernel, shape, dtype)
-        own = {"DV_BYTES": one_of(1 << 17, 1 << 20)}
+        own = {"DV_BYTES": 1 << (17 if architecture == 800 else 20)}  # of each, as each is compiled for
         monkeypatch.setattr(tiling, "spatial_defines", lambda filters: spatial_defines(filters) | own)
         multiprocessors = size(1, 12)
 
@@ -95,7 +94,9 @@ def test_random_sizes_devices_and_pieces(name, gpu, monkeypatch):
             gpu(architecture=architecture, multiprocessors=multiprocessors, shared=kilobytes << 10)
             return numerics.takes(model, x)
 
-        assert any(map(takes, range(one_of(20, 163), 164)))  # the least shared memory that will do, or much
+        assert any(
+            map(takes, range(one_of(20, 163), 164, 3))
+        )  # the least shared memory that will do, or much
         assert_gradients(model, x)
 
     run()

@@ -11,6 +11,7 @@ import torch
 import models
 import numerics
 from benchmarks import fit, grid
+from engine_stand_in import PROPERTIES
 from inline_kernels.engine import choice, composed, library, tiling
 from loading import ROOT
 from numerics import DROPOUT, MIN_ADD, POOL
@@ -63,6 +64,59 @@ def test_properties():
         "channels in": 64, "channels out": 128, "taps": 15, "bytes a value": 2, "columns": 16,
         "positions": 896, "results": 896 * 128, "products": 896 * 128 * 64 * 15,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name, scale", [
+    ("H200", (1, 1, 1)),
+    ("H100", (1, 1, 0.682)),
+    ("H100 PCIe", (0.886, 0.766, 0.415)),
+    ("an older torch", (1, 0.5, 0.692)),
+    ("no memory clock", (0.5, 0.5, 0.183)),
+    ("of no table", (1.313, 1.313, 0.305)),
+    ("too old", (0.712, 0.712, 0.387)),
+])  # fmt: skip
+def test_scale_of_a_gpu(name, scale, monkeypatch):
+    """Clock rate, multiprocessors times that, memory bandwidth: as torch has them, else as is usual."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: PROPERTIES[name])
+    device = tiling.device_properties(0)
+    assert device.scale == pytest.approx(scale, rel=2e-3)
+    assert (device.scale == choice.H200) is (name == "H200")
+    assert device.multiprocessors == PROPERTIES[name].multi_processor_count
+
+
+def test_bounds_of_rules_are_scaled():
+    """Of what there is to do; not those of shapes."""
+    half = choice.Scale(0.5, 0.25, 0.5)
+    image, filters = (2, 64, 30, 20), (128, 64, 3, 5)
+    for name, factor in {"products": 4, "results": 2, "positions": 2, "channels in": 1, "taps": 1}.items():
+        most = factor * choice.PROPERTIES[name](image, filters, 4)
+        for bound, variant in ((most, "fused"), (most - 1, "eager")):
+            rule = (name, bound, "fused", "eager")
+            assert choice.fastest(rule, image, filters, 4, half)[0] == variant, name
+            assert choice.fastest((name, most // factor, "fused", "eager"), image, filters, 4)[0] == "fused"
+
+
+def test_stream_s_times_are_scaled():
+    sizes = (32, 256, 28, 28), (256, 256, 3, 3), 32 * 26 * 26, 2
+    columns, time = choice.stream_columns(*sizes, H200)
+    slow = H200._replace(scale=choice.Scale(0.5, 0.5, 1))
+    start = choice.STREAM_TILES[2][columns][0]
+    assert choice.stream_columns(*sizes, slow) == (columns, pytest.approx(start + 2 * (time - start)))
+    assert "faster at such sizes" in choice.stream_loses(*sizes, H200, False)
+    for scale in (choice.Scale(1, 0.05, 1), choice.Scale(1, 1, 0.05)):  # the library's products; v's way
+        assert choice.stream_loses(*sizes, H200._replace(scale=scale), False) is None
+
+
+def test_plan_says_that_times_are_scaled(gpu, monkeypatch):
+    model, x = sized(MIN_ADD, 3)
+    products = choice.PROPERTIES["products"](x.shape, model.conv.weight.shape, 4)
+    gpu(MIN_ADD, forward=["products", products, "fused", "epilogue"])
+    with torch.no_grad():
+        for scale, variant in ((choice.H200, "fused"), (choice.Scale(1, 0.5, 1), "epilogue")):
+            monkeypatch.setattr(tiling, "device_properties", lambda index: H200._replace(scale=scale))
+            plan = numerics.twin_of(model, "auto").plan(x)
+            assert plan.variant == variant
+            assert ("scaled from an H200's" in plan.reason) is (variant == "epilogue")
 
 
 def sized(name: str, channels_in: int) -> tuple[torch.nn.Module, torch.Tensor]:

@@ -95,16 +95,18 @@ def test_a_less_exact_peer_is_shown_with_its_time_and_its_error():
         "4.00 × as fast as eager, the best peer that keeps the rule" in text
         and "2.00 × as fast as rounded" in text
     )
-    assert f"; {charts.inexact(rounded)}\n" in charts.table(rows) and charts.inexact(rounded).endswith(
-        "× eager’s"
-    )
+    line = next(line for line in charts.table(rows).splitlines() if line.strip().startswith("rounded"))
+    assert f"{rounded['error_vs_eager']:,.0f}  less exact than the rule asks: output, " in line
 
 
 def test_the_table_says_of_what_an_error_is():
-    """Two modules that are alike may be nearest to their limits in different results."""
+    """One number for each, its error as a multiple of eager's: two modules that are alike may be nearest to their limits in different results."""
     rows = compare.compare(small(POOL), device="cpu", phase="train", variants=["eager", "epilogue"], seed=1)
     lines = charts.table(rows).splitlines()
-    assert all(any(f"of {row['quantity']}, {row['case']}" in line for line in lines) for row in rows)
+    assert all(
+        any(f"{row['error_vs_eager']:.2f}  {row['quantity']}, {row['case']}" in line for line in lines)
+        for row in rows
+    )
 
 
 def test_a_constant_output_proves_nothing_of_a_peer():
@@ -329,6 +331,49 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert command.main([MIN_ADD, "--device", "cpu"]) == 1
     with pytest.raises(SystemExit, match="2"):
         command.main(["nothing"])
+
+
+def test_the_command_shows_eager_and_ours_first(tmp_path, monkeypatch, capsys):
+    """Checked on one sample, timed with the whole batch; then all of it, unless it is to be quick. A table and a picture each time."""
+    monkeypatch.setattr(compare, "variants_of", lambda problem, device, peers: ("eager", "peer", "epilogue"))
+    monkeypatch.setattr(command, "_others", lambda name, device: {"peer": lambda model: model})
+    problems = {MIN_ADD: small(MIN_ADD)}
+    monkeypatch.setattr(compare, "registry", lambda: problems)
+    monkeypatch.setattr(models, "PROBLEMS", problems)
+    told, drawn, check = [], [], compare.check
+
+    def told_check(contest, variant, **options):
+        told.append((variant, len(contest.inputs()[0])))
+        return check(contest, variant, **options)
+
+    monkeypatch.setattr(compare, "check", told_check)
+    monkeypatch.setattr(command, "plot", lambda rows: drawn.append([(row["variant"], row["shape"][0]) for row in rows]) or charts.plot(rows))  # fmt: skip
+    arguments = ["--device", "cpu", "--batch", "3", "--plots", str(tmp_path)]
+    assert command.main([*arguments, "--quick"]) == 0
+    assert told == [("eager", 1), ("epilogue", 1)] and drawn == [[("eager", 3), ("epilogue", 3)]]
+    assert command.main(arguments) == 0
+    assert told[2:] == [("eager", 1), ("epilogue", 1), ("eager", 3), ("peer", 3), ("epilogue", 3)]
+    assert drawn[1:] == [[("eager", 3), ("epilogue", 3)], [("eager", 3), ("peer", 3), ("epilogue", 3)]]
+    assert capsys.readouterr().out.count("plot: ") == 3
+
+
+def test_the_time_to_the_end_counts_down(monkeypatch):
+    """By what steps took for what was expected of them; a turn may leave steps out, and a step may take longer than expected."""
+    now = [0.0]
+    monkeypatch.setattr(command, "GUESSED", 0.001)
+    monkeypatch.setattr(command, "clock", types.SimpleNamespace(monotonic=lambda: now[0]))
+    with command.Countdown([[10.0, 20.0], [10.0, 10.0]]) as countdown:
+        left = [countdown.left(now[0])]
+        for text, seconds in (("a", 5.0), ("b", 5.0), (None, 0.0), ("c", 4.0)):
+            countdown.step(text) if text else countdown.turn()
+            left.append(countdown.left(now[0]))
+            now[0] += seconds
+            left.append(countdown.left(now[0]))
+        now[0] += 100.0
+        assert countdown.left(now[0]) == left[-1], "the step after it is still to come"
+    # 50 s expected; 10 s took 5; 20 s took 5, so 30 s took 10
+    expected = [50.0, 50.0, 45.0, 20.0, 15.0, 20 / 3, 20 / 3, 20 / 3, 20 / 3 - 10 / 3]
+    assert left == pytest.approx(expected, rel=1e-3)
 
 
 CANDIDATE = """

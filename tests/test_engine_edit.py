@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import engine_stand_in
 import inline_kernels
+import reference_graph
 from inline_kernels import fuse
+from inline_kernels.engine import schedule
+from inline_kernels.engine.followed import NotFollowed, followed
+from inline_kernels.engine.graph import ELEMENTS, order
 from inline_loader import BuildError
+from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
+from test_engine_source import arguments_of, segment_of
 
 
 class Scaled(nn.Module):
@@ -62,11 +71,213 @@ def test_what_was_edited_runs(x, saving):
     torch.testing.assert_close(fast(x[:1]), -expected(fast, x[:1]))
 
 
-def test_its_gradient_is_refused(fast, x):
+def test_what_can_t_be_followed_has_no_gradient(x):
+    fast = fuse(Scaled())
+    fast.edit(x, fast.source(x).replace("math::relu(add2)", "math::relu(add2) + real(1 / 2)"))
+    assert "without a gradient" in str(fast.plan(x))
     y = fast(x.requires_grad_())
-    assert y.requires_grad
-    with pytest.raises(RuntimeError, match="edited, and its gradient is not known"):
+    torch.testing.assert_close(y, expected(fast, x))
+    with pytest.raises(
+        RuntimeError, match=r"its gradient is not known: .*math::relu\(add2\) \+ real\(1 / 2\)"
+    ):
         y.sum().backward()
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.factor = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), 2.0
+        self.shift = nn.Parameter(torch.randn(6, 1, 1))
+
+    def forward(self, x):
+        return F.silu(self.norm(self.conv(x))) * self.factor + self.shift
+
+
+EDITS = {
+    "const auto silu22 = math::silu(add20);": "const auto twice = add20 * add20 * real(0.5);  // a line more\n"
+    "const auto silu22 = math::tanh(add20) - twice;",
+    "at.write(y, add26);": "at.write(y, add26 * shift_25 / factor);",
+}
+
+
+def edited_normed(model, x):
+    v = model.norm(model.conv(x))
+    return ((torch.tanh(v) - 0.5 * v * v) * model.factor + model.shift) * model.shift / model.factor
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_gradients_are_those_of_the_edited_lines(saving):
+    """Of all parameters, as forward read them, and of the batch's statistics."""
+    theirs = Normed().double()
+    fast, x = fuse(copy.deepcopy(theirs)), torch.randn(2, 3, 9, 8, dtype=torch.float64)
+    with torch.set_grad_enabled(saving):
+        text = fast.source(x)
+        for line, other in EDITS.items():
+            assert text.count(line) == 1
+            text = text.replace(line, other)
+        fast.edit(x, text)
+    assert "with the gradient of its lines" in str(fast.plan(x))
+    for given in (x, x[:1]):
+        given = given.detach().requires_grad_()
+        exact, y = edited_normed(theirs, given), fast(given)
+        dy = torch.randn_like(y)
+        torch.testing.assert_close(y, exact)
+        for module in (fast, theirs):  # forward has read it, a derivative reads it now
+            module.shift.data.add_(0.25)
+        found = torch.autograd.grad(y, [given, *fast.parameters()], dy)
+        for a, b in zip(found, torch.autograd.grad(exact, [given, *theirs.parameters()], dy)):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    for a, b in zip(fast.buffers(), theirs.buffers()):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_on_a_gpu_that_is_emulated(gpu):
+    gpu()
+    theirs = Normed()
+    fast, x = fuse(copy.deepcopy(theirs)), torch.randn(2, 3, 9, 8, requires_grad=True)
+    text = fast.source(x)
+    assert "cudaStream_t" in text
+    for line, other in EDITS.items():
+        text = text.replace(line, other)
+    fast.edit(x, text)
+    y, exact = fast(x), edited_normed(theirs, x)
+    torch.testing.assert_close(y, exact, rtol=1e-4, atol=1e-5)
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, [x, *fast.parameters()], dy)
+    for a, b in zip(found, torch.autograd.grad(exact, [x, *theirs.parameters()], dy)):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------ what can be followed
+
+
+class Tailed(nn.Module):
+    def __init__(self, tail):
+        super().__init__()
+        self.conv, self.bound, self.tail = nn.Conv2d(3, 4, 2, bias=False), 0.3, tail
+        self.scale = nn.Parameter(torch.randn(4, 1, 1))
+
+    def forward(self, x):
+        return self.tail(self, self.conv(x))
+
+
+def read(model: nn.Module, changes: dict[str, str], saving: bool = True):
+    """The segment, and what its text computes with those changes: by the graph."""
+    x = torch.randn(2, 3, 6, 6)
+    segment = segment_of(model, x)
+    arguments = arguments_of(model, segment, x)
+    composed = schedule._composed(segment, schedule._kind(segment, arguments, saving, False))
+    text = composed.text
+    for line, other in changes.items():
+        assert re.search(line, text), text
+        text = re.sub(line, other, text)
+    node = followed(composed.forward.roots[0].node, composed.text, text)
+    leaves, sizes = engine_stand_in._leaves(segment, [*arguments, 0], model.conv(x).detach())
+    return reference_graph.evaluate([node], leaves, sizes)[0], node, x
+
+
+LINE = r"const auto (gelu\d+) = math::gelu\((\w+)\);"
+FOLLOWED = {
+    "math::tanh({v}) * scale_{s} - real(2)": lambda m, v: torch.tanh(v) * m.scale - 2,
+    "-math::maximum({v}, real(0.25f)) / (real(3) + math::square({v}))": lambda m, v: (
+        -torch.clamp_min(v, 0.25) / (3 + v * v)
+    ),
+    "math::maximum(real(0.25), {v})": lambda m, v: torch.clamp_min(v, 0.25),
+    "math::minimum({v}, scale_{s})": lambda m, v: torch.minimum(v, m.scale),
+    "math::select({v} > scale_{s}, {v}, bound)": lambda m, v: torch.where(
+        v > m.scale, v, torch.tensor(m.bound)
+    ),
+    "math::select(({v} >= real(0)) & ({v} <= real(1)), {v}, real(0))": lambda m, v: torch.where(
+        (v >= 0) & (v <= 1), v, 0.0
+    ),
+    "math::clamp(+{v}, real(-1), bound)": lambda m, v: torch.clamp(v, -1, m.bound),
+    "math::elu(double({v}), 2 * 1.5)": lambda m, v: F.elu(v, 3.0),
+    "math::exp(math::sigmoid({v})) + 1": lambda m, v: torch.exp(torch.sigmoid(v)) + 1,
+}
+
+
+@pytest.mark.parametrize("expression", FOLLOWED)
+def test_expressions(expression):
+    """Value and gradient, through autograd's eyes."""
+    formula = FOLLOWED[expression]
+    model = Tailed(lambda m, v: F.gelu(v) * m.bound + m.scale)
+    _, own, _ = read(model, {})
+    names = {n.attr[0]: n.id for n in order([own]) if n.op == "leaf"}
+    text = expression.replace("{v}", "\\2").replace("{s}", str(names["scale"]))
+    ours, node, x = read(model, {LINE: rf"const auto \1 = {text};"})
+    z = model.conv(x).detach()
+
+    def whole(v):
+        return formula(model, v) * model.bound + model.scale
+
+    torch.testing.assert_close(ours, whole(z).float())
+    v = z.requires_grad_()
+    (exact,) = torch.autograd.grad(whole(v).sum(), v)
+    graph = node.graph
+    (adjoint,) = graph.adjoints(node, graph.const(1.0), [graph.leaf("z", ELEMENTS, "z")])
+    segment = segment_of(model, x)
+    leaves, sizes = engine_stand_in._leaves(segment, [*arguments_of(model, segment, x), 0], z.detach())
+    (found,) = reference_graph.evaluate([adjoint], leaves, sizes)
+    torch.testing.assert_close(found.expand_as(exact), exact, rtol=1e-4, atol=1e-5)
+
+
+MAPPED = lambda m, v: F.gelu(v) * m.bound + m.scale  # noqa: E731
+NORMED = lambda m, v: F.gelu(F.group_norm(v * m.scale, 2))  # noqa: E731
+REFUSED = {
+    "a loop": (MAPPED, {LINE: r"auto \1 = \2; for (int i = 0; i < 3; i++) \1 = \1 * \2;"}, r"for \(int i"),
+    "whole numbers": (MAPPED, {LINE: r"const auto \1 = \2 * (1 / 2);"}, r"\* \(1 / 2\)"),
+    "a bound that varies": (
+        MAPPED,
+        {LINE: r"const auto \1 = math::clamp(\2, real(-1), math::exp(\2));"},
+        "clamp",
+    ),
+    "a function that isn't the graph's": (MAPPED, {LINE: r"const auto \1 = sinf(\2);"}, "sinf"),
+    "without a derivative": (MAPPED, {LINE: r"const auto \1 = math::gelu_gradient(\2);"}, "gelu_gradient"),
+    "a comparison of a comparison": (
+        MAPPED,
+        {LINE: r"const auto \1 = math::select(\2 > real(0) & \2, \2, \2);"},
+        "select",
+    ),
+    "a truth value": (MAPPED, {LINE: r"const auto \1 = \2 > real(0);"}, "> real"),
+    "memory": (MAPPED, {LINE: r"const auto \1 = \2 * scale[0];"}, r"scale\[0\]"),
+    "a number for all": (MAPPED, {LINE: r"const auto \1 = real(0.5);"}, "real"),
+    "a name that hides a number": (MAPPED, {LINE: r"const auto bound = \2;\n\g<0>"}, "const auto bound"),
+    "a name that nobody reads": (MAPPED, {LINE: r"const auto other = \2;\n\g<0>"}, "const auto other"),
+    "one of two places": (
+        NORMED,
+        {r"(?s)(const auto mul\d+ = z_0 \* scale_\d+);(.*)": r"\1 * real(2);\2"},
+        "z_0 . scale",
+    ),
+    "another mean": (
+        NORMED,
+        {r"const auto (div\d+) = (group\d+ / mul\d+);": r"const auto \1 = \2 * 2.0;"},
+        r"\* 2.0",
+    ),
+    "a macro": (MAPPED, {r"struct Forward0": "#define gelu silu\nstruct Forward0"}, "#define gelu silu"),
+    "its own backward": (MAPPED, {r"math::gelu_gradient": "math::silu_gradient"}, "silu_gradient"),
+    "what is detached": (
+        lambda m, v: torch.softmax(v, 1),
+        {r"(const auto \w+) = math::exp\((\w+)\);": r"\1 = math::sigmoid(\2);"},
+        "sigmoid",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_lines_that_can_t_be_followed_are_named(what):
+    tail, changes, says = REFUSED[what]
+    with pytest.raises(NotFollowed, match=says):
+        read(Tailed(tail), changes)
+
+
+def test_comments_change_nothing():
+    model = Tailed(MAPPED)
+    x = torch.randn(2, 3, 6, 6)
+    segment = segment_of(model, x)
+    kind = schedule._kind(segment, arguments_of(model, segment, x), True, False)
+    composed = schedule._composed(segment, kind)
+    y = composed.forward.roots[0].node
+    assert followed(y, composed.text, re.sub(";\n", ";  // a comment\n\n", composed.text).strip()) is y
 
 
 def test_the_models_own_comes_back(fast, x):

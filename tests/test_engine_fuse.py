@@ -840,8 +840,8 @@ def test_copies(kind, how):
 def test_exact_order_is_kept_by_copies():
     fast = fuse(Pointwise(), exact_order=True)
     for how in ("deepcopy", "pickle", "torch.save"):
-        assert COPIES[how](fast)._exact_order is True
-        assert COPIES[how](fuse(Pointwise()))._exact_order is False
+        assert COPIES[how](fast)._options.exact_order is True
+        assert COPIES[how](fuse(Pointwise()))._options.exact_order is False
 
 
 def test_fused_modules_inside_of_others():
@@ -898,6 +898,10 @@ ODD = {
     "too few dimensions": lambda x: x[0, 0],
     "another dtype": lambda x: x.double(),
     "an integer": lambda x: x.long(),
+    "a boolean": lambda x: x.bool(),
+    "one dimension too many": lambda x: x[None],
+    "no rows": lambda x: x[..., :0, :],
+    "no channels": lambda x: x[:, :0],
     "other channels": lambda x: x[:, :1],
     "too small": lambda x: x[..., :1, :1],
     "sparse": lambda x: x.to_sparse(),
@@ -1196,12 +1200,19 @@ def test_deterministic_algorithms():
         torch.use_deterministic_algorithms(False)
 
 
-def test_differentiated_twice():
-    """An error that says so."""
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()], ids=["linear", "square"])
+def test_differentiated_twice(loss):
+    """An error that says so, in every way to ask for it, also where an unused input would be allowed."""
     _, fast, x = pair(Pointwise)
-    (gradient,) = torch.autograd.grad(fast(x.requires_grad_()).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="can't be differentiated twice"):
-        gradient.sum().backward()
+    (gradient,) = torch.autograd.grad(loss(fast(x.requires_grad_())), x, create_graph=True)
+    total, retain = gradient.sum(), {"retain_graph": True}
+    for twice in (
+        lambda: torch.autograd.grad(total, x, **retain),
+        lambda: torch.autograd.grad(total, x, allow_unused=True, **retain),
+        lambda: total.backward(**retain),
+    ):
+        with pytest.raises(RuntimeError, match="can't be differentiated twice"):
+            twice()
 
 
 # --------------------------------------------------------------------------------------------------------- transformations
@@ -1239,6 +1250,9 @@ def test_transformations_of_torch_func(kind):
     )
     for transform in transformed:
         torch.testing.assert_close(transform(loss(fast)), transform(loss(model)), rtol=1e-4, atol=1e-5)
+    plans = []
+    torch.func.vmap(lambda x: plans.append(str(fast.plan(x))) or x)(x[None])
+    assert "eager" in plans[0] and "torch.func" in plans[0]
     assert_same(fast, model, x)
 
 
@@ -1536,9 +1550,10 @@ def test_a_fused_class_from_a_model():
     fast = ResidualNew.from_eager(model)
     assert fast.head is model.head and fast.plan(x)[0] == "epilogue"
     assert_same(fast, model, x)
+    fast.variant = "epilogue"
     for how in ("copy", "deepcopy", "pickle", "torch.save"):
         other = COPIES[how](fast)
-        assert type(other) is ResidualNew
+        assert type(other) is ResidualNew and other.variant == "epilogue"
         torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
     with pytest.raises(TypeError, match="expected a Residual, got a Pointwise"):
         ResidualNew.from_eager(Pointwise())

@@ -720,8 +720,7 @@ def test_fused_dropout_in_the_emulation(on_the_cpu):
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
-@pytest.mark.parametrize("launcher", ["forward", "backward"])
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("launcher, capability", [("forward", (8, 0)), ("backward", (9, 0))])
 def test_nvcc_compiles_what_a_cell_builds(launcher, capability, tmp_path, monkeypatch):
     names, given = ran(text_of("cuda")), {}
 
@@ -759,7 +758,7 @@ def machine_code(source: str, place: Path) -> Counter:
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", FUSED[:2])  # of a wide mainloop, and of a narrow one; the emulation runs all
 def test_fused_cells_build_the_kernels_of_the_repository(name, tmp_path):
     """All launchers together, instruction by instruction; though the cell has left out of the headers what it doesn't use."""
     names = ran(text_of(name))

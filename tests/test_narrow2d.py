@@ -113,8 +113,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("architecture, dtype", [(800, torch.float32), (900, torch.float16)], ids=str)
 @pytest.mark.parametrize("channels, C, kernel, size", SIZES, ids=str)
 def test_pointwise_tail(channels, C, kernel, size, architecture, dtype, gpu, folder):  # noqa: F811
     inputs = given(channels, C, kernel, size, dtype)
@@ -167,8 +166,7 @@ def test_special_values_of_a_tail(value, gpu, folder):  # noqa: F811
 
 
 @needs_nvcc
-@pytest.mark.parametrize("long_rows", [0, 1])
-@pytest.mark.parametrize("reads_other, most", [(False, 0), (True, 32)])
+@pytest.mark.parametrize("reads_other, most, long_rows", [(False, 0, 0), (True, 32, 1)])
 def test_registers_spilled(reads_other, most, long_rows, tmp_path):
     """None by conv and mish; few, and outside of loops, where the tail reads a tensor besides."""
     path = tmp_path / "tails.cu"

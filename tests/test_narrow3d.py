@@ -55,8 +55,7 @@ def built(weight, architecture, folder):  # noqa: F811
     return kernels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("architecture, dtype", [(900, torch.float32), (800, torch.float16)], ids=str)
 @pytest.mark.parametrize(
     "channels, C, kernel, size",
     [

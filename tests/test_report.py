@@ -69,7 +69,7 @@ def test_the_newest_record_of_each_machine_is_shown(tmp_path, row):
     before = "before\n<!-- table -->\nold\n<!-- end of table -->\nafter\n"
     text = report.with_table(before, records[0])
     assert text.startswith("before\n<!-- table -->\n![") and text.endswith("<!-- end of table -->\nafter\n")
-    assert "| 3 ms | eager 3 ms | fused 1 ms | 3.00× |" in text and GPU in text and "old" not in text
+    assert "| 3 | eager 3 | 1 | 3.00× | 3.00× |" in text and GPU in text and "old" not in text
     with pytest.raises(ValueError, match="markers"):
         report.with_table("no markers", records[0])
 
@@ -156,14 +156,14 @@ def test_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "PAGE", tmp_path / "RESULTS.md")
     report.README.write_text("<!-- table -->\n<!-- end of table -->\n")
     report.main(["--readme"])
-    assert "as called | eager |" in report.README.read_text()
+    assert "ms a call | eager |" in report.README.read_text()
     assert "| problem, input | phase |" in report.PAGE.read_text()
-    assert all((tmp_path / name).stat().st_size for name in (report.PICTURE, report.PLOT))
+    assert all((tmp_path / name).stat().st_size for name in (report.PICTURE, report.PLOT, report.RANKING))
     with pytest.raises(SystemExit):
         report.main([])
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["ten lines", "fuse"])
+@pytest.mark.parametrize("number", [0, 1], ids=["fuse", "a model by name"])
 def test_readme_code(number):
     """README's code, run as it stands, prints what README says."""
     blocks = re.findall(
@@ -200,7 +200,30 @@ def test_a_ladder_shows_prediction_and_error():
     assert hatches_of(figure) == [False, True, False]
     assert "predicted" in figure.axes[0].get_xlabel() and "hatched" in figure.axes[0].get_xlabel()
     figure = charts.ladder([("here", [right | {"predicted_ms": None}], {})])
-    assert figure.axes[0].get_xlabel() == "eager = 1", "no legend of what is not there"
+    assert figure.axes[0].get_xlabel() == "speed-up over eager; eager = 1", "no legend of what is not there"
+
+
+@pytest.mark.parametrize("slow, scale", [(0.5, "linear"), (0.01, "log")])
+def test_the_slowest_has_the_shortest_bar(slow, scale, row):
+    """In every picture of factors, whether they are close or far apart; an axis that is logarithmic says so."""
+    factors = {"eager": 1.0, "compile": slow, "fused": 4.0}
+    rows = rows_of(row, **{name: 8 / factor for name, factor in factors.items()})
+    rungs = [{"name": name, "ms": 8 / factor, "eager_ms": 8.0, "predicted_ms": None, "ok": True} for name, factor in factors.items()]  # fmt: skip
+    errors = [{"variant": name, "number": 1, "error_vs_eager": factor} for name, factor in factors.items()]
+    for figure in charts.plot(rows, GPU), charts.ladder([("here", rungs, {})]), charts.errors(errors, "here"):
+        [axis] = figure.axes
+        widths = [bar.get_window_extent().width for bar in axis.patches]
+        assert 0 < widths[1] < widths[0] < widths[2] and axis.get_xscale() == scale
+        assert ("logarithmic" in axis.get_xlabel()) == (scale == "log")
+
+
+def test_the_overview_draws_the_inputs_that_leave_no_work_out(row):
+    rows = [each | {"phase": "train"} for each in rows_of(row, eager=8.0, fused=1.0)]
+    rows += [each | {"inputs": "all ties"} for each in rows]
+    rows[-1]["call_ms"] = 2.0
+    figure = charts.overview(rows, ["train"], GPU)
+    assert texts_of(figure) == ["1× · eager 8 ms", "4× · fused 2 ms (all ties)"]
+    assert [round(bar.get_width(), 6) for bar in figure.axes[0].patches] == [1.0, 4.0]
 
 
 def test_a_roofline_puts_work_over_bytes():
@@ -230,6 +253,10 @@ def test_the_lessons_other_pictures():
     ]
     figure = charts.against({"eager": {1: 2.0, 2: 4.0}, "ours": {1: 1.0, 2: 1.0}}, "batch", "ms", "here")
     assert sorted(texts_of(figure)) == ["eager", "ours"]
+    figure = charts.against({"eager": {0.1: 2.0, 20.0: 1.0}}, "seconds", "loss", "here", log=False)
+    [axis] = figure.axes
+    assert (axis.get_xscale(), axis.get_xlabel()) == ("log", "seconds (logarithmic)")
+    assert (axis.get_yscale(), axis.get_ylabel()) == ("linear", "loss")
 
 
 def test_curves_that_end_at_one_place_are_named_one_above_another():

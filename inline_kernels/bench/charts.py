@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import datetime
 import math
-import platform
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+from inline_kernels.loader.toolchain import cpu_name
 
 
 class Standing(NamedTuple):
@@ -100,7 +92,8 @@ def table(rows: list[dict]) -> str:
         columns = (
             f"{'GPU ms':>9}{'quartiles':>17}{'host µs':>9}{'MB more':>9}" if on_gpu else f"{'quartiles':>17}"
         )
-        lines.append(f"  {'variant':13}{'ms':>9}{'× eager':>9}{columns}{'error':>10}{'eager’s':>10}")
+        error = "error / eager’s (limit 2), and of what"
+        lines.append(f"  {'variant':13}{'ms':>9}{'× eager':>9}{columns}   {error}")
         eager = standing(group).eager
         lines += [f"  {_line(row, eager, on_gpu)}" for row in group]
         lines += [f"  {text}" for text in factors(group)]
@@ -116,13 +109,11 @@ def _line(row: dict, eager: dict | None, on_gpu: bool) -> str:
     columns = f"{row['low_ms']:.3g}–{row['high_ms']:.3g}".rjust(17)
     if on_gpu:
         columns = f"{row['median_ms']:9.3f}{columns}{row['host_us']:9.0f}{row['memory_mb']:9.1f}"
-    errors = "".join(
-        "–".rjust(10) if value is None else f"{value:>10.1e}"
-        for value in (row["error_norm"], row["eager_error_norm"])
-    )
-    texts = f"of {row['quantity']}, {row['case']}" * bool(row.get("quantity")), inexact(row) or ""
-    text = "; ".join(filter(None, texts))
-    return f"{row['variant']:13}{ms_of(row):9.3f}{speedup:>9}{columns}{errors}  {text}".rstrip()
+    times = row.get("error_vs_eager")
+    error = "–" if times is None else f"{times:.2f}" if times < 10 else f"{times:,.0f}"
+    text = f"{row['quantity']}, {row['case']}" if row.get("quantity") else ""
+    text = f"less exact than the rule asks: {text}" if inexact(row) else text
+    return f"{row['variant']:13}{ms_of(row):9.3f}{speedup:>9}{columns}{error:>10}  {text}".rstrip()
 
 
 def factors(rows: list[dict]) -> list[str]:
@@ -137,37 +128,70 @@ def factors(rows: list[dict]) -> list[str]:
     return [text]
 
 
-# Of Okabe and Ito's, which colour-blind people tell apart: greys and blues for peers, oranges for ours.
+# Of Okabe and Ito's, which colour-blind people tell apart: greys and blues for peers, oranges for ours. No picture needs them: bars and curves
+# are named beside what they show.
 COLOURS = {
     "eager": "#999999", "compile": "#8fcff0", "max-autotune": "#56b4e9", "compile-cl": "#0072b2", "compile-fp32": "#b3d9ee",
     "epilogue": "#e69f00", "fused": "#d55e00",
 }  # fmt: skip
-OTHER_PEERS, OURS = "#009e73", "#d55e00"
+OTHER_PEERS, OURS, INK = "#009e73", "#d55e00", "#222222"
 # Behind what may lie over lines.
 LABEL = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 1.0}
+# Pictures have a white background of their own, so that they read on a light and on a dark page.
 STYLE = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "text.color": "#222222",
+    "text.color": INK,
     "hatch.linewidth": 0.8,
 }
+LINEAR = 30  # factors further apart than this have a logarithmic axis
+
+
+def _factor_axis(axis, factors: Iterable[float], name: str = "speed-up over eager") -> float:
+    """An axis for bars of such factors, with room for labels on the right; returns where its bars begin: at its left end, so that the
+    slowest has the shortest bar. It starts at 0, or is logarithmic where factors are far apart, and then says so."""
+    low, high = min([1.0, *factors]), max([1.0, *factors])
+    if linear := high / low <= LINEAR:
+        begin, end = 0.0, 1.9 * max(high, 1.2)
+        step = next(step for step in (1, 2, 5) if high <= 6 * step)
+        ticks = [1, *range(step, LINEAR, step)]
+    else:
+        begin = low / 2
+        end, steps = high * (high / begin) ** 0.9, (1, 2, 5) if high / low < 60 else (1,)
+        ticks = [step * 10.0**power for power in range(-5, 6) for step in steps]
+        axis.set_xscale("log")
+    axis.set_xlim(begin, end)
+    ticks = [tick for tick in ticks if begin <= tick <= 1.3 * high]
+    axis.set_xticks(ticks, [f"{tick:,g}×" for tick in ticks])
+    axis.minorticks_off()
+    axis.axvline(1, color=INK, linewidth=1, zorder=3)
+    axis.set_xlabel(name if linear else f"{name} (logarithmic)", fontsize=8)
+    return begin
+
+
+def _bar(axis, y: float, begin: float, factor: float, colour: str, text: str, *, height=0.72, hatched=False, ours=False, after=0.0):  # fmt: skip
+    """A bar from `begin` to its factor, and its label behind it, or behind `after`: bold for ours."""
+    look = {"color": colour, "edgecolor": INK, "linewidth": 0.5, "hatch": "////" if hatched else None}
+    axis.barh(y, factor - begin, left=begin, height=height, **look)
+    weight = "bold" if ours else "normal"
+    at = max(factor, after), y
+    axis.annotate(text, at, xytext=(6, 0), textcoords="offset points", va="center", fontsize=8, weight=weight, bbox=LABEL)  # fmt: skip
 
 
 def plot(rows: list[dict], title: str | None = None):
     """Every variant as a matplotlib figure: a panel per problem, phase and kind of input, in it a bar per variant with its
-    speed-up over eager, as called, on a logarithmic axis; eager is the line at 1.
+    speed-up over eager, as called; eager is the line at 1.
 
-    A diamond is the speed-up of the GPU's time alone. A hatched bar belongs to a peer that misses the rule.
-    What of ours failed its check has no bar. title: by default this machine and today's date. The background
-    is opaque, so that it reads on a light and on a dark page.
+    A diamond is the speed-up of the GPU's time alone. A hatched bar belongs to a peer that is less exact than the rule asks.
+    What of ours failed its check has no bar. title: by default this machine and today's date.
     """
     from matplotlib import pyplot
 
     panels = list(groups(rows).values())
     columns = min(2, len(panels))
     lines = math.ceil(len(panels) / columns)
-    height = 0.95 + 0.27 * max(len(group) for group in panels)
+    height = 1.1 + 0.27 * max(len(group) for group in panels)
     if title is None:
         machine = torch.cuda.get_device_name() if rows[0]["device"] == "cuda" else cpu_name()
         title = f"{machine}, {datetime.date.today().isoformat()}"
@@ -179,7 +203,7 @@ def plot(rows: list[dict], title: str | None = None):
         figure.suptitle(head, fontsize=10, fontweight="bold")
         if any(row.get("call_ms") not in (None, row["median_ms"]) for row in rows):
             figure.supxlabel(
-                "bar: as called · diamond: the GPU’s time alone · hatched: less exact than the rule",
+                "bar: as called · diamond: the GPU’s time alone · hatched: less exact than the rule asks",
                 fontsize=8,
             )
         for axis in axes.flat:
@@ -192,72 +216,52 @@ def plot(rows: list[dict], title: str | None = None):
 
 
 def overview(rows: list[dict], phases: Iterable[str], title: str):
-    """Ours beside the best peer as a matplotlib figure: a panel per phase, in it two bars per problem with the speed-up over eager, as
-    called, on a logarithmic axis; a third, hatched, for a faster peer that misses the rule."""
+    """Ours beside the best peer as a matplotlib figure: a panel per phase, in it a bar of each per problem with its speed-up over eager, as
+    called; and the fastest peer, hatched, where that is less exact. Of a problem that is timed with other inputs than its default, those are
+    shown: its default leaves work out.
+    """
     from matplotlib import pyplot
 
-    by_phase = [
-        [group for (_, of, inputs), group in groups(rows).items() if of == phase and inputs == "default"]
-        for phase in phases
-    ]
+    phases = list(phases)
+    by_phase = [_telling(rows, phase) for phase in phases]
+    size = (5.6 * len(by_phase), 0.9 + 0.95 * max(map(len, by_phase)))
     with pyplot.rc_context(STYLE):
-        size = 5.6 * len(by_phase), 1.1 + 0.85 * max(map(len, by_phase))
         figure, axes = pyplot.subplots(
             1, len(by_phase), figsize=size, squeeze=False, layout="constrained", facecolor="#ffffff"
         )
         figure.suptitle(f"Speed-up over eager PyTorch, as called · {title}", fontsize=10, fontweight="bold")
         for axis, phase, panels in zip(axes.flat, phases, by_phase):
-            axis.set_title({"forward_grad": "a call, gradients on"}.get(phase, phase), loc="left", fontsize=9)
-            others = [_elsewhere(rows, group[0]) for group in panels]
-            _duels(axis, [standing(group) for group in panels], others)
+            names = {"forward_grad": "a call, gradients on", "train": "a call and its backward pass"}
+            axis.set_title(names.get(phase, phase), loc="left", fontsize=9)
+            _duels(axis, panels)
             names = [textwrap.fill(title_of(group[0]), 24) for group in panels]
             axis.set_yticks(range(len(names)), names if axis is axes.flat[0] else [""] * len(names))
         pyplot.close(figure)  # else a notebook shows it twice
     return figure
 
 
-def _elsewhere(rows: list[dict], row: dict) -> str:
-    """Ours over eager for the same problem and phase with other inputs, in words; empty where there are none."""
-    texts = []
-    for (problem, phase, inputs), group in groups(rows).items():
-        eager, _, _, ours = standing(group)
-        if (problem, phase) == (row["problem"], row["phase"]) and inputs != "default" and ours:
-            texts.append(f" ({inputs}: {ms_of(eager) / ms_of(ours):.2g}×)")
-    return "".join(texts)
+def _telling(rows: list[dict], phase: str) -> list[list[dict]]:
+    """The rows of each problem in a phase: of its last kind of input, which is the default where there is no other."""
+    return list({problem: group for (problem, of, _), group in groups(rows).items() if of == phase}.values())
 
 
-def _duels(axis, standings: list[Standing], others: list[str]) -> None:
-    axis.set_xscale("log")
-    furthest = 1.0
-    for y, (eager, exact, fastest, ours) in enumerate(standings):
-        contestants = [(exact, COLOURS["max-autotune"])] + [(ours, OURS)] * bool(ours)
-        if inexact(fastest):
-            contestants.insert(1, (fastest, COLOURS["compile-fp32"]))
-        height = 0.8 / len(contestants)
-        for place, (row, colour) in enumerate(contestants):
-            speedup, at = ms_of(eager) / ms_of(row), y - 0.4 + height * (place + 0.5)
-            hatch = "////" if inexact(row) else None
-            axis.barh(at, speedup - 1, left=1, height=0.9 * height, color=colour, hatch=hatch, edgecolor="#222222", linewidth=0.5)  # fmt: skip
-            text = f"{speedup:.2g}× · {row['variant']} {ms_of(row):.3g} ms" + f" · {inexact(row)}" * bool(
-                hatch
-            )
-            text += others[y] * (row is ours)
-            weight = "bold" if row is ours else "normal"
-            axis.annotate(text, (max(speedup, 1), at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, weight=weight)  # fmt: skip
-            furthest = max(furthest, speedup)
-    axis.axvline(1, color="#222222", linewidth=1)
-    axis.set_xlim(0.9, furthest**1.9 * 1.6)
-    _factor_ticks(axis, 0.9, furthest * 1.3)
-    axis.set_ylim(len(standings) - 0.5, -0.6)
-
-
-def _factor_ticks(axis, low: float, high: float) -> None:
-    """Marks factors from low to high: decades where there are many."""
-    steps = (1, 2, 5) if high / low < 150 else (1,)
-    ticks = [step * 10.0**power for power in range(-3, 6) for step in steps]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    axis.set_xticks(ticks, [f"{tick:,g}×" for tick in ticks])
-    axis.minorticks_off()
+def _duels(axis, panels: list[list[dict]]) -> None:
+    contests = []
+    for group in panels:
+        eager, exact, fastest, ours = standing(group)
+        shown = [exact, fastest] if inexact(fastest) else [exact]
+        contests.append([(row, ms_of(eager) / ms_of(row)) for row in (*shown, ours) if row])
+    begin = _factor_axis(axis, [factor for contest in contests for _, factor in contest])
+    for y, contest in enumerate(contests):
+        height = 0.8 / len(contest)
+        for place, (row, factor) in enumerate(contest):
+            ours, miss = not is_peer(row), inexact(row)
+            colour = OURS if ours else COLOURS["compile-fp32" if miss else "max-autotune"]
+            text = f"{factor:.2g}× · {row['variant']} {ms_of(row):.3g} ms" + f" · {miss}" * bool(miss)
+            text += f" ({row['inputs']})" * (ours and row.get("inputs", "default") != "default")
+            at = y - 0.4 + height * (place + 0.5)
+            _bar(axis, at, begin, factor, colour, text, height=0.9 * height, hatched=bool(miss), ours=ours)
+    axis.set_ylim(len(panels) - 0.5, -0.6)
 
 
 def _panel(axis, rows: list[dict]) -> None:
@@ -265,43 +269,50 @@ def _panel(axis, rows: list[dict]) -> None:
     shape = "×".join(map(str, first["shape"]))
     heading = textwrap.shorten(title_of(first), 70)
     axis.set_title(f"{heading}\n{situation_of(first)}, {first['dtype']}, {shape}", loc="left", fontsize=9)
-    axis.set_xscale("log")
-    speedups = [1.0]
+    timed = [row for row in rows if row["median_ms"] and eager]
+    factors = {id(row): (ms_of(eager) / ms_of(row), eager["median_ms"] / row["median_ms"]) for row in timed}
+    begin = _factor_axis(axis, [factor for both in factors.values() for factor in both])
     for y, row in enumerate(rows):
         if not is_peer(row) and row["median_ms"] and not row["speedup_vs_eager"]:
-            axis.text(
-                1.03, y, f"{row['median_ms']:.3g} ms", va="center"
-            )  # of an older record: no factor is claimed
+            text = f"{row['median_ms']:.3g} ms"  # of an older record: no factor is claimed
+            axis.annotate(text, (1, y), xytext=(6, 0), textcoords="offset points", va="center")
             continue
-        if row["median_ms"] is None or not eager:
-            axis.text(1.03, y, status_of(row), va="center", color="#a00000", style="italic")
+        if id(row) not in factors:
+            style = {"va": "center", "color": "#a00000", "style": "italic"}
+            axis.annotate(status_of(row), (1, y), xytext=(6, 0), textcoords="offset points", **style)
             continue
-        speedup, on_gpu = ms_of(eager) / ms_of(row), eager["median_ms"] / row["median_ms"]
-        apart = row.get("call_ms") not in (None, row["median_ms"])
+        factor, on_gpu = factors[id(row)]
+        apart, miss = row.get("call_ms") not in (None, row["median_ms"]), inexact(row)
+        text = f"{factor:.2f}× · " * (row is not eager) + f"{ms_of(row):.3g} ms"
+        text += f" ({row['median_ms']:.3g} GPU)" * apart + f" · {miss}" * bool(miss)
         colour = COLOURS.get(row["variant"], OTHER_PEERS if is_peer(row) else OURS)
-        hatch = "////" if inexact(row) else None
-        axis.barh(
-            y,
-            speedup - 1,
-            left=1,
-            color=colour,
-            height=0.72,
-            hatch=hatch,
-            edgecolor="#222222" if hatch else colour,
-        )
+        _bar(axis, y, begin, factor, colour, text, hatched=bool(miss), ours=not is_peer(row), after=on_gpu if apart else 0.0)  # fmt: skip
         if apart and row is not eager:
-            axis.plot(on_gpu, y, marker="D", color="#ffffff", markeredgecolor="#222222", markersize=4.5)
-        text = f"{speedup:.2f}× · " * (row is not eager) + f"{ms_of(row):.3g} ms"
-        text += f" ({row['median_ms']:.3g} GPU)" * apart + f" · {inexact(row)}" * bool(inexact(row))
-        furthest = max(speedup, on_gpu if apart else speedup, 1.0)
-        axis.annotate(text, (furthest, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
-        speedups += [speedup, on_gpu if apart else speedup]
-    axis.axvline(1, color="#222222", linewidth=1)
-    low, high = min(speedups), max(speedups)
-    axis.set_xlim(min(0.9, low * 0.85), high * (high / min(low, 1.0)) ** 0.9 * 1.9)
-    _factor_ticks(axis, min(0.9, low), high * 1.3)
+            axis.plot(on_gpu, y, marker="D", color="#ffffff", markeredgecolor=INK, markersize=4.5, zorder=4)
     axis.set_yticks(range(len(rows)), [row["variant"] for row in rows])
     axis.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def ranking(factors: dict[str, float], title: str, name: str):
+    """Many factors over eager as a matplotlib figure: a column each, the smallest first, with what it belongs to below and its value above."""
+    from matplotlib import pyplot
+
+    ranked = sorted(factors.items(), key=lambda each: each[1])
+    with pyplot.rc_context(STYLE):
+        figure, axis = pyplot.subplots(figsize=(11.2, 2.9), layout="constrained", facecolor="#ffffff")
+        figure.suptitle(title, fontsize=10, fontweight="bold")
+        axis.bar(
+            range(len(ranked)), [factor for _, factor in ranked], color=OURS, edgecolor=INK, linewidth=0.5
+        )
+        for x, (_, factor) in enumerate(ranked):
+            axis.annotate(f"{factor:.1f}", (x, factor), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+        axis.axhline(1, color=INK, linewidth=1)
+        axis.annotate("eager", (len(ranked) - 0.4, 1), va="bottom", fontsize=8)
+        axis.set_xticks(range(len(ranked)), [label for label, _ in ranked])
+        axis.set_xlim(-0.6, len(ranked) + 0.4)
+        axis.set(xlabel=name, ylabel="speed-up over eager")
+        pyplot.close(figure)  # else a notebook shows it twice
+    return figure
 
 
 # ------------------------------------------------------------------------------------------------- the lessons' pictures
@@ -319,14 +330,6 @@ def _figure(columns: int, height: float, title: str, width: float = 7.6):
     return figure, list(axes.flat)
 
 
-def _factor_axis(axis, low: float, high: float) -> None:
-    """A logarithmic axis of factors, with room for a bar's label on the right."""
-    axis.set_xscale("log")
-    axis.set_xlim(min(0.8, low * 0.8), max(high, 1.5) ** 1.7 * 2.2)
-    _factor_ticks(axis, low * 0.8, max(high * 1.3, 2))
-    axis.axvline(1, color="#222222", linewidth=1)
-
-
 def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
     """Ladders side by side as a matplotlib figure, each (title, rungs, peers): a bar per rung with its speed-up over eager, a diamond where
     it was predicted, hatched where it misses the rule; a dashed line per peer's speed-up.
@@ -340,31 +343,32 @@ def ladder(ladders: list[tuple[str, list[dict], dict[str, float]]]):
         figure, axes = _figure(len(ladders), 1.1 + 0.36 * tallest, "Speed-up over eager PyTorch", 7.6 + 3 * (len(ladders) - 1))  # fmt: skip
         for axis, (title, rungs, peers) in zip(axes, ladders):
             axis.set_title(title, loc="left", fontsize=9)
-            shown = [1.0, *peers.values()]
-            for y, rung in enumerate(rungs):
-                speedup = rung["eager_ms"] / rung["ms"]
-                guess = rung["eager_ms"] / rung["predicted_ms"] if rung["predicted_ms"] else None
-                hatch = None if rung["ok"] else "////"
-                axis.barh(y, speedup - 1, left=1, height=0.7, color=COLOURS.get(rung["name"].split()[0], OURS), hatch=hatch, edgecolor="#222222", linewidth=0.5)  # fmt: skip
-                text = f"{speedup:.2f}× · {rung['ms']:.3g} ms"
-                if guess:
-                    axis.plot(guess, y, marker="D", color="#ffffff", markeredgecolor="#222222", markersize=5)
-                    text += f" · predicted {rung['predicted_ms']:.3g}"
+            factors = [rung["eager_ms"] / rung["ms"] for rung in rungs]
+            guesses = [rung["predicted_ms"] and rung["eager_ms"] / rung["predicted_ms"] for rung in rungs]
+            begin = _factor_axis(axis, [*factors, *filter(None, guesses), *peers.values()])
+            for y, (rung, factor, guess) in enumerate(zip(rungs, factors, guesses)):
+                text = f"{factor:.2f}× · {rung['ms']:.3g} ms"
+                text += f" · predicted {rung['predicted_ms']:.3g}" if guess else ""
                 if not rung["ok"]:
                     error = rung.get("error")
                     text += f" · error {error:,.3g} × eager’s" if error else " · wrong"
-                axis.annotate(text, (max(speedup, guess or 1, 1), y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8, bbox=LABEL)  # fmt: skip
-                shown += [speedup, guess or 1.0]
+                colour = COLOURS.get(rung["name"].split()[0], OURS)
+                _bar(axis, y, begin, factor, colour, text, hatched=not rung["ok"], after=guess or 0.0)
+                if guess:
+                    axis.plot(guess, y, marker="D", color="#ffffff", markeredgecolor=INK, markersize=5, zorder=4)  # fmt: skip
             for name, speedup in peers.items():
                 axis.axvline(speedup, color=COLOURS["compile-cl"], linestyle="--", linewidth=1.2, zorder=0)
                 axis.annotate(f" {name} {speedup:.2f}×", (speedup, len(rungs) - 0.45), fontsize=7.5, color=COLOURS["compile-cl"], va="center")  # fmt: skip
-            _factor_axis(axis, min(shown), max(shown))
             axis.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
             axis.set_ylim(len(rungs) - 0.3, -0.6)
         every = [rung for _, rungs, _ in ladders for rung in rungs]
-        legend = "eager = 1" + " · diamond: predicted" * any(rung["predicted_ms"] for rung in every)
+        legend = (
+            axes[0].get_xlabel()
+            + "; eager = 1"
+            + " · diamond: predicted" * any(rung["predicted_ms"] for rung in every)
+        )
         legend += " · dashed: the best peer" * any(peers for *_, peers in ladders)
-        legend += " · hatched: less exact than the rule" * any(not rung["ok"] for rung in every)
+        legend += " · hatched: less exact than the rule asks" * any(not rung["ok"] for rung in every)
         axes[0].set_xlabel(legend, fontsize=8)
     return figure
 
@@ -408,7 +412,11 @@ def roofline(points: list[dict], roofs: dict[str, float], title: str):
             )
             axis.annotate(f"{point['name']}, {point['ms']:.3g} ms", (x, y), xytext=(8, -3), textcoords="offset points", fontsize=8)  # fmt: skip
         axis.set(
-            xscale="log", yscale="log", xlim=(low, high), xlabel="operations per byte moved", ylabel="TFLOP/s"
+            xscale="log",
+            yscale="log",
+            xlim=(low, high),
+            xlabel="operations per byte moved (logarithmic)",
+            ylabel="TFLOP/s (logarithmic)",
         )
     return figure
 
@@ -463,25 +471,14 @@ def errors(rows: list[dict], title: str):
             1, 1.2 + 0.24 * len(rows), f"Error against float64, as a multiple of eager’s · {title}"
         )
         values = [row["error_vs_eager"] for row in rows]
+        begin = _factor_axis(axis, [2.0, *values], "error, as a multiple of eager’s; dashed: the limit")
         for y, (row, value) in enumerate(zip(rows, values)):
+            text = f"{value:,.2f}×" if value < 10 else f"{value:,.0f}×"
             colour = COLOURS.get(row["variant"], OTHER_PEERS)
-            axis.barh(
-                y,
-                value - 1,
-                left=1,
-                height=0.7,
-                color=colour,
-                hatch="////" * (value > 2),
-                edgecolor="#222222",
-                linewidth=0.5,
-            )
-            axis.annotate(f"{value:,.2f}×" if value < 10 else f"{value:,.0f}×", (max(value, 2), y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)  # fmt: skip
-        _factor_axis(axis, min(values), max(values))
-        axis.set_xlim(min(0.4, *values) * 0.8, max(3, *values) * 3)
+            _bar(axis, y, begin, value, colour, text, hatched=value > 2, after=2.0)
         axis.axvline(2, color="#a00000", linestyle="--", linewidth=1.2)
         axis.set_yticks(range(len(rows)), [f"{row['number']} {row['variant']}" for row in rows])
         axis.set_ylim(len(rows) - 0.4, -0.6)
-        axis.set_xlabel("eager = 1 · dashed: the limit", fontsize=8)
     return figure
 
 
@@ -500,12 +497,13 @@ def builds(rows: list[dict], title: str):
         axis.set_xlim(0, 1.3 * max(row["usual_s"] for row in rows))
         axis.set_yticks(range(len(rows)), [textwrap.fill(row["name"].replace("_", " "), 24) for row in rows])
         axis.set_ylim(len(rows) - 0.5, -0.5)
-        axis.set_xlabel("seconds", fontsize=8)
+        axis.set_xlabel("seconds, less is better", fontsize=8)
     return figure
 
 
 def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, log: bool = True):
-    """Curves as a matplotlib figure, each of its own mark and line, named at its end: series name to {x: y}."""
+    """Curves as a matplotlib figure, each of its own mark and line, named at its end: series name to {x: y}. x is positive; its axis
+    is logarithmic, and with `log` that of y, too."""
     from matplotlib import pyplot, ticker
 
     with pyplot.rc_context(STYLE):
@@ -522,16 +520,18 @@ def against(series: dict[str, dict[float, float]], x: str, y: str, title: str, l
             marker = "os^D"[number % 4] if len(points) < 20 else None
             axis.plot(list(points), list(points.values()), style, marker=marker, color=colour, markersize=4.5)
             ends.append((list(points.items())[-1], name, colour))
+        axes = [axis.xaxis, axis.yaxis] if log else [axis.xaxis]
+        axis.set(xscale="log", yscale="log" if log else "linear")
+        for each in axes:
+            each.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            each.set_major_formatter("{x:g}")
+        axis.minorticks_off()
         if log:
-            axis.set(xscale="log", yscale="log")
             ticks = sorted({tick for points in series.values() for tick in points})
             axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axis.minorticks_off()
-            axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            axis.yaxis.set_major_formatter("{x:g}")
-        axis.set(xlabel=x, ylabel=y)
+        axis.set(xlabel=f"{x} (logarithmic)", ylabel=f"{y} (logarithmic)" if log else y)
         first, last = axis.get_xlim()
-        axis.set_xlim(first, last * (last / first) ** 0.3 if log else last + 0.2 * (last - first))
+        axis.set_xlim(first, last * (last / first) ** 0.3)
         _name_at_ends(axis, ends)
     return figure
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 import os
@@ -360,22 +361,26 @@ def variants_of(problem, device: str, peers=()) -> tuple[str, ...]:
 
 def compare(
     problem, *, device="auto", phase="forward", batch_size=None, variants=None, peers=None, dtype=torch.float32, seed=None,
-    tell=None,
+    tell=None, quick=False,
 ) -> list[dict]:  # fmt: skip
     """Checks the variants of `problem` (a name or a `Problem`) and its peers and times them: a row each, as
     described above.
 
     batch_size defaults to the problem's own on a GPU, and to one that suits a small machine on a CPU. peers:
     others than `PEERS`, name to `Peer` or to a function of the model. tell(text) is called once before each
-    check, and once before the timing. Forgets what torch.compile compiled before.
+    check, and once before the timing. quick: checks are made on one sample of half the extents, and timing is short; what
+    timed calls give is judged all the same. Forgets what torch.compile compiled before.
     """
     problem = registry()[problem] if isinstance(problem, str) else problem
     device = pick_device(device)[0]
     batch_size = batch_size or (problem.cpu_batch_size if device == "cpu" else None)
     contest = contest_of(problem, device=device, batch_size=batch_size, dtype=dtype, peers=peers)
-    return _rows(
-        contest, phase, variants or variants_of(problem, device, peers or ()), bool(variants), seed, tell
-    )
+    names, checked = variants or variants_of(problem, device, peers or ()), contest
+    if quick:
+        _, channels, *extents = problem.input_shape
+        small = dataclasses.replace(problem, input_shape=(1, channels, *(n // 2 if n >= 32 else n for n in extents)))  # fmt: skip
+        checked = contest_of(small, device=device, dtype=dtype, peers=peers)
+    return _rows(contest, phase, names, bool(variants), seed, tell, checked, 2.0 if quick else 6.0)
 
 
 def compare_pair(
@@ -477,9 +482,11 @@ def _quiet_compiler():
 
 
 @_quiet_compiler()
-def _rows(contest: Contest, phase: str, names: Iterable[str], asked: bool, seed, tell) -> list[dict]:
+def _rows(
+    contest: Contest, phase: str, names: Iterable[str], asked: bool, seed, tell, checked: Contest | None = None, seconds=6.0
+) -> list[dict]:  # fmt: skip
     """A row for each of the contestants `names`, for each kind of input. asked: all are wanted, even those
-    that add nothing."""
+    that add nothing. checked: the contest to be checked, if it is another than the one to be timed."""
     seed, tell = new_seed() if seed is None else seed, tell or (lambda text: None)
     torch._dynamo.reset()  # else old shapes count towards the limit past which it runs eager in silence
     torch.manual_seed(seed)
@@ -493,7 +500,7 @@ def _rows(contest: Contest, phase: str, names: Iterable[str], asked: bool, seed,
         if obstacle:
             result = Check(variant, seed, [], [obstacle])
         else:
-            result = check(contest, variant, phase=phase, seed=seed)
+            result = check(checked or contest, variant, phase=phase, seed=seed)
         rows.append(_row(contest, variant, result, model, inputs, phase) | {"plan": plan})
         if obstacle:
             rows[-1]["ok"] = None
@@ -503,7 +510,7 @@ def _rows(contest: Contest, phase: str, names: Iterable[str], asked: bool, seed,
         row["auto"] = row["variant"] in (default, "auto")
     tell(f"{contest.name} {phase}: timing")
     timed = [row for row in rows if (row["peer"] and row["ok"] is not None) or row["ok"]]
-    _time_rows(contest, phase, timed, model, contest.inputs)
+    _time_rows(contest, phase, timed, model, contest.inputs, seconds)
     for label, prepare in contest.timed_cases if has_backward(phase) else ():
         model = contest.model()
 
@@ -513,7 +520,7 @@ def _rows(contest: Contest, phase: str, names: Iterable[str], asked: bool, seed,
             return inputs
 
         copies = [row | {"inputs": label} for row in timed if row["ok"] or row["peer"]]
-        _time_rows(contest, phase, copies, model, prepared)
+        _time_rows(contest, phase, copies, model, prepared, seconds)
         rows += copies
     return rows
 
@@ -531,8 +538,8 @@ def _plan(contest: Contest, variant: str, model, inputs, phase: str) -> tuple[st
 
 
 def _time_rows(
-    contest: Contest, phase: str, rows: list[dict], model: nn.Module, draw: Callable[[], list[Tensor]]
-) -> None:
+    contest: Contest, phase: str, rows: list[dict], model: nn.Module, draw: Callable[[], list[Tensor]], seconds: float
+) -> None:  # fmt: skip
     """Puts the times of the rows' variants into them, and what is wrong with what timed calls of ours gave: then they
     have none."""
     if not rows:
@@ -557,7 +564,7 @@ def _time_rows(
     timings, called, host = {}, {}, {}
     while calls:
         try:
-            timings = time(calls, device)
+            timings = time(calls, device, seconds)
             if device == "cuda":
                 called, host = call_times(calls, device), host_times(calls, device)
             break

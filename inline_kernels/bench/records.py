@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from inline_kernels.bench.charts import cpu_name
+from inline_kernels.loader.toolchain import cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

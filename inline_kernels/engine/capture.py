@@ -72,9 +72,14 @@ class Segment:
 
     @property
     def tensors(self) -> list[str]:
-        """The names of all that come in, in order; last the running statistics that are written, each once."""
+        """The names of all that come in, in order; last those that are `updated`."""
         inputs = [leaf.attr[0] for leaf in self.inputs]
-        return [*inputs, *self.parameters, *self.buffers, *_updated(self.updates)]
+        return [*inputs, *self.parameters, *self.buffers, *self.updated]
+
+    @property
+    def updated(self) -> list[str]:
+        """The running statistics that are written, each once."""
+        return _updated(self.updates)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         raise TypeError("a segment is run by an operator, or by its eager graph")

@@ -3,13 +3,18 @@
 A rule is a variant, or a question and two rules: [a property of the convolution, most, the rule where it is at most `most`, the rule where
 it is more]. kernels/composed.json has them, of a source and of a mainloop, for a pass that backward will follow ("train") and for any other
 ("forward"). They are fitted to RECORD, by `python benchmarks/grid.py --fit RECORD`, which prints them: so that nothing in it takes a GPU
-longer than eager does. Other GPUs than the record's are taken to be like it. Where there is no rule, the most fused variant runs.
+longer than eager does. Where there is no rule, the most fused variant runs. All times here, and in sinks.py, are an H200's; on another GPU they
+are scaled (`Scale`), and so are the bounds of rules: with them a GPU is as busy as an H200 with its own.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
+import types
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 Rule = str | Sequence  # "fused", "epilogue" or "eager"; [property, most, rule, rule]
 
@@ -24,6 +29,20 @@ PROPERTIES: dict[str, Callable[[Sequence[int], Sequence[int], int], int]] = {
     "results": lambda image, filters, itemsize: _positions(image, filters) * filters[0],
     "products": lambda image, filters, itemsize: _positions(image, filters) * math.prod(filters),
 }
+
+
+class Scale(NamedTuple):
+    """What a GPU has of an H200's: clock rate, multiprocessors times that, memory bandwidth. What a launch takes is the same everywhere."""
+
+    clock: float = 1.0
+    compute: float = 1.0
+    memory: float = 1.0
+
+
+H200 = Scale()
+SCALED = "by times that are scaled from an H200's"
+# With which of them the bound of a property grows; the others' are shapes.
+_BOUNDS = {"positions": "memory", "results": "memory", "products": "compute"}
 
 _CALLED = {"epilogue": "the library's convolution with a pass of ours behind it", "eager": "eager"}
 RECORD = "benchmarks/results/grid/2026-11-24-h200.json"
@@ -55,11 +74,12 @@ def stream_columns(
     filters: Sequence[int],
     positions: int,
     itemsize: int,
-    multiprocessors: int,
+    device,
     split: bool = False,
     pools: bool = False,
 ) -> tuple[int, float]:
-    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. pools: are its windows pooled?"""
+    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. pools: are its windows pooled? device:
+    a tiling.Device."""
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
     pixel = channels * (1 + split)
@@ -77,9 +97,8 @@ def stream_columns(
             if blocks % 2 == 0
             else blocks * -(-positions // (2 * of_tile))
         )
-        found[columns] = start + -(-units // max(multiprocessors // 2, 1)) * (
-            tile + steps * step * (128 // block)
-        )
+        turns = -(-units // max(device.multiprocessors // 2, 1))
+        found[columns] = start + turns * (tile + steps * step * (128 // block)) / device.scale.clock
     fastest = min(found, key=found.get)
     return fastest, found[fastest]
 
@@ -89,7 +108,7 @@ def stream_loses(
     filters: Sequence[int],
     positions: int,
     itemsize: int,
-    multiprocessors: int,
+    device,
     packs: bool,
     split: bool = False,
     window: int = 1,
@@ -99,43 +118,71 @@ def stream_loses(
     its operands two float16? window: elements of v that are pooled to one; passes: of products, each in
     place of one over v."""
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
-    ours = stream_columns(image, filters, positions, itemsize, multiprocessors, split, window > 1)[1]
+    bytes_a_time = PASS_BYTES * device.scale.memory
+    ours = stream_columns(image, filters, positions, itemsize, device, split, window > 1)[1]
     ours, launches = ours * passes, 1 + packs + 2 * (itemsize == 4)
-    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2 + 2 * split) / PASS_BYTES
-    moved = (x + weights + v) * itemsize / PASS_BYTES
+    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2 + 2 * split) / bytes_a_time
+    moved = (x + weights + v) * itemsize / bytes_a_time
     rate = LIBRARY_OPERATIONS[itemsize]
     if split:
         rate = LIBRARY_WINOGRAD if tuple(filters[2:]) == (3, 3) and filters[1] >= 64 else LIBRARY_FLOAT32
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
-    products = 2 * v * math.prod(filters[1:]) / rate
-    theirs = (
-        LIBRARY_STARTS[itemsize] + max(products, moved) + (passes * v + v / window) * itemsize / PASS_BYTES
-    )
+    products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
+    theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
+    theirs += (passes * v + v / window) * itemsize / bytes_a_time
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )
+
+
+_silent = threading.local()
+
+
+@functools.cache
+def able(schedule: object) -> object:
+    """A schedule that runs a segment wherever it can, though it be slower by the rules: for who times it."""
+
+    def silent(function: Callable) -> Callable:
+        def called(*given, **keywords):
+            before, _silent.is_so = is_silent(), True
+            try:
+                return function(*given, **keywords)
+            finally:
+                _silent.is_so = before
+
+        return called
+
+    asked = {name: silent(getattr(schedule, name)) for name in ("requests", "describe", "plan", "saved")}
+    return types.SimpleNamespace(**{**vars(schedule), **asked, "digest": "_able"})
+
+
+def is_silent() -> bool:
+    return getattr(_silent, "is_so", False)
 
 
 def _positions(image: Sequence[int], filters: Sequence[int]) -> int:
     return image[0] * math.prod([extent - taps + 1 for extent, taps in zip(image[2:], filters[2:])])
 
 
-def fastest(rule: Rule, image: Sequence[int], filters: Sequence[int], itemsize: int) -> tuple[str, str]:
+def fastest(
+    rule: Rule, image: Sequence[int], filters: Sequence[int], itemsize: int, scale: Scale = H200
+) -> tuple[str, str]:
     """The variant that `rule` names, and what leads there. Sizes may be symbolic, so it asks for no more than it needs, and its words have
     the bounds."""
     bounds = {}
     while not isinstance(rule, str):
         name, most, low, high = rule
+        most = most if scale == H200 else int(most * getattr(scale, _BOUNDS.get(name, ""), 1))
         within = PROPERTIES[name](image, filters, itemsize) <= most
         bounds[name, "at most" if within else "more than"] = most
         rule = low if within else high
     return rule, ", ".join([f"{side} {most} {name}" for (name, side), most in bounds.items()])
 
 
-def instead(rule: Rule, x, weight) -> tuple[str, str] | None:
+def instead(rule: Rule, x, weight, scale: Scale) -> tuple[str, str] | None:
     """The variant that is faster than the fused one by `rule`, and the reason; or None."""
-    variant, sizes = fastest(rule, x.shape, weight.shape, x.element_size())
+    variant, sizes = fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     if variant == "fused":
         return None
     return variant, f"{_CALLED[variant]} was faster with {sizes or 'any sizes'} ({RECORD})"

@@ -90,7 +90,12 @@ def _constant(t: Tensor) -> Tensor:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy of `model` whose tensors have no memory, and on which nobody's hooks hang."""
+    """A copy of `model` whose tensors have no memory."""
+    return copy_of(model, weightless)
+
+
+def copy_of(model: nn.Module, tensor_of: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of `model` with other parameters and buffers, made of its own, on which nobody's hooks hang."""
     known: dict[int, nn.Module] = {}
 
     def copied(module: nn.Module | None) -> nn.Module | None:
@@ -102,7 +107,7 @@ def without_memory(model: nn.Module) -> nn.Module:
         fields |= {key: type(fields[key])() for key in hooks}
         fields["_modules"] = {key: copied(child) for key, child in module._modules.items()}
         for table in ("_parameters", "_buffers"):
-            fields[table] = {key: t if t is None else weightless(t) for key, t in fields[table].items()}
+            fields[table] = {key: t if t is None else tensor_of(t) for key, t in fields[table].items()}
         vars(made).update(fields)
         return made
 

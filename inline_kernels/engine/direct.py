@@ -35,7 +35,7 @@ from .scalars import COMPARING, SCALARS, bound
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
-# Fewer results are left to the library: in them any kernel's start takes longest, and ours have some work more before their first product.
+# Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
 INFERENCE_ONLY = True
 _OWN_SHARED = 34 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
@@ -299,7 +299,7 @@ class Asked(NamedTuple):
 
 class Mainloop(NamedTuple):
     """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, what is asked)`: why it can't run, or is not
-    faster than the schedule `load`; or None. `keeps`: can it store more than one result? `has_places`: do its tails know which element of y they compute?
+    faster than the schedule `load`; or None. `most`: results that it can store. `has_places`: do its tails know which element of y they compute?
     `walks`: does it take a stride, padding and dilation (`Walk`)?"""
 
     name: str
@@ -311,7 +311,7 @@ class Mainloop(NamedTuple):
     has_places: bool
     obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], str | None]
     defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], dict]
-    keeps: bool = False
+    most: int = 1
     walks: bool = False
 
 
@@ -359,7 +359,10 @@ def _wide_obstacle(
     if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
         if weight.shape[1] > 128 or not stream_splits(x, weight, asked):
             return "stream is faster from 64 channels in on, from 128 in float32"
-    faster, why = choice.fastest(composed.rule("wide", "forward"), x.shape, weight.shape, x.element_size())
+    if choice.is_silent():
+        return None
+    rule, scale = composed.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
+    faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
@@ -374,7 +377,14 @@ def _wide_defines(
 def _stream_obstacle(
     x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
 ) -> str | None:
-    return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
+    if len(dtypes) == 1:
+        return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
+    # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
+    if x.dim() == 4:
+        return "where backward follows, the library convolves images"
+    return tiling.stream_obstacle(x, weight, x.dtype) or (
+        "x lies channels last" if library.is_channels_last(x) else None
+    )
 
 
 def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> str | None:
@@ -384,10 +394,11 @@ def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, pa
     last = tiling.stream_takes_last(x)
     if library.is_channels_last(x) and not last:
         return "x lies channels last, and would be copied first"
+    if choice.is_silent():
+        return None
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
-    multiprocessors = tiling.device_properties(x.device.index).multiprocessors
-    splits = stream_splits(x, weight, asked)
-    return choice.stream_loses(*sizes, multiprocessors, not last, splits, window, passes)
+    device, splits = tiling.device_properties(x.device.index), stream_splits(x, weight, asked)
+    return choice.stream_loses(*sizes, device, not last, splits, window, passes)
 
 
 def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
@@ -415,13 +426,14 @@ def _stream(dimensions: int, takes: str) -> Mainloop:
         [
             walk_text(dimensions),
             "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
-            f"{', Pool' * (takes == 'windows')}>(y, x, weight, walk, tail, stream);",
+            f"{', Pool' * (takes == 'windows')}>(x, weight, walk, stream, {{stored}});",
         ],
-        False,
+        True,
         _stream_obstacle,
         lambda x, weight, dtypes, front, asked: tiling.stream_defines(
             x, weight, asked.positions, stream_splits(x, weight, asked), bool(front is None or front.pooled)
         ),
+        most=2,
         walks=True,
     )
 
@@ -443,7 +455,7 @@ MAINLOOPS = (
         True,
         _rows_obstacle,
         _rows_defines,
-        True,
+        most=9,
     ),
     Mainloop(
         "narrow2d",
@@ -470,7 +482,7 @@ MAINLOOPS = (
         True,
         _narrow3d_obstacle,
         lambda x, weight, *_: tiling.spatial_defines(weight.shape),
-        True,
+        most=9,
     ),
     Mainloop(
         "wide",
@@ -598,7 +610,7 @@ def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> W
         *[a for a in composed.saved if a is not source.KEPT],
     ]
     known = all(_copied(nodes[array.name]) for array in composed.forward.kept)
-    if not mainloop.keeps or not known or any(array.space != ELEMENTS for array in arrays):
+    if len(arrays) > mainloop.most or not known or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
     types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
     results = []
@@ -655,6 +667,8 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         try:
             written = _written(segment, mainloop, exact_order, composed)
             check_walk(segment, weight, mainloop, written.front)
+            if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(x):
+                raise Unsupported("x lies channels last, other inputs may not")
             if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
@@ -674,8 +688,10 @@ def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype, walks: bool = 
     if not walks and not _walk(segment, weight).is_plain:
         raise Unsupported("the convolution has a stride, padding or dilation")
     sizes = schedule.sizes_of(segment, x, weight)
-    if (results := sizes.N * sizes.C * sizes.positions("e")) < FEWEST_RESULTS:
-        raise Unsupported(f"there are {results} results, and it pays from {FEWEST_RESULTS} on")
+    results = sizes.N * sizes.C * sizes.positions("e")
+    fewest = int(FEWEST_RESULTS * tiling.device_properties(x.device.index).scale.memory)
+    if results < fewest and not choice.is_silent():
+        raise Unsupported(f"there are {results} results, and it pays from {fewest} on")
 
 
 def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype]:

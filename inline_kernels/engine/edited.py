@@ -1,15 +1,25 @@
-"""A segment whose text somebody edited: its schedule with that text in place of the generated one. Its gradient is nobody's: backward raises."""
+"""A segment whose text somebody edited: its schedule with that text in place of the generated one.
+
+Its gradient is that of the edited lines, where they can be followed (followed.py): backward is then generated from what they say, and starts from v,
+which the library convolves again, and copies of parameters. Where they can't, backward raises, with the lines.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers
+
+from . import schedule, source
+from .followed import NotFollowed, followed
 
 
 class Edit(NamedTuple):
@@ -38,26 +48,93 @@ class Edited:
             )
         return [request | {"source": self.edit.text}]
 
-    def describe(self, segment, arguments: Sequence, saving: bool, *how) -> str:
-        self.requests(segment, arguments, saving, *how)
-        return "edited, without a gradient: " + self.schedule.describe(
-            segment, arguments, self.edit.saving, *how
-        )
+    def describe(self, segment, arguments: Sequence, saving: bool, dtype: torch.dtype, *how) -> str:
+        self.requests(segment, arguments, saving, dtype, *how)
+        gradient = self._gradient(segment, arguments, *how)
+        lines = self.schedule.describe(segment, arguments, self.edit.saving, dtype, *how)
+        known = "without a gradient" if isinstance(gradient, str) else "with the gradient of its lines"
+        return f"edited, {known}: {lines}"
 
-    def plan(self, segment, arguments: Sequence, saving: bool, *how):
-        (request,) = self.requests(segment, arguments, saving, *how)
-        return self.schedule.plan(segment, arguments, self.edit.saving, *how, edited=request["source"])
+    def _gradient(self, segment, arguments: Sequence, exact_order: bool = False) -> schedule.Composed | str:
+        """Backward, or why there is none."""
+        kinds = [
+            schedule._kind(segment, arguments, saving, exact_order) for saving in (self.edit.saving, True)
+        ]
+        known = vars(segment.graph).setdefault("edited", {})
+        if (key := (self.digest, *kinds)) not in known:
+            known[key] = self._derived(segment, *kinds)
+        return known[key]
 
-    def forward(self, plan, arguments: Sequence) -> list[Tensor]:
-        return self.schedule.forward(plan, arguments)
+    def _derived(self, segment, kind: schedule.Kind, saving: schedule.Kind) -> schedule.Composed | str:
+        if self.schedule is not schedule:
+            return f"the schedule {self.edit.schedule} has none: edit what source() gives where gradients are enabled"
+        y = schedule._composed(segment, kind).forward.roots[0].node
+        try:
+            with schedule._lock:
+                y = followed(y, self.edit.original, self.edit.text)
+            return schedule.differentiated(segment, y, saving)
+        except NotFollowed as error:
+            return (
+                f"expected lines of names, numbers, operators and functions of engine/scalars.py, got {error}"
+            )
+        except schedule.Unsupported as error:
+            return str(error)
 
-    def saved(self, *given) -> list:
-        return self.schedule.saved(*given) if self.edit.saving else []
+    def plan(self, segment, arguments: Sequence, saving: bool, dtype: torch.dtype, *how) -> SimpleNamespace:
+        (request,) = self.requests(segment, arguments, saving, dtype, *how)
+        edited = request["source"]
+        inner = self.schedule.plan(segment, arguments, self.edit.saving, dtype, *how, edited=edited)
+        found = SimpleNamespace(inner=inner, gradient=None, copies=[], back=None)
+        if not saving:
+            return found
+        found.gradient = composed = self._gradient(segment, arguments, *how)
+        if isinstance(composed, str):
+            return found
+        x, weight = arguments[0], arguments[len(segment.inputs)]
+        sizes = schedule.sizes_of(segment, x, weight)
+        found.back = schedule.Plan(segment, composed, sizes, x.dtype, dtype, True, request["device"])
+        found.back.kernels = inline_loader.load(**request | {"source": composed.text})
+        found.back.convolution = schedule.Convolution.of(segment, weight)
+        found.copies = self._copies(segment, found.back)
+        return found
 
-    def backward(self, *given):
-        raise RuntimeError(
-            "the formula was edited, and its gradient is not known: edit(..., None) brings the model's own back"
-        )
+    @staticmethod
+    def _copies(segment, back: schedule.Plan) -> list[tuple[int, list[int], torch.dtype]]:
+        """What is kept of parameters: of which argument, in what shape and dtype."""
+        names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters]
+        at = {f"kept_{source.identifier(name)}": i for i, name in enumerate(names)}
+        arrays = [array for array in back.composed.saved if array.name != "v"]
+        return [(at[a.name], back.sizes.shape(a.space), schedule._dtype(back, a)) for a in arrays]
+
+    def forward(self, plan: SimpleNamespace, arguments: Sequence) -> list[Tensor]:
+        y, *rest = self.schedule.forward(plan.inner, arguments)
+        copies = [arguments[i].detach().to(to, copy=True).view(shape) for i, shape, to in plan.copies]
+        return [y, *copies, *rest]
+
+    def saved(self, segment, arguments: Sequence, dtype: torch.dtype, *how) -> list:
+        own = self.schedule.saved(segment, arguments, dtype, *how) if self.edit.saving else []
+        if isinstance(composed := self._gradient(segment, arguments, *how), str):
+            return own
+        sizes = schedule.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
+        back = schedule.Plan(segment, composed, sizes, arguments[0].dtype, dtype, True, "")
+        return [(shape, to) for _, shape, to in self._copies(segment, back)] + own
+
+    def backward(
+        self,
+        plan: SimpleNamespace,
+        dy: Tensor,
+        arguments: Sequence,
+        saved: Sequence[Tensor],
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        if plan.back is None:
+            raise RuntimeError(
+                f"the formula was edited, and its gradient is not known: {plan.gradient}. edit(..., None) brings the model's own back"
+            )
+        weight, copies = arguments[len(plan.back.segment.inputs)], iter(saved)
+        v = functools.partial(schedule.convolve, plan.back.convolution, arguments[0], weight)
+        kept = [v() if array.name == "v" else next(copies) for array in plan.back.composed.saved]
+        return schedule.backward(plan.back, dy, arguments, kept, needs)
 
 
 @functools.lru_cache(64)

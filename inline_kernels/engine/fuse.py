@@ -32,6 +32,7 @@ from inline_kernels.loader.operators import is_watched
 
 from . import compiled, support
 from .guards import plain_class
+from .part import Options, options_of
 from .structure import Structure
 
 _KEPT_STRUCTURES = 8  # of one module, the last met
@@ -42,12 +43,19 @@ _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary(
 # ---------------------------------------------------------------------------------------------------------- what a user calls
 
 
-def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_order: bool = False) -> nn.Module:
+def fuse(
+    model: nn.Module,
+    *,
+    example_inputs: Sequence | None = None,
+    exact_order: bool = False,
+    tune: bool = False,
+) -> nn.Module:
     """A module that computes what `model` does, convolutions with their tails by fused kernels: an instance of type(model) with the same
     Parameters, buffers and submodules (shared, not copied). `model` stays as it is.
 
     example_inputs: what forward will be given; the kernels for it are built now. exact_order: no rewriting that adds in another order
-    than eager. The result has `plan(*inputs)` and `source(*inputs, segment=0)`.
+    than eager. tune: the first call of a kind times what can run, eager among it, and the fastest is kept, in the loader's folder; which that
+    is, and so the last digits of results, may differ from machine to machine. The result has `plan(*inputs)` and `source(*inputs, segment=0)`.
 
     Raises TypeError for what is no eager module: one that torch.compile or torch.jit made.
     """
@@ -57,7 +65,7 @@ def fuse(model: nn.Module, *, example_inputs: Sequence | None = None, exact_orde
         raise TypeError(
             f"expected an eager module, got a {type(model).__name__}: fuse the module that it was made of"
         )
-    fused = _new(plain_class(type(model)), bool(exact_order))
+    fused = _new(plain_class(type(model)), Options(bool(exact_order), bool(tune)))
     attributes = vars(model).items()
     vars(fused).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
     if example_inputs is not None:
@@ -112,8 +120,9 @@ class Fused:
 
     def edit(self, *inputs_and_text, segment: int = 0, **keywords) -> None:
         """Binds an edited text to a segment: edit(*inputs, text), text being `source(*inputs, segment=segment)` with another formula, or
-        None for the model's own. It runs for all inputs for which that source is the same. Its gradient isn't known: backward raises
-        RuntimeError, and so does forward for inputs of another source. Copies and pickles of the model are without it.
+        None for the model's own. It runs for all inputs for which that source is the same; for others forward raises RuntimeError. Its
+        gradient is derived from its lines, or else backward raises RuntimeError with those that can't be followed (followed.py). Copies
+        and pickles of the model are without it.
 
         Raises BuildError where the text doesn't compile, ValueError where its launcher `forward` isn't the source's, RuntimeError and
         IndexError as `source` does.
@@ -166,13 +175,13 @@ class Fused:
         return vars(self).copy()
 
     def __reduce_ex__(self, protocol):
-        base, exact_order = plain_class(type(self)), getattr(self, "_exact_order", False)
+        base, options = plain_class(type(self)), options_of(self)
         made, arguments, *rest = super().__reduce_ex__(protocol)
         if type(self) is not _class_of(base):  # somebody's subclass of it
             return made, arguments, *rest
         if made is copyreg.__newobj__:  # the class is found again by its base
-            return _new, (base, exact_order, *arguments[1:]), *rest
-        return _fused_again, (made, arguments, exact_order), *rest
+            return _new, (base, options, *arguments[1:]), *rest
+        return _fused_again, (made, arguments, options), *rest
 
 
 # ------------------------------------------------------------------------------------------------------------------- classes
@@ -185,7 +194,7 @@ def _class_of(base: type) -> type:
         if found is None:
             body = {
                 "_unfused": base,
-                "__slots__": ("_kept", "_exact_order", "_number", "_edits"),
+                "__slots__": ("_kept", "_options", "_number", "_edits"),
                 "__module__": base.__module__,
                 "__doc__": base.__doc__,
             }
@@ -206,16 +215,16 @@ def signed(function: types.FunctionType, like: Callable) -> types.FunctionType:
     return made
 
 
-def _new(base: type, exact_order: bool, *arguments) -> nn.Module:
+def _new(base: type, options: Options, *arguments) -> nn.Module:
     cls = _class_of(base)
     fused = cls.__new__(cls, *arguments)
-    object.__setattr__(fused, "_exact_order", exact_order)
+    object.__setattr__(fused, "_options", options)
     object.__setattr__(fused, "_number", compiled.known(fused, structure_of))
     return fused
 
 
-def _fused_again(make: Callable, arguments: tuple, exact_order: bool) -> nn.Module:
-    return fuse(make(*arguments), exact_order=exact_order)
+def _fused_again(make: Callable, arguments: tuple, options: Options) -> nn.Module:
+    return fuse(make(*arguments), **options._asdict())
 
 
 # ---------------------------------------------------------------------------------------------------------------- structures

@@ -38,7 +38,8 @@ _lock = threading.Lock()
 
 class Decision(NamedTuple):
     """What a segment does: it `runs` a schedule's name, or "eager"; and how, or why. dtype: of its result; like: its result, without memory.
-    requests: what inline_loader has to build."""
+    requests: what inline_loader has to build. timing: what is to be timed first, where the user wants that (timed.py); able: the schedule runs
+    whatever rules say."""
 
     segment: str
     runs: str
@@ -46,6 +47,12 @@ class Decision(NamedTuple):
     dtype: torch.dtype | None = None
     like: Tensor | None = None
     requests: Sequence[Mapping] = ()
+    timing: object = None
+    able: bool = False
+
+    def because(self, reason: str) -> Decision:
+        """With that reason first."""
+        return self._replace(reason="; ".join(filter(None, [reason, self.reason])))
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward and saved, as
@@ -221,11 +228,12 @@ class SegmentOperator:
 
 
 class Names:
-    """A segment's own names: of all tensors that its operator takes, in order, and of its `numbers`. The first `inputs` are inputs; the
-    convolution's weight comes next."""
+    """A segment's own names: of all tensors that its operator takes, in order, the last those that are `updated`, and of its `numbers`. The
+    first `inputs` are inputs; the convolution's weight comes next."""
 
     def __init__(self, segment):
         self.tensors, self.inputs, self.numbers = segment.tensors, len(segment.inputs), [*segment.scalars]
+        self.updated = segment.updated
 
 
 def field_names(names: Iterable[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from inline_kernels.loader.operators import check_memory, is_watched
 from inline_loader import BuildError
 
-from . import capture, choice, composed, drawing, library, schedule, support
-from .code import Code
+from . import capture, choice, composed, drawing, library, schedule, support, tiling, timed
+from .code import Code, copy_of
 from .composed import NO_SOURCE
 from .edited import edited
 from .guards import Guards
@@ -29,6 +30,17 @@ _said: set[tuple[str, str]] = set()  # of a device, why kernels can't be built
 
 # By a variant of `fused(Model)`, the schedules that run it; more of them serve what nobody asked for.
 SCHEDULES_OF = {"fused": ("fused",), "epilogue": ("load",)}
+
+
+class Options(NamedTuple):
+    """What fuse was asked for."""
+
+    exact_order: bool = False
+    tune: bool = False
+
+
+def options_of(model: nn.Module) -> Options:
+    return getattr(model, "_options", Options())
 
 
 class Asked:
@@ -65,12 +77,17 @@ class Part:
             name: captured.constants[name] if name in captured.constants else attribute(model, name)
             for name in read
         }
-        self.exact_order, schedules = getattr(model, "_exact_order", False), dict(SCHEDULES)
+        options, schedules = options_of(model), dict(SCHEDULES)
+        self.exact_order = options.exact_order
         if edit := getattr(model, "_edits", {}).get(self.name):
             schedules = {edit.schedule: edited(schedules[edit.schedule], edit)}
+            options = options._replace(tune=False)
         elif composed.written_for(segment) is None:
             del schedules["fused"]
         self.by_schedule = {name: self._operator_of(name, schedule) for name, schedule in schedules.items()}
+        # What may be timed, by name; nothing: nobody wants that.
+        to_time = schedules if options.tune else ()
+        self.able = {name: self._operator_of(name, choice.able(schedules[name])) for name in to_time}
         self.shared = next(iter(self.by_schedule.values()))  # all have the same arguments
         self.own = Names(segment)
         self.names, self.inputs = self.own.tensors, self.own.inputs
@@ -100,7 +117,10 @@ class Part:
 
     def operator_of(self, decision: Decision):
         """loader_operators' operator; None: eager."""
-        return None if decision.runs == "eager" else self.by_schedule[decision.runs].operator
+        return None if decision.runs == "eager" else self._shared(decision).operator
+
+    def _shared(self, decision: Decision) -> SegmentOperator:
+        return (self.able if decision.able else self.by_schedule)[decision.runs]
 
     def _refuse(self, decision: Decision, given: tuple) -> None:
         """Where one schedule was asked for and can't run, that is an error; but not where eager has one of its own to raise."""
@@ -152,15 +172,24 @@ class Part:
         """The first call in a situation, and what keeps the decision."""
         epoch, decision, run, drawn = self.epoch, self.decision(given), None, None
         self._refuse(decision, given)
+        if decision.timing:
+            tensors = (*given, *self.tensors())
+            check_memory(*tensors)
+            if timed.time_candidates(self, tensors, *decision.timing):
+                decision = self.decision(given)
+            else:
+                situation = None  # the next call may
         if decision.runs != "eager":
             tensors = (*given, *self.tensors())
             check_memory(*tensors)  # which what is kept looks at in passing
             drawn = self._draws() if self.segment.random else None
-            run = self._bound(tensors, drawn, decision)
+            run = self._counted(self._bound(tensors, drawn, decision))
+        elif self.able:  # eager's by choice: no longer where TF32 is another
+            run = functools.partial(_run_eager, self.eager_code, self.model, self.inputs)
         if situation is not None and epoch == self.epoch:
             situation.decided, situation.run, situation.drawn = True, run, drawn
             self._put_first(situation)
-        if run is None:
+        if run is None or decision.runs == "eager":
             return self.eager(*given)
         return run(*tensors, *(() if drawn is None else drawing.drawn(tensors[0], drawn, False)))
 
@@ -174,8 +203,8 @@ class Part:
         self.situations = [situation, *others[: _KEPT_SITUATIONS - 1]]
 
     def _bound(self, tensors: tuple, drawn: bool | None, decision: Decision) -> Callable | None:
-        """run(*tensors, *drawn), as short as can be; None where its kernels can't be built."""
-        shared, x = self.by_schedule[decision.runs], tensors[0]
+        """run(*tensors, *drawn), as short as can be; None where its kernels can't be built. It counts no batches."""
+        shared, x = self._shared(decision), tensors[0]
         constants, autocast = self._constants(decision), self._autocast(decision, tensors)
         needs_gradient = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
         cast = tensors if autocast is None else _cast(tensors, autocast, self.inputs)
@@ -188,10 +217,38 @@ class Part:
         run = shared.bound(plan if autocast is None else None, constants, needs_gradient)
         if autocast is not None:
             run = functools.partial(_run_autocast, run, autocast, self.inputs)
-        if self.counters:
-            first = self.inputs + len(self.segment.parameters) + len(self.segment.buffers)
-            run = functools.partial(_run_counted, run, self.counters, first, len(self.names))
         return run
+
+    def _counted(self, run: Callable | None) -> Callable | None:
+        if run is None or not self.counters:
+            return run
+        first = len(self.names) - len(self.own.updated)
+        return functools.partial(_run_counted, run, self.counters, first, len(self.names))
+
+    def trial(
+        self, decision: Decision, tensors: Sequence[Tensor], gradients: Sequence[bool]
+    ) -> Callable | None:
+        """What a decision runs, to be timed: forward, and backward where there are gradients. No tensor of it is the model's, and what is written
+        to is a copy. None where its kernels can't be built."""
+        known = {id(t): t.detach() for t in tensors}
+        written = [t for name, t in zip(self.names, tensors) if name in self.own.updated]
+        written += [n for each in self.counters if (n := each["num_batches_tracked"]) is not None]
+        known |= {id(t): t.detach().clone() for t in written}
+        copies = [known[id(t)].requires_grad_(needs) for t, needs in zip(tensors, gradients)]
+        leaves = [t for t in dict.fromkeys(copies) if t.requires_grad]
+        if decision.runs == "eager":
+            run = functools.partial(self.eager_code, copy_of(self.model(), lambda t: known.get(id(t), t)))
+            given = copies[: self.inputs]
+        else:
+            drawn = self._draws() if self.segment.random else None
+            run, given = self._bound(copies, drawn, decision), (*copies, *_undrawn(copies[0], drawn))
+
+        def step() -> None:
+            y = run(*given)
+            if leaves and y.requires_grad:
+                torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
+
+        return run and step
 
     # ---------------------------------------------------------------------------------------------------- what is decided
 
@@ -209,7 +266,7 @@ class Part:
     def _autocast(self, decision: Decision, tensors: Sequence[Tensor]) -> torch.dtype | None:
         """To what the convolution's operands are converted; None: they stay. Where kernels can take them as they are, that is more exact,
         and no pass converts x."""
-        whole = getattr(self.by_schedule[decision.runs].schedule, "AS_THEY_ARE", False)
+        whole = getattr(self._shared(decision).schedule, "AS_THEY_ARE", False)
         if whole and tensors[0].dtype == tensors[self.inputs].dtype:
             return None
         return support.autocast_dtype(tensors[0])
@@ -255,9 +312,15 @@ class Part:
             return eager(NOT_THE_MODEL)
         if like.dtype not in support.DTYPES:
             return eager(f"there are no kernels for results of {like.dtype}")
-        if saving is None:
+        foreseen = saving is not None
+        if not foreseen:
             saving = torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
-        return self._chosen(arguments._replace(dtype=support.DTYPES.index(like.dtype)), like, saving)
+        given = arguments._replace(dtype=support.DTYPES.index(like.dtype)), like, saving
+        found = self._chosen(*given)
+        if library.device_type(tensors[self.inputs]) == "cuda" and not self.asked.schedules:
+            if tiling.device_properties(device.index).scale != choice.H200:
+                found = found._replace(reason=f"{found.reason}; {choice.SCALED}")
+        return timed.chosen(self, found, *given, foreseen) if self.able else found
 
     def _chosen(self, arguments: tuple, like: Tensor, saving: bool) -> Decision:
         """The first schedule that can run them, of those that may; else eager, with the reasons of all."""
@@ -284,7 +347,7 @@ class Part:
         if written is None or library.device_type(weight) != "cuda":
             return None
         rule = composed.rule(written.name, "train" if saving else "forward")
-        return choice.instead(rule, x, weight)
+        return choice.instead(rule, x, weight, tiling.device_properties(weight.device.index).scale)
 
     def _misfit(self, tensors: tuple, device: str) -> str | None:
         """Why the inputs aren't what the segment was captured for; or None."""
@@ -345,6 +408,10 @@ def _run_autocast(run: Callable, dtype: torch.dtype, weight: int, *varying) -> T
     return run(*_cast(varying, dtype, weight))
 
 
+def _run_eager(code: Callable, model: weakref.ref, inputs: int, *tensors) -> Tensor:
+    return code(model(), *tensors[:inputs])
+
+
 def _run_counted(run: Callable, counters: Sequence[dict], first: int, last: int, *varying) -> Tensor:
     """run, which writes to the running statistics, as eager's kernels do: autograd isn't told. And counts the batches."""
     for buffers in counters:
@@ -368,7 +435,7 @@ class building:
     def __exit__(self, kind, error, traceback) -> bool:
         if not isinstance(error, (BuildError, schedule.Unsupported)):
             return False
-        if self.device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self.device == "cuda" and support.capturing():
             return False  # the graph would hold eager's for ever
         self.reason = str(error)
         if isinstance(error, BuildError) and (self.device, self.reason) not in _said:

@@ -139,7 +139,22 @@ def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:
     return [Root(source.identifier(name), node, node.space, "real") for name, node in found.items()]
 
 
-def _backward_program(graph, y: Node, z: Node, kind: Kind):
+def differentiated(segment, y: Node, kind: Kind) -> Composed:
+    """Backward alone, of another result of the segment's graph than its own, from v and copies of parameters."""
+    graph = segment.graph
+    with _lock:
+        back, saved, gradients = _backward_program(
+            graph, y, graph.leaf("z", ELEMENTS, "z"), kind, only_v=True
+        )
+        if turns := kind.device == "cuda" and graph.dimensions == 2:
+            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
+        names = _names(segment, back)
+        text = source.compose({"backward": back}, {"backward": names}, kind.device, segment.conv.name, turns)
+        saved = [array for array, _ in saved]
+        return Composed(text, None, None, back, names, saved, gradients, source.Own())
+
+
+def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False):
     dy = graph.leaf("dy", y.space, "dy")
     leaves = [z, *[n for n in order([y]) if n.op == "leaf" and n.attr[1] in ("parameter", "input")]]
     found = graph.adjoints(y, dy, leaves)
@@ -158,8 +173,10 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind):
         own = _OwnChannel(graph)
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
         kept = _kept(graph, [root.node for root in roots.values()], z)
+    if only_v:
+        kept = [z] if z in order([root.node for root in roots.values()]) else []
     given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
-    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept else None
+    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
     if gate and kind.device == "cpu" and not source.is_drawn(gate[0]):
         gate = None  # counting costs as much as what it may save
     if gate:

@@ -31,7 +31,7 @@ from .sink_text import Pass, Sink, local
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
 INFERENCE_ONLY = True
-BYTES_A_SECOND = 4.3e12
+BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
 _OWN_NAMES = set("x y weight stream number seed stored scratch next values geometry largest v".split())
 
 
@@ -474,11 +474,10 @@ def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
     splits = mainloop.name != "wide" and x.dtype == torch.float32
     if mainloop.name == "stream":
         splits = direct.stream_splits(x, weight, direct.asked_of(segment, x, weight))
-    products = 3 if splits else 1
-    again = (
-        (passes - 1) * 2 * values * math.prod(weight.shape[1:]) * products / CONVOLVING[mainloop.name].rate
-    )
-    return again <= 1.1 * 2 * 4 * values / BYTES_A_SECOND
+    products, scale = 3 if splits else 1, tiling.device_properties(x.device.index).scale
+    rate = CONVOLVING[mainloop.name].rate * scale.compute
+    again = (passes - 1) * 2 * values * math.prod(weight.shape[1:]) * products / rate
+    return again <= 1.1 * 2 * 4 * values / (BYTES_A_SECOND * scale.memory)
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool):

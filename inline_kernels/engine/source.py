@@ -60,6 +60,11 @@ def identifier(name: str) -> str:
     return f"{name}_" if name in _TAKEN else name
 
 
+def local(node: Node) -> str:
+    """The name of a node's value where it has a line."""
+    return f"{identifier(node.attr[0])}_{node.id}" if node.op == "leaf" else f"{node.op}{node.id}"
+
+
 def _zero_with(node: Node, gate: Node) -> list[Node] | None:
     """The small values with which a node is zero where the gate is, and all else finite; None: it isn't."""
     if node is gate or node.is_const(0.0):
@@ -185,7 +190,7 @@ class _Text:
         if re.fullmatch(r"[\w.]+", text):
             scope.known[node] = text
             return text
-        name = self._local(node)
+        name = local(node)
         scope.lines.append(f"const auto {name} = {text};" + (f"  // {comment}" if comment else ""))
         scope.known[node] = name
         return name
@@ -195,11 +200,6 @@ class _Text:
         while scope:
             yield scope
             scope = scope.parent
-
-    def _local(self, node: Node) -> str:
-        if node.op == "leaf":
-            return f"{identifier(node.attr[0])}_{node.id}"
-        return f"{node.op}{node.id}"
 
     def _literal(self, value: float, scope: Scope) -> str:
         real = self.real(scope)
@@ -363,7 +363,7 @@ class _Text:
             self._add_finer(inner)
         declared, ends = [], []
         for node in nodes:
-            name = self._local(node)
+            name = local(node)
             term = self._broadcast(node.args[0], inner)
             if node.op == "pick":
                 declared.append(
@@ -375,7 +375,7 @@ class _Text:
                 takes = self.takes.get(node, ())
                 inner.lines.append(f"const auto better{node.id} = {take};" if takes else f"{take};")
                 for each in takes:
-                    name = self._local(each)
+                    name = local(each)
                     declared.append(f"auto {name} = {scope.at}.zero();")
                     value = self.value(each.args[0], inner)
                     inner.lines.append(f"{name} = math::select(better{node.id}, {value}, {name});")

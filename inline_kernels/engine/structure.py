@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import inline_loader
 
-from . import capture, support
+from . import capture, support, timed
 from .code import Code, without_memory
 from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
 from .operator import Decision, weightless
-from .part import Asked, Part, building, called
+from .part import Asked, Part, building, called, options_of
 from .support import NOT_THE_MODEL
 
 
@@ -33,6 +33,7 @@ class Structure:
         self.parts: list[Part] = []
         # Shared with the parts, from which there is no way here.
         self.asked, self.stale = Asked(model), types.SimpleNamespace(is_so=False)
+        self.settings = timed.settings() if options_of(model).tune else None
         self.reason, reads = _unfit(model, base, kind), {}
         captured = None
         if not self.reason:
@@ -75,6 +76,9 @@ class Structure:
         if self.generation != inline_loader.generation:  # edited kernels
             self._forget()
             self.generation = inline_loader.generation
+        if self.settings is not None and self.settings != (now := timed.settings()):
+            self.settings = now
+            self._forget()
         if self.asked.ever and self.asked.variant is not model.variant and self.asked.changes(model):
             self._forget()
         return True
@@ -122,7 +126,7 @@ class Structure:
         given = self.given(inputs, keywords)
         if reason := next(filter(None, [support.odd("the input", each) for each in given]), None):
             return [Decision(part.name, "eager", reason) for part in self.parts]
-        meta = [weightless(each) if isinstance(each, Tensor) else each for each in given]
+        meta = [_foreseen(each) if isinstance(each, Tensor) else each for each in given]
         rest = "what precedes it is not to be foreseen"
         try:
             with torch.no_grad():
@@ -141,7 +145,9 @@ class Structure:
             return
         requests = []
         for each in saving:
-            for decision in self.decisions(model, inputs, keywords, each):
+            decided = self.decisions(model, inputs, keywords, each)
+            to_time = [one for decision in decided if decision.timing for one in decision.timing[1].values()]
+            for decision in [*decided, *to_time]:
                 requests += [request for request in decision.requests if request not in requests]
         if requests:
             with building(self.kind[1].type):
@@ -183,6 +189,10 @@ class Structure:
 
 
 # ------------------------------------------------------------------------------------------------------------------ capturing
+
+
+def _foreseen(t: Tensor) -> Tensor:
+    return weightless(t).requires_grad_(t.requires_grad)
 
 
 def _unfit(model: nn.Module, base: type, kind: tuple | None) -> str:

@@ -103,6 +103,11 @@ def altered(name: str, module: nn.Module) -> str | None:
 # --------------------------------------------------------------------------------------------------------------- tensors
 
 
+def capturing() -> bool:
+    """Is a CUDA graph captured here and now?"""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def autocast_dtype(x: Tensor, device: str | None = None) -> torch.dtype | None:
     """The dtype in which autocast convolves x, as on `device`, by default its own; None where it leaves x alone."""
     device = device or x.device.type

@@ -114,7 +114,7 @@ def fused(Model: type[nn.Module]) -> type[nn.Module]:
         "__module__": Model.__module__,
         "__doc__": Model.__doc__,
         "_unfused": Model,
-        "__slots__": ("_kept", "_exact_order", "_number", "_edits"),
+        "__slots__": ("_kept", "_options", "_number", "_edits"),
         "forward": signed(Variants.forward, Model.forward),
     }
     return types.new_class(f"{Model.__name__}New", (Variants, Model), {}, lambda names: names.update(body))

@@ -9,6 +9,7 @@ What else is in the folder is never touched or counted. Ours bears the name of a
 <cache>/<name>_<key>.lock           held by the process that builds; the operating system frees it when that process dies
 <cache>/<name>_<key>.owner          that process, for those who wait
 <cache>/<name>_<key>.failure, .log  how its last build failed, for those who waited, and all that the compiler said
+<cache>/timed_<key>.json            which way was fastest, as engine/timed.py says; small, and so not counted
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ BUILDING = ".building-"
 _OURS = re.compile(
     rf"([A-Za-z]\w*_[0-9a-f]{{16}})({re.escape(BUILDING)}\w+|\.owner|\.failure|\.log|\.\d+|)", re.A
 )
+_TIMED = re.compile(r"timed_[0-9a-f]{16}\.(json|\d+)")
 _RECORD = {
     "name": str,
     "device": str,
@@ -203,10 +205,10 @@ def _checksum(path: Path) -> str:
 
 
 def _record(folder: Path) -> dict:
-    return _whole(folder / "build.json", _RECORD)
+    return whole(folder / "build.json", _RECORD)
 
 
-def _whole(path: Path, kinds: Mapping[str, type | tuple[type, ...]]) -> dict:
+def whole(path: Path, kinds: Mapping[str, type | tuple[type, ...]]) -> dict:
     """The JSON object in the file `path` if it has all `kinds`, else {}."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -214,6 +216,13 @@ def _whole(path: Path, kinds: Mapping[str, type | tuple[type, ...]]) -> dict:
         return {}
     whole = isinstance(found, dict) and all(isinstance(found.get(key), kind) for key, kind in kinds.items())
     return found if whole else {}
+
+
+def replace(path: Path, text: object) -> None:
+    """Writes it as JSON, in one step: nobody reads half of it."""
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(text), encoding="utf-8")
+    fresh.replace(path)
 
 
 def why_missing(folder: Path, name: str, device: str, parts: Mapping[str, str]) -> tuple[str, float | None]:
@@ -306,16 +315,14 @@ class Failure:
 
     def raise_if_new(self) -> None:
         """Raises the BuildError that another process met since this object was made."""
-        told = _whole(self.path, {"message": str, "log": str, "log_path": str})
+        told = whole(self.path, {"message": str, "log": str, "log_path": str})
         if told and self._stamp() != self.known:
             raise BuildError(**told)
 
     def pass_on(self, error: BuildError) -> None:
         text = {"message": str(error), "log": error.log, "log_path": error.log_path}
         with contextlib.suppress(OSError):  # a full disk: those who wait will meet it themselves
-            fresh = self.path.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps(text), encoding="utf-8")
-            fresh.replace(self.path)
+            replace(self.path, text)
 
 
 # ------------------------------------------------------------------------------------------------------------ cleaning up
@@ -372,8 +379,10 @@ def trim(cache: Path, keep: Path) -> None:
 
 
 def clear(cache: Path) -> int:
-    """Removes every build that no process is making right now. Returns the bytes freed."""
+    """Removes every build that no process is making right now, and what was timed. Returns the bytes that builds took."""
     before = size(cache)
+    for path in [path for path in cache.iterdir() if _TIMED.fullmatch(path.name)]:
+        path.unlink(missing_ok=True)
     for build, paths in _ours(cache).items():
         _remove(cache / build, paths)
     return before - size(cache)

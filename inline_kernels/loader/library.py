@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from inline_kernels.loader import cache, toolchain
 from inline_kernels.loader.messages import BuildError, Status, first_error, in_notebook
-from inline_kernels.loader.source import assembled, read
-from inline_kernels.loader.units import Unit
+from inline_kernels.loader.source import assembled, macros, read
+from inline_kernels.loader.units import Unit, unit_of
 
 Compile = Callable[[Unit, Path, Path], ctypes.CDLL]
 
@@ -35,6 +35,17 @@ class Library(NamedTuple):
 
     code: ctypes.CDLL
     dependencies: Mapping[str, list]
+
+
+@functools.lru_cache(256)
+def key_of(
+    generation: int, name: str, source: str, device: str, folder: Path | None, *defines: tuple[str, object]
+) -> str | None:
+    """The digest of all that a build with all launchers depends on, for as long as that is inline_loader's `generation`; None: it can't be built."""
+    try:
+        return unit_of(name, source, device, macros(dict(defines)), folder=folder).key
+    except BuildError:
+        return None
 
 
 def library_of(unit: Unit, compile: Compile, place: str = "") -> Library:

@@ -130,6 +130,26 @@ def find_ninja() -> str:
     return str(shutil.which("ninja"))
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def driver(device: torch.device) -> list | None:
+    """Of a GPU: the CUDA that its driver serves, and the driver's own version where the system tells it."""
+    known = Path("/sys/module/nvidia/version")
+    if device.type != "cuda":
+        return None
+    return [torch._C._cuda_getDriverVersion(), *(known.read_text().split() if known.exists() else ())]
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 @functools.lru_cache(None)
 def processor() -> str:
     """What -march=native depends on."""

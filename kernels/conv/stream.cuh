@@ -148,22 +148,33 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   if constexpr (Operands::kScaled) behind(Doubts{largest, 1, exponents, Loop::kPaddedOut});
 }
 
-// y = tail(conv(x, weight)), or what it makes of windows of that, right for all values of x and weight.
+// y.to = y.tail(conv(x, weight)), or what it makes of windows of that; where there is `more`, that, too. Right for
+// all values of x and weight.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          class Pool = Unpooled, class Tail, class T>
-void streamed(const Out<T>& y, const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight,
-              const Walk& walk, const Tail& tail, cudaStream_t stream) {
+          class Pool = Unpooled, class T, class Tail, class... Ts, class... Tails>
+void streamed(const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight, const Walk& walk,
+              cudaStream_t stream, const Stored<T, Tail>& y, const Stored<Ts, Tails>&... more) {
+  static_assert(sizeof...(more) == 0 || (sizeof...(more) == 1 && Pool::kArea == 1));
+  static_assert(!kLast || !Operands::kScaled, "what is computed again lies in planes");
   using Values = Walked<Filter, typename Operands::value_t>;
   const Scratch<uint32_t> largest(x.size(0), stream);
-  const store::Positions<T, kLast> out{y};
-  conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, Pool>(
-      x, weight, walk, tail, out, NoSink{}, largest, stream, [&](const Doubts& doubts) {
-        static_assert(!kLast || !Operands::kScaled, "in planes");
-        const Values v(x, weight, walk);
-        if constexpr (Pool::kArea == 1) exact(doubts, x.size(0), each_value(v, y.data, tail), stream);
-        else exact(doubts, x.size(0), WalkedWindows<Values, Pool, T, Tail>{v, y.data, tail, v.OD / Pool::kDepth,
-                   v.OH / Pool::kHeight, v.OW / Pool::kWidth}, stream);
-      });
+  const auto behind = [&](const Doubts& doubts) {
+    const Values v(x, weight, walk);
+    if constexpr (Pool::kArea > 1) {
+      const int windows[] = {v.OD / Pool::kDepth, v.OH / Pool::kHeight, v.OW / Pool::kWidth};
+      const WalkedWindows<Values, Pool, T, Tail> each{v, y.to.data, y.tail, windows[0], windows[1], windows[2]};
+      exact(doubts, x.size(0), each, stream);
+    } else {
+      const auto each = all_of(each_value(v, y.to.data, y.tail), each_value(v, more.to.data, more.tail)...);
+      exact(doubts, x.size(0), each, stream);
+    }
+  };
+  const auto launch = [&](const auto& besides) {
+    conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, Pool>(
+        x, weight, walk, y.tail, store::Positions<T, kLast>{y.to}, besides, largest, stream, behind);
+  };
+  if constexpr (sizeof...(more) == 0) launch(NoSink{});
+  else launch(Sunk<Tails..., store::Positions<Ts..., kLast>>{more.tail..., {more.to...}});
 }
 
 }  // namespace conv

@@ -17,6 +17,7 @@
 //
 // Positions, and tiles, are counted in int.
 #pragma once
+#include "conv/exact.cuh"
 #include "conv/stream_operands.cuh"
 #include "conv/tail.cuh"
 #include "conv/wide_sm90_stages.cuh"
@@ -252,7 +253,8 @@ struct StreamSm90 : Conv {
     if (kLead > 0 && leads) sync_threads<kConsumers * kWarpgroup>(kFollows);
   }
 
-  // take(v, channel, to) of all sums, sample by sample: 16 channels from patch.channel on; `to` in results.
+  // take(v, channel, to, at) of all sums, sample by sample: 16 channels from patch.channel on; `to` in results, at:
+  // the place in (N, kChannelsOut, S).
   template <class OfTail, class Take>
   static __device__ __forceinline__ void finish_tile(const Arguments& args, const OfTail& tail,
                                                      const float (&sums)[kTiles][4],
@@ -267,8 +269,9 @@ struct StreamSm90 : Conv {
         if (kScaled) constants.set_exponent(-args.exponents[c] - Conv::sample_exponent(args.largest[n]));
         return constants;
       };
-      const auto low = constants_of(patch.channel + lane / 4),
-                 high = constants_of(patch.channel + 8 + lane / 4);
+      const int channel = patch.channel + lane / 4;
+      const auto low = constants_of(channel), high = constants_of(channel + 8);
+      const int64_t place = (int64_t(n) * kChannelsOut + channel) * S + (patch.position - n * S);
 #pragma unroll
       for (int j = 0; j < kTiles; j++) {
         if (j * 8 >= to || j * 8 + 8 <= from) continue;
@@ -278,7 +281,8 @@ struct StreamSm90 : Conv {
           const int column = j * 8 + lane % 4 * 2 + i % 2;
           float v = sums[j][i];
           if constexpr (kScaled) v = v * constants.correction * constants.factor;
-          if (column >= from && column < to) results[j][i] = take(v, constants.channel, results[j][i]);
+          const bool real = column >= from && column < to && (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
+          if (real) results[j][i] = take(v, constants.channel, results[j][i], place + i / 2 * 8 * int64_t(S) + column);
         }
       }
     }
@@ -307,8 +311,9 @@ struct StreamSm90 : Conv {
         multiply_tile(sums, barriers, next, weights, image, consumer == 0);
         if (patch.channel >= kChannelsOut) continue;
         const auto finish = [&](const auto& tail, float (&results)[kTiles][4]) {
-          finish_tile(args, tail, sums, results, patch,
-                      [&](float v, const auto& channel, float) { return tail(v, channel); });
+          finish_tile(args, tail, sums, results, patch, [&](float v, const auto& channel, float, int64_t at) {
+            return tail_of(tail, v, channel, at);
+          });
         };
         if constexpr (More::kExists) {
           float results[kTiles][4] = {};
@@ -324,7 +329,7 @@ struct StreamSm90 : Conv {
         for (int element = 0; element < Pool::kArea; element++) {
           multiply_tile(sums, barriers, next, weights, image, consumer == 0);
           if (patch.channel >= kChannelsOut) continue;
-          finish_tile(args, args.tail, sums, results, patch, [&](float v, const auto& channel, float so_far) {
+          finish_tile(args, args.tail, sums, results, patch, [&](float v, const auto& channel, float so_far, int64_t) {
             const float value = args.tail.before(v, channel);
             const float pooled = element == 0 ? value : Reduction::merge(so_far, value);
             return element < Pool::kArea - 1 ? pooled : args.tail.after(pooled, channel);

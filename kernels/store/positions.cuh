@@ -54,21 +54,24 @@ template <class T, bool kChannelsLast> struct Positions {
       }
       __syncwarp();  // everyone has written
       const int column = first * 8 + lane * kPerWord, count = min(patch.columns - column, kPerWord);
-      const auto place = [&](int i) {
+      int64_t to[kPerWord];
+#pragma unroll
+      for (int i = 0; i < kPerWord; i++) {
         const int p = patch.position + column + i, n = p / S;
-        return y + (int64_t(n) * channels + patch.channel) * S + (p - n * S);
-      };
-      T *to = place(0), *second = kPerWord > 1 ? place(1) : to;
-      const bool whole = kPerWord == 1 || (count == kPerWord && S % 2 == 0 && uintptr_t(to) % 4 == 0);
+        to[i] = (int64_t(n) * channels + patch.channel) * S + (p - n * S);
+      }
+      const bool whole =
+          kPerWord == 1 || (count == kPerWord && S % kPerWord == 0 && uintptr_t(y + to[0]) % 4 == 0);
 #pragma unroll 4
-      for (int c = 0; c < min(channels - patch.channel, 16); c++, to += S, second += S) {
+      for (int c = 0; c < min(channels - patch.channel, 16); c++) {
         const Word word = staging[c * kPitch + lane];
         if (count <= 0) continue;
         if (whole) {
-          *reinterpret_cast<Word*>(to) = word;
+          *reinterpret_cast<Word*>(y + to[0] + int64_t(c) * S) = word;
         } else {
-          to[0] = word.at[0];
-          if (count > 1) second[0] = word.at[kPerWord - 1];
+#pragma unroll
+          for (int i = 0; i < kPerWord; i++)
+            if (i < count) y[to[i] + int64_t(c) * S] = word.at[i];
         }
       }
     }
