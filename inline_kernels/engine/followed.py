@@ -148,8 +148,8 @@ class _Formula:
     def expression(self, text: str, was: Node | None) -> Node:
         """was: the node in whose place it stands, of the same kind."""
         try:
-            text = _FLOAT.sub(r"\1", text.replace("math::", "math_")).strip()
-            found = self._value(ast.parse(text, mode="eval").body)
+            python = _FLOAT.sub(r"\1", text.replace("math::", "math_")).strip()
+            found = self._value(ast.parse(python, mode="eval").body)
         except (SyntaxError, _Unknown, RecursionError):
             raise NotFollowed(text) from None
         if was is not None and (found.space, found.is_boolean) != (was.space, was.is_boolean):
