@@ -1,4 +1,4 @@
-"""What a call costs the host, ours beside eager, for every problem. One run, one table, one JSON file.
+"""What a call costs the host, ours beside eager, for every problem, and for `TINY` models by fuse. One run, one table, one JSON file.
 
     python benchmarks/host.py [NAME ...] [--device auto] [--variant NAME] [--json FILE]
 
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import models  # noqa: E402
+from benchmarks.networks import ResNet18  # noqa: E402
 from inline_kernels.bench import records, timing  # noqa: E402
+from inline_kernels.engine.fuse import fuse  # noqa: E402
 
 PHASES = ("forward", "forward_grad", "train")
 LOOP = 100  # calls
@@ -63,9 +65,33 @@ class Least(torch.nn.Module):
         return Nothing.apply(self.shape, x, *self.model.parameters())
 
 
+class Tiny(NamedTuple):
+    """A model whose work is less than what it takes to ask for it."""
+
+    name: str
+    Model: Callable[[], torch.nn.Module]
+    input_shape: tuple[int, ...]
+    number: str = "tiny"
+
+
+def _layers(*layers: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3), *layers, torch.nn.ReLU())
+
+
+TINY = [
+    Tiny("conv_relu", _layers, (1, 8, 6, 6)),
+    Tiny("conv_bn_relu", lambda: _layers(torch.nn.BatchNorm2d(8)), (1, 8, 6, 6)),
+    Tiny("resnet18", lambda: ResNet18(8, 10), (1, 3, 64, 64)),
+]
+TINY = {each.name: each for each in TINY}
+
+
 def contestants(problem, device: str, variant: str) -> tuple[dict[str, torch.nn.Module], torch.Tensor]:
     """Eager, ours and the least, which share their parameters, and their input."""
     torch.manual_seed(0)
+    if isinstance(problem, Tiny):
+        model, x = problem.Model().to(device), torch.rand(problem.input_shape, device=device)
+        return {"eager": model, "ours": fuse(model), "least": Least(model, x)}, x
     model = problem.Model(*problem.get_init_inputs()).to(device)
     ours = problem.ModelNew.from_eager(model)
     ours.variant = variant
@@ -138,13 +164,17 @@ def measure(problem, device: str, variant: str, seconds: float) -> list[dict]:
             if phase == "train" and x.is_cuda:
                 with torch.autograd.set_multithreading_enabled(False):
                     one_thread = timing.host_times(calls, device, seconds, now)
-            plan = str(modules["ours"].plan(x))
+            plan = modules["ours"].plan(x)
+            segments = (
+                [each for each in plan if each.runs != "eager"] if isinstance(problem, Tiny) else [plan]
+            )
         rows.append({
             "problem": problem.name, "number": problem.number, "phase": phase, "device": device, "shape": list(x.shape),
             "eager_us": us["eager"], "us": us["ours"], "ratio": us["ours"] / us["eager"], "least_us": us["least"],
             "one_thread_us": one_thread["ours"], "least_one_thread_us": one_thread["least"],
             "eager_loop_us": loop["eager"], "loop_us": loop["ours"],
-            "loop_ratio": loop["ours"] / loop["eager"] if x.is_cuda else None, "plan": plan,
+            "loop_ratio": loop["ours"] / loop["eager"] if x.is_cuda else None, "plan": str(plan),
+            "segments": len(segments), "extra_us": (us["ours"] - us["eager"]) / max(1, len(segments)),
         })  # fmt: skip
     return rows
 
@@ -152,11 +182,13 @@ def measure(problem, device: str, variant: str, seconds: float) -> list[dict]:
 def table(rows: list[dict]) -> str:
     in_loop = rows[0]["loop_us"] is not None
     compared, threads = f"{'eager':>10}{'ours':>9}{'ratio':>8}", f"{'ours':>10}{'least':>9}"
-    columns = f"{compared}{'least':>9}" + (compared + threads) * in_loop
-    lines = [f"{'':68}{'µs of a call':>36}" + f"{'in a loop':>27}{'one thread':>19}" * in_loop]
+    columns = f"{compared}{'least':>9}{'more':>8}" + (compared + threads) * in_loop
+    lines = [
+        f"{'':68}{'µs of a call; more: a segment':>44}" + f"{'in a loop':>27}{'one thread':>19}" * in_loop
+    ]
     lines.append(f"{'problem':54}{'phase':14}{columns}  plan")
     for row in rows:
-        figures = f"{row['eager_us']:10.1f}{row['us']:9.1f}{row['ratio']:8.2f}{row['least_us']:9.1f}"
+        figures = f"{row['eager_us']:10.1f}{row['us']:9.1f}{row['ratio']:8.2f}{row['least_us']:9.1f}{row['extra_us']:8.1f}"
         if in_loop:
             figures += f"{row['eager_loop_us']:10.1f}{row['loop_us']:9.1f}{row['loop_ratio']:8.2f}"
             one_thread = row["one_thread_us"], row["least_one_thread_us"]
@@ -181,7 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default all: {', '.join(models.PROBLEMS)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"default all: {', '.join([*models.PROBLEMS, *TINY])}"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--variant", help="which of ours; default the most fused, which auto may leave to others"
@@ -195,8 +229,9 @@ def main() -> None:
     variant = options.variant or {"cuda": "fused", "cpu": "epilogue"}[device]
     torch.set_num_threads(1 if device == "cpu" else torch.get_num_threads())
     rows = []
-    for name in options.names or models.PROBLEMS:
-        rows += measure(models.PROBLEMS[name], device, variant, options.seconds)
+    known = {**models.PROBLEMS, **TINY}
+    for name in options.names or known:
+        rows += measure(known[name], device, variant, options.seconds)
         print(f"{name}: measured", file=sys.stderr)
     print(
         f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU, thread time'}; torch {torch.__version__}"

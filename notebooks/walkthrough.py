@@ -202,8 +202,9 @@ def errors(problem=None, phase: str = "train_dx") -> None:
 
 def cold_build() -> None:
     """The recorded seconds of a first build, by the usual way and by ours, as a picture."""
-    item = json.loads((report.RESULTS / "loader" / "h200.json").read_text(encoding="utf-8"))
-    picture(charts.builds(item["rows"], f"{item['device']}, {item['date'][:10]} (record loader/h200)"))
+    path = max((report.RESULTS / "loader").glob("*-h200.json"))  # the newest: names begin with the date
+    item = json.loads(path.read_text(encoding="utf-8"))
+    picture(charts.builds(item["rows"], f"{item['device']}, {item['date'][:10]} (record loader/{path.stem})"))
 
 
 def batches(problem, device: str, sizes: tuple[int, ...] | None = None) -> None:

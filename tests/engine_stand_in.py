@@ -31,8 +31,7 @@ PROPERTIES = {
 
 
 def _plan(segment, arguments, saving, dtype, exact_order=False):
-    updates = [(2 + 2 * i - (not saving), 3 + 2 * i - (not saving)) for i in range(len(segment.updates))]
-    return SimpleNamespace(segment=segment, saving=saving, dtype=dtype, statistics=updates)
+    return SimpleNamespace(segment=segment, saving=saving, dtype=dtype)
 
 
 def _leaves(segment, a, z):
@@ -58,10 +57,20 @@ def _forward(plan, a):
     segment = plan.segment
     z = reference.convolve(segment, a[0].detach(), a[len(segment.inputs)].detach())
     leaves, sizes = _leaves(segment, [t.detach() if isinstance(t, torch.Tensor) else t for t in a], z)
-    roots = [*segment.outputs, *(n for u in segment.updates for n in (u.mean, u.variance))]
+    roots = [*segment.outputs, *(n for u in segment.updates for n in (u.mean, u.variance, u.count))]
     y, *statistics = reference.evaluate(roots, leaves, sizes)
     y = y.expand(sizes.shape(segment.outputs[0].space)).to(plan.dtype).contiguous().clone()
-    return [y, *([z] if plan.saving else []), *[t.reshape(-1) for t in statistics]]
+    _update(segment, a, statistics)
+    return [y, *([z] if plan.saving else [])]
+
+
+def _update(segment, a, statistics):
+    """The running statistics."""
+    for i, update in enumerate(segment.updates):
+        mean, variance, count = statistics[3 * i : 3 * i + 3]
+        for name, value in zip(update[:2], (mean, variance * count / (count - 1))):
+            running = a[segment.tensors.index(name)]
+            running.lerp_(value.to(running.dtype).view_as(running), update.momentum)
 
 
 def _saved(segment, a, dtype, exact_order=False):

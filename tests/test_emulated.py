@@ -110,7 +110,7 @@ class Emulated:
             assert not failure, failure.decode()
             return result if launcher.asked else None
 
-        call.bound = lambda *last: lambda *first: call(*first, *last)
+        call.bound = lambda *last, trusting=False: lambda *first: call(*first, *last)
         return call
 
 
@@ -250,8 +250,8 @@ class Generator:
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Allocations by new_empty hold NaN, with bytes behind them that nothing may write to."""
-    behind, new_empty = [], torch.Tensor.new_empty
+    """Allocations by new_empty and empty_like hold NaN, with bytes behind them that nothing may write to."""
+    behind, new_empty, empty_like = [], torch.Tensor.new_empty, torch.empty_like
 
     def guarded_empty(self, *size, dtype=None):
         if type(self) not in (torch.Tensor, torch.nn.Parameter) or self.is_meta:  # fake ones
@@ -261,7 +261,13 @@ def guarded(monkeypatch):
         behind.append(memory[found.nbytes :])
         return found.set_(memory.untyped_storage(), 0, found.shape, found.stride())
 
+    def guarded_like(t, **options):
+        if options or not t.is_contiguous():
+            return empty_like(t, **options)
+        return guarded_empty(t, t.shape, dtype=t.dtype)
+
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
+    monkeypatch.setattr(torch, "empty_like", guarded_like)
     yield
     assert all((each == 255).all() for each in behind), "something was written past its end"
 

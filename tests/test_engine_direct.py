@@ -635,7 +635,8 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
 @needs_nvcc
 @pytest.mark.parametrize("architecture, number", [*zip(itertools.cycle(FUSED_ARCHITECTURES), BY_NUMBER)])
 def test_registers_spilled(number, architecture, gpu, tmp_path):  # noqa: F811
-    """Few, if any; of two numbers that follow one another each architecture has one."""
+    """Few, if any; of two numbers that follow one another each architecture has one, but stream is for capability 9.0."""
+    architecture = FUSED_ARCHITECTURES[-1] if BY_NUMBER[number] == "stream" else architecture
     gpu(architecture=900, multiprocessors=132)
     segment, arguments = full_size(number)
     (request,) = direct.requests(segment, arguments, False, torch.float32)

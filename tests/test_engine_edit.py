@@ -161,27 +161,31 @@ class Tailed(nn.Module):
         return self.tail(self, self.conv(x))
 
 
-def read(model: nn.Module, changes: dict[str, str], saving: bool = True):
-    """The segment, and what its text computes with those changes: by the graph."""
+def read(model: nn.Module, changes: dict[str, str], saving: bool = True, whole: bool = False):
+    """What the segment's text computes with those changes, in forward alone or in the whole of it: by the graph, and as a node; for what input."""
     x = torch.randn(2, 3, 6, 6)
     segment = segment_of(model, x)
     arguments = arguments_of(model, segment, x)
     composed = schedule._composed(segment, schedule._kind(segment, arguments, saving, False))
-    text = composed.text
+    text, *rest = composed.text.split("struct Backward", 0 if whole else 1)
     for line, other in changes.items():
         assert re.search(line, text), text
         text = re.sub(line, other, text)
+    text = "struct Backward".join([text, *rest])
     node = followed(composed.forward.roots[0].node, composed.text, text)
     leaves, sizes = engine_stand_in._leaves(segment, [*arguments, 0], model.conv(x).detach())
     return reference_graph.evaluate([node], leaves, sizes)[0], node, x
 
 
+MAPPED = lambda m, v: F.gelu(v) * m.bound + m.scale  # noqa: E731
 LINE = r"const auto (gelu\d+) = math::gelu\((\w+)\);"
 FOLLOWED = {
     "math::tanh({v}) * scale_{s} - real(2)": lambda m, v: torch.tanh(v) * m.scale - 2,
     "-math::maximum({v}, real(0.25f)) / (real(3) + math::square({v}))": lambda m, v: (
         -torch.clamp_min(v, 0.25) / (3 + v * v)
     ),
+    "{v} * (real(1) / real(4) - 1e-3)": lambda m, v: v * 0.249,
+    "math::tanh({v}) * 2.5e-1f + .5f": lambda m, v: torch.tanh(v) * 0.25 + 0.5,
     "math::maximum(real(0.25), {v})": lambda m, v: torch.clamp_min(v, 0.25),
     "math::minimum({v}, scale_{s})": lambda m, v: torch.minimum(v, m.scale),
     "math::select({v} > scale_{s}, {v}, bound)": lambda m, v: torch.where(
@@ -200,28 +204,83 @@ FOLLOWED = {
 def test_expressions(expression):
     """Value and gradient, through autograd's eyes."""
     formula = FOLLOWED[expression]
-    model = Tailed(lambda m, v: F.gelu(v) * m.bound + m.scale)
+    model = Tailed(MAPPED)
     _, own, _ = read(model, {})
     names = {n.attr[0]: n.id for n in order([own]) if n.op == "leaf"}
-    text = expression.replace("{v}", "\\2").replace("{s}", str(names["scale"]))
-    ours, node, x = read(model, {LINE: rf"const auto \1 = {text};"})
-    z = model.conv(x).detach()
+    text = expression.replace("{v}", r"\2").replace("{s}", str(names["scale"]))
+    changes = {LINE: rf"const auto \1 = {text};"}
+    assert_followed(model, changes, lambda m, v: formula(m, v) * m.bound + m.scale)
 
-    def whole(v):
-        return formula(model, v) * model.bound + model.scale
 
-    torch.testing.assert_close(ours, whole(z).float())
-    v = z.requires_grad_()
-    (exact,) = torch.autograd.grad(whole(v).sum(), v)
-    graph = node.graph
-    (adjoint,) = graph.adjoints(node, graph.const(1.0), [graph.leaf("z", ELEMENTS, "z")])
-    segment = segment_of(model, x)
-    leaves, sizes = engine_stand_in._leaves(segment, [*arguments_of(model, segment, x), 0], z.detach())
-    (found,) = reference_graph.evaluate([adjoint], leaves, sizes)
+def assert_followed(model, changes, formula, saving=True):
+    ours, node, x = read(model, changes, saving)
+    v = model.conv(x).detach().requires_grad_()
+    exact = formula(model, v)
+    dy = torch.randn_like(exact)
+    segment, graph = segment_of(model, x), node.graph
+    leaves, sizes = engine_stand_in._leaves(segment, [*arguments_of(model, segment, x), 0], v.detach())
+    torch.testing.assert_close(ours.expand(sizes.shape(node.space)).reshape(exact.shape), exact)
+    adjoints = graph.adjoints(node, graph.leaf("dy", node.space, "dy"), [graph.leaf("z", ELEMENTS, "z")])
+    (found,) = reference_graph.evaluate(
+        adjoints, {**leaves, "dy": dy.reshape(sizes.shape(node.space))}, sizes
+    )
+    (exact,) = torch.autograd.grad(exact, v, dy)
     torch.testing.assert_close(found.expand_as(exact), exact, rtol=1e-4, atol=1e-5)
 
 
-MAPPED = lambda m, v: F.gelu(v) * m.bound + m.scale  # noqa: E731
+# Values whose gradient has a form of its own: softmax and what is like it, extremes that share it, pools that are moved.
+BEFORE = {r"= math::relu\((\S+)\);": r"= math::tanh(\1);"}
+FORMS = {
+    "softmax, before": (
+        lambda m, v: torch.softmax(torch.relu(v), 1),
+        BEFORE,
+        lambda m, v: torch.softmax(torch.tanh(v), 1),
+    ),
+    "softmax, inside": (
+        lambda m, v: torch.softmax(v, 1),
+        {r"= math::exp\((\w+)\);": r"= math::sigmoid(\1);"},
+        lambda m, v: (lambda e: e / e.sum(1, True))(torch.sigmoid(v - v.amax(1, True))),
+    ),
+    "softmax, behind": (
+        lambda m, v: torch.softmax(v, 1),
+        {r"write\(y, (\w+)\)": r"write(y, math::square(\1))"},
+        lambda m, v: torch.softmax(v, 1) ** 2,
+    ),
+    "logsumexp, before": (
+        lambda m, v: torch.logsumexp(torch.relu(v), 1),
+        BEFORE,
+        lambda m, v: torch.logsumexp(torch.tanh(v), 1),
+    ),
+    "logsumexp, inside": (
+        lambda m, v: torch.logsumexp(v, 1),
+        {r"= math::log\((\w+)\);": r"= math::sqrt(\1);"},
+        lambda m, v: (lambda top: (v - top).exp().sum(1, True).sqrt() + top)(v.amax(1, True))[:, 0],
+    ),
+    "logsumexp, behind": (
+        lambda m, v: torch.logsumexp(v, 1),
+        {r"write\(y, (\w+)\)": r"write(y, math::tanh(\1))"},
+        lambda m, v: torch.tanh(torch.logsumexp(v, 1)),
+    ),
+    "amax, before": (
+        lambda m, v: torch.amax(torch.relu(v), 1),
+        BEFORE,
+        lambda m, v: torch.amax(torch.tanh(v), 1),
+    ),
+    "max_pool": (
+        lambda m, v: F.max_pool2d(torch.relu(v), 2),
+        BEFORE,
+        lambda m, v: F.max_pool2d(torch.tanh(v), 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("saving", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_values_with_a_gradient_of_a_form_of_its_own(name, saving):
+    tail, changes, formula = FORMS[name]
+    assert_followed(Tailed(tail), changes, formula, saving)
+
+
 NORMED = lambda m, v: F.gelu(F.group_norm(v * m.scale, 2))  # noqa: E731
 REFUSED = {
     "a loop": (MAPPED, {LINE: r"auto \1 = \2; for (int i = 0; i < 3; i++) \1 = \1 * \2;"}, r"for \(int i"),
@@ -248,18 +307,19 @@ REFUSED = {
         {r"(?s)(const auto mul\d+ = z_0 \* scale_\d+);(.*)": r"\1 * real(2);\2"},
         "z_0 . scale",
     ),
-    "another mean": (
+    "a parameter hidden behind another": (
         NORMED,
-        {r"const auto (div\d+) = (group\d+ / mul\d+);": r"const auto \1 = \2 * 2.0;"},
+        {r"(?s)(z_0 . (scale_\d+).*?)(\n *const auto gelu)": r"\1\nconst auto \2 = z_0;\3"},
+        "const auto scale_",
+    ),
+    "a comment that goes on": (MAPPED, {LINE: r"const auto \1 = \2;  // \\"}, "const auto|others"),
+    "another mean": (
+        lambda m, v: F.gelu(F.batch_norm(v, None, None, training=True)),
+        {r"const auto (div\d+) = (sum\d+ / mul\d+);": r"const auto \1 = \2 * 2.0;"},
         r"\* 2.0",
     ),
     "a macro": (MAPPED, {r"struct Forward0": "#define gelu silu\nstruct Forward0"}, "#define gelu silu"),
     "its own backward": (MAPPED, {r"math::gelu_gradient": "math::silu_gradient"}, "silu_gradient"),
-    "what is detached": (
-        lambda m, v: torch.softmax(v, 1),
-        {r"(const auto \w+) = math::exp\((\w+)\);": r"\1 = math::sigmoid(\2);"},
-        "sigmoid",
-    ),
 }
 
 
@@ -267,7 +327,7 @@ REFUSED = {
 def test_lines_that_can_t_be_followed_are_named(what):
     tail, changes, says = REFUSED[what]
     with pytest.raises(NotFollowed, match=says):
-        read(Tailed(tail), changes)
+        read(Tailed(tail), changes, whole=what == "its own backward")
 
 
 def test_comments_change_nothing():

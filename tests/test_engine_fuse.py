@@ -1083,12 +1083,26 @@ def test_a_parameter_that_stands_for_two():
 
 
 def test_batch_norm_counts_its_batches():
+    """And writes its running statistics as eager does, of which autograd isn't told."""
     model, fast, x = pair(Residual, training=True)
+    before = [[t._version for t in module.buffers()] for module in (model, fast)]
     for _ in range(3):
         assert_same(fast, model, torch.randn_like(x))
     assert fast.blocks[0].norm.num_batches_tracked == model.blocks[0].norm.num_batches_tracked == 3
+    for module, were in zip((model, fast), before):
+        told = [t._version - was for t, was in zip(module.buffers(), were)]
+        assert told == [0, 0, 3] * (len(told) // 3)
     model.eval(), fast.eval()
     assert_same(fast, model, x)
+
+
+def test_a_batch_norm_that_is_called_twice():
+    norm = nn.BatchNorm2d(4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), norm)
+    fast, x = fuse(copy.deepcopy(model)), torch.randn(2, 3, 6, 7)
+    for _ in range(2):
+        assert_same(fast, model, x)
+    assert runs(fast, x) == ["load"] and fast[1].num_batches_tracked == model[1].num_batches_tracked
 
 
 def test_forward_twice_then_backward():

@@ -141,7 +141,8 @@ def test_volumes_take_what_is_planned(
     for architecture in architectures:
         found = built(kernel[0], value, tiling.spatial_defines(shape), architecture, tmp_path, launchers)
         assert_planned(found, kernel, spilled)
-        assert all(entry.spilled <= max(spilled, spilled_backward or 0) for entry in found.values()), found
+        if spilled_backward is not None:
+            assert all(entry.spilled <= spilled_backward for entry in found.values()), found
 
 
 FORWARD, BACKWARD = ("forward", "forward_saving"), ("backward", "backward_input")
@@ -182,7 +183,7 @@ def test_strips_take_what_is_planned(
         if backward := found.get("input_gradient_kernel"):
             planned = H200.shared - tiling.input_gradient_shared(weight, pool, columns)
             assert backward.shared <= planned and columns
-            others = [entry.spilled for name, entry in found.items() if POOL[1] not in name]
+            others = [found[name].spilled for name in found.keys() - {POOL[1], "finish_kernel"}]  # forward's
             assert max(others) <= 16 or shape[0] != 64, found
 
 

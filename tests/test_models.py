@@ -198,7 +198,7 @@ def test_rule_in_pieces(name, forgotten, monkeypatch):
     pieces, convolve = [], schedule.convolve
     monkeypatch.setattr(library, "CPU_PIECE_BYTES", 1)
     monkeypatch.setattr(
-        schedule, "convolve", lambda segment, x, weight: pieces.append(len(x)) or convolve(segment, x, weight)
+        schedule, "convolve", lambda how, x, weight: pieces.append(len(x)) or convolve(how, x, weight)
     )
     model, x = numerics.small(name)
     with torch.no_grad():

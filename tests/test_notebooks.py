@@ -63,8 +63,12 @@ def on_a_cpu(monkeypatch):
 
 
 PROMISES = {  # what must be in the text of a run, and how many pictures there are at least
-    "00_quickstart": (["epilogue: ", "✓ epilogue: ", "step 3: loss", "[3.0, 3.0, 4.0, 4.0, 5.0]"], 5),
-    "own_kernel": (["✓ (65, 33)", "SUCCESS", "[-1.0, 0.0, 6.0]", "nonsense"], 2),
+    "00_quickstart": (
+        ["conv: load: ", "epilogue: ", "✓ epilogue: ", "step 3: loss", "[3.0, 3.0, 4.0, 4.0, 5.0]"],
+        5,
+    ),
+    "01_first_kernel": (["residual and RMSNorm: train_dx", "candidate: ", "no time: gradient of"], 2),
+    "own_kernel": (["✓ (65, 33)", "SUCCESS", "[-1.0, 0.0, 6.0]", "nonsense", "✓ (64, 3, 11)"], 3),
     "training": (["times as fast", "✓ epilogue: ", "bit for bit the same"], 3),
     "the_constant_output": (["allclose: True", "5 of 5 draws", "samples with NaN: ", "✓ epilogue: "], 3),
 }
@@ -135,9 +139,17 @@ def test_rules(path):
 SOURCES = nbformat.read(FOLDER / "00_quickstart.ipynb", as_version=4).cells[1].source
 
 
+# Changed since a GPU ran them: without any output, until `make notebooks` on a GPU gives them some, and their names go from here.
+WAITING = "00_quickstart", "01_first_kernel", "own_kernel"
+
+
 @each_notebook
 def test_outputs_are_those_of_a_gpu(path):
     notebook = nbformat.read(path, as_version=4)
+    if path.stem in WAITING:
+        assert "stamp" not in notebook.metadata
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+        return
     stamp = notebook.metadata["stamp"]
     assert stamp["gpu"] and stamp["driver"] and stamp["torch"] and stamp["commit"]
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -245,7 +245,7 @@ def test_errors_are_hatched_past_the_limit():
 def test_the_lessons_other_pictures():
     figure = charts.passes({"eager": {"a": (2e6, 1e6), "b": (1e6, 1e6)}, "ours": {"all": (2e6, 1e6)}})
     assert [text for text in texts_of(figure) if "MB" in text] == ["5 MB", "3 MB"]
-    row = {"name": "a_b", "usual_s": 30.0, "ours_s": 3.0, "warm_s": 0.1}
+    row = {"name": "a_b", "usual_s": 30.0, "first_s": 3.0, "warm_s": 0.1}
     assert texts_of(charts.builds([row], "here")) == [
         "load_inline 30 s",
         "ours 3 s",

@@ -35,15 +35,19 @@ def texts(cell: str, known: dict[str, str]) -> None:
             known[name.id] = eval(ast.unparse(node.value), dict(known))
 
 
+def cells_of(lesson: str) -> dict[str, str]:
+    """The code cells of a lesson by their ids."""
+    cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return {cell["id"]: "".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"}
+
+
 def rungs(lesson: str) -> dict[str, str]:
     """The CUDA sources of a lesson by their cells' ids."""
-    cells = json.loads((ROOT / "notebooks" / f"{lesson}.ipynb").read_text(encoding="utf-8"))["cells"]
     found, known = {}, {}
-    for cell in cells:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code" and "CUDA = r" in source:
+    for cell, source in cells_of(lesson).items():
+        if "CUDA = r" in source:
             texts(source, known)
-            found[cell["id"]] = known["CUDA"]
+            found[cell] = known["CUDA"]
     return found
 
 
@@ -93,7 +97,68 @@ def test_a_rung_is_right(lesson, cell, source, N, C_in, C, H, W, G, folder):
     assert (y - exact).norm() < (4e-4 if one_product else 4e-7) * exact.norm()
 
 
-@every_rung
+def kernels_of(lesson: str, cell: str) -> str:
+    """The text of a cell that has one as a string in capitals."""
+    texts(cells_of(lesson)[cell].split("\nkernels =")[0].split("\nleaky_kernels =")[0], known := {})
+    return known.popitem()[1]
+
+
+FIRST, OWN, LEAKY = [kernels_of("01_first_kernel", "kernel-gpu"), *(kernels_of("own_kernel", f"{name}-gpu") for name in ("kernel", "leaky"))]  # fmt: skip
+
+
+def emulated(source: str, folder: Path):
+    return test_emulated.Emulated(source, test_emulated.library_of(source, 900, {}, (), folder))
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan)
+
+
+@pytest.mark.parametrize("rows, n, pieces", [(5, 4, 3), (3, 1028, 8), (9, 4096, 2)])
+def test_the_first_kernel(rows, n, pieces, folder):
+    """Rows that fill a block and that do not, more rows than blocks and fewer."""
+    kernel, (x, r, dy), w = emulated(FIRST, folder), torch.randn(3, rows, n), torch.randn(n)
+    exact = [t.double().requires_grad_() for t in (x, r, w)]
+    h = exact[0] + exact[1]
+    exact_y = h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-6) * exact[2]
+    y, scales = empty(rows, n), empty(rows)
+    kernel.forward(y, scales, x, r, w, 1e-6, rows, n)
+    torch.testing.assert_close(y.double(), exact_y, rtol=1e-5, atol=1e-5)
+    gradients = empty(rows, n), empty(rows, n), empty(n)
+    kernel.backward(*gradients, empty(pieces, n), dy, x, r, w, scales, rows, n, pieces)
+    for ours, theirs in zip(gradients, torch.autograd.grad(exact_y, exact, dy.double())):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("n", [1, 4, 1030])
+def test_the_first_operator(n, folder):
+    kernel, (x, dy) = emulated(OWN, folder), torch.randn(2, n)
+    exact = x.double().requires_grad_()
+    exact_y = exact + 0.5 * exact.relu() ** 2
+    y, dx = empty(n), empty(n)
+    kernel.forward(y, x, 0.5, n)
+    kernel.backward(dx, dy, x, 0.5, n)
+    torch.testing.assert_close(y.double(), exact_y, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dx.double(), *torch.autograd.grad(exact_y, exact, dy.double()), rtol=1e-6, atol=1e-6)  # fmt: skip
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_leaky_sum(backwards, folder):
+    x, h = torch.randn(19, 130), empty(19, 130)
+    emulated(LEAKY, folder).run(h, x, 0.9, 19, 130, backwards)
+    exact = [torch.zeros(130, dtype=torch.float64)]
+    for row in x.double().flip(0) if backwards else x.double():
+        exact.append(0.9 * exact[-1] + row)
+    exact = torch.stack(exact[1:])
+    torch.testing.assert_close(h.double(), exact.flip(0) if backwards else exact, rtol=1e-5, atol=1e-5)
+
+
+ALL = RUNGS + [
+    (lesson, "kernel", source) for lesson, source in (("first", FIRST), ("own", OWN), ("leaky", LEAKY))
+]
+
+
+@pytest.mark.parametrize("lesson, cell, source", ALL, ids=[f"{r[0][:2]}-{r[1]}" for r in ALL])
 def test_a_rung_compiles(lesson, cell, source, tmp_path):
     nvcc = shutil.which("nvcc")
     if not nvcc:

@@ -488,7 +488,7 @@ def builds(rows: list[dict], title: str):
 
     with pyplot.rc_context(STYLE):
         figure, [axis] = _figure(1, 1.2 + 0.5 * len(rows), f"The first build · {title}")
-        ways = ("usual_s", "load_inline", COLOURS["max-autotune"]), ("ours_s", "ours", OURS), ("warm_s", "ours, from the cache", COLOURS["epilogue"])  # fmt: skip
+        ways = ("usual_s", "load_inline", COLOURS["max-autotune"]), ("first_s", "ours", OURS), ("warm_s", "ours, from the cache", COLOURS["epilogue"])  # fmt: skip
         for y, row in enumerate(rows):
             for place, (key, way, colour) in enumerate(ways):
                 at = y + 0.27 * (place - 1)

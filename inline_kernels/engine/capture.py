@@ -70,6 +70,17 @@ class Segment:
     stopped: str
     digest: str
 
+    @property
+    def tensors(self) -> list[str]:
+        """The names of all that come in, in order; last those that are `updated`."""
+        inputs = [leaf.attr[0] for leaf in self.inputs]
+        return [*inputs, *self.parameters, *self.buffers, *self.updated]
+
+    @property
+    def updated(self) -> list[str]:
+        """The running statistics that are written, each once."""
+        return _updated(self.updates)
+
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         raise TypeError("a segment is run by an operator, or by its eager graph")
 
@@ -644,6 +655,11 @@ def _name_of(node: fx.Node) -> str:
     return getattr(node.target, "__name__", str(node.target))
 
 
+def _updated(updates: Sequence[Update]) -> list[str]:
+    """The buffers that are written."""
+    return [*dict.fromkeys(name for update in updates for name in update[:2])]
+
+
 def _digest(fields: dict[str, Any]) -> str:
     """Of the structure: leaves by their place."""
     kinds = ("inputs", "parameters", "buffers", "scalars")
@@ -659,7 +675,8 @@ def _digest(fields: dict[str, Any]) -> str:
     ]
     lines += [f"{kind} {len(fields[kind])}" for kind in kinds] + [repr([*fields["random"]])]
     for u in fields["updates"]:
-        lines.append(repr((number[u.mean.id], number[u.variance.id], number[u.count.id], u.momentum)))
+        own = [_updated(fields["updates"]).index(name) for name in u[:2]]
+        lines.append(repr((number[u.mean.id], number[u.variance.id], number[u.count.id], u.momentum, *own)))
     for node in nodes:
         attr = (places.get(node.attr[0], node.attr[0]), node.attr[1]) if node.op == "leaf" else node.attr
         if node.op == "detach":

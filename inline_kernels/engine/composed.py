@@ -42,9 +42,8 @@ from inline_loader import KERNELS
 from . import library, schedule, tiling
 from .graph import order
 from .passes import Unsupported
-from .schedule import count
 
-__all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
 NO_SOURCE = "there are no fused kernels for this formula"
 AS_THEY_ARE = True  # under autocast, too: operands of a wider type
@@ -336,11 +335,10 @@ class Read(NamedTuple):
 class Plan:
     """What is decided for arguments with the same shapes, dtypes and numbers. `kept`: what forward leaves for backward, by name."""
 
-    statistics = ()
-
     def __init__(self, call: Call):
         x, self.names = call.arguments[0], ["x", *call.written.tensors]
-        self.segment, self.shape, self.dtype = call.segment, call.shape, call.types["output_t"]
+        self.convolution = schedule.Convolution.of(call.segment, call.arguments[1])
+        self.shape, self.dtype = call.shape, call.types["output_t"]
         self.seed = (
             1 + len(call.written.tensors) if call.segment.random else None
         )  # its place; the number's is the next
@@ -466,7 +464,7 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
         return [y, *written] if plan.kept else [y]
     known = {}
     if "v" in plan.first.reads:
-        known["v"] = schedule.convolve(plan.segment, *arguments[:2])
+        known["v"] = schedule.convolve(plan.convolution, *arguments[:2])
     taken = [known[name] if name in known else plan.tensor(name, arguments) for name in plan.first.reads]
     number = arguments[plan.seed + 1 : plan.seed + 2] if plan.first.draws else ()
     plan.launch(y, *written, *taken, *number)
@@ -494,7 +492,7 @@ def backward(
     if (dv := known.get("dv", known.get("d_v"))) is not None:
         missing = [need and each is None for need, each in zip(needs, found[:2])]
         if any(missing):
-            both = schedule.convolve_backward(plan.segment, dv, *arguments[:2], missing)
+            both = schedule.convolve_backward(plan.convolution, dv, *arguments[:2], missing)
             found[:2] = [ours if ours is not None else theirs for ours, theirs in zip(found, both)]
     return [
         each if each is None or each.dtype == t.dtype else each.to(t.dtype)

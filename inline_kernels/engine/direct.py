@@ -32,9 +32,8 @@ from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import COMPARING, SCALARS, bound
-from .schedule import count
 
-__all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
 # Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
@@ -608,9 +607,10 @@ def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> W
     nodes["v"] = segment.graph.leaf("z", ELEMENTS, "z")
     arrays = [
         Array("y", "output", nodes["y"].space),
-        *[a for a in composed.saved if not _copied(nodes[a.name])],
+        *[a for a in composed.saved if a is not source.KEPT],
     ]
-    if len(arrays) > mainloop.most or any(array.space != ELEMENTS for array in arrays):
+    known = all(_copied(nodes[array.name]) for array in composed.forward.kept)
+    if len(arrays) > mainloop.most or not known or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
     types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
     results = []
@@ -647,7 +647,7 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
     program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
     names = schedule._names(segment, program)
     text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
-    return schedule.Composed(text, program, names, None, None, [], {}, [], source.Own())
+    return schedule.Composed(text, program, names, None, None, [], {}, source.Own())
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
@@ -796,18 +796,15 @@ def describe(
 
 @dataclass
 class Plan:
-    """`tensors`: the launcher's arguments behind its results, x and weight, by their numbers, and the dtypes that it reads. results: their
-    shapes and dtypes, eager's of the first, of the others as `saved` says; `rest` computes y from the only one, or has backward. kept: what
-    forward saves, by the number of a result, or of an argument that is copied (below 0: -1 is the first), and its shape. No `statistics`."""
+    """`rest` computes y from the launcher's only result, or has backward. copies: of arguments, by number, in what forward saves behind the
+    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: do x and y lie channels last?"""
 
-    launch: Callable
-    tensors: Sequence[tuple[int, torch.dtype]]
-    results: Sequence[tuple[Sequence[int], torch.dtype]]
+    launch: schedule.Launch
     line: str
     rest: schedule.Plan | None
-    kept: Sequence[tuple[int, Sequence[int]]]
-    last: bool = False  # do x and y lie channels last?
-    statistics: Sequence = ()
+    copies: Sequence[tuple[int, int, int]]
+    room: int = 0
+    last: bool = False
 
 
 def plan(
@@ -824,15 +821,14 @@ def plan(
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     x, weight_at = arguments[0], len(segment.inputs)
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
-    behind = [(m.argument, dtypes[m.ctype]) for m in written.members if m.is_tensor]
+    behind = [schedule.Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
     rest = _rest_plan(written, segment, arguments, dtype, saving) if written.rest else None
     if rest and saving:
-        rest.kernels = kernels
+        rest.kernels, rest.convolution = kernels, schedule.Convolution.of(segment, arguments[weight_at])
     elif rest:
         given = written.rest.forward, written.rest.forward_names, arguments
-        rest.table = schedule._table(rest, *given)
-        rest.launch = kernels.rest.bound(*schedule._numbers(rest, *given))
+        rest.launch = schedule.launch_of(rest, kernels.rest, *given, ("front",), {"y": rest.shape})
     sizes = schedule.sizes_of(segment, x, arguments[weight_at])
     whole = sizes.shape(written.front.node.space)
     shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
@@ -840,28 +836,30 @@ def plan(
     if last:
         shape = [shape[0], *shape[2:], shape[1]]
     beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
-    shapes = [shape, *beside]
-    return Plan(
-        kernels.forward.bound(*numbers),
-        [(0, x.dtype), (weight_at, x.dtype), *behind],
-        [*zip(shapes, _dtypes(written, x, dtype))],
-        describe(segment, arguments, saving, dtype, exact_order),
-        rest,
-        _kept(segment, written, rest) if saving else (),
-        last,
+    made = zip(written.results, _dtypes(written, x, dtype), [shape, *beside])
+    table = [schedule.Entry(array.name, kind, None, size) for array, kind, size in made]
+    table += [schedule.Entry("x", x.dtype, 0), schedule.Entry("weight", x.dtype, weight_at), *behind]
+    line = describe(segment, arguments, saving, dtype, exact_order)
+    launch = schedule.Launch(
+        kernels.forward.bound(*numbers), table, _given_last(arguments) if last else arguments
     )
+    return Plan(launch, line, rest, *_copies(segment, rest if saving else None), last)
 
 
-def _kept(segment, written: Written, rest: schedule.Plan) -> list[tuple[int, list[int]]]:
-    names = [array.name for array in written.results]
+def _given_last(arguments: Sequence) -> list:
+    return [arguments[0].movedim(1, -1), *arguments[1:]]
+
+
+def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
+    found, room = [], 0
     tensors = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters, *segment.buffers]
-    parameters = {root.name: _copied(root.node) for root in written.rest.forward.roots}
-
-    def place(name: str) -> int:
-        return names.index(name) if name in names else -1 - tensors.index(parameters[name].attr[0])
-
-    program = written.rest.forward
-    return [(place(array.name), schedule._shape(rest, program, array)) for array in written.rest.saved]
+    program = rest and rest.composed.forward
+    parameters = {root.name: _copied(root.node) for root in program.roots} if rest else {}
+    for array in program.kept if rest else ():
+        count = math.prod(schedule._shape(rest, program, array))
+        found.append((tensors.index(parameters[array.name].attr[0]), room, count))
+        room += (4 * count + 15) // 16 * 2
+    return found, room
 
 
 def _rest_plan(
@@ -873,20 +871,16 @@ def _rest_plan(
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
-    x = arguments[0]
-    found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
-    if plan.last:
-        arguments = [x.movedim(1, -1), *arguments[1:]]
-    plan.launch(*found, *[schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors])
+    found = plan.launch(_given_last(arguments) if plan.last else arguments)
     if plan.last:
         return [found[0].movedim(-1, 1)]
     if plan.rest and not plan.rest.saving:
-        return schedule.finished(plan.rest, {"front": found[0]}, arguments)
-    copies = [
-        arguments[-1 - i].detach().to(torch.float32, copy=True).view(shape) if i < 0 else found[i]
-        for i, shape in plan.kept
-    ]
-    return [found[0], *copies]
+        return plan.rest.launch(arguments, found[0])[:1]
+    if plan.copies:
+        found.append(arguments[0].new_empty(plan.room, dtype=torch.float64))
+    for i, first, count in plan.copies:
+        found[-1][first:].view(torch.float32)[:count].copy_(arguments[i].detach().reshape(-1))
+    return found
 
 
 def backward(

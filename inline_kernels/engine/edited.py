@@ -84,7 +84,7 @@ class Edited:
         (request,) = self.requests(segment, arguments, saving, dtype, *how)
         edited = request["source"]
         inner = self.schedule.plan(segment, arguments, self.edit.saving, dtype, *how, edited=edited)
-        found = SimpleNamespace(inner=inner, statistics=inner.statistics, gradient=None, copies=[], back=None)
+        found = SimpleNamespace(inner=inner, gradient=None, copies=[], back=None)
         if not saving:
             return found
         found.gradient = composed = self._gradient(segment, arguments, *how)
@@ -94,8 +94,8 @@ class Edited:
         sizes = schedule.sizes_of(segment, x, weight)
         found.back = schedule.Plan(segment, composed, sizes, x.dtype, dtype, True, request["device"])
         found.back.kernels = inline_loader.load(**request | {"source": composed.text})
+        found.back.convolution = schedule.Convolution.of(segment, weight)
         found.copies = self._copies(segment, found.back)
-        found.statistics = [tuple(i + len(found.copies) for i in pair) for pair in inner.statistics]
         return found
 
     @staticmethod
@@ -119,9 +119,6 @@ class Edited:
         back = schedule.Plan(segment, composed, sizes, arguments[0].dtype, dtype, True, "")
         return [(shape, to) for _, shape, to in self._copies(segment, back)] + own
 
-    def count(self, *given) -> float:
-        return self.schedule.count(*given)
-
     def backward(
         self,
         plan: SimpleNamespace,
@@ -134,8 +131,8 @@ class Edited:
             raise RuntimeError(
                 f"the formula was edited, and its gradient is not known: {plan.gradient}. edit(..., None) brings the model's own back"
             )
-        segment, copies = plan.back.segment, iter(saved)
-        v = functools.partial(schedule.convolve, segment, arguments[0], arguments[len(segment.inputs)])
+        weight, copies = arguments[len(plan.back.segment.inputs)], iter(saved)
+        v = functools.partial(schedule.convolve, plan.back.convolution, arguments[0], weight)
         kept = [v() if array.name == "v" else next(copies) for array in plan.back.composed.saved]
         return schedule.backward(plan.back, dy, arguments, kept, needs)
 

@@ -12,13 +12,14 @@ import operator
 import re
 from collections.abc import Mapping
 
-from .graph import Graph, Node, order
+from .graph import Graph, Node, differentiated, order
 from .scalars import SCALARS
 from .source import identifier, local
 
 _DEFINED = re.compile(r"const auto (\w+) = (.*);")
 _LOADED = re.compile(r"(real|double)\(\w+\[.*\]\)|\w+\.(read|shared)\(\w+\)( != 0)?")
-_WRITTEN = re.compile(r"(at\.write\(y), (.*)\);")
+_FLOAT = re.compile(r"(?<![\w.])((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)[fF]\b")  # C++'s 0.5f
+_WRITTEN = re.compile(r"(at|e)\.write\(y, (.*)\);")
 _OPERATORS = {
     ast.Add: "add",
     ast.Sub: "sub",
@@ -52,6 +53,7 @@ def followed(y: Node, original: str, text: str) -> Node:
         or len(differ) > 1
         or not all(written)
         or [*map(_lines, others)] != [*map(_lines, backward)]
+        or "\\" in text  # at its end a comment goes on
     ):
         known = {*before, *_lines(*backward)}
         found = [line for line in [*after, *_lines(*others)] if line not in known]
@@ -61,8 +63,9 @@ def followed(y: Node, original: str, text: str) -> Node:
         fresh = lines - was.get(name, set())
         if not fresh:
             continue
-        # Elsewhere it may be read again, but not computed otherwise.
-        same = [line for line in lines - fresh if not _LOADED.fullmatch(line)]
+        # Where a line made it, others may read it again; a second one may be hidden behind the first.
+        made = [line for line in was.get(name, ()) if not _LOADED.fullmatch(line)]
+        same = [line for line in lines - fresh if line in made or not made]
         alone = re.findall(rf"^\s*const auto {name} = [^;]*;\s*(?://.*)?$", text, flags=re.M)
         if len(fresh) > 1 or same or len(re.findall(rf"\bconst auto {name} =", text)) != len(alone):
             raise NotFollowed(*[f"const auto {name} = {line};" for line in sorted(lines)])
@@ -99,22 +102,40 @@ class _Formula:
         nodes = order([y])
         self.named = {local(node): node for node in nodes}
         self.named |= {identifier(n.attr[0]): n for n in nodes if n.op == "leaf" and n.attr[1] == "scalar"}
+        takes = [
+            n for n in nodes if n.op == "take" and n.args[1].op == "pick" and n.args[1].args[0] is n.args[0]
+        ]
+        self.named |= {f"best{n.args[1].id}.value": n for n in takes}
         self.changed, self.known, self.read = changed, {}, set()
 
-    def node(self, was: Node) -> Node:
-        """What it is now."""
-        if was not in self.known:
-            name = local(was)
+    def node(self, was: Node, plain: bool = False) -> Node:
+        """What it is now. plain: with the derivative of what is computed, though the model's has a form of its own (`detach`), which holds for
+        the model's formula alone."""
+        if (was, plain) not in self.known:
+            name, path = local(was), was.attr if was.op == "detach" else None
             if name in self.changed:
                 self.read.add(name)
                 found = self.expression(self.changed[name], was)
+            elif was.op == "detach" and (plain or path is not None and self._is_inside(was)):
+                found = self.node(was.args[0], True)
             else:
                 self._check(was)
-                args = [self.node(a) for a in was.args]
-                same = all(map(operator.is_, args, was.args))
-                found = was if same else self.graph.make(was.op, *args, attr=was.attr, space=was.space)
-            self.known[was] = found
-        return self.known[was]
+                args = [self.node(a, plain) for a in was.args]
+                attr = was.attr if path is None else self.node(path)
+                same = attr is was.attr and all(map(operator.is_, args, was.args))
+                found = was if same else self.graph.make(was.op, *args, attr=attr, space=was.space)
+            self.known[was, plain] = found
+        return self.known[was, plain]
+
+    def _is_inside(self, detached: Node) -> bool:
+        """Is a line changed between what a detached value passes its adjoint to and the value?"""
+        seen, stack = set(), [detached.attr]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += differentiated(node)
+        return any(local(node) in self.changed for node in {*order(detached.args)} - seen)
 
     def _check(self, variance: Node) -> None:
         """Its derivative takes for granted that it is around the mean of what it is of."""
@@ -127,15 +148,11 @@ class _Formula:
     def expression(self, text: str, was: Node | None) -> Node:
         """was: the node in whose place it stands, of the same kind."""
         try:
-            tree = ast.parse(
-                re.sub(r"(?<=[\d.])f\b", "", text.replace("math::", "math_")).strip(), mode="eval"
-            )
-            found = self._value(tree.body)
+            python = _FLOAT.sub(r"\1", text.replace("math::", "math_")).strip()
+            found = self._value(ast.parse(python, mode="eval").body)
         except (SyntaxError, _Unknown, RecursionError):
             raise NotFollowed(text) from None
-        other = was is not None and (found.space, found.is_boolean) != (was.space, was.is_boolean)
-        # A detached part passes nothing because what the model makes of it hangs on it in no way.
-        if other or any(node.op == "detach" for node in order([found])):
+        if was is not None and (found.space, found.is_boolean) != (was.space, was.is_boolean):
             raise NotFollowed(text)
         return found
 
@@ -144,22 +161,17 @@ class _Formula:
             return self.graph.const(e.value)
         if isinstance(e, ast.Name):
             return self._named(e.id)
+        if isinstance(e, ast.Attribute) and isinstance(e.value, ast.Name):
+            return self._named(f"{e.value.id}.{e.attr}")
         if isinstance(e, ast.UnaryOp) and isinstance(e.op, (ast.USub, ast.UAdd)):
             x = self._number(e.operand)
             return -x if isinstance(e.op, ast.USub) else x
         if isinstance(e, ast.BinOp) and type(e.op) in _OPERATORS:
-            logical, a, b = (
-                isinstance(e.op, (ast.BitAnd, ast.BitOr)),
-                self._value(e.left),
-                self._value(e.right),
-            )
-            if (
-                a.is_boolean != logical
-                or b.is_boolean != logical
-                or not (_varies(e.left) or _varies(e.right))
-            ):
-                raise _Unknown  # of two whole numbers C++ makes another one
-            return self._made(_OPERATORS[type(e.op)], [a, b])
+            args, op = [self._value(e.left), self._value(e.right)], _OPERATORS[type(e.op)]
+            whole = not (_varies(e.left) or _varies(e.right))  # of two whole numbers C++ makes another one
+            if whole or any(a.is_boolean != (op in ("and", "or")) for a in args):
+                raise _Unknown
+            return self._made(op, args)
         if isinstance(e, ast.Compare) and len(e.ops) == 1 and type(e.ops[0]) in _COMPARED:
             return _COMPARED[type(e.ops[0])](self._number(e.left), self._number(e.comparators[0]))
         if isinstance(e, ast.Call) and isinstance(e.func, ast.Name) and not e.keywords:
@@ -198,7 +210,7 @@ class _Formula:
 
     def _named(self, name: str) -> Node:
         if name in self.named:
-            return self.node(self.named[name])
+            return self.node(self.named[name], True)
         if name not in self.changed:
             raise _Unknown
         self.read.add(name)
@@ -211,7 +223,9 @@ class _Unknown(Exception):
 
 def _varies(e: ast.expr) -> bool:
     """Is it more than whole numbers?"""
-    return any(isinstance(t, ast.Name) or type(getattr(t, "value", 0)) is float for t in ast.walk(e))
+    return any(
+        isinstance(t, (ast.Name, ast.Call)) or type(getattr(t, "value", 0)) is float for t in ast.walk(e)
+    )
 
 
 def _is_number(node: Node) -> bool:

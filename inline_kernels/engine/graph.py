@@ -382,14 +382,14 @@ class Graph:
         ids = {w.id for w in wanted}
         needed: set[int] = set()
         for node in nodes:
-            if node.id in ids or any(a.id in needed for a in _differentiated(node)):
+            if node.id in ids or any(a.id in needed for a in differentiated(node)):
                 needed.add(node.id)
         found: dict[int, Node] = {y.id: dy}
         for node in reversed(nodes):
             g = found.get(node.id)
             if g is None or node.id not in needed:
                 continue
-            for arg, part in zip(_differentiated(node), self._parts(node, g), strict=True):
+            for arg, part in zip(differentiated(node), self._parts(node, g), strict=True):
                 if part is None or arg.id not in needed:
                     continue
                 part = self.fit(part, node.space, arg.space)
@@ -397,7 +397,7 @@ class Graph:
         return [found.get(w.id) for w in wanted]
 
     def _parts(self, node: Node, g: Node) -> Sequence[Node | None]:
-        """The adjoints of what `_differentiated` names."""
+        """The adjoints of what `differentiated` names."""
         if node.op in SCALARS:
             derivative = SCALARS[node.op].derivative
             return derivative(g, node, *node.args) if derivative else [None] * len(node.args)
@@ -416,7 +416,7 @@ class Graph:
         if node.op == "upsample":
             return [self.total(node.attr, g)]
         if node.op in ("detach", "spread"):
-            return [g] * len(_differentiated(node))
+            return [g] * len(differentiated(node))
         if node.op in ("const", "leaf", "count", "pick"):
             return [None] * len(node.args)
         raise NotImplementedError(f"no adjoint of {node.op}")
@@ -436,7 +436,7 @@ def _axis_of(index: Node) -> str:
     return index.attr[0]
 
 
-def _differentiated(node: Node) -> tuple[Node, ...]:
+def differentiated(node: Node) -> tuple[Node, ...]:
     """To what a node's adjoint goes on."""
     if node.op == "detach":
         return () if node.attr is None else (node.attr,)
@@ -453,7 +453,7 @@ def _reachable(roots: Iterable[Node], paths: bool) -> list[Node]:
         seen[node.id] = node
         stack.extend(node.args)
         if paths:
-            stack.extend(_differentiated(node))
+            stack.extend(differentiated(node))
     return sorted(seen.values(), key=lambda node: node.id)
 
 

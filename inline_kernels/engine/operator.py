@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import inline_loader
 from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
-from inline_kernels.loader.operators import Drawn, check_memory
+from inline_kernels.loader.operators import LOW, Drawn, check_memory
 
 from . import composed, direct, schedule, sinks
 from .support import DTYPES
@@ -55,7 +55,7 @@ class Decision(NamedTuple):
         return self._replace(reason="; ".join(filter(None, [reason, self.reason])))
 
 
-# By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward, saved and count, as
+# By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward and saved, as
 # schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
 SCHEDULES: dict[str, object] = {"fused": composed, "direct": direct, "sinks": sinks, "load": schedule}
 
@@ -83,8 +83,7 @@ class First:
 
     def plan(self, *given) -> SimpleNamespace:
         chosen = self._of(*given)
-        inner = chosen.plan(*given)
-        return SimpleNamespace(schedule=chosen, inner=inner, statistics=inner.statistics)
+        return SimpleNamespace(schedule=chosen, inner=chosen.plan(*given))
 
     def forward(self, plan: SimpleNamespace, arguments: Sequence) -> list[Tensor]:
         return plan.schedule.forward(plan.inner, arguments)
@@ -94,9 +93,6 @@ class First:
 
     def saved(self, segment, arguments: Sequence, *how) -> list:
         return self._of(segment, arguments, True, *how).saved(segment, arguments, *how)
-
-    def count(self, *given) -> float:
-        return schedule.count(*given)
 
 
 @functools.cache
@@ -139,7 +135,9 @@ class SegmentOperator:
         self.reference = Reference(self, segment, modules, others)
 
         def forward(a, *, plan, saving):
-            return self._forward(a, plan, saving)
+            y, *rest = self.schedule.forward(plan.inner, a)
+            y = plan.layout.laid_out(y)
+            return (y, *rest) if saving else (y,)
 
         forward.__annotations__["a"] = self.arguments
         self.operator = loader_operators.declare(
@@ -171,12 +169,10 @@ class SegmentOperator:
     def bound(self, plan: SimpleNamespace | None, constants: tuple, needs_gradient: bool) -> Callable:
         """The operator as a function of what varies from call to call, as short as can be; as loader_operators.Operator.bound, of tensors
         whose memory was looked at."""
-        if needs_gradient or plan is None or plan.counts or plan.layout.order is not None:
+        if needs_gradient or plan is None or plan.layout.order is not None:
             return self.operator.bound(plan, constants, needs_gradient)
-        forward, inner, shape = self.schedule.forward, plan.inner, plan.layout.shape
-        if getattr(inner, "shape", None) == shape:  # a view takes a microsecond
-            return lambda *varying: forward(inner, varying + constants)[0]
-        return lambda *varying: forward(inner, varying + constants)[0].view(shape)
+        forward, inner, laid_out = self.schedule.forward, plan.inner, plan.layout.laid_out
+        return lambda *varying: laid_out(forward(inner, varying + constants)[0])
 
     def failed(self, a: tuple, saving: bool, reason: str) -> None:
         """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
@@ -190,40 +186,23 @@ class SegmentOperator:
     def _plan(self, a: tuple, *, saving: bool) -> SimpleNamespace:
         """Raises schedule.Unsupported."""
         inner = self.schedule.plan(self.segment, a, saving, DTYPES[a.dtype], self.exact_order)
-        counts = [self.schedule.count(self.segment, a, update.count) for update in self.segment.updates]
         dx_format = library.result_format(a[0], a[self.inputs], True)
-        return SimpleNamespace(
-            inner=inner, layout=Layout(self.reference.like(a)), counts=counts, dx_format=dx_format
-        )
-
-    def _forward(self, a: tuple, plan: SimpleNamespace, saving: bool) -> Sequence[Tensor]:
-        check_memory(*a[: self.count])  # what copies and convolves reads without a look
-        y, *rest = self.schedule.forward(plan.inner, a)
-        if plan.counts:
-            self._update(a, plan, (y, *rest))
-        y = plan.layout.laid_out(y)
-        return (y, *rest) if saving else (y,)
-
-    def _update(self, a: tuple, plan: SimpleNamespace, found: Sequence[Tensor]) -> None:
-        """running = (1 - momentum) * running + momentum * statistic; the variance's is the unbiased one. As nn.BatchNorm's."""
-        for update, count, (mean, variance) in zip(self.segment.updates, plan.counts, plan.inner.statistics):
-            unbiased = found[variance] * (count / (count - 1))
-            for name, value in ((update.mean_buffer, found[mean]), (update.variance_buffer, unbiased)):
-                running = a[self.names.tensors.index(name)]
-                running.lerp_(value.to(running.dtype).view_as(running), update.momentum)
+        return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), dx_format=dx_format)
 
     def _backward(
         self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]
     ) -> list:
-        check_memory(*a[: self.count])
+        x, weight = a[0], a[self.inputs]
+        if x.data_ptr() < LOW or weight.data_ptr() < LOW:
+            check_memory(x, weight)  # what copies and convolves reads without a look
         if torch._C._is_any_autocast_enabled():  # forward chose the dtypes; a region around backward may not
             with torch.autocast(dy.device.type, enabled=False):
-                dx, *rest = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
+                found = self.schedule.backward(plan.inner, dy, a, saved, needs)
         else:
-            dx, *rest = self.schedule.backward(plan.inner, dy.contiguous(), a, saved, needs)
-        found = [each if each is None else each.contiguous() for each in rest]
-        found.insert(0, dx if dx is None else dx.contiguous(memory_format=plan.dx_format))
-        return [*found, *[None] * (len(needs) - len(found))]
+            found = self.schedule.backward(plan.inner, dy, a, saved, needs)
+        if found[0] is not None:
+            found[0] = found[0].contiguous(memory_format=plan.dx_format)
+        return found + [None] * (len(needs) - len(found))
 
     def _shapes(self, a: tuple, *, saving: bool) -> list[Tensor]:
         dtype, x, weight = DTYPES[a.dtype], a[0], a[self.inputs]
@@ -249,14 +228,12 @@ class SegmentOperator:
 
 
 class Names:
-    """A segment's own names: of all tensors that its operator takes (inputs, parameters, buffers, and `updated`, which are written), in
-    order, and of its `numbers`. The first `inputs` are inputs; the convolution's weight comes next."""
+    """A segment's own names: of all tensors that its operator takes, in order, the last those that are `updated`, and of its `numbers`. The
+    first `inputs` are inputs; the convolution's weight comes next."""
 
     def __init__(self, segment):
-        inputs = [leaf.attr[0] for leaf in segment.inputs]
-        self.updated = [name for update in segment.updates for name in update[:2]]
-        self.tensors = [*inputs, *segment.parameters, *segment.buffers, *self.updated]
-        self.inputs, self.numbers = len(inputs), [*segment.scalars]
+        self.tensors, self.inputs, self.numbers = segment.tensors, len(segment.inputs), [*segment.scalars]
+        self.updated = segment.updated
 
 
 def field_names(names: Iterable[str]) -> dict[str, str]:
@@ -294,14 +271,14 @@ class Layout:
     """The shape and the order in memory of a result."""
 
     def __init__(self, like: Tensor):
-        self.shape, self.order = list(like.shape), None  # None: contiguous
+        self.shape, self.order = like.shape, None  # None: contiguous
         if not like.is_contiguous():
             self.order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i))
             self.back = [self.order.index(i) for i in range(like.dim())]
 
     def laid_out(self, y: Tensor) -> Tensor:
         """y, contiguous and of any shape with the same elements, so."""
-        y = y if [*y.shape] == self.shape else y.view(self.shape)
+        y = y if y.shape == self.shape else y.view(self.shape)
         return y if self.order is None else y.permute(self.order).contiguous().permute(self.back)
 
 

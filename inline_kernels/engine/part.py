@@ -95,8 +95,8 @@ class Part:
         self.once = None  # gives of the tensors those that differ; None: all
         self.shapes = [table[last].shape for table, last in self.sources]
         self.eager_code = Code(segment.eager, captured.constants).function()
-        counters = {update.mean_buffer.rpartition(".")[0] for update in segment.updates}
-        self.counters = [model.get_submodule(name)._buffers for name in sorted(counters)]
+        counters = [update.mean_buffer.rpartition(".")[0] for update in segment.updates]
+        self.counters = [model.get_submodule(name)._buffers for name in counters]
 
     def guard_once(self, given: Sequence) -> None:
         """given: what tells the inputs apart. Guards take no tensor that stands for two."""

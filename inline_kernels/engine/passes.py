@@ -135,11 +135,12 @@ def is_static(node: Node) -> bool:
 class Program:
     """The passes that compute `roots`, given arrays of some nodes.
 
-    `passes`; `arrays` by Key, that these write. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
+    `passes`; `arrays` by Key, that these write; `kept`: the small ones that forward leaves for backward. few_channels: may a byte count channels? joins: on a GPU; on_cpu: points are vectors.
     turns: may the convolution run channels last? By source.py: `texts` of the passes, and the numbers of those that then read v, or write
     its gradient, so (`turned`); of those that a CPU has in strips (`in_strips`, `differentiated`, by whose sums: `differentiated_by`), and
     of the one that finds whether any gradient passes, with that gradient (`closes`)."""
 
+    kept: Sequence[Array] = ()
     gate: tuple[Node, Array] | None = (
         None  # a gradient, and of planes the number of positions where it isn't zero
     )
@@ -450,6 +451,9 @@ class Program:
             key: small_stage(key.node) if key.what == "value" else stage[Key(of_planes[key.what], key.node)]
             for key in self.small
         }
+        # Copies of parameters, which no pass waits for, need no pass of their own.
+        first = min([stage for stage in smalls.values() if stage >= 0], default=-1)
+        smalls |= {key: first for key, stage in smalls.items() if stage < 0 and key.node.op == "spread"}
         self.passes: list[Planes | Small] = []
         last = max([*stage.values(), *smalls.values(), 0])
         for now in range(-1, last + 1):

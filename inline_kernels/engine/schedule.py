@@ -6,7 +6,8 @@
 
 `arguments`: tensors (x and the second inputs, parameters, buffers that are read, two for each update of running statistics), then, where there
 is dropout, a seed and a number, then the model's numbers. y and dy are contiguous; their shape is the caller's, what counts is the order of
-their elements. What forward saves is v, or masks in its place where backward needs no more of it, and results of reductions.
+their elements. Running statistics are written in place. What forward saves is v, or masks in its place where backward needs no more of
+it, and small values in one tensor, source.KEPT.
 
 passes.py decides what is computed in which pass, source.py writes it down; here is which arrays there are at given sizes, and who runs.
 """
@@ -18,6 +19,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ from .algebra import reordered
 from .graph import ELEMENTS, Facts, Node, Space, order
 from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
 
-__all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved", "text"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "text"]
 
 _CTYPES = {
     torch.float32: "float",
@@ -41,11 +43,12 @@ _CTYPES = {
 }
 _MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
 _lock = threading.Lock()
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 class Composed(NamedTuple):
-    """A segment's passes and their text for one kind of arguments. `saved`: arrays from forward to backward, in their order; `gradients`: the
-    root of each tensor's gradient, by leaf; `updates`: names of arrays, (mean, variance) each; `dy`: the leaf."""
+    """A segment's passes and their text for one kind of arguments. `saved`: tensors from forward to backward, in their order; `gradients`: the
+    root of each tensor's gradient, by leaf."""
 
     text: str
     forward: Program
@@ -54,7 +57,6 @@ class Composed(NamedTuple):
     backward_names: source.Names | None
     saved: list[Array]
     gradients: dict[Node, Root | None]
-    statistics: list[tuple[str, str]]
     own: source.Own
 
 
@@ -94,11 +96,8 @@ def _compose(segment, kind: Kind) -> Composed:
     if not kind.exact_order:
         y, *statistics_of = reordered([y, *statistics_of], exact_ties=kind.saving)
     z = graph.leaf("z", ELEMENTS, "z")
-    roots, statistics, back, saved, gradients = [Root("y", y, y.space, "output")], [], None, [], {}
-    for i in range(len(segment.updates)):
-        names = f"batch_mean_{i}", f"batch_variance_{i}"
-        statistics.append(names)
-        roots += [Root(name, node, node.space, "real") for name, node in zip(names, statistics_of[2 * i :])]
+    roots, back, saved, gradients = [Root("y", y, y.space, "output")], None, [], {}
+    roots += running_statistics(segment, statistics_of)
     if kind.saving:
         back, saved, gradients = _backward_program(graph, y, z, kind)
         known = {root.node for root in roots}
@@ -119,6 +118,9 @@ def _compose(segment, kind: Kind) -> Composed:
         joins=kind.device == "cuda" or kind.own.convolution,
         on_cpu=kind.device == "cpu",
     )
+    if kind.saving and (small := [array for array in saved if array.space.small]):
+        ahead.kept = back.kept = small
+        saved = [*[array for array in saved if array not in small], source.KEPT]
     if turns := kind.device == "cuda" and graph.dimensions == 2:
         ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
         if back:
@@ -128,7 +130,18 @@ def _compose(segment, kind: Kind) -> Composed:
     text = source.compose(
         programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, kind.own
     )
-    return Composed(text, ahead, names, back, back_names, saved, gradients, statistics, kind.own)
+    return Composed(text, ahead, names, back, back_names, saved, gradients, kind.own)
+
+
+def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:
+    """What batch norms make of theirs, written over what is read, as nn.BatchNorm does. statistics: mean and biased variance of each."""
+    graph, found = segment.graph, {}
+    for update, mean, variance in zip(segment.updates, statistics[::2], statistics[1::2]):
+        unbiased = variance * (update.count / (update.count - 1.0))
+        for name, node in ((update.mean_buffer, mean), (update.variance_buffer, unbiased)):
+            before = found[name] if name in found else graph.leaf(name, node.space, "buffer")
+            found[name] = before * (1.0 - update.momentum) + node * update.momentum
+    return [Root(source.identifier(name), node, node.space, "real") for name, node in found.items()]
 
 
 def differentiated(segment, y: Node, kind: Kind) -> Composed:
@@ -143,7 +156,7 @@ def differentiated(segment, y: Node, kind: Kind) -> Composed:
         names = _names(segment, back)
         text = source.compose({"backward": back}, {"backward": names}, kind.device, segment.conv.name, turns)
         saved = [array for array, _ in saved]
-        return Composed(text, None, None, back, names, saved, gradients, [], source.Own())
+        return Composed(text, None, None, back, names, saved, gradients, source.Own())
 
 
 def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False):
@@ -377,18 +390,75 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
 
 
 class Entry(NamedTuple):
-    """A launcher's tensor. It comes from what is there by its name, or is made: an argument (its number) in `dtype`, or a new array."""
+    """A launcher's tensor: an argument (its number) in `dtype`, a new array of a shape, or, with neither, what is there by its name."""
 
     name: str
     dtype: torch.dtype
-    argument: int | None
-    shape: list[int] | None
+    argument: int | None = None
+    shape: Sequence[int] | None = None
+    written: bool = False
+
+
+class Launch:
+    """A launcher for arguments of one kind: `launch(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
+    names `made`. given: the names of what is there beside the arguments. number: of an argument, a number, behind the tensors."""
+
+    def __init__(
+        self,
+        bound: Callable,
+        table: Sequence[Entry],
+        arguments: Sequence,
+        given: Sequence[str] = (),
+        number=None,
+    ):
+        none = [e for e in table if e.shape is not None and not math.prod(e.shape)]
+        new = [e for e in table if e.shape is not None and e not in none]
+        self.bound, self.made = bound, [*(e.name for e in new), *(e.name for e in none)]
+        self.none = [arguments[0].new_empty(0, dtype=e.dtype) for e in none]
+        self.like = [_without_memory(arguments[0], entry) for entry in new]
+        places = [*[None] * len(arguments), *given, *self.made]
+        of = [places.index(e.name) if e.argument is None else e.argument for e in table]
+        self.pick = itemgetter(*of, *(() if number is None else (number,)))
+        self.converted = [
+            (at, e)
+            for at, e in enumerate(table)
+            if e.argument is not None and not _is_ready(arguments[e.argument], e)
+        ]
+
+    def __call__(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
+        made = [*map(torch.empty_like, self.like), *self.none]
+        taken = self.pick((*arguments, *given, *made))
+        if self.converted:
+            taken = [*taken]
+            for at, entry in self.converted:
+                taken[at] = _as_read(taken[at], entry.dtype)
+        self.bound(*taken)
+        for at, entry in self.converted:
+            if entry.written:
+                arguments[entry.argument].copy_(taken[at])
+        return made
+
+
+def _without_memory(x: Tensor, entry: Entry) -> Tensor:
+    """A tensor on x's device to make others like it."""
+    t = torch.empty(entry.shape, dtype=entry.dtype, device=x.device)
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def _is_ready(t: Tensor, entry: Entry) -> bool:
+    return t.dtype == entry.dtype and t.is_contiguous() and (t.dim() < 2 or t.data_ptr() % 16 == 0)
+
+
+def _as_read(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """An argument as kernels read it."""
+    t = t if t.dtype == dtype else t.detach().to(dtype)
+    return library.aligned(t) if t.dim() > 1 else t.contiguous()
 
 
 @dataclass
 class Plan:
-    """What is decided for arguments with the same shapes, dtypes and numbers. `statistics`: of each update, where forward's results have mean
-    and variance."""
+    """What is decided for arguments with the same shapes, dtypes and numbers."""
 
     segment: object
     composed: Composed
@@ -397,16 +467,16 @@ class Plan:
     dtype: torch.dtype
     saving: bool
     device: str
-    in_place: bool = False
-    statistics: Sequence[tuple[int, int]] = ()
     kernels: object = None
+    convolution: Convolution | None = None
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
-    runs: Mapping[str, int] = field(
-        default_factory=dict
-    )  # in what layout "forward", "dx" and "dw" are convolved
-    launch: object = None
-    table: Sequence[Entry] = ()
-    backward: dict[int, Plan] = field(default_factory=dict)  # backward's own launch and table, by layout
+    runs: int = 0  # in what layout v is convolved
+    launch: Launch | None = None
+    in_place: bool = False
+    results: Sequence[int] = ()  # the places of what forward returns, in what launch is given and makes
+    backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
+    turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
+    transposes: dict[tuple, Callable] = field(default_factory=dict)  # by their numbers
     pieces: Sequence[
         tuple[int, int, Plan]
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
@@ -421,12 +491,6 @@ class Plan:
         of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1}
         of_axis |= {str(i): s for i, s in enumerate(positions)}
         return [of_axis[axis] for axis in segment.axes]
-
-    @functools.cached_property
-    def results(self) -> list[str]:
-        """The names of what forward returns: y, what is saved, what else norms' statistics are."""
-        names = ["y", *[a.name for a in self.composed.saved]]
-        return names + [each for pair in self.composed.statistics for each in pair if each not in names]
 
     @property
     def line(self) -> str:
@@ -463,8 +527,10 @@ def plan(
     dtype: torch.dtype,
     exact_order: bool = False,
     edited: str | None = None,
+    piece: bool = False,
 ) -> Plan:
-    """edited: in place of its own text. Raises Unsupported with the reason where the schedule can't do it."""
+    """edited: in place of its own text. piece: only some samples of a batch, whose result is there. Raises Unsupported with the reason where
+    the schedule can't do it."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if x.dtype not in _CTYPES or dtype not in _CTYPES:
         raise Unsupported(f"there are kernels for {', '.join(_CTYPES.values())}")
@@ -472,20 +538,38 @@ def plan(
     request = _build(segment, arguments, saving, dtype, exact_order)
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
-    keeps_v = any(array.name == "v" for array in composed.saved)
-    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"])
-    found.kernels, found.runs = kernels, {"forward": _layout(segment, x, weight, "forward")}
-    found.layout = _turned(found, composed.forward, found.runs["forward"])
+    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"], kernels)
+    found.convolution, found.runs = Convolution.of(segment, weight), _layout(segment, x, weight, "forward")
+    found.layout = _turned(found, composed.forward, found.runs)
     _divide(found, arguments)
-    over = not (keeps_v or found.layout or composed.own.convolution) and x.dtype == dtype
-    found.in_place = over and _may_write_over_v(composed)
-    names = found.results
-    found.statistics = [tuple(names.index(each) for each in pair) for pair in composed.statistics]
-    ahead = composed.forward, composed.forward_names
-    found.table = _table(found, *ahead, arguments)
-    found.launch = kernels.forward.bound(*_numbers(found, *ahead, arguments))
-    found.pieces = _pieces(found, arguments, exact_order, edited)
+    found.pieces = () if piece else _pieces(found, arguments, exact_order, edited)
+    _set_launch(found, arguments, piece)
     return found
+
+
+def _places(segment) -> dict[str, int]:
+    """The numbers of arguments that are tensors, by the names of arrays."""
+    names = segment.tensors
+    return {source.identifier(name): i for i, name in enumerate(names)} | {"seed": len(names)}
+
+
+def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
+    """Forward's, and what it returns. piece: y is there."""
+    composed, divided = plan.composed, plan.strips.get("forward")
+    keeps_v = any(array.name == "v" for array in composed.saved)
+    over = not (keeps_v or plan.layout or composed.own.convolution) and plan.value_dtype == plan.dtype
+    plan.in_place = over and not piece and _may_write_over_v(composed)
+    given, shapes = ("v", "y") if piece or plan.in_place else ("v",), {"y": plan.shape}
+    if divided:
+        given = "image", "filters"
+        kept = keeps_v or source.keeps_v(composed.forward)
+        of_v = _shape(plan, composed.forward, Array("v", "value", ELEMENTS))
+        shapes["v"] = (divided.samples, *of_v[1:]) if kept else (0,)
+    plan.launch = launch_of(
+        plan, plan.kernels.forward, composed.forward, composed.forward_names, arguments, given, shapes, True
+    )
+    names = [*given, *plan.launch.made]
+    plan.results = [names.index(name) for name in ("y", *[array.name for array in composed.saved])]
 
 
 def _divide(plan: Plan, arguments: Sequence) -> None:
@@ -524,8 +608,9 @@ def _pieces(
         last = min(first + samples, N)
         if last - first not in plans:
             some = _of_samples(plan, arguments, first, last)
-            plans[last - first] = globals()["plan"](segment, some, False, plan.dtype, exact_order, edited)
-            plans[last - first].in_place = False
+            plans[last - first] = globals()["plan"](
+                segment, some, False, plan.dtype, exact_order, edited, True
+            )
         found.append((first, last, plans[last - first]))
     return found
 
@@ -564,8 +649,7 @@ def _launcher(plan: Plan, program: Program) -> str:
 
 
 def _first_number(segment) -> int:
-    tensors = len(segment.inputs) + len(segment.parameters) + len(segment.buffers) + 2 * len(segment.updates)
-    return tensors + 2 * bool(segment.random)
+    return len(segment.tensors) + 2 * bool(segment.random)
 
 
 def _parts(plan: Plan, program: Program, number: int) -> int:
@@ -603,7 +687,11 @@ def _dtype(plan: Plan, array: Array) -> torch.dtype:
 
 def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     shape = plan.sizes.shape(array.space)
-    if array.name == "v":  # as the library gives it
+    if array in (source.SCRATCH, source.KEPT):
+        return [sum((_bytes(plan, program, a) + 15) // 16 * 2 for a in source.rooms(program)[array])]
+    if array is source.PASSES:
+        return [1]
+    if array.name in ("v", "dz"):  # as the library gives it
         return [*shape[:2], *shape[5 - plan.segment.graph.dimensions :]]
     if array.parts is not None:
         shape = [*shape, _parts(plan, program, array.parts)]
@@ -614,183 +702,210 @@ def _bytes(plan: Plan, program: Program, array: Array) -> int:
     return math.prod(_shape(plan, program, array)) * _dtype(plan, array).itemsize
 
 
-def _table(plan: Plan, program: Program, names: source.Names, arguments: Sequence) -> list[Entry]:
-    segment = plan.segment
-    given = [_name(each) for each in segment.inputs] + [*segment.parameters, *segment.buffers]
-    at = {source.identifier(name): i for i, name in enumerate(given)}
-    at["seed"] = _first_number(segment) - 2
-    made, found = set(program.arrays.values()), []
+def launch_of(
+    plan: Plan,
+    launcher,
+    program: Program,
+    names: source.Names,
+    arguments: Sequence,
+    given: Sequence[str] = (),
+    shapes: Mapping = {},
+    trusting: bool = False,
+) -> Launch:
+    """given: what is there by name. shapes: of what isn't of its own. trusting: as in loader/launch.py; what backward is given may have been
+    in others' hands."""
+    at = _places(plan.segment)
+    made, table = {*program.arrays.values()}, []
     for array in source.parameters(program, names):
-        if array is source.SCRATCH:
-            sizes = [_bytes(plan, program, a) for a in source.scratch(program)]
-            found.append(
-                Entry(array.name, torch.float64, None, [sum((size + 15) // 16 * 2 for size in sizes)])
-            )
-        elif array in made:
-            found.append(Entry(array.name, _dtype(plan, array), None, _shape(plan, program, array)))
-        else:
-            found.append(Entry(array.name, _dtype(plan, array), at.get(array.name), None))
-    return found
+        place = None if array.name in given else at.get(array.name)
+        shape = None
+        if place is None and array.name not in given:
+            shape = shapes[array.name] if array.name in shapes else _shape(plan, program, array)
+        table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made))
+    bound = launcher.bound(*_numbers(plan, program, names, arguments), trusting=trusting)
+    return Launch(bound, table, arguments, given, at["seed"] + 1 if names.random else None)
 
 
-def _name(each) -> str:
-    return each if isinstance(each, str) else each.attr[0]
+# -------------------------------------------------------------------------------------------------------------- execution
 
 
-def _run(plan: Plan, launch, table: Sequence[Entry], arrays: dict[str, Tensor], arguments: Sequence) -> None:
-    """Allocates what is not there, and launches."""
-    x, tensors = arguments[0], []
-    for name, dtype, argument, shape in table:
-        t = arrays.get(name)
-        if t is None:
-            t = x.new_empty(shape, dtype=dtype) if argument is None else _as_read(arguments[argument], dtype)
-            arrays[name] = t
-        tensors.append(t)
-    if plan.segment.random:
-        launch(*tensors, arguments[_first_number(plan.segment) - 1])
-    else:
-        launch(*tensors)
-
-
-def _as_read(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """An argument as kernels read it."""
-    t = t if t.dtype == dtype else t.detach().to(dtype)
-    return library.aligned(t) if t.dim() > 1 else t.contiguous()
-
-
-def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
-    """y, what backward needs, and batch norms' statistics."""
+def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
+    """y, and what backward needs."""
     if plan.pieces:
         return [_forward_in_pieces(plan, arguments)]
     x, weight = arguments[0], arguments[len(plan.segment.inputs)]
     if divided := plan.strips.get("forward"):
-        keeps_v = source.keeps_v(plan.composed.forward) or any(a.name == "v" for a in plan.composed.saved)
-        shape = _shape(plan, plan.composed.forward, Array("v", "value", ELEMENTS))[1:]
-        shape = (divided.samples, *shape) if keeps_v else (0,)
-        arrays = {"v": x.new_empty(shape), "image": divided.image.of(x), "filters": weight.contiguous()}
-        return finished(plan, arrays, arguments)
-    v = _v(plan, x, weight)
-    # In place, too, they are two tensors: a launch that knows one twice is looked at anew each time.
-    return finished(plan, {"v": v, "y": v.view(plan.shape)} if plan.in_place else {"v": v}, arguments)
-
-
-def finished(plan: Plan, arrays: dict[str, Tensor], arguments: Sequence) -> list[Tensor]:
-    """What forward returns, by the kernels behind what is there: v, or what a kernel made of it."""
-    _run(plan, plan.launch, plan.table, arrays, arguments)
-    if not plan.in_place:
-        arrays["y"] = arrays["y"].view(plan.shape)
-    return [arrays[name] for name in plan.results]
+        given = divided.image.of(x), weight.contiguous()
+    else:
+        v = _laid_out(plan, x, weight) if plan.runs else convolve(plan.convolution, x, weight)
+        given = (v, v) if plan.in_place else (v,)
+    made = *given, *plan.launch(arguments, *given)
+    return [made[i] for i in plan.results]
 
 
 def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
     y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
         some = _of_samples(plan, arguments, first, last)
-        v = convolve(plan.segment, some[0], arguments[len(plan.segment.inputs)])
-        _run(piece, piece.launch, piece.table, {"v": v, "y": y[first:last]}, some)
+        piece.launch(some, convolve(plan.convolution, some[0], some[len(plan.segment.inputs)]), y[first:last])
     return y
+
+
+class Back(NamedTuple):
+    """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
+    the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. The library is asked for (dx, dw), in `layout`."""
+
+    launch: Launch | None
+    gradients: Sequence[int | None]
+    converted: Sequence[tuple[int, torch.Size, torch.dtype]]
+    library: tuple[bool, bool]
+    layout: int
+    dz: int | None = None
+    dweight: int | None = None
+    passes: int | None = None
 
 
 def backward(
     plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of inputs, parameters and buffers (None)."""
-    composed, segment = plan.composed, plan.segment
-    arrays = {a.name: t for a, t in zip(composed.saved, saved)} | {"dy": library.aligned(dy)}
-    x, weight, weight_at = arguments[0], arguments[len(segment.inputs)], len(segment.inputs)
-    wanted, divided = [needs[0], needs[weight_at]], plan.strips.get("backward")
-    runs = _gradients_layout(plan, x, weight, wanted)
-    if divided:
-        none = x.new_empty(0)
-        arrays |= {"image": divided.image.of(x)} | ({} if wanted[0] else {"dz": none})
-        arrays["dweight"] = weight.new_empty(weight.shape) if wanted[1] else none
-        if composed.backward.closes:
-            arrays["passes"] = x.new_empty(1, dtype=torch.uint8)
-    if composed.backward and composed.backward.roots:
-        side = _backward_side(plan, _turned(plan, composed.backward, runs), arguments)
-        _run(plan, side.launch, side.table, arrays, arguments)
-    if divided and wanted[1] and _passes(arrays) and not arrays["dweight"].sum().isfinite():
-        # The library says what is infinite.
-        again = {name: t for name, t in arrays.items() if name != "dz"} | {"dweight": none}
-        _run(plan, side.launch, side.table, again, arguments)
-        arrays["dz"], divided = again["dz"], None
-    by_name = {leaf.attr[0]: root and arrays[root.name] for leaf, root in composed.gradients.items()}
-    dz, found, dx, dw = by_name.pop("z"), [], None, None
-    if not _passes(arrays):
-        dx, dw = (t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), wanted))
-        wanted = [False, False]
-    elif divided:
-        dw, wanted[1] = arrays["dweight"] if wanted[1] else None, False
-    if dz is not None and wanted[0] and composed.own.input_gradient:
-        dx, wanted[0] = _input_gradient(plan, dz, weight), False
-    if dz is not None and any(wanted):
-        theirs = _convolution_gradients(plan, dz, x, weight, wanted, runs)
-        dx, dw = (own if own is not None else their for own, their in zip((dx, dw), theirs))
-    names = [_name(each) for each in segment.inputs] + list(segment.parameters)
-    for i, name in enumerate(names):
-        gradient = dx if i == 0 else dw if i == weight_at else by_name.get(name)
-        t = arguments[i]
-        found.append(
-            gradient if gradient is None or i in (0, weight_at) else gradient.to(t.dtype).reshape(t.shape)
+    """The gradients of inputs, parameters and buffers (None), contiguous but for that of x."""
+    weight_at = len(plan.segment.inputs)
+    x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
+    back, made, passes = _back(plan, *asked, True, arguments), (), 1
+    given = library.aligned(dy), *saved
+    if back.launch:
+        image = (plan.strips["backward"].image.of(x),) if back.passes is not None else ()
+        made = back.launch(arguments, *given, *image)
+        passes = 1 if back.passes is None else made[back.passes].item()
+        if passes & 2:  # the library says what is infinite
+            back = _back(plan, *asked, False, arguments)
+            made = back.launch(arguments, *given, *image)
+    found = [None if place is None else made[place] for place in back.gradients]
+    for i, shape, dtype in back.converted:
+        found[i] = found[i].view(shape).to(dtype)
+    if not passes:
+        found[0], found[weight_at] = (
+            t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
-    return found + [None] * len(segment.buffers)
+    elif back.dz is not None:
+        dz, both = made[back.dz], (None, None)
+        if any(back.library):
+            both = _convolution_gradients(plan, dz, x, weight, back.library, back.layout)
+        found[0] = _input_gradient(plan, dz, weight) if needs[0] and not back.library[0] else both[0]
+        found[weight_at] = both[1] if back.dweight is None else made[back.dweight]
+    return found + [None] * len(plan.segment.buffers)
 
 
-def _passes(arrays: Mapping[str, Tensor]) -> bool:
-    """Is any gradient other than zero?"""
-    return "passes" not in arrays or bool(arrays["passes"].item())
+def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
+    """own: the filters' gradient may be one of our own."""
+    key = dx, dw, own
+    if key not in plan.backward:
+        plan.backward[key] = _planned_back(plan, dx, dw, own, arguments)
+    return plan.backward[key]
+
+
+def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
+    segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    of_library = dx and not composed.own.input_gradient, dw and not (divided and own)
+    layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
+    layout = min(layouts, default=PLANES)
+    program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
+    if not (program and program.roots):
+        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), of_library, layout)
+    own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
+    names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
+    for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
+        if root and (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
+            converted.append((i, t.shape, t.dtype))
+    if divided:
+        given.append("image")
+        shapes["dweight"] = weight.shape if own else (0,)
+        if not any(of_library) and not dx:
+            shapes.setdefault("dz", (0,))
+    side = replace(plan, layout=_turned(plan, program, layout))
+    launch = launch_of(
+        side, plan.kernels.backward, program, composed.backward_names, arguments, given, shapes
+    )
+    place = {name: i for i, name in enumerate(launch.made)}
+    gradients = [place[root.name] if root else None for root in map(roots.get, names)]
+    dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
+    return Back(launch, gradients, converted, of_library, layout, dz, dweight, place.get("passes"))
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
     """That of x: dz, with so many zeros around it, convolved with the filters turned round."""
     turned = weight.flip(*range(2, weight.dim())).transpose(0, 1).contiguous()
-    image, numbers = strips.turned(plan.segment.conv, dz, turned)
-    dx = dz.new_empty(len(dz), len(turned), *image.result)
-    plan.kernels.convolve(dx, dz, turned, *numbers)
+    if plan.turned is None:
+        image, numbers = strips.turned(plan.segment.conv, dz, turned)
+        plan.turned = image.result, plan.kernels.convolve.bound(*numbers, trusting=True)
+    size, launch = plan.turned
+    dx = dz.new_empty(len(dz), len(turned), *size)
+    launch(dx, dz, turned)
     return dx
 
 
 # ---------------------------------------------------------------------------------------------- the library's convolution
 
 
-def _spread_around(segment, x: Tensor, weight: Tensor) -> tuple[Tensor, list[int]]:
-    """x, with what lies around it where the convolution can't add that, and the padding that is left to the convolution."""
-    around = strips.padding(segment.conv, weight)
-    mode = segment.conv.padding_mode
-    if mode == "zeros" and all(before == after for before, after in around):
-        return x, [before for before, _ in around]
-    flat = [each for pair in reversed(around) for each in pair]
-    padded = torch.nn.functional.pad(x, flat, mode="constant" if mode == "zeros" else mode)
-    return padded, [0] * len(around)
+class Convolution(NamedTuple):
+    """The library's, as the model has it. around: what F.pad adds, in `mode`, where the convolution can't. behind: of its gradients, what comes
+    behind the tensors."""
+
+    run: Callable
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    around: Sequence[int]
+    mode: str
+    behind: tuple
+
+    @classmethod
+    def of(cls, segment, weight: Tensor) -> Convolution:
+        conv, nd, around = segment.conv, weight.dim() - 2, strips.padding(segment.conv, weight)
+        padding, mode, flat = tuple(before for before, _ in around), conv.padding_mode, []
+        if mode != "zeros" or any(before != after for before, after in around):
+            padding, flat = (0,) * nd, [each for pair in reversed(around) for each in pair]
+        run, pair = torch.conv2d if nd == 2 else torch.conv3d, functools.partial(_pair, dimensions=nd)
+        mode = "constant" if mode == "zeros" else mode
+        stride, dilation = pair(conv.stride), pair(conv.dilation)
+        behind = None, stride, padding, dilation, False, (0,) * nd, conv.groups
+        return cls(run, stride, padding, dilation, conv.groups, flat, mode, behind)
+
+    def image(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, self.around, mode=self.mode)
 
 
-def convolve(segment, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
+def convolve(how: Convolution, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
     """v, contiguous; where its operands are to be laid_out, as the library gives it."""
-    conv, nd = segment.conv, weight.dim() - 2
-    x, padding = _spread_around(segment, x, weight)
-    run, operands = torch.conv2d if nd == 2 else torch.conv3d, map(laid_out or (lambda t: t), (x, weight))
-    v = run(*operands, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd), conv.groups)
-    return v if laid_out else v.contiguous()
+    x = how.image(x) if how.around else x
+    if laid_out:
+        return how.run(laid_out(x), laid_out(weight), None, *how[1:5])
+    return how.run(x, weight, None, *how[1:5]).contiguous()
 
 
 def convolve_backward(
-    segment, dz: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], laid_out: Callable | None = None
-) -> list[Tensor | None]:
-    """The gradients of x and weight that are needed."""
-    conv, nd = segment.conv, weight.dim() - 2
-    with torch.enable_grad():
-        given = x.detach().requires_grad_()
-        padded, padding = _spread_around(segment, given, weight)
-    dz = dz.view(dz.shape[0], dz.shape[1], *dz.shape[5 - nd :]) if dz.dim() == 5 else dz
-    operands = map(laid_out or (lambda t: t), (padded.detach(), weight))
-    found = torch.ops.aten.convolution_backward(
-        *(dz, *operands, None, _pair(conv.stride, nd), padding, _pair(conv.dilation, nd)),
-        *(False, [0] * nd, conv.groups, [*needs, False]),
-    )
-    dx, dw = found[0], found[1]
-    if needs[0] and padded is not given:
-        (dx,) = torch.autograd.grad(padded, given, dx)
-    return [dx if needs[0] else None, dw if needs[1] else None]
+    how: Convolution,
+    dz: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    needs: Sequence[bool],
+    laid_out: Callable | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and weight that are needed; that of weight is contiguous."""
+    image = x
+    if how.around:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            padded = how.image(x)
+        image = padded.detach()
+    if laid_out:
+        image, weight = laid_out(image), laid_out(weight)
+    dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
+    if needs[0] and how.around:
+        (dx,) = torch.autograd.grad(padded, x, dx)
+    return dx if needs[0] else None, dw.contiguous() if needs[1] else None
 
 
 # ------------------------------------------------------------------------------- … and on a GPU, where it is channels last
@@ -816,47 +931,33 @@ def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
     return FOR_TF32 if in_tf32 else TURNED if x.dtype != torch.float32 else PLANES
 
 
-def _gradients_layout(plan: Plan, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> int:
-    for of, need in zip(("dx", "dw"), wanted):
-        if need and of not in plan.runs:
-            plan.runs[of] = _layout(plan.segment, x, weight, of)
-    return min((plan.runs[of] for of, need in zip(("dx", "dw"), wanted) if need), default=PLANES)
-
-
 def _turned(plan: Plan, program: Program, layout: int) -> int:
     """The layout in which a program's passes have the convolution's side, where the library has it in that."""
     return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
 
 
-def _backward_side(plan: Plan, layout: int, arguments: Sequence) -> Plan:
-    if layout not in plan.backward:
-        side, back = replace(plan, layout=layout), (plan.composed.backward, plan.composed.backward_names)
-        side.table = _table(side, *back, arguments)
-        side.launch = plan.kernels.backward.bound(*_numbers(side, *back, arguments))
-        plan.backward[layout] = side
-    return plan.backward[layout]
-
-
-def _v(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
-    """What forward's passes read, contiguous: (N, C, …) or, turned, (N, …, C)."""
-    if not plan.runs["forward"]:
-        return convolve(plan.segment, x, weight)
-    v = convolve(plan.segment, x, weight, lambda t: _channels_last(plan, t, plan.runs["forward"]))
+def _laid_out(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
+    """v, convolved channels last, as forward's passes read it, contiguous: (N, C, …) or, turned, (N, …, C)."""
+    v = convolve(plan.convolution, x, weight, lambda t: _channels_last(plan, t, plan.runs))
     return v.permute(0, 2, 3, 1).contiguous() if plan.layout else _in_planes(plan, v)
 
 
-def _convolution_gradients(plan: Plan, dz, x, weight, wanted, layout: int) -> list[Tensor | None]:
+def _convolution_gradients(
+    plan: Plan, dz, x, weight, wanted, layout: int
+) -> tuple[Tensor | None, Tensor | None]:
     if not layout:
-        return convolve_backward(plan.segment, dz, x, weight, wanted)
+        return convolve_backward(plan.convolution, dz, x, weight, wanted)
     N, C, (_, *size) = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"]
     if _turned(plan, plan.composed.backward, layout):
         dz = dz.view(N, *size, C).permute(0, 3, 1, 2)
     else:
         dz = _channels_last(plan, dz.view(N, C, *size), layout)
-    dx, dw = convolve_backward(plan.segment, dz, x, weight, wanted, lambda t: _channels_last(plan, t, layout))
+    dx, dw = convolve_backward(
+        plan.convolution, dz, x, weight, wanted, lambda t: _channels_last(plan, t, layout)
+    )
     if dx is not None and not library.is_channels_last(x, weight):
         dx = _in_planes(plan, dx)
-    return [dx, dw]
+    return dx, dw
 
 
 def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
@@ -865,16 +966,21 @@ def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
     if library.is_channels_last(t):
         return t
     N, C, H, W = t.shape
-    out = t.new_empty(N, H, W, C)
-    plan.kernels.transpose(out, t.contiguous(), N, C, H * W, layout == FOR_TF32)
-    return out.permute(0, 3, 1, 2)
+    return _transposed(plan, t, (N, H, W, C), (N, C, H * W, layout == FOR_TF32)).permute(0, 3, 1, 2)
 
 
 def _in_planes(plan: Plan, t: Tensor) -> Tensor:
     """t (N, C, H, W), channels last, contiguous."""
     N, C, H, W = t.shape
-    out = t.new_empty(N, C, H, W)
-    plan.kernels.transpose(out, t.permute(0, 2, 3, 1).contiguous(), N, H * W, C, False)
+    return _transposed(plan, t.permute(0, 2, 3, 1), (N, C, H, W), (N, H * W, C, False))
+
+
+def _transposed(plan: Plan, t: Tensor, shape: tuple[int, ...], numbers: tuple) -> Tensor:
+    """numbers: the launcher's, behind its tensors."""
+    if numbers not in plan.transposes:
+        plan.transposes[numbers] = plan.kernels.transpose.bound(*numbers, trusting=True)
+    out = t.new_empty(*shape)
+    plan.transposes[numbers](out, t.contiguous())
     return out
 
 
@@ -895,25 +1001,6 @@ def saved(
     return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
 
 
-def count(segment, arguments: Sequence, node: Node) -> float:
-    """A number of values: a node of counts."""
-    sizes = sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
-    if node.op == "const":
-        return node.attr
-    if node.op == "count":
-        axis, what = node.attr
-        counts = {
-            "n": lambda: sizes.N,
-            "c": lambda: sizes.C,
-            "group": lambda: sizes.C // what,
-            "s": lambda: sizes.positions(what),
-        }
-        return float(counts[axis]())
-    if node.op == "mul":
-        return math.prod(count(segment, arguments, a) for a in node.args)
-    raise Unsupported(f"a count made by {node.op}")
-
-
 def text(plan: Plan) -> str:
     return plan.composed.text
 
@@ -926,7 +1013,7 @@ def describe(
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
     sizes, device = sizes_of(segment, x, weight), library.device_type(x)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, device)
-    found.runs["forward"] = _layout(segment, x, weight, "forward")
+    found.runs = _layout(segment, x, weight, "forward")
     _divide(found, arguments)
     return _words(found)
 
@@ -935,7 +1022,7 @@ def _words(plan: Plan) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, ["the library's convolution"]
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words
-    words += [", channels last"] * bool(plan.runs["forward"])
+    words += [", channels last"] * bool(plan.runs)
     of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
     for program, names in of_text[: 1 + bool(composed.backward)]:
         words.append("; backward: " if program is composed.backward else ", then ")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,10 +25,10 @@ from . import direct, library, schedule, source, tiling
 from .algebra import reordered, statistics_of_v
 from .graph import ELEMENTS, order
 from .passes import Array, Key, Planes, Program, Root, Unsupported
-from .schedule import count
+from .schedule import Entry, Launch
 from .sink_text import Pass, Sink, local
 
-__all__ = ["Unsupported", "backward", "count", "describe", "forward", "plan", "requests", "saved"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
 INFERENCE_ONLY = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
@@ -206,7 +205,6 @@ class Composed(NamedTuple):
 
     text: str
     results: list[Array]
-    statistics: list[tuple[str, str]]
     tensors: list[tuple[str, str]]
     numbers: list[str]
     random: bool
@@ -250,10 +248,8 @@ class _Composer:
         found = [y, *[n for update in segment.updates for n in (update.mean, update.variance)]]
         if not exact_order:
             found = statistics_of_v(reordered(found))
-        self.statistics = [(f"batch_mean_{i}", f"batch_variance_{i}") for i in range(len(segment.updates))]
-        names = [name for pair in self.statistics for name in pair]
         self.roots = [Root("y", found[0], found[0].space, "output")]
-        self.roots += [Root(name, node, node.space, "real") for name, node in zip(names, found[1:])]
+        self.roots += schedule.running_statistics(segment, found[1:])
         self.program, self.stored = Program(self.graph, self.roots, {}), None
         self.reading = self._texts()
         if not self.reading:
@@ -350,7 +346,7 @@ class _Composer:
             "",
         ]
         text = "\n".join(text)
-        return Composed(text, results, self.statistics, tensors, numbers, random, parts, self.stores)
+        return Composed(text, results, tensors, numbers, random, parts, self.stores)
 
     def _given(self) -> tuple[list[tuple[str, str]], list[str], bool]:
         """Tensors and numbers behind x and weight, in the order of the segment's."""
@@ -569,20 +565,7 @@ def describe(
 # ------------------------------------------------------------------------------------------------------------------ running
 
 
-@dataclass
-class Plan:
-    """`results`: shapes and dtypes of what is written; `tensors`: the launcher's other arguments by their numbers, and the dtypes that it
-    reads; `number`: of the argument that goes with a seed. statistics: of each update, where forward's results have mean and variance."""
-
-    launch: Callable
-    results: Sequence[tuple[list[int], torch.dtype]]
-    tensors: Sequence[tuple[int, torch.dtype]]
-    number: int | None
-    line: str
-    statistics: Sequence[tuple[int, int]]
-
-
-def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Plan:
+def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Launch:
     """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
     mainloop, found = _chosen(segment, arguments, saving, dtype, exact_order)
     request = _build(mainloop, found, segment, arguments, dtype)
@@ -591,37 +574,25 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     )
     x, weight_at = arguments[0], len(segment.inputs)
     sizes = schedule.sizes_of(segment, x, arguments[weight_at])
+    at, table = schedule._places(segment), []
+    for array in found.results:
+        place, kind = at.get(array.name), dtype if array.name == "y" else torch.float32
+        table.append(
+            Entry(array.name, kind, place, sizes.shape(array.space) if place is None else None, True)
+        )
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
-    names = [leaf.attr[0] for leaf in segment.inputs] + [*segment.parameters, *segment.buffers]
-    tensors = [
-        (0, x.dtype),
-        (weight_at, x.dtype),
-        *[(names.index(n), dtypes[kind]) for n, kind in found.tensors],
-    ]
-    first, number = schedule._first_number(segment), None
+    table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
+    table += [Entry(name, dtypes[kind], at[source.identifier(name)]) for name, kind in found.tensors]
     if found.random:
-        tensors.append((first - 2, torch.int64))
-        number = first - 1
-    values = dict(zip(segment.scalars, arguments[first:]))
-    results = [(sizes.shape(a.space), dtype if a.name == "y" else torch.float32) for a in found.results]
-    at = [a.name for a in found.results]
-    return Plan(
-        kernels.forward.bound(*[float(values[name]) for name in found.numbers]),
-        results,
-        tensors,
-        number,
-        f"{mainloop.name}: {found.line}",
-        [tuple(at.index(name) for name in pair) for pair in found.statistics],
-    )
+        table.append(Entry("seed", torch.int64, at["seed"]))
+    values = dict(zip(segment.scalars, arguments[schedule._first_number(segment) :]))
+    bound = kernels.forward.bound(*[float(values[name]) for name in found.numbers])
+    return Launch(bound, table, arguments, number=at["seed"] + 1 if found.random else None)
 
 
-def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
-    """y, and batch norms' statistics."""
-    x = arguments[0]
-    found = [x.new_empty(shape, dtype=dtype) for shape, dtype in plan.results]
-    given = [schedule._as_read(arguments[i], dtype) for i, dtype in plan.tensors]
-    plan.launch(*found, *given, *[] if plan.number is None else [arguments[plan.number]])
-    return found
+def forward(plan: Launch, arguments: Sequence) -> list[Tensor]:
+    """y."""
+    return plan(arguments)
 
 
 def saved(*given) -> list:

@@ -37,13 +37,15 @@ TYPES = {
     "moments": "Moments<double>",
     "seed": "int64_t",
 }
-SCRATCH = Array("scratch", "double", Space(False, False, ""))
-PASSES = Array("passes", "mask", Space(False, False, ""))  # does any gradient pass?
+SCRATCH, KEPT = (Array(name, "double", Space(False, False, "")) for name in ("scratch", "kept"))
+PASSES = Array(
+    "passes", "mask", Space(False, False, "")
+)  # 1: a gradient passes; 2: and that of the filters isn't finite
 IMAGE, FILTERS, DWEIGHT = (Array(name, "value", ELEMENTS) for name in ("image", "filters", "dweight"))
 EXPORTED = {**TYPES, "real": "accumulate_t"}
 _STRIPS = ("strip_planes", "strip_rows", "strip_columns", "samples", "shares")
 _CONVOLUTION = ("image_C", "image_D", "image_H", "image_W", "kernel_D", "before", "above", "left")
-_TAKEN = set("n c N C at e w i lanes plane block real math load stream scratch number parts".split())
+_TAKEN = set("n c N C at e w i lanes plane block real math load stream scratch kept number parts".split())
 _TAKEN |= {
     *_STRIPS,
     *_CONVOLUTION,
@@ -835,21 +837,22 @@ def _turned(program: Program) -> list[int]:
     return found if all(alone[i] and not program.texts[i].scalar for i in found) else []
 
 
-def scratch(program: Program) -> list[Array]:
-    """The arrays that nobody outside sees: they share one tensor."""
+def rooms(program: Program) -> dict[Array, list[Array]]:
+    """The arrays that share one tensor: those that nobody outside sees (`SCRATCH`), and small ones from forward to backward (`KEPT`)."""
     results = {root.name for root in program.roots}
-    return [array for array in program.arrays.values() if array.name not in results]
+    hidden = [array for array in program.arrays.values() if array.name not in results]
+    return {SCRATCH: hidden} | ({KEPT: list(program.kept)} if program.kept else {})
 
 
 def parameters(program: Program, names: Names) -> list[Array]:
-    """The launcher's tensors: what leaves, the scratch of its passes (`SCRATCH`), what comes in."""
-    results = {root.name for root in program.roots}
-    written = [array for array in program.arrays.values() if array.name in results]
-    found = [*written, SCRATCH, *names.incoming.values(), *program.given.values()]
+    """The launcher's tensors: what leaves, rooms, what comes in."""
+    shared = [array for room in rooms(program).values() for array in room]
+    own = [*program.arrays.values(), *rooms(program), *names.incoming.values(), *program.given.values()]
+    found = [array for array in own if array not in shared]
     if program.in_strips:
         found += [IMAGE, FILTERS]
     elif program.differentiated_by:
-        found += [DWEIGHT, IMAGE] + [PASSES] * bool(program.closes)
+        found += [DWEIGHT, IMAGE, PASSES]
     return list(dict.fromkeys(found))
 
 
@@ -886,6 +889,8 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
     tensors = parameters(program, names)
     reals = [(t, name) for t, name in numbers(program, names.scalars, bool(names.random))]
     written = {*program.arrays.values(), SCRATCH, DWEIGHT, PASSES}
+    if not written.isdisjoint(program.kept):
+        written.add(KEPT)
     if program.in_strips:
         written |= {a for a in names.incoming.values() if a.name == "v"}
     declared = [f"{'' if a in written else 'const '}{EXPORTED[a.kind]}* {a.name}" for a in tensors]
@@ -893,10 +898,12 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
     if device == "cuda":
         declared.append("cudaStream_t stream")
     inside = [f"const real {name} = real({_scalar(t, name)});" for t, name in reals if t == "double"]
-    inside += [
-        f"{TYPES[a.kind]}* const {a.name} = load::next<{TYPES[a.kind]}>(scratch, {_size(a)});"
-        for a in scratch(program)
-    ]
+    for room, arrays in rooms(program).items():
+        constant = "" if room in written else "const "
+        types = [f"{constant}{TYPES[a.kind]}" for a in arrays]
+        inside += [
+            f"{t}* const {a.name} = load::next<{t}>({room.name}, {_size(a)});" for t, a in zip(types, arrays)
+        ]
     for name in sorted(used_levels):
         level = name.removeprefix("extent_")
         inside.append(f"const load::Extent {name}({_extent(level)});")
@@ -948,7 +955,7 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
             values = "{v, some.first, C, int64_t(e_D) * e_H * e_W}" if program.texts[i].reads_v else "{}"
             if i == program.differentiated and program.differentiated_by:
                 sums = f"{program.differentiated_by}::FilterSums"
-                given = f"{_extent_of(each)}, {values}, dz, dweight, image, {sizes}, {strips}, shares"
+                given = f"{_extent_of(each)}, {values}, dz, dweight, image, {sizes}, {strips}, shares, passes"
                 run = f"load::differentiated<{sums}>({made[i]}, {given});"
                 if program.closes:
                     own = ", ".join(program.arrays[key].name for key in each.targets if key.what == "sums")
@@ -959,8 +966,8 @@ def _on_cpu(program: Program, made: Sequence[str]) -> list[str]:
         else:
             blocks = {"sample": "some.first, some.last", "channel": "0, C", "one": "0, 1"}[each.mode]
             calls.append(f"load::small({made[i]}, {blocks});")
-    if program.closes:
-        calls = ["*passes = 0;", *calls]
+    if program.differentiated_by:
+        calls = [f"*passes = {int(not program.closes)};", *calls]
     if not program.in_strips:
         return ["const load::Samples some{0, N};", *calls]
     return [

@@ -169,7 +169,7 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
         programs["backward"] = plans[1], back.backward, back.backward_names
     programs = {key: (plan, copy.copy(each), names) for key, (plan, each, names) in programs.items()}
     for _, program, _ in programs.values():
-        program.turns = False  # cells convolve in planes
+        program.turns, program.kept = False, ()  # cells convolve in planes, and name what they keep
     of_programs, names = ({key: each[i] for key, each in programs.items()} for i in (1, 2))
     text = compose(of_programs, names, device, segment.conv.name)
     for name, (plan, program, _) in programs.items():

@@ -19,7 +19,9 @@ from typing import NewType, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 import inline_loader
 
@@ -93,10 +95,10 @@ def is_watched(*tensors: Tensor) -> bool:
     """Does anything see operators by themselves, and not the work that they do? A compiler, a tracer, a dispatch mode, torch.func; one of
     the tensors, which is no plain one."""
     return bool(
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        is_compiling()
+        or _get_tracing_state()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
         or (tensors and any([type(t) not in PLAIN for t in tensors]))
     )
 
@@ -165,9 +167,11 @@ class Operator:
         return f"<operator {NAMESPACE}::{self.name}({self.parameters}) -> Tensor>"
 
     def plan(self, arguments: Sequence, saving: bool) -> object:
-        """What need not be decided anew for such arguments; None for an operator without plans."""
+        """What need not be decided anew for such arguments; None for an operator without plans. Raises RuntimeError where the memory of one
+        was freed."""
         if self._make_plan is None:
             return None
+        check_memory(*arguments[: self.tensors])
         constants = [tuple(a) if isinstance(a, list) else a for a in arguments[self.varying :]]
         key = inline_loader.generation, saving, *described(*arguments[: self.tensors]), *constants
         if (plan := self._plans.get(key)) is None:

@@ -195,10 +195,11 @@ inline void convolve(value_t* v, const Convolution& of, int64_t planes, int64_t 
 }
 
 // The pass that makes the gradient of the convolution's results, in its member dz, and that of the filters by Sums: summed up in
-// `shares`. dz or dweight may be null: nobody wants it.
+// `shares`. dz or dweight may be null: nobody wants it. passes gets a 2 where dweight isn't finite.
 template <class Sums, class Pass>
 void differentiated(const Pass& pass, const Extent& extent, const Values& values, value_t* dz, value_t* dweight,
-                    const value_t* image, const winograd::Sizes& sizes, const Division& division, int64_t shares) {
+                    const value_t* image, const winograd::Sizes& sizes, const Division& division, int64_t shares,
+                    uint8_t* passes) {
   const int64_t C = sizes.K, positions = extent.positions(), all = sizes.N * division.parts();
   Sums sums(image, sizes, dweight ? shares : 0);
   host::parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
@@ -233,7 +234,12 @@ void differentiated(const Pass& pass, const Extent& extent, const Values& values
       if (dweight) own.end(share);
     }
   });
-  if (dweight) sums.merge(dweight);
+  if (!dweight) return;
+  sums.merge(dweight);
+  bool odd = false;
+  for (int64_t i = 0; i < sizes.K * sizes.terms() * direct::kTaps; i++)
+    odd |= !(std::abs(dweight[i]) <= std::numeric_limits<value_t>::max());
+  if (odd) *passes |= 2;
 }
 
 // Where nothing passes the pass's sums are zeros; that its gradients are, too, the caller is told by `passes`.

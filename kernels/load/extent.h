@@ -13,10 +13,10 @@ struct Extent {
   HOST_DEVICE int positions() const { return D * H * W; }
 };
 
-// The next array of so many elements in a launcher's scratch, at a multiple of 16 bytes.
-template <class T> T* next(double*& scratch, int64_t count) {
-  T* const array = reinterpret_cast<T*>(scratch);
-  scratch += (count * int64_t(sizeof(T)) + 15) / 16 * 2;
+// The next array of so many elements in a launcher's room (of double, or const double), at a multiple of 16 bytes.
+template <class T, class Room> T* next(Room*& room, int64_t count) {
+  T* const array = reinterpret_cast<T*>(room);
+  room += (count * int64_t(sizeof(T)) + 15) / 16 * 2;
   return array;
 }
 
