@@ -192,7 +192,10 @@ class Structure:
 
 
 def _foreseen(t: Tensor) -> Tensor:
-    return weightless(t).requires_grad_(t.requires_grad)
+    found = weightless(t)
+    if t.requires_grad and not torch._C._are_functorch_transforms_active():  # which allow none to be asked for
+        found.requires_grad_()
+    return found
 
 
 def _unfit(model: nn.Module, base: type, kind: tuple | None) -> str:
