@@ -175,7 +175,8 @@ EXPORT void gradient(value_t* dweight, value_t* dz, const value_t* dv, const val
   const int64_t D = sizes.planes(), H = sizes.height(), W = sizes.width();
   const load::Division strips{D, H, W, planes, rows, columns};
   const auto run = by_winograd ? load::differentiated<winograd::FilterSums, Copy> : load::differentiated<direct::FilterSums, Copy>;
-  run(Copy{dv}, load::Extent(N, C, D, H, W), {}, dz, dweight, image, sizes, strips, shares);
+  uint8_t passes = 0;
+  run(Copy{dv}, load::Extent(N, C, D, H, W), {}, dz, dweight, image, sizes, strips, shares, &passes);
 }
 """ + "\n".join(source._CONVOLVE)
 

@@ -906,7 +906,7 @@ def test_an_error_is_told_at_its_line(part, edit, capsys):
 
 
 COMPILER = """#!/bin/sh
-case "$SIGNAL $*" in [A-Z]*" -c "*) kill -$SIGNAL $VICTIM; exit 1;; esac
+case "$SIGNAL $*" in [A-Z]*" -c "*) kill -$SIGNAL $VICTIM; sleep 0.5; exit 1;; esac
 exec c++ "$@"
 """
 BUILD = """

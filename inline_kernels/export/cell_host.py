@@ -235,9 +235,8 @@ class ModelNew(Model):
 
     def forward(self, x):
         dropouts = [(path, each) for path, each in self.named_modules() if isinstance(each, nn.Dropout)]
-        for _, dropout in dropouts:
-            if not 0 <= dropout.p <= 1:
-                raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout.p}")
+        if odd := [dropout.p for _, dropout in dropouts if not 0 <= dropout.p <= 1]:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {odd[0]}")
         found = dict(_described(self, x))
         for what, expected in _EXPECTED.items():
             if (own := found.get(what)) != expected:

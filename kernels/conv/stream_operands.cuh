@@ -4,7 +4,7 @@
 //   x        (N, (D,) H, W, kPixel) of operands: C padded to a multiple of 8; where it is that already, it is
 //            not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8 where that is all
 //   weights  [channel block][group of kGroup operands of a pixel][tap], kBlockChannels rows of kWeightRow
-//            values, swizzled (core/tensor_core.cuh): as a pixel's; beside 8 and 8, [high, high, low, 0]
+//            values, swizzled (core/tensor_map.cuh): as a pixel's; beside 8 and 8, [high, high, low, 0]
 // float32 is scaled as conv/wide_operands.cuh says; samples which the first scale does not fit are packed
 // once more.
 #pragma once

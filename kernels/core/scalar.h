@@ -1,9 +1,7 @@
 // The element types of one build, for nvcc and for the host compiler alike.
-//
 // A build serves one combination of dtypes, chosen by -D flags: VALUE_T is what the convolution yields and
-// OUTPUT_T what the model returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that
-// backward needs. Parameters, statistics and sums use accumulate_t. Other macros of a build may stand before this
-// header, so there are few names in it.
+// OUTPUT_T what the model returns (float, double, half_t or bfloat16_t); INDEX_T holds an index that backward
+// needs. Sums use accumulate_t. Other macros of a build may stand before this header: it has few names.
 #pragma once
 #include <stdint.h>
 #include <type_traits>
@@ -42,6 +40,5 @@ using value_t = VALUE_T;
 using output_t = OUTPUT_T;
 using index_t = INDEX_T;
 using accumulate_t = std::conditional_t<std::is_same_v<value_t, double>, double, float>;
-
-// What results are compared with, as eager rounds it: to the results' type.
+// What results are compared with, as eager rounds it.
 HOST_DEVICE accumulate_t bound(double x) { return accumulate_t(output_t(accumulate_t(x))); }

@@ -298,19 +298,6 @@ __device__ __forceinline__ uint64_t describe_transposed(uint32_t address, uint32
   return uint64_t((address & 0x3ffff) >> 4) | uint64_t(128 >> 4) << 16 | uint64_t(plane_pitch >> 4) << 32;
 }
 
-// Describes an operand of which a row of A, or a column of B, has kDepth values of k, 64, 32 or 16, the next
-// behind it: unit u of 16 bytes of row r lies in the place of swizzled<kDepth>(r, u). The first row's address is a
-// multiple of eight rows. Adding 2 moves on by 16 values of k.
-template <int kDepth> HOST_DEVICE int swizzled(int row, int unit) {
-  return unit ^ row / (64 / kDepth) % (kDepth / 8);
-}
-template <int kDepth> __device__ __forceinline__ uint64_t describe_swizzled(uint32_t address) {
-  static_assert(kDepth == 64 || kDepth == 32 || kDepth == 16);
-  constexpr uint64_t kKind = kDepth == 64 ? 1 : kDepth == 32 ? 2 : 3;
-  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(kDepth * 16 >> 4) << 32 |
-         kKind << 62;
-}
-
 // After await_products, before the sums are read: keeps the compiler from reading them earlier.
 template <int kTiles> __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 #pragma unroll

@@ -12,6 +12,19 @@
 
 namespace tensor_core {
 
+// Describes an operand of which a row of A, or a column of B, has kDepth values of k, 64, 32 or 16, the next
+// behind it: unit u of 16 bytes of row r lies in the place of swizzled<kDepth>(r, u). The first row's address is a
+// multiple of eight rows. Adding 2 moves on by 16 values of k.
+template <int kDepth> HOST_DEVICE int swizzled(int row, int unit) {
+  return unit ^ row / (64 / kDepth) % (kDepth / 8);
+}
+template <int kDepth> __device__ __forceinline__ uint64_t describe_swizzled(uint32_t address) {
+  static_assert(kDepth == 64 || kDepth == 32 || kDepth == 16);
+  constexpr uint64_t kKind = kDepth == 64 ? 1 : kDepth == 32 ? 2 : 3;
+  return uint64_t((address & 0x3ffff) >> 4) | uint64_t(1) << 16 | uint64_t(kDepth * 16 >> 4) << 32 |
+         kKind << 62;
+}
+
 // A filter's stride, what of its padding lies before an image and behind it, and its dilation: of planes, of
 // rows, of columns.
 struct Walk {
@@ -19,8 +32,8 @@ struct Walk {
 };
 
 // An image (N, H, W, C), or volume (N, D, H, W, C), kDims = 3, of Operand, half_t or bfloat16_t, C a multiple
-// of 8, which begins at a multiple of 16 bytes. A copy takes kChannels channels, those of a swizzled operand
-// (core/tensor_core.cuh), at `positions`.
+// of 8, which begins at a multiple of 16 bytes. A copy takes kChannels channels, those of a swizzled operand, at
+// `positions`.
 template <int kDims, int kChannels> struct ImageMap {
   CUtensorMap map;
 };
