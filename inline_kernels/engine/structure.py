@@ -193,7 +193,9 @@ class Structure:
 
 def _foreseen(t: Tensor) -> Tensor:
     found = weightless(t)
-    if t.requires_grad and not torch._C._are_functorch_transforms_active():  # which allow none to be asked for
+    if (
+        t.requires_grad and not torch._C._are_functorch_transforms_active()
+    ):  # which allow none to be asked for
         found.requires_grad_()
     return found
 
