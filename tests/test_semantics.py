@@ -548,7 +548,8 @@ def problems(draw, name, variant, device):
     x = numerics.random_input(
         (draw(st.integers(1, 4)), inputs, *sizes), device=device, dtype=dtype, seed=draw(st.integers(0, 99))
     )
-    if draw(st.booleans()):
+    # float64 has no better reference to say where a value lies at a bound but for a rounding.
+    if draw(st.booleans()) and dtype != torch.float64:
         x = tie(model, x)
     else:
         x = (x + draw(st.sampled_from([0.0, 0.0, 100.0]))) * draw(st.sampled_from([1.0, 1e-3, 30.0]))
