@@ -93,6 +93,25 @@ template <class Partial, int kRows, int kPositions> struct Meeting {
   }
 };
 
+// A warp's values of 16 channels, of which so many exist, at 8·kTiles positions (core/sinks.cuh) meet in a room: two
+// channels each, behind one another.
+template <class Reduction, int kTiles, class Room>
+__device__ __forceinline__ void meet(Room& room, const float (&values)[kTiles][4], int channels) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  __syncwarp();  // what was there has been read
+#pragma unroll
+  for (int j = 0; j < kTiles; j++) {
+    typename Reduction::Partial both[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      both[i] = Merging<Reduction>::two(values[j][i], values[j][2 + i]);
+      if (g + 8 >= channels) both[i] = g < channels ? Reduction::of(values[j][i]) : Reduction::nothing();
+    }
+    room.put(g, j * 8 + 2 * t, both[0], both[1]);
+  }
+  __syncwarp();  // all lanes' are there
+}
+
 struct AsItIs {
   __device__ __forceinline__ float operator()(float value, int64_t) const { return value; }
 };

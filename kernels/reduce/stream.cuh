@@ -19,23 +19,11 @@ template <class Reduction> struct StreamChannels {
   template <int kTiles>
   __device__ __forceinline__ void store(uint8_t* staging, const float (&values)[kTiles][4],
                                         const store::Patch& patch, int S, int channels) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, own = channels - patch.channel;
     Room<kTiles>& room = *reinterpret_cast<Room<kTiles>*>(staging);
-    __syncwarp();  // what was there has been read
-#pragma unroll
-    for (int j = 0; j < kTiles; j++) {
-      Partial both[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        both[i] = Merging<Reduction>::two(values[j][i], values[j][2 + i]);
-        if (g + 8 >= own) both[i] = g < own ? Reduction::of(values[j][i]) : Reduction::nothing();
-      }
-      room.put(g, j * 8 + 2 * t, both[0], both[1]);
-    }
-    __syncwarp();  // all lanes' are there
+    meet<Reduction>(room, values, channels - patch.channel);
     const int sixteens = (channels + 15) / 16;
 #pragma unroll
-    for (int i = lane; i < 8 * kTiles; i += 32) {
+    for (int i = threadIdx.x % 32; i < 8 * kTiles; i += 32) {
       const int position = patch.position + i, n = position / S;
       if (i < patch.columns)
         y[(int64_t(n) * sixteens + patch.channel / 16) * S + position % S] = room.template all<Reduction>(i);

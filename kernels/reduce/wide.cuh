@@ -26,25 +26,12 @@ template <class Reduction> struct WideChannels {
 
   template <int kTiles>
   __device__ __forceinline__ void accept(const float (&values)[kTiles][4], void* staging, const WidePlace& place) const {
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     Room<kTiles>& room = *static_cast<Room<kTiles>*>(staging);
-    __syncwarp();  // what was there has been read
-#pragma unroll
-    for (int j = 0; j < kTiles; j++) {
-      Partial both[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        both[i] = Merging<Reduction>::two(values[j][i], values[j][2 + i]);
-        if (g + 8 >= place.channels())
-          both[i] = g < place.channels() ? Reduction::of(values[j][i]) : Reduction::nothing();
-      }
-      room.put(g, j * 8 + 2 * t, both[0], both[1]);
-    }
-    __syncwarp();  // all lanes' are there
+    meet<Reduction>(room, values, place.channels());
     const int64_t plane = place.n * ((place.channels_out + 15) / 16) + place.channel / 16;
     Partial* const to = y + (plane * place.height + place.row) * place.width + place.column;
 #pragma unroll
-    for (int i = lane; i < 8 * kTiles; i += 32)
+    for (int i = threadIdx.x % 32; i < 8 * kTiles; i += 32)
       if (i < place.pixels() && place.channels() > 0) to[i] = room.template all<Reduction>(i);
   }
   static __device__ __forceinline__ void finish() {}
