@@ -411,6 +411,7 @@ def test_what_a_block_does_in_eager_leaves_the_others_fused():
     _, fast, x = pair(Residual)
     handle = fast.blocks[0].conv.register_forward_hook(doubling_hook)
     assert sorted(runs(fast, x)) == ["eager", "load", "load", "load"]
+    assert "eager: blocks.0.conv has hooks" in str(fast.plan(x))
     handle.remove()
     assert runs(fast, x) == ["load"] * 4
 
@@ -1314,9 +1315,10 @@ def test_compile(kind, training):
     called = [node for node in graphs[0].graph.nodes if "fused_" in str(node.target)]
     # Running statistics are written by operators that torch.compile knows.
     assert len(called) == (1 if training and kind is Residual else SEGMENTS[kind])
-    if kind is Pointwise:
-        model.factor = fast.factor = 2.0
+    if kind is Pointwise:  # one change at a time: each has to be seen
         model.conv.stride = fast.conv.stride = (2, 2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+        model.factor = fast.factor = 2.0
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
 
 
