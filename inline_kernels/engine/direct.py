@@ -204,7 +204,9 @@ class _Writer:
         known, place = dict(known), ", int64_t at" * self.has_places
         nodes = _without([result], self.front.pooled if self.front.pooled in known else None)
         lines = self._lines([node for node in nodes if not node.space.small], known)
+        reads = any("[at]" in line for line in lines)
         return [
+            *["  using ReadsPlaces = void;  // of y's elements"] * reads,
             f"  __device__ __forceinline__ float {name}(float {operand}, const Channel& k{place}) const {{",
             *[f"    {line}" for line in lines],
             f"    return {known[result]};",

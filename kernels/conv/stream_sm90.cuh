@@ -282,7 +282,14 @@ struct StreamSm90 : Conv {
           float v = sums[j][i];
           if constexpr (kScaled) v = v * constants.correction * constants.factor;
           const bool real = column >= from && column < to && (kChannelsOut % 16 == 0 || channel + i / 2 * 8 < kChannelsOut);
-          if (real) results[j][i] = take(v, constants.channel, results[j][i], place + i / 2 * 8 * int64_t(S) + column);
+          const int64_t at = place + i / 2 * 8 * int64_t(S) + column;
+          // Without a branch, so that four chains of arithmetic don't wait for one another.
+          const auto taken = [&] { return take(v, constants.channel, results[j][i], at); };
+          if constexpr (reads_places<OfTail>) results[j][i] = real ? taken() : results[j][i];
+          else {
+            const float value = taken();
+            results[j][i] = real ? value : results[j][i];
+          }
         }
       }
     }
