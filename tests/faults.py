@@ -201,8 +201,9 @@ def main() -> int:
             path, old, _, tests = FAULTS[number]
             missed += [number] if outcome.told != good else []
             what = f"{path}: {old.strip()[:50]!r}; {outcome.by or tests} {outcome.why[:100]}"
-            print(f"{number:3d} {outcome.told}, {outcome.seconds} s: {what}", flush=True)
-            if options.record:
+            told = {"caught": "fails", "not caught": "passes"}.get(outcome.told) if options.sound else None
+            print(f"{number:3d} {told or outcome.told}, {outcome.seconds} s: {what}", flush=True)
+            if options.record and not (options.sound or options.files):
                 record(options.record, commit, FAULTS[number], outcome)
     print(f"{len(wanted)} faults, {len(missed)} not as they should be: {','.join(map(str, missed))}")
     return bool(missed)
