@@ -20,7 +20,7 @@ def _gpu(capability, multiprocessors, **clocks) -> SimpleNamespace:
 
 
 PROPERTIES = {
-    "H200": _gpu((9, 0), 132, clock_rate=1980000, memory_clock_rate=3201000, memory_bus_width=6144),
+    "H200": _gpu((9, 0), 132, clock_rate=1980000, memory_clock_rate=3201000, memory_bus_width=6016),
     "H100": _gpu((9, 0), 132, clock_rate=1980000, memory_clock_rate=2619000, memory_bus_width=5120),
     "H100 PCIe": _gpu((9, 0), 114, clock_rate=1755000, memory_clock_rate=1593000, memory_bus_width=5120),
     "an older torch": _gpu((9, 0), 66),

@@ -226,7 +226,8 @@ def test_checkpoint(name, reentrant, device):
     for module in (new, wrapped):
         torch.manual_seed(5)
         answers.append({key.removeprefix("module."): value for key, value in _backward(module, x).items()})
-    numerics.assert_equal(*answers)
+    # The first pass of a reentrant one is without gradients, and may sum in another order.
+    (numerics.assert_near if reentrant else numerics.assert_equal)(*answers)
 
 
 class Wrapped(nn.Module):

@@ -255,11 +255,17 @@ POOLED_BY_STREAM = {
         (6, 5, 7),
         lambda m, v: F.mish(F.max_pool3d(v / 2 + m.by_channel, 2)),
     ),
+    "few channels": (
+        (40, 6, 2, 3),
+        {"padding": 1, "stride": 2},
+        (9, 13),
+        lambda m, v: F.max_pool2d(v.abs(), 2),
+    ),
     "and a sum": ((40, 24, 1, 1), {}, (8, 9), lambda m, v: torch.sigmoid(F.avg_pool2d(v, 2)).sum((1, 2, 3))),
 }
 
 
-@pytest.mark.parametrize("name, dtype", list(zip(POOLED_BY_STREAM, [*TYPES, TYPES[0]])), ids=str)
+@pytest.mark.parametrize("name, dtype", list(zip(POOLED_BY_STREAM, [*TYPES, *TYPES])), ids=str)
 def test_windows_by_stream(name, dtype, device, monkeypatch):
     filters, settings, size, tail = POOLED_BY_STREAM[name]
     device(900), only_through("stream", monkeypatch)
@@ -370,7 +376,7 @@ def record_of_stream():
 def test_stream_s_columns():
     """They are the fastest of those recorded, or nearly."""
     for sizes, times in record_of_stream():
-        columns, products = choice.stream_columns(*sizes, H200)
+        columns, products = choice.stream_columns(*sizes[1:], H200, choice.Streamed())
         best = min(time for name, time in times.items() if name in ("256x2", "192x2", "128x2"))
         assert times[f"{columns}x2"] <= 1.04 * best, sizes
         assert products == pytest.approx(
@@ -385,7 +391,7 @@ def test_where_stream_is_taken():
         packing = sum(times["kernels"].values()) - times["kernels"]["products"]
         v = sizes[2] * sizes[1][0] * sizes[3]
         theirs = times["library"] + 2 * v / choice.PASS_BYTES
-        loses = choice.stream_loses(*sizes, H200, packs=sizes[3] == 4)
+        loses = choice.stream_loses(*sizes, H200, choice.Streamed(packs=sizes[3] == 4))
         assert loses is None or fastest > 0.8 * theirs, sizes
         assert loses or fastest - packing < theirs, sizes
 

@@ -308,12 +308,12 @@ REFUSED = {
     "a name that nobody reads": (MAPPED, {LINE: r"const auto other = \2;\n\g<0>"}, "const auto other"),
     "one of two places": (
         NORMED,
-        {r"(?s)(const auto mul\d+ = z_0 \* scale_\d+);(.*)": r"\1 * real(2);\2"},
-        "z_0 . scale",
+        {r"(?s)(const auto mul\d+ = math::product\(z_0, scale_\d+\));(.*)": r"\1 * real(2);\2"},
+        "z_0, scale",
     ),
     "a parameter hidden behind another": (
         NORMED,
-        {r"(?s)(z_0 . (scale_\d+).*?)(\n *const auto gelu)": r"\1\nconst auto \2 = z_0;\3"},
+        {r"(?s)(z_0, (scale_\d+).*?)(\n *const auto gelu)": r"\1\nconst auto \2 = z_0;\3"},
         "const auto scale_",
     ),
     "a comment that goes on": (MAPPED, {LINE: r"const auto \1 = \2;  // \\"}, "const auto|others"),

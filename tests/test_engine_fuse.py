@@ -1407,6 +1407,15 @@ def test_what_kernels_cannot_do(monkeypatch):
     assert_same(fast, model, x)
 
 
+def test_plan_of_a_frozen_model(monkeypatch):
+    """Backward follows where a parameter or the input asks for a gradient."""
+    asked = []
+    monkeypatch.setattr(schedule, "describe", lambda segment, a, saving, *rest: asked.append(saving) or "")
+    x, fast = torch.randn(2, 3, 9, 9), fuse(Residual().requires_grad_(False))
+    fast.plan(x), fast.plan(x.clone().requires_grad_()), fuse(Residual()).plan(x)
+    assert asked == [False] * 3 + [True] * 6
+
+
 def test_all_kernels_are_built_at_once(monkeypatch):
     built = []
     monkeypatch.setattr(

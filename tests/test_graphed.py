@@ -30,6 +30,13 @@ def noted(monkeypatch) -> list[str]:
         def replay(self):
             notes.append("replay")
 
+    class Generator:
+        def clone_state(self):
+            return "before"
+
+        def graphsafe_set_state(self, state):
+            notes.append(f"generator as {state}")
+
     @contextlib.contextmanager
     def entered(what, *given, **keywords):
         notes.append(f"in {what}")
@@ -37,6 +44,7 @@ def noted(monkeypatch) -> list[str]:
         notes.append(f"out of {what}")
 
     monkeypatch.setattr(library, "device_type", lambda t: "cuda")
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: Generator()})
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
@@ -116,6 +124,7 @@ def test_a_step_that_can_t_be_captured(noted):
             RuntimeError, match="step can't be captured: operation not(.|\n)*Expected no .item()"
         ):
             run(torch.ones(2))
+        assert noted.pop() == "generator as before"
     assert "replay" not in noted
 
 
@@ -202,4 +211,5 @@ def test_what_a_gpu_can_t_capture(optimizer):
     run(x)
     with pytest.raises(RuntimeError, match="step can't be captured: (.|\n)*Expected no .item()"):
         run(x)
+    assert len(torch.rand(100, device="cuda").unique()) > 50, "PyTorch draws as before"
     torch.cuda.synchronize()

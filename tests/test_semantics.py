@@ -424,7 +424,8 @@ def test_one_special_gradient_without_the_convolutions_output(value):
 def assert_not_finite_as_eager(
     model, x, variant="epilogue", reference=None, or_right=False, phases=numerics.BOTH
 ):
-    """NaN and infinite in the same places as eager on the device `reference`, output and gradients; the output without gradients the same.
+    """NaN and infinite in the same places as eager on the device `reference`, output and gradients; the output without gradients, whose sums
+    may have another order, too.
     or_right: or near float64's results."""
     new, device = numerics.twin_of(model, variant, x), reference or x.device
     theirs, ours = results(copy.deepcopy(model).to(device), x.to(device)), results(new, x)
@@ -441,7 +442,7 @@ def assert_not_finite_as_eager(
         )
     if "forward" in phases:
         with torch.no_grad():
-            numerics.assert_equal({"output": new(x)}, ours)
+            numerics.assert_near({"output": new(x)}, {"output": ours["output"]})
 
 
 def assert_rule_where_finite(new, model, x, phases=numerics.BOTH):

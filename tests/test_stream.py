@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from inline_kernels.engine import choice
 from test_emulated import Emulated, folder, library_of, pytestmark  # noqa: F401
 
 INF, NAN = float("inf"), float("nan")
@@ -25,11 +26,11 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
 #endif
   using Operands = conv::Operands<value_t, SPLIT>;
 #if X_LAST == Y_LAST
-  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
+  conv::streamed<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED>(
       x, weight, walk, stream, conv::Stored{y, conv::Identity{}});
 #else
   const Scratch<uint32_t> largest(x.size(0), stream);
-  conv::stream<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST>(
+  conv::stream<Filter, Operands, COLUMNS, 1, LEAD, 227 << 10, X_LAST, FOLDED>(
       x, weight, walk, conv::Identity{}, store::Positions<output_t, Y_LAST>{y}, conv::NoSink{}, largest, stream,
       [](const conv::Doubts&) {});
 #endif
@@ -38,7 +39,7 @@ EXPORT void forward(Out<output_t> y, In<value_t> x, In<value_t> weight, int64_t 
 TYPES = {torch.float32: "float", torch.float16: "half_t", torch.bfloat16: "bfloat16_t"}
 # Filters; images; columns of a tile; stride, padding before and behind, dilation. Tiles that end inside samples, and of several of them;
 # positions that are no multiple of anything; channels that fill no group and no block; both kinds of blocks; a step of one, two and four taps;
-# volumes.
+# volumes; rows of which a copy has one pixel or several, with padding, with a stride.
 CASES = [
     ((136, 72, 3, 3), (3, 9, 7), 128, (1, 1, 1, 1)),
     ((128, 64, 1, 1), (2, 5, 13), 192, (1, 0, 0, 1)),
@@ -49,6 +50,9 @@ CASES = [
     ((64, 8, 3, 2, 3), (2, 5, 6, 7), 128, (1, 1, 0, 1)),
     ((136, 32, 2, 3, 1), (3, 5, 4, 6), 192, (2, 1, 1, 1)),
     ((24, 72, 2, 1, 2), (2, 4, 5, 3), 128, (1, 0, 1, 2)),
+    ((24, 3, 2, 7), (2, 9, 11), 192, (2, 3, 2, 1)),
+    ((40, 13, 2, 3, 3), (2, 4, 5, 3), 128, (1, 1, 2, 1)),
+    ((40, 8, 3, 3), (2, 9, 7), 128, (1, 1, 1, 2)),
 ]
 
 
@@ -63,12 +67,15 @@ def convolved(x, weight, settings):
 def stream(folder):  # noqa: F811
     """stream(x, weight, columns, settings, x is channels last, y is): what the kernel writes."""
 
-    def run(x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False):
+    def run(
+        x, weight, columns, settings, x_last=False, y_last=False, result=None, lead=2, split=False, folds=True
+    ):
         axes = "DHW"[5 - weight.dim() :]
         dims = dict(zip(("CHANNELS_OUT", "CHANNELS_IN", *(f"KERNEL_{axis}" for axis in axes)), weight.shape))
         result = result or x.dtype
         defines = dims | {"COLUMNS": columns, "X_LAST": int(x_last), "Y_LAST": int(y_last), "LEAD": lead}
         defines["SPLIT"] = int(split)
+        defines["FOLDED"] = choice.stream_folded(weight.shape, settings[-1], not x_last, split)
         defines |= {"VALUE_T": TYPES[x.dtype], "OUTPUT_T": TYPES[result]}
         kernels = Emulated(SOURCE, library_of(SOURCE, 900, defines, (), folder))
         kernels.library.emulation_device(2, 227 << 10)
@@ -99,7 +106,7 @@ def drawn(filters, image, dtype):
 @pytest.mark.parametrize(
     "case, dtype, lead",
     [(case, torch.float32, case % 2 * 2) for case in range(len(CASES))]
-    + [(case, torch.bfloat16, 2 - case % 2 * 2) for case in (1, 4, 6, 7)],
+    + [(case, torch.bfloat16, 2 - case % 2 * 2) for case in (1, 4, 6, 7, 9, 10)],
     ids=str,
 )
 def test_sizes(case, dtype, lead, stream):
@@ -108,7 +115,9 @@ def test_sizes(case, dtype, lead, stream):
     assert_close(stream(x, weight, columns, settings, lead=lead), x, weight, settings)
 
 
-@pytest.mark.parametrize("filters, image, columns, settings", [CASES[1], CASES[3], CASES[7]], ids=str)
+@pytest.mark.parametrize(
+    "filters, image, columns, settings", [CASES[1], CASES[3], CASES[7], CASES[9]], ids=str
+)
 def test_split(filters, image, columns, settings, stream):
     """float32's digits; and an infinity stays where it is."""
     x, weight = drawn(filters, image, torch.float32)

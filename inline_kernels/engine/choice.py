@@ -54,6 +54,9 @@ STREAM_TILES = {
     2: {256: (5.3, 3.7, 0.628), 192: (4.8, 2.6, 0.494), 128: (5.5, 1.9, 0.336)},
     4: {256: (12.6, 5.6, 0.618), 192: (10.1, 4.0, 0.500), 128: (10.2, 3.0, 0.340)},
 }
+# What the copy engine takes for a row of operands of a position, however few they are; a tile takes that where it is more
+# (benchmarks/results/fuse/2026-11-25-h200-stream.json: 7, 47 and 90 before rows were folded; small filters in trials/stream.json).
+STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
 # The library's convolution in the same record: microseconds that any takes, and multiplications and additions a microsecond, by the bytes.
@@ -69,68 +72,71 @@ PACKING_START = 3  # microseconds, of each launch that packs, or looks for what 
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 
 
+class Streamed(NamedTuple):
+    """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
+    operands has the pixels; window: elements of v that are pooled to one; passes: of products, each in place of one over v."""
+
+    packs: bool = True
+    split: bool = False
+    folded: int = 1
+    window: int = 1
+    passes: int = 1
+
+
+def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
+    """Taps of a row whose pixels, of few channels, fit into one row of 64 operands. dilation: of columns."""
+    columns, channels = filters[-1], filters[1]
+    pixel = -(-channels // 8) * 8 * (1 + split)
+    fits = packs and dilation == 1 and columns * pixel <= 64 and not (split and channels > 8)
+    return columns if fits else 1
+
+
 def stream_columns(
-    image: Sequence[int],
-    filters: Sequence[int],
-    positions: int,
-    itemsize: int,
-    device,
-    split: bool = False,
-    pools: bool = False,
+    filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> tuple[int, float]:
-    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. pools: are its windows pooled? device:
-    a tiling.Device."""
+    """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. device: a tiling.Device."""
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
-    pixel = channels * (1 + split)
-    blocks, group = -(-outputs // block), 64 if pixel > 32 else 32 if pixel > 16 else 16
-    steps = -(-(-(-pixel // group) * math.prod(kernel)) // (64 // group))
+    row, copies = channels * (1 + how.split), math.prod(kernel) // how.folded
+    row = row if how.folded == 1 else -(-channels // 8) * 8 * (1 + how.split) * how.folded
+    blocks, group = -(-outputs // block), 64 if row > 32 else 32 if row > 16 else 16
+    copies *= -(-row // group)
+    steps = -(-copies // (64 // group))
     found = {}
-    tiles = SPLIT_TILES if split else STREAM_TILES[itemsize]
-    for columns, (start, tile, step) in tiles.items():
-        if pools and columns > 128:
+    for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[itemsize]).items():
+        if how.window > 1 and columns > 128:
             continue
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
-        # Two blocks are a cluster, side by side in channels or else in positions.
-        units = (
-            blocks // 2 * -(-positions // of_tile)
-            if blocks % 2 == 0
-            else blocks * -(-positions // (2 * of_tile))
-        )
+        # Two blocks are a cluster, side by side in channels, and each fetches half of the positions, or else in positions.
+        shared = 2 if blocks % 2 == 0 else 1
+        units = blocks // shared * -(-positions // (of_tile * 2 // shared))
         turns = -(-units // max(device.multiprocessors // 2, 1))
-        found[columns] = start + turns * (tile + steps * step * (128 // block)) / device.scale.clock
+        products = max(tile + steps * step, copies * of_tile // shared * STREAM_ROW)
+        found[columns] = start + turns * products / device.scale.clock
     fastest = min(found, key=found.get)
     return fastest, found[fastest]
 
 
 def stream_loses(
-    image: Sequence[int],
-    filters: Sequence[int],
-    positions: int,
-    itemsize: int,
-    device,
-    packs: bool,
-    split: bool = False,
-    window: int = 1,
-    passes: int = 1,
+    image: Sequence[int], filters: Sequence[int], positions: int, itemsize: int, device, how: Streamed
 ) -> str | None:
-    """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None. packs: is x packed first? split: are
-    its operands two float16? window: elements of v that are pooled to one; passes: of products, each in
-    place of one over v."""
+    """Why not stream, where the library's convolution and a pass over v behind it take no longer; or None."""
     x, weights, v = math.prod(image), math.prod(filters), positions * filters[0]
     bytes_a_time = PASS_BYTES * device.scale.memory
-    ours = stream_columns(image, filters, positions, itemsize, device, split, window > 1)[1]
-    ours, launches = ours * passes, 1 + packs + 2 * (itemsize == 4)
-    ours += launches * PACKING_START + (weights + packs * x) * (itemsize + 2 + 2 * split) / bytes_a_time
+    ours = stream_columns(filters, positions, itemsize, device, how)[1] * how.passes
+    launches = 1 + how.packs + 2 * (itemsize == 4)
+    ours += (
+        launches * PACKING_START + (weights + how.packs * x) * (itemsize + 2 + 2 * how.split) / bytes_a_time
+    )
     moved = (x + weights + v) * itemsize / bytes_a_time
     rate = LIBRARY_OPERATIONS[itemsize]
-    if split:
+    if how.split:
         rate = LIBRARY_WINOGRAD if tuple(filters[2:]) == (3, 3) and filters[1] >= 64 else LIBRARY_FLOAT32
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
     products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
     theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
-    theirs += (passes * v + v / window) * itemsize / bytes_a_time
+    theirs += (how.passes * v + v / how.window) * itemsize / bytes_a_time
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"
     )

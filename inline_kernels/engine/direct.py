@@ -291,10 +291,12 @@ def _declared(member: Member) -> str:
 
 
 class Asked(NamedTuple):
-    """Of a convolution: v's positions in all samples; and how its filter goes, or None where it is padded by more behind than before."""
+    """Of a convolution: v's positions in all samples; how its filter goes, or None where it is padded by more behind than before; and its
+    columns' dilation."""
 
     positions: int
     settings: precision.Settings | None
+    dilation: int
 
 
 class Mainloop(NamedTuple):
@@ -397,8 +399,14 @@ def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, pa
     if choice.is_silent():
         return None
     sizes = x.shape, weight.shape, asked.positions, x.element_size()
-    device, splits = tiling.device_properties(x.device.index), stream_splits(x, weight, asked)
-    return choice.stream_loses(*sizes, device, not last, splits, window, passes)
+    device = tiling.device_properties(x.device.index)
+    return choice.stream_loses(*sizes, device, streamed(x, weight, asked, window, passes))
+
+
+def streamed(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> choice.Streamed:
+    packs, splits = not tiling.stream_takes_last(x), stream_splits(x, weight, asked)
+    folded = choice.stream_folded(weight.shape, asked.dilation, packs, splits)
+    return choice.Streamed(packs, splits, folded, window, passes)
 
 
 def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
@@ -425,13 +433,13 @@ def _stream(dimensions: int, takes: str) -> Mainloop:
         f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
         [
             walk_text(dimensions),
-            "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST"
+            "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, FOLDED"
             f"{', Pool' * (takes == 'windows')}>(x, weight, walk, stream, {{stored}});",
         ],
         True,
         _stream_obstacle,
         lambda x, weight, dtypes, front, asked: tiling.stream_defines(
-            x, weight, asked.positions, stream_splits(x, weight, asked), bool(front is None or front.pooled)
+            x, weight, asked.positions, streamed(x, weight, asked, 1 if front and not front.pooled else 2)
         ),
         most=2,
         walks=True,
@@ -747,7 +755,7 @@ def asked_of(segment, x: Tensor, weight: Tensor) -> Asked:
     sizes, walk = schedule.sizes_of(segment, x, weight), _walk(segment, weight)
     same = walk.before == walk.behind
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
-    return Asked(sizes.N * sizes.positions("e"), settings)
+    return Asked(sizes.N * sizes.positions("e"), settings, walk.dilation[-1])
 
 
 def walk_defines(segment, weight: Tensor) -> dict[str, int]:

@@ -29,7 +29,11 @@ _OPERATORS = {
     ast.BitOr: "or",
 }
 _COMPARED = {ast.Gt: Node.gt, ast.GtE: Node.ge, ast.Lt: Node.lt, ast.LtE: Node.le, ast.Eq: Node.eq}
-_FUNCTIONS: dict[tuple[str, int], str] = {("output_t", 1): "of_results", ("value_t", 1): "of_values"}
+_FUNCTIONS: dict[tuple[str, int], str] = {
+    ("output_t", 1): "of_results",
+    ("value_t", 1): "of_values",
+    ("math_product", 2): "mul",
+}
 for _name, _row in SCALARS.items():
     if _match := re.fullmatch(r"math::(\w+)\((\{\d\}(?:, \{\d\})*)\)", _row.text):
         _FUNCTIONS.setdefault((f"math_{_match[1]}", _match[2].count("{")), _name)

@@ -69,10 +69,13 @@ class Graphed:
             return result
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
+            generator = torch.cuda.default_generators[self.device.index]
+            before = generator.clone_state()
             try:
                 with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=self.stream):
                     self.result = self.step(*self.inputs)
             except RuntimeError as error:
+                generator.graphsafe_set_state(before)  # its own waits for the capture's end for ever
                 advice = "no .item(), print or if of a result, and an optimizer that is capturable"
                 raise RuntimeError(f"step can't be captured: {error}\nExpected {advice}") from error
             self.graph = graph

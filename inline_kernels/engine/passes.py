@@ -170,11 +170,9 @@ class Program:
         self._seen: set = set()
         self._reached: dict[str, set[Node]] = {}
         nodes = order([r.node for r in self.roots])
-        self.moments_of = {
-            key.node
-            for n in nodes
-            if n not in self.given and (key := of_positions(n)) and key.what == "moments"
-        }
+        of = {n: key.node for n in nodes if (key := of_positions(n)) and key.what == "moments"}
+        self.moments_of = {node for n, node in of.items() if n not in self.given}
+        self.measured = {*of.values()}  # … here, or in a pass before
         self._channel_sums_meet = self._reaching_channels(nodes)
         for root in self.roots:
             self.root_of[Key("value", root.node)] = root

@@ -151,7 +151,7 @@ def _stream(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
     ]
     behind = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
     given = f"x, weight, walk, {local(last.tail)}, {out(last)}, {(*of_more, 'conv::NoSink{}')[0]}, largest, stream, {behind}"
-    kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, false"
+    kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, false, FOLDED"
     return planned, [f"conv::stream<{kind}>({given});"]
 
 

@@ -221,7 +221,8 @@ class _Text:
             args = [self._operand(a, scope) for a in node.args]
             if node.op in COMPARING:
                 args = [self._bound(a, t) for a, t in zip(node.args, args)]
-            return SCALARS[node.op].text.format(*args), ""
+            rounded = node.op == "mul" and node in self.program.measured
+            return ("math::product({0}, {1})" if rounded else SCALARS[node.op].text).format(*args), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
         if node.op == "picked":

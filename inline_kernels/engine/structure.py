@@ -108,7 +108,12 @@ class Structure:
         What lies between segments and can't run so leaves the rest undecided."""
         found: list[Decision] = []
         failed: list[Exception] = []  # here, and not in the user's code
-        saving = torch.is_grad_enabled() if saving is None else saving
+        if saving is None:
+            own = (
+                *model.parameters(),
+                *(each for each in self.given(inputs, keywords) if isinstance(each, Tensor)),
+            )
+            saving = torch.is_grad_enabled() and any([t.requires_grad for t in own])
 
         def of(part: Part) -> Callable:
             def decide(*given):

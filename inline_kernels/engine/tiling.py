@@ -61,13 +61,13 @@ _USUAL |= {(9, 0): (1.98e9, 3.4e12), (10, 0): (1.97e9, 8e12), (12, 0): (2.6e9, 1
 
 
 def _scale(properties, capability: tuple[int, int]) -> choice.Scale:
-    """Of a GPU to an H200: 132 multiprocessors at 1.98 GHz, a bus of 6,144 bits at twice 3.2 GHz. Within 5 % it is one."""
+    """Of a GPU to an H200: 132 multiprocessors at 1.98 GHz, a bus of 6,016 bits at twice 3.2 GHz. Within 5 % it is one."""
     usual = _USUAL[max([each for each in _USUAL if each <= capability], default=(8, 0))]
     clock, memory_clock, width = (
         getattr(properties, name, 0) for name in ("clock_rate", "memory_clock_rate", "memory_bus_width")
     )
     clock = (clock * 1e3 or usual[0]) / 1.98e9
-    memory = (2 * memory_clock * 1e3 * width / 8 or usual[1]) / (2 * 3.2e9 * 6144 / 8)
+    memory = (2 * memory_clock * 1e3 * width / 8 or usual[1]) / (2 * 3.2e9 * 6016 / 8)
     found = choice.Scale(clock, clock * properties.multi_processor_count / 132, memory)
     return choice.H200 if all(abs(each - 1) < 0.05 for each in found) else found
 
@@ -347,17 +347,13 @@ def stream_takes_last(x: Tensor) -> bool:
     return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
 
 
-def stream_defines(x: Tensor, weight: Tensor, positions: int, split: bool, pools: bool) -> dict[str, int]:
-    """positions: of all results. split: are operands two float16 each? pools: are windows of v pooled?"""
+def stream_defines(x: Tensor, weight: Tensor, positions: int, how: choice.Streamed) -> dict[str, int]:
+    """positions: of all results."""
     device = device_properties(x.device.index)
-    given = x.shape, weight.shape, positions, x.element_size(), device, split, pools
-    known = {"COLUMNS": choice.stream_columns(*given)[0], "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD}
-    return (
-        spatial_defines(weight.shape)
-        | known
-        | {"SPLIT": int(split)}
-        | {"LAST": int(stream_takes_last(x)), "SHARED_LIMIT": device.shared}
-    )
+    columns, _ = choice.stream_columns(weight.shape, positions, x.element_size(), device, how)
+    known = {"COLUMNS": columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD, "SPLIT": int(how.split)}
+    known |= {"LAST": int(not how.packs), "FOLDED": how.folded, "SHARED_LIMIT": device.shared}
+    return spatial_defines(weight.shape) | known
 
 
 # -------------------------------------------------------------------------------------------------------------- mainloops

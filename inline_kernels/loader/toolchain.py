@@ -6,6 +6,7 @@ Each function returns what it found, or raises a BuildError that says in a sente
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import os
@@ -136,10 +137,11 @@ def device_name(device: torch.device) -> str:
 
 def driver(device: torch.device) -> list | None:
     """Of a GPU: the CUDA that its driver serves, and the driver's own version where the system tells it."""
-    known = Path("/sys/module/nvidia/version")
     if device.type != "cuda":
         return None
-    return [torch._C._cuda_getDriverVersion(), *(known.read_text().split() if known.exists() else ())]
+    serves, known = ctypes.c_int(), Path("/sys/module/nvidia/version")
+    ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1").cuDriverGetVersion(ctypes.byref(serves))
+    return [serves.value, *(known.read_text().split() if known.exists() else ())]
 
 
 def cpu_name() -> str:

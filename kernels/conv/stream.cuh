@@ -96,37 +96,47 @@ inline int64_t stream_parts(int64_t positions, int columns) { return (positions 
 
 // x (N, C, (D,) H, W), or channels last, (N, (D,) H, W, C), where kLast; largest (N) becomes the bits of each
 // sample's largest magnitude, where operands are single its largest finite one. Where channels last values are
-// operands as they are, C is a multiple of 8. behind(Doubts) computes again what a float16 can't hold.
+// operands as they are, C is a multiple of 8. kFolded: taps of a row whose pixels are one row of operands, all of it
+// where columns are neighbours, or 1. behind(Doubts) computes again what a float16 can't hold.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          class Pool = Unpooled, class Tail, class Out, class More, class Behind>
+          int kFolded, class Pool = Unpooled, class Tail, class Out, class More, class Behind>
 void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> weight, const Walk& walk,
             const Tail& tail, const Out& out, const More& more, uint32_t* largest, cudaStream_t stream,
             const Behind& behind) {
   constexpr int kBlockChannels = Filter::kOut > 64 ? 128 : 64;
   constexpr bool kBesides = Operands::kSplit || Pool::kArea > 1 || Out::kReduces || More::kExists;
   constexpr int kOwn = stream_columns<Filter, kBesides>(kColumns);
-  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead>;
+  using Conv = Stream<Filter, Operands, kBlockChannels, kOwn, kCluster, kLead, kFolded>;
   using Loop = StreamSm90<Conv, Pool, Tail, Out, More, kSharedLimit>;
   using operand_t = typename Operands::operand_t;
   static_assert(!kLast || (!Operands::kScaled && Filter::kIn % 8 == 0), "x that need not be packed");
+  static_assert(!kLast || kFolded == 1, "its rows have no padding");
   expect(x.dims == Filter::kDims + 2 && x.size(kLast ? -1 : 1) == Filter::kIn,
          "an image of the channels that are compiled for");
-  const int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
+  int taps[] = {Filter::kDepth, Filter::kHeight, Filter::kWidth};
   const int window[] = {Pool::kDepth, Pool::kHeight, Pool::kWidth};
   int64_t sizes[] = {1, 1, 1}, results[3];
   Walk outputs = walk;
   const int64_t N = x.size(0);
   for (int d = 0; d < 3; d++) {
     if (d >= 3 - Filter::kDims) sizes[d] = x.size(d - 3 - kLast);
-    const int reach = (taps[d] - 1) * walk.dilation[d];
     results[d] = walked(walk, d, sizes[d], taps[d]) / window[d];
     expect(results[d] > 0, "an image that the filter and a window fit into");
+  }
+  Rows rows{sizes[0] * sizes[1] * sizes[2], int(sizes[2]), int(sizes[2]), 0};
+  if (kFolded > 1) {  // into pixels of which a filter has one, and whose padding is theirs
+    expect(walk.dilation[2] == 1, "columns that are neighbours");
+    rows.before = walk.before[2], rows.pitch += rows.before + walk.behind[2];
+    rows.S = sizes[0] * sizes[1] * rows.pitch;
+    taps[2] = 1, outputs.before[2] = outputs.behind[2] = 0, sizes[2] = rows.pitch - (kFolded - 1);
+  }
+  for (int d = 0; d < 3; d++) {
     if (window[d] == 1) continue;
     // The last window's first element is the last pixel to begin at.
     outputs.stride[d] = walk.stride[d] * window[d];
-    outputs.behind[d] = int((results[d] - 1) * outputs.stride[d] - walk.before[d] - (sizes[d] - 1)) + reach;
+    outputs.behind[d] = int((results[d] - 1) * outputs.stride[d] - outputs.before[d] - (sizes[d] - 1)) +
+                        (taps[d] - 1) * walk.dilation[d];
   }
-  const auto [D, H, W] = sizes;
   const auto [OD, OH, OW] = results;
   // Counted in int, two tiles beyond the last position, too.
   expect(N * OD * OH * OW < (int64_t(1) << 31) - 1024, "sizes that are counted in int");
@@ -136,12 +146,12 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
   const Scratch<uint4> packed_weight(Loop::kPackedWeights, stream);
   pack_stream_weight_kernel<Conv><<<Loop::kPaddedOut, kPackThreads, 0, stream>>>(
       packed_weight, exponents, largest, weight, N);
-  const Scratch<uint4> packed(kLast ? 0 : N * D * H * W * (Loop::kPixel / 8), stream);
+  const Scratch<uint4> packed(kLast ? 0 : N * rows.S * (Loop::kPixel / 8), stream);
   const operand_t* operands = reinterpret_cast<const operand_t*>(packed.data);
   if constexpr (kLast) operands = reinterpret_cast<const operand_t*>(x.data);
-  else pack_image<Conv>(packed, largest, x, N, D * H * W, stream);
-  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, D, H, W, Loop::kPixel, taps, outputs,
-                                                            Loop::kFetched);
+  else pack_image<Conv>(packed, largest, x, N, rows, stream);
+  const auto image = image_map<Filter::kDims, Loop::kGroup>(operands, N, sizes[0], sizes[1], rows.pitch,
+                                                            Loop::kPixel, taps, outputs, Loop::kFetched, kFolded);
   convolve_stream<Loop>(
       image, {out, more, packed_weight, exponents, largest, tail, int(N), int(OD), int(OH), int(OW), outputs,
               {walk.stride[0], walk.stride[1], walk.stride[2]}}, stream);
@@ -151,7 +161,7 @@ void stream(In<typename Operands::value_t> x, In<typename Operands::value_t> wei
 // y.to = y.tail(conv(x, weight)), or what it makes of windows of that; where there is `more`, that, too. Right for
 // all values of x and weight.
 template <class Filter, class Operands, int kColumns, int kCluster, int kLead, int kSharedLimit, bool kLast,
-          class Pool = Unpooled, class T, class Tail, class... Ts, class... Tails>
+          int kFolded, class Pool = Unpooled, class T, class Tail, class... Ts, class... Tails>
 void streamed(const In<typename Operands::value_t>& x, const In<typename Operands::value_t>& weight, const Walk& walk,
               cudaStream_t stream, const Stored<T, Tail>& y, const Stored<Ts, Tails>&... more) {
   static_assert(sizeof...(more) == 0 || (sizeof...(more) == 1 && Pool::kArea == 1));
@@ -170,7 +180,7 @@ void streamed(const In<typename Operands::value_t>& x, const In<typename Operand
     }
   };
   const auto launch = [&](const auto& besides) {
-    conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, Pool>(
+    conv::stream<Filter, Operands, kColumns, kCluster, kLead, kSharedLimit, kLast, kFolded, Pool>(
         x, weight, walk, y.tail, store::Positions<T, kLast>{y.to}, besides, largest, stream, behind);
   };
   if constexpr (sizeof...(more) == 0) launch(NoSink{});

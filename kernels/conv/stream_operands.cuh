@@ -2,9 +2,11 @@
 // and tensor cores want them.
 //
 //   x        (N, (D,) H, W, kPixel) of operands: C padded to a multiple of 8; where it is that already, it is
-//            not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8 where that is all
-//   weights  [channel block][group of kGroup operands of a pixel][tap], kBlockChannels rows of kWeightRow
-//            values, swizzled (core/tensor_map.cuh): as a pixel's; beside 8 and 8, [high, high, low, 0]
+//            not packed. Split, 16 channels' high parts and then their low ones, or 8 and 8 where that is all.
+//            Folded, rows have their padding
+//   weights  [channel block][group of kGroup operands of a row][copy], kBlockChannels rows of kGroup values,
+//            swizzled (core/tensor_map.cuh): as a row's; beside 8 and 8, [high, high], and then as many rows of
+//            [low, 0]
 // float32 is scaled as conv/wide_operands.cuh says; samples which the first scale does not fit are packed
 // once more.
 #pragma once
@@ -18,37 +20,43 @@ namespace conv {
 // = 128 channels; where it has 64, the same channels at other positions. kCluster blocks, 1 or 2, share what
 // both need. The first consumer is kLead steps ahead, so that one stores while the other still multiplies.
 //
-// A step of K is a tap of a group of 64 channels; of few channels it is kSlabs taps of all of them.
-template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_>
+// A step of K is a copy of a group of 64 operands, which a tap meets; of few channels it is kSlabs of them. What the
+// copy engine fetches takes it as long for a few channels as for 64. So, of few, a row of its operands may have kFolded
+// neighbouring pixels, all that a filter's row meets: they lie one behind the other in x.
+template <class Filter_, class Operands_, int kBlockChannels_, int kColumns_, int kCluster_, int kLead_, int kFolded_>
 struct Stream : Operands_ {
   using Filter = Filter_;
   using Operands = Operands_;
   static constexpr bool kTransposed = false;
   static constexpr int kChannelsIn = Filter::kIn, kChannelsOut = Filter::kOut;
   static constexpr int kDims = Filter::kDims, kTaps = Filter::kTaps;
-  // Of a part's neighbours; a pixel's operands, and those of a group.
+  static constexpr int kFolded = kFolded_, kCopies = kTaps / kFolded, kCopiesOfLine = Filter::kWidth / kFolded;
+  // Of a part's neighbours; the operands of a pixel, a row and a group.
   static constexpr int kParts = Operands::kParts, kBeside = kParts == 1 || kChannelsIn <= 8 ? 8 : 16;
   static constexpr int kPixel = ceil_div(kChannelsIn, kBeside) * kBeside * kParts;
-  static constexpr int kGroup = kPixel > 32 ? 64 : kPixel > 16 ? 32 : 16;
-  static constexpr int kGroups = ceil_div(kPixel, kGroup), kSlabs = 64 / kGroup;
-  static constexpr int kSteps = ceil_div(kGroups * kTaps, kSlabs);
-  static constexpr int kLastSlabs = kGroups * kTaps - (kSteps - 1) * kSlabs;  // of the last step
+  static constexpr int kRow = kPixel * kFolded, kGroup = kRow > 32 ? 64 : kRow > 16 ? 32 : 16;
+  static constexpr int kGroups = ceil_div(kRow, kGroup), kSlabs = 64 / kGroup;
+  static_assert(kFolded == 1 || (kFolded == Filter::kWidth && kBeside == 8 && kRow <= 64), "rows of one group");
+  static constexpr int kSteps = ceil_div(kGroups * kCopies, kSlabs);
+  static constexpr int kLastSlabs = kGroups * kCopies - (kSteps - 1) * kSlabs;  // of the last step
   // Sixteens of channels of a group, and of the last one; products of depth 16 for each, and where their
-  // operands lie, in sixteens of values: weights' and x's.
+  // operands lie, in units of 16 bytes: weights' and x's.
   static constexpr int kDepth = kParts == 1 || kBeside == 8 ? 16 : 32;
-  static constexpr int kDeep = kGroup / kDepth, kLastDeep = ceil_div(kPixel - (kGroups - 1) * kGroup, kDepth);
+  static constexpr int kDeep = kGroup / kDepth, kLastDeep = ceil_div(kRow - (kGroups - 1) * kGroup, kDepth);
   static constexpr int kProducts = kParts == 1 ? 1 : kBeside == 8 ? 2 : 3;
-  static HOST_DEVICE constexpr int of_weight(int product) { return product == 1; }
-  static HOST_DEVICE constexpr int of_image(int product) { return product == 2; }
-  static constexpr int kWeightRow = kParts == 2 && kBeside == 8 ? 2 * kGroup : kGroup;
-  static constexpr int kBlockChannels = kBlockChannels_, kColumns = kColumns_, kCluster = kCluster_;
+  static constexpr int kBlockChannels = kBlockChannels_, kWeightRows = kBlockChannels * (kProducts == 2 ? 2 : 1);
+  static HOST_DEVICE constexpr int of_weight(int product) {
+    return product != 1 ? 0 : kProducts == 2 ? kBlockChannels * kGroup / 8 : 2;
+  }
+  static HOST_DEVICE constexpr int of_image(int product) { return product == 2 ? 2 : 0; }
+  static constexpr int kColumns = kColumns_, kCluster = kCluster_;
   static constexpr int kLead = kLead_ < kSteps ? kLead_ : kSteps;
   static constexpr int kChannelBlocks = ceil_div(kChannelsOut, kBlockChannels);
   static constexpr int kPaddedOut = kChannelBlocks * kBlockChannels;
   static constexpr int kTilePositions = kColumns * 128 / kBlockChannels;
-  static constexpr int kWeightBytes = kBlockChannels * kWeightRow * 2;   // of a tap of a group
-  static constexpr int kImageBytes = kTilePositions * kGroup * 2;    // of that
-  static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kGroups * kTaps * kWeightBytes / 16;  // uint4
+  static constexpr int kWeightBytes = kWeightRows * kGroup * 2;   // of a copy of a group
+  static constexpr int kImageBytes = kTilePositions * kGroup * 2; // of that
+  static constexpr int64_t kPackedWeights = int64_t(kChannelBlocks) * kGroups * kCopies * kWeightBytes / 16;  // uint4
   static_assert((kBlockChannels == 64 || kBlockChannels == 128) && kColumns % 64 == 0);
 
   // Eights of channels of a pixel; where the first part of one lies, in units of 16 bytes, and the next part.
@@ -56,12 +64,15 @@ struct Stream : Operands_ {
   static HOST_DEVICE constexpr int unit_of(int eight) {
     return eight / kPartPitch * (kPartPitch * kParts) + eight % kPartPitch;
   }
-  // What a row of weights has at place k of a group: the channel, and which part, or kParts for zero.
-  struct Entry { int channel, part; };
-  static __device__ __forceinline__ Entry entry(int group, int k) {
-    if (kParts == 1) return {group * kGroup + k, 0};
-    if (kBeside == 8) return {k % 8, k < 16 ? 0 : k < 24 ? 1 : 2};
-    return {group * (kGroup / 2) + k / 32 * 16 + k % 16, k / 16 % 2};
+  // What a row of weights has at place k of a group: the channel, which part, or kParts for zero, and which of a
+  // copy's taps. second: of the rows behind a block's first.
+  struct Entry { int channel, part, tap; };
+  static __device__ __forceinline__ Entry entry(int group, int k, bool second) {
+    if (kProducts == 3) return {group * (kGroup / 2) + k / 32 * 16 + k % 16, k / 16 % 2, 0};
+    const int tap = kFolded > 1 ? k / kPixel : 0, at = group * kGroup + k - tap * kPixel;
+    if (kFolded > 1 && tap >= kFolded) return {0, kParts, 0};
+    if (kProducts == 2) return {at % 8, !second ? 0 : at < 8 ? 1 : kParts, tap};
+    return {at, 0, tap};
   }
   // An infinite magnitude marks a sample that is computed again.
   static __device__ __forceinline__ int sample_exponent(uint32_t largest) {
@@ -71,14 +82,14 @@ struct Stream : Operands_ {
 
 // --------------------------------------------------------------------------------------------------- weights
 
-// A block per output channel, a thread per 8 channels in of a tap; padding channels are 0. Also clears
+// A block per output channel, a thread per 8 operands of a copy; padding channels are 0. Also clears
 // largest (N).
 constexpr int kPackThreads = 256;
 template <class Conv>
 __global__ void __launch_bounds__(kPackThreads)
 pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
                           const typename Conv::value_t* weight, int64_t N) {
-  constexpr int kTaps = Conv::kTaps, kBlockChannels = Conv::kBlockChannels;
+  constexpr int kCopies = Conv::kCopies, kBlockChannels = Conv::kBlockChannels;
   const int channel = blockIdx.x;
   const bool real = channel < Conv::kChannelsOut;
   for (int64_t n = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; n < N;
@@ -89,22 +100,24 @@ pack_stream_weight_kernel(uint4* packed, int32_t* exponents, uint32_t* largest,
     exponent = channel_exponent<Conv>(weight, channel, real);
     if (threadIdx.x == 0) exponents[channel] = exponent;
   }
-  const int block = channel / kBlockChannels, row = channel % kBlockChannels;
-  constexpr int kUnits = Conv::kWeightRow / 8;  // of a row
-  for (int i = threadIdx.x; i < Conv::kGroups * kTaps * kUnits; i += kPackThreads) {
-    const int unit = i / kTaps, tap = i % kTaps, group = unit / kUnits;
+  const int block = channel / kBlockChannels;
+  constexpr int kUnits = Conv::kGroup / 8, kRows = Conv::kWeightRows;  // of a row; of a copy
+  for (int i = threadIdx.x; i < Conv::kGroups * kCopies * kUnits * (kRows / kBlockChannels); i += kPackThreads) {
+    const int unit = i / kCopies, copy = i % kCopies, group = unit / kUnits % Conv::kGroups;
+    const bool second = unit / kUnits >= Conv::kGroups;
+    const int row = channel % kBlockChannels + (second ? kBlockChannels : 0);
     union { typename Conv::operand_t values[8]; uint4 all; } pack;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      const auto [c, part] = Conv::entry(group, unit % kUnits * 8 + k);
+      const auto [c, part, tap] = Conv::entry(group, unit % kUnits * 8 + k, second);
       float value = real && c < Conv::kChannelsIn && part < Conv::kParts
-                        ? float(weight[weight_index<Conv>(channel, c, tap)])
+                        ? float(weight[weight_index<Conv>(channel, c, copy * Conv::kFolded + tap)])
                         : 0.f;
       if constexpr (Conv::kScaled) value = Conv::scaled(value, power_of_two(exponent));
       pack.values[k] = Conv::split(value).part[part % Conv::kParts];
     }
-    const int64_t first = (int64_t(block) * (Conv::kGroups * kTaps) + group * kTaps + tap) * kBlockChannels;
-    packed[(first + row) * kUnits + swizzled<Conv::kWeightRow>(row, unit % kUnits)] = pack.all;
+    const int64_t first = (int64_t(block) * (Conv::kGroups * kCopies) + group * kCopies + copy) * kRows;
+    packed[(first + row) * kUnits + swizzled<Conv::kGroup>(row, unit % kUnits)] = pack.all;
   }
 }
 
@@ -171,28 +184,47 @@ pack_image_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t
 #endif
 }
 
-// The samples which the first scale does not fit. Grid: shares of a sample, samples.
-template <class Conv>
+// Rows of packed pixels: `width` of an image's, and zeros around them, `before` of `pitch`; S pixels of a sample.
+struct Rows {
+  int64_t S;
+  int width, pitch, before;
+};
+
+// The same of few channels, by a thread for 8 of a pixel, with padding where rows have that; or, kAgain, the samples which the
+// first scale does not fit. Grid: shares of a sample, samples.
+template <class Conv, bool kAgain>
 __global__ void __launch_bounds__(kImageThreads)
-    repack_image_kernel(uint4* packed, const uint32_t* largest, const typename Conv::value_t* x, int64_t N,
-                        int64_t S) {
+    pack_pixels_kernel(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, Rows rows) {
 #if __CUDA_ARCH__ >= 800
+  const int64_t S = rows.S / rows.pitch * rows.width;
   for (int64_t n = blockIdx.y; n < N; n += gridDim.y) {
-    const int exponent = Conv::sample_exponent(largest[n]);
-    if (exponent == Conv::kFirstExponent) continue;
-    const int64_t eights = S * Conv::kEights, stride = int64_t(gridDim.x) * kImageThreads;
+    int exponent = Conv::kFirstExponent;
+    if (kAgain && (exponent = Conv::sample_exponent(largest[n])) == Conv::kFirstExponent) continue;
+    float largest_magnitude = 0.f;
+    const int64_t eights = rows.S * Conv::kEights, stride = int64_t(gridDim.x) * kImageThreads;
     for (int64_t i = int64_t(blockIdx.x) * kImageThreads + threadIdx.x; i < eights; i += stride) {
-      const int64_t channel = i / S * 8, position = i % S;
+      const int64_t channel = i / rows.S * 8, pixel = i % rows.S;
+      int64_t position = pixel;
+      bool inside = true;
+      if constexpr (Conv::kFolded > 1) {
+        const int column = int(pixel % rows.pitch) - rows.before;
+        position = pixel / rows.pitch * rows.width + column, inside = column >= 0 && column < rows.width;
+      }
       float value[8];
 #pragma unroll
       for (int c = 0; c < 8; c++) {
-        const bool real = channel + c < Conv::kChannelsIn;
-        const float v = real ? float(x[(n * Conv::kChannelsIn + channel + c) * S + position]) : 0.f;
-        value[c] = Conv::scaled(v, power_of_two(exponent));
+        const bool real = inside && channel + c < Conv::kChannelsIn;
+        value[c] = real ? float(x[(n * Conv::kChannelsIn + channel + c) * S + position]) : 0.f;
+        if constexpr (Conv::kScaled) {
+          if (!kAgain) largest_magnitude = Conv::kParts == 1 ? larger_magnitude(largest_magnitude, value[c])
+                                                             : fmaxf(largest_magnitude, fabsf(value[c]));
+          value[c] = Conv::scaled(value[c], power_of_two(exponent));
+        }
       }
-      Conv::pack_pixel(packed + (n * S + position) * (Conv::kPixel / 8) + Conv::unit_of(channel / 8),
+      Conv::pack_pixel(packed + (n * rows.S + pixel) * (Conv::kPixel / 8) + Conv::unit_of(channel / 8),
                        Conv::kPartPitch, value);
     }
+    if constexpr (Conv::kScaled && !kAgain) raise_largest(largest + n, largest_magnitude);
   }
 #endif
 }
@@ -200,14 +232,21 @@ __global__ void __launch_bounds__(kImageThreads)
 // ---------------------------------------------------------------------------------------------------- launch
 
 template <class Conv>
-void pack_image(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, int64_t S,
+void pack_image(uint4* packed, uint32_t* largest, const typename Conv::value_t* x, int64_t N, const Rows& rows,
                 cudaStream_t stream) {
   const unsigned samples = N < 65535 ? N : 65535;
-  const dim3 grid((S + kImagePatch - 1) / kImagePatch, ceil_div(Conv::kEights * 8, kImagePatch), samples);
-  pack_image_kernel<Conv><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, S);
-  const dim3 repack_grid(32, samples);
+  if constexpr (Conv::kEights <= 4) {
+    // A sample's blocks are few, because each raises `largest`, but fill a GPU.
+    const int64_t all = (rows.S * Conv::kEights + kImageThreads - 1) / kImageThreads;
+    const dim3 grid(min(all, 4096 / N + 1), samples);
+    pack_pixels_kernel<Conv, false><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, rows);
+  } else {
+    const dim3 grid((rows.S + kImagePatch - 1) / kImagePatch, ceil_div(Conv::kEights * 8, kImagePatch), samples);
+    pack_image_kernel<Conv><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, rows.S);
+  }
+  const dim3 again(32, samples);
   if constexpr (Conv::kScaled)
-    repack_image_kernel<Conv><<<repack_grid, kImageThreads, 0, stream>>>(packed, largest, x, N, S);
+    pack_pixels_kernel<Conv, true><<<again, kImageThreads, 0, stream>>>(packed, largest, x, N, rows);
 }
 
 }  // namespace conv

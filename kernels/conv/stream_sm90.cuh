@@ -69,9 +69,9 @@ template <class Conv, class Pool, class Tail, class Out, class More, int kShared
 struct StreamSm90 : Conv {
   using Arguments = StreamArguments<Conv, Tail, Out, More>;
   using Conv::kBlockChannels, Conv::kChannelBlocks, Conv::kChannelsOut, Conv::kCluster, Conv::kColumns,
-      Conv::kDeep, Conv::kDepth, Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
+      Conv::kCopies, Conv::kCopiesOfLine, Conv::kDeep, Conv::kDepth, Conv::kFirstExponent, Conv::kGroup, Conv::kGroups, Conv::kImageBytes,
       Conv::kLastDeep, Conv::kLastSlabs, Conv::kLead, Conv::kProducts, Conv::kScaled, Conv::kSlabs,
-      Conv::kSteps, Conv::kTaps, Conv::kTilePositions, Conv::kWeightBytes, Conv::kWeightRow;
+      Conv::kSteps, Conv::kTilePositions, Conv::kWeightBytes;
   using typename Conv::Filter, typename Conv::operand_t;
   using Image = ImageMap<Conv::kDims, kGroup>;
 
@@ -147,7 +147,7 @@ struct StreamSm90 : Conv {
       const Pixel first{from / S, begins(0, row / args.OH % args.OD), begins(1, row % args.OH),
                         begins(2, from % args.OW)};
       const uint8_t* const weights = reinterpret_cast<const uint8_t*>(args.packed_weight) +
-                                     int64_t(tile.channel_block) * (kGroups * kTaps) * kWeightBytes;
+                                     int64_t(tile.channel_block) * (kGroups * kCopies) * kWeightBytes;
 #pragma unroll 1
       for (int i = 0; i < Pool::kArea * kSteps; i++, next.advance()) {
         const int element = i / kSteps, step = i % kSteps;
@@ -163,18 +163,18 @@ struct StreamSm90 : Conv {
         else copy_bulk(stage, of_step, bytes, full);
 #pragma unroll 1
         for (int j = 0; j < slabs; j++) {
-          const int slab = step * kSlabs + j, tap = slab % kTaps;
+          const int slab = step * kSlabs + j, copy = slab % kCopies;
           const auto offset = [&](int d, int of_tap, int of_element) {
             return uint16_t(of_tap * args.walk.dilation[d] + of_element * args.step[d]);
           };
-          const int line = tap / Filter::kWidth, row = element / Pool::kWidth;
+          const int line = copy / kCopiesOfLine, row = element / Pool::kWidth;
           const Offset to{offset(0, line / Filter::kHeight, row / Pool::kHeight),
                           offset(1, line % Filter::kHeight, row % Pool::kHeight),
-                          offset(2, tap % Filter::kWidth, element % Pool::kWidth)};
+                          offset(2, copy % kCopiesOfLine, element % Pool::kWidth)};
           uint8_t* const there = stage + kImageAt + j * kImageBytes;
           if constexpr (kByChannels)
-            copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kTaps * kGroup, first, to, kAll);
-          else copy_image(there, image, full, slab / kTaps * kGroup, first, to);
+            copy_image(there + rank * kFetched * kGroup * 2, image, full, slab / kCopies * kGroup, first, to, kAll);
+          else copy_image(there, image, full, slab / kCopies * kGroup, first, to);
         }
       }
     }
@@ -190,8 +190,8 @@ struct StreamSm90 : Conv {
 #pragma unroll
       for (int product = 0; product < kProducts; product++) {
         const int slab = i / kOfSlab, at = i % kOfSlab * (kDepth / 8);  // units
-        multiply_add<operand_t>(sums, weights + slab * (kWeightBytes / 16) + at + Conv::of_weight(product) * 2,
-                                image + slab * (kImageBytes / 16) + at + Conv::of_image(product) * 2,
+        multiply_add<operand_t>(sums, weights + slab * (kWeightBytes / 16) + at + Conv::of_weight(product),
+                                image + slab * (kImageBytes / 16) + at + Conv::of_image(product),
                                 accumulate || i + product > 0);
       }
     commit_products();
@@ -234,7 +234,7 @@ struct StreamSm90 : Conv {
       next.advance();
     };
     // Steps of one kind, then those of the last group or the last taps.
-    constexpr int kRest = kLastSlabs < kSlabs ? 1 : kSlabs == 1 && kLastDeep < kDeep ? kTaps : 0;
+    constexpr int kRest = kLastSlabs < kSlabs ? 1 : kSlabs == 1 && kLastDeep < kDeep ? kCopies : 0;
     using Deep = std::integral_constant<int, kSlabs == 1 ? kDeep : kLastDeep>;
     using Last = std::integral_constant<int, kLastDeep>;
 #pragma unroll 1
@@ -291,9 +291,9 @@ struct StreamSm90 : Conv {
   static __device__ __forceinline__ void consume(const Arguments& args, const Barriers& barriers,
                                                  uint8_t* shared, int rank) {
     const int warp = threadIdx.x / 32 - 4, consumer = warp / 4;
-    constexpr int kRow = kGroup * 2, kOwnRow = kWeightRow * 2;  // bytes
+    constexpr int kRow = kGroup * 2;  // bytes
     const uint32_t address = shared_address(shared);
-    const uint64_t weights = describe_swizzled<kWeightRow>(address + (kHalves ? 0 : consumer * 64 * kOwnRow));
+    const uint64_t weights = describe_swizzled<kGroup>(address + (kHalves ? 0 : consumer * 64 * kRow));
     const uint64_t image =
         describe_swizzled<kGroup>(address + kImageAt + (kHalves ? consumer * kColumns * kRow : 0));
     PipelineState<kStages> next;

@@ -37,6 +37,7 @@ __device__ __forceinline__ float log1p(float x) { return log1pf(x); }
 __device__ __forceinline__ float expm1(float x) { return expm1f(x); }
 __device__ __forceinline__ float erf(float x) { return erff(x); }
 __device__ __forceinline__ float exp2_accurate(float x) { return exp2f(x); }
+__device__ __forceinline__ float product(float a, float b) { return __fmul_rn(a, b); }
 
 }  // namespace gpu
 #endif
@@ -156,6 +157,15 @@ template <class A, class B> MATH Common<A, B> minimum(A a_, B b_) {
   const T smaller = a < b ? a : b;
   return a != a ? a : smaller;
 }
+// What statistics are of: the same number in each pass. A GPU's compiler takes other products into sums that follow,
+// unrounded.
+template <class A, class B> MATH auto product(A a, B b) {
+#ifdef MATH_ON_GPU
+  if constexpr (std::is_same_v<A, float> && std::is_same_v<B, float>) return gpu::product(a, b);
+#endif
+  return a * b;
+}
+
 template <class A, class B> MATH Common<A, B> maximum(A a_, B b_) {
   using T = Common<A, B>;
   const T a = widened<T>(a_), b = widened<T>(b_);

@@ -33,14 +33,15 @@ struct Walk {
 
 // An image (N, H, W, C), or volume (N, D, H, W, C), kDims = 3, of Operand, half_t or bfloat16_t, C a multiple
 // of 8, which begins at a multiple of 16 bytes. A copy takes kChannels channels, those of a swizzled operand, at
-// `positions`.
+// `positions`. Where pixels are folded, one has the channels of so many neighbours in its row, from itself on, and the
+// last of a row that have too few are none.
 template <int kDims, int kChannels> struct ImageMap {
   CUtensorMap map;
 };
 
 template <int kDims, int kChannels, class Operand>
 ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int64_t H, int64_t W, int64_t C,
-                                     const int (&taps)[3], const Walk& walk, int positions) {
+                                     const int (&taps)[3], const Walk& walk, int positions, int folded = 1) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result;
 #if CUDART_VERSION >= 12050
@@ -53,7 +54,7 @@ ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int
   const int64_t extents[] = {D, H, W};
   // Channels, then columns, rows and planes, then samples. Of the pixels that a filter's first tap meets: where
   // they begin, and how far from the image's last they end.
-  cuuint64_t sizes[kDims + 2] = {cuuint64_t(C)}, pitches[kDims + 1] = {cuuint64_t(C * 2)};
+  cuuint64_t sizes[kDims + 2] = {cuuint64_t(C * folded)}, pitches[kDims + 1] = {cuuint64_t(C * 2)};
   cuuint32_t strides[kDims + 2] = {1};
   int first[kDims], last[kDims];
   for (int i = 0; i < kDims; i++) {
@@ -61,7 +62,7 @@ ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int
     sizes[i + 1] = extents[axis], pitches[i + 1] = pitches[i] * extents[axis], strides[i + 1] = walk.stride[axis];
     first[i] = -walk.before[axis], last[i] = walk.behind[axis] - (taps[axis] - 1) * walk.dilation[axis];
   }
-  sizes[kDims + 1] = N, strides[kDims + 1] = 1;
+  sizes[1] -= folded - 1, sizes[kDims + 1] = N, strides[kDims + 1] = 1;
   static_assert(kChannels == 64 || kChannels == 32 || kChannels == 16);
   constexpr auto kSwizzle = kChannels == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                             : kChannels == 32 ? CU_TENSOR_MAP_SWIZZLE_64B

@@ -84,6 +84,11 @@ template <class E, int K> struct Traits<load::Pack<E, K>> {
   __device__ __forceinline__ load::Pack<E, K> name(load::Pack<E, K> x, A a, B b) {                         \
     return load::lanes<K>([&](int i) { return E(name(x.at[i], load::lane_of(a, i), load::lane_of(b, i))); }); \
   }
+LOAD_WITH_NUMBER(product)
+template <class A, class E, int K, class = std::enable_if_t<!load::is_pack<A>>>
+__device__ __forceinline__ load::Pack<E, K> product(A a, load::Pack<E, K> x) {
+  return product(x, a);
+}
 #define LOAD_WITH_GRADIENT(name) LOAD_UNARY(name) LOAD_UNARY(name##_gradient)
 LOAD_WITH_GRADIENT(exp) LOAD_WITH_GRADIENT(exp2) LOAD_WITH_GRADIENT(log) LOAD_WITH_GRADIENT(log1p)
 LOAD_WITH_GRADIENT(expm1) LOAD_WITH_GRADIENT(tanh) LOAD_WITH_GRADIENT(sigmoid) LOAD_WITH_GRADIENT(silu)

@@ -13,7 +13,7 @@ struct Walk {
 template <int kDims, int kChannels> struct ImageMap {
   const uint16_t* x;
   int64_t size[5];  // N, D, H, W, C
-  int taps[3], positions;
+  int taps[3], positions, folded;
   Walk walk;
 };
 struct Pixel {
@@ -25,7 +25,7 @@ struct Offset {
 
 template <int kDims, int kChannels, class Operand>
 ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int64_t H, int64_t W, int64_t C,
-                                     const int (&taps)[3], const Walk& walk, int positions) {
+                                     const int (&taps)[3], const Walk& walk, int positions, int folded = 1) {
   bool known = C % 8 == 0 && uintptr_t(x) % 16 == 0 && positions <= 1024 && (kDims == 3 || (D == 1 && taps[0] == 1));
   const int most = kDims == 3 ? 15 : 127;
   for (int d = 3 - kDims; d < 3; d++) {
@@ -33,7 +33,7 @@ ImageMap<kDims, kChannels> image_map(const Operand* x, int64_t N, int64_t D, int
     known &= walk.stride[d] <= 8 && walk.before[d] <= most && reach - walk.behind[d] <= most && walk.behind[d] <= most;
   }
   if (!known) throw std::runtime_error("an image that the copy engine can't read");
-  return {reinterpret_cast<const uint16_t*>(x), {N, D, H, W, C}, {taps[0], taps[1], taps[2]}, positions, walk};
+  return {reinterpret_cast<const uint16_t*>(x), {N, D, H, W, C}, {taps[0], taps[1], taps[2]}, positions, folded, walk};
 }
 
 template <int kDims, int kChannels>
@@ -43,14 +43,14 @@ void copy_image(void* shared, const ImageMap<kDims, kChannels>& image, uint64_t*
   const auto& [N, D, H, W, C] = image.size;
   const Walk& walk = image.walk;
   const auto last = [&](int d) {  // of a filter's first pixels
-    return image.size[d + 1] - 1 + walk.behind[d] - (image.taps[d] - 1) * walk.dilation[d];
+    return image.size[d + 1] - 1 - (d == 2) * (image.folded - 1) + walk.behind[d] - (image.taps[d] - 1) * walk.dilation[d];
   };
   std::vector<uint16_t> box(size_t(image.positions) * kChannels, 0);
   Pixel at = first;
   for (int i = 0; i < image.positions; i++) {
     const int64_t d = at.plane + tap.planes, h = at.row + tap.rows, w = at.column + tap.columns;
-    const bool inside = at.n < N && d >= 0 && d < D && h >= 0 && h < H && w >= 0 && w < W;
-    for (int c = 0; inside && c < kChannels && channel + c < C; c++)
+    const bool inside = at.n < N && d >= 0 && d < D && h >= 0 && h < H && w >= 0 && w <= W - image.folded;
+    for (int c = 0; inside && c < kChannels && channel + c < C * image.folded; c++)
       box[i * kChannels + swizzled<kChannels>(i, c / 8) * 8 + c % 8] =
           image.x[(((at.n * D + d) * H + h) * W + w) * C + channel + c];
     if ((at.column += walk.stride[2]) <= last(2)) continue;
