@@ -194,7 +194,7 @@ def test_v_stored(mainloop, name, through):
     assert_rule(model, x)
 
 
-@pytest.mark.parametrize("mainloop, stores", zip(FILTERS, [False, True, False, True]))
+@pytest.mark.parametrize("mainloop, stores", list(zip(FILTERS, [False, True, False, True])))
 def test_batch_norm_in_training(mainloop, stores, through):
     filters, size = FILTERS[mainloop][0]
     through(mainloop, stores=stores)
