@@ -129,8 +129,8 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
 
 def tie(model: torch.nn.Module) -> None:
     """Whole channels of the dropout problem at min_value, where alone it has gradients: in the first group, but for its first channel, because the
-    convolution is zero; and the next group's first because its slope is zero. At a number that every dtype holds."""
-    model.min_value = 0.25
+    convolution is zero; and the next group's first because its slope is zero."""
+    model.min_value = -0.3
     channels = model.norm.num_channels // model.norm.num_groups
     with torch.no_grad():
         model.conv.weight[:channels], model.conv.bias[:channels], model.norm.weight[channels] = 0, 0, 0

@@ -150,6 +150,26 @@ def test_instance_norm_where_all_channels_tie_the_first_wins(cache, channels_out
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("low, high, multiplier", [(0.0, 1.0, -1.0), (-1.0, 0.0, 1.0)])
+def test_instance_norm_bounds_hit_exactly(low, high, multiplier, gpu):
+    """What the clamp leaves of whole numbers and their negatives, in turn along an axis, has its maximum where z is 0, a bound, or beyond."""
+    model = numerics.build(INSTANCE_NORM, (3, 16, 3, (16, 1, 1, 1), low, high)).train()
+    with torch.no_grad():
+        model.conv.weight.copy_(torch.randint(-1, 2, model.conv.weight.shape)), model.conv.bias.zero_()
+        model.multiplier.fill_(multiplier)
+    x = torch.randint(-2, 3, (2, 3, 1, 8, 9)) * torch.tensor([1.0, -1.0] * 2).view(4, 1, 1)
+    x.flatten(2)[..., [0, -1]] = 0  # nothing is taken from them, so that sums are exact
+    dy = torch.randn(2, 2, 6, 7)
+    eager = numerics.results(model, x, dy)
+    gpu()
+    ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
+    assert eager["conv.weight"].abs().max() > 0.1
+    for name, theirs in eager.items():
+        torch.testing.assert_close(
+            ours[name], theirs, rtol=1e-4, atol=1e-4, msg=lambda text: f"{name}: {text}"
+        )
+
+
 @every_name
 def test_gradients_do_not_depend_on_which_are_asked_for(name, gpu):
     """Bitwise, from run to run, too; and an empty batch has gradients of zero."""

@@ -410,6 +410,7 @@ def test_what_a_block_does_in_eager_leaves_the_others_fused():
     _, fast, x = pair(Residual)
     handle = fast.blocks[0].conv.register_forward_hook(doubling_hook)
     assert sorted(runs(fast, x)) == ["eager", "load", "load", "load"]
+    assert "eager: blocks.0.conv has hooks" in str(fast.plan(x))
     handle.remove()
     assert runs(fast, x) == ["load"] * 4
 
@@ -1313,9 +1314,10 @@ def test_compile(kind, training):
     called = [node for node in graphs[0].graph.nodes if "fused_" in str(node.target)]
     # Running statistics are written by operators that torch.compile knows.
     assert len(called) == (1 if training and kind is Residual else SEGMENTS[kind])
-    if kind is Pointwise:
-        model.factor = fast.factor = 2.0
+    if kind is Pointwise:  # one change at a time: each has to be seen
         model.conv.stride = fast.conv.stride = (2, 2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+        model.factor = fast.factor = 2.0
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
 
 
@@ -1411,9 +1413,15 @@ def test_plan_of_a_frozen_model(monkeypatch):
     """Backward follows where a parameter or the input asks for a gradient."""
     asked = []
     monkeypatch.setattr(schedule, "describe", lambda segment, a, saving, *rest: asked.append(saving) or "")
-    x, fast = torch.randn(2, 3, 9, 9), fuse(Residual().requires_grad_(False))
-    fast.plan(x), fast.plan(x.clone().requires_grad_()), fuse(Residual()).plan(x)
-    assert asked == [False] * 3 + [True] * 6
+    x, frozen = torch.randn(2, 3, 9, 9), fuse(Residual().requires_grad_(False))
+    for fast, given, saving in (
+        (frozen, x, False),
+        (frozen, x.clone().requires_grad_(), True),
+        (fuse(Residual()), x, True),
+    ):
+        asked.clear()
+        fast.plan(given)
+        assert {*asked} == {saving}
 
 
 def test_all_kernels_are_built_at_once(monkeypatch):

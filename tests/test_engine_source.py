@@ -22,6 +22,7 @@ from inline_kernels.bench import checks
 from inline_kernels.engine import library, schedule, source
 from inline_kernels.engine.capture import capture
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
+from test_engine_cpu import philox
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 NAN, INF = float("nan"), float("inf")
@@ -254,6 +255,25 @@ def test_large_means(number, device):
     assert_rule(model, x, label=str(number))
 
 
+class OfMeans(nn.Module):
+    """Sums, a norm and an extreme of more small values than a warp has lanes."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 77, 3), nn.GroupNorm(1, 77)
+
+    def forward(self, x):
+        x = self.norm(torch.relu(self.conv(x)).mean((2, 3), keepdim=True))
+        return torch.logsumexp(x, dim=1) * x.sum(dim=1)
+
+
+def test_more_small_values_than_lanes(device):
+    if device == "cpu":
+        pytest.skip("which has no warps")
+    torch.manual_seed(0)
+    assert_rule(OfMeans(), torch.randn(3, 2, 7, 9))
+
+
 class Ties(nn.Module):
     """Whole numbers that meet bounds, zeros and one another in windows and over channels."""
 
@@ -286,6 +306,46 @@ def test_ties(tail, device):
     torch.manual_seed(0)
     x = torch.randint(-3, 4, (2, 1, 6, 7)).float()
     assert_rule(Ties(tail), x, label=tail)
+
+
+class Rounding(nn.Module):
+    """Sums that meet a bound, or one another, where they are rounded to 16 bits, and only there."""
+
+    def __init__(self, tail: str, middle: float):
+        super().__init__()
+        self.conv, self.p, self.tail = nn.Conv2d(1, 1, 1), nn.Parameter(torch.full((1, 1, 1), middle)), tail
+        with torch.no_grad():
+            self.conv.weight.fill_(1.0), self.conv.bias.zero_()
+
+    def forward(self, x):
+        x = self.conv(x)
+        if self.tail == "two":
+            return torch.max(self.p + x, self.p - x)
+        if self.tail == "minimum":
+            return torch.min(x + self.p, torch.tensor(-0.3))
+        if self.tail == "clamp":
+            return torch.clamp(x + self.p, min=-0.3)
+        x = x + self.p
+        return (
+            torch.nn.functional.hardtanh(x, -0.3, 0.3)
+            if self.tail == "hardtanh"
+            else torch.nn.functional.hardswish(x)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tail", ["clamp", "minimum", "hardtanh", "hardswish", "two"])
+def test_ties_of_16_bits(tail, dtype, device):
+    """What is compared is rounded as eager's is, and so as often equal: gradients are eager's, which jump there."""
+    if device == "cpu" and tail not in ("clamp", "two"):
+        pytest.skip("for a CPU compiled for a bound and for two tensors")
+    model = Rounding(tail, {"hardswish": 3.0, "two": 2.0}.get(tail, -0.3)).to(dtype)
+    x = (torch.arange(-60, 60).view(2, 1, 6, 10) * (torch.finfo(dtype).eps / 40)).to(dtype)
+    dy = torch.ones_like(x)
+    ours, eager = Run(model, x, dy).results, reference(model, x, dy, dtype)
+    assert len(eager["gradient of x"].unique()) > 1
+    for name in ("output", "gradient of x"):
+        torch.testing.assert_close(ours[name], eager[name], rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +459,16 @@ def test_dropout_is_drawn_again(shape, device):
     assert torch.equal(y, run()[0]) and not torch.equal(y, run(seed=6)[0])
     kept = y != 0
     assert 0.4 < kept.float().mean() < 0.7  # of 0.75²
+    draws = [
+        [
+            lane >> 8
+            for counter in range(-(-y.numel() // 4))
+            for lane in philox(5 + which * 0x9E3779B97F4A7C15, counter)
+        ]
+        for which in range(2)
+    ]
+    drawn = (torch.tensor(draws)[:, : y.numel()] * 2.0**-24 >= 0.25).all(0)
+    assert torch.equal(kept, drawn.view_as(kept)), "as its authors publish"
     with torch.no_grad():
         inner = torch.relu(model.conv(x)) + 1.0
     torch.testing.assert_close(y, torch.where(kept, torch.tanh(inner / 0.75**2), 0.0))
@@ -421,6 +491,22 @@ def test_exact_order_leaves_operations_where_they_are(monkeypatch):
         return text[text.index("at.window(") : text.index("at.write(")].split("});")[0]
 
     assert "tanh" in in_window(exact) and "tanh" not in in_window(moved) and "tanh" in moved
+
+
+class Taken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 3, bias=False)
+
+    def forward(self, x):
+        return torch.nn.functional.mish(torch.nn.functional.max_pool2d(self.conv(x), 2))
+
+
+def test_what_windows_take_of_v_is_kept_in_its_type():
+    model, x = Taken().bfloat16(), torch.randn(2, 2, 9, 10).bfloat16()
+    segment = segment_of(model, x)
+    kept = schedule.saved(segment, arguments_of(model, segment, x), x.dtype)
+    assert {dtype for _, dtype in kept} == {torch.uint8, torch.bfloat16}  # their places, too
 
 
 def test_no_more_is_kept_than_eager_keeps():

@@ -201,6 +201,9 @@ def test_least_recently_used_build_goes_first(cache, monkeypatch):
         inline_loader.load(name, source=scale().replace("scale", name))
         folders[name] = next(cache.glob(f"{name}_*/build.json")).parent
     assert [name for name, folder in folders.items() if folder.exists()] == ["a", "c"]
+    monkeypatch.setattr(loader_cache, "LIMIT", 1)
+    loader_cache.trim(cache, keep=folders["c"])
+    assert [name for name, folder in folders.items() if folder.exists()] == ["c"]
 
 
 def test_a_cached_load_counts_as_use(warm):

@@ -127,6 +127,8 @@ def test_only_the_gradients_that_are_needed_are_computed():
     x, bias, slope = operands(needs=(False, False))
     found = torch.ops.inline_kernels.tested_needs_backward(x, x, bias, slope, [], [False, True])
     assert [t.numel() for t in found] == [0, bias.numel()] and asked.pop() == [False, True]
+    found = operator.backward(x, (x, bias, slope), [], [False, True])
+    assert found[0] is None and found[1].shape == bias.shape and asked.pop() == [False, True]
     with torch.no_grad():
         assert not operator(*operands()).requires_grad
     assert not operator(*operands(needs=(False, False))).requires_grad and not asked

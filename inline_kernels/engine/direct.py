@@ -31,7 +31,7 @@ from . import choice, composed, library, precision, schedule, source, strips, ti
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .passes import Array, Program, Root, Unsupported, over_windows
-from .scalars import COMPARING, SCALARS, bound
+from .scalars import SCALARS, compared
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
@@ -228,11 +228,7 @@ class _Writer:
             known[node] = self._leaf(node)
             return
         operands = [self._value(a, known) for a in node.args]
-        if node.op in COMPARING:
-            operands = [
-                bound(t, a.attr if a.op == "const" else None) if _is_number(a) else t
-                for t, a in zip(operands, node.args)
-            ]
+        operands = compared(node.op, operands, node.args)
         operands = [f"({text})" if text.startswith("-") else text for text in operands]
         name = known[node] = f"{node.op}{node.id}"
         # By a number eager's GPU multiplies.

@@ -11,7 +11,7 @@ Nodes have operators (+, -, *, /, unary -, comparisons by `gt`, `ge`, `eq`), `wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 INF = math.inf
@@ -33,10 +33,24 @@ class Scalar(NamedTuple):
 
 
 # Of what these compare, a number is rounded to the results' type, as eager does.
-COMPARING = frozenset({"max", "min", "clamp", "clamp_min", "clamp_max", "hardtanh", "gt", "ge", "eq"})
+_COMPARING = frozenset({"max", "min", "clamp", "clamp_min", "clamp_max", "hardtanh", "gt", "ge", "eq"})
+# These jump, so that all they compare is rounded; the others' results are rounded later, which is the same.
+_JUMPING = frozenset({"gt", "ge", "eq", "hardswish_gradient"})
 
 
-def bound(text: str, number: float | None) -> str:
+def compared(op: str, texts: list[str], operands: Sequence) -> list[str]:
+    """C++ texts of operands as `op` gets them. Beside zero and infinities rounding would change but what a type has no exponent for."""
+    jumps = op in _JUMPING and not any(a.op == "const" and a.attr in (0.0, INF, -INF) for a in operands)
+
+    def text_of(text: str, a) -> str:
+        if a.op == "const" or (a.op == "leaf" and a.attr[1] == "scalar"):
+            return _bound(text, a.attr if a.op == "const" else None) if op in _COMPARING else text
+        return f"math::rounded({text})" if jumps else text
+
+    return [text_of(text, a) for text, a in zip(texts, operands)]
+
+
+def _bound(text: str, number: float | None) -> str:
     """C++ text of a number that is compared: `text`, where the number is known and every type has it."""
     if number is not None:
         fraction, exponent = math.frexp(number) if math.isfinite(number) else (0.0, 0)

@@ -24,7 +24,7 @@ from .passes import (
     over_channels,
     over_windows,
 )
-from .scalars import COMPARING, SCALARS, bound
+from .scalars import SCALARS, compared
 
 TYPES = {
     "value": "value_t",
@@ -219,10 +219,9 @@ class _Text:
             return self._lazily(node, scope), "drawn where it counts"
         if node.is_scalar_op:
             args = [self._operand(a, scope) for a in node.args]
-            if node.op in COMPARING:
-                args = [self._bound(a, t) for a, t in zip(node.args, args)]
             rounded = node.op == "mul" and node in self.program.measured
-            return ("math::product({0}, {1})" if rounded else SCALARS[node.op].text).format(*args), ""
+            text = "math::product({0}, {1})" if rounded else SCALARS[node.op].text
+            return text.format(*compared(node.op, args, node.args)), ""
         if node.op in ("put", "upsample"):
             return self._spread(node, scope), ""
         if node.op == "picked":
@@ -245,11 +244,6 @@ class _Text:
     def _operand(self, node: Node, scope: Scope) -> str:
         text = self.value(node, scope)
         return f"({text})" if text.startswith("-") else text
-
-    @staticmethod
-    def _bound(node: Node, text: str) -> str:
-        is_number = node.op == "const" or (node.op == "leaf" and node.attr[1] == "scalar")
-        return bound(text, node.attr if node.op == "const" else None) if is_number else text
 
     def _array(self, node: Node) -> Array | None:
         if node in self.program.given:

@@ -90,6 +90,14 @@ template <class T, class F> MATH T each(T x, const F& f) {
   }
 }
 
+// As results have it: what eager compares.
+template <class T> MATH T rounded(T x) {
+  if constexpr (std::is_same_v<Element<T>, output_t>)
+    return x;
+  else
+    return each(x, [](Element<T> value) { return Element<T>(accumulate_t(output_t(accumulate_t(value)))); });
+}
+
 #ifndef __CUDACC__
 template <class E, int bytes> using Vector __attribute__((vector_size(bytes))) = E;
 #endif
