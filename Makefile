@@ -44,7 +44,7 @@ demo: $(READY)
 	$(RUN) compare.py $(if $(QUICK),--quick) --json build/demo/report.json --plots build/demo
 
 test: $(READY)
-	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadgroup
+	$(RUN) -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 fuzz: $(READY)
 	$(RUN) tests/fuzz_engine.py --count 500

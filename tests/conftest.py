@@ -9,6 +9,8 @@ from pathlib import Path
 
 # Before torch starts its threads, which would keep a core from the other test process while they wait.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Most of the time is the compilers'.
+os.environ.setdefault("CXX", str(Path(__file__).with_name("quick_g++")))
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from torch.utils.cpp_extension import CUDA_HOME
 
 import inline_loader
+from inline_kernels.bench import timing
 from inline_kernels.engine import choice
 from inline_kernels.loader import library, units
 from inline_kernels.loader import toolchain as loader_toolchain
@@ -47,6 +50,15 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def optimised():
+    """Kernels are compiled as users have them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["CXX"].endswith("quick_g++"):
+            patch.delenv("CXX")
+        yield
 
 
 # ----------------------------------------------------------------------------------------------------------- the loader
@@ -132,6 +144,13 @@ def fresh_versions():
     loader_toolchain.version_of.cache_clear()
     yield
     loader_toolchain.version_of.cache_clear()
+
+
+@pytest.fixture
+def few_rounds(monkeypatch):
+    """As few as timing takes, where no time is looked at."""
+    timings = timing._timings
+    monkeypatch.setattr(timing, "_timings", lambda calls, measure, seconds: timings(calls, measure, 0.0))
 
 
 @pytest.fixture

@@ -67,9 +67,10 @@ def draws(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Calla
 def honest(
     name: str, reference: Callable[[], nn.Module], inputs, *phases: str, refusal: str = "", rewrite=None
 ) -> None:
-    """Adds a module as its own copy and, if there is a rewrite, its forward so written. inputs: a shape, or a function that draws."""
+    """Adds a module as its own copy, which trains, and, if there is a rewrite, its forward so written, which runs without gradients, too.
+    inputs: a shape, or a function that draws."""
     make_inputs = inputs if callable(inputs) else draws(inputs)
-    HONEST[name] = Entry(reference, copy.deepcopy, make_inputs, phases or USUAL, refusal)
+    HONEST[name] = Entry(reference, copy.deepcopy, make_inputs, phases or USUAL[1:], refusal)
 
     def rewritten(module):
         twin = copy.deepcopy(module)

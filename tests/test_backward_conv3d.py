@@ -13,7 +13,6 @@ from inline_kernels.engine import tiling
 from numerics import DROPOUT, INSTANCE_NORM
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
 
-DTYPES = [torch.float32, torch.float16]  # and bfloat16 at random sizes
 every_name = pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])
 TAILS = {INSTANCE_NORM: lambda C: ((C, 1, 1, 1), -1.0, 1.0), DROPOUT: lambda C: (4, 0.25, 1.0, 0.2)}
 
@@ -44,7 +43,7 @@ def assert_gradients(model, x):
 @every_name
 @pytest.mark.parametrize(
     "dtype, architecture, width",
-    [(dtype, 800, width) for dtype in DTYPES for width in (10, 11)] + [(dtype, 900, 12) for dtype in DTYPES],
+    [(torch.float32, 800, 10), (torch.float32, 800, 11), (torch.float16, 900, 12)],
     ids=str,
 )
 def test_gradients(name, dtype, architecture, width, gpu):
@@ -60,12 +59,10 @@ BUILDS = {
     INSTANCE_NORM: [
         (1, 16, (5, 1, 2), torch.bfloat16, 900),
         (4, 32, (1, 2, 4), torch.float32, 800),
-        (3, 16, (3, 3, 3), torch.float32, 900),
     ],
     DROPOUT: [
         (1, 32, (1, 4, 6), torch.float32, 900),
         (2, 16, (5, 1, 2), torch.bfloat16, 800),
-        (3, 16, (3, 3, 3), torch.float32, 800),
     ],
 }
 

@@ -83,7 +83,7 @@ def toy(name, reference, arguments, shape, forward=None, cases=(), timed_cases=(
     return Toy(name, reference, Mutant, arguments, shape, cases, timed_cases)
 
 
-@pytest.mark.parametrize("phase", checks.PHASES)
+@pytest.mark.parametrize("phase", ["forward", "train_dx"])
 @pytest.mark.parametrize("name", models.PROBLEMS)
 def test_eager_itself_passes(name, phase):
     result = compare.check(small(name), "epilogue", phase=phase, seed=1)
@@ -381,9 +381,7 @@ def test_mutants_fail(name, phase, forward, complaint):
 
 
 @pytest.mark.parametrize("dtype, channels", [(torch.float32, 4), (torch.float16, 64)], ids=str)
-@pytest.mark.parametrize(
-    "name", [MIN_ADD, INSTANCE_NORM, POOL]
-)  # the dropout problem's result does not depend on them
+@pytest.mark.parametrize("name", [MIN_ADD, POOL])
 def test_sums_in_half_are_found(name, dtype, channels):
     """In float16 only where they are long: a few roundings are within 4 units in the last place."""
     problem = small(name, sums_in_half)
@@ -476,8 +474,6 @@ def reordered(self, x, right):
     "name, shape",
     [
         (MIN_ADD, (1, 4, 4, 4)),
-        (INSTANCE_NORM, (1, 3, 4, 4, 4)),
-        (DROPOUT, (1, 3, 4, 4, 4)),
         (POOL, (1, 4, 6, 6)),
     ],
 )

@@ -10,6 +10,7 @@ import ast
 import functools
 import itertools
 import json
+import os
 import subprocess
 import sys
 import types
@@ -29,6 +30,9 @@ ROW = (
     "problem number variant peer auto device dtype phase inputs shape ok reason median_ms low_ms high_ms runs call_ms host_us memory_mb "
     "speedup_vs_eager quantity case error_norm error_max eager_error_norm eager_error_max error_vs_eager bytes floor_ms plan seed"
 )
+
+
+pytestmark = pytest.mark.usefixtures("few_rounds")
 
 
 def test_what_fails_gets_no_time():
@@ -410,13 +414,16 @@ def candidate(file: str, folder: Path) -> list[str]:
     "file, status, told",
     [
         (CANDIDATE + RIGHT, 0, "forward: right and honest; "),
-        (CANDIDATE + RIGHT.replace("return", "os.kill(os.getpid(), 9) #"), 9, "SIGKILL"),
+        (CANDIDATE + "os.kill(os.getpid(), 9)\n", 9, "SIGKILL"),
     ],
     ids=["right", "ends its process"],
 )
 def test_a_candidate_in_a_file(file, status, told, tmp_path):
     command_line = [sys.executable, str(Path(command.__file__)), *candidate(file, tmp_path)]
-    done = subprocess.run(command_line, capture_output=True, text=True, timeout=300)
+    own = {"TORCHDYNAMO_DISABLE": "1"}  # below torch.compile compiles
+    done = subprocess.run(
+        command_line, capture_output=True, text=True, timeout=300, env={**os.environ, **own}
+    )
     assert (done.returncode, told in done.stdout + done.stderr) == (status, True), done.stdout + done.stderr
     assert ("fast_1" in done.stdout) == (status == 0)
 

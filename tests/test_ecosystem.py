@@ -19,7 +19,7 @@ import models
 import numerics
 from inline_kernels.engine import composed, tiling
 from inline_kernels.engine.fuse import structure_of
-from numerics import every_device, every_name, every_variant, results
+from numerics import every_device, every_name, few_names, few_variants, results
 
 # What runs if a variant is asked for, and on a GPU, where there are several, unless one is.
 CHOICES = [*numerics.VARIANTS, pytest.param("auto", "cuda", marks=pytest.mark.gpu)]
@@ -40,8 +40,7 @@ def assert_close(ours: dict, theirs: dict) -> None:
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-4, msg=lambda text: f"{key}: {text}")
 
 
-@every_variant
-@every_name
+@few_variants
 @numerics.steady_library()
 def test_compile(name, variant, device):
     """One graph, forward and backward, through the default compiler."""
@@ -87,7 +86,7 @@ def graphs_of_the_reference(name, device, dynamic) -> tuple[int, int]:
 
 @every_choice
 @pytest.mark.parametrize(
-    "name, dynamic", [(name, (True, None)[i % 2]) for i, name in enumerate(numerics.NAMES)]
+    "name, dynamic", [(name, (True, None)[i % 2]) for i, name in enumerate(numerics.FEW)]
 )
 @numerics.steady_library()
 def test_compile_with_dynamic_shapes(name, variant, device, dynamic):
@@ -130,8 +129,7 @@ def test_the_choice_for_a_gpu_is_traced(name, dynamic, monkeypatch):
     assert [answer is None for answer in answers] == [True, True, True, len(shape) == 4, len(shape) == 4]
 
 
-@every_device
-@every_name
+@few_names
 @numerics.steady_library()
 def test_compile_in_training(name, device):
     """By the rule, with and without gradients. The graph draws a new dropout mask each time, and goes back through the mask that it drew."""
@@ -144,7 +142,7 @@ def test_compile_in_training(name, device):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("variant, device", [*CHOICES, ("auto", "cpu")])
+@every_choice
 @every_name
 @numerics.steady_library()
 def test_export(name, variant, device, dynamic):
@@ -159,9 +157,8 @@ def test_export(name, variant, device, dynamic):
 
 
 @pytest.mark.parametrize("around", ["forward", "backward", "both"])
-@every_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_name
+@few_variants
 @numerics.steady_library()
 def test_autocast(name, dtype, variant, device, around):
     """The reference's dtypes for the output and every gradient, and values as near to float64 as its own, with the region around
@@ -217,9 +214,8 @@ def test_autocast_of_other_inputs(name, device):
     assert new(x).dtype == torch.float32
 
 
-@every_device
 @pytest.mark.parametrize("reentrant", [True, False])
-@every_name
+@few_names
 @numerics.steady_library()
 def test_checkpoint(name, reentrant, device):
     """The forward pass that is run again must draw the same dropout mask."""
@@ -272,8 +268,7 @@ def test_profiler_shows_our_names(name):
     assert f"{own}Backward" in keys, "the gradient's node bears the operator's name"
 
 
-@every_variant
-@every_name
+@few_variants
 def test_deterministic_algorithms(name, variant, device, monkeypatch):
     """Allowed, and with memory that PyTorch fills with NaN then: all of it gets written."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -180,7 +180,7 @@ def library_of(
         included = once(folder / f"included-{key(replaced)}", functools.partial(translate_headers, replaced))
         headers = once(folder / f"headers-{architecture}", functools.partial(precompile, architecture))
         emulation = EMULATION / "emulation.cpp"
-        runs = once(folder / "emulation.so", lambda so: compile_with("-O3", emulation, "-shared", "-o", so))
+        runs = once(folder / "emulation.so", lambda so: compile_with("-O2", emulation, "-shared", "-o", so))
         macros = [f"-D{key}={value}" for key, value in {"__CUDA_ARCH__": architecture, **defines}.items()]
         text = library.with_suffix(".cpp")
         parts = [translated(source, replaced)]
@@ -337,23 +337,7 @@ def small(name, variant="fused", **options):
     return numerics.build(name, arguments, **options), numerics.random_input(shape, **options)
 
 
-# ------------------------------------------------------------------------------------------------------- the epilogue variant
-
-
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        (MIN_ADD, torch.float64),
-        (INSTANCE_NORM, torch.float16),
-        (DROPOUT, torch.float32),
-        (POOL, torch.float32),
-    ],
-    ids=str,
-)
-def test_epilogue_forward_and_backward(name, dtype, gpu):
-    model, x = small(name, "epilogue", dtype=dtype)
-    gpu()
-    numerics.assert_rule(model, x, "epilogue")
+# ------------------------------------------------------------------------------------------------------- sums, roundings, ties
 
 
 def test_min_add_sums_what_cancels(gpu):
@@ -420,23 +404,15 @@ def test_min_add_reads_the_newer_setting_of_tf32(precision, gpu, newer_setting, 
     assert not list(honesty._repeats(honesty.Probe(new, model, x, "train", None).on(x)))
 
 
-@pytest.mark.parametrize("variant", ["epilogue", "fused"])
-def test_dropout_has_gradients_where_elements_tie(variant, gpu):
-    model, x = small(DROPOUT, variant)
+def test_dropout_has_gradients_where_elements_tie(gpu):
+    model, x = small(DROPOUT, "fused")
     with torch.no_grad():
         model.norm.weight.zero_(), model.norm.bias.fill_(model.min_value)
     gpu()
-    numerics.assert_rule(model, x, variant)
+    numerics.assert_rule(model, x, "fused")
 
 
 # ---------------------------------------------------------------------------------------------------------- the fused variant
-
-
-@every_name
-def test_fused_forward_and_backward(name, gpu):
-    model, x = small(name)
-    gpu()
-    numerics.assert_rule(model, x, "fused")
 
 
 @every_name
@@ -455,7 +431,7 @@ def test_saved_tensors_that_come_back_in_other_strides(name, gpu):
         torch.testing.assert_close(again, ours, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name, dtype", [(INSTANCE_NORM, torch.float32), (DROPOUT, torch.float16)], ids=str)
+@pytest.mark.parametrize("name, dtype", [(DROPOUT, torch.float16)], ids=str)
 def test_opcheck(name, dtype, gpu):
     """What the fused operators return has the dtypes and layouts that they announce. (The others', with gradients: test_backward_*.py.)"""
     model, x = small(name, dtype=dtype)
@@ -476,9 +452,10 @@ def test_rule_in_every_dtype(name, dtype, emulated):
 @every_convolution_in_3d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(2, 3, 9, 14, 16), (1, 3, 30, 6, 11), (3, 3, 4, 5, 68), (1, 3, 3, 20, 9)], ids=str
+    "shape, multiprocessors",
+    [((2, 3, 9, 14, 16), 9), ((1, 3, 30, 6, 11), 1), ((3, 3, 4, 5, 68), 9), ((1, 3, 3, 20, 9), 9)],
+    ids=str,
 )
-@pytest.mark.parametrize("multiprocessors", [1, 9])
 def test_other_sizes_and_shares_of_blocks(name, shape, dtype, multiprocessors, emulated):
     """Hopper's way: planes come by the copy engine, where rows are aligned. One multiprocessor leaves a sample to a block."""
     model, _ = small(name, dtype=dtype)
@@ -491,12 +468,10 @@ BUILDS = {
     INSTANCE_NORM: [
         (1, 32, (1, 2, 4), torch.bfloat16, 800),
         (4, 16, (5, 1, 2), torch.float32, 900),
-        (2, 16, (3, 3, 3), torch.float32, 800),
     ],
     DROPOUT: [
         (1, 16, (5, 1, 2), torch.float32, 800),
         (4, 32, (1, 2, 4), torch.float32, 900),
-        (3, 16, (3, 3, 3), torch.bfloat16, 900),
     ],
 }
 
@@ -540,9 +515,16 @@ def test_instance_norm_holds_sums(cache, dtype, emulated):
 MEETING = "cooperative_groups::this_grid().sync();"
 
 
-@pytest.mark.parametrize("channels", [16, 32])
-@pytest.mark.parametrize("cache", [0, 1 << 20])
-@pytest.mark.parametrize("shape", [(2, 3, 9, 14, 16), (3, 3, 7, 11, 9)], ids=str)
+@pytest.mark.parametrize(
+    "channels, cache, shape",
+    [
+        (16, 0, (2, 3, 9, 14, 16)),
+        (16, 1 << 20, (3, 3, 7, 11, 9)),
+        (32, 0, (3, 3, 7, 11, 9)),
+        (32, 1 << 20, (2, 3, 9, 14, 16)),
+    ],
+    ids=str,
+)
 def test_instance_norm_meets_in_one_launch(shape, cache, channels, emulated):
     """A sample's parts, unequal ones too, wait for one another's statistics; without that, they read what has not been written."""
     model = numerics.build(INSTANCE_NORM, (3, channels, (2, 3, 3), (channels, 1, 1, 1), -1.0, 1.0))
@@ -617,9 +599,11 @@ def test_instance_norm_keeps_values_that_are_hardly_any(magnitude, emulated):
     assert_rule(INSTANCE_NORM, model, x * magnitude, emulated(INSTANCE_NORM, model, x * magnitude))
 
 
-@pytest.mark.parametrize("variant", ["epilogue", "fused"])
-@pytest.mark.parametrize("multiprocessors", [1, 12])
-@pytest.mark.parametrize("magnitude", [2.0**63, 2.0**70, 2.0**110])
+@pytest.mark.parametrize(
+    "magnitude, multiprocessors, variant",
+    [(2.0**63, 1, "fused"), (2.0**63, 12, "fused"), (2.0**70, 12, "fused"), (2.0**110, 1, "fused")]
+    + [(2.0**70, 1, "epilogue")],
+)
 def test_instance_norm_of_values_whose_squares_overflow(magnitude, multiprocessors, variant, gpu):
     """They count where the multiplier is small; gradients, too, while float32 has any digits of dv: 2^-140 of dy at 2^70."""
     model, x = small(INSTANCE_NORM, variant)
@@ -634,11 +618,10 @@ def test_instance_norm_of_values_whose_squares_overflow(magnitude, multiprocesso
 
 
 @pytest.mark.parametrize("size", [(4, 6, 7), (3, 3, 7), (9, 16, 16)], ids=str)
-@pytest.mark.parametrize("name", [INSTANCE_NORM, DROPOUT])
-def test_small_planes_and_larger_ones(name, size, gpu):
+def test_small_planes_and_larger_ones(size, gpu):
     """By a warp, of whole vectors or not, or by a block each."""
-    tail = {INSTANCE_NORM: ((20, 1, 1, 1), -1.0, 1.0), DROPOUT: (4, -0.3, 1.0, 0.2)}[name]
-    model, x = numerics.build(name, (5, 20, 1, *tail)), numerics.random_input((3, 5, *size))
+    model = numerics.build(INSTANCE_NORM, (5, 20, 1, (20, 1, 1, 1), -1.0, 1.0))
+    x = numerics.random_input((3, 5, *size))
     gpu()
     numerics.assert_rule(model, x, "epilogue")
 
@@ -807,7 +790,7 @@ def test_dropout_draws_on_the_host(variant, dropping, monkeypatch):
             assert torch.equal(twin(x) != 0, masks[0]), (other, dtype)
 
 
-@pytest.mark.parametrize("variant", ["epilogue", "fused"])
+@pytest.mark.parametrize("variant", ["fused"])
 def test_dropout_that_drops_nothing_leaves_the_generator(variant, dropping, monkeypatch):
     new, x, generator = dropping(variant)
     monkeypatch.setattr(torch.Tensor, "random_", random_on_the_device)
@@ -839,7 +822,7 @@ def test_dropout_draws_on_the_device_under_capture(variant, dropping, monkeypatc
     assert torch.equal(mask_and_gradient(new, x)[0], before)
 
 
-@pytest.mark.parametrize("variant", ["epilogue", "fused"])
+@pytest.mark.parametrize("variant", ["fused"])
 def test_dropout_draws_on_the_device_where_something_watches(variant, dropping):
     """A dispatch mode, and a compiler, whose code would keep a number."""
     new, x, generator = dropping(variant)

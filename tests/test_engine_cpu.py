@@ -14,6 +14,8 @@ import inline_loader
 from inline_kernels.engine import library, schedule
 from inline_kernels.engine.capture import capture
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 # Passes as they are generated, with each of the words. Pool: PD, PH, PW.
 WORDS = """
 #include "load/load.h"
@@ -126,7 +128,7 @@ DTYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bflo
 SIZES = [(1, 5, 7), (1, 1, 1), (1, 30, 37), (3, 9, 67), (2, 4, 16)]
 
 
-POOLS = [(1, 2, 2), (1, 3, 3), (1, 2, 5), (1, 1, 1), (1, 4, 4), (2, 1, 2), (0, 1, 1), (1, 2, 8), (1, 1, 0)]
+POOLS = [(1, 2, 2), (1, 3, 3), (1, 2, 5), (2, 1, 2), (0, 1, 1), (1, 2, 8), (1, 1, 0)]
 
 
 def words(dtype: torch.dtype, pool=None):
@@ -138,11 +140,7 @@ def words(dtype: torch.dtype, pool=None):
 
 
 def poisoned(*shape, dtype):
-    return (
-        torch.full(shape, 77, dtype=dtype)
-        if not dtype.is_floating_point
-        else torch.full(shape, float("nan"), dtype=dtype)
-    )
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -175,7 +173,8 @@ def test_sums_and_moments_have_each_value_once(dtype, size, parts):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    "dtype, pool", [(dtype, pool) for dtype in DTYPES for pool in POOLS[: 9 if dtype == torch.float32 else 3]]
+    "dtype, pool",
+    [(torch.float32, pool) for pool in POOLS] + [(torch.float64, POOLS[0]), (torch.bfloat16, POOLS[1])],
 )
 def test_windows_there_and_back(dtype, size, pool):
     window = [p or s for p, s in zip(pool, size)]

@@ -4,7 +4,6 @@ others; and what nvcc makes of its sources."""
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import re
 from pathlib import Path
@@ -23,7 +22,7 @@ from inline_kernels.engine.capture import capture
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_source import arguments_of, segment_of
-from test_kernels_compile import FUSED_ARCHITECTURES, H200, needs_nvcc, nvcc
+from test_kernels_compile import H200, needs_nvcc, nvcc
 
 INF = float("inf")
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -67,8 +66,14 @@ FILTERS = {
     "narrow3d": [((16, 3, 3, 3, 3), (5, 8, 11)), ((32, 2, 1, 2, 2), (4, 7, 9))],
     "wide": [((40, 24, 3, 3), (5, 21)), ((130, 17, 1, 2), (3, 67))],
 }
-CASES = [(mainloop, *sizes) for mainloop, all_sizes in FILTERS.items() for sizes in all_sizes]
-BUILDS = [(800, torch.float32), (800, torch.float16), (900, torch.float32), (900, torch.bfloat16)]
+DEVICES = [(800, torch.float32), (900, torch.bfloat16), (900, torch.float32), (800, torch.float16)]
+# Each mainloop in each of these, each size in some.
+BUILDS = [
+    (mainloop, *sizes[(place + two) % len(sizes)], *device)
+    for mainloop, sizes in FILTERS.items()
+    for place, device in enumerate(DEVICES)
+    for two in range(2 if device[1] == torch.float32 else 1)
+]
 
 
 @pytest.fixture
@@ -133,20 +138,15 @@ def assert_rule(model: nn.Module, x: torch.Tensor) -> None:
 # ------------------------------------------------------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("name", TAILS)
-@pytest.mark.parametrize("mainloop", FILTERS)
+@pytest.mark.parametrize(
+    "mainloop, name",
+    [(mainloop, name) for i, mainloop in enumerate(FILTERS) for name in [*TAILS][i % 2 :: 2]],
+)
 def test_tails(mainloop, name, device, monkeypatch):
+    """A tail is the same text in each mainloop."""
     filters, size = FILTERS[mainloop][0]
     device(), only_through(mainloop, monkeypatch)
     assert_rule(random_model(filters, TAILS[name]), numerics.random_input((2, filters[1], *size)))
-
-
-@pytest.mark.parametrize("architecture, dtype", BUILDS, ids=str)
-@pytest.mark.parametrize("mainloop, filters, size", CASES, ids=str)
-def test_sizes(mainloop, filters, size, architecture, dtype, device, monkeypatch):
-    device(architecture), only_through(mainloop, monkeypatch)
-    model = random_model(filters, TAILS["relu, bias"]).to(dtype)
-    assert_rule(model, numerics.random_input((2, filters[1], *size), dtype=dtype))
 
 
 @pytest.mark.parametrize("mainloop", FILTERS)
@@ -180,12 +180,12 @@ def assert_as_exact(model: nn.Module, x: torch.Tensor) -> None:
 OUTLIERS = {torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 6e4}
 
 
-@pytest.mark.parametrize("architecture, dtype", BUILDS, ids=str)
-@pytest.mark.parametrize("mainloop, filters, size", CASES, ids=str)
-def test_values_that_are_not_finite(mainloop, filters, size, architecture, dtype, device, monkeypatch):
-    """An outlier's neighbours keep their digits; sample 0 has none, and is what the mainloop makes of it."""
+@pytest.mark.parametrize("mainloop, filters, size, architecture, dtype", BUILDS, ids=str)
+def test_sizes(mainloop, filters, size, architecture, dtype, device, monkeypatch):
+    """And values that are not finite: an outlier's neighbours keep their digits; sample 0 has none, and is what the mainloop makes of it."""
     device(architecture), only_through(mainloop, monkeypatch)
     model = random_model(filters, TAILS["relu, bias"]).to(dtype)
+    assert_rule(model, numerics.random_input((2, filters[1], *size), dtype=dtype))
     x = numerics.random_input((5, filters[1], *size), dtype=dtype)
     for n, value in enumerate([INF, float("nan"), -INF, OUTLIERS[dtype]], 1):
         x[(n, 0, *[extent // 2 for extent in size])] = value
@@ -194,23 +194,20 @@ def test_values_that_are_not_finite(mainloop, filters, size, architecture, dtype
     assert_as_exact(model, x)
 
 
-@pytest.mark.parametrize("architecture, dtype", BUILDS, ids=str)
-@pytest.mark.parametrize("value", [INF, -INF, float("nan"), 1e30])
-@pytest.mark.parametrize("mainloop", FILTERS)
+@pytest.mark.parametrize("mainloop, filters, size, architecture, dtype", BUILDS[::3], ids=str)
 def test_weights_and_parameters_that_are_not_finite(
-    mainloop, value, architecture, dtype, device, monkeypatch
+    mainloop, filters, size, architecture, dtype, device, monkeypatch
 ):
-    filters, size = FILTERS[mainloop][0]
     device(architecture), only_through(mainloop, monkeypatch)
-    model = random_model(filters, TAILS["relu, bias"]).to(dtype)
-    x = numerics.random_input((2, filters[1], *size), dtype=dtype)
-    x[:, 0] = x[:, 0].relu()  # what an outlier is multiplied by may be zero
-    value = OUTLIERS[dtype] if value == 1e30 else value
-    with torch.no_grad():
-        model.conv.weight[3, 0].view(-1)[-1] = value
-        model.conv.bias[4] = value
-        model.by_channel.view(-1)[5] = value
-    assert_as_exact(model, x)
+    for value in (INF, -INF, float("nan"), OUTLIERS[dtype]):
+        model = random_model(filters, TAILS["relu, bias"]).to(dtype)
+        x = numerics.random_input((2, filters[1], *size), dtype=dtype)
+        x[:, 0] = x[:, 0].relu()  # what an outlier is multiplied by may be zero
+        with torch.no_grad():
+            model.conv.weight[3, 0].view(-1)[-1] = value
+            model.conv.bias[4] = value
+            model.by_channel.view(-1)[5] = value
+        assert_as_exact(model, x)
 
 
 WINDOWS = {
@@ -223,8 +220,8 @@ WINDOWS = {
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-@pytest.mark.parametrize("filters, size", [((16, 3, 3, 3), (12, 23)), ((70, 9, 1, 2), (9, 139))], ids=str)
-def test_windows(filters, size, name, device):
+def test_windows(name, device):
+    filters, size = [((16, 3, 3, 3), (12, 23)), ((70, 9, 1, 2), (9, 139))][[*WINDOWS].index(name) % 2]
     device(900 if filters[0] == 16 else 800)
     model, x = random_model(filters, WINDOWS[name]), numerics.random_input((2, filters[1], *size))
     assert_rule(model, x)
@@ -268,8 +265,7 @@ POOLED_BY_STREAM = {
 }
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("name", POOLED_BY_STREAM)
+@pytest.mark.parametrize("name, dtype", list(zip(POOLED_BY_STREAM, [*TYPES, *TYPES])), ids=str)
 def test_windows_by_stream(name, dtype, device, monkeypatch):
     filters, settings, size, tail = POOLED_BY_STREAM[name]
     device(900), only_through("stream", monkeypatch)
@@ -312,9 +308,9 @@ def test_a_second_input(mainloop, device, monkeypatch):
     ),
     ids=str,
 )
-@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
-def test_stream(name, settings, dtype, device, monkeypatch):
+def test_stream(name, settings, device, monkeypatch):
     device(900), only_through("stream", monkeypatch)
+    dtype = TYPES[1 + ("padding" in settings)]
     model = random_model((40, 24, 3, 2), TAILS[name], **settings).to(dtype)
     assert_rule(model, numerics.random_input((3, 24, 7, 9), dtype=dtype))
 
@@ -332,13 +328,16 @@ def test_stream_channels_last(device, monkeypatch):
     assert "copied first" in refused(model.float(), x.float())
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
-    "filters, settings",
+    "filters, settings, dtype",
     [
-        ((40, 8, 3, 2, 3), {}),
-        ((24, 24, 2, 3, 1), {"padding": (1, 2, 0), "stride": (2, 1, 1), "dilation": (1, 1, 2)}),
-        ((70, 40, 1, 2, 2), {"padding": "same"}),
+        ((40, 8, 3, 2, 3), {}, torch.float16),
+        (
+            (24, 24, 2, 3, 1),
+            {"padding": (1, 2, 0), "stride": (2, 1, 1), "dilation": (1, 1, 2)},
+            torch.float32,
+        ),
+        ((70, 40, 1, 2, 2), {"padding": "same"}, torch.bfloat16),
     ],
     ids=str,
 )
@@ -455,10 +454,15 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
 @pytest.mark.parametrize(
-    "filters, size",
-    [((24, 5, 2, 3), (6, 34)), ((32, 2, 1, 2, 2), (4, 7, 9)), ((40, 24, 2, 3, 2), (4, 5, 7))],
+    "name, filters, size",
+    [
+        ("v", (40, 24, 2, 3, 2), (4, 5, 7)),
+        ("v", (24, 5, 2, 3), (6, 34)),
+        ("a mask", (32, 2, 1, 2, 2), (4, 7, 9)),
+        ("an input", (24, 5, 2, 3), (6, 34)),
+        ("an input", (40, 24, 2, 3, 2), (4, 5, 7)),
+    ],
     ids=str,
 )
 def test_backward(filters, size, name, device):
@@ -639,10 +643,12 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture, number", [*zip(itertools.cycle(FUSED_ARCHITECTURES), BY_NUMBER)])
+@pytest.mark.parametrize(
+    "number, architecture",
+    [(65, "80"), (82, "90a"), (48, "80"), (1, "80"), (54, "90a"), (7, "90a")],
+)
 def test_registers_spilled(number, architecture, gpu, tmp_path):  # noqa: F811
-    """Few, if any; of two numbers that follow one another each architecture has one, but stream is for capability 9.0."""
-    architecture = FUSED_ARCHITECTURES[-1] if BY_NUMBER[number] == "stream" else architecture
+    """Few, if any, by each mainloop on each architecture that it is for."""
     gpu(architecture=900, multiprocessors=132)
     segment, arguments = full_size(number)
     (request,) = direct.requests(segment, arguments, False, torch.float32)

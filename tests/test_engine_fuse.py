@@ -33,7 +33,6 @@ from torch.nn.utils import parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-import engine_stand_in
 import inline_loader
 import models
 import numerics
@@ -1351,20 +1350,6 @@ def test_compile_under_autocast():
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", [Normed, Residual], ids=lambda kind: kind.__name__)
-def test_compile_with_inductor(kind):
-    torch._dynamo.reset()
-    model, fast, x = pair(kind, called=False)
-    compiled = torch.compile(fast, fullgraph=True)
-    for key, value in results(model, x).items():
-        torch.testing.assert_close(
-            results(compiled, x)[("_orig_mod." if key not in ("output", "x") else "") + key],
-            value,
-            rtol=1e-3,
-            atol=1e-3,
-        )
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @every_model
 def test_export(kind, strict):
@@ -1456,49 +1441,6 @@ def test_all_kernels_are_built_at_once(monkeypatch):
     built.clear()
     fuse(Residual(), example_inputs=x)
     assert [each["saving"] for each in built[0]] == [False] * 3 + [True] * 3
-
-
-# --------------------------------------------------------------------------------------------------------------- processes
-
-
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        engine_stand_in.replace_kernels(patch)
-        answers = {}
-        for kind in (Pointwise, Normed):
-            for wrap in (nn.parallel.DistributedDataParallel, torch.distributed.fsdp.fully_shard):
-                _, fast, x = pair(kind, called=False)
-                ran, module = [], wrap(fast)
-                fast.register_forward_pre_hook(lambda fast, given: ran.append(runs(fast, *given)))
-                found = distributed_gradients(module, x[rank : rank + 1])
-                answers[kind.__name__, wrap.__name__] = ran, found
-    torch.save(answers, f"{folder}/{rank}.pt")
-    gc.collect()
-    torch.distributed.destroy_process_group()
-
-
-def distributed_gradients(module: nn.Module, x: torch.Tensor) -> dict:
-    module(x).square().flatten(1).mean(1).mean().backward()
-    whole = {name.removeprefix("module."): p.grad for name, p in module.named_parameters()}
-    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in whole.items()}
-
-
-def test_two_processes_have_the_gradients_of_one(tmp_path):
-    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path),), nprocs=2)
-    for kind in (Pointwise, Normed):
-        model, _, x = pair(kind, called=False)
-        expected = distributed_gradients(model, x)
-        for rank in range(2):
-            for (name, wrapper), (ran, found) in torch.load(tmp_path / f"{rank}.pt").items():
-                if name == kind.__name__:
-                    assert ran == [["load"]], wrapper
-                    torch.testing.assert_close(
-                        found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name} {wrapper}: {text}"
-                    )
 
 
 # ----------------------------------------------------------------------------------------------- classes with variants

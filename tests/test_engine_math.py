@@ -14,6 +14,8 @@ import inline_loader
 import math_on_gpu
 from math_on_gpu import NAMES, arguments, eager, exact, judge, launcher_of, launchers
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 
 # What the rule's 4 units become where every instruction errs by all that its documentation allows, all in one direction.
@@ -60,7 +62,7 @@ def x():
 
 
 @pytest.fixture(scope="module", params=["vectors", "values", "gpu up", "gpu down", "gpu random"])
-def built(request):
+def built(optimised, request):
     """The kernels, and the bound of their errors."""
     kind = request.param
     if not kind.startswith("gpu"):
@@ -83,7 +85,7 @@ def test_errors_are_within_the_rule_and_what_is_special_is_as_eagers(name, built
 
 
 @pytest.fixture(scope="module", params=["vectors", "values"])
-def doubles(request):
+def doubles(optimised, request):
     source = launchers(False, request.param == "values", "double")
     return inline_loader.load("engine_math_in_double", source=source, device="cpu")
 

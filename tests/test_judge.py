@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 
 import pytest
@@ -14,10 +13,8 @@ from inline_kernels.bench import compare, timing
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """As few rounds as the judge takes, because no time is looked at here; and one thread, because two wait for each other longer than such
-    small tensors take."""
-    monkeypatch.setattr(timing, "time", functools.partial(timing.time, seconds=0.0))
+def one_thread():
+    """Because two wait for each other longer than such small tensors take."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -50,7 +47,8 @@ def test_what_is_remembered_spares_no_timed_call(name):
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_an_honest_module_is_accepted(name):
+def test_an_honest_module_is_accepted(name, few_rounds, monkeypatch):
+    monkeypatch.setattr(timing, "IN_A_ROW", 1e-9)  # a call at a time
     entry = HONEST[name]
     try:
         rows = judged(entry)

@@ -374,7 +374,7 @@ def test_what_all_builds_share_is_compiled_once(shared_compiler):
     assert sorted(calls.read_text().split()) == ["kernel"] * 3 + ["shared"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "foreign", "removed", "killed"])
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "killed"])
 def test_what_all_builds_share_is_made_again_where_it_is_not_whole(cache, damage, shared_compiler):
     calls, hold = shared_compiler
     source = scale()
@@ -392,10 +392,8 @@ def test_what_all_builds_share_is_made_again_where_it_is_not_whole(cache, damage
         (library,) = cache.glob("host_side_*/kernels.so")
         if damage == "truncated":
             os.truncate(library, library.stat().st_size // 2)
-        elif damage == "foreign":
-            library.write_bytes((only_build(cache) / "kernels.so").read_bytes())
         else:
-            shutil.rmtree(library.parent)
+            library.write_bytes((only_build(cache) / "kernels.so").read_bytes())
     out, err = finish(start(source))
     assert out == "[2.0, -6.0]", err
     assert ("host_side (cpu), the cached library is damaged" in err) == (damage in ("truncated", "foreign"))
@@ -496,7 +494,6 @@ def odd_project(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "locale",
     [
-        {"LC_ALL": "C.UTF-8"},
         {"LC_ALL": "POSIX"},
         {
             "LC_ALL": "POSIX",
@@ -504,7 +501,7 @@ def odd_project(tmp_path_factory) -> Path:
             "PYTHONCOERCECLOCALE": "0",
         },  # torch can't be imported from an é here
     ],
-    ids=["utf8", "posix", "ascii"],
+    ids=["posix", "ascii"],
 )
 def test_odd_paths_work(odd_project, locale):
     source = scale().replace("// build", "// bâtiment")

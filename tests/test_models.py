@@ -50,10 +50,22 @@ every_size = pytest.mark.parametrize(
     [
         pytest.param(name, size, is_fused, id=f"{name}-{size.reason}")
         for name in NAMES
-        for sizes, is_fused in ((known(name).awkward, True), (known(name).not_fused, False))
+        for sizes, is_fused in (
+            (known(name).awkward + known(name).tiles, True),
+            (known(name).not_fused, False),
+        )
         for size in sizes
     ],
 )
+
+
+# Beside float32; min-add and dropout are in bfloat16 under autocast (test_ecosystem.py).
+ON_CPU = {
+    MIN_ADD: [torch.float64, torch.float16],
+    INSTANCE_NORM: [torch.bfloat16],
+    DROPOUT: [torch.float64],
+    POOL: [torch.float64, torch.float16],
+}
 
 
 # What a CPU is given in training alone: it builds each text by itself, and results are judged there, too.
@@ -64,10 +76,12 @@ def in_training(device: str) -> tuple[str, ...]:
 @every_variant
 @every_size
 def test_rule_at_awkward_sizes(name, size, is_fused, variant, device):
+    if size in known(name).tiles and variant != "fused":
+        pytest.skip("a matter of the fused kernels' tiles, or that of another problem")
     model, x = numerics.sized(name, size, device=device)
     if variant in models.PROBLEMS[name].variants and is_fused:
         numerics.twin_of(model, variant).plan(x)  # raises where assert_rule would skip
-    numerics.assert_rule(model, x, variant, numerics.BOTH if name == POOL else in_training(device))
+    numerics.assert_rule(model, x, variant, in_training(device))
 
 
 @every_size
@@ -94,7 +108,9 @@ def test_small_sizes_are_fused(name, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_name
 def test_rule_in_every_dtype(name, dtype, variant, device):
-    phases = numerics.BOTH if dtype in (torch.float32, torch.float16) else in_training(device)
+    if device == "cpu" and dtype not in (torch.float32, *ON_CPU.get(name, DTYPES)):
+        pytest.skip("on a CPU in some dtypes, as each is built by itself")
+    phases = numerics.BOTH if dtype == torch.float32 else in_training(device)
     numerics.assert_rule(*numerics.small(name, variant, device=device, dtype=dtype), variant, phases)
 
 
@@ -106,7 +122,7 @@ def test_rule_where_sums_are_held(size, dtype):
 
 
 @every_variant
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 def test_gradient_of_one_bias_for_all_is_rounded_once(dtype, variant, device):
     """Not channel by channel before these are summed up, which leaves no digit where they cancel."""
     size = numerics.Size((5, 20, 3, 0.1, (), 2.0), (3, 5, 11, 13), "a number as bias")
@@ -174,8 +190,9 @@ def test_rule_with_zero_and_negative_slopes(name, slope, variant, device):
 
 
 @every_variant
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype, training", [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
+)
 def test_rule_where_min_ties(dtype, training, variant, device):
     """Slope 0 and bias min_value: every element ties, which is the one way to a gradient. The other groups have none."""
     model, x = numerics.small(DROPOUT, variant, device=device, dtype=dtype)
@@ -210,7 +227,7 @@ def test_rule_in_pieces(name, forgotten, monkeypatch):
 every_winograd = pytest.mark.parametrize("name", [name for name in NAMES if known(name).winograd])
 
 
-@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1, 1e4), (1e15, 0), (1e-6, 0)])
+@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e4), (1e15, 0)])
 @every_winograd
 def test_rule_by_winograd(name, scale, shift):
     model, x = numerics.sized(name, known(name).winograd)
@@ -235,10 +252,10 @@ def test_rule_by_winograd_at_random_sizes(N, Cin, C, H, W):
 def test_rule_in_long_rows():
     """The pool works by rows of windows, and a row's statistics are sums of many values."""
     size = numerics.Size((4, 8, 3, 4, (8, 1, 1), 2, 0.0, 1.0), (1, 4, 6, 30000))
-    numerics.assert_rule(*numerics.sized(POOL, size))
+    numerics.assert_rule(*numerics.sized(POOL, size), phases=in_training("cpu"))
 
 
-@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1e15, 0), (1e-6, 0)])
+@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1e15, 0)])
 @pytest.mark.parametrize("size", [numerics.WINOGRAD_DX, numerics.WINOGRAD_MANY], ids=lambda size: size.reason)
 def test_rule_where_winograd_gives_the_gradient_of_x(size, scale, shift):
     model, x = numerics.sized(MIN_ADD, size)
@@ -264,8 +281,9 @@ def test_gradients_by_winograd_are_bitwise_equal(threads):
 # Pool's backward without the convolution's output. Bounds of 9 let nearly all gradients pass.
 WITHOUT_OUTPUT = [
     numerics.Size((8, 64, 3, 16, (64, 1, 1), 4, -9.0, 9.0), (1, 8, 38, 66), "one sample"),
-    numerics.Size((24, 64, 3, 8, (1,), (4, 1), -9.0, 9.0), (2, 24, 21, 19), "one scale for all"),
-    numerics.Size((8, 32, 3, 4, (32, 1, 1), (16, 9), -9.0, 9.0), (3, 8, 24, 21), "two windows, a low strip"),
+    numerics.Size(
+        (24, 64, 3, 8, (1,), (16, 9), -9.0, 9.0), (2, 24, 24, 21), "one scale, two windows, a low strip"
+    ),
     numerics.Size(
         (9, 32, 3, 1, (32, 1, 1), (2, 2), -9.0, 9.0), (1, 9, 153, 700), "several blocks in a share"
     ),
@@ -345,7 +363,7 @@ every_direct = pytest.mark.parametrize("name, arguments, shape", DIRECT)
 
 
 @every_direct
-@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1e15, 0), (1e-6, 0)])
+@pytest.mark.parametrize("scale, shift", [(1, 0), (1, 1e2), (1e15, 0)])
 def test_rule_where_gradients_of_filters_are_direct_sums(name, arguments, shape, scale, shift):
     model, x = numerics.sized(name, numerics.Size(arguments, shape))
     numerics.ties(model, x)
@@ -533,34 +551,6 @@ def _assert_same_error(model, new, x):
     assert type(ours.value) is type(theirs.value) and str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize(
-    "name, arguments", [(name, arguments) for name in NAMES for arguments in known(name).refused]
-)
-def test_bad_constructor_arguments_raise_as_eager(name, arguments):
-    with pytest.raises(ValueError) as theirs:
-        models.PROBLEMS[name].Model(*arguments)
-    with pytest.raises(ValueError) as ours:
-        models.PROBLEMS[name].ModelNew(*arguments)
-    assert str(ours.value) == str(theirs.value)
-
-
-@every_device
-@every_name
-def test_no_channels_out_raises_as_eager(name, device):
-    """The reduction over an empty dimension is never reached."""
-    (inputs, _, *rest), shape, _ = known(name).small
-    arguments = [
-        inputs,
-        0,
-        *(
-            (0, *value[1:]) if isinstance(value, tuple) and value[1:] == (1,) * (len(shape) - 3) else value
-            for value in rest
-        ),
-    ]
-    model = models.PROBLEMS[name].Model(*arguments).to(device)
-    _assert_same_error(model, numerics.twin_of(model, "auto"), torch.rand(shape, device=device))
-
-
 @every_device
 @every_name
 def test_empty_batch(name, device):
@@ -603,14 +593,6 @@ def test_layouts(name, layout, variant, device):
     x = LAYOUTS[layout](x)
     numerics.assert_rule(model, x, variant)
     assert_strides_as_eager(model, x, variant)
-
-
-@every_device
-@every_name
-def test_channels_last_in_float64(name, device):
-    """Some of the libraries have no such convolution, and answer contiguously."""
-    model, x = numerics.small(name, device=device, dtype=torch.float64)
-    assert_strides_as_eager(model, LAYOUTS["channels last"](x), "epilogue")
 
 
 @every_variant
@@ -720,16 +702,6 @@ def test_leaves_input_and_parameters_alone(name, variant, device):
     assert all(torch.equal(a, b) for a, b in zip(before, (x, *new.parameters())))
 
 
-@every_device
-@every_name
-def test_outputs_share_no_memory(name, device):
-    model, x = numerics.small(name, device=device)
-    new = numerics.twin_of(model)
-    tensors = [*results(new, x).values(), *results(new, x).values(), new(x).detach(), *new.parameters(), x]
-    addresses = [t.untyped_storage().data_ptr() for t in tensors]
-    assert len(set(addresses)) == len(addresses)
-
-
 @every_variant
 @every_name
 def test_a_hundred_repeats_are_bitwise_equal(name, variant, device):
@@ -779,17 +751,6 @@ def test_shapes_may_change_between_calls(name, device):
         theirs, ours = results(model, part), results(new, part)
         for key, value in theirs.items():
             torch.testing.assert_close(ours[key], value, rtol=1e-3, atol=1e-3, msg=key)
-
-
-def test_parametrized_convolution():
-    """spectral_norm takes a step at each reading of the weight in training, so nobody else may read it."""
-    model, x = numerics.small(POOL)
-    nn.utils.parametrizations.spectral_norm(model.conv)
-    new = copy.deepcopy(models.PROBLEMS[POOL].ModelNew.from_eager(model.train()))
-    for _ in range(2):
-        theirs, ours = results(model, x), results(new, x)
-        for key in theirs:
-            torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-4)
 
 
 # ----------------------------------------------------------------------- min-add with channels enough for eager to run TF32
@@ -875,8 +836,9 @@ def made_up(forgotten, monkeypatch):
 
 
 @every_precision
-@every_many
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)  # (10, 0): test_planning_min_add.py
+@pytest.mark.parametrize(  # (10, 0): test_planning_min_add.py
+    "many, capability", [(each, (9, 0)) for each in MANY_CHANNELS] + [(MANY_CHANNELS[0], (8, 0))], ids=str
+)
 def test_way_with_many_channels(many, allow_tf32, capability, made_up, watched_builds, monkeypatch):
     """On GPUs whose kernels do nothing."""
     model, x = numerics.sized(MIN_ADD, many.size, dtype=many.dtype)

@@ -55,14 +55,20 @@ def built(weight, architecture, folder):  # noqa: F811
     return kernels
 
 
-@pytest.mark.parametrize("architecture, dtype", [(900, torch.float32), (800, torch.float16)], ids=str)
 @pytest.mark.parametrize(
-    "channels, C, kernel, size",
+    "channels, C, kernel, size, architecture, dtype",
     [
-        (3, 16, (3, 3, 3), (6, 9, 12)),
-        (3, 24, (3, 3, 3), (5, 8, 11)),  # half of a block's channels; rows that start anywhere
-        (1, 5, (2, 2, 4), (9, 7, 19)),
-        (4, 32, (1, 2, 2), (4, 13, 9)),
+        (3, 16, (3, 3, 3), (6, 9, 12), 900, torch.float32),
+        (
+            3,
+            24,
+            (3, 3, 3),
+            (5, 8, 11),
+            800,
+            torch.float16,
+        ),  # half of a block's channels; rows that start anywhere
+        (1, 5, (2, 2, 4), (9, 7, 19), 900, torch.float32),
+        (4, 32, (1, 2, 2), (4, 13, 9), 800, torch.float16),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from inline_kernels.engine.support import DTYPES
 from numerics import (
     DROPOUT,
     NAMES,
+    POOL,
     Recorder,
     every_device,
     every_name,
@@ -27,8 +28,9 @@ from numerics import (
 
 
 @every_device
-@pytest.mark.parametrize("layout", ["contiguous", "channels last"])
-@every_name
+@pytest.mark.parametrize(
+    "name, layout", [(NAMES[0], "contiguous"), (DROPOUT, "contiguous"), (POOL, "channels last")]
+)
 def test_opcheck(name, layout, device):
     """Schema, fake tensors, autograd registration and ahead-of-time dispatch with dynamic shapes; of all three operators."""
     model, x = numerics.small(name, device=device)
@@ -48,7 +50,7 @@ def test_opcheck(name, layout, device):
         torch.library.opcheck(each, tuple(map(_detached, arguments)))
     dy, *_, saved, needs = recorder.calls[backward]
     dy, saved = dy.detach(), [t.detach() for t in saved]
-    for asked in ([True] * len(needs), [True, False] * len(needs), [False, True] * len(needs)):
+    for asked in ([True] * len(needs), [False, True] * len(needs)):
         some = [need and ask for need, ask in zip(needs, asked)]  # whole numbers have no gradient
         torch.library.opcheck(backward, (dy, *map(_detached, arguments), saved, some))
 
@@ -132,7 +134,7 @@ def visible(device="cpu", p=0.2, dtype=torch.float32, ties=False, variant="epilo
 
 
 @every_variant
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 def test_dropout_keeps_the_right_share(p, variant, device):
     """Within six standard deviations, over all, by channel and by position; kept values are scaled up."""
     new, x = visible(device, p, variant=variant)

@@ -93,13 +93,12 @@ def test_the_wheel_holds_the_package_with_its_kernels_and_no_model(wheel):
 
 def test_installed_alone_it_works(wheel, tmp_path):
     """In a notebook and as a command, in an environment with this one's packages, but with nothing of the repository."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     site = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
     (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", str(wheel)], check=True
-    )
+    install = ["--python", str(python), "install", "--quiet", "--no-index", "--no-deps", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True)
     environment = {
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
     }
