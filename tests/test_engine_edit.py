@@ -71,6 +71,29 @@ def test_what_was_edited_runs(x, saving):
     torch.testing.assert_close(fast(x[:1]), -expected(fast, x[:1]))
 
 
+class Renamed(nn.Module):
+    """Equal but for its names."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.gain = nn.Conv2d(3, 8, 3), 0.5
+
+    def forward(self, x):
+        return torch.relu(self.body(x)) * self.gain
+
+
+@pytest.mark.parametrize("models", [(Scaled, Renamed), (Renamed, Scaled)], ids=str)
+def test_of_equal_models_each_can_be_edited(models, x):
+    """Their kernels are the first one's, with its names."""
+    for number, model in enumerate(models):
+        fast = fuse(model())
+        with torch.no_grad():
+            y = fast(x)
+            text = fast.source(x)
+            fast.edit(x, text.replace("math::relu(add2)", f"real({number + 2}) * math::relu(add2)"))
+            torch.testing.assert_close(fast(x), (number + 2) * y)
+
+
 def test_what_can_t_be_followed_has_no_gradient(x):
     fast = fuse(Scaled())
     fast.edit(x, fast.source(x).replace("math::relu(add2)", "math::relu(add2) + real(1 / 2)"))

@@ -33,6 +33,7 @@ from .support import DTYPES
 from .tracing import Named
 
 _known: dict[tuple, SegmentOperator] = {}
+_first: dict[tuple, tuple] = {}  # of equal segments, whose names stand in all that is made of them
 _lock = threading.Lock()
 
 
@@ -112,6 +113,7 @@ def operator_of(
     segment.eager calls, and the attributes that it reads beside the operator's arguments."""
     key = segment.digest, exact_order, name + getattr(schedule, "digest", "")
     with _lock:
+        segment, modules, others = _first.setdefault(key[:2], (segment, modules, others))
         found = _known.get(key)
         if found is None or found.schedule is not schedule:
             found = _known[key] = SegmentOperator(segment, modules, others, exact_order, name, schedule)

@@ -247,8 +247,7 @@ class ModelNew(Model):
         numbers["checked"] = "checked" in vars(self)
         for path, dropout in dropouts:
             drops = dropout.training and dropout.p > 0
-            own = [name for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"]
-            numbers |= dict.fromkeys(own, dropout.p * drops)
+            numbers |= {name: dropout.p * drops for name in numbers if _ARGUMENTS.get(name) == f"{path}.p"}
             seed = torch.empty(int(drops), dtype=torch.int64, device=x.device).random_()
             numbers |= {"seed": seed, "number": 0 if drops else -1}
         with torch.cuda.device_of(x):
@@ -257,7 +256,7 @@ class ModelNew(Model):
             return _run(tensors | numbers, saving=False)["y"]
 
 
-def check(batch_size=2):
+def check(batch_size=2, draws=3):
     """Compares y and gradients with Model's: an error above twice Model's raises. Then an edited formula trains."""
     kinds = (ModelNew, _DTYPE), (Model, _DTYPE), (Model, torch.float64)
     models = [each(*get_init_inputs()).to(_DEVICE, dtype).eval() for each, dtype in kinds]
@@ -265,23 +264,20 @@ def check(batch_size=2):
     for same in zip(*[model.parameters() for model in models]):
         value = same[0] * (1 + torch.randn_like(same[0]) / 4) + torch.randn_like(same[0]) / 10
         [p.data.copy_(value) for p in same]
-    names = ["y", "x.grad", *[f"{name}.grad" for name, _ in models[0].named_parameters()]]
-    for _ in range(3):  # a value within a rounding of a bound may pass it: what is wrong is so each time
-        x, found, wrong = torch.randn(batch_size, *_SIZES, dtype=_DTYPE, device=_DEVICE), [], []
-        dy = torch.randn_like(models[1](x))
-        for model in models:
-            inputs = [x.to(next(model.parameters()).dtype, copy=True).requires_grad_(), *model.parameters()]
-            y = model(inputs[0])
-            gradients = torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)
-            found.append([y.detach(), *gradients])
-        for name, *both, exact in zip(names, *found):
-            ours, theirs, size = [float((t.double() - exact).norm()) for t in both] + [float(exact.norm())]
-            print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {size:.1e}")
-            if not ours <= 2 * theirs + 1e-6 * size:
-                wrong += [f"{name} is not Model's: its error is {ours:.1e}, Model's {theirs:.1e}"]
-        if not wrong:
-            return _TRAINS.add(_CODE)
-    raise AssertionError("; ".join(wrong))
+    x, found = torch.randn(batch_size, *_SIZES, dtype=_DTYPE, device=_DEVICE), []
+    dy, names = torch.randn_like(models[1](x)), [f"{name}.grad" for name, _ in models[0].named_parameters()]
+    for model in models:
+        inputs = [x.to(next(model.parameters()).dtype, copy=True).requires_grad_(), *model.parameters()]
+        y = model(inputs[0])
+        found.append([y.detach(), *torch.autograd.grad(y, inputs, dy.to(y.dtype), materialize_grads=True)])
+    for name, *both, exact in zip(["y", "x.grad", *names], *found):
+        ours, theirs, size = [float((t.double() - exact).norm()) for t in both] + [float(exact.norm())]
+        print(f"{name}: error {ours:.1e}, Model's {theirs:.1e}, of {size:.1e}")
+        if not ours <= 2 * theirs + 1e-6 * size:
+            if draws > 1:  # a value near a bound may be rounded past it: what is wrong is so each time
+                return check(batch_size, draws - 1)
+            raise AssertionError(f"{name} is not Model's: its error is {ours:.1e}, Model's {theirs:.1e}")
+    _TRAINS.add(_CODE)
 
 
 with torch.device("meta"):

@@ -50,9 +50,6 @@ template <int kIn, int kOut_, int kDepth, int kHeight, int kWidth> struct Exact 
   }
 };
 
-// Does a tail read something where its result lies? Then it says so.
-template <class Tail, class = void> constexpr bool reads_places = false;
-template <class Tail> constexpr bool reads_places<Tail, std::void_t<typename Tail::ReadsPlaces>> = true;
 // What a tail makes of v; only some have to know where it lies.
 template <class Tail>
 __device__ __forceinline__ float tail_of(const Tail& tail, float v, const typename Tail::Channel& channel, int64_t at) {

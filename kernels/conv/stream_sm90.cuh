@@ -47,6 +47,10 @@ struct NoSink {
   };
   static constexpr bool kExists = false;
 };
+// Does a tail read something where its result lies? Then it says so.
+template <class Tail, class = void> constexpr bool reads_places = false;
+template <class Tail> constexpr bool reads_places<Tail, std::void_t<typename Tail::ReadsPlaces>> = true;
+
 constexpr int kMostReduced = 128;  // of a consumer's columns, where results are reduced or two tails have some
 
 // What the mainloop works on; `image`, a parameter of its own, is x. `more` takes v before `out`.

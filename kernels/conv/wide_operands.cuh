@@ -51,8 +51,7 @@ __device__ __forceinline__ void raise_largest(uint32_t* largest, float of_thread
   const uint32_t of_warp = __reduce_max_sync(0xffffffffu, __float_as_uint(of_thread));
   if (threadIdx.x % 32 == 0) atomicMax(&of_block, of_warp);
   __syncthreads();  // complete before thread 0 reads it, and only thread 0 clears it again
-  // All blocks of a sample raise one word, so that most had better only read it.
-  if (threadIdx.x == 0 && of_block > *static_cast<volatile uint32_t*>(largest)) atomicMax(largest, of_block);
+  if (threadIdx.x == 0 && of_block > *(volatile uint32_t*)largest) atomicMax(largest, of_block);  // few do
 }
 
 #endif
