@@ -122,7 +122,7 @@ def test_the_tests_of_all_problems():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
     done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 40, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 25, done.stdout
 
 
 def test_registry():

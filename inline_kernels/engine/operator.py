@@ -113,7 +113,9 @@ def operator_of(
     segment.eager calls, and the attributes that it reads beside the operator's arguments."""
     key = segment.digest, exact_order, name + getattr(schedule, "digest", "")
     with _lock:
-        segment, modules, others = _first.setdefault(key[:2], (segment, modules, others))
+        if key[:2] not in _first:
+            _first[key[:2]] = segment, {path: _shell(module) for path, module in modules.items()}, others
+        segment, modules, others = _first[key[:2]]
         found = _known.get(key)
         if found is None or found.schedule is not schedule:
             found = _known[key] = SegmentOperator(segment, modules, others, exact_order, name, schedule)
@@ -390,12 +392,14 @@ class Reference:
 
 
 def _shell(module: nn.Module) -> nn.Module:
-    """`module` without tensors and hooks; its buffers are described by shape and dtype."""
+    """`module`, or a shell, without tensors and hooks; its buffers are described by shape and dtype."""
     shell = object.__new__(type(module))
     nn.Module.__init__(shell)
     vars(shell).update({k: v for k, v in vars(module).items() if "_hooks" not in k and k != "forward"})
     vars(shell)["_parameters"] = dict.fromkeys(module._parameters)
-    vars(shell)["_buffers"] = {k: t if t is None else (t.shape, t.dtype) for k, t in module._buffers.items()}
+    vars(shell)["_buffers"] = {
+        k: (t.shape, t.dtype) if isinstance(t, Tensor) else t for k, t in module._buffers.items()
+    }
     return shell
 
 
