@@ -434,15 +434,14 @@ def assert_near(values: dict, theirs: dict) -> None:
     """Not finite in the same places, and equal but for the order of sums."""
     assert values.keys() == theirs.keys()
     for key, value in values.items():
-        finite = value.isfinite()
-        assert torch.equal(
-            torch.where(finite, 0, value).nan_to_num(1.0),
-            torch.where(theirs[key].isfinite(), 0, theirs[key]).nan_to_num(1.0),
-        ), key
-        of = theirs[key][finite].double()
-        error = (value[finite].double() - of).abs()
-        assert not error.numel() or error.max() <= 2**-20 * of.abs().max(), (
-            f"{key}: {error.max()} of {of.abs().max()}"
+        largest = float(theirs[key].nan_to_num(0.0, 0.0, 0.0).abs().max())
+        torch.testing.assert_close(
+            value,
+            theirs[key],
+            rtol=0,
+            atol=2**-20 * largest,
+            equal_nan=True,
+            msg=lambda text: f"{key}: {text}",
         )
 
 

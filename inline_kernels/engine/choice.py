@@ -54,8 +54,8 @@ STREAM_TILES = {
     2: {256: (5.3, 3.7, 0.628), 192: (4.8, 2.6, 0.494), 128: (5.5, 1.9, 0.336)},
     4: {256: (12.6, 5.6, 0.618), 192: (10.1, 4.0, 0.500), 128: (10.2, 3.0, 0.340)},
 }
-# What the copy engine takes for a row of operands of a position, however few they are; a tile takes that where it is more
-# (benchmarks/results/fuse/2026-11-25-h200-stream.json: 7, 47 and 90 before rows were folded; small filters in trials/stream.json).
+# What the copy engine takes at most for a row of operands of a position, few or many; a tile takes that where it is more. Fitted to sizes of
+# 64 channels out in trials/stream.json, and to 47 in benchmarks/results/fuse/2026-11-25-h200-stream.json, before rows were folded.
 STREAM_ROW = 0.003
 # Of 128 columns alone where an operand is two float16; the step predicted, from half as many products again, and its sums added once more.
 SPLIT_TILES = {128: (10.2, 3.0, 0.65)}
@@ -74,11 +74,13 @@ PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, 
 
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
-    operands has the pixels; window: elements of v that are pooled to one; passes: of products, each in place of one over v."""
+    operands has the pixels; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
+    one; passes: of products, each in place of one over v."""
 
     packs: bool = True
     split: bool = False
     folded: int = 1
+    reduces: bool = False
     window: int = 1
     passes: int = 1
 
@@ -86,9 +88,13 @@ class Streamed(NamedTuple):
 def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
     """Taps of a row whose pixels, of few channels, fit into one row of 64 operands. dilation: of columns."""
     columns, channels = filters[-1], filters[1]
-    pixel = -(-channels // 8) * 8 * (1 + split)
-    fits = packs and dilation == 1 and columns * pixel <= 64 and not (split and channels > 8)
-    return columns if fits else 1
+    fits = dilation == 1 and columns * _pixel(channels, split) <= 64 and (channels <= 8 or not split)
+    return columns if packs and fits else 1
+
+
+def _pixel(channels: int, split: bool) -> int:
+    """Its operands."""
+    return -(-channels // 8) * 8 * (1 + split)
 
 
 def stream_columns(
@@ -97,14 +103,13 @@ def stream_columns(
     """The fastest tile's columns, and the microseconds of stream's products with it. positions: of all of v. device: a tiling.Device."""
     outputs, channels, *kernel = filters
     block = 128 if outputs > 64 else 64
-    row, copies = channels * (1 + how.split), math.prod(kernel) // how.folded
-    row = row if how.folded == 1 else -(-channels // 8) * 8 * (1 + how.split) * how.folded
+    row, copies = _pixel(channels, how.split) * how.folded, math.prod(kernel) // how.folded
     blocks, group = -(-outputs // block), 64 if row > 32 else 32 if row > 16 else 16
     copies *= -(-row // group)
     steps = -(-copies // (64 // group))
     found = {}
     for columns, (start, tile, step) in (SPLIT_TILES if how.split else STREAM_TILES[itemsize]).items():
-        if how.window > 1 and columns > 128:
+        if how.reduces and columns > 128:
             continue
         of_tile = min(columns, 192 if block == 64 else columns) * 128 // block
         # Two blocks are a cluster, side by side in channels, and each fetches half of the positions, or else in positions.

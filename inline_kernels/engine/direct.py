@@ -401,10 +401,12 @@ def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, pa
     return choice.stream_loses(*sizes, device, streamed(x, weight, asked, window, passes))
 
 
-def streamed(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> choice.Streamed:
+def streamed(
+    x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1, reduces: bool = False
+) -> choice.Streamed:
     packs, splits = not tiling.stream_takes_last(x), stream_splits(x, weight, asked)
     folded = choice.stream_folded(weight.shape, asked.dilation, packs, splits)
-    return choice.Streamed(packs, splits, folded, window, passes)
+    return choice.Streamed(packs, splits, folded, reduces or window > 1, window, passes)
 
 
 def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
@@ -437,7 +439,10 @@ def _stream(dimensions: int, takes: str) -> Mainloop:
         True,
         _stream_obstacle,
         lambda x, weight, dtypes, front, asked: tiling.stream_defines(
-            x, weight, asked.positions, streamed(x, weight, asked, 1 if front and not front.pooled else 2)
+            x,
+            weight,
+            asked.positions,
+            streamed(x, weight, asked, reduces=front is None or bool(front.pooled)),
         ),
         most=2,
         walks=True,

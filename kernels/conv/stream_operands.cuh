@@ -241,6 +241,7 @@ void pack_image(uint4* packed, uint32_t* largest, const typename Conv::value_t* 
     const dim3 grid(min(all, 4096 / N + 1), samples);
     pack_pixels_kernel<Conv, false><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, rows);
   } else {
+    static_assert(Conv::kFolded == 1, "rows without padding");
     const dim3 grid((rows.S + kImagePatch - 1) / kImagePatch, ceil_div(Conv::kEights * 8, kImagePatch), samples);
     pack_image_kernel<Conv><<<grid, kImageThreads, 0, stream>>>(packed, largest, x, N, rows.S);
   }
