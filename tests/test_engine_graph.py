@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inline_kernels.engine.graph import BY_CHANNEL, ELEMENTS, ONE, Facts, Graph, order
+from inline_kernels.engine.graph import BY_CHANNEL, ELEMENTS, NONLINEAR, ONE, Facts, Graph, down_to, order
 from reference_graph import Sizes, evaluate
 
 N, C, POSITIONS = 3, 4, (5, 7)
@@ -83,7 +83,7 @@ def test_extremes_stay_sparse(graph, axis, sign):
     y = graph.extreme(axis, u, sign) * 3.0
     check_adjoints(graph, y, [z_of(graph), bias])
     (dz,) = graph.adjoints(y, graph.leaf("dy", y.space, "dy"), [z_of(graph)])
-    assert dz.op == "put" and Facts([dz], keeps=True).gradient_class(dz) == "sparse"
+    assert dz.op == "put" and Facts([dz], keeps=True).degree[dz.id] == 0
 
 
 @pytest.mark.parametrize("steps", [("s",), ("s", "n"), ("s", 2), ("c",), ("s", "c")])
@@ -121,22 +121,23 @@ def test_facts_of_a_norm(graph):
     y = ((z - mean) * (graph.variance(z, mean, ("s",)) + 1e-5).apply("rsqrt")).apply("relu")
     dy = graph.leaf("dy", y.space, "dy")
     (dz,) = graph.adjoints(y, dy, [z])
-    assert Facts([y], keeps=False).passes() == 2
+    assert Facts([y], keeps=False).level[y.id] == 1, "one pass ends before"
     backward = Facts([dz], keeps=True)
-    assert backward.passes() == 2
-    assert backward.gradient_class(dz) == "affine"
-    kept = backward.kept()
-    assert len(kept["small"]) == 2 and "window" not in kept
+    assert backward.level[dz.id] == 1
+    assert backward.degree[dz.id] == 1 and backward.affine(dz) is not None
+    kept = [backward.is_kept(node) for node in down_to([dz], backward.is_kept)]
+    assert kept.count("small") == 2 and "window" not in kept
 
 
 def test_facts_of_pointwise_tails(graph):
     z = z_of(graph)
     dy = graph.leaf("dy", ELEMENTS, "dy")
-    for name, want in {"relu": "gates", "mish": "nonlinear", "neg": "linear"}.items():
+    for name, degree, want in (("relu", 0, {"mask"}), ("mish", NONLINEAR, {None}), ("neg", 0, set())):
         (dz,) = graph.adjoints(z.apply(name), dy, [z])
         facts = Facts([dz], keeps=True)
-        assert facts.gradient_class(dz) == want and facts.passes() == 1
-        assert set(facts.kept()) == {"gates": {"mask"}, "nonlinear": {"z"}, "linear": set()}[want]
+        assert facts.degree[dz.id] == degree and facts.level[dz.id] == 0
+        kept = down_to([dz], lambda node: node is z or facts.is_kept(node))
+        assert {facts.is_kept(node) for node in kept} == want, "None: z itself"
 
 
 def test_affine_parts(graph):

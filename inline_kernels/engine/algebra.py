@@ -46,8 +46,7 @@ class _Rewriter:
     def _rewritten(self, node: Node, args: list[Node]) -> Node:
         if node.is_scalar_op:
             return _within_bounds(node.op, self.graph.scalar(node.op, *args))
-        is_extreme = node.op == "take" and node.args[1].op == "pick" and node.args[1].args[0] is node.args[0]
-        if is_extreme and not self.exact_ties:
+        if node.is_extreme and not self.exact_ties:
             axis, sign = node.args[1].attr
             return self._extreme(axis, args[0], sign)
         if node.op == "sum":
@@ -146,7 +145,7 @@ class _OfV:
 
     def _affine(self, node: Node) -> tuple[Node | None, Node, Node] | None:
         """(a, b, v) of a + b·v, a and b of a channel."""
-        if self.facts.is_z(node) or node.space != ELEMENTS or self.facts.degree[node.id] != 1:
+        if node.is_leaf("z") or node.space != ELEMENTS or self.facts.degree[node.id] != 1:
             return None
         a, b = self.facts.affine(node) or (None, None)
         if b is None or not is_static(b) or (a is not None and not (a.space.small and is_static(a))):

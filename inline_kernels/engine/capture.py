@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from . import ops
-from .graph import ELEMENTS, Graph, Node, Space, order
+from .graph import ELEMENTS, Graph, Node, Space, order, walk
 from .ops import NotAccepted, Random, Tail, Update, Value
 from .tracing import Named, NotCaptured, has_hooks, trace
 
@@ -509,26 +509,17 @@ class _Growth:
         if written not in self.values:
             raise NotAccepted("it writes a value from outside in place")
         for alias in self._aliases(written):
-            if any(
-                self.context.place[user] > self.context.place[node]
-                for user in alias.users
-                if user in alias.users
-            ):
+            if any(self.context.place[user] > self.context.place[node] for user in alias.users):
                 raise NotAccepted("in place, and what it overwrites is used later")
 
     def _aliases(self, node: fx.Node) -> set[fx.Node]:
         """Calls of this segment whose results may share the node's memory."""
-        found: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            a = stack.pop()
-            if a in found or a not in self.values:
-                continue
-            found.add(a)
-            if self._is_alias(a):
-                stack.append(a.args[0])
-            stack.extend(user for user in a.users if user in self.values and self._is_alias(user))
-        return found
+
+        def below(a: fx.Node) -> list[fx.Node]:
+            near = [a.args[0]] * self._is_alias(a) + [user for user in a.users if self._is_alias(user)]
+            return [each for each in near if each in self.values]
+
+        return {*walk([node], below)}
 
     def _is_alias(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -572,14 +563,7 @@ class _Growth:
 
     def _members(self, result: fx.Node) -> set[fx.Node]:
         """What the result is computed from within this segment, with queries of it that lead nowhere else."""
-        members, stack = set(), [result]
-        while stack:
-            node = stack.pop()
-            if node in members or node not in self.values:
-                continue
-            members.add(node)
-            stack.extend(node.all_input_nodes)
-        return members
+        return {*walk([result], lambda node: [a for a in node.all_input_nodes if a in self.values])}
 
     def _canonical(self, axes: tuple[str, ...]) -> bool:
         """In the order in which a result is written."""

@@ -80,7 +80,7 @@ def formula(segment) -> tuple[str, list[str], list[Hole]] | None:
     for name, level in sorted(segment.graph.levels.items()):
         lines.append(f"{name} {level.parent} {[w and hole(w) for w in level.window]}")
     nodes = order(segment.outputs)
-    kept = {node for node in nodes if node.op == "leaf" and node.attr[1] == "drawn"}
+    kept = {node for node in nodes if node.is_leaf("drawn")}
     factors = {a for node in nodes if kept & {*node.args} for a in node.args if a.op == "const"}
     place = {node: i for i, node in enumerate(nodes)}
     for node in nodes:

@@ -97,20 +97,9 @@ def _front(y: Node) -> Front:
     if y not in behind and len(used) != 1:
         raise Unsupported("what follows the pool isn't pointwise in one value of its windows")
     front = Front(y if y in behind else used.pop(), pooled)
-    if any(node.op == "leaf" and node.attr[1] == "z" for node in _without([y], front.node)):
+    if any(node.is_leaf("z") for node in order([y], [front.node])):
         raise Unsupported("what follows the pool reads v, too")
     return front
-
-
-def _without(roots: Sequence[Node], known: Node | None) -> list[Node]:
-    """All that the roots are computed from where `known` is known, operands first."""
-    found, stack = set(), list(roots)
-    while stack:
-        node = stack.pop()
-        if node is not known and node not in found:
-            found.add(node)
-            stack += node.args
-    return sorted(found, key=lambda node: node.id)
 
 
 def _count(node: Node) -> int | None:
@@ -190,7 +179,7 @@ class _Writer:
             of_positions = node.attr[1] != "z" and not node.space.small
             if of_positions and (node.space != ELEMENTS or not self.has_places):
                 raise Unsupported(f"the tail reads {node.attr[0]} at positions")
-        if not any(node.op == "leaf" and node.attr[1] == "z" for node in nodes):
+        if not any(node.is_leaf("z") for node in nodes):
             raise Unsupported("the tail doesn't read v")
         return nodes
 
@@ -202,7 +191,7 @@ class _Writer:
     # ---- how it is written
     def _function(self, name: str, operand: str, known: Mapping[Node, str], result: Node) -> list[str]:
         known, place = dict(known), ", int64_t at" * self.has_places
-        nodes = _without([result], self.front.pooled if self.front.pooled in known else None)
+        nodes = order([result], [self.front.pooled] if self.front.pooled in known else ())
         lines = self._lines([node for node in nodes if not node.space.small], known)
         reads = any("[at]" in line for line in lines)
         return [
@@ -278,7 +267,7 @@ class _Writer:
 
 
 def _is_number(node: Node) -> bool:
-    return node.op in ("const", "count") or (node.op == "leaf" and node.attr[1] == "scalar")
+    return node.op in ("const", "count") or node.is_leaf("scalar")
 
 
 def _declared(member: Member) -> str:

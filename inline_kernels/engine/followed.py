@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Mapping
 
-from .graph import Graph, Node, differentiated, order
+from .graph import Graph, Node, differentiated, order, walk
 from .scalars import SCALARS
 from .source import identifier, local
 
@@ -105,11 +105,8 @@ class _Formula:
         self.graph: Graph = y.graph
         nodes = order([y])
         self.named = {local(node): node for node in nodes}
-        self.named |= {identifier(n.attr[0]): n for n in nodes if n.op == "leaf" and n.attr[1] == "scalar"}
-        takes = [
-            n for n in nodes if n.op == "take" and n.args[1].op == "pick" and n.args[1].args[0] is n.args[0]
-        ]
-        self.named |= {f"best{n.args[1].id}.value": n for n in takes}
+        self.named |= {identifier(n.attr[0]): n for n in nodes if n.is_leaf("scalar")}
+        self.named |= {f"best{n.args[1].id}.value": n for n in nodes if n.is_extreme}
         self.changed, self.known, self.read = changed, {}, set()
 
     def node(self, was: Node, plain: bool = False) -> Node:
@@ -133,13 +130,8 @@ class _Formula:
 
     def _is_inside(self, detached: Node) -> bool:
         """Is a line changed between what a detached value passes its adjoint to and the value?"""
-        seen, stack = set(), [detached.attr]
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack += differentiated(node)
-        return any(local(node) in self.changed for node in {*order(detached.args)} - seen)
+        path = walk([detached.attr], differentiated)
+        return any(local(node) in self.changed for node in order(detached.args) if node not in path)
 
     def _check(self, variance: Node) -> None:
         """Its derivative takes for granted that it is around the mean of what it is of."""
@@ -234,4 +226,4 @@ def _varies(e: ast.expr) -> bool:
 
 def _is_number(node: Node) -> bool:
     nodes = [each for each in order([node]) if each.op not in ("const", "count") and not each.is_scalar_op]
-    return all(each.op == "leaf" and each.attr[1] == "scalar" for each in nodes)
+    return all(each.is_leaf("scalar") for each in nodes)

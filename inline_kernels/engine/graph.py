@@ -29,7 +29,7 @@ were not picked stay zero when multiplied, where autograd's NaN·0 is NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .scalars import SCALARS
@@ -74,7 +74,6 @@ class Space(NamedTuple):
 
 ONE = Space(False, False, "")
 BY_CHANNEL = Space(False, True, "")
-BY_SAMPLE_CHANNEL = Space(True, True, "")
 ELEMENTS = Space(True, True, "e")
 
 
@@ -103,6 +102,14 @@ class Node:
     @property
     def is_scalar_op(self) -> bool:
         return self.op in SCALARS
+
+    @property
+    def is_extreme(self) -> bool:
+        """Is it the value at the place that was picked for it?"""
+        return self.op == "take" and self.args[1].args[0] is self.args[0]
+
+    def is_leaf(self, *kinds: str) -> bool:
+        return self.op == "leaf" and self.attr[1] in kinds
 
     def is_const(self, *values: float) -> bool:
         return self.op == "const" and (not values or self.attr in values)
@@ -378,7 +385,7 @@ class Graph:
 
     def adjoints(self, y: Node, dy: Node, wanted: Sequence[Node]) -> list[Node | None]:
         """The adjoints of the `wanted` leaves, given dy of y; None where y doesn't depend on one."""
-        nodes = _reachable([y], paths=True)
+        nodes = _in_order(walk([y], lambda node: (*node.args, *differentiated(node))))
         ids = {w.id for w in wanted}
         needed: set[int] = set()
         for node in nodes:
@@ -421,16 +428,6 @@ class Graph:
             return [None] * len(node.args)
         raise NotImplementedError(f"no adjoint of {node.op}")
 
-    def text(self, roots: Iterable[Node]) -> str:
-        """A line a node, operands first, for people."""
-        lines = []
-        for node in order(roots):
-            attr = "" if node.attr is None else f" [{node.attr}]"
-            lines.append(
-                f"{node.id:4d} {str(node.space):4s} {node.op}{attr} {' '.join(f'#{a.id}' for a in node.args)}"
-            )
-        return "\n".join(lines)
-
 
 def _axis_of(index: Node) -> str:
     return index.attr[0]
@@ -443,23 +440,30 @@ def differentiated(node: Node) -> tuple[Node, ...]:
     return node.args
 
 
-def _reachable(roots: Iterable[Node], paths: bool) -> list[Node]:
-    seen: dict[int, Node] = {}
-    stack = list(roots)
+def walk(roots: Iterable, below: Callable[..., Iterable] = lambda node: node.args) -> list:
+    """The roots and all on the ways down from them, each once: from a node on to what `below` gives, its operands or some of them."""
+    found, stack = {}, [*roots]
     while stack:
         node = stack.pop()
-        if node.id in seen:
-            continue
-        seen[node.id] = node
-        stack.extend(node.args)
-        if paths:
-            stack.extend(differentiated(node))
-    return sorted(seen.values(), key=lambda node: node.id)
+        if node not in found:
+            found[node] = None
+            stack += below(node)
+    return [*found]
 
 
-def order(roots: Iterable[Node]) -> list[Node]:
-    """All that the roots are computed from, and themselves, operands first."""
-    return _reachable(roots, paths=False)
+def down_to(roots: Iterable[Node], stops: Callable[[Node], bool]) -> list[Node]:
+    """The first nodes on each way down at which it stops."""
+    return [node for node in walk(roots, lambda node: () if stops(node) else node.args) if stops(node)]
+
+
+def _in_order(nodes: Iterable[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: node.id)
+
+
+def order(roots: Iterable[Node], known: Iterable[Node] = ()) -> list[Node]:
+    """All that the roots are computed from, and themselves, operands first; without what is known, and what only that is computed from."""
+    nodes = walk(roots, lambda node: () if node in known else node.args)
+    return _in_order(node for node in nodes if node not in known)
 
 
 # ---- rewrites
@@ -552,8 +556,7 @@ class Facts:
 
     def __init__(self, roots: Sequence[Node], keeps: bool):
         """`keeps`: the roots are a backward pass, which finds forward's small values, windows and places kept."""
-        self.roots, self.keeps = list(roots), keeps
-        self.nodes = order(roots)
+        self.keeps, self.nodes = keeps, order(roots)
         self.of_dy = self._reached_by("dy")
         self.of_z = self._reached_by("z")
         self.degree: dict[int, int] = {}
@@ -565,18 +568,15 @@ class Facts:
     def _reached_by(self, kind: str) -> set[int]:
         reached: set[int] = set()
         for node in self.nodes:
-            if (node.op == "leaf" and node.attr[1] == kind) or any(a.id in reached for a in node.args):
+            if node.is_leaf(kind) or any(a.id in reached for a in node.args):
                 reached.add(node.id)
         return reached
 
     def at_elements(self, node: Node) -> bool:
         return node.space.c and node.space.level == "e"
 
-    def is_z(self, node: Node) -> bool:
-        return node.op == "leaf" and node.attr[1] == "z"
-
     def _degree(self, node: Node) -> int:
-        if self.is_z(node):
+        if node.is_leaf("z"):
             return 1
         if node.id not in self.of_z or not self.at_elements(node) or node.is_boolean:
             return 0
@@ -631,32 +631,11 @@ class Facts:
         level = max((self.level[a.id] for a in node.args), default=0)
         return level + (node.op == "sum" and node.attr not in ("n", "c"))
 
-    def kept(self) -> dict[str, list[Node]]:
-        """What a backward pass needs of forward, by kind (`is_kept`), "z" beside: a walk from the roots that stops at each of them."""
-        found: dict[str, list[Node]] = {}
-        seen: set[int] = set()
-        stack = list(self.roots)
-        while stack:
-            node = stack.pop()
-            if node.id in seen:
-                continue
-            seen.add(node.id)
-            kind = "z" if self.is_z(node) else self.is_kept(node)
-            if kind:
-                found.setdefault(kind, []).append(node)
-            else:
-                stack.extend(node.args)
-        return {kind: sorted(nodes, key=lambda node: node.id) for kind, nodes in found.items()}
-
-    def passes(self) -> int:
-        """How many times positions are walked over."""
-        return max((self.level[r.id] + (not r.space.small) for r in self.roots), default=0)
-
     def affine(self, node: Node) -> tuple[Node | None, Node | None] | None:
         """(A, B) with node = A + B·z, B small and A free of z's elements but for masks (None: zero); None if it is not that."""
         if self.degree[node.id] == 0:
             return node, None
-        if self.is_z(node):
+        if node.is_leaf("z"):
             return None, node.graph.const(1.0)
         if node.op in ("add", "sub", "neg"):
             parts = [self.affine(a) for a in node.args]
@@ -668,16 +647,6 @@ class Facts:
         if node.op == "div" and node.args[1].space.small:
             return _each(self.affine(node.args[0]), lambda part: part / node.args[1])
         return None
-
-    def gradient_class(self, dz: Node) -> str:
-        """Of the adjoint of z: "linear", "gates" (free of z but for masks), "sparse", "affine" (in z), "nonlinear"."""
-        if self.degree[dz.id] == 1 and self.affine(dz) is not None:
-            return "affine"
-        if self.degree[dz.id] > 0:
-            return "nonlinear"
-        if dz.op == "put":
-            return "sparse"
-        return "gates" if any(n.is_boolean and self.at_elements(n) for n in order([dz])) else "linear"
 
 
 def _combine(op: str, a: Node | None, b: Node | None = None) -> Node | None:

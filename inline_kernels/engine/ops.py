@@ -85,7 +85,7 @@ class Tail:
     def number(self, x: Value | float | int) -> float:
         """A number that shapes the program: known at capture."""
         if isinstance(x, Value):
-            if x.node.op == "leaf" and x.node.attr[1] == "scalar" and self._value_of:
+            if x.node.is_leaf("scalar") and self._value_of:
                 return self._value_of(x.node.attr[0])
             if x.node.is_const():
                 return x.node.attr
@@ -392,9 +392,7 @@ def relu6(t: Tail, input, inplace=False):
 
 
 def _bound(t: Tail, bound):
-    if isinstance(bound, Value) and (
-        bound.axes or bound.node.op == "leaf" and bound.node.attr[1] == "parameter"
-    ):
+    if isinstance(bound, Value) and (bound.axes or bound.node.is_leaf("parameter")):
         raise NotAccepted("a bound is a tensor")
     return bound
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .graph import Graph, Node, Space, order
+from .graph import Graph, Node, Space, down_to, order, walk
 
 
 class Unsupported(Exception):
@@ -190,14 +190,7 @@ class Program:
 
     def leaves(self) -> list[Node]:
         """What has to come in beside the arrays that are given."""
-        seen: set[Node] = set()
-        stack = [root.node for root in self.roots]
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack += () if node in self.given else node.args
-        return sorted((n for n in seen if n.op == "leaf" and n not in self.given), key=lambda node: node.id)
+        return [n for n in order([root.node for root in self.roots], self.given) if n.op == "leaf"]
 
     # ------------------------------------------------------------------------------------------- what becomes an array
 
@@ -352,17 +345,8 @@ class Program:
         """Is it more than an array's value? What is the same for all channels a pass by channel would compute once for each."""
         if node.op in ("spread", "detach"):
             return False
-        read, seen, stack = 0, set(), [node]
-        while stack:
-            n = stack.pop()
-            if n in seen or not n.space.level:
-                continue
-            seen.add(n)
-            if n in self.given or n.op == "leaf":
-                read += 1
-            else:
-                stack += n.args
-        return read > 1
+        read = down_to([node], lambda n: n in self.given or n.op == "leaf" or n.space.small)
+        return sum(bool(n.space.level) for n in read) > 1
 
     def _want_windows(self, nodes: Iterable[Node]) -> None:
         """What windows are reduced to becomes an array where a pass for statistics walks over the same values: a later pass then needs no more."""
@@ -476,14 +460,14 @@ class Program:
 
     def _walks_windows(self, key: Key, level: str) -> bool:
         """Does a pass that makes it reduce windows of this level, whose sizes are known?"""
-        stack, known = [key.source], None not in self.graph.levels[level].window
-        while stack and known:
-            node = stack.pop()
-            if over_windows(node) and node.space.level == level:
-                return True
-            if not (node in self.given or (node is not key.source and Key("value", node) in self.wanted)):
-                stack += node.args
-        return False
+
+        def is_known(node: Node) -> bool:
+            return node in self.given or (node is not key.source and Key("value", node) in self.wanted)
+
+        nodes = walk([key.source], lambda node: () if is_known(node) else node.args)
+        return None not in self.graph.levels[level].window and any(
+            over_windows(node) and node.space.level == level for node in nodes
+        )
 
     def _delay(self, stage: dict[Key, int], domain: dict[Key, tuple]) -> None:
         """Sums that no pass over positions waits for join the next pass over the same planes, where they would have been alone."""
@@ -533,14 +517,11 @@ class Program:
 
     def _inside(self, node: Node) -> list[Node]:
         """The node and what is computed with it in one go: down to arrays."""
-        found, stack = [], [node]
-        while stack:
-            n = stack.pop()
-            found.append(n)
-            for a in n.args:
-                if not (a in self.given or is_static(a) or a.space.level or Key("value", a) in self.small):
-                    stack.append(a)
-        return found
+
+        def is_array(a: Node) -> bool:
+            return a in self.given or is_static(a) or bool(a.space.level) or Key("value", a) in self.small
+
+        return walk([node], lambda n: [a for a in n.args if not is_array(a)])
 
     def _reduction_modes(self, node: Node) -> set[str]:
         everywhere = {"sample", "channel", "one"}

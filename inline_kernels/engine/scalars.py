@@ -43,7 +43,7 @@ def compared(op: str, texts: list[str], operands: Sequence) -> list[str]:
     jumps = op in _JUMPING and not any(a.op == "const" and a.attr in (0.0, INF, -INF) for a in operands)
 
     def text_of(text: str, a) -> str:
-        if a.op == "const" or (a.op == "leaf" and a.attr[1] == "scalar"):
+        if a.op == "const" or a.is_leaf("scalar"):
             return _bound(text, a.attr if a.op == "const" else None) if op in _COMPARING else text
         return f"math::rounded({text})" if jumps else text
 

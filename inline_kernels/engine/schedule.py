@@ -30,7 +30,7 @@ from inline_kernels.engine import library
 
 from . import precision, source, strips
 from .algebra import reordered
-from .graph import ELEMENTS, Facts, Node, Space, order
+from .graph import ELEMENTS, Facts, Node, Space, down_to, order
 from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "text"]
@@ -161,7 +161,7 @@ def differentiated(segment, y: Node, kind: Kind) -> Composed:
 
 def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False):
     dy = graph.leaf("dy", y.space, "dy")
-    leaves = [z, *[n for n in order([y]) if n.op == "leaf" and n.attr[1] in ("parameter", "input")]]
+    leaves = [z, *[n for n in order([y]) if n.is_leaf("parameter", "input")]]
     found = graph.adjoints(y, dy, leaves)
     roots: dict[tuple, Root] = {}
     gradients: dict[Node, Root | None] = {}
@@ -224,17 +224,11 @@ def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
 def _is_of_forward(mask: Node) -> bool:
     """Is it computed at an element alone, from what forward knows?"""
     nodes = [node for node in order([mask]) if node.space.level]
-    return all(n.is_scalar_op or n.op == "detach" or (n.op == "leaf" and n.attr[1] == "z") for n in nodes)
+    return all(n.is_scalar_op or n.op == "detach" or n.is_leaf("z") for n in nodes)
 
 
 def _reaches_dy(roots: Sequence[Node], without: Node) -> bool:
-    seen, stack = {without}, [*roots]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += node.args
-    return any(node.op == "leaf" and node.attr[1] == "dy" for node in seen)
+    return any(node.is_leaf("dy") for node in order(roots, [without]))
 
 
 class _OwnChannel:
@@ -301,23 +295,13 @@ def _kept(graph, roots: Sequence[Node], z: Node) -> list[Node]:
     """What forward leaves for these: masks in place of v where v serves for nothing else."""
     facts = Facts(roots, keeps=True)
 
-    def walk(masks: bool) -> list[Node]:
-        found, seen, stack = [], set(), list(roots)
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            kind = facts.is_kept(node)
-            if node is z or (kind and kind != "input" and (masks or kind != "mask")):
-                found.append(node)
-            else:
-                stack += node.args
+    def kept(without: set) -> list[Node]:
+        found = down_to(roots, lambda node: node is z or facts.is_kept(node) not in without)
         return sorted(found, key=lambda node: node.id)
 
-    found = walk(True)
+    found = kept({None, "input"})
     few = sum(node.is_boolean and facts.at_elements(node) for node in found) <= _MOST_MASKS
-    return found if z not in found and few else walk(False)
+    return found if z not in found and few else kept({None, "input", "mask"})
 
 
 def _saved_array(node: Node, z: Node, few_channels: bool) -> Array:

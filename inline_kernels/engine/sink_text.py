@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from . import direct, source
-from .graph import ELEMENTS, ONE, Node, order
+from .graph import ELEMENTS, ONE, Node, down_to, order, walk
 from .passes import Array, Key, Program, Unsupported, over_channels
 
 
@@ -66,25 +66,21 @@ class Writer(direct._Writer):
 
     def _nodes(self) -> list[Node]:
         """All that is computed here, operands first."""
-        found, stack = set(), [self.front.node]
-        while stack:
-            node = stack.pop()
-            if node in found:
-                continue
-            found.add(node)
-            if node in self.given or node in self.arrays:
+        known = {*self.given, *self.arrays}
+        nodes = walk([self.front.node], lambda node: () if node in known else node.args)
+        for node in nodes:
+            if node in known:
                 continue
             if not (node.op in ("spread", "detach", "const", "count", "leaf") or node.is_scalar_op):
                 raise Unsupported(f"the tail isn't pointwise: it has {node.op} over {node.attr}")
             if node.op == "count" and node.attr[0] not in ("c", "group"):
                 raise Unsupported(f"the tail counts {node.attr}")
-            if node.op == "leaf" and node.attr[1] == "drawn":
+            if node.is_leaf("drawn"):
                 raise Unsupported("the tail has dropout")
             at_positions = node.op == "leaf" and node.attr[1] != "z" and not node.space.small
             if at_positions and (node.space != ELEMENTS or not self.has_places):
                 raise Unsupported(f"the tail reads {node.attr[0]} at positions")
-            stack += node.args
-        return sorted(found, key=lambda node: node.id)
+        return sorted(nodes, key=lambda node: node.id)
 
     def _write(self, node: Node, known: dict[Node, str], lines: list[str]) -> None:
         if node in self.arrays and node not in known:
@@ -171,7 +167,7 @@ class Pass:
         self.sinks.append(Sink("channels", array, self._tail(of), kind, name))
 
     def _tail(self, node: Node) -> str:
-        if node.op == "leaf" and node.attr[1] == "z":
+        if node.is_leaf("z"):
             return "conv::Identity"
         name, writer = f"Tail{self.number}_{node.id}", self._writer(node, {})
         if name not in self.given:
@@ -196,7 +192,11 @@ def _reduction(node: Node) -> tuple[Node, Node, str]:
     """The one reduction over channels that a value by position is made of; of what; its name in C++."""
     if found := _logsumexp(node):
         return *found, "reduce::LogSumExp"
-    own = [each for each in _down_to(node, lambda n: over_channels(n) and n.op != "pick")]
+
+    def reduces(n: Node) -> bool:
+        return over_channels(n) and n.op != "pick"
+
+    own = [n for n in down_to([node], lambda n: reduces(n) or n.space.small) if reduces(n)]
     if len(own) != 1:
         raise Unsupported(f"{len(own)} reductions over channels at once")
     (reduced,) = own
@@ -205,21 +205,6 @@ def _reduction(node: Node) -> tuple[Node, Node, str]:
     if reduced.op != "take" or reduced.args[1].args[0] is not reduced.args[0]:
         raise Unsupported(f"{reduced.op} over channels")
     return reduced, reduced.args[0], REDUCTIONS["pick", reduced.args[1].attr[1]]
-
-
-def _down_to(node: Node, stops) -> list[Node]:
-    """The first nodes on each way down where it stops."""
-    found, seen, stack = {}, set(), [node]
-    while stack:
-        each = stack.pop()
-        if each in seen:
-            continue
-        seen.add(each)
-        if stops(each):
-            found[each] = None
-        elif not each.space.small:
-            stack += each.args
-    return [*found]
 
 
 def _logsumexp(node: Node) -> tuple[Node, Node] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .graph import ELEMENTS, Node, Space, order
+from .graph import ELEMENTS, Node, Space, order, walk
 from .passes import (
     Array,
     Key,
@@ -508,18 +508,15 @@ class _Text:
         return self._struct("Plane", "Plane& plane", [*body, *totals, *walk, *ends])
 
     def _lazy(self, roots: Iterable[Node]) -> set[Node]:
-        gates, seen, stack = set(), set(), [*roots]
-        while stack:
-            node = stack.pop()
-            if node in seen or self._array(node):
-                continue
-            seen.add(node)
-            if _is_gate(node) and is_drawn(node):
-                gates |= {n for n in order([node]) if _is_gate(n) and is_drawn(n)}
-                stack.append(node.args[0])
-            else:
-                stack += node.args
-        return set() if any(n.op == "leaf" and is_drawn(n) for n in seen) else gates
+        def may_be(node: Node) -> bool:
+            return _is_gate(node) and is_drawn(node)
+
+        def below(node: Node) -> Sequence[Node]:
+            return () if self._array(node) else node.args[:1] if may_be(node) else node.args
+
+        seen = [node for node in walk(roots, below) if not self._array(node)]
+        gates = {gate for node in seen if may_be(node) for gate in order([node]) if may_be(gate)}
+        return set() if any(node.is_leaf("drawn") for node in seen) else gates
 
     def _idle(self, each: Planes, terms: dict[Key, Node], plane: Scope) -> str:
         """When a plane's terms are all zero, because the gradient that they are made of is (`Program.gate`), and small values."""
@@ -768,7 +765,7 @@ def _closing(program: Program) -> tuple[int, Node] | None:
             continue
         terms = [key.source for key in each.targets]
         below = order(terms)
-        if not any(node.op == "leaf" and node.attr[1] == "z" for node in below):
+        if not any(node.is_leaf("z") for node in below):
             continue
         sums_of = [key for key in passes[last].targets if key.what != "value"]
         if any(key.what != "sums" for key in sums_of):
@@ -780,17 +777,16 @@ def _closing(program: Program) -> tuple[int, Node] | None:
 
 
 def _is_gate(node: Node) -> bool:
-    zero = any(a.op == "const" and a.attr == 0 for a in node.args[1:])
-    return node.op == "where" and node.space == ELEMENTS and zero
+    return node.op == "where" and node.space == ELEMENTS and any(a.is_const(0.0) for a in node.args[1:])
 
 
 def is_drawn(node: Node) -> bool:
-    return any(n.op == "leaf" and n.attr[1] == "drawn" for n in order([node]))
+    return any(n.is_leaf("drawn") for n in order([node]))
 
 
 def _vanishes(node: Node, cut: Node) -> bool:
     """Is it zero where `cut` is zero everywhere, and all is finite?"""
-    if node is cut or (node.op == "const" and node.attr == 0):
+    if node is cut or node.is_const(0.0):
         return True
     if node.op == "mul":
         return any(_vanishes(a, cut) for a in node.args)
