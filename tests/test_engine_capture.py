@@ -230,7 +230,8 @@ def test_what_a_residual_block_becomes():
         len(last.inputs) == 2 and last.inputs[1].space == ("n", "c", "e") or last.inputs[1].space.level == "e"
     )
     assert (
-        "relu" in {node.op for node in order(last.outputs)} and "relu" not in by_name["layers.1.0.downsample.0"].stopped
+        "relu" in {node.op for node in order(last.outputs)}
+        and "relu" not in by_name["layers.1.0.downsample.0"].stopped
     )
     same = by_name["layers.0.0.conv1"], by_name["layers.0.1.conv1"]
     assert same[0].digest == same[1].digest, "equal but for names"

@@ -17,7 +17,7 @@ import inline_loader
 import numerics
 from benchmarks import level2
 from inline_kernels.bench import checks
-from inline_kernels.engine import choice, composed, direct, precision, tiling
+from inline_kernels.engine import choice, composed, direct, mainloops, precision, tiling
 from inline_kernels.engine.capture import capture
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
@@ -108,7 +108,9 @@ def random_model(filters, tail, **settings) -> nn.Module:
 
 
 def only_through(mainloop: str, monkeypatch) -> None:
-    monkeypatch.setattr(direct, "MAINLOOPS", [each for each in direct.MAINLOOPS if each.name == mainloop])
+    monkeypatch.setattr(
+        mainloops, "MAINLOOPS", [each for each in mainloops.MAINLOOPS if each.name == mainloop]
+    )
 
 
 def given(model: nn.Module, x: torch.Tensor) -> tuple:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import numerics
 from inline_kernels.bench import checks
-from inline_kernels.engine import direct, sinks
+from inline_kernels.engine import mainloops, sinks
 from test_emulated import folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
 
@@ -87,7 +87,7 @@ def assert_rule(model: nn.Module, *inputs) -> None:
 def sinks_of(model: nn.Module, x: torch.Tensor, stores: bool = False) -> str:
     segment, arguments = given(model, x)
     nd = x.dim() - 2
-    (mainloop,) = [m for m in direct.MAINLOOPS if (m.takes, m.dimensions) == ("elements", nd)]
+    (mainloop,) = [m for m in mainloops.MAINLOOPS if (m.takes, m.dimensions) == ("elements", nd)]
     found = sinks.composed(segment, mainloop, False, stores)
     return "; ".join(" and ".join(sink.kind for sink in own.sinks) for own in found.parts.values())
 
@@ -251,7 +251,9 @@ def test_what_costs_less(through, monkeypatch):
     """Products again, or v's way to memory: by what they take, whatever the problem."""
     through("narrow2d")
     monkeypatch.undo()
-    (mainloop,) = [each for each in direct.MAINLOOPS if each.takes == "elements" and each.name == "narrow2d"]
+    (mainloop,) = [
+        each for each in mainloops.MAINLOOPS if each.takes == "elements" and each.name == "narrow2d"
+    ]
     for taps, again in ((1, True), (25, False)):
         model = model_of((32, 16, taps, 1), TAILS["norm"][0])
         segment, (x, weight, *_) = given(model, torch.randn(2, 16, 40, 40))

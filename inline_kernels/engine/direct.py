@@ -18,7 +18,7 @@ by sample, by plain sums and the same tail; where there is none it ends at once 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,9 +27,10 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, composed, library, precision, schedule, source, strips, tiling
+from . import choice, library, mainloops, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
+from .mainloops import Asked, Mainloop
 from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import SCALARS, compared
 
@@ -38,7 +39,6 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 # Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
 INFERENCE_ONLY = True
-_OWN_SHARED = 34 << 10  # bytes that narrow3d's staging takes: store/runs.cuh
 
 
 # ------------------------------------------------------------------------------------------------------------- the tail's text
@@ -274,235 +274,6 @@ def _declared(member: Member) -> str:
     return f"const {member.ctype}* {member.name}" if member.is_tensor else f"real {member.name}"
 
 
-# ------------------------------------------------------------------------------------------------------------------ mainloops
-
-
-class Asked(NamedTuple):
-    """Of a convolution: v's positions in all samples; how its filter goes, or None where it is padded by more behind than before; and its
-    columns' dilation."""
-
-    positions: int
-    settings: precision.Settings | None
-    dilation: int
-
-
-class Mainloop(NamedTuple):
-    """A kernel that convolves, for fronts that it `takes`. `obstacle(x, weight, dtypes of results, front, what is asked)`: why it can't run, or is not
-    faster than the schedule `load`; or None. `most`: results that it can store. `has_places`: do its tails know which element of y they compute?
-    `walks`: does it take a stride, padding and dilation (`Walk`)?"""
-
-    name: str
-    takes: str
-    dimensions: int
-    headers: Sequence[str]
-    declared: str
-    launch: Sequence[str]
-    has_places: bool
-    obstacle: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], str | None]
-    defines: Callable[[Tensor, Tensor, Sequence[torch.dtype], Front, Asked], dict]
-    most: int = 1
-    walks: bool = False
-
-
-def _rows_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> str | None:
-    return tiling.rows_obstacle(x, weight, tiling.rows_shared(weight, *[each.itemsize for each in dtypes]))
-
-
-def _rows_defines(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> dict:
-    planned = {"ROWS_SHARED": tiling.rows_shared(weight, *[each.itemsize for each in dtypes])}
-    return tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)} | planned
-
-
-def _windows_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> str | None:
-    if None in front.window or min(front.window) < 2 or max(front.window) > 8:
-        return "windows have 2 to 8 rows and columns"
-    return tiling.rows_obstacle(x, weight, tiling.windows_shared(weight, front.window[1]))
-
-
-def _windows_defines(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> dict:
-    planned = {"ROWS_SHARED": tiling.windows_shared(weight, front.window[1])}
-    return _rows_defines(x, weight, dtypes, front, asked) | planned
-
-
-def _narrow3d_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> str | None:
-    return tiling.volume_obstacle(x, weight, x.dtype, _OWN_SHARED)
-
-
-def _wide_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> str | None:
-    """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that. front: None of sinks,
-    which `stream` doesn't have."""
-    if reason := tiling.wide_obstacle(x, weight, x.dtype):
-        return reason
-    if front and weight.shape[1] > 64 and _stream_obstacle(x, weight, dtypes, front, asked) is None:
-        if weight.shape[1] > 128 or not stream_splits(x, weight, asked):
-            return "stream is faster from 64 channels in on, from 128 in float32"
-    if choice.is_silent():
-        return None
-    rule, scale = composed.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
-    faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
-    return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
-
-
-def _wide_defines(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> dict:
-    # A single float16 is as exact as TF32, which is what eager then runs.
-    split = x.dtype == torch.float32 and not precision.runs_tf32(x, weight)
-    return tiling.wide_defines(x, weight, split, aligned=True, gradients=False)
-
-
-def _stream_obstacle(
-    x: Tensor, weight: Tensor, dtypes: Sequence[torch.dtype], front: Front, asked: Asked
-) -> str | None:
-    if len(dtypes) == 1:
-        return stream_obstacle(x, weight, asked, math.prod(front.window) if front.pooled else 1)
-    # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
-    if x.dim() == 4:
-        return "where backward follows, the library convolves images"
-    return tiling.stream_obstacle(x, weight, x.dtype) or (
-        "x lies channels last" if library.is_channels_last(x) else None
-    )
-
-
-def stream_obstacle(x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1) -> str | None:
-    """Likewise by its cost. window: elements of v that are pooled to one; passes: of products, each in place of one over v."""
-    if reason := tiling.stream_obstacle(x, weight, x.dtype):
-        return reason
-    last = tiling.stream_takes_last(x)
-    if library.is_channels_last(x) and not last:
-        return "x lies channels last, and would be copied first"
-    if choice.is_silent():
-        return None
-    sizes = x.shape, weight.shape, asked.positions, x.element_size()
-    device = tiling.device_properties(x.device.index)
-    return choice.stream_loses(*sizes, device, streamed(x, weight, asked, window, passes))
-
-
-def streamed(
-    x: Tensor, weight: Tensor, asked: Asked, window: int = 1, passes: int = 1, reduces: bool = False
-) -> choice.Streamed:
-    packs, splits = not tiling.stream_takes_last(x), stream_splits(x, weight, asked)
-    folded = choice.stream_folded(weight.shape, asked.dilation, packs, splits)
-    return choice.Streamed(packs, splits, folded, reduces or window > 1, window, passes)
-
-
-def stream_splits(x: Tensor, weight: Tensor, asked: Asked) -> bool:
-    """Is an operand two float16? One is as exact as TF32, if eager runs that."""
-    runs_tf32 = asked.settings and precision.runs_tf32(x, weight, settings=asked.settings)
-    return x.dtype == torch.float32 and not runs_tf32
-
-
-def walk_text(dimensions: int) -> str:
-    """How a build's macros say it (`walk_defines`), as C++."""
-    plain, axes = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}, "DHW"[3 - dimensions :]
-    lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
-    own = ", ".join("{" + ", ".join(line) + "}" for line in lines)
-    return f"const conv::Walk walk{{{own}}};"
-
-
-def _stream(dimensions: int, takes: str) -> Mainloop:
-    axes = "DHW"[3 - dimensions :]
-    return Mainloop(
-        "stream",
-        takes,
-        dimensions,
-        ("conv/stream.cuh",),
-        f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
-        [
-            walk_text(dimensions),
-            "conv::streamed<Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, FOLDED"
-            f"{', Pool' * (takes == 'windows')}>(x, weight, walk, stream, {{stored}});",
-        ],
-        True,
-        _stream_obstacle,
-        lambda x, weight, dtypes, front, asked: tiling.stream_defines(
-            x,
-            weight,
-            asked.positions,
-            streamed(x, weight, asked, reduces=front is None or bool(front.pooled)),
-        ),
-        most=2,
-        walks=True,
-    )
-
-
-# Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
-# convolution in float32 takes several times as long.
-MAINLOOPS = (
-    Mainloop(
-        "narrow2d",
-        "elements",
-        2,
-        ("store/strips.cuh",),
-        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
-        [
-            "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;",
-            'static_assert(conv::narrow2d::kShared<Tile, {sinks}> == ROWS_SHARED, "as it is planned");',
-            "store::pointwise<Filter, LONG_ROWS>(x, weight, stream, {stored});",
-        ],
-        True,
-        _rows_obstacle,
-        _rows_defines,
-        most=9,
-    ),
-    Mainloop(
-        "narrow2d",
-        "windows",
-        2,
-        ("pool/windows.cuh",),
-        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;",
-        [
-            "using Tile = pool::PooledTile<Filter, Pool, LONG_ROWS>;",
-            'static_assert(conv::narrow2d::kShared<Tile, pool::Pooled<output_t, Pool, Tail>> == ROWS_SHARED, "as it is planned");',
-            "pool::pooled<Filter, Pool, LONG_ROWS>(y, x, weight, tail, stream);",
-        ],
-        False,
-        _windows_obstacle,
-        _windows_defines,
-    ),
-    Mainloop(
-        "narrow3d",
-        "elements",
-        3,
-        ("store/runs.cuh",),
-        "using Conv = conv::narrow3d::Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
-        ["store::pointwise<Conv>(x, weight, stream, {stored});"],
-        True,
-        _narrow3d_obstacle,
-        lambda x, weight, *_: tiling.spatial_defines(weight.shape),
-        most=9,
-    ),
-    Mainloop(
-        "wide",
-        "elements",
-        2,
-        ("conv/wide.cuh",),
-        "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;\n"
-        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;\n"
-        "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
-        [
-            "conv::pointwise<Build>(y, x, weight, tail, stream);",
-        ],
-        False,
-        _wide_obstacle,
-        _wide_defines,
-    ),
-    *[_stream(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
-)
-
-
 class Stored(NamedTuple):
     """A result of the convolution's kernel: its name and element's type, and the text that makes it."""
 
@@ -653,7 +424,7 @@ def _rest(segment, y: Node, front: Front) -> schedule.Composed:
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    check(segment, x, weight, dtype, walks=True)
+    check(segment, x, weight, dtype)
     if saving and x.dtype != torch.float32:
         raise Unsupported("backward needs v as the library rounds it")
     if segment.updates or segment.random:
@@ -661,15 +432,16 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     kind = schedule._kind(segment, arguments, True, exact_order)
     composed = schedule._composed(segment, kind) if saving else None
     refused = []
-    for mainloop in MAINLOOPS:
+    for mainloop in mainloops.MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
             written = _written(segment, mainloop, exact_order, composed)
-            check_walk(segment, weight, mainloop, written.front)
+            front = written.front
+            mainloop.check_walk(segment, weight, front.window if front.pooled else None)
             if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(x):
                 raise Unsupported("x lies channels last, other inputs may not")
-            if (reason := mainloop.obstacle(*_given(written, segment, x, weight, dtype))) is None:
+            if (reason := mainloop.obstacle(_asked(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -677,7 +449,7 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype, walks: bool = False) -> None:
+def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
     """Can a convolution of our own be what runs? Raises Unsupported."""
     if library.device_type(x) != "cuda":
         raise Unsupported("convolutions of our own run on GPUs")
@@ -685,8 +457,6 @@ def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype, walks: bool = 
         raise Unsupported(f"there are no kernels for results of {dtype}")
     if segment.conv.groups != 1:
         raise Unsupported("the convolution has groups")
-    if not walks and not _walk(segment, weight).is_plain:
-        raise Unsupported("the convolution has a stride, padding or dilation")
     sizes = schedule.sizes_of(segment, x, weight)
     results = sizes.N * sizes.C * sizes.positions("e")
     fewest = int(FEWEST_RESULTS * tiling.device_properties(x.device.index).scale.memory)
@@ -700,67 +470,14 @@ def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype
     return [of_kind[array.kind] for array in written.results]
 
 
-class Walk(NamedTuple):
-    """How a filter goes over an image, axis by axis; `before` and `behind` it, its padding."""
-
-    stride: Sequence[int]
-    before: Sequence[int]
-    behind: Sequence[int]
-    dilation: Sequence[int]
-
-    @property
-    def is_plain(self) -> bool:
-        return {*self.stride, *self.dilation} == {1} and not any((*self.before, *self.behind))
-
-
-def _walk(segment, weight: Tensor) -> Walk:
-    conv, nd = segment.conv, weight.dim() - 2
-    before, behind = zip(*strips.padding(segment.conv, weight))
-    return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
-
-
-def check_walk(segment, weight: Tensor, mainloop: Mainloop, front: Front | None = None) -> None:
-    """Raises Unsupported."""
-    walk = _walk(segment, weight)
-    if segment.conv.padding_mode != "zeros":
-        raise Unsupported("the convolution pads with other values than zeros")
-    if not mainloop.walks:
-        if not walk.is_plain:
-            raise Unsupported("the convolution has a stride, padding or dilation")
-        return
-    reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
-    window = front.window if front and front.pooled else (1,) * mainloop.dimensions
-    if None in window:
-        raise Unsupported("its windows have a size of their own")
-    most = 127 if mainloop.dimensions == 2 else 15
-    steps = [stride * extent for stride, extent in zip(walk.stride, window)]
-    if max(steps) > 8 or max(*walk.before, *walk.behind, *[a + 2 * b for a, b in zip(reach, steps)]) > most:
-        raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
-
-
-def _given(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple:
-    """What a mainloop is asked about."""
-    return x, weight, _dtypes(written, x, dtype), written.front, asked_of(segment, x, weight)
-
-
-def asked_of(segment, x: Tensor, weight: Tensor) -> Asked:
-    sizes, walk = schedule.sizes_of(segment, x, weight), _walk(segment, weight)
-    same = walk.before == walk.behind
-    settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
-    return Asked(sizes.N * sizes.positions("e"), settings, walk.dilation[-1])
-
-
-def walk_defines(segment, weight: Tensor) -> dict[str, int]:
-    walk = _walk(segment, weight)._asdict().items()
-    return {f"{name.upper()}_{axis}": n for name, each in walk for axis, n in zip("WHD", reversed(each))}
+def _asked(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Asked:
+    return mainloops.asked_of(segment, x, weight, _dtypes(written, x, dtype), written.front)
 
 
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = written.mainloop.defines(*_given(written, segment, x, weight, dtype))
+    defines = written.mainloop.all_defines(segment, _asked(written, segment, x, weight, dtype))
     defines |= schedule._defines(segment, x, dtype)
-    if written.mainloop.walks:
-        defines |= walk_defines(segment, weight)
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,

@@ -127,11 +127,6 @@ class Sink(NamedTuple):
         return f"reduce::Of{self.kind.title()}"
 
 
-def local(struct: str) -> str:
-    """The name of a struct's value in the launcher."""
-    return "conv::Identity{}" if struct.startswith("conv::") else struct.lower()
-
-
 REDUCTIONS = {("pick", 1): "reduce::Max", ("pick", -1): "reduce::Min", ("sum", None): "reduce::Sum"}
 
 

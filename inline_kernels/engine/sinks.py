@@ -13,7 +13,7 @@ The cheaper one runs, by the time that products take and bytes take (`_recompute
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,179 +21,19 @@ from torch import Tensor
 
 import inline_loader
 
-from . import direct, library, schedule, source, tiling
+from . import direct, mainloops, schedule, source, tiling
 from .algebra import reordered, statistics_of_v
 from .graph import ELEMENTS, order
+from .mainloops import Asked, local
 from .passes import Array, Key, Planes, Program, Root, Unsupported
 from .schedule import Entry, Launch
-from .sink_text import Pass, Sink, local
+from .sink_text import Pass, Sink
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
 INFERENCE_ONLY = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
 _OWN_NAMES = set("x y weight stream number seed stored scratch next values geometry largest v".split())
-
-
-# ---------------------------------------------------------------------------------------------------------------- mainloops
-
-
-class Convolving(NamedTuple):
-    """How a mainloop is launched with sinks. rate: products and sums a second; most: sinks at once; channels: of which a block
-    makes one value by position; all: are there no more, is that the result? launch: (number of the pass, sinks) to lines that say in how many
-    parts a channel is computed, and lines that launch."""
-
-    headers: Sequence[str]
-    declared: str
-    rate: float
-    most: int
-    channels: int
-    all: bool
-    launch: Callable[[int, Sequence[Sink]], tuple[list[str], list[str]]]
-
-
-def _each(number: int, sinks: Sequence[Sink]) -> str:
-    """The sinks' results one by one."""
-    found = []
-    for sink in sinks:
-        tail, name = local(sink.tail), sink.array.name
-        if sink.kind == "store":
-            found.append(f"conv::each_value<{sink.element}>(values, {name}, {tail})")
-        elif sink.kind == "channels":
-            given = f"values, pointer<{sink.element}>({name}), {tail}, {local(sink.after)}, partial_{number}, blocks_{number}"
-            found.append(f"reduce::each_position<{sink.reduction}>({given})")
-        else:
-            found.append(f"reduce::each_part<{sink.what}>(values, {name}, {tail}, parts_{number})")
-    return f"conv::all_of({', '.join(found)})"
-
-
-def _type(sink: Sink, space: str, store: str) -> str:
-    if sink.kind == "store":
-        return store.format(sink.element, sink.tail)
-    if sink.kind == "channels":
-        return f"{space}Channels<{sink.element}, {sink.reduction}, {sink.tail}, {sink.after}>"
-    return f"{space}Positions<{sink.what}, {sink.tail}>"
-
-
-def _value(number: int, sink: Sink, kind: str) -> str:
-    tail, name = local(sink.tail), sink.array.name
-    if sink.kind == "channels":
-        return f"{kind}{{{name}, {tail}, {local(sink.after)}, partial_{number}}}"
-    return f"{kind}{{{name}, {tail}}}"
-
-
-def _narrow2d(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
-    types = [_type(sink, "reduce::", "store::Strips<{0}, {1}>") for sink in sinks]
-    planned = [
-        f'static_assert(conv::narrow2d::kShared<Tile, {", ".join(types)}> <= SINKS_SHARED, "as it is planned");',
-        f"const int64_t parts_{number} = geometry.tiles() * int64_t(geometry.strips);",
-    ]
-    given = ", ".join(_value(number, *each) for each in zip(sinks, types))
-    return planned, [f"conv::narrow2d::exact<Tile>(x, weight, {_each(number, sinks)}, stream, {given});"]
-
-
-def _narrow3d(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
-    def types(vectors: str) -> list[str]:
-        return [_type(sink, "reduce::narrow3d::", f"store::Runs<{{1}}, {{0}}, {vectors}>") for sink in sinks]
-
-    def launched(vectors: str) -> str:
-        given = ", ".join(_value(number, *each) for each in zip(sinks, types(vectors)))
-        return f"conv::narrow3d::exact(planes_{number}, {_each(number, sinks)}, stream, {given});"
-
-    storage = f"conv::narrow3d::SharedStorage<Conv, {', '.join(types('true'))}, conv::narrow3d::Doubt>"
-    planned = [
-        f"const auto planes_{number} = conv::narrow3d::convolution<Conv>(x, weight, sizeof({storage}), true, N);",
-        f"const int64_t parts_{number} = planes_{number}.slots();",
-    ]
-    stored = [sink for sink in sinks if sink.kind == "store"]
-    if not stored:
-        return planned, [launched("true")]
-    fits = f"store::vectors_fit_runs(pointer<{stored[0].element}>({stored[0].array.name}), planes_{number})"
-    return planned, [f"if ({fits}) {launched('true')}", f"else {launched('false')}"]
-
-
-def _wide(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
-    (sink,) = sinks
-    tail, to = local(sink.tail), f"partial_{number}" if sink.kind == "channels" else sink.array.name
-    if sink.kind == "store":
-        return [], [f"conv::pointwise<Build>({to}, x, weight, {tail}, stream);"]
-    out = (
-        f"reduce::WideChannels<{sink.reduction}>"
-        if sink.kind == "channels"
-        else f"reduce::WidePositions<{sink.what}>"
-    )
-    loop = f"conv::ForwardMainloop<Build, {sink.tail}, store::Nothing, {out}>"
-    planned = [
-        f"constexpr int64_t tile_{number} = {loop}::kBySm90 ? 128 : 64;",
-        f"const int64_t parts_{number} = e_H * ((e_W + tile_{number} - 1) / tile_{number});",
-    ]
-    exact = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
-    given = f"x, weight, {tail}, store::Nothing{{}}, {out}{{{to}}}, largest, stream, {exact}"
-    return planned, [f"conv::wide<Build>({given});"]
-
-
-def _stream(number: int, sinks: Sequence[Sink]) -> tuple[list[str], list[str]]:
-    def out(sink: Sink) -> str:
-        if sink.kind == "store":
-            return f"store::Positions<{sink.element}, false>{{{sink.array.name}}}"
-        if sink.kind == "channels":
-            return f"reduce::StreamChannels<{sink.reduction}>{{partial_{number}}}"
-        return f"reduce::StreamPositions<{sink.what}>{{{sink.array.name}, int(parts_{number})}}"
-
-    *more, last = sinks
-    besides = "true" if more or last.kind != "store" else "Operands::kSplit"
-    planned = [
-        f"constexpr int columns_{number} = conv::stream_columns<Filter, {besides}>(COLUMNS);",
-        f"const int64_t parts_{number} = conv::stream_parts(e_D * e_H * e_W, columns_{number});",
-    ]
-    of_more = [
-        f"conv::Sunk<{each.tail}, decltype({out(each)})>{{{local(each.tail)}, {out(each)}}}" for each in more
-    ]
-    behind = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
-    given = f"x, weight, walk, {local(last.tail)}, {out(last)}, {(*of_more, 'conv::NoSink{}')[0]}, largest, stream, {behind}"
-    kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, false, FOLDED"
-    return planned, [f"conv::stream<{kind}>({given});"]
-
-
-CONVOLVING = {
-    "narrow2d": Convolving(
-        ("reduce/narrow2d.cuh", "store/strips.cuh"),
-        "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;\n"
-        "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;",
-        600e12,
-        9,
-        64,
-        True,
-        _narrow2d,
-    ),
-    "narrow3d": Convolving(
-        ("reduce/narrow3d.cuh", "store/runs.cuh"),
-        "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
-        180e12,
-        9,
-        16,
-        True,
-        _narrow3d,
-    ),
-    "wide": Convolving(
-        ("conv/wide.cuh", "reduce/wide.cuh"),
-        "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;",
-        650e12,
-        1,
-        16,
-        False,
-        _wide,
-    ),
-    "stream": Convolving(
-        ("reduce/stream.cuh",),
-        "using Operands = conv::Operands<value_t, SPLIT>;\nusing Values = conv::Walked<Filter, value_t>;",
-        400e12,
-        2,
-        16,
-        False,
-        _stream,
-    ),
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------- composing
@@ -243,7 +83,7 @@ def composed(segment, mainloop, exact_order: bool, stores: bool) -> Composed:
 class _Composer:
     def __init__(self, segment, mainloop, exact_order: bool, stores: bool):
         self.segment, self.mainloop, self.stores = segment, mainloop, stores
-        self.convolving, self.graph = CONVOLVING[mainloop.name], segment.graph
+        self.convolving, self.graph = mainloop.sinks, segment.graph
         (y,) = segment.outputs
         found = [y, *[n for update in segment.updates for n in (update.mean, update.variance)]]
         if not exact_order:
@@ -368,7 +208,7 @@ class _Composer:
                 for i, side in sides
             ]
         lines = [
-            *[direct.walk_text(self.graph.dimensions)] * self.mainloop.walks,
+            *[mainloops.walk_text(self.graph.dimensions)] * self.mainloop.walks,
             "const int64_t N = x.size(0), C = CHANNELS_OUT;",
             f"const int64_t {', '.join(['e_D = 1'] * first + extents)};",
         ]
@@ -380,12 +220,7 @@ class _Composer:
         lines += [f"const load::Extent extent_{name}(N, C, {name}_D, {name}_H, {name}_W);" for name in levels]
         lines += [f"const real {source.identifier(n)} = real({source.identifier(n)}_given);" for n in numbers]
         lines.append(f"const Values values(x, weight{', walk' * self.mainloop.walks});")
-        if self.mainloop.name == "narrow2d":
-            lines.append("const auto geometry = Tile::Geometry::of(x);")
-        if self.mainloop.name in ("wide", "stream"):
-            kind = {"wide": "int32_t", "stream": "uint32_t"}[self.mainloop.name]
-            lines.append(f"const Scratch<{kind}> largest(N, stream);")
-        return lines
+        return [*lines, *self.convolving.prepared]
 
     def _memory(self, results: Sequence[Array], parts: Mapping[int, Pass]) -> list[str]:
         lines = []
@@ -471,11 +306,9 @@ def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
     """Do more passes of products take less time than v's way to memory and back? About equal, they save its memory."""
     sizes = schedule.sizes_of(segment, x, weight)
     values = sizes.N * sizes.C * sizes.positions("e")
-    splits = mainloop.name != "wide" and x.dtype == torch.float32
-    if mainloop.name == "stream":
-        splits = direct.stream_splits(x, weight, direct.asked_of(segment, x, weight))
-    products, scale = 3 if splits else 1, tiling.device_properties(x.device.index).scale
-    rate = CONVOLVING[mainloop.name].rate * scale.compute
+    splits = mainloop.sinks.splits(mainloops.asked_of(segment, x, weight, ()))
+    scale = tiling.device_properties(x.device.index).scale
+    products, rate = 3 if splits else 1, mainloop.sinks.rate * scale.compute
     again = (passes - 1) * 2 * values * math.prod(weight.shape[1:]) * products / rate
     return again <= 1.1 * 2 * 4 * values / (BYTES_A_SECOND * scale.memory)
 
@@ -485,17 +318,15 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if saving:
         raise Unsupported("backward needs v, which is not kept")
-    direct.check(segment, x, weight, dtype, walks=True)
+    direct.check(segment, x, weight, dtype)
     refused = []
-    for mainloop in direct.MAINLOOPS:
-        if (mainloop.dimensions, mainloop.takes) != (weight.dim() - 2, "elements"):
-            continue
-        if mainloop.name not in CONVOLVING:
+    for mainloop in mainloops.MAINLOOPS:
+        if mainloop.dimensions != weight.dim() - 2 or mainloop.sinks is None:
             continue
         try:
-            direct.check_walk(segment, weight, mainloop)
+            mainloop.check_walk(segment, weight)
             found = chosen(segment, mainloop, arguments, dtype, exact_order)
-            if (reason := _obstacle(mainloop, found, segment, x, weight, dtype)) is None:
+            if (reason := mainloop.obstacle(_asked(found, segment, x, weight, dtype))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -503,48 +334,15 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def _shared(found: Composed, weight: Tensor, itemsize: int) -> int:
-    """Bytes of dynamic shared memory that narrow2d's sinks take with it, at most."""
-    kinds = [[(sink.kind, sink.reduction) for sink in own.sinks] for own in found.parts.values()]
-    words = max(
-        [0, *[1 + (r == "reduce::LogSumExp") for own in kinds for kind, r in own if kind == "channels"]]
-    )
-    stores = any(kind == "store" for own in kinds for kind, _ in own)
-    return tiling.sinks_shared(weight, words, itemsize if stores else 0)
-
-
-def _obstacle(
-    mainloop, found: Composed, segment, x: Tensor, weight: Tensor, dtype: torch.dtype
-) -> str | None:
-    if mainloop.name == "narrow2d":
-        return tiling.rows_obstacle(x, weight, _shared(found, weight, max(x.element_size(), dtype.itemsize)))
-    if mainloop.name == "narrow3d":
-        stores = any(sink.kind == "store" for own in found.parts.values() for sink in own.sinks)
-        own = _STORES_SHARED if stores else _REDUCES_SHARED
-        return tiling.volume_obstacle(x, weight, x.dtype, own, True)
-    if mainloop.name == "stream":
-        if library.is_channels_last(x):
-            return "x lies channels last"
-        asked, passes = direct.asked_of(segment, x, weight), len(found.parts)
-        return direct.stream_obstacle(x, weight, asked, passes=passes)
-    return mainloop.obstacle(x, weight, [dtype], None, None)
-
-
-# Bytes that sinks take in narrow3d with what the mainloop has itself: those that store, with one that reduces; those that only reduce.
-_STORES_SHARED, _REDUCES_SHARED = 42 << 10, 14 << 10
+def _asked(found: Composed, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Asked:
+    sinks = [own.sinks for own in found.parts.values()]
+    return mainloops.asked_of(segment, x, weight, [dtype], sinks=sinks)
 
 
 def _build(mainloop, found: Composed, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
     defines = schedule._defines(segment, x, dtype)
-    if mainloop.name == "narrow2d":
-        shared = _shared(found, weight, max(x.element_size(), dtype.itemsize))
-        defines |= tiling.spatial_defines(weight.shape) | {"LONG_ROWS": int(x.shape[3] > tiling.COLUMNS)}
-        defines |= {"SINKS_SHARED": shared}
-    else:
-        defines |= mainloop.defines(x, weight, [dtype], None, direct.asked_of(segment, x, weight))
-    if mainloop.walks:
-        defines |= direct.walk_defines(segment, weight)
+    defines |= mainloop.all_defines(segment, _asked(found, segment, x, weight, dtype))
     name = f"sinks_{source.identifier(segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 

@@ -1,0 +1,491 @@
+"""The mainloops: what each takes, its tiles, its text with a tail inside (direct.py) and with sinks (sinks.py), its cost. One table, `MAINLOOPS`; nobody
+else asks for a mainloop by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import choice, composed, library, precision, schedule, strips, tiling
+from .passes import Unsupported
+
+# Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, with one that
+# reduces; those that only reduce.
+_RUNS_SHARED, _STORES_SHARED, _REDUCES_SHARED = 34 << 10, 42 << 10, 14 << 10
+
+
+# ------------------------------------------------------------------------------------------------------------------ the walk
+
+
+class Walk(NamedTuple):
+    """How a filter goes over an image, axis by axis; `before` and `behind` it, its padding."""
+
+    stride: Sequence[int]
+    before: Sequence[int]
+    behind: Sequence[int]
+    dilation: Sequence[int]
+
+    @property
+    def is_plain(self) -> bool:
+        return {*self.stride, *self.dilation} == {1} and not any((*self.before, *self.behind))
+
+
+def walk_of(segment, weight: Tensor) -> Walk:
+    conv, nd = segment.conv, weight.dim() - 2
+    before, behind = zip(*strips.padding(segment.conv, weight))
+    return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
+
+
+def walk_defines(segment, weight: Tensor) -> dict[str, int]:
+    walk = walk_of(segment, weight)._asdict().items()
+    return {f"{name.upper()}_{axis}": n for name, each in walk for axis, n in zip("WHD", reversed(each))}
+
+
+def walk_text(dimensions: int) -> str:
+    """How a build's macros say it (`walk_defines`), as C++."""
+    plain, axes = {"STRIDE": "1", "BEFORE": "0", "BEHIND": "0", "DILATION": "1"}, "DHW"[3 - dimensions :]
+    lines = [[each] * (3 - dimensions) + [f"{name}_{axis}" for axis in axes] for name, each in plain.items()]
+    own = ", ".join("{" + ", ".join(line) + "}" for line in lines)
+    return f"const conv::Walk walk{{{own}}};"
+
+
+# --------------------------------------------------------------------------------------------------------------- what is asked
+
+
+class Asked(NamedTuple):
+    """What a mainloop is asked to do. dtypes: of the results; front: direct.py's, or sinks: those of each pass; positions: v's, in all samples;
+    settings: how its filter goes, or None where it is padded by more behind than before; dilation: of its columns."""
+
+    x: Tensor
+    weight: Tensor
+    dtypes: Sequence[torch.dtype]
+    front: object | None
+    sinks: Sequence[Sequence]
+    positions: int
+    settings: precision.Settings | None
+    dilation: int
+
+    @property
+    def window(self) -> int:
+        """Elements of v that are pooled to one."""
+        return math.prod(self.front.window) if self.front and self.front.pooled else 1
+
+    @property
+    def is_stored(self) -> bool:
+        return any(sink.kind == "store" for own in self.sinks for sink in own)
+
+
+def asked_of(segment, x, weight, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Asked:
+    sizes, walk = schedule.sizes_of(segment, x, weight), walk_of(segment, weight)
+    same = walk.before == walk.behind
+    settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
+    positions = sizes.N * sizes.positions("e")
+    return Asked(x, weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
+
+
+class Sinks(NamedTuple):
+    """A mainloop with sinks. rate: products and sums a second; splits: is an operand two float16?; most: sinks at once; channels: of which a block
+    makes one value by position; all: are there no more, is that the result? prepared: lines of the launcher; launch: (number of the pass, sinks)
+    to lines that say in how many parts a channel is computed, and lines that launch."""
+
+    headers: Sequence[str]
+    declared: str
+    rate: float
+    splits: Callable[[Asked], bool]
+    most: int
+    channels: int
+    all: bool
+    prepared: Sequence[str]
+    launch: Callable[[int, Sequence], tuple[list[str], list[str]]]
+
+
+class Mainloop(NamedTuple):
+    """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`; or None. defines: a
+    build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
+    padding and dilation (`Walk`)?"""
+
+    name: str
+    takes: str
+    dimensions: int
+    headers: Sequence[str]
+    declared: str
+    launch: Sequence[str]
+    obstacle: Callable[[Asked], str | None]
+    defines: Callable[[Asked], dict]
+    has_places: bool = True
+    most: int = 1
+    walks: bool = False
+    sinks: Sinks | None = None
+
+    def check_walk(self, segment, weight: Tensor, window: Sequence[int | None] | None = None) -> None:
+        """window: what is pooled in it. Raises Unsupported."""
+        walk = walk_of(segment, weight)
+        if segment.conv.padding_mode != "zeros":
+            raise Unsupported("the convolution pads with other values than zeros")
+        if not self.walks:
+            if not walk.is_plain:
+                raise Unsupported("the convolution has a stride, padding or dilation")
+            return
+        reach = [(taps - 1) * dilation for taps, dilation in zip(weight.shape[2:], walk.dilation)]
+        window = window or (1,) * self.dimensions
+        if None in window:
+            raise Unsupported("its windows have a size of their own")
+        most = 127 if self.dimensions == 2 else 15
+        steps = [stride * extent for stride, extent in zip(walk.stride, window)]
+        ends = [*walk.before, *walk.behind, *[a + 2 * b for a, b in zip(reach, steps)]]
+        if max(steps) > 8 or max(ends) > most:
+            raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
+
+    def all_defines(self, segment, asked: Asked) -> dict:
+        return self.defines(asked) | (walk_defines(segment, asked.weight) if self.walks else {})
+
+
+# ------------------------------------------------------------------------------------------- where they run, and their tiles
+
+
+def _rows_shared(asked: Asked) -> int:
+    """Bytes of dynamic shared memory, with sinks at most."""
+    weight, itemsizes = asked.weight, [each.itemsize for each in asked.dtypes]
+    if not asked.sinks:
+        return tiling.rows_shared(weight, *itemsizes)
+    reductions = [sink.reduction for own in asked.sinks for sink in own if sink.kind == "channels"]
+    words = max([0, *[1 + (each == "reduce::LogSumExp") for each in reductions]])
+    stored = max(asked.x.element_size(), *itemsizes) if asked.is_stored else 0
+    return tiling.sinks_shared(weight, words, stored)
+
+
+def _rows_obstacle(asked: Asked) -> str | None:
+    return tiling.rows_obstacle(asked.x, asked.weight, _rows_shared(asked))
+
+
+def _rows_defines(asked: Asked, shared: int | None = None) -> dict:
+    shared = _rows_shared(asked) if shared is None else shared
+    planned = {"SINKS_SHARED" if asked.sinks else "ROWS_SHARED": shared}
+    long_rows = {"LONG_ROWS": int(asked.x.shape[3] > tiling.COLUMNS)}
+    return tiling.spatial_defines(asked.weight.shape) | long_rows | planned
+
+
+def _windows_obstacle(asked: Asked) -> str | None:
+    window = asked.front.window
+    if None in window or min(window) < 2 or max(window) > 8:
+        return "windows have 2 to 8 rows and columns"
+    return tiling.rows_obstacle(asked.x, asked.weight, tiling.windows_shared(asked.weight, window[1]))
+
+
+def _windows_defines(asked: Asked) -> dict:
+    return _rows_defines(asked, tiling.windows_shared(asked.weight, asked.front.window[1]))
+
+
+def _narrow3d_obstacle(asked: Asked) -> str | None:
+    own = _STORES_SHARED if asked.is_stored else _REDUCES_SHARED if asked.sinks else _RUNS_SHARED
+    return tiling.volume_obstacle(asked.x, asked.weight, asked.x.dtype, own, bool(asked.sinks))
+
+
+def _wide_obstacle(asked: Asked) -> str | None:
+    """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
+    x, weight = asked.x, asked.weight
+    if reason := tiling.wide_obstacle(x, weight, x.dtype):
+        return reason
+    if asked.front and weight.shape[1] > 64 and _stream_obstacle(asked) is None:
+        if weight.shape[1] > 128 or not stream_splits(asked):
+            return "stream is faster from 64 channels in on, from 128 in float32"
+    if choice.is_silent():
+        return None
+    rule, scale = composed.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
+    faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
+    return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
+
+
+def _wide_defines(asked: Asked) -> dict:
+    # A single float16 is as exact as TF32, which is what eager then runs.
+    split = asked.x.dtype == torch.float32 and not precision.runs_tf32(asked.x, asked.weight)
+    return tiling.wide_defines(asked.x, asked.weight, split, aligned=True, gradients=False)
+
+
+def _stream_obstacle(asked: Asked) -> str | None:
+    x, weight = asked.x, asked.weight
+    last = library.is_channels_last(x)
+    if asked.sinks and last:
+        return "x lies channels last"
+    # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
+    if len(asked.dtypes) > 1 and x.dim() == 4:
+        return "where backward follows, the library convolves images"
+    if reason := tiling.stream_obstacle(x, weight, x.dtype):
+        return reason
+    if len(asked.dtypes) > 1:
+        return "x lies channels last" if last else None
+    if last and not tiling.stream_takes_last(x):
+        return "x lies channels last, and would be copied first"
+    if choice.is_silent():
+        return None
+    sizes, device = (x.shape, weight.shape), tiling.device_properties(x.device.index)
+    how = _streamed(asked, asked.window > 1)
+    return choice.stream_loses(*sizes, asked.positions, x.element_size(), device, how)
+
+
+def _streamed(asked: Asked, reduces: bool) -> choice.Streamed:
+    """passes: of products, each in place of one over v."""
+    packs, splits = not tiling.stream_takes_last(asked.x), stream_splits(asked)
+    folded = choice.stream_folded(asked.weight.shape, asked.dilation, packs, splits)
+    return choice.Streamed(packs, splits, folded, reduces, asked.window, max(1, len(asked.sinks)))
+
+
+def stream_splits(asked: Asked) -> bool:
+    """Is an operand two float16? One is as exact as TF32, if eager runs that."""
+    runs_tf32 = asked.settings and precision.runs_tf32(asked.x, asked.weight, settings=asked.settings)
+    return asked.x.dtype == torch.float32 and not runs_tf32
+
+
+def _stream_defines(asked: Asked) -> dict:
+    how = _streamed(asked, bool(asked.sinks or asked.front.pooled))
+    return tiling.stream_defines(asked.x, asked.weight, asked.positions, how)
+
+
+# ------------------------------------------------------------------------------------------------------- sinks, as launchers' text
+
+
+def local(struct: str) -> str:
+    """The name of a struct's value in the launcher."""
+    return "conv::Identity{}" if struct.startswith("conv::") else struct.lower()
+
+
+def _each(number: int, sinks: Sequence) -> str:
+    """The sinks' results one by one."""
+    found = []
+    for sink in sinks:
+        tail, name = local(sink.tail), sink.array.name
+        if sink.kind == "store":
+            found.append(f"conv::each_value<{sink.element}>(values, {name}, {tail})")
+        elif sink.kind == "channels":
+            given = f"values, pointer<{sink.element}>({name}), {tail}, {local(sink.after)}, partial_{number}, blocks_{number}"
+            found.append(f"reduce::each_position<{sink.reduction}>({given})")
+        else:
+            found.append(f"reduce::each_part<{sink.what}>(values, {name}, {tail}, parts_{number})")
+    return f"conv::all_of({', '.join(found)})"
+
+
+def _type(sink, space: str, store: str) -> str:
+    if sink.kind == "store":
+        return store.format(sink.element, sink.tail)
+    if sink.kind == "channels":
+        return f"{space}Channels<{sink.element}, {sink.reduction}, {sink.tail}, {sink.after}>"
+    return f"{space}Positions<{sink.what}, {sink.tail}>"
+
+
+def _value(number: int, sink, kind: str) -> str:
+    tail, name = local(sink.tail), sink.array.name
+    if sink.kind == "channels":
+        return f"{kind}{{{name}, {tail}, {local(sink.after)}, partial_{number}}}"
+    return f"{kind}{{{name}, {tail}}}"
+
+
+def _narrow2d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
+    types = [_type(sink, "reduce::", "store::Strips<{0}, {1}>") for sink in sinks]
+    planned = [
+        f'static_assert(conv::narrow2d::kShared<Tile, {", ".join(types)}> <= SINKS_SHARED, "as it is planned");',
+        f"const int64_t parts_{number} = geometry.tiles() * int64_t(geometry.strips);",
+    ]
+    given = ", ".join(_value(number, *each) for each in zip(sinks, types))
+    return planned, [f"conv::narrow2d::exact<Tile>(x, weight, {_each(number, sinks)}, stream, {given});"]
+
+
+def _narrow3d(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
+    def types(vectors: str) -> list[str]:
+        return [_type(sink, "reduce::narrow3d::", f"store::Runs<{{1}}, {{0}}, {vectors}>") for sink in sinks]
+
+    def launched(vectors: str) -> str:
+        given = ", ".join(_value(number, *each) for each in zip(sinks, types(vectors)))
+        return f"conv::narrow3d::exact(planes_{number}, {_each(number, sinks)}, stream, {given});"
+
+    storage = f"conv::narrow3d::SharedStorage<Conv, {', '.join(types('true'))}, conv::narrow3d::Doubt>"
+    planned = [
+        f"const auto planes_{number} = conv::narrow3d::convolution<Conv>(x, weight, sizeof({storage}), true, N);",
+        f"const int64_t parts_{number} = planes_{number}.slots();",
+    ]
+    stored = [sink for sink in sinks if sink.kind == "store"]
+    if not stored:
+        return planned, [launched("true")]
+    fits = f"store::vectors_fit_runs(pointer<{stored[0].element}>({stored[0].array.name}), planes_{number})"
+    return planned, [f"if ({fits}) {launched('true')}", f"else {launched('false')}"]
+
+
+def _wide(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
+    (sink,) = sinks
+    tail, to = local(sink.tail), f"partial_{number}" if sink.kind == "channels" else sink.array.name
+    if sink.kind == "store":
+        return [], [f"conv::pointwise<Build>({to}, x, weight, {tail}, stream);"]
+    out = (
+        f"reduce::WideChannels<{sink.reduction}>"
+        if sink.kind == "channels"
+        else f"reduce::WidePositions<{sink.what}>"
+    )
+    loop = f"conv::ForwardMainloop<Build, {sink.tail}, store::Nothing, {out}>"
+    planned = [
+        f"constexpr int64_t tile_{number} = {loop}::kBySm90 ? 128 : 64;",
+        f"const int64_t parts_{number} = e_H * ((e_W + tile_{number} - 1) / tile_{number});",
+    ]
+    exact = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
+    given = f"x, weight, {tail}, store::Nothing{{}}, {out}{{{to}}}, largest, stream, {exact}"
+    return planned, [f"conv::wide<Build>({given});"]
+
+
+def _stream(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
+    def out(sink) -> str:
+        if sink.kind == "store":
+            return f"store::Positions<{sink.element}, false>{{{sink.array.name}}}"
+        if sink.kind == "channels":
+            return f"reduce::StreamChannels<{sink.reduction}>{{partial_{number}}}"
+        return f"reduce::StreamPositions<{sink.what}>{{{sink.array.name}, int(parts_{number})}}"
+
+    *more, last = sinks
+    besides = "true" if more or last.kind != "store" else "Operands::kSplit"
+    planned = [
+        f"constexpr int columns_{number} = conv::stream_columns<Filter, {besides}>(COLUMNS);",
+        f"const int64_t parts_{number} = conv::stream_parts(e_D * e_H * e_W, columns_{number});",
+    ]
+    of_more = [
+        f"conv::Sunk<{each.tail}, decltype({out(each)})>{{{local(each.tail)}, {out(each)}}}" for each in more
+    ]
+    behind = f"[&](const conv::Doubts& doubts) {{ conv::exact(doubts, N, {_each(number, sinks)}, stream); }}"
+    given = f"x, weight, walk, {local(last.tail)}, {out(last)}, {(*of_more, 'conv::NoSink{}')[0]}, largest, stream, {behind}"
+    kind = "Filter, Operands, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, false, FOLDED"
+    return planned, [f"conv::stream<{kind}>({given});"]
+
+
+# ------------------------------------------------------------------------------------------------------------------ the table
+
+_FILTER = "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;"
+_VALUES = "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;"
+
+
+def _is_float32(asked: Asked) -> bool:
+    return asked.x.dtype == torch.float32
+
+
+_STREAM_SINKS = Sinks(
+    headers=("reduce/stream.cuh",),
+    declared="using Operands = conv::Operands<value_t, SPLIT>;\nusing Values = conv::Walked<Filter, value_t>;",
+    rate=400e12,
+    splits=stream_splits,
+    most=2,
+    channels=16,
+    all=False,
+    prepared=("const Scratch<uint32_t> largest(N, stream);",),
+    launch=_stream,
+)
+
+
+def _stream_of(dimensions: int, takes: str) -> Mainloop:
+    axes, pool = "DHW"[3 - dimensions :], ", Pool" * (takes == "windows")
+    kind = "Filter, conv::Operands<value_t, SPLIT>, COLUMNS, CLUSTER, LEAD, SHARED_LIMIT, LAST, FOLDED"
+    return Mainloop(
+        "stream",
+        takes,
+        dimensions,
+        headers=("conv/stream.cuh",),
+        declared=f"using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, {', '.join(f'KERNEL_{axis}' for axis in axes)}>;",
+        launch=[walk_text(dimensions), f"conv::streamed<{kind}{pool}>(x, weight, walk, stream, {{stored}});"],
+        obstacle=_stream_obstacle,
+        defines=_stream_defines,
+        most=2,
+        walks=True,
+        sinks=None if pool else _STREAM_SINKS,
+    )
+
+
+# Of those that can run the first one does. narrow2d and narrow3d are always taken where they can: with few channels in the library's
+# convolution in float32 takes several times as long.
+MAINLOOPS = (
+    Mainloop(
+        "narrow2d",
+        "elements",
+        2,
+        headers=("store/strips.cuh",),
+        declared=_FILTER,
+        launch=[
+            "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;",
+            'static_assert(conv::narrow2d::kShared<Tile, {sinks}> == ROWS_SHARED, "as it is planned");',
+            "store::pointwise<Filter, LONG_ROWS>(x, weight, stream, {stored});",
+        ],
+        obstacle=_rows_obstacle,
+        defines=_rows_defines,
+        most=9,
+        sinks=Sinks(
+            headers=("reduce/narrow2d.cuh", "store/strips.cuh"),
+            declared=f"using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;\n{_VALUES}",
+            rate=600e12,
+            splits=_is_float32,
+            most=9,
+            channels=64,
+            all=True,
+            prepared=("const auto geometry = Tile::Geometry::of(x);",),
+            launch=_narrow2d,
+        ),
+    ),
+    Mainloop(
+        "narrow2d",
+        "windows",
+        2,
+        headers=("pool/windows.cuh",),
+        declared=_FILTER,
+        launch=[
+            "using Tile = pool::PooledTile<Filter, Pool, LONG_ROWS>;",
+            'static_assert(conv::narrow2d::kShared<Tile, pool::Pooled<output_t, Pool, Tail>> == ROWS_SHARED, "as it is planned");',
+            "pool::pooled<Filter, Pool, LONG_ROWS>(y, x, weight, tail, stream);",
+        ],
+        obstacle=_windows_obstacle,
+        defines=_windows_defines,
+        has_places=False,
+    ),
+    Mainloop(
+        "narrow3d",
+        "elements",
+        3,
+        headers=("store/runs.cuh",),
+        declared="using Conv = conv::narrow3d::Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
+        launch=["store::pointwise<Conv>(x, weight, stream, {stored});"],
+        obstacle=_narrow3d_obstacle,
+        defines=lambda asked: tiling.spatial_defines(asked.weight.shape),
+        most=9,
+        sinks=Sinks(
+            headers=("reduce/narrow3d.cuh", "store/runs.cuh"),
+            declared="using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
+            rate=180e12,
+            splits=_is_float32,
+            most=9,
+            channels=16,
+            all=True,
+            prepared=(),
+            launch=_narrow3d,
+        ),
+    ),
+    Mainloop(
+        "wide",
+        "elements",
+        2,
+        headers=("conv/wide.cuh",),
+        declared=f"{_FILTER}\n"
+        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;\n"
+        "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
+        launch=["conv::pointwise<Build>(y, x, weight, tail, stream);"],
+        obstacle=_wide_obstacle,
+        defines=_wide_defines,
+        has_places=False,
+        sinks=Sinks(
+            headers=("conv/wide.cuh", "reduce/wide.cuh"),
+            declared=_VALUES,
+            rate=650e12,
+            splits=lambda asked: False,
+            most=1,
+            channels=16,
+            all=False,
+            prepared=("const Scratch<int32_t> largest(N, stream);",),
+            launch=_wide,
+        ),
+    ),
+    *[_stream_of(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
+)
