@@ -138,10 +138,7 @@ class _Writer:
     def text(self, name: str = "Tail") -> Text:
         nodes = self._checked()
         kept = self._kept(nodes)
-        by_channel: dict[Node, str] = {}
-        channel_lines = self._lines(order(kept), by_channel)
-        fields = {node: f"k.{self._field(node)}" for node in kept}
-        declared = [f"{'bool' if node.is_boolean else 'real'} {self._field(node)};" for node in kept]
+        channel, fields = self._channel(order(kept), kept)
         if pooled := self.front.pooled:
             before = self._function("before", "v", fields, pooled.args[0])
             functions = before + self._function(
@@ -149,19 +146,25 @@ class _Writer:
             )
         else:
             functions = self._function("operator()", "v", fields, self.front.node)
-        lines = [
-            f"struct {name} {{",
-            *[f"  {_declared(member)};" for member in self.members.values()],
-            "",
+        return Text(self._struct(name, ["", *channel, *functions]), [*self.members.values()])
+
+    def _struct(self, name: str, lines: Sequence[str]) -> list[str]:
+        members = [f"  {_declared(member)};" for member in self.members.values()]
+        return [f"struct {name} {{", *members, *lines, "};"]
+
+    def _channel(self, nodes: Sequence[Node], kept: Sequence[Node]) -> tuple[list[str], dict[Node, str]]:
+        """What is computed once a channel, of these nodes, and its names where elements are computed."""
+        by_channel: dict[Node, str] = {}
+        lines = self._lines(nodes, by_channel)
+        declared = [f"{'bool' if node.is_boolean else 'real'} {self._field(node)};" for node in kept]
+        text = [
             f"  struct Channel {{ {' '.join(declared)} }};",
             "  __device__ __forceinline__ Channel channel(int64_t n, int c) const {",
-            *[f"    {line}" for line in channel_lines],
+            *[f"    {line}" for line in lines],
             f"    return {{{', '.join(by_channel[node] for node in kept)}}};",
             "  }",
-            *functions,
-            "};",
         ]
-        return Text(lines, [*self.members.values()])
+        return text, {node: f"k.{self._field(node)}" for node in kept}
 
     # ---- what it is made of
     def _checked(self) -> list[Node]:
@@ -231,11 +234,7 @@ class _Writer:
         if node.op == "count":
             return f"real({_count(node)})"
         if node.op == "const":
-            if math.isfinite(node.attr):
-                return f"real({node.attr!r})"
-            return (
-                f"real({'NAN' if node.attr != node.attr else '-INFINITY' if node.attr < 0 else 'INFINITY'})"
-            )
+            return source.literal(node.attr)
         return self._member(node).name if _is_number(node) else known[node]
 
     def _leaf(self, node: Node) -> str:
@@ -244,8 +243,7 @@ class _Writer:
         member, space = self._member(node), node.space
         if not space.small:
             return f"real({member.name}[at])"
-        index = "n * CHANNELS_OUT + c" if space.n and space.c else "n" if space.n else "c" if space.c else "0"
-        return f"real({member.name}[{index}])"
+        return f"real({member.name}[{source.index_of(space, 'n', 'c', 'CHANNELS_OUT')}])"
 
     def _member(self, node: Node) -> Member:
         name, kind = node.attr

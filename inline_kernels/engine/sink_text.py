@@ -26,26 +26,8 @@ class Writer(direct._Writer):
     def tail(self, name: str) -> list[str]:
         """Of an element, in which what is small is a channel's."""
         nodes = self._nodes()
-        kept = [
-            n for n in dict.fromkeys(a for n in nodes if not n.space.small for a in n.args if a.space.small)
-        ]
-        kept = [n for n in kept if not direct._is_number(n)]
-        by_channel: dict[Node, str] = {}
-        lines = self._lines([n for n in nodes if n.space.small], by_channel)
-        fields = {node: f"k.{self._field(node)}" for node in kept}
-        body = self._function("operator()", "v", fields, self.front.node)
-        declared = [f"{'bool' if n.is_boolean else 'real'} {self._field(n)};" for n in kept]
-        return [
-            f"struct {name} {{",
-            *[f"  {direct._declared(member)};" for member in self.members.values()],
-            f"  struct Channel {{ {' '.join(declared)} }};",
-            "  __device__ __forceinline__ Channel channel(int64_t n, int c) const {",
-            *[f"    {line}" for line in lines],
-            f"    return {{{', '.join(by_channel[node] for node in kept)}}};",
-            "  }",
-            *body,
-            "};",
-        ]
+        channel, fields = self._channel([n for n in nodes if n.space.small], self._kept(nodes))
+        return self._struct(name, [*channel, *self._function("operator()", "v", fields, self.front.node)])
 
     def after(self, name: str) -> list[str]:
         """Of a reduction."""
@@ -54,15 +36,13 @@ class Writer(direct._Writer):
         if any(n.space.small and n.space != ONE for n in nodes):
             raise Unsupported("what follows a reduction over channels hangs on the sample")
         lines = self._lines([n for n in nodes if n not in known], known)
-        return [
-            f"struct {name} {{",
-            *[f"  {direct._declared(member)};" for member in self.members.values()],
+        body = [
             "  __device__ __forceinline__ float operator()(float value, int64_t) const {",
             *[f"    {line}" for line in lines],
             f"    return {known[self.front.node]};",
             "  }",
-            "};",
         ]
+        return self._struct(name, body)
 
     def _nodes(self) -> list[Node]:
         """All that is computed here, operands first."""
@@ -86,16 +66,7 @@ class Writer(direct._Writer):
         if node in self.arrays and node not in known:
             array = self.arrays[node]
             self.members.setdefault(array.name, direct.Member(array.name, source.TYPES[array.kind], -1, True))
-            index = (
-                "n * CHANNELS_OUT + c"
-                if node.space.n and node.space.c
-                else "n"
-                if node.space.n
-                else "c"
-                if node.space.c
-                else "0"
-            )
-            known[node] = f"real({array.name}[{index}])"
+            known[node] = f"real({array.name}[{source.index_of(node.space, 'n', 'c', 'CHANNELS_OUT')}])"
         else:
             super()._write(node, known, lines)
 

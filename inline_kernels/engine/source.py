@@ -65,6 +65,18 @@ def local(node: Node) -> str:
     return f"{identifier(node.attr[0])}_{node.id}" if node.op == "leaf" else f"{node.op}{node.id}"
 
 
+def literal(value: float, real: str = "real") -> str:
+    """A number as C++ has it."""
+    if math.isfinite(value):
+        return repr(value) if real == "double" else f"real({value!r})"
+    return f"{real}({'NAN' if value != value else '-INFINITY' if value < 0 else 'INFINITY'})"
+
+
+def index_of(space: Space, n: str, c: str, channels: str) -> str:
+    """Where a small array has its value for sample n and channel c, of so many."""
+    return f"{n} * {channels} + {c}" if space.n and space.c else n if space.n else c if space.c else "0"
+
+
 def _zero_with(node: Node, gate: Node) -> list[Node] | None:
     """The small values with which a node is zero where the gate is, and all else finite; None: it isn't."""
     if node is gate or node.is_const(0.0):
@@ -100,6 +112,15 @@ class Scope:
     parent: Scope | None = None
     known: dict[Node, str] = field(default_factory=dict)
     axis: str = ""  # of small values: what a loop of lanes runs along
+
+    def and_outer(self) -> Iterable[Scope]:
+        scope = self
+        while scope:
+            yield scope
+            scope = scope.parent
+
+    def knows(self, node: Node) -> bool:
+        return any(node in each.known for each in self.and_outer())
 
 
 @dataclass
@@ -152,9 +173,7 @@ class _Text:
 
     def index(self, space, scope: Scope) -> str:
         """Of a small array."""
-        if space.n and space.c:
-            return f"{scope.n} * {self.number('C')} + {scope.c}"
-        return scope.n if space.n else scope.c if space.c else "0"
+        return index_of(space, scope.n, scope.c, self.number("C") if space.n and space.c else "")
 
     # ------------------------------------------------------------------------------------------------------- values
 
@@ -177,13 +196,13 @@ class _Text:
 
     def value(self, node: Node, scope: Scope) -> str:
         scope = self.home(node, scope)
-        for each in self._and_outer(scope):
+        for each in scope.and_outer():
             if node in each.known:
                 return each.known[node]
             if each.kind == "lanes" and node.space.has(each.axis):
                 break  # outside is another lane's
         if node.op == "const":
-            return self._literal(node.attr, scope)
+            return literal(node.attr, self.real(scope))
         if node.op in ("detach", "spread") and not self._array(node):
             return self.value(node.args[0], scope)
         text, comment = self._text(node, scope)
@@ -194,18 +213,6 @@ class _Text:
         scope.lines.append(f"const auto {name} = {text};" + (f"  // {comment}" if comment else ""))
         scope.known[node] = name
         return name
-
-    @staticmethod
-    def _and_outer(scope: Scope):
-        while scope:
-            yield scope
-            scope = scope.parent
-
-    def _literal(self, value: float, scope: Scope) -> str:
-        real = self.real(scope)
-        if math.isfinite(value):
-            return repr(value) if real == "double" else f"real({value!r})"
-        return f"{real}({'NAN' if value != value else '-INFINITY' if value < 0 else 'INFINITY'})"
 
     def _text(self, node: Node, scope: Scope) -> tuple[str, str]:
         array = self._array(node)
@@ -338,7 +345,7 @@ class _Text:
             visit(node)
         groups: dict[tuple, list[Node]] = {}
         for node, number in depth.items():
-            if not any(node in each.known for each in self._and_outer(scope)):
+            if not scope.knows(node):
                 axis = "c" if over_channels(node) else node.attr if node.op == "sum" else node.attr[0]
                 groups.setdefault((number, axis), []).append(node)
         for (_, axis), together in sorted(groups.items()):
@@ -398,7 +405,8 @@ class _Text:
         """A value at a picked place."""
         of, index = node.args
         if self._array(index) is None and of is index.args[0]:
-            self.value_of_pick(index, scope)
+            if not scope.knows(index):
+                raise Unsupported("an extreme that no loop has found")
             return f"best{index.id}.value"
         self.scalar = True
         place, axis = self.value(index, scope), index.attr[0]
@@ -426,10 +434,6 @@ class _Text:
             "}();",
         ]
         return name
-
-    def value_of_pick(self, index: Node, scope: Scope) -> None:
-        if not any(index in each.known for each in self._and_outer(scope)):
-            raise Unsupported("an extreme that no loop has found")
 
     def _spread(self, node: Node, scope: Scope) -> str:
         """What lies at windows, or at picked channels, as a value of each position."""
@@ -639,9 +643,7 @@ class _Text:
             if node.op == "sum":
                 return f"{count} * {self._small_array(Key('mean', of), scope)}"
             return self._variance(node, scope, count)
-        if node.op == "sum":
-            return self._lanes_sum([node.attr], scope, lambda inner: self.value(node.args[0], inner))
-        if node.op == "group":
+        if node.op in ("sum", "group"):
             return self._lanes_sum([node.attr], scope, lambda inner: self.value(node.args[0], inner))
         if node.op == "variance":
             return self._variance(node, scope, "")
