@@ -11,8 +11,9 @@ from torch import nn
 
 from benchmarks.level2 import PROBLEMS
 from fuzz_engine import check_graph
-from inline_kernels.engine.capture import NotCaptured, capture, sizes
+from inline_kernels.engine.capture import NotCaptured, capture
 from inline_kernels.engine.graph import order
+from inline_kernels.engine.schedule import levels_of
 from reference_graph import Reference
 
 
@@ -85,7 +86,8 @@ def test_the_33(number, training):
     x, weight = problem.small_input_shape, model.conv.weight.shape
     with torch.device("meta"):
         z = type(model.conv)(*problem.small_init_inputs[:3], padding=model.conv.padding)(torch.empty(x))
-    assert sizes(segment, x, weight)["e"] == z.shape[2:]
+    weight, x = (torch.empty(shape, device="meta") for shape in (weight, x))
+    assert levels_of(segment, x, weight)["e"] == z.shape[2:]
 
 
 # ---- models of several convolutions

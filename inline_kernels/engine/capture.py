@@ -23,7 +23,7 @@ from .graph import ELEMENTS, Graph, Node, Space, order, walk
 from .ops import NotAccepted, Random, Tail, Update, Value
 from .tracing import Named, NotCaptured, has_hooks, trace
 
-__all__ = ["Captured", "Conv", "NotCaptured", "Segment", "Update", "capture", "sizes"]
+__all__ = ["Captured", "Conv", "NotCaptured", "Segment", "Update", "capture"]
 
 
 class Conv(NamedTuple):
@@ -753,22 +753,3 @@ def _safe_conv(context: _Context, node: fx.Node) -> dict[str, Any] | None:
         return _conv_arguments(context, node)
     except NotAccepted:
         return None
-
-
-# ---- sizes
-def sizes(
-    segment: Segment, x_shape: Sequence[int], weight_shape: Sequence[int]
-) -> dict[str, tuple[int, ...]]:
-    """The positions of "e" and of each level, for an input."""
-    conv, kernel = segment.conv, weight_shape[2:]
-    found = {}
-    if conv.padding == "same":
-        found["e"] = tuple(x_shape[-conv.nd :])
-    else:
-        found["e"] = tuple(
-            (size + 2 * p - d * (k - 1) - 1) // s + 1
-            for size, k, s, p, d in zip(x_shape[-conv.nd :], kernel, conv.stride, conv.padding, conv.dilation)
-        )
-    for name, level in segment.graph.levels.items():
-        found[name] = tuple(1 if w is None else s // w for s, w in zip(found[level.parent], level.window))
-    return found

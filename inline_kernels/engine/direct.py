@@ -131,9 +131,6 @@ class _Writer:
         self.segment, self.front, self.has_places = segment, front, has_places and not front.pooled
         self.members: dict[str, Member] = {}
         self.names = set(_TAKEN)
-        inputs = [leaf.attr[0] for leaf in segment.inputs]
-        self.tensors = [*inputs, *segment.parameters, *segment.buffers]
-        self.first_number = len(self.tensors)  # no seed, and no statistics that are written
 
     def text(self, name: str = "Tail") -> Text:
         nodes = self._checked()
@@ -253,11 +250,11 @@ class _Writer:
                 own += "_"
             self.names.add(own)
             if kind == "scalar":
-                at = self.first_number + list(self.segment.scalars).index(name)
+                at = schedule._first_number(self.segment) + list(self.segment.scalars).index(name)
                 self.members[name] = Member(own, "double", at, False)
             else:
                 ctype = "value_t" if kind == "input" else "accumulate_t"
-                self.members[name] = Member(own, ctype, self.tensors.index(name), True)
+                self.members[name] = Member(own, ctype, self.segment.tensors.index(name), True)
         return self.members[name]
 
     def _field(self, node: Node) -> str:
@@ -567,12 +564,13 @@ def _given_last(arguments: Sequence) -> list:
 
 def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
     found, room = [], 0
-    tensors = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters, *segment.buffers]
-    program = rest and rest.composed.forward
-    parameters = {root.name: _copied(root.node) for root in program.roots} if rest else {}
-    for array in program.kept if rest else ():
+    if rest is None:
+        return found, room
+    program = rest.composed.forward
+    parameters = {root.name: _copied(root.node) for root in program.roots}
+    for array in program.kept:
         count = math.prod(schedule._shape(rest, program, array))
-        found.append((tensors.index(parameters[array.name].attr[0]), room, count))
+        found.append((segment.tensors.index(parameters[array.name].attr[0]), room, count))
         room += (4 * count + 15) // 16 * 2
     return found, room
 

@@ -631,19 +631,23 @@ row(F.adaptive_avg_pool3d, name="adaptive_avg_pool3d")(_of_dimensions(3, _adapti
 
 
 # ---- norms
-def _affine(node: Node, weight: Node | None, bias: Node | None) -> Node:
+def _affine(
+    t: Tail, x: Value, mean_: Node, variance: Node, eps, weight: Node | None, bias: Node | None
+) -> Value:
+    rstd = (variance + t.number(eps)).apply("rsqrt")
+    node = (x.node - mean_) * rstd
     node = node if weight is None else node * weight
-    return node if bias is None else node + bias
+    return Value(node if bias is None else node + bias, x.axes)
 
 
 def _normalised(
     t: Tail, x: Value, steps: tuple[str | int, ...], weight, bias, eps
 ) -> tuple[Value, Node, Node]:
     """With the mean and the biased variance."""
+    weight, bias = t.by_channel(weight), t.by_channel(bias)
     mean_ = t.graph.mean(x.node, steps)
     variance = t.graph.variance(x.node, mean_, steps)
-    rstd = (variance + t.number(eps)).apply("rsqrt")
-    return Value(_affine((x.node - mean_) * rstd, weight, bias), x.axes), mean_, variance
+    return _affine(t, x, mean_, variance, eps, weight, bias), mean_, variance
 
 
 def _channels_first(t: Tail, input) -> Value:
@@ -659,13 +663,12 @@ def group_norm(t: Tail, input, num_groups, weight=None, bias=None, eps=1e-5, cud
     if groups < 1 or t.channels % groups:
         raise NotAccepted(f"{t.channels} channels in {groups} groups")
     steps = ("s", groups) if x.node.space.level else (groups,)
-    return _normalised(t, x, steps, t.by_channel(weight), t.by_channel(bias), eps)[0]
+    return _normalised(t, x, steps, weight, bias, eps)[0]
 
 
 def _by_running_statistics(t: Tail, x: Value, running_mean, running_var, weight, bias, eps) -> Value:
-    rstd = (t.by_channel(running_var) + t.number(eps)).apply("rsqrt")
-    node = (x.node - t.by_channel(running_mean)) * rstd
-    return Value(_affine(node, t.by_channel(weight), t.by_channel(bias)), x.axes)
+    variance, mean_ = t.by_channel(running_var), t.by_channel(running_mean)
+    return _affine(t, x, mean_, variance, eps, t.by_channel(weight), t.by_channel(bias))
 
 
 @row(F.instance_norm)
@@ -687,7 +690,7 @@ def instance_norm(
         return _by_running_statistics(t, x, running_mean, running_var, weight, bias, eps)
     if running_mean is not None:
         raise NotAccepted("an instance norm that tracks running statistics")
-    return _normalised(t, x, ("s",), t.by_channel(weight), t.by_channel(bias), eps)[0]
+    return _normalised(t, x, ("s",), weight, bias, eps)[0]
 
 
 @row(F.batch_norm)
@@ -706,7 +709,7 @@ def batch_norm(
     if not training:
         return _by_running_statistics(t, x, running_mean, running_var, weight, bias, eps)
     steps = ("s", "n") if x.node.space.level else ("n",)
-    y, mean_, variance = _normalised(t, x, steps, t.by_channel(weight), t.by_channel(bias), eps)
+    y, mean_, variance = _normalised(t, x, steps, weight, bias, eps)
     if running_mean is not None:
         if momentum is None:
             raise NotAccepted("momentum=None: a cumulative average")
@@ -724,7 +727,7 @@ def layer_norm(t: Tail, input, normalized_shape, weight=None, bias=None, eps=1e-
     )
     if tuple(sizes) != (t.channels,) or x.axes[-1] != "c":
         raise NotAccepted("a layer norm over other than channels, last")
-    return _normalised(t, x, ("c",), t.by_channel(weight), t.by_channel(bias), eps)[0]
+    return _normalised(t, x, ("c",), weight, bias, eps)[0]
 
 
 # ---- dropout, and what moves nothing

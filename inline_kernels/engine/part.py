@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from inline_kernels.loader.operators import check_memory, is_watched
 from inline_loader import BuildError
 
-from . import capture, choice, composed, drawing, library, schedule, support, tiling, timed
+from . import choice, composed, drawing, library, schedule, support, tiling, timed
 from .code import Code, copy_of
 from .composed import NO_SOURCE
 from .edited import edited
@@ -360,7 +360,7 @@ class Part:
             return NOT_THE_MODEL
         if x.dim() != weight.dim() or x.shape[1] != weight.shape[1] * self.segment.conv.groups:
             return NOT_THE_MODEL if x.dim() != weight.dim() - 1 else "the input is no batch"
-        sizes = capture.sizes(self.segment, tuple(x.shape), tuple(weight.shape))
+        sizes = schedule.levels_of(self.segment, x, weight)
         spaces = {node.attr[0]: node.space for node in self.segment.graph.nodes if node.op == "leaf"}
         for name, t in zip(self.names[1:], tensors[1 : self.inputs]):
             space = spaces[name]

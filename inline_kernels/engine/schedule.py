@@ -33,7 +33,7 @@ from .algebra import reordered
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
 from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
 
-__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved", "text"]
+__all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
 _CTYPES = {
     torch.float32: "float",
@@ -352,7 +352,8 @@ def _pair(value, dimensions: int) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,) * dimensions
 
 
-def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
+def levels_of(segment, x: Tensor, weight: Tensor) -> dict[str, tuple[int, ...]]:
+    """The positions of "e" and of each level, axis by axis."""
     conv, nd = segment.conv, weight.dim() - 2
     stride, dilation = _pair(conv.stride, nd), _pair(conv.dilation, nd)
     found = []
@@ -363,7 +364,12 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
     levels = {"e": tuple(found)}
     for name, level in segment.graph.levels.items():
         levels[name] = tuple(1 if w is None else s // w for s, w in zip(levels[level.parent], level.window))
-    padded = {name: ((1,) * (3 - nd) + size) for name, size in levels.items()}
+    return levels
+
+
+def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
+    levels = levels_of(segment, x, weight)
+    padded = {name: ((1,) * (5 - weight.dim()) + size) for name, size in levels.items()}
     # One by one: of two sizes that may be symbolic the smaller is not asked.
     if any(each < 1 for size in ((x.shape[0],), *padded.values()) for each in size):
         raise Unsupported("there is nothing to compute")
@@ -983,10 +989,6 @@ def saved(
     if any(a.parts is not None for a in composed.saved):
         _divide(found, arguments)
     return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
-
-
-def text(plan: Plan) -> str:
-    return plan.composed.text
 
 
 def describe(
