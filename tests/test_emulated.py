@@ -23,6 +23,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo import trace_rules
 from torch.utils.cpp_extension import CUDA_HOME
 
 import inline_loader
@@ -251,6 +252,7 @@ class Generator:
 @pytest.fixture
 def guarded(monkeypatch):
     """Allocations by new_empty and empty_like hold NaN, with bytes behind them that nothing may write to."""
+    trace_rules.get_torch_obj_rule_map()  # kept once made, and torch.compile would know the guarded functions for ever
     behind, new_empty, empty_like = [], torch.Tensor.new_empty, torch.empty_like
 
     def guarded_empty(self, *size, dtype=None):
