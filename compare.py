@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 import models
 from benchmarks.peers import PEERS as PROBLEM_PEERS
+from inline_kernels import problem as problems
 from inline_kernels.bench import compare as bench
-from inline_kernels.bench import files
 from inline_kernels.bench.charts import plot, table
 from inline_kernels.bench.checks import PHASES
 from inline_kernels.bench.compare import (  # noqa: F401  the public names
@@ -231,7 +231,7 @@ def _of_candidate(options: argparse.Namespace, phases: list[str], device: str) -
         _parser().error(
             f"expected at most one of {', '.join(models.PROBLEMS)}, got {', '.join(options.names)}"
         )
-    file = files.read(options.candidate)
+    file = problems.read(options.candidate)
     if options.names:
         problem = models.PROBLEMS[options.names[0]]
         file = file._replace(

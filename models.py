@@ -9,17 +9,15 @@ the problem's variants by name; `plan(x)` says in a line which one runs for x an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from inline_kernels import problem as problems
 from inline_kernels.engine import composed
 from inline_kernels.engine.variants import fused
-from inline_loader import KERNELS
+from inline_kernels.problem import Problem
 
 # ------------------------------------------------------------------------------------------------------------ the models
 
@@ -135,58 +133,6 @@ Conv2dGroupNormScaleMaxPoolClampNew = fused(Conv2dGroupNormScaleMaxPoolClamp)
 # ---------------------------------------------------------------------------------------------------------- the registry
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One problem: its number in KernelBench level 2 (0 if it has none), its classes, its sizes and what else to check it in.
-
-    cases: (label, prepare) of situations beside random parameters and a large mean; prepare(model, x) changes a reference model
-    and its input in place. timed_cases: those of them that are timed, too. kernels: the folder of its sources.
-    """
-
-    name: str
-    number: int
-    Model: type[nn.Module]
-    ModelNew: type[nn.Module]
-    init_inputs: tuple
-    input_shape: tuple[int, ...]
-    cpu_batch_size: int  # a batch that suits a laptop's CPU
-    cases: tuple[tuple[str, Callable], ...] = ()
-    timed_cases: tuple[tuple[str, Callable], ...] = ()
-    kernels: Path = KERNELS
-
-    @property
-    def variants(self) -> tuple[str, ...]:
-        """The ladder of variants, on a GPU."""
-        whole = self.name in composed.known()
-        return tuple(name for name in self.ModelNew.variants() if whole or name != "fused")
-
-    def variants_on(self, device_type: str) -> tuple[str, ...]:
-        """Those that run on "cpu" or "cuda"; on a CPU nothing is fused into the convolution."""
-        return tuple(name for name in self.variants if device_type != "cpu" or name != "fused")
-
-    def get_init_inputs(self) -> list:
-        """The positional constructor arguments."""
-        return list(self.init_inputs)
-
-    def get_inputs(self, *, device=None, batch_size: int | None = None) -> list[torch.Tensor]:
-        """[x], from torch.rand on the CPU, of `input_shape` or with another batch size, moved to `device`."""
-        batch_size = self.input_shape[0] if batch_size is None else batch_size
-        return [torch.rand(batch_size, *self.input_shape[1:]).to(device or "cpu")]
-
-    def get_model(self, *, device=None) -> nn.Module:
-        """A fresh ModelNew on `device`."""
-        return self.ModelNew(*self.get_init_inputs()).to(device or "cpu")
-
-    def bytes(self, x: torch.Tensor, y: torch.Tensor) -> int:
-        """The fewest bytes forward moves: x read once, y written once."""
-        return x.numel() * x.element_size() + y.numel() * y.element_size()
-
-    def operations(self, model: nn.Module, x: torch.Tensor) -> int:
-        """The convolution's floating-point operations for x, a multiply-add counted as two."""
-        size = [extent - kernel + 1 for extent, kernel in zip(x.shape[2:], model.conv.weight.shape[2:])]
-        return 2 * x.shape[0] * math.prod(size) * model.conv.weight.numel()
-
-
 PROBLEMS: dict[str, Problem] = {}
 
 
@@ -197,6 +143,20 @@ def register(problem: Problem) -> Problem:
     PROBLEMS[problem.name] = problem
     composed.add(problem.kernels)
     return problem
+
+
+def adopt(path: Path | str) -> Problem:
+    """Registers the problem of a KernelBench-style Python file, under the file's name. The file is executed: only what one trusts.
+
+    It must hold `Model`, get_inputs(), which gives one tensor, and get_init_inputs(); `ModelNew` becomes `fused(Model)` (for one in the
+    file there is `compare.py --candidate`). From then on it is checked, compared and exported by name as the others are. A file that
+    changed may be adopted again. Raises FileNotFoundError where there is none, ValueError where something is missing, other than said,
+    or its name is another problem's; what the file itself raises passes.
+    """
+    found = problems.read(path).problem()
+    if found.name in PROBLEMS and PROBLEMS[found.name].file == found.file:
+        del PROBLEMS[found.name]
+    return register(found)
 
 
 def __getattr__(name: str) -> type[nn.Module]:

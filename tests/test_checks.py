@@ -44,6 +44,7 @@ class Toy:
     timed_cases: tuple = ()
     number: int = 7
     cpu_batch_size: int = 2
+    draw: object = torch.rand
 
     def get_init_inputs(self):
         return self.init_inputs

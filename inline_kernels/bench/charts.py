@@ -53,8 +53,9 @@ def groups(rows: list[dict]) -> dict[tuple[str, str, str], list[dict]]:
 
 
 def title_of(row: dict) -> str:
-    name = row["problem"].replace("_", " ")
-    return f"{row['number']} {name}" if row["number"] else name
+    number = f"{row['number'] or ''}"
+    name = row["problem"].removeprefix(f"{number}_").replace("_", " ")
+    return f"{number} {name}".strip()
 
 
 def situation_of(row: dict) -> str:

@@ -160,7 +160,7 @@ def contest_of(problem, *, device="cpu", batch_size=None, dtype=torch.float32, p
         dtype,
         lambda: problem.Model(*problem.get_init_inputs()).to(device=device, dtype=dtype).train(),
         lambda: [
-            torch.rand(batch_size or problem.input_shape[0], *problem.input_shape[1:], device=device).to(
+            problem.draw(batch_size or problem.input_shape[0], *problem.input_shape[1:], device=device).to(
                 dtype
             )
         ],

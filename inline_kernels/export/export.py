@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 import models
-from inline_kernels.bench import files
+from inline_kernels import problem as problems
 from inline_kernels.engine import library, schedule, strips, tiling
 from inline_kernels.engine.capture import Segment, capture
 from inline_kernels.engine.composed import written_for
@@ -102,12 +102,10 @@ def cell_of(
     """The file of the problem of that name, or of the KernelBench-style file at that path, which is executed. device: by default what
     torch sees. Raises ValueError, or KeyError for an unknown name, where there is none."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if Path(name).is_file():
-        file, text = files.read(name), Path(name).read_text(encoding="utf-8")
-        inputs = file.get_inputs()
-        if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-            raise ValueError(f"a cell's forward takes one tensor, got {len(inputs)} inputs")
-        x, known = torch.empty_like(inputs[0], dtype=dtype, device="meta"), ("epilogue",)
+    path = models.PROBLEMS[name].file if name in models.PROBLEMS else Path(name)
+    if path and path.is_file():
+        file, text = problems.read(path), path.read_text(encoding="utf-8")
+        x, known = torch.empty_like(file.x(), dtype=dtype, device="meta"), ("epilogue",)
     elif name in models.PROBLEMS:
         file = models.PROBLEMS[name]
         x, known = torch.empty(file.input_shape, dtype=dtype, device="meta"), file.variants_on(device)[1:]

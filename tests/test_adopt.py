@@ -1,0 +1,98 @@
+"""A problem from a file: models.adopt, and what then goes by its name."""
+
+import re
+
+import pytest
+
+import compare
+import models
+from inline_kernels.export import cell_of
+
+FILE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, channels, least):
+        super().__init__()
+        self.conv, self.norm, self.least = nn.Conv2d(3, channels, 3, padding=1), nn.GroupNorm(2, channels), least
+
+    def forward(self, x):
+        return torch.clamp(self.norm(self.conv(x)), min=self.least).square()
+
+def get_inputs():
+    return [torch.randn(4, 3, 9, 11) + 100]
+
+def get_init_inputs():
+    return [6, -0.5]
+"""
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    before = dict(models.PROBLEMS)
+    yield
+    models.PROBLEMS.clear()
+    models.PROBLEMS.update(before)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "7_norm_and_square.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_what_goes_by_names_takes_it(file):
+    problem = models.adopt(file)
+    assert (problem.number, problem.name, problem.input_shape) == (7, file.stem, (4, 3, 9, 11))
+    assert models.PROBLEMS[file.stem] is problem and problem.variants == ("eager", "epilogue")
+    for size in (None, 2):
+        (x,) = models.get_inputs(file.stem, batch_size=size)
+        assert x.shape == (size or 4, 3, 9, 11) and x.mean() > 90, "the file's own distribution"
+    report = compare.check(file.stem, "epilogue", phase="train_dx")
+    assert report.ok, report
+    assert "gradient of norm.weight" in str(report)
+    assert models.get_model(file.stem).plan(x).variant == "epilogue"
+    # Without the padding it would be 7 x 9; two operations a product, 27 products a value.
+    assert problem.operations(problem.Model(*problem.get_init_inputs()), x) == 2 * 2 * 6 * 9 * 11 * 27
+    assert cell_of(file.stem, "cpu") == cell_of(str(file), "cpu"), "constants and imports of the file's own"
+
+
+def test_a_file_that_changed_is_adopted_again(file, tmp_path):
+    first = models.adopt(file)
+    file.write_text(FILE.replace("square()", "abs()"))
+    second = models.adopt(str(file))
+    assert second.Model is not first.Model and models.PROBLEMS[file.stem] is second
+    other = tmp_path / "other" / file.name
+    other.parent.mkdir()
+    other.write_text(FILE)
+    with pytest.raises(ValueError, match=f"there is a problem named {file.stem} already"):
+        models.adopt(other)
+    assert models.PROBLEMS[file.stem] is second
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        (FILE.replace("def get_inputs", "def inputs"), "found no get_inputs"),
+        (FILE.replace("9, 11) + 100]", "9, 11), 2.0]"), "one tensor, got Tensor, float"),
+        (FILE.replace("return [torch.randn(4, 3, 9, 11) + 100]", "return []"), "one tensor, got nothing"),
+    ],
+)
+def test_what_is_expected_of_it(file, text, what):
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(what)):
+        models.adopt(file)
+    assert file.stem not in models.PROBLEMS
+
+
+def test_there_is_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected a Python file with Model"):
+        models.adopt(tmp_path / "none.py")
+
+
+def test_no_more_than_it_draws(file):
+    models.adopt(file)
+    with pytest.raises(ValueError, match=r"at most the \(4, 3, 9, 11\) of get_inputs"):
+        models.get_inputs(file.stem, batch_size=5)
