@@ -2,7 +2,7 @@
 # make demo QUICK=1  the same without torch.compile
 # make test       the tests, two at a time; TEST_PROCESSES=8 runs more
 # make fuzz       500 random programs: their graphs and adjoints against autograd (tests/fuzz_engine.py --fused: their kernels)
-# make browser    notebooks in JupyterLab in a headless Chromium; says what is missing
+# make browser    notebooks in JupyterLab in a headless Chromium, which playwright brings where there is none on PATH or in $CHROMIUM
 # make sanitize   every kernel under the sanitizers: CPU kernels always, CUDA kernels where there is a GPU
 # make gpu        on a machine with a GPU: its tests, its sanitizers, and `bench` without the loader; make -k gpu goes on after a failure.
 #                 Ends with both verdicts and the newest record's factors; the checks' whole output is in build/gpu/ (make gpu-summary shows it again)
@@ -50,6 +50,8 @@ fuzz: $(READY)
 	$(RUN) tests/fuzz_engine.py --count 500
 
 browser: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check playwright
+	test -n "$$CHROMIUM" || command -v chromium google-chrome >/dev/null || $(RUN) -m playwright install chromium
 	$(RUN) -m pytest -m browser -rs tests/test_browser.py
 
 lint: $(READY)
