@@ -913,13 +913,14 @@ case "$SIGNAL $*" in [A-Z]*" -c "*) kill -$SIGNAL $VICTIM; sleep 0.5; exit 1;; e
 exec c++ "$@"
 """
 BUILD = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and what they start
 names = {"__name__": "__main__"}
 exec(open("cell.py", encoding="utf-8").read(), names)
 model, [x] = names["ModelNew"](*names["get_init_inputs"]()), names["get_inputs"](batch_size=1)
 os.environ["VICTIM"] = str(os.getpid())
-for signal in sys.argv[1:]:
-    os.environ["SIGNAL"] = signal
+for each in sys.argv[1:]:
+    os.environ["SIGNAL"] = each
     try:
         model(x)
     except (KeyboardInterrupt, RuntimeError) as error:
