@@ -409,7 +409,7 @@ def test_a_file_as_a_cell(tmp_path):
     ("self.scaled(TAIL)", "self.norm(TAIL)", "a cell can't have running statistics"),
     ("2, channels, 3)", '2, channels, 3, padding=1, padding_mode="reflect")', "a cell can't have padding that isn't of zeros"),
     ("self.scaled(TAIL)", "x", "no kernels serve it: "),
-    ("[torch.rand(batch_size, 2, 9, 12)]", "[torch.rand(2), 3]", "a cell's forward takes one tensor, got 2 inputs"),
+    ("[torch.rand(batch_size, 2, 9, 12)]", "[torch.rand(2), 3]", "expected get_inputs to give one tensor, got Tensor, int"),
 ], ids=["convolution", "operation", "statistics", "padding", "none", "inputs"])  # fmt: skip
 def test_what_a_cell_can_t_hold_is_named(old, new, message, tmp_path):
     old, new = (each.replace("TAIL", "torch.tanh(self.conv(x) + self.shift)") for each in (old, new))
