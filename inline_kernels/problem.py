@@ -5,6 +5,7 @@ its own."""
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import re
 import sys
@@ -120,6 +121,8 @@ class ProblemFile(NamedTuple):
         x, number = self.x(), re.match(r"\d*", self.name)[0]
         sizes = {"input_shape": tuple(x.shape), "cpu_batch_size": max(1, len(x) // CPU_SHARE)}
         classes = {"Model": self.Model, "ModelNew": fused(self.Model)}
+        new = classes["ModelNew"]
+        setattr(sys.modules[new.__module__], new.__name__, new)  # where pickle looks for it
         arguments = tuple(self.get_init_inputs())
         return Problem(
             self.name,
@@ -146,11 +149,16 @@ def read(path: Path | str) -> ProblemFile:
         raise FileNotFoundError(
             f"expected a Python file with Model, get_inputs and get_init_inputs at {path}"
         )
-    name = path.stem if path.stem.isidentifier() else f"problem_{path.stem}"
+    # No other module has this name: inspect and pickle find by it what the file defines.
+    name = f"{re.sub('[^a-zA-Z0-9]', '_', path.stem)}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)  # so that inspect finds what it defines
-    spec.loader.exec_module(module)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    before = [*sys.path]
+    sys.path.insert(0, str(path.parent))  # as for a script: the file may import what stands beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
     if missing := [each for each in ("Model", "get_inputs", "get_init_inputs") if not hasattr(module, each)]:
         raise ValueError(
             f"{path}: expected Model, get_inputs and get_init_inputs, found no {', '.join(missing)}"

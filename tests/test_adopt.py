@@ -1,8 +1,13 @@
 """A problem from a file: models.adopt, and what then goes by its name."""
 
+import copy
+import inspect
+import pickle
 import re
+import sys
 
 import pytest
+import torch
 
 import compare
 import models
@@ -70,6 +75,30 @@ def test_a_file_that_changed_is_adopted_again(file, tmp_path):
     with pytest.raises(ValueError, match=f"there is a problem named {file.stem} already"):
         models.adopt(other)
     assert models.PROBLEMS[file.stem] is second
+
+
+def test_its_names_are_its_own(file, tmp_path):
+    """Whatever modules are named: what inspect and pickle find is what the file defines; and it imports what stands beside it."""
+    other = tmp_path / "other" / "json.py"
+    other.parent.mkdir()
+    (tmp_path / "json.py").write_text(FILE)
+    (other.parent / "beside_it.py").write_text("LEAST = -0.25")
+    other.write_text(
+        FILE.replace("square()", "abs()").replace("-0.5", "LEAST") + "\nfrom beside_it import LEAST\n"
+    )
+    path, json = [*sys.path], sys.modules.get("json")
+    try:
+        for each, word in ((tmp_path / "json.py", "square()"), (other, "abs()")):
+            problem = models.adopt(each)
+            assert word in inspect.getsource(problem.Model)
+            model = problem.get_model()
+            again, x = pickle.loads(pickle.dumps(model)), problem.get_inputs()[0]
+            assert type(again) is type(copy.deepcopy(model)) is problem.ModelNew
+            assert torch.equal(again(x), model(x))
+            del models.PROBLEMS[problem.name]
+        assert problem.init_inputs == (6, -0.25) and sys.path == path and sys.modules.get("json") is json
+    finally:
+        sys.modules.pop("beside_it", None)
 
 
 @pytest.mark.parametrize(
