@@ -28,7 +28,7 @@ from torch import nn
 
 import inline_loader
 from benchmarks import report
-from inline_kernels.bench import charts, checks, compare, records, timing
+from inline_kernels.bench import charts, checks, compare, honesty, records, timing
 from inline_kernels.loader import toolchain
 
 LADDERS = report.RESULTS / "ladders"  # what notebooks/execute.py finds in the lessons' outputs
@@ -308,7 +308,8 @@ class Ladder:
 
         module: a module (it gets the reference's parameters, by name), a class with the problem's constructor, or a function of x. bytes:
         what it reads and writes, for the roofline. Raises AssertionError where the error is more than twice eager's, but for exact=False,
-        which draws it hatched.
+        which draws it hatched; and, where the reference gives a single value, which proves nothing, if NaN in x does not reach
+        the result.
         """
         tell = status()
         if module is None:
@@ -325,6 +326,10 @@ class Ladder:
             errors += checks.judged_on_draws(functools.partial(self._errors, contestant, case))
         worst = max(errors, key=lambda error: error.share)
         assert worst.share <= 1 or not exact, f"{name}: {2 * worst.share:.3g} × eager’s error\n{worst}"
+        if not compare.tells(self.contest, self.seed):
+            probe = honesty.Probe(contestant.module, self.model, self.inputs, self.phase)
+            found = next(honesty.passes_nan(probe), "")
+            assert not found, f"{name} {found}"
         tell(f"{name}: timing …")
         row = {"name": name, "predicted_ms": predicted_ms, "bytes": bytes, **self._times(contestant)}
         row |= {"error": 2 * worst.share if math.isfinite(worst.share) else None, "ok": worst.share <= 1}

@@ -291,7 +291,7 @@ def check(
         return found
 
     try:
-        telling = _AS_DRAWN if not contest.cases or _tells(contest, seed) else contest.cases[0]
+        telling = _AS_DRAWN if not contest.cases or tells(contest, seed) else contest.cases[0]
         if variant in contest.peers:
             cases = [(_AS_DRAWN, phase)]
             if telling is not _AS_DRAWN:
@@ -316,7 +316,7 @@ def check(
 
 
 @torch.no_grad()
-def _tells(contest: Contest, seed: int) -> bool:
+def tells(contest: Contest, seed: int) -> bool:
     """Does an output on random parameters prove anything? A single value, which one of the problems gives,
     doesn't."""
     model, inputs = contest.drawn(seed)

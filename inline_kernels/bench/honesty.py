@@ -275,7 +275,7 @@ def _fewer(t: Tensor) -> Tensor:
     return t[: (len(t) + 1) // 2] if len(t) > 1 else torch.cat([t, t])
 
 
-def _passes_nan(probe: Probe) -> Iterator[str]:
+def passes_nan(probe: Probe) -> Iterator[str]:
     """NaN in every other sample spoils the samples that it spoils in eager."""
     for first, end in ((0, 0), (1, -1), (0, None)):
         inputs = [t.clone() for t in probe.inputs]
@@ -721,6 +721,6 @@ def late_results(probe: Probe, cycles: int) -> tuple[dict[str, Tensor], bool, bo
 
 
 HONESTY = (
-    _follows_input, _follows_parameters, _follows_shape, _passes_nan, _serves_any_call, _owns_results, _writes_all,
+    _follows_input, _follows_parameters, _follows_shape, passes_nan, _serves_any_call, _owns_results, _writes_all,
     _repeats, _leaves_the_rest_alone, _waits_for_its_stream,
 )  # fmt: skip
