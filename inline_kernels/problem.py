@@ -75,9 +75,9 @@ class Problem:
         return x.numel() * x.element_size() + y.numel() * y.element_size()
 
     def operations(self, model: nn.Module, x: torch.Tensor) -> int:
-        """The convolutions' and products' floating-point operations for x, a multiply-add counted as two."""
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            copy.deepcopy(model).to("meta")(x.to("meta"))
+        """The convolutions' and products' floating-point operations of a reference model for x, a multiply-add counted as two: of a call."""
+        with torch.random.fork_rng(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            copy.deepcopy(model)(x)
         return counter.get_total_flops()
 
 
@@ -112,27 +112,18 @@ class ProblemFile(NamedTuple):
     def draw(self, *size: int, device=None) -> torch.Tensor:
         """A fresh input, or as much of one as `size` says."""
         x = self.x()
-        if x.dim() != len(size) or any(some > all_ for some, all_ in zip(size, x.shape)):
+        if x.dim() != len(size) or any(part > whole for part, whole in zip(size, x.shape)):
             raise ValueError(f"{self.path}: expected at most the {tuple(x.shape)} of get_inputs, got {size}")
         return x[tuple(map(slice, size))].contiguous().to(device or "cpu")
 
     def problem(self) -> Problem:
         """The same with `fused(Model)`, under the file's name."""
-        x, number = self.x(), re.match(r"\d*", self.name)[0]
-        sizes = {"input_shape": tuple(x.shape), "cpu_batch_size": max(1, len(x) // CPU_SHARE)}
-        classes = {"Model": self.Model, "ModelNew": fused(self.Model)}
-        new = classes["ModelNew"]
+        new, x = fused(self.Model), self.x()
         setattr(sys.modules[new.__module__], new.__name__, new)  # where pickle looks for it
+        number = int(re.match(r"\d*", self.name)[0] or 0)
+        sizes = tuple(x.shape), max(1, len(x) // CPU_SHARE)
         arguments = tuple(self.get_init_inputs())
-        return Problem(
-            self.name,
-            int(number or 0),
-            init_inputs=arguments,
-            draw=self.draw,
-            file=self.path,
-            **classes,
-            **sizes,
-        )
+        return Problem(self.name, number, self.Model, new, arguments, *sizes, draw=self.draw, file=self.path)
 
     @property
     def name(self) -> str:
@@ -153,12 +144,12 @@ def read(path: Path | str) -> ProblemFile:
     name = f"{re.sub('[^a-zA-Z0-9]', '_', path.stem)}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    before = [*sys.path]
-    sys.path.insert(0, str(path.parent))  # as for a script: the file may import what stands beside it
+    beside = str(path.parent)  # as for a script: the file may import what stands there
+    sys.path.insert(0, beside)
     try:
         spec.loader.exec_module(module)
     finally:
-        sys.path[:] = before
+        sys.path.remove(beside)
     if missing := [each for each in ("Model", "get_inputs", "get_init_inputs") if not hasattr(module, each)]:
         raise ValueError(
             f"{path}: expected Model, get_inputs and get_init_inputs, found no {', '.join(missing)}"

@@ -103,7 +103,7 @@ FAULTS = [
     Fault("inline_kernels/engine/schedule.py", "return self._copy(node) if was and node.attr[1] == \"parameter\" else node", "return node", "test_engine_source.py -k parameters_that_change"),
     Fault("inline_kernels/engine/schedule.py", "kind = \"value\" if of_z else kind_of(node, few_channels)", "kind = kind_of(node, few_channels)", "test_engine_source.py -k kept_in_its_type"),
     Fault("inline_kernels/engine/direct.py", "if node.op != \"leaf\" or node.attr[1] == \"drawn\":", "if False:", "test_engine_direct.py -k not_pointwise"),
-    Fault("inline_kernels/engine/mainloops.py", "split = asked.x.dtype == torch.float32 and not precision.runs_tf32(asked.x, asked.weight)", "split = False", "test_engine_direct.py -k 'test_tails or test_sizes'"),
+    Fault("inline_kernels/engine/mainloops.py", "split = job.x.dtype == torch.float32 and not precision.runs_tf32(job.x, job.weight)", "split = False", "test_engine_direct.py -k 'test_tails or test_sizes'"),
     Fault("inline_kernels/engine/ops.py", "variance = t.graph.variance(x.node, mean_, steps)", "variance = t.graph.variance(x.node, mean_, steps) + t.number(1e-3)", "test_engine_ops.py -k norms"),
     Fault("inline_kernels/engine/compiled.py", "            graph.call_function(operator.eq, (graph.create_node(\"get_attr\", name), value))\n", "            pass\n", "test_engine_fuse.py -k 'test_compile and Pointwise'"),
 ]

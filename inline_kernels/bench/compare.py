@@ -627,7 +627,7 @@ def _row(contest: Contest, variant: str, result: Check, model, inputs: list[Tens
         },
         "bytes": moved,
         "floor_ms": floor_of(contest, moved, contest.operations(model, *inputs))
-        if not has_backward(phase)
+        if contest.device == "cuda" and not has_backward(phase)
         else None,
         "plan": None,
         "seed": result.seed,

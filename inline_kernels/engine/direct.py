@@ -30,7 +30,7 @@ import inline_loader
 from . import choice, library, mainloops, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
-from .mainloops import Asked, Mainloop
+from .mainloops import Job, Mainloop
 from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import SCALARS, compared
 
@@ -436,7 +436,7 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
             mainloop.check_walk(segment, weight, front.window if front.pooled else None)
             if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(x):
                 raise Unsupported("x lies channels last, other inputs may not")
-            if (reason := mainloop.obstacle(_asked(written, segment, x, weight, dtype))) is None:
+            if (reason := mainloop.obstacle(_job(written, segment, x, weight, dtype))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -465,13 +465,13 @@ def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype
     return [of_kind[array.kind] for array in written.results]
 
 
-def _asked(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Asked:
-    return mainloops.asked_of(segment, x, weight, _dtypes(written, x, dtype), written.front)
+def _job(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Job:
+    return mainloops.job_of(segment, x, weight, _dtypes(written, x, dtype), written.front)
 
 
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = written.mainloop.all_defines(segment, _asked(written, segment, x, weight, dtype))
+    defines = written.mainloop.all_defines(segment, _job(written, segment, x, weight, dtype))
     defines |= schedule._defines(segment, x, dtype)
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",

@@ -56,7 +56,7 @@ def walk_text(dimensions: int) -> str:
 # --------------------------------------------------------------------------------------------------------------- what is asked
 
 
-class Asked(NamedTuple):
+class Job(NamedTuple):
     """What a mainloop is asked to do. dtypes: of the results; front: direct.py's, or sinks: those of each pass; positions: v's, in all samples;
     settings: how its filter goes, or None where it is padded by more behind than before; dilation: of its columns."""
 
@@ -79,12 +79,12 @@ class Asked(NamedTuple):
         return any(sink.kind == "store" for own in self.sinks for sink in own)
 
 
-def asked_of(segment, x, weight, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Asked:
+def job_of(segment, x, weight, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Job:
     sizes, walk = schedule.sizes_of(segment, x, weight), walk_of(segment, weight)
     same = walk.before == walk.behind
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")
-    return Asked(x, weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
+    return Job(x, weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
 
 
 class Sinks(NamedTuple):
@@ -95,7 +95,7 @@ class Sinks(NamedTuple):
     headers: Sequence[str]
     declared: str
     rate: float
-    splits: Callable[[Asked], bool]
+    splits: Callable[[Job], bool]
     most: int
     channels: int
     all: bool
@@ -114,8 +114,8 @@ class Mainloop(NamedTuple):
     headers: Sequence[str]
     declared: str
     launch: Sequence[str]
-    obstacle: Callable[[Asked], str | None]
-    defines: Callable[[Asked], dict]
+    obstacle: Callable[[Job], str | None]
+    defines: Callable[[Job], dict]
     has_places: bool = True
     most: int = 1
     walks: bool = False
@@ -140,58 +140,58 @@ class Mainloop(NamedTuple):
         if max(steps) > 8 or max(ends) > most:
             raise Unsupported(f"the copy engine's strides go to 8, its offsets to {most}")
 
-    def all_defines(self, segment, asked: Asked) -> dict:
-        return self.defines(asked) | (walk_defines(segment, asked.weight) if self.walks else {})
+    def all_defines(self, segment, job: Job) -> dict:
+        return self.defines(job) | (walk_defines(segment, job.weight) if self.walks else {})
 
 
 # ------------------------------------------------------------------------------------------- where they run, and their tiles
 
 
-def _rows_shared(asked: Asked) -> int:
+def _rows_shared(job: Job) -> int:
     """Bytes of dynamic shared memory, with sinks at most."""
-    weight, itemsizes = asked.weight, [each.itemsize for each in asked.dtypes]
-    if not asked.sinks:
+    weight, itemsizes = job.weight, [each.itemsize for each in job.dtypes]
+    if not job.sinks:
         return tiling.rows_shared(weight, *itemsizes)
-    reductions = [sink.reduction for own in asked.sinks for sink in own if sink.kind == "channels"]
+    reductions = [sink.reduction for own in job.sinks for sink in own if sink.kind == "channels"]
     words = max([0, *[1 + (each == "reduce::LogSumExp") for each in reductions]])
-    stored = max(asked.x.element_size(), *itemsizes) if asked.is_stored else 0
+    stored = max(job.x.element_size(), *itemsizes) if job.is_stored else 0
     return tiling.sinks_shared(weight, words, stored)
 
 
-def _rows_obstacle(asked: Asked) -> str | None:
-    return tiling.rows_obstacle(asked.x, asked.weight, _rows_shared(asked))
+def _rows_obstacle(job: Job) -> str | None:
+    return tiling.rows_obstacle(job.x, job.weight, _rows_shared(job))
 
 
-def _rows_defines(asked: Asked, shared: int | None = None) -> dict:
-    shared = _rows_shared(asked) if shared is None else shared
-    planned = {"SINKS_SHARED" if asked.sinks else "ROWS_SHARED": shared}
-    long_rows = {"LONG_ROWS": int(asked.x.shape[3] > tiling.COLUMNS)}
-    return tiling.spatial_defines(asked.weight.shape) | long_rows | planned
+def _rows_defines(job: Job, shared: int | None = None) -> dict:
+    shared = _rows_shared(job) if shared is None else shared
+    planned = {"SINKS_SHARED" if job.sinks else "ROWS_SHARED": shared}
+    long_rows = {"LONG_ROWS": int(job.x.shape[3] > tiling.COLUMNS)}
+    return tiling.spatial_defines(job.weight.shape) | long_rows | planned
 
 
-def _windows_obstacle(asked: Asked) -> str | None:
-    window = asked.front.window
+def _windows_obstacle(job: Job) -> str | None:
+    window = job.front.window
     if None in window or min(window) < 2 or max(window) > 8:
         return "windows have 2 to 8 rows and columns"
-    return tiling.rows_obstacle(asked.x, asked.weight, tiling.windows_shared(asked.weight, window[1]))
+    return tiling.rows_obstacle(job.x, job.weight, tiling.windows_shared(job.weight, window[1]))
 
 
-def _windows_defines(asked: Asked) -> dict:
-    return _rows_defines(asked, tiling.windows_shared(asked.weight, asked.front.window[1]))
+def _windows_defines(job: Job) -> dict:
+    return _rows_defines(job, tiling.windows_shared(job.weight, job.front.window[1]))
 
 
-def _narrow3d_obstacle(asked: Asked) -> str | None:
-    own = _STORES_SHARED if asked.is_stored else _REDUCES_SHARED if asked.sinks else _RUNS_SHARED
-    return tiling.volume_obstacle(asked.x, asked.weight, asked.x.dtype, own, bool(asked.sinks))
+def _narrow3d_obstacle(job: Job) -> str | None:
+    own = _STORES_SHARED if job.is_stored else _REDUCES_SHARED if job.sinks else _RUNS_SHARED
+    return tiling.volume_obstacle(job.x, job.weight, job.x.dtype, own, bool(job.sinks))
 
 
-def _wide_obstacle(asked: Asked) -> str | None:
+def _wide_obstacle(job: Job) -> str | None:
     """Where it can run, a record says where it is no slower than the library's convolution and a pass behind that."""
-    x, weight = asked.x, asked.weight
+    x, weight = job.x, job.weight
     if reason := tiling.wide_obstacle(x, weight, x.dtype):
         return reason
-    if asked.front and weight.shape[1] > 64 and _stream_obstacle(asked) is None:
-        if weight.shape[1] > 128 or not stream_splits(asked):
+    if job.front and weight.shape[1] > 64 and _stream_obstacle(job) is None:
+        if weight.shape[1] > 128 or not stream_splits(job):
             return "stream is faster from 64 channels in on, from 128 in float32"
     if choice.is_silent():
         return None
@@ -200,49 +200,49 @@ def _wide_obstacle(asked: Asked) -> str | None:
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
 
-def _wide_defines(asked: Asked) -> dict:
+def _wide_defines(job: Job) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
-    split = asked.x.dtype == torch.float32 and not precision.runs_tf32(asked.x, asked.weight)
-    return tiling.wide_defines(asked.x, asked.weight, split, aligned=True, gradients=False)
+    split = job.x.dtype == torch.float32 and not precision.runs_tf32(job.x, job.weight)
+    return tiling.wide_defines(job.x, job.weight, split, aligned=True, gradients=False)
 
 
-def _stream_obstacle(asked: Asked) -> str | None:
-    x, weight = asked.x, asked.weight
+def _stream_obstacle(job: Job) -> str | None:
+    x, weight = job.x, job.weight
     last = library.is_channels_last(x)
-    if asked.sinks and last:
+    if job.sinks and last:
         return "x lies channels last"
     # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
-    if len(asked.dtypes) > 1 and x.dim() == 4:
+    if len(job.dtypes) > 1 and x.dim() == 4:
         return "where backward follows, the library convolves images"
     if reason := tiling.stream_obstacle(x, weight, x.dtype):
         return reason
-    if len(asked.dtypes) > 1:
+    if len(job.dtypes) > 1:
         return "x lies channels last" if last else None
     if last and not tiling.stream_takes_last(x):
         return "x lies channels last, and would be copied first"
     if choice.is_silent():
         return None
     sizes, device = (x.shape, weight.shape), tiling.device_properties(x.device.index)
-    how = _streamed(asked, asked.window > 1)
-    return choice.stream_loses(*sizes, asked.positions, x.element_size(), device, how)
+    how = _streamed(job, job.window > 1)
+    return choice.stream_loses(*sizes, job.positions, x.element_size(), device, how)
 
 
-def _streamed(asked: Asked, reduces: bool) -> choice.Streamed:
+def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
-    packs, splits = not tiling.stream_takes_last(asked.x), stream_splits(asked)
-    folded = choice.stream_folded(asked.weight.shape, asked.dilation, packs, splits)
-    return choice.Streamed(packs, splits, folded, reduces, asked.window, max(1, len(asked.sinks)))
+    packs, splits = not tiling.stream_takes_last(job.x), stream_splits(job)
+    folded = choice.stream_folded(job.weight.shape, job.dilation, packs, splits)
+    return choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)))
 
 
-def stream_splits(asked: Asked) -> bool:
+def stream_splits(job: Job) -> bool:
     """Is an operand two float16? One is as exact as TF32, if eager runs that."""
-    runs_tf32 = asked.settings and precision.runs_tf32(asked.x, asked.weight, settings=asked.settings)
-    return asked.x.dtype == torch.float32 and not runs_tf32
+    runs_tf32 = job.settings and precision.runs_tf32(job.x, job.weight, settings=job.settings)
+    return job.x.dtype == torch.float32 and not runs_tf32
 
 
-def _stream_defines(asked: Asked) -> dict:
-    how = _streamed(asked, bool(asked.sinks or asked.front.pooled))
-    return tiling.stream_defines(asked.x, asked.weight, asked.positions, how)
+def _stream_defines(job: Job) -> dict:
+    how = _streamed(job, bool(job.sinks or job.front.pooled))
+    return tiling.stream_defines(job.x, job.weight, job.positions, how)
 
 
 # ------------------------------------------------------------------------------------------------------- sinks, as launchers' text
@@ -362,8 +362,8 @@ _FILTER = "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERN
 _VALUES = "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;"
 
 
-def _is_float32(asked: Asked) -> bool:
-    return asked.x.dtype == torch.float32
+def _is_float32(job: Job) -> bool:
+    return job.x.dtype == torch.float32
 
 
 _STREAM_SINKS = Sinks(
@@ -449,7 +449,7 @@ MAINLOOPS = (
         declared="using Conv = conv::narrow3d::Shape<value_t, CHANNELS_IN, CHANNELS_OUT, KERNEL_D, KERNEL_H, KERNEL_W>;",
         launch=["store::pointwise<Conv>(x, weight, stream, {stored});"],
         obstacle=_narrow3d_obstacle,
-        defines=lambda asked: tiling.spatial_defines(asked.weight.shape),
+        defines=lambda job: tiling.spatial_defines(job.weight.shape),
         most=9,
         sinks=Sinks(
             headers=("reduce/narrow3d.cuh", "store/runs.cuh"),
@@ -479,7 +479,7 @@ MAINLOOPS = (
             headers=("conv/wide.cuh", "reduce/wide.cuh"),
             declared=_VALUES,
             rate=650e12,
-            splits=lambda asked: False,
+            splits=lambda job: False,
             most=1,
             channels=16,
             all=False,

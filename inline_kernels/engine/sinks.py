@@ -24,7 +24,7 @@ import inline_loader
 from . import direct, mainloops, schedule, source, tiling
 from .algebra import reordered, statistics_of_v
 from .graph import ELEMENTS, order
-from .mainloops import Asked, local
+from .mainloops import Job, local
 from .passes import Array, Key, Planes, Program, Root, Unsupported
 from .schedule import Entry, Launch
 from .sink_text import Pass, Sink
@@ -306,7 +306,7 @@ def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
     """Do more passes of products take less time than v's way to memory and back? About equal, they save its memory."""
     sizes = schedule.sizes_of(segment, x, weight)
     values = sizes.N * sizes.C * sizes.positions("e")
-    splits = mainloop.sinks.splits(mainloops.asked_of(segment, x, weight, ()))
+    splits = mainloop.sinks.splits(mainloops.job_of(segment, x, weight, ()))
     scale = tiling.device_properties(x.device.index).scale
     products, rate = 3 if splits else 1, mainloop.sinks.rate * scale.compute
     again = (passes - 1) * 2 * values * math.prod(weight.shape[1:]) * products / rate
@@ -326,7 +326,7 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         try:
             mainloop.check_walk(segment, weight)
             found = chosen(segment, mainloop, arguments, dtype, exact_order)
-            if (reason := mainloop.obstacle(_asked(found, segment, x, weight, dtype))) is None:
+            if (reason := mainloop.obstacle(_job(found, segment, x, weight, dtype))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -334,15 +334,15 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def _asked(found: Composed, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Asked:
+def _job(found: Composed, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Job:
     sinks = [own.sinks for own in found.parts.values()]
-    return mainloops.asked_of(segment, x, weight, [dtype], sinks=sinks)
+    return mainloops.job_of(segment, x, weight, [dtype], sinks=sinks)
 
 
 def _build(mainloop, found: Composed, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
     defines = schedule._defines(segment, x, dtype)
-    defines |= mainloop.all_defines(segment, _asked(found, segment, x, weight, dtype))
+    defines |= mainloop.all_defines(segment, _job(found, segment, x, weight, dtype))
     name = f"sinks_{source.identifier(segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 
