@@ -512,10 +512,10 @@ def wrong_after_a_moment(self, x, right):
 
 @cheat(*BOTH)
 def wrong_where_calls_follow_closely_in_training(self, x, right):
-    """As they do under a timer."""
-    before, now = self.notes.get("end", 0.0), time.monotonic()
-    y = nothing(right(x)) if self.training and now - before < 2e-4 else right(x)
-    self.notes["end"] = time.monotonic()
+    """As they do under a timer; by the processor's time, because a busy machine lets others run between them."""
+    before, now = self.notes.get("end", -1.0), time.thread_time()
+    y = nothing(right(x)) if self.training and now - before < 1e-3 else right(x)
+    self.notes["end"] = time.thread_time()
     return y
 
 
