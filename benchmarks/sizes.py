@@ -96,7 +96,8 @@ def build(row: dict, device: str) -> tuple[Layer, torch.Tensor]:
     model = Layer(row).to(device, dtype)
     if row["layout"] == "channels_last":
         layout = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-        model, x = model.to(memory_format=layout), x.to(memory_format=layout)
+        model.conv.to(memory_format=layout)
+        x = x.to(memory_format=layout)
     return model, x
 
 

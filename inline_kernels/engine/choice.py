@@ -75,7 +75,7 @@ PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, 
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
     operands has the pixels; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
-    one; passes: of products, each in place of one over v."""
+    one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved."""
 
     packs: bool = True
     split: bool = False
@@ -83,6 +83,7 @@ class Streamed(NamedTuple):
     reduces: bool = False
     window: int = 1
     passes: int = 1
+    alone: bool = False
 
 
 def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
@@ -141,6 +142,8 @@ def stream_loses(
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
     products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
     theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
+    if how.alone:
+        return None if ours < theirs else "the library's convolution is faster at such sizes"
     theirs += (how.passes * v + v / how.window) * itemsize / bytes_a_time
     return (
         None if ours < theirs else "the library's convolution and a pass behind it are faster at such sizes"

@@ -75,6 +75,13 @@ class Job(NamedTuple):
         return math.prod(self.front.window) if self.front and self.front.pooled else 1
 
     @property
+    def is_alone(self) -> bool:
+        """Is v itself the only result?"""
+        if self.front:
+            return len(self.dtypes) == 1 and self.front.node.is_leaf("z")
+        return [(sink.kind, sink.tail) for own in self.sinks for sink in own] == [("store", "conv::Identity")]
+
+    @property
     def is_stored(self) -> bool:
         return any(sink.kind == "store" for own in self.sinks for sink in own)
 
@@ -231,7 +238,9 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
     packs, splits = not tiling.stream_takes_last(job.x), stream_splits(job)
     folded = choice.stream_folded(job.weight.shape, job.dilation, packs, splits)
-    return choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)))
+    return choice.Streamed(
+        packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone
+    )
 
 
 def stream_splits(job: Job) -> bool:

@@ -28,7 +28,7 @@ from inline_kernels.engine import library
 from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import LOW, Drawn, check_memory
 
-from . import composed, direct, schedule, sinks
+from . import composed, direct, schedule, sinks, stored
 from .support import DTYPES
 from .tracing import Named
 
@@ -58,7 +58,14 @@ class Decision(NamedTuple):
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward and saved, as
 # schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
-SCHEDULES: dict[str, object] = {"fused": composed, "direct": direct, "sinks": sinks, "load": schedule}
+SCHEDULES: dict[str, object] = {
+    "fused": composed,
+    "direct": direct,
+    "sinks": sinks,
+    "stored": stored,
+    "load": schedule,
+}
+EDITED = {"stored": "load"}  # by which schedule another one's text runs once it is edited
 
 
 class First:

@@ -459,6 +459,7 @@ class Plan:
     device: str
     kernels: object = None
     convolution: Convolution | None = None
+    own: Callable | None = None  # gives v of x and the weight, contiguous, in the library's place
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     launch: Launch | None = None
@@ -481,10 +482,6 @@ class Plan:
         of_axis = {"n": sizes.N, "c": sizes.C, "s": math.prod(positions), "": 1}
         of_axis |= {str(i): s for i, s in enumerate(positions)}
         return [of_axis[axis] for axis in segment.axes]
-
-    @property
-    def line(self) -> str:
-        return _words(self)
 
 
 def _defines(segment, x: Tensor, dtype: torch.dtype) -> dict[str, str]:
@@ -518,9 +515,10 @@ def plan(
     exact_order: bool = False,
     edited: str | None = None,
     piece: bool = False,
+    own: bool = False,
 ) -> Plan:
-    """edited: in place of its own text. piece: only some samples of a batch, whose result is there. Raises Unsupported with the reason where
-    the schedule can't do it."""
+    """edited: in place of its own text. piece: only some samples of a batch, whose result is there. own: v isn't the library's (`Plan.own`).
+    Raises Unsupported with the reason where the schedule can't do it."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     if x.dtype not in _CTYPES or dtype not in _CTYPES:
         raise Unsupported(f"there are kernels for {', '.join(_CTYPES.values())}")
@@ -529,7 +527,8 @@ def plan(
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"], kernels)
-    found.convolution, found.runs = Convolution.of(segment, weight), _layout(segment, x, weight, "forward")
+    found.convolution = Convolution.of(segment, weight)
+    found.runs = PLANES if own else _layout(segment, x, weight, "forward")
     found.layout = _turned(found, composed.forward, found.runs)
     _divide(found, arguments)
     found.pieces = () if piece else _pieces(found, arguments, exact_order, edited)
@@ -727,10 +726,17 @@ def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
     if divided := plan.strips.get("forward"):
         given = divided.image.of(x), weight.contiguous()
     else:
-        v = _laid_out(plan, x, weight) if plan.runs else convolve(plan.convolution, x, weight)
+        v = _convolved(plan, x, weight)
         given = (v, v) if plan.in_place else (v,)
     made = *given, *plan.launch(arguments, *given)
     return [made[i] for i in plan.results]
+
+
+def _convolved(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
+    """v, as forward's passes read it."""
+    if plan.own:
+        return plan.own(x, weight)
+    return _laid_out(plan, x, weight) if plan.runs else convolve(plan.convolution, x, weight)
 
 
 def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
@@ -992,21 +998,26 @@ def saved(
 
 
 def describe(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
+    segment,
+    arguments: Sequence,
+    saving: bool,
+    dtype: torch.dtype,
+    exact_order: bool = False,
+    own: str | None = None,
 ) -> str:
-    """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
+    """What a plan for such arguments runs, in words; nothing is built. own: what convolves in the library's place. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
     composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
     sizes, device = sizes_of(segment, x, weight), library.device_type(x)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, device)
-    found.runs = _layout(segment, x, weight, "forward")
+    found.runs = PLANES if own else _layout(segment, x, weight, "forward")
     _divide(found, arguments)
-    return _words(found)
+    return _words(found, own)
 
 
-def _words(plan: Plan) -> str:
+def _words(plan: Plan, own: str | None = None) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
-    composed, words = plan.composed, ["the library's convolution"]
+    composed, words = plan.composed, [f"{own} writes v" if own else "the library's convolution"]
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words
     words += [", channels last"] * bool(plan.runs)
     of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))

@@ -15,7 +15,7 @@ from . import capture, support, timed
 from .code import Code, without_memory
 from .edited import Edit, the_same_launcher
 from .guards import Guards, SideEffects, recorded
-from .operator import Decision, weightless
+from .operator import EDITED, Decision, weightless
 from .part import Asked, Part, building, called, options_of
 from .support import NOT_THE_MODEL
 
@@ -160,7 +160,7 @@ class Structure:
 
     def source(self, model: nn.Module, inputs: tuple, keywords: dict, number: int) -> str:
         decision = self._built(model, inputs, keywords, number)
-        return "\n".join(request["source"] for request in decision.requests)
+        return decision.requests[0]["source"]
 
     def edit(
         self, model: nn.Module, inputs: tuple, keywords: dict, number: int, text: str | None
@@ -172,9 +172,9 @@ class Structure:
         known = torch.is_grad_enabled()
         for saving in (known, not known):
             decision = self._built(model, inputs, keywords, number, saving)
-            (request,) = decision.requests
+            request = decision.requests[0]
             if the_same_launcher(text, request["source"]):
-                edit = Edit(decision.runs, saving, request["source"], text)
+                edit = Edit(EDITED.get(decision.runs, decision.runs), saving, request["source"], text)
                 return decision.segment, (edit, {**request, "source": text})
         raise ValueError(
             f"expected the launcher `forward` as source() has it, with its parameters, for {decision.segment}"

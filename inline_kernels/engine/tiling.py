@@ -221,7 +221,7 @@ def rows_shared(weight: Tensor, *itemsizes: int) -> int:
     """Bytes of dynamic shared memory where results of these sizes are stored. Of each team: kh + 1 rows of x, and for each channel a row of
     each result, which begins anywhere in a sector of 32 bytes."""
     _, channels, kh, _ = weight.shape
-    of_rows = sum(COLUMNS * each + 64 for each in itemsizes)
+    of_rows = sum(COLUMNS * each + 32 for each in itemsizes)
     return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * of_rows)
 
 

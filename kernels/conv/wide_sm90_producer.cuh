@@ -21,11 +21,14 @@ template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Co
 
   // Calls work(word, its first channel group) for this thread's part of a row: all channel groups of a word
   // of float32, half of them of a word of two halves. A thread converts what it has copied itself, so that
-  // raw rows need no barrier.
+  // raw rows need no barrier; its part is the same for rows of any length, since others may still convert
+  // the last strip's rows.
   template <class Work> static __device__ __forceinline__ void for_each_word(int words, const Work& work) {
-    for (int i = threadIdx.x; i < words * kWordPixels; i += kWarpgroup) {
-      if (kWordPixels == 1 || i < words) work(i, 0);
-      else work(i - words, kChannelGroups / 2);
+    if constexpr (kWordPixels == 1) {
+      for (int i = threadIdx.x; i < words; i += kWarpgroup) work(i, 0);
+    } else {
+      for (int i = threadIdx.x; i < kRawPitch * kWordPixels; i += kWarpgroup)
+        if (i % kRawPitch < words) work(i % kRawPitch, i / kRawPitch * (kChannelGroups / 2));
     }
   }
 

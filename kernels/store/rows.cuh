@@ -110,7 +110,7 @@ template <class T> struct Rows {
       const bool head = lane < 16;  // stores what lies before the sectors; its partner, what lies behind them
       const int from = head ? shift : last;
       const int stop = head ? (continues ? 0 : min(first, end)) : (continued ? 0 : end);
-      for (int i = from; i < (real ? stop : 0); i++) out[i] = mine[i];
+      store_edge(out, mine, from, real ? stop : 0);
     }
   }
   // Shared memory must outlive the copies from it.

@@ -6,6 +6,7 @@
 #pragma once
 #include "conv/narrow2d_exact.cuh"
 #include "core/sinks.cuh"
+#include "core/vector.cuh"
 
 namespace store {
 
@@ -19,7 +20,7 @@ template <class T, class Tail> struct Strips {
 
   static constexpr int kRowGroup = 1;
   static constexpr int kSector = 32 / sizeof(T), kVector = 16 / sizeof(T);  // elements
-  template <class Loop> static constexpr int kPitch = Loop::kColumns + 2 * kSector;
+  template <class Loop> static constexpr int kPitch = Loop::kColumns + kSector;  // from channel to channel: 8 banks on
   template <class Loop> struct Shared {
     alignas(16) T rows[Loop::kBlockChannels][kPitch<Loop>];
   };
@@ -76,31 +77,52 @@ template <class T, class Tail> struct Strips {
     __device__ __forceinline__ int existing(int own) const { return min(place.channel(own), Place::kChannels - 1); }
     // Where in its sector the row begins.
     __device__ __forceinline__ int phase(int own) const {
-      return int(uintptr_t(out + own * plane()) / sizeof(T) % kSector);
+      return int((uint32_t(uintptr_t(out) / sizeof(T)) + own * uint32_t(plane())) % kSector);
     }
-    // Writes the sectors that are complete; all of them, if the row is the strip's last or rows are cut into
-    // tiles.
+    // Elements of a channel's staging that are to be written: whole sectors; all of them, if the row is the
+    // strip's last or rows are cut into tiles.
+    struct Span {
+      int lead, from, until;
+    };
+    __device__ __forceinline__ Span span(int own, bool last) const {
+      const int lead = phase(own), to = lead + place.columns;
+      const bool real = place.channel(own) < Place::kChannels;
+      return {lead, max(0, lead - behind), real ? (last ? to : to / kSector * kSector) : 0};
+    }
     __device__ __forceinline__ void write_row() {
-      constexpr int kVectors = kStagingPitch / kVector;
-      const int lane = threadIdx.x % 32;
       const bool last = left == 0 || !kWholeRows;
       __syncwarp();  // the row is there
-#pragma unroll 1
-      for (int i = lane; i < 16 * kVectors; i += 32) {
-        const int own = i / kVectors, begin = i % kVectors * kVector, end = begin + kVector;
-        const int lead = phase(own), from = max(0, lead - behind), to = lead + place.columns;
-        const int until = last ? to : to / kSector * kSector;
-        const T* const row = staging + own * kStagingPitch;
-        T* const sectors = out + own * plane() - lead;
-        if (place.channel(own) >= Place::kChannels || end <= from || begin >= until) continue;
-        if (from <= begin && end <= until) {
-          *reinterpret_cast<uint4*>(sectors + begin) = *reinterpret_cast<const uint4*>(row + begin);
-        } else {
-          for (int e = max(begin, from); e < min(end, until); e++) sectors[e] = row[e];
-        }
-      }
+      write_vectors(last);
+      if (last || behind < kSector) write_edges(last);
       if (!last) keep_rest();
       out += place.width(), behind += kWholeRows ? place.columns : 0, staged = false;
+    }
+    // Some are read before the first of them is written: a load's wait is that of all.
+    __device__ __forceinline__ void write_vectors(bool last) {
+      constexpr int kVectors = kStagingPitch / kVector, kAll = 16 * kVectors, kAtOnce = 6;
+      const uint4* const waiting = reinterpret_cast<const uint4*>(staging);
+#pragma unroll 1
+      for (int first = threadIdx.x % 32; first < kAll; first += 32 * kAtOnce) {
+        uint4 vectors[kAtOnce];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; k++) vectors[k] = waiting[min(first + 32 * k, kAll - 1)];
+#pragma unroll
+        for (int k = 0; k < kAtOnce; k++) {
+          const int i = first + 32 * k, own = i / kVectors, begin = i % kVectors * kVector;
+          const Span own_span = span(min(own, 15), last);
+          if (i < kAll && own_span.from <= begin && begin + kVector <= own_span.until)
+            *reinterpret_cast<uint4*>(out + own * plane() - own_span.lead + begin) = vectors[k];
+        }
+      }
+    }
+    // A channel's elements before its first whole vector, and behind its last one: a lane each.
+    __device__ __forceinline__ void write_edges(bool last) {
+      const int own = threadIdx.x % 32 / 2;
+      const auto [lead, from, until] = span(own, last);
+      const int first = min((from + kVector - 1) / kVector * kVector, until);
+      const bool head = threadIdx.x % 2 == 0;
+      const int begin = head ? from : max(first, until / kVector * kVector), end = head ? first : until;
+      store_edge(out + own * plane() - lead, staging + own * kStagingPitch, begin, end);
     }
     // What fills no sector comes first, where the next row's sectors begin.
     __device__ __forceinline__ void keep_rest() {
