@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import choice, composed, library, precision, schedule, strips, tiling
+from . import choice, composed, library, precision, tiling
+from .cases import Case
 from .passes import Unsupported
 
 # Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, with one that
@@ -35,9 +36,9 @@ class Walk(NamedTuple):
 
 
 def walk_of(segment, weight: Tensor) -> Walk:
-    conv, nd = segment.conv, weight.dim() - 2
-    before, behind = zip(*strips.padding(segment.conv, weight))
-    return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
+    conv = segment.conv
+    before, behind = zip(*library.padding(segment.conv, weight))
+    return Walk(conv.stride, before, behind, conv.dilation)
 
 
 def walk_defines(segment, weight: Tensor) -> dict[str, int]:
@@ -86,12 +87,12 @@ class Job(NamedTuple):
         return any(sink.kind == "store" for own in self.sinks for sink in own)
 
 
-def job_of(segment, x, weight, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Job:
-    sizes, walk = schedule.sizes_of(segment, x, weight), walk_of(segment, weight)
+def job_of(case: Case, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Job:
+    sizes, walk = case.sizes, walk_of(case.segment, case.weight)
     same = walk.before == walk.behind
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")
-    return Job(x, weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
+    return Job(case.x, case.weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
 
 
 class Sinks(NamedTuple):
@@ -238,9 +239,7 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
     packs, splits = not tiling.stream_takes_last(job.x), stream_splits(job)
     folded = choice.stream_folded(job.weight.shape, job.dilation, packs, splits)
-    return choice.Streamed(
-        packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone
-    )
+    return choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone)
 
 
 def stream_splits(job: Job) -> bool:

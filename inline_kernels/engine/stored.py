@@ -6,68 +6,60 @@ schedule.py's functions and signatures. The convolution is planned as a segment 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from . import direct, schedule, sinks
+from . import direct, programs, schedule, sinks
 from .capture import Segment
+from .cases import Case
 from .graph import ELEMENTS, Graph
 from .schedule import Unsupported, backward, forward, saved
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
 INFERENCE_ONLY = True
-_BY = direct, sinks  # sinks has more channels out
+_BY = direct, sinks  # sinks takes any number of channels out
 
 
-def alone(segment) -> Segment:
-    """The segment's convolution, of x and the weight. Made once; kept with the segment's graph."""
-    with schedule._lock:
+def alone(case: Case) -> Case:
+    """Its convolution, of x and the weight. The segment is made once; it is kept with the graph of the case's."""
+    segment = case.segment
+    with programs.lock:
         known = vars(segment.graph)
         if "alone" not in known:
-            graph, fields = Graph(segment.graph.dimensions), vars(segment)
-            z = graph.leaf("z", ELEMENTS, "z")
-            own = {"graph": graph, "outputs": [z], "inputs": segment.inputs[:1], "updates": [], "random": []}
-            own |= {"parameters": segment.parameters[:1], "buffers": [], "scalars": {}}
-            known["alone"] = Segment(**fields | own)
-        return known["alone"]
+            graph = Graph(segment.graph.dimensions)
+            own = {"graph": graph, "outputs": [graph.leaf("z", ELEMENTS, "z")], "inputs": segment.inputs[:1]}
+            own |= {
+                "parameters": segment.parameters[:1],
+                "buffers": [],
+                "scalars": {},
+                "random": [],
+                "updates": [],
+            }
+            known["alone"] = Segment(**vars(segment) | own)
+    return Case(known["alone"], (case.x, case.weight), False, case.x.dtype)
 
 
-def _convolution(segment, arguments: Sequence):
-    """The schedule that convolves, and what it is given."""
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    given = alone(segment), (x, weight), False, x.dtype
+def _convolving(case: Case):
+    """The schedule that convolves. Raises Unsupported."""
     refused = []
     for by in _BY:
         try:
-            by.requests(*given)
-            return by, given
+            by.requests(alone(case))
+            return by
         except Unsupported as error:
             refused.append(str(error))
     raise Unsupported("; ".join(dict.fromkeys(refused)))
 
 
-def requests(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> list[dict]:
+def requests(case: Case) -> list[dict]:
     """The first one is load's."""
-    by, given = _convolution(segment, arguments)
-    return schedule.requests(segment, arguments, saving, dtype, exact_order) + by.requests(*given)
+    return schedule.requests(case) + _convolving(case).requests(alone(case))
 
 
-def describe(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> str:
-    by, given = _convolution(segment, arguments)
-    own = by.describe(*given).partition(":" if by is sinks else ",")[0]
-    return schedule.describe(segment, arguments, saving, dtype, exact_order, own)
+def describe(case: Case) -> str:
+    by = _convolving(case)
+    return schedule.describe(case, by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
 
 
-def plan(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> schedule.Plan:
-    by, given = _convolution(segment, arguments)
-    found, own = schedule.plan(segment, arguments, saving, dtype, exact_order, own=True), by.plan(*given)
-    found.own = lambda x, weight: by.forward(own, (x, weight))[0]
-    return found
+def plan(case: Case) -> schedule.Plan:
+    by = _convolving(case)
+    own = by.plan(alone(case))
+    return schedule.plan(case, own=lambda x, weight: by.forward(own, (x, weight))[0])
