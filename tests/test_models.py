@@ -23,6 +23,7 @@ import inline_loader
 import models
 import numerics
 from inline_kernels.engine import library, schedule, tiling
+from inline_kernels.engine.fuse import fuse
 from inline_kernels.engine.part import Part
 from numerics import (
     DROPOUT,
@@ -470,6 +471,7 @@ def test_variant_and_plan(name):
     new = models.PROBLEMS[name].ModelNew.from_eager(model)
     plan = new.plan(x)
     assert plan.variant == "epilogue" and plan.reason
+    assert [each.runs for each in fuse(model).plan(x)] == ["load"], "all of it is one segment"
     assert str(plan) == f"epilogue: {plan.reason}" and "\n" not in str(plan)
     assert models.PROBLEMS[name].variants_on("cpu") == ("eager", "epilogue")
     for variant in models.PROBLEMS[name].variants_on("cpu"):
