@@ -123,7 +123,7 @@ def runs_tf32(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, shape", [((64, 128, 3), (2, 64, 5, 37)), ((5, 20, 2), (3, 5, 11, 13))], ids=str
+    "arguments, shape", [((64, 128, 3), (2, 64, 5, 37)), ((5, 20, 3), (3, 5, 11, 13))], ids=str
 )
 def test_operands_are_rounded_as_for_tf32(arguments, shape, gpu, runs_tf32):
     """And nothing else is: so the result is much nearer to that of rounded operands than those are to exact ones."""
@@ -180,7 +180,7 @@ def test_by_wgmma_wherever_x_and_dy_begin(first_of_x, first_of_dy, dtype, gpu, r
 @pytest.mark.parametrize("architecture, width", [(800, 67), (900, 50)])
 def test_what_lies_past_a_tap_s_row_does_not_count(width, architecture, gpu, runs_tf32):
     """The last columns of x are not every tap's: infinite there, they make NaN of the gradients of the taps that reach them alone."""
-    model, x = case((5, 20, (2, 3)), (2, 5, 6, width))
+    model, x = case((5, 20, 3), (2, 5, 7, width))
     x[..., -2:] = float("inf")
     gpu(architecture=architecture)
     dy = torch.zeros(2, 20, 5, width - 2)
