@@ -450,10 +450,9 @@ INTERCEPTED = {
 
 
 @pytest.mark.parametrize("how", INTERCEPTED)
-@every_moment
-def test_intercepted(how, moment):
-    """For as long as it is."""
-    model, fast, x = pair(Normed, called="after" in moment)
+def test_intercepted(how):
+    """For as long as it is, from the first call on or later."""
+    model, fast, x = pair(Normed, called=False)
     for _ in range(2):
         with INTERCEPTED[how]():
             assert runs(fast, x) == ["eager"] or how == "the model's forward", fast.plan(x)
@@ -918,11 +917,15 @@ ODD = {
 
 
 @pytest.mark.parametrize("how", ODD)
-@every_moment
 @every_model
-def test_odd_inputs(kind, how, moment):
-    model, fast, x = pair(kind, called="after" in moment)
+def test_odd_inputs(kind, how):
+    """Before other calls, and after."""
+    model, fast, x = pair(kind, called=False)
     given = ODD[how](x)
+    assert_same(fast, model, given)
+    results(fast, x)
+    with torch.no_grad():
+        fast(x)
     assert_same(fast, model, given)
     if how in ("sparse", "a negative view"):
         assert set(runs(fast, given)) == {"eager"}
@@ -1217,21 +1220,21 @@ def test_differentiated_twice(loss):
 # --------------------------------------------------------------------------------------------------------- transformations
 
 
-@every_moment
 @every_model
-def test_forward_mode_ad(kind, moment):
-    """Eager's tangent; without one, kernels run."""
-    model, fast, x = pair(kind, called="after" in moment)
-    with forward_ad.dual_level():
-        assert runs(fast, x) == ["load"] * SEGMENTS[kind]
-        pairs = [
-            forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x))))
-            for module in (model, fast)
-        ]
-    assert pairs[1].tangent is not None
-    for theirs, ours in zip(*pairs):
-        torch.testing.assert_close(ours, theirs)
-    assert_same(fast, model, x)
+def test_forward_mode_ad(kind):
+    """Eager's tangent; without one, kernels run. Before other calls, and after."""
+    model, fast, x = pair(kind, called=False)
+    for _ in range(2):
+        with forward_ad.dual_level():
+            assert runs(fast, x) == ["load"] * SEGMENTS[kind]
+            pairs = [
+                forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x))))
+                for module in (model, fast)
+            ]
+        assert pairs[1].tangent is not None
+        for theirs, ours in zip(*pairs):
+            torch.testing.assert_close(ours, theirs)
+        assert_same(fast, model, x)
 
 
 @every_model
@@ -1294,12 +1297,11 @@ def test_traces(kind):
             torch.testing.assert_close(traced(x * 2), model(x * 2))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@every_model
+@pytest.mark.parametrize("kind, training", [*((kind, False) for kind in INPUTS), (Residual, True)])
 def test_compile(kind, training):
-    """One graph, forward and backward, with the operators in it."""
+    """One graph, forward and backward, with the operators in it; of a batch norm also while it counts."""
     torch._dynamo.reset()
-    model, fast, x = pair(kind, called=False, training=training and kind is not Dropping)
+    model, fast, x = pair(kind, called=False, training=training)
     graphs = []
 
     def backend(graph, inputs):
@@ -1312,7 +1314,7 @@ def test_compile(kind, training):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
     called = [node for node in graphs[0].graph.nodes if "fused_" in str(node.target)]
     # Running statistics are written by operators that torch.compile knows.
-    assert len(called) == (1 if training and kind is Residual else SEGMENTS[kind])
+    assert len(called) == (1 if training else SEGMENTS[kind])
     if kind is Pointwise:  # one change at a time: each has to be seen
         model.conv.stride = fast.conv.stride = (2, 2)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
@@ -1349,8 +1351,9 @@ def test_compile_under_autocast():
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@every_model
+@pytest.mark.parametrize(
+    "kind, strict", [*((kind, True) for kind in INPUTS), (Residual, False), (Dropping, False)]
+)
 def test_export(kind, strict):
     model, fast, x = pair(kind, called=False)
     program = torch.export.export(fast, (x,), strict=strict)
