@@ -38,9 +38,9 @@ def case(arguments: tuple, shape: tuple, **options) -> tuple[torch.nn.Module, to
     )
 
 
-def usual(**options):
+def usual(rows: int = 7):
     """Two strips, the second with two pixels."""
-    return case((5, 20, 3), (3, 5, 11, 68), **options)
+    return case((5, 20, 3), (3, 5, rows, 68))
 
 
 def tf32(t: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_as_exact_as_float32_at_any_size(arguments, shape, reason, gpu):
 @pytest.mark.parametrize("multiprocessors", [1, 7, 40])
 def test_splits_and_slices(multiprocessors, gpu):
     """Splits that begin anywhere in a column of strips; one, several and a part of a sample in each; slices of one sample."""
-    model, x = usual()
+    model, x = usual(rows=11)
     dy = apart(model, x, torch.randn_like(model(x)))
     gpu(multiprocessors=multiprocessors, replaced=("kSliceBytes = 64 << 20", "kSliceBytes = 1"))
     assert_near(numerics.results(numerics.twin_of(model, "fused"), x, dy), gradients(model, x, dy), 3e-7)
@@ -123,7 +123,7 @@ def runs_tf32(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, shape", [((64, 128, 3), (2, 64, 5, 37)), ((5, 20, 2), (3, 5, 11, 13))], ids=str
+    "arguments, shape", [((64, 128, 3), (2, 64, 5, 37)), ((5, 20, 3), (3, 5, 11, 13))], ids=str
 )
 def test_operands_are_rounded_as_for_tf32(arguments, shape, gpu, runs_tf32):
     """And nothing else is: so the result is much nearer to that of rounded operands than those are to exact ones."""
@@ -180,7 +180,7 @@ def test_by_wgmma_wherever_x_and_dy_begin(first_of_x, first_of_dy, dtype, gpu, r
 @pytest.mark.parametrize("architecture, width", [(800, 67), (900, 50)])
 def test_what_lies_past_a_tap_s_row_does_not_count(width, architecture, gpu, runs_tf32):
     """The last columns of x are not every tap's: infinite there, they make NaN of the gradients of the taps that reach them alone."""
-    model, x = case((5, 20, (2, 3)), (2, 5, 6, width))
+    model, x = case((5, 20, 3), (2, 5, 7, width))
     x[..., -2:] = float("inf")
     gpu(architecture=architecture)
     dy = torch.zeros(2, 20, 5, width - 2)
@@ -247,7 +247,7 @@ def test_ties_pass_half(split, gpu, request):
     dy = torch.randint(-8, 9, model(x).shape).float()
     expected = numerics.results(model, x, dy)
     v = model.conv(x)
-    assert min((v == 1).sum(), (v < 1).sum(), (v > 1).sum()) > 1000
+    assert min((v == 1).sum(), (v < 1).sum(), (v > 1).sum()) > 500
     gpu()
     ours = numerics.results(numerics.twin_of(model, "fused"), x, dy)
     numerics.assert_equal(ours, expected)
@@ -369,7 +369,7 @@ def test_special_values(of_x, split, gpu, request):
     if not split:
         request.getfixturevalue("runs_tf32")
     model, x = usual()
-    model.constant_value, dy = 0.0, torch.randn(3, 20, 9, 66)
+    model.constant_value, dy = 0.0, torch.randn_like(model(x))
     spoilt = x if of_x else dy
     last = spoilt.shape[3] - 1
     for channel, (column, value) in enumerate(

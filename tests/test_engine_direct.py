@@ -70,10 +70,9 @@ FILTERS = {
 DEVICES = [(800, torch.float32), (900, torch.bfloat16), (900, torch.float32), (800, torch.float16)]
 # Each mainloop in each of these, each size in some.
 BUILDS = [
-    (mainloop, *sizes[(place + two) % len(sizes)], *device)
+    (mainloop, *sizes[place % len(sizes)], *device)
     for mainloop, sizes in FILTERS.items()
     for place, device in enumerate(DEVICES)
-    for two in range(2 if device[1] == torch.float32 else 1)
 ]
 
 
@@ -171,7 +170,7 @@ def assert_as_exact(model: nn.Module, x: torch.Tensor) -> None:
     with torch.no_grad():
         ours, exact = run(model, x).double(), copy.deepcopy(model).double()(x.double())
         eager = model(x).double()
-    assert torch.equal(kinds_of(ours), kinds_of(eager))
+    assert torch.equal(kinds_of(ours), kinds_of(exact.to(x.dtype)))
     own = torch.where(x.isfinite(), x, 0).abs().double(), model.conv.weight.abs().double()
     terms = (torch.conv2d if x.dim() == 4 else torch.conv3d)(*own)  # of each sum, so much
     terms = terms + model.by_channel.abs() + model.conv.bias.abs().view_as(model.by_channel)
@@ -197,7 +196,7 @@ def test_sizes(mainloop, filters, size, architecture, dtype, device, monkeypatch
     assert_as_exact(model, x)
 
 
-@pytest.mark.parametrize("mainloop, filters, size, architecture, dtype", BUILDS[::3], ids=str)
+@pytest.mark.parametrize("mainloop, filters, size, architecture, dtype", BUILDS[::2], ids=str)
 def test_weights_and_parameters_that_are_not_finite(
     mainloop, filters, size, architecture, dtype, device, monkeypatch
 ):

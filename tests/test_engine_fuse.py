@@ -34,7 +34,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import inline_loader
-import models
 import numerics
 from engine_stand_in import stand_in  # noqa: F401
 from inline_kernels.engine import composed, schedule, structure
@@ -451,10 +450,9 @@ INTERCEPTED = {
 
 
 @pytest.mark.parametrize("how", INTERCEPTED)
-@every_moment
-def test_intercepted(how, moment):
-    """For as long as it is."""
-    model, fast, x = pair(Normed, called="after" in moment)
+def test_intercepted(how):
+    """For as long as it is, from the first call on or later."""
+    model, fast, x = pair(Normed, called=False)
     for _ in range(2):
         with INTERCEPTED[how]():
             assert runs(fast, x) == ["eager"] or how == "the model's forward", fast.plan(x)
@@ -919,11 +917,15 @@ ODD = {
 
 
 @pytest.mark.parametrize("how", ODD)
-@every_moment
 @every_model
-def test_odd_inputs(kind, how, moment):
-    model, fast, x = pair(kind, called="after" in moment)
+def test_odd_inputs(kind, how):
+    """Before other calls, and after."""
+    model, fast, x = pair(kind, called=False)
     given = ODD[how](x)
+    assert_same(fast, model, given)
+    results(fast, x)
+    with torch.no_grad():
+        fast(x)
     assert_same(fast, model, given)
     if how in ("sparse", "a negative view"):
         assert set(runs(fast, given)) == {"eager"}
@@ -1218,21 +1220,21 @@ def test_differentiated_twice(loss):
 # --------------------------------------------------------------------------------------------------------- transformations
 
 
-@every_moment
 @every_model
-def test_forward_mode_ad(kind, moment):
-    """Eager's tangent; without one, kernels run."""
-    model, fast, x = pair(kind, called="after" in moment)
-    with forward_ad.dual_level():
-        assert runs(fast, x) == ["load"] * SEGMENTS[kind]
-        pairs = [
-            forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x))))
-            for module in (model, fast)
-        ]
-    assert pairs[1].tangent is not None
-    for theirs, ours in zip(*pairs):
-        torch.testing.assert_close(ours, theirs)
-    assert_same(fast, model, x)
+def test_forward_mode_ad(kind):
+    """Eager's tangent; without one, kernels run. Before other calls, and after."""
+    model, fast, x = pair(kind, called=False)
+    for _ in range(2):
+        with forward_ad.dual_level():
+            assert runs(fast, x) == ["load"] * SEGMENTS[kind]
+            pairs = [
+                forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x))))
+                for module in (model, fast)
+            ]
+        assert pairs[1].tangent is not None
+        for theirs, ours in zip(*pairs):
+            torch.testing.assert_close(ours, theirs)
+        assert_same(fast, model, x)
 
 
 @every_model
@@ -1295,12 +1297,11 @@ def test_traces(kind):
             torch.testing.assert_close(traced(x * 2), model(x * 2))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@every_model
+@pytest.mark.parametrize("kind, training", [*((kind, False) for kind in INPUTS), (Residual, True)])
 def test_compile(kind, training):
-    """One graph, forward and backward, with the operators in it."""
+    """One graph, forward and backward, with the operators in it; of a batch norm also while it counts."""
     torch._dynamo.reset()
-    model, fast, x = pair(kind, called=False, training=training and kind is not Dropping)
+    model, fast, x = pair(kind, called=False, training=training)
     graphs = []
 
     def backend(graph, inputs):
@@ -1313,7 +1314,7 @@ def test_compile(kind, training):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
     called = [node for node in graphs[0].graph.nodes if "fused_" in str(node.target)]
     # Running statistics are written by operators that torch.compile knows.
-    assert len(called) == (1 if training and kind is Residual else SEGMENTS[kind])
+    assert len(called) == (1 if training else SEGMENTS[kind])
     if kind is Pointwise:  # one change at a time: each has to be seen
         model.conv.stride = fast.conv.stride = (2, 2)
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
@@ -1350,8 +1351,9 @@ def test_compile_under_autocast():
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@every_model
+@pytest.mark.parametrize(
+    "kind, strict", [*((kind, True) for kind in INPUTS), (Residual, False), (Dropping, False)]
+)
 def test_export(kind, strict):
     model, fast, x = pair(kind, called=False)
     program = torch.export.export(fast, (x,), strict=strict)
@@ -1530,29 +1532,12 @@ def test_a_fused_class_from_a_model():
 
 @every_model
 def test_kernels_follow_the_rule(kind):
-    """At most twice eager's error, in the result and in all gradients."""
+    """At most twice eager's error, in all gradients and in the result, of a whole network also without gradients."""
     model, _, x = pair(kind, called=False)
     fast = fuse(model)
     assert runs(fast, x) == ["load"] * SEGMENTS[kind]
-    numerics.assert_module_follows_rule(fast, model, x)
+    numerics.assert_module_follows_rule(fast, model, x, numerics.BOTH if kind is Residual else ("train_dx",))
     assert "#include" in fast.source(x)
-
-
-@pytest.mark.parametrize("name", models.PROBLEMS)
-def test_kernels_of_the_problems(name):
-    """All of each model is one segment."""
-    torch.manual_seed(0)
-    problem = models.PROBLEMS[name]
-    model = problem.Model(*problem.init_inputs)
-    if hasattr(model, "dropout"):
-        model.dropout.p = 0.0  # its mask is not eager's
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    x = torch.rand(2, problem.input_shape[1], *[9] * (len(problem.input_shape) - 2))
-    fast = fuse(model)
-    assert runs(fast, x) == ["load"]
-    numerics.assert_module_follows_rule(fast, model, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -1598,41 +1583,38 @@ def test_kernels_draw_masks():
 
 
 FREED = """
-import sys
-
 import torch
 
-from test_engine_fuse import INPUTS, Normed, Pointwise, pair
+from test_engine_fuse import Normed, Pointwise, pair
 
-kind = {"Normed": Normed, "Pointwise": Pointwise}[sys.argv[1]]
-model, fast, x = pair(kind)
-for key, t in {"x": x, **dict(fast.named_parameters())}.items():
-    for moved in (t.detach(), torch.cat([t.detach().flatten()] * 2)[t.numel() :].view_as(t)):  # a view
-        t.data = moved
-        y, whole = fast(x), t.untyped_storage()
-        held, size = t.detach().clone(), whole.nbytes()
-        whole.resize_(0)
-        for wanted in (True, False):
-            with torch.set_grad_enabled(wanted):
-                try:
-                    fast(x)
-                except RuntimeError:
-                    continue
-            raise SystemExit(f"{key} was read")
-        try:
-            y.sum().backward()
-        except RuntimeError:
-            pass
-        whole.resize_(size)
-        t.detach().copy_(held)
+for kind in (Normed, Pointwise):
+    model, fast, x = pair(kind)
+    for key, t in {"x": x, **dict(fast.named_parameters())}.items():
+        for moved in (t.detach(), torch.cat([t.detach().flatten()] * 2)[t.numel() :].view_as(t)):  # a view
+            t.data = moved
+            y, whole = fast(x), t.untyped_storage()
+            held, size = t.detach().clone(), whole.nbytes()
+            whole.resize_(0)
+            for wanted in (True, False):
+                with torch.set_grad_enabled(wanted):
+                    try:
+                        fast(x)
+                    except RuntimeError:
+                        continue
+                raise SystemExit(f"{key} was read")
+            try:
+                y.sum().backward()
+            except RuntimeError:
+                pass
+            whole.resize_(size)
+            t.detach().copy_(held)
 """
 
 
-@pytest.mark.parametrize("name", ["Normed", "Pointwise"])
-def test_kernels_and_memory_that_was_freed(name):
+def test_kernels_and_memory_that_was_freed():
     """An error as eager's, in a process of its own, since it may crash."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    call = [sys.executable, "-c", FREED, name]
+    call = [sys.executable, "-c", FREED]
     done = subprocess.run(call, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr[-1000:])
 

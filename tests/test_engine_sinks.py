@@ -105,7 +105,7 @@ def through(device, monkeypatch):  # noqa: F811
 
 
 # Every tail behind one mainloop, every kind of sink behind all.
-SINKS = ["max", "logsumexp", "global mean", "norm", "norm, logsumexp"]
+SINKS = ["max", "logsumexp", "global mean", "norm"]
 PAIRS = [(mainloop, name) for mainloop in FILTERS for name in (TAILS if mainloop == "narrow2d" else SINKS)]
 
 
@@ -127,6 +127,7 @@ SIZES = [(mainloop, *sizes) for mainloop, all_sizes in FILTERS.items() for sizes
     [
         (*sizes, *[("logsumexp", torch.float32), ("nonlinear norm", torch.bfloat16)][i % 2])
         for i, sizes in enumerate(SIZES)
+        if i  # narrow2d has three
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from inline_kernels import fuse
 from inline_kernels.engine import cases, source, strips
 from inline_kernels.engine.capture import Conv
 
-pytestmark = pytest.mark.usefixtures("optimised")
+optimised = pytest.mark.usefixtures("optimised")
 
 
 class Model(nn.Module):
@@ -213,6 +213,7 @@ def assert_as_exact(own, run, *operands):
     assert (own - exact).norm() <= 2 * (theirs - exact).norm() + 4.8e-7 * exact.norm()
 
 
+@optimised
 @given(st.data())
 def test_convolutions_at_random_sizes(data):
     """The convolution by itself; what lies behind its result stays as it was."""
@@ -239,6 +240,7 @@ def filters_gradient(by, conv, x, weight, dv, sizes, with_dz=False, shares=2):
     return dw
 
 
+@optimised
 @pytest.mark.parametrize("by", ["winograd", "direct"])
 @given(st.data())
 def test_gradients_of_filters_at_random_sizes(by, data):
@@ -252,6 +254,7 @@ def test_gradients_of_filters_at_random_sizes(by, data):
     assert_as_exact(filters_gradient(by, conv, x, weight, dv, sizes, with_dz, shares), by_library, x, dv)
 
 
+@optimised
 def test_direct_sums_where_something_is_not_finite():
     """An infinite pixel and a gradient of NaN reach the sums that have them, and no others: of their channel, and of the taps that see the pixel."""
     x, weight, dv = torch.randn(2, 3, 4, 20, 40), torch.randn(24, 3, 3, 3, 3), torch.randn(2, 24, 2, 18, 38)

@@ -23,6 +23,7 @@ import inline_loader
 import models
 import numerics
 from inline_kernels.engine import library, schedule, tiling
+from inline_kernels.engine.fuse import fuse
 from inline_kernels.engine.part import Part
 from numerics import (
     DROPOUT,
@@ -63,7 +64,7 @@ every_size = pytest.mark.parametrize(
 ON_CPU = {
     MIN_ADD: [torch.float64, torch.float16],
     INSTANCE_NORM: [torch.bfloat16],
-    DROPOUT: [torch.float64],
+    DROPOUT: [torch.float16],
     POOL: [torch.float64, torch.float16],
 }
 
@@ -78,6 +79,8 @@ def in_training(device: str) -> tuple[str, ...]:
 def test_rule_at_awkward_sizes(name, size, is_fused, variant, device):
     if size in known(name).tiles and variant != "fused":
         pytest.skip("a matter of the fused kernels' tiles, or that of another problem")
+    if size in known(name).not_fused and "swapped" in size.reason and device == "cpu":
+        pytest.skip("on a CPU as with more channels")
     model, x = numerics.sized(name, size, device=device)
     if variant in models.PROBLEMS[name].variants and is_fused:
         numerics.twin_of(model, variant).plan(x)  # raises where assert_rule would skip
@@ -198,7 +201,9 @@ def test_rule_where_min_ties(dtype, training, variant, device):
     model, x = numerics.small(DROPOUT, variant, device=device, dtype=dtype)
     with torch.no_grad():
         model.norm.weight[3:6], model.norm.bias[3:6] = 0, model.min_value
-    numerics.assert_rule(model.train(training), x, variant)
+    numerics.assert_rule(
+        model.train(training), x, variant, numerics.BOTH if dtype == torch.float32 else in_training(device)
+    )
 
 
 @pytest.fixture
@@ -303,7 +308,7 @@ def test_rule_without_the_convolutions_output_with_odd_slopes(slope):
     model, x = numerics.sized(POOL, WITHOUT_OUTPUT[0])
     with torch.no_grad():
         model.get_parameter(slope)[0::3], model.get_parameter(slope)[1::3] = 0, -1.5
-    numerics.assert_rule(model, x)
+    numerics.assert_rule(model, x, phases=in_training("cpu"))
 
 
 def test_rule_without_the_convolutions_output_where_samples_and_channels_differ():
@@ -470,6 +475,7 @@ def test_variant_and_plan(name):
     new = models.PROBLEMS[name].ModelNew.from_eager(model)
     plan = new.plan(x)
     assert plan.variant == "epilogue" and plan.reason
+    assert [each.runs for each in fuse(model).plan(x)] == ["load"], "all of it is one segment"
     assert str(plan) == f"epilogue: {plan.reason}" and "\n" not in str(plan)
     assert models.PROBLEMS[name].variants_on("cpu") == ("eager", "epilogue")
     for variant in models.PROBLEMS[name].variants_on("cpu"):
@@ -633,6 +639,8 @@ def test_gradient_that_is_not_contiguous(name, reduce, device):
 @numerics.steady_library()
 def test_gradient_that_is_not_aligned(name, dtype, device):
     """Its first element is the second of its storage, where no vector of several may be loaded."""
+    if device == "cpu" and dtype == torch.float16:
+        dtype = next(each for each in ON_CPU.get(name, [dtype]) if each.itemsize == 2)
     model, x = numerics.small(name, device=device, dtype=dtype)
     numerics.give_gradients(model, x)
     new = numerics.twin_of(model)

@@ -1,4 +1,4 @@
-"""Whole networks through fuse: as eager within the rule, forward and backward, training and evaluating, and what of them runs in kernels."""
+"""Whole networks through fuse: as eager within the rule, in training, and what of them runs in kernels. Evaluating is in test_engine_fuse.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from inline_kernels.bench import checks, compare
 CONVOLUTIONS = {"resnet18": 20, "unet": 10, "vae_block": 2, "volume_block": 2}
 
 
-@pytest.mark.parametrize("name, training", [*((name, True) for name in NETWORKS), ("resnet18", False)])
-def test_is_right(name, training):
+@pytest.mark.parametrize("name", NETWORKS)
+def test_is_right(name):
     network = NETWORKS[name]
-    phase = "train_dx" if training else "forward"
 
     def errors(number: int, cancelling: bool):
         torch.manual_seed(number)
-        model = network.small_model().train(training)
+        model = network.small_model().train()
         compare.randomize(model)
         (x,) = network.small_inputs()
-        found, complaints = checks.errors_of("", fuse(model), model, x, phase, cancelling=cancelling)
+        found, complaints = checks.errors_of("", fuse(model), model, x, "train_dx", cancelling=cancelling)
         assert not complaints
         return found
 

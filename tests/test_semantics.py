@@ -327,10 +327,10 @@ def test_special_gradient_by_winograd(size, value, passes):
 
 
 # What convolves on a CPU, constructor arguments, input shape: groups of 4096 and 1536 elements fill whole vectors,
-# of 969 and 858 don't.
+# of 1292 and 858 don't.
 MAGNITUDES = {
     "winograd, whole vectors": ((8, 64, 3, 16, (64, 1, 1), (2, 3), 0.0, 1.0), (2, 8, 34, 34)),
-    "winograd, a rest": ((8, 96, 3, 32, (96, 1, 1), (2, 3), 0.0, 1.0), (2, 8, 19, 21)),
+    "winograd, a rest": ((8, 64, 3, 16, (64, 1, 1), (2, 3), 0.0, 1.0), (2, 8, 19, 21)),
     "library, whole vectors": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 18, 18)),
     "library, a rest": ((5, 24, 3, 4, (24, 1, 1), (2, 3), -0.5, 1.0), (3, 5, 15, 13)),
 }
@@ -422,12 +422,12 @@ def test_one_special_gradient_without_the_convolutions_output(value):
 
 
 def assert_not_finite_as_eager(
-    model, x, variant="epilogue", reference=None, or_right=False, phases=numerics.BOTH
+    model, x, variant="epilogue", reference=None, or_right=False, phases=numerics.BOTH, new=None
 ):
     """NaN and infinite in the same places as eager on the device `reference`, output and gradients; the output without gradients, whose sums
     may have another order, too.
     or_right: or near float64's results."""
-    new, device = numerics.twin_of(model, variant, x), reference or x.device
+    new, device = new or numerics.twin_of(model, variant, x), reference or x.device
     theirs, ours = results(copy.deepcopy(model).to(device), x.to(device)), results(new, x)
     exact = results(copy.deepcopy(model).double(), x.double()) if or_right else {}
     for key, value in theirs.items():
@@ -516,6 +516,7 @@ BUILDS = [
     (torch.float16, 2, False),
     (torch.bfloat16, 5, True),
 ]
+OF_16_BITS = {MIN_ADD: BUILDS[2], INSTANCE_NORM: BUILDS[3], DROPOUT: BUILDS[3], POOL: BUILDS[2]}
 
 
 @st.composite
@@ -534,7 +535,7 @@ def problems(draw, name, variant, device):
         kernel = kernel if isinstance(kernel, tuple) else (kernel,) * spatial
     else:
         inputs, kernel = draw(channels), tuple(draw(st.integers(1, 3)) for _ in range(spatial))
-        dtype, of_group, by_channel = draw(st.sampled_from(BUILDS))
+        dtype, of_group, by_channel = draw(st.sampled_from([*BUILDS[:2], OF_16_BITS.get(name, BUILDS[2])]))
         groups = draw(st.integers(2, 3)) if of_group else 1
         outputs = groups * (of_group or draw(channels))
     shape = (outputs,) + (1,) * spatial if by_channel else draw(st.sampled_from([(1,), ()]))
@@ -591,15 +592,15 @@ def test_random_problems(name, variant, device):
     if variant not in models.PROBLEMS[name].variants:
         pytest.skip(f"{name} has no variant {variant!r}")
 
-    @settings(max_examples=10 if variant == "fused" else 50)  # each size may have to be compiled for
+    @settings(max_examples=10 if variant == "fused" else 40)  # each size may have to be compiled for
     @given(problems(name, variant, device))
     def run(problem):
         model, x, offset = problem
         twin = numerics.problem_of(model).ModelNew.from_eager(model)
         assume(variant != "fused" or twin.plan(x).variant == "fused")
+        twin.variant = variant
         phases = numerics.BOTH if variant == "fused" else ("train_dx",)
-        assert_not_finite_as_eager(model, x, variant, phases=phases)
-        twin = numerics.twin_of(model, variant, x)
+        assert_not_finite_as_eager(model, x, variant, phases=phases, new=twin)
         assert_rule_where_finite(
             (lambda x: OffsetGradient.apply(twin(x))) if offset else twin, model, x, phases
         )
