@@ -25,7 +25,18 @@ KINDS = {
     NORM: ["ModelNew", "Sums", "Tile", "Tensor", "Staged"],
     DROPOUT: ["ModelNew", "Sums", "Inside", "Tensor"],
 }
-CELLS = ["paste", "sums", "tile", "instruction", "prepare", "inside", "halves", "tensor", "staged"]
+CELLS = [
+    "paste",
+    "paste-model",
+    "sums",
+    "tile",
+    "instruction",
+    "prepare",
+    "inside",
+    "halves",
+    "tensor",
+    "staged",
+]
 FORMULA = "    z = z > low ? low : z;\n"  # of dropout, which hides z
 TENSOR_CORES = re.compile(r"DEVICE void multiply_add\(.*?\n}\n", re.S)
 EMULATED = """DEVICE void multiply_add(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
