@@ -1,7 +1,9 @@
 """A problem from a file: models.adopt, and what then goes by its name."""
 
 import copy
+import dataclasses
 import inspect
+import os
 import pickle
 import re
 import sys
@@ -11,7 +13,10 @@ import torch
 
 import compare
 import models
+from inline_kernels.bench import honesty
 from inline_kernels.export import cell_of
+from test_emulated import folder, gpu, guarded, remembers_nothing  # noqa: F401
+from test_emulated import pytestmark as needs_headers
 
 FILE = """
 import torch
@@ -62,6 +67,22 @@ def test_what_goes_by_names_takes_it(file):
     # Without the padding it would be 7 x 9; two operations a product, 27 products a value.
     assert problem.operations(problem.Model(*problem.get_init_inputs()), x) == 2 * 2 * 6 * 9 * 11 * 27
     assert cell_of(file.stem, "cpu") == cell_of(str(file), "cpu"), "constants and imports of the file's own"
+
+
+@needs_headers
+def test_its_cuda_kernels_without_a_gpu(file, gpu, monkeypatch):  # noqa: F811
+    """Of the file in $ADOPT, too: of a few of its samples a corner, because tests/emulation takes its time."""
+    gpu()
+    monkeypatch.setattr(honesty, "REPEATS", 2)
+    path = os.environ.get("ADOPT", file)
+    problem = models.adopt(path)
+    samples, channels, *extents = problem.input_shape
+    shape = min(samples, 2), channels, *(min(extent, 18) for extent in extents)
+    report = compare.check(
+        dataclasses.replace(problem, input_shape=shape), "epilogue", phase="train_dx", seed=1
+    )
+    print(report)
+    assert report.ok, report
 
 
 def test_a_file_that_changed_is_adopted_again(file, tmp_path):

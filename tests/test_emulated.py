@@ -31,6 +31,7 @@ import numerics
 from inline_kernels.bench import checks, honesty
 from inline_kernels.engine import choice, composed, library, tiling
 from inline_kernels.engine.fuse import structure_of
+from inline_kernels.loader import guarded as guarded_launches
 from inline_kernels.loader import launch as loader_launch
 from inline_kernels.loader import source as loader_source
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, POOL, Recorder
@@ -88,7 +89,7 @@ EXPORT int64_t emulation_run(int index, const inline_loader::Argument* arguments
 
 class Emulated:
     """The launchers of a source, as operators on CPU tensors. They raise AssertionError for a deadlock, an access that is not aligned,
-    something written outside of scratch memory, or with the words of what a launcher throws."""
+    something written outside of tensors or scratch memory, or with the words of what a launcher throws."""
 
     def __init__(self, source: str, library: ctypes.CDLL):
         self.library = library
@@ -101,7 +102,7 @@ class Emulated:
             "".join("Q" if p.tensor else formats[p.ctype] for p in launcher.parameters) + "Q"
         )
 
-        def call(*arguments):
+        def run(*arguments):
             given = [_argument(*pair) for pair in zip(launcher.parameters, arguments, strict=True)]
             sizes = b"".join(
                 loader_launch._sizes([a] if torch.is_tensor(a) else []).ljust(72) for a in arguments
@@ -110,6 +111,13 @@ class Emulated:
             failure = self.library.emulation_failure()
             assert not failure, failure.decode()
             return result if launcher.asked else None
+
+        between_zones = guarded_launches.between_zones(name, launcher, run, damage := [])
+
+        def call(*arguments):
+            result = between_zones(*arguments)
+            assert not damage, damage
+            return result
 
         call.bound = lambda *last, trusting=False: lambda *first: call(*first, *last)
         return call
@@ -251,17 +259,16 @@ class Generator:
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Allocations by new_empty and empty_like hold NaN, with bytes behind them that nothing may write to."""
+    """Allocations by new_empty and empty_like hold NaN, and launchers run between guard zones."""
     trace_rules.get_torch_obj_rule_map()  # kept once made, and torch.compile would know the guarded functions for ever
-    behind, new_empty, empty_like = [], torch.Tensor.new_empty, torch.empty_like
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
 
     def guarded_empty(self, *size, dtype=None):
         if type(self) not in (torch.Tensor, torch.nn.Parameter) or self.is_meta:  # fake ones
             return new_empty(self, *size, dtype=dtype)
         found = new_empty(self, *size, dtype=dtype)
-        memory = torch.full((found.nbytes + 64,), 255, dtype=torch.uint8)
-        behind.append(memory[found.nbytes :])
-        return found.set_(memory.untyped_storage(), 0, found.shape, found.stride())
+        found.view(-1).view(torch.uint8).fill_(255)
+        return found
 
     def guarded_like(t, **options):
         if options or not t.is_contiguous():
@@ -270,8 +277,9 @@ def guarded(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
     monkeypatch.setattr(torch, "empty_like", guarded_like)
-    yield
-    assert all((each == 255).all() for each in behind), "something was written past its end"
+    with guarded_launches.zones() as damage:
+        yield
+    assert not damage
 
 
 @pytest.fixture

@@ -23,9 +23,21 @@ ROOT = Path(__file__).resolve().parent.parent
 NORM, DROPOUT = "79_conv3d_multiply_instancenorm_clamp_multiply_max", "83_conv3d_groupnorm_min_clamp_dropout"
 KINDS = {
     NORM: ["ModelNew", "Sums", "Tile", "Tensor", "Staged"],
-    DROPOUT: ["ModelNew", "Sums", "Inside", "Tensor"],
+    DROPOUT: ["ModelNew", "Sums", "Inside", "Tensor", "Again"],
 }
-CELLS = ["paste", "sums", "tile", "instruction", "prepare", "inside", "halves", "tensor", "staged"]
+CELLS = [
+    "paste",
+    "paste-model",
+    "sums",
+    "tile",
+    "instruction",
+    "prepare",
+    "inside",
+    "halves",
+    "tensor",
+    "staged",
+    "again",
+]
 FORMULA = "    z = z > low ? low : z;\n"  # of dropout, which hides z
 TENSOR_CORES = re.compile(r"DEVICE void multiply_add\(.*?\n}\n", re.S)
 EMULATED = """DEVICE void multiply_add(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {

@@ -52,6 +52,7 @@ from inline_kernels.bench.honesty import (
 )
 from inline_kernels.bench.records import output_of
 from inline_kernels.bench.timing import Call, Deal, _settings, call_times, extra_memory, host_times, time
+from inline_kernels.loader import guarded
 
 # Bytes per second of a copy, measured; operations per second of the tensor cores (float64: all) from the
 # datasheet. For float32 that is float16's rate, the fastest that can be as exact as eager (TF32 there): a
@@ -271,7 +272,8 @@ def check(
     PyTorch, and honest?
 
     Inputs and parameters are random, from `seed` (a new one if None). Ours is checked on them, on an input
-    with a large mean and on the problem's cases; a peer on the mean of several draws, and, where an output of
+    with a large mean and on the problem's cases, once between guard zones, where a launcher that writes past its
+    tensors is found (loader/guarded.py); a peer on the mean of several draws, and, where an output of
     one value proves nothing, on the first of the cases, too, with gradients. Raises ValueError for an unknown
     phase; what the variant raises becomes a complaint.
     """
@@ -302,8 +304,10 @@ def check(
             put_back(before)
             return result
         for case in (_AS_DRAWN, _LARGE_MEAN, *contest.cases):
-            found = checks.judged_on_draws(functools.partial(errors, case, phase))
-            result.errors.extend(found)
+            drawn = functools.partial(errors, case, phase)
+            with guarded.zones() if case in (_AS_DRAWN, telling) else contextlib.nullcontext([]) as written:
+                result.errors.extend(checks.judged_on_draws(drawn))
+            result.complaints.extend(text for text in written if text not in result.complaints)
         model, inputs = contest.drawn(seed, telling[1])
         twin = contest.twin(variant, model)
         result.complaints.extend(dishonesty(twin, model, inputs, phase, contest.inputs))
