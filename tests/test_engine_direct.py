@@ -63,16 +63,24 @@ TAILS = {
     "a channel's own": lambda m, v: v * torch.exp(m.by_channel) - torch.tanh(m.scale) * m.number,
 }
 FILTERS = {
-    "narrow2d": [((16, 3, 3, 3), (7, 19)), ((24, 5, 2, 3), (6, 34)), ((70, 9, 1, 2), (3, 131))],
+    # Rows of one tile; of two, that a block has whole; of one and of two that see pixels behind those; cut among blocks.
+    "narrow2d": [
+        ((16, 3, 3, 3), (7, 19)),
+        ((24, 5, 2, 3), (6, 34)),
+        ((70, 9, 1, 2), (3, 131)),
+        ((16, 3, 2, 3), (6, 130)),
+        ((24, 5, 2, 3), (5, 258)),
+        ((16, 3, 1, 2), (2, 515)),
+    ],
     "narrow3d": [((16, 3, 3, 3, 3), (5, 8, 11)), ((32, 2, 1, 2, 2), (4, 7, 9))],
     "wide": [((40, 24, 3, 3), (5, 21)), ((130, 17, 1, 2), (3, 67))],
 }
 DEVICES = [(800, torch.float32), (900, torch.bfloat16), (900, torch.float32), (800, torch.float16)]
-# Each mainloop in each of these, each size in some.
+# Each mainloop in each of these, and with each size.
 BUILDS = [
-    (mainloop, *sizes[place % len(sizes)], *device)
+    (mainloop, *sizes[place % len(sizes)], *DEVICES[place % len(DEVICES)])
     for mainloop, sizes in FILTERS.items()
-    for place, device in enumerate(DEVICES)
+    for place in range(max(len(sizes), len(DEVICES)))
 ]
 
 
@@ -570,12 +578,12 @@ def test_a_filter_that_fits_only_in_much_shared_memory(device, monkeypatch):
     """That tiling's bytes are the kernel's is asserted where it is compiled."""
     device()
     model, x = random_model((16, 3, 17, 1), TAILS["relu, bias"]), torch.randn(1, 3, 20, 9)
-    needed = tiling.rows_shared(model.conv.weight, 4) + (1 << 10)
+    needed = tiling.rows_shared(model.conv.weight, 1, 4) + (1 << 10)
     for shared in (needed, needed - 1):
         monkeypatch.setattr(
             tiling, "device_properties", lambda index: tiling.Device((8, 0), shared, 4, 1 << 16)
         )
-        shared_memory = tiling.rows_shared(model.conv.weight, 4)
+        shared_memory = tiling.rows_shared(model.conv.weight, 1, 4)
         assert (tiling.rows_obstacle(x, model.conv.weight, shared_memory) is None) == (shared == needed)
 
 

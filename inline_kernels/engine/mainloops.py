@@ -155,26 +155,35 @@ class Mainloop(NamedTuple):
 # ------------------------------------------------------------------------------------------- where they run, and their tiles
 
 
-def _rows_shared(job: Job) -> int:
-    """Bytes of dynamic shared memory, with sinks at most."""
+def _rows_shared(job: Job, tiles: int) -> int:
+    """Bytes of dynamic shared memory, with sinks at most. tiles: of a row."""
     weight, itemsizes = job.weight, [each.itemsize for each in job.dtypes]
     if not job.sinks:
-        return tiling.rows_shared(weight, *itemsizes)
+        return tiling.rows_shared(weight, tiles, *itemsizes)
     reductions = [sink.reduction for own in job.sinks for sink in own if sink.kind == "channels"]
     words = max([0, *[1 + (each == "reduce::LogSumExp") for each in reductions]])
     stored = max(job.x.element_size(), *itemsizes) if job.is_stored else 0
-    return tiling.sinks_shared(weight, words, stored)
+    return tiling.sinks_shared(weight, tiles, words, stored)
+
+
+def _row_tiles(job: Job) -> int:
+    """Of a row that is one block's; 0: rows are cut among blocks, because memory has no room for them."""
+    tiles = tiling.row_tiles(job.x, job.weight)
+    fits = tiles and tiling.rows_obstacle(job.x, job.weight, _rows_shared(job, tiles)) is None
+    return tiles if fits else 0
 
 
 def _rows_obstacle(job: Job) -> str | None:
-    return tiling.rows_obstacle(job.x, job.weight, _rows_shared(job))
+    return tiling.rows_obstacle(job.x, job.weight, _rows_shared(job, _row_tiles(job) or 1))
 
 
-def _rows_defines(job: Job, shared: int | None = None) -> dict:
-    shared = _rows_shared(job) if shared is None else shared
-    planned = {"SINKS_SHARED" if job.sinks else "ROWS_SHARED": shared}
-    long_rows = {"LONG_ROWS": int(job.x.shape[3] > tiling.COLUMNS)}
-    return tiling.spatial_defines(job.weight.shape) | long_rows | planned
+def _rows_defines(job: Job) -> dict:
+    tiles = _row_tiles(job)
+    planned = {"SINKS_SHARED" if job.sinks else "ROWS_SHARED": _rows_shared(job, tiles or 1)}
+    reads_on = not tiles or job.x.shape[3] > tiles * tiling.COLUMNS
+    return (
+        tiling.spatial_defines(job.weight.shape) | {"ROW_TILES": tiles, "READS_ON": int(reads_on)} | planned
+    )
 
 
 def _windows_obstacle(job: Job) -> str | None:
@@ -185,7 +194,9 @@ def _windows_obstacle(job: Job) -> str | None:
 
 
 def _windows_defines(job: Job) -> dict:
-    return _rows_defines(job, tiling.windows_shared(job.weight, job.front.window[1]))
+    planned = {"ROWS_SHARED": tiling.windows_shared(job.weight, job.front.window[1])}
+    long_rows = {"LONG_ROWS": int(job.x.shape[3] > tiling.COLUMNS)}
+    return tiling.spatial_defines(job.weight.shape) | long_rows | planned
 
 
 def _narrow3d_obstacle(job: Job) -> str | None:
@@ -367,6 +378,9 @@ def _stream(number: int, sinks: Sequence) -> tuple[list[str], list[str]]:
 # ------------------------------------------------------------------------------------------------------------------ the table
 
 _FILTER = "using Filter = conv::Filter<CHANNELS_IN, CHANNELS_OUT, KERNEL_H, KERNEL_W>;"
+_ROWS = (
+    "using Tile = conv::narrow2d::Tile<Filter, ROW_TILES ? 0 : 128, 1, ROW_TILES ? ROW_TILES : 1, READS_ON>;"
+)
 _VALUES = "using Values = conv::Exact<CHANNELS_IN, CHANNELS_OUT, 1, KERNEL_H, KERNEL_W>;"
 
 
@@ -415,16 +429,16 @@ MAINLOOPS = (
         headers=("store/strips.cuh",),
         declared=_FILTER,
         launch=[
-            "using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;",
+            _ROWS,
             'static_assert(conv::narrow2d::kShared<Tile, {sinks}> == ROWS_SHARED, "as it is planned");',
-            "store::pointwise<Filter, LONG_ROWS>(x, weight, stream, {stored});",
+            "store::pointwise<Tile>(x, weight, stream, {stored});",
         ],
         obstacle=_rows_obstacle,
         defines=_rows_defines,
         most=9,
         sinks=Sinks(
             headers=("reduce/narrow2d.cuh", "store/strips.cuh"),
-            declared=f"using Tile = conv::narrow2d::Tile<Filter, LONG_ROWS ? 128 : 0, 1>;\n{_VALUES}",
+            declared=f"{_ROWS}\n{_VALUES}",
             rate=600e12,
             splits=_is_float32,
             most=9,

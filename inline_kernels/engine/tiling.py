@@ -217,19 +217,25 @@ def rows_obstacle(x: Tensor, weight: Tensor, shared: int):
     yield shared > room, "the rows do not fit in shared memory"
 
 
-def rows_shared(weight: Tensor, *itemsizes: int) -> int:
-    """Bytes of dynamic shared memory where results of these sizes are stored. Of each team: kh + 1 rows of x, and for each channel a row of
-    each result, which begins anywhere in a sector of 32 bytes."""
+def row_tiles(x: Tensor, weight: Tensor) -> int:
+    """Of a row that is one block's; 0: of more memory has no room for any."""
+    columns = x.shape[3] - weight.shape[3] + 1
+    return next((tiles for tiles in (1, 2, 3, 4) if columns <= tiles * COLUMNS), 0)
+
+
+def rows_shared(weight: Tensor, tiles: int, *itemsizes: int) -> int:
+    """Bytes of dynamic shared memory where results of these sizes are stored. Of each team: kh + 1 rows of x, of so many tiles, and for each
+    channel a tile of each result, which begins anywhere in a sector of 32 bytes."""
     _, channels, kh, _ = weight.shape
     of_rows = sum(COLUMNS * each + 32 for each in itemsizes)
-    return _TEAMS * ((kh + 1) * _row_bytes(channels) + _CHANNELS * of_rows)
+    return _TEAMS * ((kh + 1) * _row_bytes(channels, tiles) + _CHANNELS * of_rows)
 
 
-def sinks_shared(weight: Tensor, words: int, itemsize: int) -> int:
+def sinks_shared(weight: Tensor, tiles: int, words: int, itemsize: int) -> int:
     """The same, at most, of sinks that reduce: of each team and word of what is reduced over channels a row for eight lanes of a warp; where
     results are stored, of `itemsize`, their rows."""
     reduced = words * _CHANNELS // 2 * (COLUMNS + 8) * 4
-    return rows_shared(weight, 0) + _TEAMS * (reduced + (_CHANNELS * COLUMNS * itemsize))
+    return rows_shared(weight, tiles, 0) + _TEAMS * (reduced + (_CHANNELS * COLUMNS * itemsize))
 
 
 def windows_shared(weight: Tensor, width: int) -> int:
@@ -237,9 +243,9 @@ def windows_shared(weight: Tensor, width: int) -> int:
     return strips_shared(weight.shape[1], weight.shape[2], width, False)
 
 
-def _row_bytes(channels: int) -> int:
-    """Of a row of x in shared memory: pixels of 8 channels and two float16 per value, 8 pixels of them behind the tile."""
-    return 2 * ceil_div(channels, 8) * (COLUMNS + 8) * 16
+def _row_bytes(channels: int, tiles: int = 1) -> int:
+    """Of a row of x in shared memory: pixels of 8 channels and two float16 per value, 8 pixels of them behind the tiles."""
+    return 2 * ceil_div(channels, 8) * (tiles * COLUMNS + 8) * 16
 
 
 def strips_fit(x: Tensor, weight: Tensor, pool: tuple[int, int], saving: bool) -> bool:

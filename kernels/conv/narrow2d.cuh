@@ -3,8 +3,9 @@
 //
 // x (N, kIn, H, W), weight (kOut, kIn, kHeight, kWidth), contiguous; v (N, kOut, OH, OW) is without a bias.
 //
-// A block computes 64 channels × 128 columns of v, row by row, as an implicit GEMM: M = channels, N =
-// columns, K = taps × channels in.
+// A block computes 64 channels of v, row by row, by tiles of 128 columns, as an implicit GEMM: M = channels, N =
+// columns, K = taps × channels in. Where shared memory has room for them rows are whole, so that a sink that
+// stores writes whole sectors: where rows were cut, two blocks would write a part each (1.7 times as long).
 // - Operands: each is a sum of two float16 (core/split.cuh; one, if it has 16 bits), scaled by powers of two:
 //   filters by channel; x by block, first by a scale that fits almost all inputs, then, where the block's
 //   largest magnitude turns out not to fit, again by one that does. Filters stay in registers.
@@ -184,40 +185,43 @@ template <class Tile> __device__ __forceinline__ void release_tensor_cores(int t
 // All rows of a team's strip, x scaled by 2^exponent.
 template <class Tile, class Sinks>
 __device__ __forceinline__ void convolve_strip(Sinks& sinks, Rows<Tile>& rows, const Filters<Tile>& filters,
-                                               const typename Tile::Job& job, int team, unsigned char* shared,
-                                               int exponent) {
-  constexpr int kHeight = Tile::Filter::kHeight, kRing = Tile::kRing;
+                                               const typename Tile::Job& job, typename Tile::Place& place, int team,
+                                               unsigned char* shared, int exponent) {
+  constexpr int kHeight = Tile::Filter::kHeight, kRing = Tile::kRing, kRowTiles = Tile::kRowTiles;
   const float factor = power_of_two(exponent);
 #pragma unroll 1
-  for (int kh = 0; kh < kHeight && job.row_begin < job.row_end; kh++)
-    rows.fetch(job.row_begin + kh), rows.convert(kh, factor);
-  if (job.row_begin + 1 < job.row_end) rows.fetch(job.row_begin + kHeight);
-  int slot = 0;
+  for (int i = 0; i < kHeight * kRowTiles && job.row_begin < job.row_end; i++)
+    rows.fetch(job.row_begin + i / kRowTiles, i % kRowTiles), rows.convert(i / kRowTiles, i % kRowTiles, factor);
+  if (job.row_begin + 1 < job.row_end) rows.fetch(job.row_begin + kHeight, 0);
+  int slot = 0, row = job.row_begin, tile = 0;
   Accumulators<Tile::kTiles> v;  // scaled
   if (team == Tile::kTeams - 1) release_tensor_cores<Tile>(team);
   fence_shared();
 #pragma unroll 1
-  for (int turn = 0; turn < job.turns; turn++) {
-    const int row = job.row_begin + turn;
+  for (int turn = 0; turn < job.turns * kRowTiles; turn++) {
     // Until the row's pixels are there, and the products of the row before it have been formed.
     acquire_tensor_cores<Tile>(team);
     uint32_t addresses[kHeight];
 #pragma unroll
     for (int kh = 0; kh < kHeight; kh++)
-      addresses[kh] = shared_address(shared) + (slot + kh - (slot + kh >= kRing ? kRing : 0)) * Tile::kRowBytes;
+      addresses[kh] = shared_address(shared) + (slot + kh - (slot + kh >= kRing ? kRing : 0)) * Tile::kRowBytes +
+                      tile * Tile::kColumns * 16;
     multiply_row<Tile>(v, filters.fragments, addresses);  // after the last row, of stale pixels: result unused
-    if (team < Tile::kTeams - 1 || turn < job.turns - 1) release_tensor_cores<Tile>(team);
+    if (team < Tile::kTeams - 1 || turn < job.turns * kRowTiles - 1) release_tensor_cores<Tile>(team);
     sinks.overlap();
     if (row + 1 < job.row_end) {
       // Nobody reads the slot of the row before this one.
-      rows.convert(slot == 0 ? kRing - 1 : slot - 1, factor);
-      if (row + 2 < job.row_end) rows.fetch(row + 1 + kHeight);
+      rows.convert(slot == 0 ? kRing - 1 : slot - 1, tile, factor);
+      if (tile + 1 < kRowTiles) rows.fetch(row + kHeight, tile + 1);
+      else if (row + 2 < job.row_end) rows.fetch(row + 1 + kHeight, 0);
     }
-    slot = slot == kRing - 1 ? 0 : slot + 1;
     fence_shared();
     await(v);
     if (turn == 0) sinks.shift(v);
+    if (kRowTiles > 1) place.columns = place.geometry.columns_of(tile);
     if (row < job.row_end) sinks.accept(v, sinks::NoOffset());
+    if (++tile < kRowTiles) continue;
+    tile = 0, row++, slot = slot == kRing - 1 ? 0 : slot + 1;
   }
   sinks.end();
 }
@@ -245,7 +249,7 @@ convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped
   auto& own = *reinterpret_cast<Shared*>(shared + team * int(sizeof(Shared)));
   const typename Tile::Job job(geometry, team);
   const int first_own = thread / 32 * 16;
-  const typename Tile::Place place(storage, geometry, job, first_own);
+  typename Tile::Place place(storage, geometry, job, first_own);
   const Filters<Tile> filters(storage, weight, flipped, job.first_channel, first_own, team == 0);
   Rows<Tile> rows(x + int64_t(job.n) * Tile::Filter::kIn * geometry.H * geometry.W, geometry.H, geometry.W, job.column,
                   own.ring, thread);
@@ -264,7 +268,7 @@ convolve_kernel(Sinks... sinks, const value_t* x, const value_t* weight, Flipped
     if (threadIdx.x == 0) storage.largest = 0;
     __syncthreads();  // unscale and largest are set
     chain.begin();
-    convolve_strip<Tile>(chain, rows, filters, job, team, own.ring, exponent);
+    convolve_strip<Tile>(chain, rows, filters, job, place, team, own.ring, exponent);
     atomicMax(&storage.largest, __float_as_int(rows.largest));
     __syncthreads();  // complete
     const float magnitude = __int_as_float(storage.largest);
@@ -288,14 +292,6 @@ void convolve(const value_t* x, const value_t* weight, Flipped flipped, typename
   const unsigned blocks = unsigned(geometry.blocks());
   kernel<<<blocks, Tile::kBlockThreads, kShared<Tile, Sinks...>, stream>>>(sinks..., x, weight, flipped,
                                                                            geometry);
-}
-
-// Launches it with x and weight as they come from PyTorch; kLongRows: are rows of x longer than a tile?
-template <class Filter, bool kLongRows, class... Sinks>
-void pointwise(const In<value_t>& x, const In<value_t>& weight, cudaStream_t stream, Sinks... sinks) {
-  using Own = Tile<Filter, kLongRows ? 128 : 0, 1>;
-  expect_elements("weight", weight, Filter::kOut * Filter::kIn * Filter::kTaps);
-  convolve<Own>(x, weight, AsGiven(), Own::Geometry::of(x), stream, sinks...);
 }
 
 }  // namespace conv::narrow2d

@@ -10,8 +10,8 @@ namespace conv::narrow2d {
 constexpr int kFirstExponent = 8;
 constexpr int kSlack = 12;
 
-// A thread's pixel of each row; where there are several tiles, the first threads have another one behind the
-// tile.
+// A thread's pixel of each row's tile; where a tile isn't all of a row, the first threads have another one behind
+// the last.
 template <class Tile> struct Rows {
   static constexpr int kIn = Tile::Filter::kIn, kGroups = Tile::kGroups, kPixels = Tile::kPixels;
   using Pixel = value_t[kGroups * 8];
@@ -20,36 +20,39 @@ template <class Tile> struct Rows {
   const int64_t plane_size;
   unsigned char* const ring;
   const int thread;
-  const bool inside, two, second_inside;
+  const int left;  // pixels of the row from the thread's first on
+  const bool two;
   Pixel pixel, second;
   float largest;  // magnitude of those that were converted
 
   // Of a sample's x, from `column` on.
   __device__ __forceinline__ Rows(const value_t* sample, int H, int W, int column, unsigned char* ring, int thread)
       : source(sample + column + thread), W(W), plane_size(int64_t(H) * W), ring(ring), thread(thread),
-        inside(column + thread < W), two(Tile::kReadsOn && thread < Tile::Filter::kWidth - 1),
-        second_inside(two && column + Tile::kColumns + thread < W) {}
+        left(W - column - thread), two(Tile::kReadsOn && thread < Tile::Filter::kWidth - 1) {}
 
   __device__ __forceinline__ void clear_behind_tile() const {
-    constexpr int kBehind = kPixels - Tile::kColumns;
+    constexpr int kBehind = kPixels - Tile::kRowColumns;
     for (int i = thread; i < Tile::kRing * 2 * kGroups * kBehind; i += Tile::kTeamThreads)
-      reinterpret_cast<uint4*>(ring)[i / kBehind * kPixels + Tile::kColumns + i % kBehind] = make_uint4(0, 0, 0, 0);
+      reinterpret_cast<uint4*>(ring)[i / kBehind * kPixels + Tile::kRowColumns + i % kBehind] = make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void fetch(int row) {
-    const value_t* from = source + int64_t(row) * W;
+  __device__ __forceinline__ void fetch(int row, int tile) {
+    const int before = tile * Tile::kColumns;
+    const value_t* from = source + int64_t(row) * W + before;
+    const bool inside = before < left, second_inside = is_last(tile) && two && before + Tile::kColumns < left;
 #pragma unroll
     for (int c = 0; c < kGroups * 8; c++, from += plane_size) {
       pixel[c] = c < kIn && inside ? *from : value_t(0.f);
       if (Tile::kReadsOn) second[c] = c < kIn && second_inside ? from[Tile::kColumns] : value_t(0.f);
     }
   }
-  // The row that was fetched, times a factor, to a slot of the ring.
-  __device__ __forceinline__ void convert(int slot, float factor) {
-    convert(pixel, slot, thread, factor);
-    if (two) convert(second, slot, Tile::kColumns + thread, factor);
+  // What was fetched, times a factor, to a slot of the ring.
+  __device__ __forceinline__ void convert(int slot, int tile, float factor) {
+    convert(pixel, slot, tile * Tile::kColumns + thread, factor);
+    if (two && is_last(tile)) convert(second, slot, Tile::kRowColumns + thread, factor);
   }
 
  private:
+  static __device__ __forceinline__ bool is_last(int tile) { return tile == Tile::kRowTiles - 1; }
   __device__ __forceinline__ void convert(const Pixel& values, int slot, int at, float factor) {
 #pragma unroll
     for (int group = 0; group < kGroups; group++) {

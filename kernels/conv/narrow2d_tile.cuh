@@ -12,11 +12,14 @@ namespace conv::narrow2d {
 
 using namespace tensor_core;
 
-// kStride: columns from one tile to the next; 0 where a row has only one. kRowGroup: rows of v that belong
-// together.
-template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
+// kStride: columns from one block's tile to the next; 0 where a block has whole rows, kRowTiles tiles each, side by
+// side. kRowGroup: rows of v that belong together. kReadsOn: does a filter see columns behind those of the threads?
+template <class Filter_, int kStride_, int kRowGroup_, int kRowTiles_ = 1,
+          bool kReadsOn_ = (kStride_ + Filter_::kWidth - 1 > 128)>
+struct Tile {
   using Filter = Filter_;
-  static constexpr int kStride = kStride_, kRowGroup = kRowGroup_;
+  static constexpr int kStride = kStride_, kRowGroup = kRowGroup_, kRowTiles = kRowTiles_;
+  static_assert(kRowTiles == 1 || kStride == 0, "a row is cut among blocks, or is one block's");
   static constexpr int kColumns = 128;  // of a team
   static constexpr int kTiles = kColumns / 8;
   static constexpr int kTeamThreads = 128;  // a thread stages a column; a warp owns 16 channels
@@ -25,12 +28,12 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
   static constexpr int kBlockChannels = kTeamThreads / 32 * 16;
   static constexpr int kChannelBlocks = (Filter::kOut + kBlockChannels - 1) / kBlockChannels;
   static constexpr int kGroups = (Filter::kIn + 7) / 8;  // of 8 channels in each, zeros behind the last
-  static constexpr int kPixels = kColumns + 8;           // in shared memory; those behind the tile stay zero
+  static constexpr int kRowColumns = kRowTiles * kColumns;
+  static constexpr int kPixels = kRowColumns + 8;        // in shared memory; those behind the tiles stay zero
   static constexpr int kRing = Filter::kHeight + 1;      // rows in shared memory
   static_assert(kColumns == kTeamThreads, "a thread stages a column");
   static_assert(kStride <= kColumns && Filter::kWidth <= 9, "a tile's last column reads up to 8 pixels further");
-  // Does a tile's filter see columns behind those of its threads?
-  static constexpr bool kReadsOn = kStride + Filter::kWidth - 1 > kColumns;
+  static constexpr bool kReadsOn = kReadsOn_;
 
   // Slices of K, 8 channels of a tap, in the order of their addresses; a product takes two. With an odd
   // number, the last is paired with itself: (high, low) of the filter meet the same pixels.
@@ -56,10 +59,14 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     HOST_DEVICE int width() const { return W - Filter::kWidth + 1; }
     int64_t blocks() const { return int64_t(N) * kChannelBlocks * tiles() * strip_blocks(); }
 
+    // Columns of v that a row's tile has, where a block has whole rows.
+    __device__ __forceinline__ int columns_of(int tile) const { return min(kColumns, width() - tile * kColumns); }
+
     // Of x (N, kIn, H, W): what keeps all multiprocessors busy with the fewest rows read twice. Throws where
     // x is none for this build.
     template <class View> static Geometry of(const View& x) {
-      if (x.dims != 4 || x.size(1) != Filter::kIn || (!kStride && x.size(3) > kColumns))
+      const int64_t most = kRowColumns + (kReadsOn ? Filter::kWidth - 1 : 0);
+      if (x.dims != 4 || x.size(1) != Filter::kIn || (!kStride && x.size(3) > most))
         throw std::invalid_argument("expected x of the channels and the width that the kernels are compiled for");
       Geometry g{int(x.size(0)), int(x.size(2)), int(x.size(3)), 1, 1, 1};
       if constexpr (kStride > 0) g.row_tiles = (g.width() + kStride - 1) / kStride;
@@ -75,8 +82,8 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
       for (int64_t more = 2; row && more <= (kTeams * multiprocessors + row - 1) / row; more++)
         if (rows_read(more) < rows_read(pairs)) pairs = more;
       if (!groups) throw std::invalid_argument("expected an x with a whole group of rows of results");
-      const int most = int(std::min<int64_t>(groups, kTeams * pairs));
-      g.rows = (groups + most - 1) / most, g.strips = (groups + g.rows - 1) / g.rows;
+      const int parts = int(std::min<int64_t>(groups, kTeams * pairs));
+      g.rows = (groups + parts - 1) / parts, g.strips = (groups + g.rows - 1) / g.rows;
       return g;
     }
   };
@@ -118,7 +125,7 @@ template <class Filter_, int kStride_, int kRowGroup_> struct Tile {
     const Job& job;
     const int first_own;  // of the block's channels
     const int64_t first;  // channel, counted through the samples
-    const int columns;
+    int columns;          // of the tile that is accepted
     __device__ __forceinline__ Place(const Storage& storage, const Geometry& geometry, const Job& job, int first_own)
         : storage(storage), geometry(geometry), job(job), first_own(first_own),
           first(int64_t(job.n) * kChannels + job.first_channel + first_own), columns(job.columns) {}

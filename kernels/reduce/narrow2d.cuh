@@ -33,8 +33,9 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
     const Place& place;
     const Channels& sink;
     Shared<Loop>& shared;
-    int64_t out, behind;  // the next row's first element: of the result, and of a plane
-    bool waits;   // does a row wait to be reduced?
+    int64_t out, behind;  // the next tile's first element: of the result, and of a plane
+    int64_t before;       // of the result, where the tile that waits begins
+    int waits;            // columns that wait to be reduced
     typename Tail::Channel channel[2];
 
     __device__ __forceinline__ Warp(const Channels& sink, Shared<Loop>& shared, const Place& place)
@@ -47,7 +48,7 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
       const int64_t block = kAll ? 0 : (place.channel(0) - place.first_own) / Loop::kBlockChannels;
       const int64_t plane = place.sample() * Loop::kChannelBlocks + block;
       behind = int64_t(place.row()) * place.width() + place.column(), out = plane * this->plane() + behind;
-      waits = false;
+      waits = 0;
     }
     template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = place.first_own / 2 + g;
@@ -74,14 +75,15 @@ template <class T, class Reduction, class Tail, class After = AsItIs> struct Cha
         }
         shared.meeting.put(row, j * 8 + 2 * t, both[0], both[1]);
       }
-      waits = true, out += place.width(), behind += place.width();
+      const int on = Loop::kStride == 0 ? place.columns : place.width();
+      waits = place.columns, before = out, out += on, behind += on;
     }
     // All warps of the team have met since the last row.
     __device__ __forceinline__ void overlap() const {
       const int position = threadIdx.x % kColumns;
-      if (!waits || position >= place.columns) return;
+      if (position >= waits) return;
       const Partial all = shared.meeting.template all<Reduction>(position);
-      const int64_t at = out - place.width() + position;
+      const int64_t at = before + position;
       if constexpr (kAll) sink.y[at] = T(sink.after(Reduction::result(all), at));
       else sink.partial[at] = all;
     }
@@ -127,7 +129,7 @@ template <class What, class Tail> struct Positions {
     const Positions& sink;
     const Place& place;
     Running<What> running;
-    int64_t row;  // its first element in a plane
+    int64_t row;  // the tile's first element in a plane
     typename Tail::Channel channel[2];
 
     __device__ __forceinline__ Warp(const Positions& sink, Shared<Loop>&, const Place& place)
@@ -161,11 +163,11 @@ template <class What, class Tail> struct Positions {
 #pragma unroll
           for (int half = 0; half < 2; half++)
             running.add(half, value(j, i, half), j * 8 + 2 * t + i < place.columns);
-      running.end_row(), row += place.width();
+      running.end_row(), row += Loop::kStride == 0 ? place.columns : place.width();
     }
     __device__ __forceinline__ void finish() const {
       const int t = threadIdx.x % 4, parts = place.parts();
-      int mine = 0;
+      int mine = (Loop::kRowTiles - 1) * kTiles * 2;  // of a row; its last tile may have fewer
       for (int j = 0; j < kTiles; j++)
         mine += (j * 8 + t * 2 < place.columns) + (j * 8 + t * 2 + 1 < place.columns);
       const double count = double(of_four(mine)) * place.rows();

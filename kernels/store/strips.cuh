@@ -1,8 +1,8 @@
 // A sink (core/sinks.cuh) that stores a pointwise tail of v, rows of any length, in whole sectors.
 //
-// Rows of a channel follow one another in memory. They pass through shared memory, where an element lies as
-// it does in its sector; what fills no sector waits there for the next row. Only the first and the last
-// sector of a strip, and of a row that is cut into tiles, are written by elements.
+// Rows of a channel, and the tiles of a row, follow one another in memory. They pass through shared memory, where
+// an element lies as it does in its sector; what fills no sector waits there for the next tile. Only the first and
+// the last sector of a strip, and of a row that is cut among blocks, are written by elements.
 #pragma once
 #include "conv/narrow2d_exact.cuh"
 #include "core/sinks.cuh"
@@ -33,9 +33,9 @@ template <class T, class Tail> struct Strips {
     const Tail& tail;
     T* const y;
     T* const staging;   // [16][kStagingPitch]
-    T* out;             // the first element of the next row, of the warp's first channel
-    int left, behind;    // rows that are still to come; elements of a channel since the strip, or the row's tile, began
-    bool staged;         // does a row wait to be written?
+    T* out;             // the first element of the next tile, of the warp's first channel
+    int left, behind;    // tiles that are still to come; elements of a channel since the strip, or the row's tile, began
+    int staged;          // columns that wait to be written
     typename Tail::Channel channel[2];
 
     __device__ __forceinline__ Warp(const Strips& sink, Shared<Loop>& shared, const Place& place)
@@ -46,7 +46,7 @@ template <class T, class Tail> struct Strips {
     }
     __device__ __forceinline__ void begin() {
       out = y + (place.first * place.height() + place.row()) * place.width() + place.column();
-      left = place.rows(), behind = 0, staged = false;
+      left = place.rows() * Loop::kRowTiles, behind = 0, staged = 0;
     }
     template <class Offset> __device__ __forceinline__ void accept(Accumulators<kTiles>& v, const Offset& offset) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -65,10 +65,10 @@ template <class T, class Tail> struct Strips {
           row[column] = T(tail(value * power.x * power.y, channel[half], at + min(column + 2 * t, place.columns - 1)));
         }
       }
-      staged = true, left--;
+      staged = place.columns, left--;
     }
     __device__ __forceinline__ void overlap() {
-      if (staged) write_row();
+      if (staged > 0) write_tile();
     }
     __device__ __forceinline__ void end() { overlap(); }
 
@@ -85,17 +85,17 @@ template <class T, class Tail> struct Strips {
       int lead, from, until;
     };
     __device__ __forceinline__ Span span(int own, bool last) const {
-      const int lead = phase(own), to = lead + place.columns;
+      const int lead = phase(own), to = lead + staged;
       const bool real = place.channel(own) < Place::kChannels;
       return {lead, max(0, lead - behind), real ? (last ? to : to / kSector * kSector) : 0};
     }
-    __device__ __forceinline__ void write_row() {
+    __device__ __forceinline__ void write_tile() {
       const bool last = left == 0 || !kWholeRows;
-      __syncwarp();  // the row is there
+      __syncwarp();  // the tile is there
       write_vectors(last);
       if (last || behind < kSector) write_edges(last);
       if (!last) keep_rest();
-      out += place.width(), behind += kWholeRows ? place.columns : 0, staged = false;
+      out += kWholeRows ? staged : place.width(), behind += kWholeRows ? staged : 0, staged = 0;
     }
     // Some are read before the first of them is written: a load's wait is that of all.
     __device__ __forceinline__ void write_vectors(bool last) {
@@ -136,18 +136,17 @@ template <class T, class Tail> struct Strips {
         staging[(k * 32 + threadIdx.x % 32) / kSector * kStagingPitch + threadIdx.x % kSector] = rest[k];
     }
     __device__ __forceinline__ const T* rest_of(int k) const {
-      const int own = (k * 32 + threadIdx.x % 32) / kSector, to = phase(own) + place.columns;
+      const int own = (k * 32 + threadIdx.x % 32) / kSector, to = phase(own) + staged;
       return staging + own * kStagingPitch + to / kSector * kSector + threadIdx.x % kSector;
     }
   };
 };
 
-// Each stored.to = stored.tail(conv2d(x, weight)), without the convolution's bias. kLongRows: are rows of x longer
-// than a tile?
-template <class Filter, bool kLongRows, class... T, class... Tails>
+// Each stored.to = stored.tail(conv2d(x, weight)), without the convolution's bias.
+template <class Tile, class... T, class... Tails>
 void pointwise(const In<value_t>& x, const In<value_t>& weight, cudaStream_t stream,
                const conv::Stored<T, Tails>&... stored) {
-  using Tile = conv::narrow2d::Tile<Filter, kLongRows ? 128 : 0, 1>;
+  using Filter = typename Tile::Filter;
   using conv::narrow2d::kShared;
   static_assert(kShared<Tile, Strips<T, Tails>..., conv::narrow2d::Doubt> == kShared<Tile, Strips<T, Tails>...>,
                 "as planned");
