@@ -98,6 +98,8 @@ LIBRARY_FLOAT32, LIBRARY_WINOGRAD = (
     41e6,
     130e6,
 )  # where TF32 isn't run: of any filter, and of 3 x 3 from 64 channels on
+# kernels/conv/wide.cuh's, that only writes v (benchmarks/results/trials/stored.json).
+WIDE_OPERATIONS = 650e6
 PACKING_START = 3  # microseconds, of each launch that packs, or looks for what must be computed again
 PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, and a pass over v
 
@@ -105,7 +107,8 @@ PASS_BYTES = 3.8e6  # a microsecond, of what is read and written once: packing, 
 class Streamed(NamedTuple):
     """How kernels/conv/stream.cuh convolves. packs: is x packed first? split: are operands two float16? folded: taps of which a row of
     operands has the pixels; reduces: does a tile have room for what becomes of v beside its sums? window: elements of v that are pooled to
-    one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved."""
+    one; passes: of products, each in place of one over v; alone: v itself is the result, and no pass is saved; beside_wide: could kernels/conv/wide.cuh
+    write v?"""
 
     packs: bool = True
     split: bool = False
@@ -114,6 +117,7 @@ class Streamed(NamedTuple):
     window: int = 1
     passes: int = 1
     alone: bool = False
+    beside_wide: bool = False
 
 
 def stream_folded(filters: Sequence[int], dilation: int, packs: bool, split: bool) -> int:
@@ -170,6 +174,8 @@ def stream_loses(
         rate = LIBRARY_WINOGRAD if tuple(filters[2:]) == (3, 3) and filters[1] >= 64 else LIBRARY_FLOAT32
     elif len(filters) == 5 and itemsize == 4:
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
+    if how.beside_wide:
+        rate = max(rate, WIDE_OPERATIONS / (3 if how.split else 1))
     products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
     theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
     if how.alone:

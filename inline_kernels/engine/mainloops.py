@@ -257,7 +257,18 @@ def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
     packs, splits = not takes_last(job.x), stream_splits(job)
     folded = choice.stream_folded(job.weight.shape, job.dilation, packs, splits)
-    return choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone)
+    how = choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)), job.is_alone)
+    return how._replace(beside_wide=not job.is_alone and _wide_stores(job))
+
+
+def _wide_stores(job: Job) -> bool:
+    """Could `wide` write v?"""
+    plain = (
+        job.settings
+        and {*job.settings.stride, *job.settings.dilation} == {1}
+        and not any(job.settings.padding)
+    )
+    return bool(plain and job.x.dim() == 4 and _wide_obstacle(job._replace(front=None, sinks=())) is None)
 
 
 def stream_splits(job: Job) -> bool:

@@ -34,6 +34,7 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 
 INFERENCE_ONLY = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
+INSTRUCTIONS_A_SECOND = 9e12  # of a tail inside a mainloop, of all threads
 _OWN_NAMES = set("x y weight stream number seed stored scratch next values geometry largest v".split())
 
 
@@ -295,22 +296,27 @@ def chosen(case: Case, mainloop) -> Composed:
             found[stores] = composed(case.segment, mainloop, case.exact_order, stores)
         except Unsupported as error:
             reasons.append(str(error))
-    if len(found) == 2:
-        return found[not _recomputes(case, mainloop, len(found[False].parts))]
     if not found:
         raise Unsupported("; ".join(dict.fromkeys(reasons)))
-    return next(iter(found.values()))
+    if False not in found or _recomputes(case, mainloop, [*found[False].parts.values()], True in found):
+        return found.get(False, found.get(True))
+    if True not in found:
+        raise Unsupported("v's way to memory and back takes less time than its products again")
+    return found[True]
 
 
-def _recomputes(case: Case, mainloop, passes: int) -> bool:
-    """Do more passes of products take less time than v's way to memory and back? About equal, they save its memory."""
-    sizes = case.sizes
-    values = sizes.N * sizes.C * sizes.positions("e")
+def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> bool:
+    """Do products again, and what the first pass makes of v, take less time than v's way to memory, or that of what is made of it (`stores`), and
+    back? About equal, they save its memory."""
+    if len(passes) == 1:
+        return True
     splits = mainloop.sinks.splits(mainloops.job_of(case, ()))
     scale = tiling.device_properties(case.x.device.index).scale
     products, rate = 3 if splits else 1, mainloop.sinks.rate * scale.compute
-    again = (passes - 1) * 2 * values * math.prod(case.weight.shape[1:]) * products / rate
-    return again <= 1.1 * 2 * 4 * values / (BYTES_A_SECOND * scale.memory)
+    again = 2 * math.prod(case.weight.shape[1:]) * products / rate
+    again += passes[0].instructions / (INSTRUCTIONS_A_SECOND * scale.compute)
+    moved = (2 if stores else 1 + len(passes)) * case.x.element_size()
+    return (len(passes) - 1) * again <= 1.1 * moved / (BYTES_A_SECOND * scale.memory)
 
 
 def _chosen(case: Case):
