@@ -176,6 +176,7 @@ def stream_loses(
         rate = min(LIBRARY_VOLUMES * filters[1], LIBRARY_VOLUMES_MOST)
     if how.beside_wide:
         rate = max(rate, WIDE_OPERATIONS / (3 if how.split else 1))
+        ours += v / how.window * itemsize / bytes_a_time  # a tile's time is of what is small
     products = 2 * v * math.prod(filters[1:]) / (rate * device.scale.compute)
     theirs = LIBRARY_STARTS[itemsize] + max(products, moved)
     if how.alone:
