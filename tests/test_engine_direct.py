@@ -599,7 +599,7 @@ BY_NUMBER = {
     48: "narrow3d",
 }
 BY_NUMBER |= {1: "wide", 4: "wide", 54: "wide", 7: "stream", 47: "stream", 90: "stream"}
-BY_NUMBER |= {35: "stream", 43: "stream", 46: "stream"}
+BY_NUMBER |= {43: "stream"}
 
 
 def full_size(number: int):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 import numerics
 from inline_kernels.bench import checks
-from inline_kernels.engine import mainloops, sinks
+from inline_kernels.engine import direct, mainloops, sinks, stored
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
@@ -149,21 +150,16 @@ def test_random_widths(name, through):
 
 @pytest.mark.parametrize("name", ["norm", "logsumexp"])
 def test_padding_stride_and_dilation(name, through):
-    through("stream", stores=True)
+    through("stream", stores=name == "norm")
     model = model_of((40, 24, 3, 2), TAILS[name][0], padding=(1, 2), stride=(2, 1), dilation=(1, 2))
     assert_rule(model, numerics.random_input((3, 24, 8, 9)))
 
 
-@pytest.mark.parametrize("name", ["norm, mean", "max"])
+@pytest.mark.parametrize("name", ["norm", "norm, mean", "max"])
 def test_filters_that_registers_have_no_room_for(name, through):
     through("narrow3d")
     model = model_of((24, 3, 4, 4, 4), TAILS[name][0])
-    x = numerics.random_input((2, 3, 6, 7, 9))
-    assert_rule(model, x)
-    model = model_of((24, 3, 4, 4, 4), TAILS["norm"][0])
-    segment, arguments = given(model, x)
-    with pytest.raises(sinks.Unsupported, match="does not fit in shared memory"):
-        sinks.describe(Case(segment, arguments, False, x.dtype))
+    assert_rule(model, numerics.random_input((2, 3, 6, 7, 9)))
 
 
 def dropped(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
@@ -257,17 +253,20 @@ def test_what_costs_less(through, monkeypatch):
     (mainloop,) = [
         each for each in mainloops.MAINLOOPS if each.takes == "elements" and each.name == "narrow2d"
     ]
-    for taps, again in ((1, True), (25, False)):
+    for taps, instructions, again in ((1, 0, True), (25, 0, False), (1, 30, False)):
         model = model_of((32, 16, taps, 1), TAILS["norm"][0])
         segment, arguments = given(model, torch.randn(2, 16, 40, 40))
-        assert sinks._recomputes(Case(segment, arguments, False, torch.float32), mainloop, 2) == again
+        passes = [SimpleNamespace(instructions=instructions)] * 2
+        case = Case(segment, arguments, False, torch.float32)
+        assert sinks._recomputes(case, mainloop, passes, True) == again
+        assert sinks._recomputes(case, mainloop, passes[:1], True)
 
 
 # --------------------------------------------------------------------------------------------------------- KernelBench's sizes
 
-RECOMPUTED = {17: "wide", 21: "narrow2d", 52: "wide", 73: "narrow2d", 92: "narrow2d"}
+RECOMPUTED = {17: "wide", 73: "narrow2d", 92: "narrow2d"}
 ONCE = {23: "narrow3d", 25: "narrow2d", 27: "narrow3d", 32: "wide", 67: "narrow2d"}
-STORING = {79: "narrow3d", 83: "narrow3d", 85: "narrow2d"}
+STORING = {21: "narrow2d", 79: "narrow3d", 83: "narrow3d", 85: "narrow2d"}
 
 
 @pytest.mark.parametrize("number", {**RECOMPUTED, **ONCE, **STORING})
@@ -279,3 +278,16 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     assert line.startswith(f"{name}: ")
     assert ("v is never written" in line) == (number not in STORING)
     assert ("again" in line) == (number in RECOMPUTED)
+
+
+@pytest.mark.parametrize(
+    "number, mainloop", {6: "narrow3d", 24: "narrow3d", 35: "wide", 46: "wide", 52: "wide"}.items()
+)
+def test_problems_whose_v_is_written(number, mainloop, gpu):  # noqa: F811
+    """By a convolution of our own, before passes of load's."""
+    gpu(architecture=900, multiprocessors=132)
+    case = Case(*full_size(number), False, torch.float32)
+    for each in (direct, sinks):
+        with pytest.raises(sinks.Unsupported):
+            each.describe(case)
+    assert stored.describe(case).startswith(f"{mainloop} writes v, then ")

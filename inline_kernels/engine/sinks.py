@@ -21,7 +21,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, direct, mainloops, programs, source, tiling
+from . import cases, choice, direct, mainloops, programs, source, tiling
 from .algebra import reordered, statistics_of_v
 from .cases import Case
 from .graph import ELEMENTS, order
@@ -300,9 +300,9 @@ def chosen(case: Case, mainloop) -> Composed:
         raise Unsupported("; ".join(dict.fromkeys(reasons)))
     if False not in found or _recomputes(case, mainloop, [*found[False].parts.values()], True in found):
         return found.get(False, found.get(True))
-    if True not in found:
+    if True not in found and not choice.is_silent():
         raise Unsupported("v's way to memory and back takes less time than its products again")
-    return found[True]
+    return found.get(True, found.get(False))
 
 
 def _recomputes(case: Case, mainloop, passes: Sequence[Pass], stores: bool) -> bool:

@@ -107,7 +107,6 @@ def _fused_obstacles(x: Tensor, dtype: torch.dtype) -> Iterable[tuple[object, st
 _PLANES_AHEAD = 3  # of input, in the ring beside the kd that an output plane needs
 _RAW_PLANES = 3  # of input, on their way from global memory
 _TURN = 32  # output positions that a warp computes side by side
-_MOST_STATIC = 48 << 10
 _WEIGHT_REGISTERS = 90  # of a thread; more leave no room for the rest
 
 
@@ -126,7 +125,6 @@ def volume_obstacle(
     registers = ceil_div(math.prod(kernel), 4) * (4 * pairs + 2 * (channels - pairs))
     if forward_alone and registers > _WEIGHT_REGISTERS:
         static_shared += 128 * registers
-        yield static_shared > _MOST_STATIC, "the filter does not fit in shared memory"
     else:
         yield registers > _WEIGHT_REGISTERS, "the filter does not fit in registers"
     room = device_properties(x.device.index).shared - static_shared

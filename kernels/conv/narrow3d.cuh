@@ -336,18 +336,20 @@ struct SharedStorage : WeightsRoom<S> {
   alignas(16) Rooms<S, Sinks...> rooms;
   MainloopStorage<S> mainloop;
 };
+// Dynamic, as the ring behind it: statically a block has 48 KB at most.
+template <class Storage> constexpr int kStorageUnits = (int(sizeof(Storage)) + 15) / 16;
 
 // The convolution once, for `sinks`. Grid (N · slots, sixteens of channels).
 template <class S, class... Sinks>
 __global__ void __launch_bounds__(kBlock, 1) convolve_kernel(const Convolution<S> c, Sinks... sinks) {
   using Storage = SharedStorage<S, Sinks...>;
   extern __shared__ uint4 shared[];
-  __shared__ Storage storage;
+  Storage& storage = *reinterpret_cast<Storage*>(shared);
   const Tile tile(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16;
   const auto weights = storage.weights();
   Mainloop<S, std::remove_const_t<decltype(weights)>> mainloop(
-      c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared), first_channel, weights);
+      c, tile, storage.mainloop, reinterpret_cast<uint32_t*>(shared + kStorageUnits<Storage>), first_channel, weights);
   const Place<S> place{c, tile, storage.mainloop, first_channel};
   Warps<S, Sinks...> warps(storage.rooms, place, sinks...);
   mainloop.run(warps, tile.planes * mainloop.turns());
@@ -359,7 +361,7 @@ void convolve(const Convolution<S>& c, cudaStream_t stream, const Sinks&... sink
   const auto kernel = convolve_kernel<S, Sinks...>;
   allow_shared<convolve_kernel<S, Sinks...>>();
   const dim3 grid(unsigned(c.N * c.slots()), (S::kOut + 15) / 16);
-  kernel<<<grid, kBlock, c.shared, stream>>>(c, sinks...);
+  kernel<<<grid, kBlock, kStorageUnits<SharedStorage<S, Sinks...>> * 16 + c.shared, stream>>>(c, sinks...);
 }
 
 }  // namespace conv::narrow3d
