@@ -16,6 +16,7 @@ the judge says what it expects instead.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 import threading
@@ -682,7 +683,10 @@ honest("a buffer that is assigned", Assigned, (8, 6), "forward", "train")
 honest("a length of nothing", lambda: Empty(6, 5), (8, 6))
 honest("inputs by other generators", lambda: nn.Linear(6, 5), _by_numpy)
 honest(
-    "compiled", lambda: nn.Linear(6, 5), (8, 6), rewrite=lambda self, x: _compiled(self.weight, self.bias, x)
+    "compiled",
+    lambda: nn.Linear(6, 5),
+    (8, 6),
+    rewrite=lambda self, x: _compiled()(x, self.weight, self.bias),
 )
 honest("rare dropout", lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.01)), (64, 64), "forward")
 honest("dropout of a vector", lambda: nn.Dropout(0.5), (2000,), "forward", "train_dx")
@@ -693,6 +697,7 @@ honest(
 )
 
 
-@torch.compile(backend="eager")
-def _compiled(weight, bias, x):
-    return F.linear(x, weight, bias)
+@functools.cache
+def _compiled():
+    """By the first who asks: it imports the compiler."""
+    return torch.compile(lambda x, weight, bias: F.linear(x, weight, bias), backend="eager")

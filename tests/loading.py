@@ -63,7 +63,7 @@ except inline_loader.BuildError as error:
 x = torch.tensor([1.0, -3.0])
 y = torch.empty_like(x)
 kernels(y, x, 2.0, 2)
-print(y.tolist())
+print(y.tolist(), flush=True)
 """
 
 
@@ -113,10 +113,10 @@ def start(source: str, **environment: str) -> Fork:
     return Fork(program(source), {**os.environ, **environment})
 
 
-def start_python(source: str, before: str, **environment: str) -> subprocess.Popen:
-    """The same from Python's own start on; `before` is run first."""
+def start_python(source: str, before: str, after: str = "", **environment: str) -> subprocess.Popen:
+    """The same from Python's own start on; `before` is run first, `after` last."""
     return subprocess.Popen(
-        [sys.executable, "-c", program(source, before)],
+        [sys.executable, "-c", program(source, before) + after],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -648,8 +648,9 @@ class ConvSigmoid(ConvReluHardswish):
         return torch.sigmoid(self.conv(x))
 
 
-@pytest.mark.parametrize("phase", checks.PHASES)
-@pytest.mark.parametrize("reference", [ConvReluHardswish, ConvSigmoid])
+@pytest.mark.parametrize("reference, phase", [
+    (ConvReluHardswish, "forward"), (ConvSigmoid, "forward_grad"), (ConvSigmoid, "train"), (ConvReluHardswish, "train_dx"),
+])  # fmt: skip
 def test_another_problem_can_be_judged(reference, phase):
     problem = toy("another", reference, (4, 8, 3), (2, 4, 12, 12))
     result = compare.check(problem, "epilogue", phase=phase, seed=1)

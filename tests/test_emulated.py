@@ -699,22 +699,24 @@ def test_dropout_with_many_channels(emulated):
 
 
 @every_name
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_one_special_value(name, value, emulated):
-    """It spoils what it spoils in eager; the other samples don't notice. As a channel's bias it does so in all."""
+def test_one_special_value(name, emulated):
+    """It spoils what it spoils in eager; a sample without one doesn't notice. As a channel's bias it does so in all."""
     model, x = small(name)
+    x = x[[0, 1, 2, 0]]
     spoilt = x.clone()
-    spoilt[1].view(-1)[17] = value
+    for sample, value in zip(spoilt, (NAN, INF, -INF)):
+        sample.view(-1)[17] = value
 
     def assert_as_exact(x):
         ours, exact = emulated(name, model, x), reference(name, copy.deepcopy(model).double(), x.double())
         assert torch.equal(*[torch.where(t.isnan(), 2, t.sgn() * t.isinf()) for t in (ours, exact)])
         return ours
 
-    assert torch.equal(assert_as_exact(spoilt)[::2], emulated(name, model, x)[::2])
-    with torch.no_grad():
-        model.conv.bias[1] = value
-    assert_as_exact(x)
+    assert torch.equal(assert_as_exact(spoilt)[3], emulated(name, model, x)[3])
+    for value in (NAN, INF, -INF):
+        with torch.no_grad():
+            model.conv.bias[1] = value
+        assert_as_exact(x[:3])
 
 
 @every_name

@@ -109,18 +109,6 @@ def test_bad_requests(arguments, error):
         inline_loader.load(**arguments)
 
 
-def test_aten_host_side_below_torch_2_10(monkeypatch):
-    """The other half of host.h, compiled and run with today's torch."""
-    monkeypatch.setattr(units, "STABLE_ABI", False)
-    kernels = inline_loader.load("scale", source=scale())
-    assert run(kernels) == [2.0, -6.0]
-    with pytest.raises(RuntimeError, match="scale: x: expected a float32 tensor, got float64"):
-        kernels(torch.ones(2), torch.ones(2).double(), 2.0, 2)
-    y, launch = torch.zeros(2), kernels.scale.bound(3.0, 2)
-    launch(y, torch.ones(2)), launch(y, torch.full((2,), 2.0))
-    assert y.tolist() == [6.0, 6.0]
-
-
 def test_operators_work_under_torch_compile():
     kernels = inline_loader.load("scale", source=scale())
 

@@ -273,7 +273,8 @@ EXPORT int64_t version() { return -3; }
     ],
 )
 def test_tensors_with_their_sizes(stable, dtype, T, monkeypatch):
-    """By the operator and by what is bound, with no name of tensor.h included."""
+    """By the operator and by what is bound, with no name of tensor.h included. Where not `stable`, by the other half of host.h, which serves
+    torch below 2.10."""
     monkeypatch.setattr(units, "STABLE_ABI", stable)
     kernels = inline_loader.load("sized", source=SIZED, defines={"T": T})
     assert (
@@ -300,6 +301,18 @@ def test_tensors_with_their_sizes(stable, dtype, T, monkeypatch):
         for call in (lambda *tensors: kernels.describe(*tensors, -1), bound):
             with pytest.raises((RuntimeError, IndexError), match=message):
                 call(*wrong)
+    if not stable:
+        assert_pointers_are_launched()
+
+
+def assert_pointers_are_launched():
+    kernels = inline_loader.load("scale", source=scale())
+    assert run(kernels) == [2.0, -6.0]
+    with pytest.raises(RuntimeError, match="scale: x: expected a float32 tensor, got float64"):
+        kernels(torch.ones(2), torch.ones(2).double(), 2.0, 2)
+    y, launch = torch.zeros(2), kernels.scale.bound(3.0, 2)
+    launch(y, torch.ones(2)), launch(y, torch.full((2,), 2.0))
+    assert y.tolist() == [6.0, 6.0]
 
 
 def test_what_depends_on_sizes_is_asked_of_tensors_anywhere():
