@@ -232,6 +232,10 @@ def test_compile_is_one_graph(dynamic):
     compiled = torch.compile(leaky_relu, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (3, 4, 6):
         assert_as_torch(compiled, *operands(rows, 5))
+
+
+def test_the_default_compiler():
+    torch._dynamo.reset()
     inductor = torch.compile(lambda *given: leaky_relu(*given) * 2, fullgraph=True)
     arguments = operands()
     torch.testing.assert_close(inductor(*arguments), in_torch(*arguments) * 2)
