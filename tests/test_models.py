@@ -22,7 +22,7 @@ from torch import nn
 import inline_loader
 import models
 import numerics
-from inline_kernels.engine import library, schedule, tiling
+from inline_kernels.engine import library, tiling
 from inline_kernels.engine.fuse import fuse
 from inline_kernels.engine.part import Part
 from numerics import (
@@ -220,7 +220,7 @@ def test_rule_in_pieces(name, forgotten, monkeypatch):
     pieces, convolve = [], library.convolve
     monkeypatch.setattr(library, "CPU_PIECE_BYTES", 1)
     monkeypatch.setattr(
-        schedule, "convolve", lambda how, x, weight: pieces.append(len(x)) or convolve(how, x, weight)
+        library, "convolve", lambda how, x, weight: pieces.append(len(x)) or convolve(how, x, weight)
     )
     model, x = numerics.small(name)
     with torch.no_grad():
@@ -851,7 +851,7 @@ def test_way_with_many_channels(many, allow_tf32, capability, made_up, watched_b
     """On GPUs whose kernels do nothing."""
     model, x = numerics.sized(MIN_ADD, many.size, dtype=many.dtype)
     made_up(capability)
-    launcher = SimpleNamespace(bound=lambda *numbers: lambda *arguments: None)
+    launcher = SimpleNamespace(bound=lambda *numbers, **how: lambda *arguments: None)
     monkeypatch.setattr(
         inline_loader, "load", lambda *arguments, **options: SimpleNamespace(forward=launcher)
     )
