@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import inline_loader
 import numerics
 from benchmarks import level2
+from inline_kernels import fuse
 from inline_kernels.bench import checks
 from inline_kernels.engine import choice, composed, direct, mainloops, precision, tiling
 from inline_kernels.engine.capture import capture
@@ -670,3 +671,41 @@ def test_registers_spilled(number, architecture, gpu, tmp_path):  # noqa: F811
     assert done.returncode == 0, done.stderr
     found = [int(each) for each in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert found and max(found) <= 32, found
+
+
+# ------------------------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@numerics.steady_library()
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+@pytest.mark.parametrize("width", [136, 254, 256])
+def test_tiles_of_unlike_lengths(width, dtype, monkeypatch):
+    """Were a thread's part of a row a matter of the row's length, as it once was, a thread that is ahead would copy the first row of a
+    strip of another length over words of the last strip's that another thread has yet to convert: errors of 0.1, now and then."""
+    only_through("wide", monkeypatch)
+    monkeypatch.setitem(composed.known()["wide"]["faster"], "forward", "fused")
+    model = random_model((128, 64, 3, 3), TAILS["relu, bias"]).to("cuda", dtype)
+    x = torch.randn(64, 64, 132, width, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        expected = copy.deepcopy(model).float()(x.float())
+    segment, arguments = given(model, x)
+    plan = direct.plan(Case(segment, arguments, False, dtype))
+    for _ in range(5):
+        y = direct.forward(plan, arguments)[0].float()
+        torch.testing.assert_close(y, expected, rtol=torch.finfo(dtype).eps / 2, atol=1e-3)
+
+
+@pytest.mark.gpu
+@numerics.steady_library()
+@pytest.mark.parametrize("width", [130, 131, 256, 258, 383, 514, 600])
+def test_rows_of_several_tiles(width):
+    """A block has rows of up to 512 columns of v; longer ones are cut among blocks."""
+    model = random_model((64, 8, 3, 3), TAILS["relu, bias"]).cuda()
+    fast, x = fuse(copy.deepcopy(model)), torch.randn(4, 8, 64, width, device="cuda")
+    with torch.no_grad():
+        (plan,) = fast.plan(x)
+        assert plan.runs == "direct" and plan.reason.startswith("narrow2d, "), plan
+        exact, eager, ours = copy.deepcopy(model).double()(x.double()), model(x), fast(x)
+    error = checks.judged("", "output", exact, eager, ours, x.dtype)
+    assert error.share <= 1, error

@@ -42,7 +42,9 @@ def _convolving(case: Case):
     refused = []
     for by in _BY:
         try:
-            by.requests(alone(case))
+            requests = by.requests(alone(case))
+            if any(request["defines"].get("LAST") for request in requests):
+                raise Unsupported("v would lie channels last, and passes read planes")
             return by
         except Unsupported as error:
             refused.append(str(error))

@@ -1,0 +1,225 @@
+"""The schedule `stored`: a convolution of our own and `load`'s passes, run in the emulation of a GPU, against float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import numerics
+from inline_kernels import fuse
+from inline_kernels.bench import checks
+from inline_kernels.engine import direct, part, schedule, sinks, stored
+from inline_kernels.engine.cases import Case
+from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
+from test_engine_direct import device, given, only_through, random_model  # noqa: F401
+
+POOLS = {2: F.max_pool2d, 3: F.max_pool3d}
+
+
+def pooled(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
+    pool = POOLS[len(m.conv.kernel_size)]
+    return torch.tanh(pool(pool(torch.softmax(v, 1), 2), 2))
+
+
+def least(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(v.amin(2), 1)
+
+
+# Tails that neither direct nor sinks takes.
+TAILS = {"two pools": pooled, "an axis": least}
+
+
+def mean(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
+    """As smooth as 16 bits of v need to be: they make ties of what is nearly the same."""
+    return torch.softmax(v.mean(2) * m.number, 1)
+
+
+# By mainloop: who plans its convolution, the architecture; filters, the image's size, settings.
+LAYERS = {
+    "narrow2d": (direct, 800, (24, 5, 2, 3), (9, 134), {}),
+    "narrow3d": (sinks, 800, (24, 3, 3, 3, 3), (6, 6, 9), {}),  # direct takes 16 channels out, or 32
+    "wide": (direct, 900, (40, 24, 3, 3), (8, 21), {}),
+    "stream": (direct, 900, (40, 24, 3, 2), (8, 9), {"padding": 1}),
+}
+DTYPES = {
+    "narrow2d": torch.bfloat16,
+    "narrow3d": torch.float16,
+    "wide": torch.float16,
+    "stream": torch.bfloat16,
+}
+
+
+@pytest.fixture
+def layer(device, monkeypatch):  # noqa: F811
+    """layer(mainloop, tail, dtype): a model whose convolution that mainloop computes, and an input."""
+
+    def build(mainloop: str, tail=pooled, dtype: torch.dtype = torch.float32):
+        _, architecture, filters, size, settings = LAYERS[mainloop]
+        device(architecture), only_through(mainloop, monkeypatch)
+        model = random_model(filters, tail, **settings).to(dtype)
+        return model, numerics.random_input((2, filters[1], *size), dtype=dtype)
+
+    return build
+
+
+def answers(model: nn.Module, x: torch.Tensor, saving: bool) -> dict[str, torch.Tensor]:
+    """The result; and where backward follows, gradients."""
+    if not saving:
+        with torch.no_grad():
+            return {"output": model(x)}
+    leaves = {"x": x.detach().clone(memory_format=torch.preserve_format).requires_grad_()}
+    leaves |= {name: model.get_parameter(name) for name in ("conv.weight", "conv.bias")}
+    y = model(leaves["x"])
+    dy = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape).to(y.dtype)
+    return {"output": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, [*leaves.values()], dy)))}
+
+
+def assert_rule(fast: nn.Module, model: nn.Module, x: torch.Tensor, saving: bool) -> None:
+    ours, eager = answers(fast, x, saving), answers(model, x, saving)
+    exact = answers(copy.deepcopy(model).double(), x.double(), saving)
+    for name, value in ours.items():
+        assert value.shape == exact[name].shape and value.dtype == x.dtype
+        error = checks.judged("", name, exact[name], eager[name], value, x.dtype)
+        assert error.share <= 1, error
+
+
+def assert_plan(fast: nn.Module, x: torch.Tensor, mainloop: str) -> None:
+    (plan,) = fast.plan(x)
+    assert plan.runs == "stored" and plan.reason.startswith(f"{mainloop} writes v, then "), plan
+
+
+# ------------------------------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("saving", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("mainloop", LAYERS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_tails(tail, mainloop, saving, layer):
+    model, x = layer(mainloop, TAILS[tail])
+    fast = fuse(copy.deepcopy(model))
+    with torch.set_grad_enabled(saving):
+        assert_plan(fast, x, mainloop)
+    assert_rule(fast, model, x, saving)
+
+
+@pytest.mark.parametrize("mainloop", LAYERS)
+def test_16_bits(mainloop, layer):
+    model, x = layer(mainloop, mean, DTYPES[mainloop])
+    fast = fuse(copy.deepcopy(model))
+    assert_plan(fast, x, mainloop)
+    for saving in (False, True):
+        assert_rule(fast, model, x, saving)
+
+
+def test_channels_last(layer):
+    """There stream would write v channels last."""
+    model, x = layer("stream", least, torch.bfloat16)
+    x = x.contiguous(memory_format=torch.channels_last)
+    with pytest.raises(stored.Unsupported, match="v would lie channels last"):
+        stored.requests(Case(*given(model, x), False, x.dtype))
+    fast = fuse(copy.deepcopy(model))
+    assert fast.plan(x)[0].runs == "load"
+    assert_rule(fast, model, x, True)
+
+
+@pytest.mark.parametrize("mainloop", ["narrow2d", "narrow3d"])
+def test_exact_order(mainloop, layer):
+    model, x = layer(mainloop)
+    fast = fuse(copy.deepcopy(model), exact_order=True)
+    assert_plan(fast, x, mainloop)
+    assert_rule(fast, model, x, True)
+
+
+@pytest.mark.parametrize("saving", [False, True], ids=["forward", "backward"])
+def test_a_second_input(saving, layer):
+    """It stands before the weight among the arguments, and the convolution has none of it."""
+    model, x = layer("narrow2d", lambda m, v, other: least(m, v * other))
+    fast = fuse(copy.deepcopy(model))
+    with torch.set_grad_enabled(saving):
+        assert_plan(fast, x, "narrow2d")
+    assert_rule(fast, model, x, saving)
+
+
+def test_deterministic_algorithms(layer, monkeypatch):
+    """They change nothing: no sum hangs on who comes first."""
+    model, x = layer("narrow2d")
+    fast = fuse(copy.deepcopy(model))
+    known = answers(fast, x, True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_plan(fast, x, "narrow2d")
+        numerics.assert_equal(answers(fast, x, True), known)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_weights_and_inputs_of_each_call(layer):
+    """What is planned once keeps none of them."""
+    model, x = layer("narrow2d", least)
+    fast = fuse(model)
+    for number in (1.0, -2.0):
+        with torch.no_grad():
+            model.conv.weight.mul_(number)
+            torch.testing.assert_close(fast(x * number), model(x * number), rtol=1e-4, atol=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize("saving", [False, True])
+@pytest.mark.parametrize("mainloop", LAYERS)
+def test_what_is_built(mainloop, saving, layer):
+    """load's kernels first, as load has them; and what is kept for backward is the same."""
+    model, x = layer(mainloop)
+    case = Case(*given(model, x), saving, x.dtype)
+    by = LAYERS[mainloop][0]
+    for each in (direct, sinks):
+        with pytest.raises(stored.Unsupported):
+            each.requests(case)
+    assert stored.requests(case) == schedule.requests(case) + by.requests(stored.alone(case))
+    assert stored.requests(case)[1]["name"].startswith(by.__name__.rpartition(".")[2])
+    assert stored.saved(case) == schedule.saved(case)
+
+
+def test_an_edited_text_runs_by_load(layer, monkeypatch):
+    """source() gives load's text; v of an edited one is the library's."""
+    model, x = layer("narrow2d")
+    fast = fuse(copy.deepcopy(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(part, "SCHEDULES", {k: each for k, each in part.SCHEDULES.items() if k != "stored"})
+        by_load = fuse(copy.deepcopy(model))
+        assert by_load.plan(x)[0].runs == "load"
+    for saving in (False, True):
+        with torch.set_grad_enabled(saving):
+            text = fast.source(x)
+            assert text == by_load.source(x)
+            forward, *backward = text.split("struct Backward", 1)
+            assert forward.count("math::tanh(") == 1
+            edited = "struct Backward".join([forward.replace("math::tanh(", "-math::tanh("), *backward])
+            fast.edit(x, edited)
+            (plan,) = fast.plan(x)
+            assert plan.runs == "load" and plan.reason.startswith("edited, with the gradient of its lines: ")
+        ours, theirs = answers(fast, x, True), answers(model, x, True)
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], -value, rtol=1e-4, atol=1e-5)
+        fast.edit(x, None)
+        assert_plan(fast, x, "narrow2d")
+
+
+def test_on_a_cpu():
+    model, x = random_model((24, 5, 2, 3), pooled), torch.randn(2, 5, 90, 80)
+    with pytest.raises(stored.Unsupported, match="run on GPUs"):
+        stored.requests(Case(*given(model, x), False, x.dtype))
+    assert fuse(model).plan(x)[0].runs == "load"
+
+
+def test_where_no_mainloop_takes_the_convolution(layer):
+    model, x = layer("narrow2d")
+    model.conv.stride = 2, 2
+    with pytest.raises(stored.Unsupported, match="stride"):
+        stored.requests(Case(*given(model, x), False, x.dtype))
+    assert fuse(model).plan(x)[0].runs == "load"
