@@ -12,8 +12,8 @@ from torch import nn
 from benchmarks.level2 import PROBLEMS
 from fuzz_engine import check_graph
 from inline_kernels.engine.capture import NotCaptured, capture
+from inline_kernels.engine.cases import levels_of
 from inline_kernels.engine.graph import order
-from inline_kernels.engine.schedule import levels_of
 from reference_graph import Reference
 
 
