@@ -843,7 +843,7 @@ def test_way_with_many_channels(many, allow_tf32, capability, made_up, watched_b
     """On GPUs whose kernels do nothing."""
     model, x = numerics.sized(MIN_ADD, many.size, dtype=many.dtype)
     made_up(capability)
-    launcher = SimpleNamespace(bound=lambda *numbers: lambda *arguments: None)
+    launcher = SimpleNamespace(bound=lambda *numbers, **how: lambda *arguments: None)
     monkeypatch.setattr(
         inline_loader, "load", lambda *arguments, **options: SimpleNamespace(forward=launcher)
     )

@@ -28,7 +28,6 @@ import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -250,6 +249,13 @@ class Call:
         first = 1 + len(self.written.tensors) + 2 * bool(self.segment.random)
         return float(self.arguments[first + list(self.segment.scalars).index(hole.name)])
 
+    def numbers(self, launcher: Launcher) -> list:
+        """Of a launcher, but for what is drawn: a value, or the name of what is asked."""
+        names = [p.name for p in launcher.parameters if not p.tensor]
+        drawn = [] if self.segment.random else [0]
+        known = [drawn if name == "number" else [self.number(name)] for name in names]
+        return [name if each is None else each for name, own in zip(names, known) for each in own]
+
     def size(self, name: str) -> int:
         """Of how many elements is an Out tensor? By the text of its function."""
         found = re.search(rf"\b{name}_size\(([^)]*)\)\s*{{\s*return\s+([^;]*);", self.text)
@@ -295,120 +301,137 @@ def saved(
 # -------------------------------------------------------------------------------------------------------------------- running
 
 
-class Launch:
-    """A launcher for a segment: what it writes, (name, dtype), and reads, and its numbers: a value, or the name of what is asked."""
+class Back(NamedTuple):
+    """Backward where dx and dweight are wanted, or not. reads: of the arguments, the places of those that are read as they are. There are
+    then dy, what is kept, those, and what `launches` make. Of that the places of the gradients, or None; those that are `converted` then, and dv,
+    from which the library makes what is `missing` of (dx, dweight)."""
 
-    def __init__(self, call: Call, launcher: Launcher):
-        self.name, tensors = launcher.name, [p for p in launcher.parameters if p.tensor]
-        self.writes = [(p.name, call.types[p.ctype]) for p in tensors if p.written]
-        self.reads = [p.name for p in tensors if not p.written]
-        numbers = [p.name for p in launcher.parameters if not p.tensor]
-        self.draws = numbers[:1] == ["number"]
-        self.numbers = [call.number(name) for name in numbers[self.draws :]]
-        self.numbers = [
-            name if known is None else known for name, known in zip(numbers[self.draws :], self.numbers)
-        ]
-        if self.draws and not call.segment.random:
-            self.draws, self.numbers = False, [0, *self.numbers]
-
-    def bound(self, kernels) -> Callable:
-        return getattr(kernels, self.name).bound(
-            *[getattr(kernels, each)() if isinstance(each, str) else each for each in self.numbers]
-        )
-
-
-class Read(NamedTuple):
-    """How launchers read an argument: in `dtype`, contiguous; where `channels` isn't 0, so many elements."""
-
-    index: int
-    dtype: torch.dtype
-    channels: int
-
-    def is_ready(self, t: Tensor) -> bool:
-        return t.dtype == self.dtype and t.is_contiguous() and self.channels in (0, t.numel())
-
-    def __call__(self, t: Tensor) -> Tensor:
-        t = t if t.dtype == self.dtype else t.detach().to(self.dtype)
-        return (t.detach().reshape(-1).expand(self.channels) if self.channels else t).contiguous()
+    reads: Sequence[int]
+    launches: Sequence[schedule.Launch]
+    gradients: Sequence[int | None]
+    converted: Sequence[tuple[int, torch.dtype]]
+    dv: int | None
+    missing: Sequence[bool]
 
 
 class Plan:
-    """What is decided for arguments with the same shapes, dtypes and numbers. `kept`: what forward leaves for backward, by name."""
+    """What is decided for arguments with the same shapes, dtypes and numbers. `kept`: what forward leaves for backward, by name. `results`: the
+    places of what it returns, in what its launch is given and makes. `made`: the sizes of what launchers write beside y and gradients."""
 
     def __init__(self, call: Call):
-        x, self.names = call.arguments[0], ["x", *call.written.tensors]
+        self.names, self.channels = ["x", *call.written.tensors], len(call.arguments[1])
         self.convolution = schedule.Convolution.of(call.segment, call.arguments[1])
-        self.shape, self.dtype = call.shape, call.types["output_t"]
-        self.seed = (
-            1 + len(call.written.tensors) if call.segment.random else None
-        )  # its place; the number's is the next
-        self.args, self.none = (
-            _reads(call),
-            {kind: x.new_empty(0, dtype=kind) for kind in {*call.types.values()}},
+        self.seed = len(self.names) if call.segment.random else None  # its place; the number's is the next
+        self.types, self.made = call.types, call.sizes(call.forward) if call.saving else {}
+        self.convolves = ["v"] * any(p.name == "v" for p in call.forward.parameters)
+        self.kept = [*self.made, *(self.convolves if call.saving else [])]
+        kernels = inline_loader.load(**call.request([call.forward.name], call.defines(call.forward.name)))
+        # A situation's arguments are alike, and what is written is new.
+        bound = self._bound(kernels, call.forward, call.numbers(call.forward), trusting=True)
+        shapes = {"y": call.shape, **{name: (size,) for name, (size, _) in self.made.items()}}
+        self.launch = self._launch(
+            bound, call.forward, call.arguments, self.convolves, shapes, schedule.ANYWHERE
         )
-        self.first, request = (
-            Launch(call, call.forward),
-            call.request([call.forward.name], call.defines(call.forward.name)),
-        )
-        self.launch = self.first.bound(inline_loader.load(**request))
-        self.made = call.sizes(call.forward) if call.saving else {}
-        self.kept = [*self.made] + ["v"] * (call.saving and "v" in self.first.reads)
-        # What nobody keeps has no elements.
-        self.written = [
-            ((self.made[name][0],), kind) if name in self.made else self.none[kind]
-            for name, kind in self.first.writes
-            if name != "y"
-        ]
-        self.pick = self._pick(call.arguments)
-        self.backwards, self.steps = [], {}
+        names = [*self.convolves, *self.launch.made]
+        self.results = [names.index(name) for name in ("y", *self.kept)]
+        self.backwards, self.known = {}, {}
         if call.saving:
             self.request = functools.partial(call.request, defines=call.defines("backward"))
-            launchers = [
-                each
-                for name, each in call.launchers.items()
-                if name.startswith("backward") and not each.asked
-            ]
-            self.backwards = [Launch(call, each) for each in launchers]
-            for each in launchers:
-                self.made |= call.sizes(each)
+            for name, each in call.launchers.items():
+                if name.startswith("backward") and not each.asked:
+                    self.backwards[each] = call.numbers(each)
+                    self.made |= call.sizes(each)
         call.arguments = ()  # which nothing here shall keep
 
-    def _pick(self, arguments: Sequence) -> Callable | None:
-        """Gives what the first launcher reads of the arguments; None where something is to be converted, or isn't among them."""
-        places = [self._place(name, arguments) for name in self.first.reads]
-        places += [self.seed + 1] * self.first.draws if self.seed else []
-        return itemgetter(*places) if None not in places and len(places) > 1 else None
+    def _bound(self, kernels, launcher: Launcher, numbers: Sequence, trusting: bool = False) -> Callable:
+        known = [getattr(kernels, each)() if isinstance(each, str) else each for each in numbers]
+        return getattr(kernels, launcher.name).bound(*known, trusting=trusting)
 
-    def _place(self, name: str, arguments: Sequence) -> int | None:
-        if name == "seed":
-            return self.seed
-        own = self.args.get(name)
-        return own.index if own and own.is_ready(arguments[own.index]) else None
+    def _launch(
+        self,
+        bound: Callable,
+        launcher: Launcher,
+        arguments: Sequence,
+        given: Sequence[str],
+        shapes: Mapping,
+        aligned: int,
+    ) -> schedule.Launch:
+        """shapes: of what is written; nobody wants the rest. aligned: of an Entry."""
+        table, draws = [], False
+        for p in launcher.parameters:
+            if not p.tensor:
+                draws |= p.name == "number" and self.seed is not None
+                continue
+            at, shape, channels = None, None, 0
+            if p.written:
+                shape = shapes.get(p.name, (0,))
+            elif p.name == "seed":
+                at, shape = self.seed, None if self.seed else (0,)
+            elif p.name not in given:
+                at = self.names.index(p.name)
+                channels = self.channels if at > 1 else 0
+            table.append(schedule.Entry(p.name, self.types[p.ctype], at, shape, p.written, channels, aligned))
+        return schedule.Launch(bound, table, arguments, given, self.seed + 1 if draws else None)
 
-    def tensor(self, name: str, arguments: Sequence) -> Tensor:
-        """As launchers read it."""
-        if name == "seed":
-            return self.none[torch.int64] if self.seed is None else arguments[self.seed]
-        own = self.args[name]
-        return own(arguments[own.index])
+    def back(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
+        """Where dx, and dweight, are wanted or not."""
+        if wanted not in self.known:
+            self.known[wanted] = self._planned(wanted, arguments, saved)
+        return self.known[wanted]
 
-    def steps_for(self, wanted: tuple[bool, bool]) -> list[tuple[Launch, Callable]]:
-        """What backward launches where dx, and dweight, are wanted or not. Launchers of which another build has none are built alone."""
-        if wanted not in self.steps:
-            chosen, others = self._chosen(wanted), self._chosen((False, wanted[1]))
-            groups = [[each for each in chosen if (each in others) is shared] for shared in (True, False)]
-            launches = {}
-            for group in filter(None, groups):
-                kernels = inline_loader.load(**self.request([each.name for each in group]))
-                launches |= {each: each.bound(kernels) for each in group}
-            self.steps[wanted] = [(each, launches[each]) for each in chosen]
-        return self.steps[wanted]
+    def _planned(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
+        shapes = {name: (size,) for name, (size, _) in self.made.items()}
+        shapes |= {f"d{_}v": t.shape for name, t in zip(self.kept, saved) if name == "v" for _ in ("", "_")}
+        for i, (name, t) in enumerate(zip(self.names, arguments)):
+            if i > 1 or wanted[i]:
+                shapes |= {f"d{name}": t.shape, f"d_{name}": t.shape}
+        steps = self._steps(wanted)
+        read = {
+            p.name: self.types[p.ctype]
+            for each, _ in steps
+            for p in each.parameters
+            if p.tensor and not p.written
+        }
+        reads = [
+            i
+            for i, (name, t) in enumerate(zip(self.names, arguments))
+            if name in read and self._is_ready(i, t, read[name])
+        ]
+        there, types, launches = ["dy", *self.kept, *[self.names[i] for i in reads]], {}, []
+        for launcher, bound in steps:
+            written = {p.name: self.types[p.ctype] for p in launcher.parameters if p.written}
+            given = ["" if name in written else name for name in there]
+            launches.append(self._launch(bound, launcher, arguments, given, shapes, 0))
+            there, types = [*given, *launches[-1].made], types | written
+        own = [
+            next((d for d in (f"d{name}", f"d_{name}") if d in shapes and d in there), None)
+            for name in self.names
+        ]
+        converted = [
+            (i, t.dtype) for i, (d, t) in enumerate(zip(own, arguments)) if d and types[d] != t.dtype
+        ]
+        dv = next((there.index(d) for d in ("dv", "d_v") if d in there), None)
+        missing = [dv is not None and want and not d for want, d in zip(wanted, own)]
+        return Back(reads, launches, [d and there.index(d) for d in own], converted, dv, missing)
 
-    def _chosen(self, wanted: tuple[bool, bool]) -> list[Launch]:
+    def _is_ready(self, i: int, t: Tensor, dtype: torch.dtype) -> bool:
+        return t.dtype == dtype and (i < 2 or t.numel() == self.channels)
+
+    def _steps(self, wanted: tuple[bool, bool]) -> list[tuple[Launcher, Callable]]:
+        """What backward launches. Launchers of which another build has none are built alone."""
+        chosen, others = self._chosen(wanted), self._chosen((False, wanted[1]))
+        groups = [[each for each in chosen if (each in others) is shared] for shared in (True, False)]
+        bound = {}
+        for group in filter(None, groups):
+            kernels = inline_loader.load(**self.request([each.name for each in group]))
+            bound |= {each: self._bound(kernels, each, self.backwards[each]) for each in group}
+        return [(each, bound[each]) for each in chosen]
+
+    def _chosen(self, wanted: tuple[bool, bool]) -> list[Launcher]:
         unwanted = {
             f"{d}{name}" for name, want in zip(("x", "weight"), wanted) for d in ("d", "d_") if not want
         }
-        made = {each: {name for name, _ in each.writes} for each in self.backwards}
+        made = {each: {p.name for p in each.parameters if p.written} for each in self.backwards}
 
         def better(other: set, own: set) -> bool:
             more, all_own = other - unwanted, own - unwanted
@@ -420,33 +443,6 @@ class Plan:
             if not any(better(other, own) for other in [set(), *made.values()])
         ]
 
-    def room(
-        self, name: str, kind: torch.dtype, arguments: Sequence, known: Mapping, needs: Sequence[bool]
-    ) -> Tensor:
-        """Where a launcher writes `name`."""
-        if name in self.made:
-            return arguments[0].new_empty(self.made[name][0], dtype=kind)
-        of = name[1:].removeprefix("_")
-        if of == "v":
-            return torch.empty_like(known["v"])
-        index = self.names.index(of)
-        if index < 2 and not needs[index]:
-            return self.none[kind]
-        return arguments[index].new_empty(arguments[index].shape, dtype=kind)
-
-
-def _reads(call: Call) -> dict[str, Read]:
-    found, names = {}, ["x", *call.written.tensors]
-    for p in [
-        p
-        for each in call.launchers.values()
-        for p in each.parameters
-        if p.tensor and not p.written and p.name in names
-    ]:
-        index = names.index(p.name)
-        found[p.name] = Read(index, call.types[p.ctype], 0 if index < 2 else len(call.arguments[1]))
-    return found
-
 
 def plan(
     segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False, edited=None
@@ -456,45 +452,27 @@ def plan(
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
-    new = arguments[0].new_empty  # and sizes one by one: twice as fast as torch.empty
-    y = new(*plan.shape, dtype=plan.dtype)
-    written = [t if type(t) is Tensor else new(*t[0], dtype=t[1]) for t in plan.written]
-    if plan.pick:
-        plan.launch(y, *written, *plan.pick(arguments))
-        return [y, *written] if plan.kept else [y]
-    known = {}
-    if "v" in plan.first.reads:
-        known["v"] = schedule.convolve(plan.convolution, *arguments[:2])
-    taken = [known[name] if name in known else plan.tensor(name, arguments) for name in plan.first.reads]
-    number = arguments[plan.seed + 1 : plan.seed + 2] if plan.first.draws else ()
-    plan.launch(y, *written, *taken, *number)
-    return [y, *written, *known.values()] if plan.kept else [y]
+    if not plan.convolves:
+        made = plan.launch(arguments)
+    else:
+        v = schedule.convolve(plan.convolution, *arguments[:2])
+        made = [v, *plan.launch(arguments, v)]
+    return [made[i] for i in plan.results]
 
 
 def backward(
     plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of x, parameters and buffers (None)."""
-    known = {name: library.aligned(t) for name, t in (*zip(plan.kept, saved), ("dy", dy))}
-    number = arguments[plan.seed + 1 : plan.seed + 2] if plan.seed is not None else ()
-    for each, launch in plan.steps_for((needs[0], needs[1])):
-        for name in each.reads:
-            if name not in known:
-                known[name] = library.aligned(plan.tensor(name, arguments))
-        for name, kind in each.writes:
-            known[name] = plan.room(name, kind, arguments, known, needs)
-        names = *[name for name, _ in each.writes], *each.reads
-        launch(*[known[name] for name in names], *(number if each.draws else ()))
-    found = [
-        known.get(f"d{name}", known.get(f"d_{name}")) if need else None
-        for name, need in zip(plan.names, needs)
-    ]
-    if (dv := known.get("dv", known.get("d_v"))) is not None:
-        missing = [need and each is None for need, each in zip(needs, found[:2])]
-        if any(missing):
-            both = schedule.convolve_backward(plan.convolution, dv, *arguments[:2], missing)
-            found[:2] = [ours if ours is not None else theirs for ours, theirs in zip(found, both)]
-    return [
-        each if each is None or each.dtype == t.dtype else each.to(t.dtype)
-        for each, t in zip(found, arguments)
-    ]
+    back = plan.back((needs[0], needs[1]), arguments, saved)
+    # A user's hooks may give arguments back in other strides.
+    there = library.all_aligned(dy, *saved, *[arguments[i] for i in back.reads])
+    for launch in back.launches:
+        there += launch(arguments, *there)
+    found = [None if place is None else there[place] for place in back.gradients]
+    for i, dtype in back.converted:
+        found[i] = found[i].to(dtype)
+    if any(back.missing):
+        both = schedule.convolve_backward(plan.convolution, there[back.dv], *arguments[:2], back.missing)
+        found[:2] = [ours if ours is not None else theirs for ours, theirs in zip(found, both)]
+    return found

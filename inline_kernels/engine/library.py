@@ -6,8 +6,10 @@ Convolutions here have stride 1, no padding and no bias. x is (N, channels in, â
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -74,6 +76,15 @@ def contiguous(t: Tensor, layout: torch.memory_format = torch.contiguous_format)
 def aligned(t: Tensor) -> Tensor:
     """t as kernels read it that copy up to 16 bytes at a time: contiguous, and at a multiple of so many."""
     return t.clone(memory_format=torch.contiguous_format) if t.data_ptr() % 16 else t.contiguous()
+
+
+def all_aligned(*tensors: Tensor) -> list[Tensor]:
+    """`aligned`, of those that mostly are."""
+    if functools.reduce(or_, map(Tensor.data_ptr, tensors)) % 16 or not all(
+        map(Tensor.is_contiguous, tensors)
+    ):
+        return [*map(aligned, tensors)]
+    return [*tensors]
 
 
 # ----------------------------------------------------------------------------------------------------------------- TF32

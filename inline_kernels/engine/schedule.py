@@ -379,6 +379,9 @@ def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
 # --------------------------------------------------------------------------------------------------------------- planning
 
 
+ANYWHERE = 1 << 10  # an Entry's `aligned`: never
+
+
 class Entry(NamedTuple):
     """A launcher's tensor: an argument (its number) in `dtype`, a new array of a shape, or, with neither, what is there by its name."""
 
@@ -387,6 +390,8 @@ class Entry(NamedTuple):
     argument: int | None = None
     shape: Sequence[int] | None = None
     written: bool = False
+    channels: int = 0  # how many elements an argument has, as it is read: a parameter's only one stands for all; 0: its own
+    aligned: int = 2  # from how many dimensions on an argument is read 16 bytes at a time
 
 
 class Launch:
@@ -421,7 +426,7 @@ class Launch:
         if self.converted:
             taken = [*taken]
             for at, entry in self.converted:
-                taken[at] = _as_read(taken[at], entry.dtype)
+                taken[at] = _as_read(taken[at], entry)
         self.bound(*taken)
         for at, entry in self.converted:
             if entry.written:
@@ -437,13 +442,16 @@ def _without_memory(x: Tensor, entry: Entry) -> Tensor:
 
 
 def _is_ready(t: Tensor, entry: Entry) -> bool:
-    return t.dtype == entry.dtype and t.is_contiguous() and (t.dim() < 2 or t.data_ptr() % 16 == 0)
+    alike = t.dtype == entry.dtype and t.is_contiguous() and entry.channels in (0, t.numel())
+    return alike and (t.dim() < entry.aligned or t.data_ptr() % 16 == 0)
 
 
-def _as_read(t: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_read(t: Tensor, entry: Entry) -> Tensor:
     """An argument as kernels read it."""
-    t = t if t.dtype == dtype else t.detach().to(dtype)
-    return library.aligned(t) if t.dim() > 1 else t.contiguous()
+    t = t if t.dtype == entry.dtype else t.detach().to(entry.dtype)
+    if entry.channels not in (0, t.numel()):
+        return t.detach().reshape(-1).expand(entry.channels).contiguous()
+    return library.aligned(t) if t.dim() >= entry.aligned else t.contiguous()
 
 
 @dataclass
