@@ -333,8 +333,8 @@ class Plan:
             bound, call.forward, call.arguments, self.convolves, shapes, schedule.ANYWHERE
         )
         names = [*self.convolves, *self.launch.made]
-        self.results = [names.index(name) for name in ("y", *self.kept)]
-        self.backwards, self.known = {}, {}
+        self.results = schedule.picking([names.index(name) for name in ("y", *self.kept)])
+        self.backwards, self.backs = {}, {}
         if call.saving:
             self.request = functools.partial(call.request, defines=call.defines("backward"))
             for name, each in call.launchers.items():
@@ -373,13 +373,8 @@ class Plan:
             table.append(schedule.Entry(p.name, self.types[p.ctype], at, shape, p.written, channels, aligned))
         return schedule.Launch(bound, table, arguments, given, self.seed + 1 if draws else None)
 
-    def back(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
+    def planned_back(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
         """Where dx, and dweight, are wanted or not."""
-        if wanted not in self.known:
-            self.known[wanted] = self._planned(wanted, arguments, saved)
-        return self.known[wanted]
-
-    def _planned(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
         shapes = {name: (size,) for name, (size, _) in self.made.items()}
         shapes |= {f"d{_}v": t.shape for name, t in zip(self.kept, saved) if name == "v" for _ in ("", "_")}
         for i, (name, t) in enumerate(zip(self.names, arguments)):
@@ -412,7 +407,11 @@ class Plan:
         ]
         dv = next((there.index(d) for d in ("dv", "d_v") if d in there), None)
         missing = [dv is not None and want and not d for want, d in zip(wanted, own)]
-        return Back(reads, launches, [d and there.index(d) for d in own], converted, dv, missing)
+        missing = missing if any(missing) else ()
+        self.backs[wanted] = Back(
+            reads, launches, [d and there.index(d) for d in own], converted, dv, missing
+        )
+        return self.backs[wanted]
 
     def _is_ready(self, i: int, t: Tensor, dtype: torch.dtype) -> bool:
         return t.dtype == dtype and (i < 2 or t.numel() == self.channels)
@@ -453,18 +452,17 @@ def plan(
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     if not plan.convolves:
-        made = plan.launch(arguments)
-    else:
-        v = schedule.convolve(plan.convolution, *arguments[:2])
-        made = [v, *plan.launch(arguments, v)]
-    return [made[i] for i in plan.results]
+        return plan.results(plan.launch(arguments))
+    v = schedule.convolve(plan.convolution, *arguments[:2])
+    return plan.results([v, *plan.launch(arguments, v)])
 
 
 def backward(
     plan: Plan, dy: Tensor, arguments: Sequence, saved: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of x, parameters and buffers (None)."""
-    back = plan.back((needs[0], needs[1]), arguments, saved)
+    wanted = needs[0], needs[1]
+    back = plan.backs.get(wanted) or plan.planned_back(wanted, arguments, saved)
     # A user's hooks may give arguments back in other strides.
     there = library.all_aligned(dy, *saved, *[arguments[i] for i in back.reads])
     for launch in back.launches:
@@ -472,7 +470,7 @@ def backward(
     found = [None if place is None else there[place] for place in back.gradients]
     for i, dtype in back.converted:
         found[i] = found[i].to(dtype)
-    if any(back.missing):
+    if back.missing:
         both = schedule.convolve_backward(plan.convolution, there[back.dv], *arguments[:2], back.missing)
         found[:2] = [ours if ours is not None else theirs for ours, theirs in zip(found, both)]
     return found

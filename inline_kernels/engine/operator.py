@@ -139,9 +139,10 @@ class SegmentOperator:
         self.reference = Reference(self, segment, modules, others)
 
         def forward(a, *, plan, saving):
-            y, *rest = self.schedule.forward(plan.inner, a)
-            y = plan.layout.laid_out(y)
-            return (y, *rest) if saving else (y,)
+            found, layout = schedule.forward(plan.inner, a), plan.layout
+            if not layout.is_there:
+                found[0] = layout.laid_out(found[0])
+            return found if saving else found[:1]
 
         forward.__annotations__["a"] = self.arguments
         self.operator = loader_operators.declare(
@@ -175,8 +176,13 @@ class SegmentOperator:
         whose memory was looked at."""
         if needs_gradient or plan is None or plan.layout.order is not None:
             return self.operator.bound(plan, constants, needs_gradient)
-        forward, inner, laid_out = self.schedule.forward, plan.inner, plan.layout.laid_out
-        return lambda *varying: laid_out(forward(inner, varying + constants)[0])
+        forward, inner, layout = self.schedule.forward, plan.inner, plan.layout
+
+        def run(*varying):
+            y = forward(inner, varying + constants)[0]
+            return y if layout.is_there else layout.laid_out(y)
+
+        return run
 
     def failed(self, a: tuple, saving: bool, reason: str) -> None:
         """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
@@ -272,16 +278,17 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
 
 
 class Layout:
-    """The shape and the order in memory of a result."""
+    """The shape and the order in memory of a plan's results. `is_there`: the last one came so, and all are alike."""
 
     def __init__(self, like: Tensor):
-        self.shape, self.order = like.shape, None  # None: contiguous
+        self.shape, self.order, self.is_there = like.shape, None, False  # order: None: contiguous
         if not like.is_contiguous():
             self.order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i))
             self.back = [self.order.index(i) for i in range(like.dim())]
 
     def laid_out(self, y: Tensor) -> Tensor:
         """y, contiguous and of any shape with the same elements, so."""
+        self.is_there = self.order is None and y.shape == self.shape
         y = y if y.shape == self.shape else y.view(self.shape)
         return y if self.order is None else y.permute(self.order).contiguous().permute(self.back)
 

@@ -434,6 +434,13 @@ class Launch:
         return made
 
 
+def picking(places: Sequence[int]) -> Callable:
+    """Gives of a list the items at those places, as a list."""
+    if [*places] == [*range(len(places))]:
+        return itemgetter(slice(len(places)))
+    return lambda items: [items[i] for i in places]
+
+
 def _without_memory(x: Tensor, entry: Entry) -> Tensor:
     """A tensor on x's device to make others like it."""
     t = torch.empty(entry.shape, dtype=entry.dtype, device=x.device)
@@ -471,7 +478,7 @@ class Plan:
     runs: int = 0  # in what layout v is convolved
     launch: Launch | None = None
     in_place: bool = False
-    results: Sequence[int] = ()  # the places of what forward returns, in what launch is given and makes
+    results: Callable | None = None  # gives what forward returns, of what launch is given and makes
     backward: dict[tuple, Back] = field(default_factory=dict)  # by what is asked for
     turned: tuple | None = None  # of `_input_gradient`: the size of dx, and what is launched
     transposes: dict[tuple, Callable] = field(default_factory=dict)  # by their numbers
@@ -567,7 +574,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
         plan, plan.kernels.forward, composed.forward, composed.forward_names, arguments, given, shapes, True
     )
     names = [*given, *plan.launch.made]
-    plan.results = [names.index(name) for name in ("y", *[array.name for array in composed.saved])]
+    plan.results = picking([names.index(name) for name in ("y", *[array.name for array in composed.saved])])
 
 
 def _divide(plan: Plan, arguments: Sequence) -> None:
@@ -737,8 +744,7 @@ def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
     else:
         v = _laid_out(plan, x, weight) if plan.runs else convolve(plan.convolution, x, weight)
         given = (v, v) if plan.in_place else (v,)
-    made = *given, *plan.launch(arguments, *given)
-    return [made[i] for i in plan.results]
+    return plan.results([*given, *plan.launch(arguments, *given)])
 
 
 def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:

@@ -13,7 +13,8 @@ from operator import or_
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import _is_any_autocast_enabled
 from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 
 from inline_kernels.loader.operators import LOW, PLAIN, check_memory, precision
 
+data_ptr = Tensor.data_ptr
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TRACED = (*PLAIN, FakeTensor, FunctionalTensor)  # and what stands for a plain tensor while PyTorch traces
 # Does a dictionary's version rise with whatever is assigned? From Python 3.13 on not with an object's attribute.
@@ -158,30 +160,47 @@ class Situation:
     and RuntimeError, as `holds` does, where the memory of one was freed.
     """
 
-    __slots__ = ("alike", "modes", "others", "decided", "run", "drawn")
+    __slots__ = (
+        "alike",
+        "gradients",
+        "autocast",
+        "tf32",
+        "alignment",
+        "addresses",
+        "decided",
+        "run",
+        "drawn",
+    )
 
     def __init__(self, tensors: tuple[Tensor, ...]):
         # PyTorch's own comparison: a sixth of the time of one here.
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self.alike, self.modes, self.others = guards.check, _modes(tensors[0]), _others(tensors)
+        guards, x = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None), tensors[0]
+        self.alike, self.gradients, self.autocast = guards.check, is_grad_enabled(), autocast_dtype(x)
+        self.addresses = [*map(data_ptr, tensors)]  # the last that were looked at
+        self.tf32, self.alignment = precision(x), _alignment(self.addresses, tensors)
         self.decided, self.run, self.drawn = False, None, None
 
     def holds(self, tensors: tuple[Tensor, ...]) -> bool:
         """Is all as it was? What is eager's whatever the alignment and TF32 isn't asked for those."""
-        if not self.alike(*tensors) or self.modes != _modes(tensors[0]):
+        if not self.alike(*tensors) or is_grad_enabled() is not self.gradients:
             return False
-        return (self.run is None and self.decided) or self.others == _others(tensors)
+        x = tensors[0]
+        if (autocast_dtype(x) if _is_any_autocast_enabled() else None) is not self.autocast:
+            return False
+        if self.run is None and self.decided:
+            return True
+        if self.tf32 is not None and precision(x) != self.tf32:  # None: x is on no GPU
+            return False
+        addresses = [*map(data_ptr, tensors)]
+        if addresses != self.addresses:
+            if _alignment(addresses, tensors) != self.alignment:
+                return False
+            self.addresses = addresses if min(addresses) >= LOW else []
+        return True
 
 
-def _modes(x: Tensor) -> tuple:
-    autocast = autocast_dtype(x) if torch._C._is_any_autocast_enabled() else None
-    return torch.is_grad_enabled(), autocast
-
-
-def _others(tensors: tuple[Tensor, ...]) -> tuple:
-    """Raises RuntimeError where the memory of one was freed."""
-    addresses = [*map(Tensor.data_ptr, tensors)]
+def _alignment(addresses: Sequence[int], tensors: tuple[Tensor, ...]) -> list[int] | None:
+    """None: of all. Raises RuntimeError where the memory of one was freed."""
     if min(addresses) < LOW:
         check_memory(*tensors)
-    alignment = functools.reduce(or_, addresses) % 16  # 0: of all
-    return precision(tensors[0]), alignment and [address % 16 for address in addresses]
+    return [address % 16 for address in addresses] if functools.reduce(or_, addresses) % 16 else None

@@ -21,6 +21,7 @@ from .part import SCHEDULES_OF
 from .support import NOT_THE_MODEL
 
 _VARIANT_OF = {schedule: variant for variant, schedules in SCHEDULES_OF.items() for schedule in schedules}
+_RUN = frozenset(("auto", *SCHEDULES_OF))
 
 
 class Plan(NamedTuple):
@@ -94,9 +95,9 @@ class Variants(Fused):
         return Plan(self.variant, "asked for")
 
     def forward(self, *inputs, **keywords):
-        if self.variant != "auto" and self.variant not in SCHEDULES_OF:
-            return self._eager(*inputs, **keywords)
-        return super().forward(*inputs, **keywords)
+        if self.variant in _RUN:
+            return Fused.forward(self, *inputs, **keywords)
+        return self._eager(*inputs, **keywords)
 
     def _eager(self, *inputs, **keywords):
         if self.variant not in ("auto", "eager"):

@@ -20,6 +20,7 @@ from typing import NewType, get_type_hints
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -31,6 +32,8 @@ _SCHEMA_TYPES = {Tensor: "Tensor", float: "float", int: "SymInt", bool: "bool", 
 _SCHEMA_TYPES |= {Drawn: "SymInt"}
 PLAIN = (Tensor, torch.nn.Parameter)
 LOW = 2**32  # a tensor whose storage was freed lies lower, at 0, as a view of it at its offset
+# Behind torch.backends.cudnn.conv.fp32_precision, where there is one: a property in Python, which takes a microsecond.
+_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 _KEPT_PLANS = 256  # of an operator; past them it starts anew
 # By operator, for all copies of this module in a process: an exported cell that is edited and run again makes another.
 _libraries: dict[str, torch.library.Library] = vars(torch.library).setdefault("_inline_kernels", {})
@@ -85,9 +88,7 @@ def precision(x: Tensor) -> object:
     """PyTorch's setting of TF32 for a GPU's convolutions: the newer one where there is one, for reading the older may then raise."""
     if not x.is_cuda:
         return None
-    # Behind torch.backends.cudnn.conv.fp32_precision, where there is one: a property in Python, which takes a microsecond.
-    newer = getattr(torch._C, "_get_fp32_precision_getter", None)
-    setting = newer("cuda", "conv") if newer else torch.backends.cudnn.allow_tf32
+    setting = _precision("cuda", "conv") if _precision else torch.backends.cudnn.allow_tf32
     return torch._C._get_cudnn_enabled(), setting
 
 
@@ -333,22 +334,25 @@ def _one_by_one(gradients: Callable, dy: Tensor) -> tuple[Tensor | None, ...]:
 def _differentiable(operator: Operator) -> type[torch.autograd.Function]:
     """The autograd.Function around `operator`: its registered halves where something watches, else its own functions."""
     count, others = operator.tensors, (None,) * (operator.varying - operator.tensors)
+    call, arguments_of = operator._call, operator._arguments
 
     def forward(ctx, bound, *varying):
         plan, constants = bound
         arguments = varying + constants
-        if plan is None and is_watched():
+        if plan is not None:
+            result, *saved = call(arguments_of(arguments), plan=plan, saving=True)
+        elif is_watched():
             result, *saved = operator.save_registered(*arguments)
         else:
-            plan = operator.plan(arguments, True) if plan is None else plan
-            result, *saved = operator._call(operator._arguments(arguments), plan=plan, saving=True)
+            plan = operator.plan(arguments, True)
+            result, *saved = call(arguments_of(arguments), plan=plan, saving=True)
         ctx.save_for_backward(*varying[:count], *saved)
         ctx.plan, ctx.numbers = plan, arguments[count:]
         ctx.set_materialize_grads(False)
         return result
 
     def backward(ctx, dy):
-        if dy is None or torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
+        if dy is None or torch.is_grad_enabled() or is_legacy_batchedtensor(dy):
             return backward_seldom(ctx, dy)
         given, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : count + 1]
         arguments, saved = given[:count] + ctx.numbers, given[count:]
