@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reference_graph as reference
-from inline_kernels.engine import schedule
+from inline_kernels.engine import cases, schedule
 
 
 def _gpu(capability, multiprocessors, **clocks) -> SimpleNamespace:
@@ -74,7 +74,7 @@ def _update(segment, a, statistics):
 
 
 def _saved(segment, a, dtype, exact_order=False):
-    sizes = schedule.sizes_of(segment, a[0], a[len(segment.inputs)])
+    sizes = cases.sizes_of(segment, a[0], a[len(segment.inputs)])
     positions = sizes.levels["e"][3 - (a[0].dim() - 2) :]
     return [((sizes.N, sizes.C, *positions), a[0].dtype)]
 

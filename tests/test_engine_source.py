@@ -19,7 +19,7 @@ import inline_loader
 from benchmarks import level2
 from fuzz_engine import random_program
 from inline_kernels.bench import checks
-from inline_kernels.engine import library, schedule, source
+from inline_kernels.engine import library, programs, schedule, source
 from inline_kernels.engine.capture import capture
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
 from test_engine_cpu import philox
@@ -663,7 +663,7 @@ def test_arrays_have_names_of_their_own(saving):
     model = level2.PROBLEMS[79].Model(3, 16, 3, (1,), -1.0, 1.0)
     (segment,) = capture(model, True, 5).segments
     for device in ("cpu", "cuda"):
-        composed = schedule._composed(segment, schedule.Kind(device, saving, True, False, source.Own()))
+        composed = programs.composed_of(segment, programs.Kind(device, saving, True, False, source.Own()))
         for program in filter(None, (composed.forward, composed.backward)):
             names = [array.name for array in program.arrays.values()]
             assert len({*names}) == len(names)

@@ -14,7 +14,7 @@ from torch import nn
 
 import inline_loader
 from inline_kernels import fuse
-from inline_kernels.engine import schedule, source, strips
+from inline_kernels.engine import cases, source, strips
 from inline_kernels.engine.capture import Conv
 
 pytestmark = pytest.mark.usefixtures("optimised")
@@ -198,8 +198,8 @@ def convolution(*padding: int) -> Conv:
     return Conv("", 3, (1, 1, 1), padding, (1, 1, 1), 1)
 
 
-def sizes_of(v) -> schedule.Sizes:
-    return schedule.Sizes(*v.shape[:2], {"e": tuple(v.shape[2:])})
+def sizes_of(v) -> cases.Sizes:
+    return cases.Sizes(*v.shape[:2], {"e": tuple(v.shape[2:])})
 
 
 def with_a_margin(like, shape):

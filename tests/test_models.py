@@ -22,7 +22,7 @@ from torch import nn
 import inline_loader
 import models
 import numerics
-from inline_kernels.engine import library, schedule, tiling
+from inline_kernels.engine import library, tiling
 from inline_kernels.engine.part import Part
 from numerics import (
     DROPOUT,
@@ -212,10 +212,10 @@ def forgotten():
 @pytest.mark.parametrize("name", numerics.KNOWN)
 def test_rule_in_pieces(name, forgotten, monkeypatch):
     """Without gradients the CPU works a few samples at a time."""
-    pieces, convolve = [], schedule.convolve
+    pieces, convolve = [], library.convolve
     monkeypatch.setattr(library, "CPU_PIECE_BYTES", 1)
     monkeypatch.setattr(
-        schedule, "convolve", lambda how, x, weight: pieces.append(len(x)) or convolve(how, x, weight)
+        library, "convolve", lambda how, x, weight: pieces.append(len(x)) or convolve(how, x, weight)
     )
     model, x = numerics.small(name)
     with torch.no_grad():

@@ -38,7 +38,7 @@ import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers, read
 from inline_loader import KERNELS
 
-from . import library, schedule, tiling
+from . import cases, launching, library, tiling
 from .graph import order
 from .passes import Unsupported
 
@@ -218,7 +218,7 @@ class Call:
         self.forward = self.launchers[
             "forward_saving" if saving and "forward_saving" in self.launchers else "forward"
         ]
-        sizes = schedule.sizes_of(segment, x, weight)
+        sizes = cases.sizes_of(segment, x, weight)
         positions = sizes.levels[segment.outputs[0].space.level][5 - weight.dim() :]
         of_axis = {"n": sizes.N, "c": sizes.C} | {str(i): size for i, size in enumerate(positions)}
         self.shape = [of_axis[axis] for axis in segment.axes]  # of y
@@ -226,7 +226,7 @@ class Call:
     def defines(self, phase: str) -> dict:
         """Of a build of forward, forward_saving or backward."""
         x, weight, written = *self.arguments[:2], self.written
-        own = schedule._defines(self.segment, x, self.types["output_t"]) | written.macros
+        own = cases.defines(x, self.types["output_t"]) | written.macros
         return own | tiling.MAINLOOPS[written.mainloop].defines(x, weight, phase, written)
 
     def request(self, names: Sequence[str], defines: dict) -> dict:
@@ -307,7 +307,7 @@ class Back(NamedTuple):
     from which the library makes what is `missing` of (dx, dweight)."""
 
     reads: Sequence[int]
-    launches: Sequence[schedule.Launch]
+    launches: Sequence[launching.Launch]
     gradients: Sequence[int | None]
     converted: Sequence[tuple[int, torch.dtype]]
     dv: int | None
@@ -320,7 +320,7 @@ class Plan:
 
     def __init__(self, call: Call):
         self.names, self.channels = ["x", *call.written.tensors], len(call.arguments[1])
-        self.convolution = schedule.Convolution.of(call.segment, call.arguments[1])
+        self.convolution = library.Convolution.of(call.segment.conv, call.arguments[1])
         self.seed = len(self.names) if call.segment.random else None  # its place; the number's is the next
         self.types, self.made = call.types, call.sizes(call.forward) if call.saving else {}
         self.convolves = ["v"] * any(p.name == "v" for p in call.forward.parameters)
@@ -330,10 +330,10 @@ class Plan:
         bound = self._bound(kernels, call.forward, call.numbers(call.forward), trusting=True)
         shapes = {"y": call.shape, **{name: (size,) for name, (size, _) in self.made.items()}}
         self.launch = self._launch(
-            bound, call.forward, call.arguments, self.convolves, shapes, schedule.ANYWHERE
+            bound, call.forward, call.arguments, self.convolves, shapes, launching.ANYWHERE
         )
         names = [*self.convolves, *self.launch.made]
-        self.results = schedule.picking([names.index(name) for name in ("y", *self.kept)])
+        self.results = launching.picking([names.index(name) for name in ("y", *self.kept)])
         self.backwards, self.backs = {}, {}
         if call.saving:
             self.request = functools.partial(call.request, defines=call.defines("backward"))
@@ -355,7 +355,7 @@ class Plan:
         given: Sequence[str],
         shapes: Mapping,
         aligned: int,
-    ) -> schedule.Launch:
+    ) -> launching.Launch:
         """shapes: of what is written; nobody wants the rest. aligned: of an Entry."""
         table, draws = [], False
         for p in launcher.parameters:
@@ -370,8 +370,10 @@ class Plan:
             elif p.name not in given:
                 at = self.names.index(p.name)
                 channels = self.channels if at > 1 else 0
-            table.append(schedule.Entry(p.name, self.types[p.ctype], at, shape, p.written, channels, aligned))
-        return schedule.Launch(bound, table, arguments, given, self.seed + 1 if draws else None)
+            table.append(
+                launching.Entry(p.name, self.types[p.ctype], at, shape, p.written, channels, aligned)
+            )
+        return launching.Launch(bound, table, arguments, given, self.seed + 1 if draws else None)
 
     def planned_back(self, wanted: tuple[bool, bool], arguments: Sequence, saved: Sequence[Tensor]) -> Back:
         """Where dx, and dweight, are wanted or not."""
@@ -453,7 +455,7 @@ def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
     if not plan.convolves:
         return plan.results(plan.launch(arguments))
-    v = schedule.convolve(plan.convolution, *arguments[:2])
+    v = library.convolve(plan.convolution, *arguments[:2])
     return plan.results([v, *plan.launch(arguments, v)])
 
 
@@ -471,6 +473,6 @@ def backward(
     for i, dtype in back.converted:
         found[i] = found[i].to(dtype)
     if back.missing:
-        both = schedule.convolve_backward(plan.convolution, there[back.dv], *arguments[:2], back.missing)
+        both = library.convolve_backward(plan.convolution, there[back.dv], *arguments[:2], back.missing)
         found[:2] = [ours if ours is not None else theirs for ours, theirs in zip(found, both)]
     return found

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import inline_loader
 
-from . import choice, library, mainloops, schedule, source, tiling
+from . import cases, choice, launching, library, mainloops, programs, schedule, source, tiling
 from .algebra import reordered
 from .graph import ELEMENTS, Node, order
 from .mainloops import Job, Mainloop
@@ -250,7 +250,7 @@ class _Writer:
                 own += "_"
             self.names.add(own)
             if kind == "scalar":
-                at = schedule._first_number(self.segment) + list(self.segment.scalars).index(name)
+                at = cases.first_number(self.segment) + list(self.segment.scalars).index(name)
                 self.members[name] = Member(own, "double", at, False)
             else:
                 ctype = "value_t" if kind == "input" else "accumulate_t"
@@ -336,12 +336,12 @@ class Written(NamedTuple):
     source: str
     results: list[Array]
     members: list[Member]
-    rest: schedule.Composed | None
+    rest: programs.Composed | None
 
 
-def _written(segment, mainloop: Mainloop, exact_order: bool, composed: schedule.Composed | None) -> Written:
+def _written(segment, mainloop: Mainloop, exact_order: bool, composed: programs.Composed | None) -> Written:
     """composed: load's, where backward follows. Made once; kept with the segment's graph. Raises Unsupported."""
-    with schedule._lock:  # one at a time for a graph, whoever rewrites it
+    with programs.lock:  # one at a time for a graph, whoever rewrites it
         known = vars(segment.graph).setdefault("direct", {})
         key = mainloop.name, mainloop.takes, exact_order, composed and composed.text
         if key not in known:
@@ -367,7 +367,7 @@ def _write(segment, mainloop: Mainloop, exact_order: bool) -> Written:
     return Written(mainloop, front, own, [array], text.members, rest)
 
 
-def _write_saving(segment, mainloop: Mainloop, composed: schedule.Composed) -> Written:
+def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> Written:
     """y and what backward reads at positions, which is pointwise in v, too; copies of parameters are nobody's kernel's."""
     nodes = {root.name: root.node for root in composed.forward.roots}
     nodes["v"] = segment.graph.leaf("z", ELEMENTS, "z")
@@ -408,12 +408,12 @@ def _fronted(y: Node, exact_order: bool) -> tuple[Node, Front]:
     return y, _front(y)
 
 
-def _rest(segment, y: Node, front: Front) -> schedule.Composed:
+def _rest(segment, y: Node, front: Front) -> programs.Composed:
     given = {front.node: Array("front", "real", front.node.space)}
     program = Program(segment.graph, [Root("y", y, y.space, "output")], given, few_channels=False)
-    names = schedule._names(segment, program)
+    names = programs.names_of(segment, program)
     text = source.compose({"rest": program}, {"rest": names}, "cuda", "")
-    return schedule.Composed(text, program, names, None, None, [], {}, source.Own())
+    return programs.Composed(text, program, names, None, None, [], {}, source.Own())
 
 
 def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
@@ -424,8 +424,8 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
         raise Unsupported("backward needs v as the library rounds it")
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
-    kind = schedule._kind(segment, arguments, True, exact_order)
-    composed = schedule._composed(segment, kind) if saving else None
+    kind = programs.kind_for(segment, arguments, True, exact_order)
+    composed = programs.composed_of(segment, kind) if saving else None
     refused = []
     for mainloop in mainloops.MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
@@ -452,7 +452,7 @@ def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
         raise Unsupported(f"there are no kernels for results of {dtype}")
     if segment.conv.groups != 1:
         raise Unsupported("the convolution has groups")
-    sizes = schedule.sizes_of(segment, x, weight)
+    sizes = cases.sizes_of(segment, x, weight)
     results = sizes.N * sizes.C * sizes.positions("e")
     fewest = int(FEWEST_RESULTS * tiling.device_properties(x.device.index).scale.memory)
     if results < fewest and not choice.is_silent():
@@ -472,7 +472,7 @@ def _job(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtyp
 def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
     defines = written.mainloop.all_defines(segment, _job(written, segment, x, weight, dtype))
-    defines |= schedule._defines(segment, x, dtype)
+    defines |= cases.defines(x, dtype)
     return {
         "name": f"direct_{source.identifier(segment.conv.name)}",
         "source": written.source,
@@ -511,7 +511,7 @@ class Plan:
     """`rest` computes y from the launcher's only result, or has backward. copies: of arguments, by number, in what forward saves behind the
     launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: do x and y lie channels last?"""
 
-    launch: schedule.Launch
+    launch: launching.Launch
     line: str
     rest: schedule.Plan | None
     copies: Sequence[tuple[int, int, int]]
@@ -533,15 +533,15 @@ def plan(
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     x, weight_at = arguments[0], len(segment.inputs)
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
-    behind = [schedule.Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
+    behind = [launching.Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
     rest = _rest_plan(written, segment, arguments, dtype, saving) if written.rest else None
     if rest and saving:
-        rest.kernels, rest.convolution = kernels, schedule.Convolution.of(segment, arguments[weight_at])
+        rest.kernels, rest.convolution = kernels, library.Convolution.of(segment.conv, arguments[weight_at])
     elif rest:
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.launch = schedule.launch_of(rest, kernels.rest, *given, ("front",), {"y": rest.shape})
-    sizes = schedule.sizes_of(segment, x, arguments[weight_at])
+    sizes = cases.sizes_of(segment, x, arguments[weight_at])
     whole = sizes.shape(written.front.node.space)
     shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
     last = bool(request["defines"].get("LAST"))
@@ -549,10 +549,10 @@ def plan(
         shape = [shape[0], *shape[2:], shape[1]]
     beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
     made = zip(written.results, _dtypes(written, x, dtype), [shape, *beside])
-    table = [schedule.Entry(array.name, kind, None, size) for array, kind, size in made]
-    table += [schedule.Entry("x", x.dtype, 0), schedule.Entry("weight", x.dtype, weight_at), *behind]
+    table = [launching.Entry(array.name, kind, None, size) for array, kind, size in made]
+    table += [launching.Entry("x", x.dtype, 0), launching.Entry("weight", x.dtype, weight_at), *behind]
     line = describe(segment, arguments, saving, dtype, exact_order)
-    launch = schedule.Launch(
+    launch = launching.Launch(
         kernels.forward.bound(*numbers), table, _given_last(arguments) if last else arguments
     )
     return Plan(launch, line, rest, *_copies(segment, rest if saving else None), last)
@@ -578,7 +578,7 @@ def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, i
 def _rest_plan(
     written: Written, segment, arguments: Sequence, dtype: torch.dtype, saving: bool
 ) -> schedule.Plan:
-    x, sizes = arguments[0], schedule.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
+    x, sizes = arguments[0], cases.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
     return schedule.Plan(segment, written.rest, sizes, x.dtype, dtype, saving, "cuda")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers
 
-from . import schedule, source
+from . import cases, library, programs, schedule, source
 from .followed import NotFollowed, followed
 
 
@@ -55,24 +55,24 @@ class Edited:
         known = "without a gradient" if isinstance(gradient, str) else "with the gradient of its lines"
         return f"edited, {known}: {lines}"
 
-    def _gradient(self, segment, arguments: Sequence, exact_order: bool = False) -> schedule.Composed | str:
+    def _gradient(self, segment, arguments: Sequence, exact_order: bool = False) -> programs.Composed | str:
         """Backward, or why there is none."""
         kinds = [
-            schedule._kind(segment, arguments, saving, exact_order) for saving in (self.edit.saving, True)
+            programs.kind_for(segment, arguments, saving, exact_order) for saving in (self.edit.saving, True)
         ]
         known = vars(segment.graph).setdefault("edited", {})
         if (key := (self.digest, *kinds)) not in known:
             known[key] = self._derived(segment, *kinds)
         return known[key]
 
-    def _derived(self, segment, kind: schedule.Kind, saving: schedule.Kind) -> schedule.Composed | str:
+    def _derived(self, segment, kind: programs.Kind, saving: programs.Kind) -> programs.Composed | str:
         if self.schedule is not schedule:
             return f"the schedule {self.edit.schedule} has none: edit what source() gives where gradients are enabled"
-        y = schedule._composed(segment, kind).forward.roots[0].node
+        y = programs.composed_of(segment, kind).forward.roots[0].node
         try:
-            with schedule._lock:
+            with programs.lock:
                 y = followed(y, self.edit.original, self.edit.text)
-            return schedule.differentiated(segment, y, saving)
+            return programs.differentiated(segment, y, saving)
         except NotFollowed as error:
             return (
                 f"expected lines of names, numbers, operators and functions of engine/scalars.py, got {error}"
@@ -91,10 +91,10 @@ class Edited:
         if isinstance(composed, str):
             return found
         x, weight = arguments[0], arguments[len(segment.inputs)]
-        sizes = schedule.sizes_of(segment, x, weight)
+        sizes = cases.sizes_of(segment, x, weight)
         found.back = schedule.Plan(segment, composed, sizes, x.dtype, dtype, True, request["device"])
         found.back.kernels = inline_loader.load(**request | {"source": composed.text})
-        found.back.convolution = schedule.Convolution.of(segment, weight)
+        found.back.convolution = library.Convolution.of(segment.conv, weight)
         found.copies = self._copies(segment, found.back)
         return found
 
@@ -115,7 +115,7 @@ class Edited:
         own = self.schedule.saved(segment, arguments, dtype, *how) if self.edit.saving else []
         if isinstance(composed := self._gradient(segment, arguments, *how), str):
             return own
-        sizes = schedule.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
+        sizes = cases.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
         back = schedule.Plan(segment, composed, sizes, arguments[0].dtype, dtype, True, "")
         return [(shape, to) for _, shape, to in self._copies(segment, back)] + own
 
@@ -132,7 +132,7 @@ class Edited:
                 f"the formula was edited, and its gradient is not known: {plan.gradient}. edit(..., None) brings the model's own back"
             )
         weight, copies = arguments[len(plan.back.segment.inputs)], iter(saved)
-        v = functools.partial(schedule.convolve, plan.back.convolution, arguments[0], weight)
+        v = functools.partial(library.convolve, plan.back.convolution, arguments[0], weight)
         kept = [v() if array.name == "v" else next(copies) for array in plan.back.composed.saved]
         return schedule.backward(plan.back, dy, arguments, kept, needs)
 

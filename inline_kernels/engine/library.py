@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Callable, Sequence
 from operator import or_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from inline_kernels.loader.operators import LOW, check_memory
 
 # The convolution's output per piece of work on a CPU: a quarter of a usual last-level cache.
 CPU_PIECE_BYTES = 8 << 20
+_convolution_backward = torch.ops.aten.convolution_backward.default
 WINOGRAD_SIDE = 18  # of an image, at least: smaller ones fill no chunk of tiles
 DIRECT_CHANNELS = 7  # in, at most, where transforms save nothing
 
@@ -125,6 +128,75 @@ def surely_runs_tf32(x: Tensor, weight: Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ the convolution
+
+
+def padding(conv, weight) -> list[tuple[int, int]]:
+    """Before and after each axis."""
+    taps = weight.shape[2:]
+    if conv.padding == "valid":
+        return [(0, 0)] * len(taps)
+    if conv.padding == "same":
+        around = [d * (k - 1) for d, k in zip(conv.dilation, taps)]
+        return [(each // 2, each - each // 2) for each in around]
+    return [(each, each) for each in conv.padding]
+
+
+class Convolution(NamedTuple):
+    """The library's, as the model has it. around: what F.pad adds, in `mode`, where the convolution can't. behind: of its gradients, what comes
+    behind the tensors."""
+
+    run: Callable
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    around: Sequence[int]
+    mode: str
+    behind: tuple
+
+    @classmethod
+    def of(cls, conv, weight: Tensor) -> Convolution:
+        nd, around = weight.dim() - 2, padding(conv, weight)
+        inside, mode, flat = tuple(before for before, _ in around), conv.padding_mode, []
+        if mode != "zeros" or any(before != after for before, after in around):
+            inside, flat = (0,) * nd, [each for pair in reversed(around) for each in pair]
+        run, mode = torch.conv2d if nd == 2 else torch.conv3d, "constant" if mode == "zeros" else mode
+        behind = None, conv.stride, inside, conv.dilation, False, (0,) * nd, conv.groups
+        return cls(run, conv.stride, inside, conv.dilation, conv.groups, flat, mode, behind)
+
+    def image(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, self.around, mode=self.mode)
+
+
+def convolve(how: Convolution, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
+    """v, contiguous; where its operands are to be laid_out, as the library gives it."""
+    x = how.image(x) if how.around else x
+    if laid_out:
+        return how.run(laid_out(x), laid_out(weight), None, *how[1:5])
+    return how.run(x, weight, None, *how[1:5]).contiguous()
+
+
+def convolve_backward(
+    how: Convolution,
+    dz: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    needs: Sequence[bool],
+    laid_out: Callable | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and weight that are needed; that of weight is contiguous."""
+    image = x
+    if how.around:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            padded = how.image(x)
+        image = padded.detach()
+    if laid_out:
+        image, weight = laid_out(image), laid_out(weight)
+    dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
+    if needs[0] and how.around:
+        (dx,) = torch.autograd.grad(padded, x, dx)
+    return dx if needs[0] else None, dw.contiguous() if needs[1] else None
 
 
 def winograd_suits(terms: int, C: int) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import choice, composed, library, precision, schedule, strips, tiling
+from . import cases, choice, composed, library, precision, tiling
 from .passes import Unsupported
 
 # Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, with one that
@@ -35,9 +35,9 @@ class Walk(NamedTuple):
 
 
 def walk_of(segment, weight: Tensor) -> Walk:
-    conv, nd = segment.conv, weight.dim() - 2
-    before, behind = zip(*strips.padding(segment.conv, weight))
-    return Walk(schedule._pair(conv.stride, nd), before, behind, schedule._pair(conv.dilation, nd))
+    conv = segment.conv
+    before, behind = zip(*library.padding(segment.conv, weight))
+    return Walk(conv.stride, before, behind, conv.dilation)
 
 
 def walk_defines(segment, weight: Tensor) -> dict[str, int]:
@@ -80,7 +80,7 @@ class Job(NamedTuple):
 
 
 def job_of(segment, x, weight, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Job:
-    sizes, walk = schedule.sizes_of(segment, x, weight), walk_of(segment, weight)
+    sizes, walk = cases.sizes_of(segment, x, weight), walk_of(segment, weight)
     same = walk.before == walk.behind
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")

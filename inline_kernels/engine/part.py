@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from inline_kernels.loader.operators import check_memory, is_watched
 from inline_loader import BuildError
 
-from . import choice, composed, drawing, library, schedule, support, tiling, timed
+from . import cases, choice, composed, drawing, library, support, tiling, timed
 from .code import Code, copy_of
 from .composed import NO_SOURCE
 from .edited import edited
 from .guards import Guards
 from .operator import SCHEDULES, Decision, Names, Reference, SegmentOperator, first, operator_of
+from .passes import Unsupported
 from .support import NOT_THE_MODEL, Situation
 
 _KEPT_SITUATIONS = 16  # of one segment, the last met
@@ -360,7 +361,7 @@ class Part:
             return NOT_THE_MODEL
         if x.dim() != weight.dim() or x.shape[1] != weight.shape[1] * self.segment.conv.groups:
             return NOT_THE_MODEL if x.dim() != weight.dim() - 1 else "the input is no batch"
-        sizes = schedule.levels_of(self.segment, x, weight)
+        sizes = cases.levels_of(self.segment, x, weight)
         spaces = {node.attr[0]: node.space for node in self.segment.graph.nodes if node.op == "leaf"}
         for name, t in zip(self.names[1:], tensors[1 : self.inputs]):
             space = spaces[name]
@@ -433,7 +434,7 @@ class building:
         return self
 
     def __exit__(self, kind, error, traceback) -> bool:
-        if not isinstance(error, (BuildError, schedule.Unsupported)):
+        if not isinstance(error, (BuildError, Unsupported)):
             return False
         if self.device == "cuda" and support.capturing():
             return False  # the graph would hold eager's for ever

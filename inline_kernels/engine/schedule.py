@@ -4,22 +4,17 @@
     y, *saved = schedule.forward(plan, arguments)
     gradients = schedule.backward(plan, dy, arguments, saved, needs)
 
-`arguments`: tensors (x and the second inputs, parameters, buffers that are read, two for each update of running statistics), then, where there
-is dropout, a seed and a number, then the model's numbers. y and dy are contiguous; their shape is the caller's, what counts is the order of
-their elements. Running statistics are written in place. What forward saves is v, or masks in its place where backward needs no more of
-it, and small values in one tensor, source.KEPT.
-
-passes.py decides what is computed in which pass, source.py writes it down; here is which arrays there are at given sizes, and who runs.
+`arguments`: as in cases.py. y and dy are contiguous; their shape is the caller's, what counts is the order of their elements. Running
+statistics are written in place. What is computed, and what forward saves, programs.py says; here is which arrays there are at given sizes, and
+who runs.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -29,436 +24,13 @@ import inline_loader
 from inline_kernels.engine import library
 
 from . import precision, source, strips
-from .algebra import reordered
-from .graph import ELEMENTS, Facts, Node, Space, down_to, order
-from .passes import Array, Planes, Program, Root, Unsupported, kind_of, of_positions
+from .cases import CTYPES, Sizes, defines, first_number, places, sizes_of
+from .graph import ELEMENTS
+from .launching import Entry, Launch, picking
+from .passes import Array, Planes, Program, Unsupported
+from .programs import Composed, composed_of, kind_for
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
-
-_CTYPES = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.float16: "half_t",
-    torch.bfloat16: "bfloat16_t",
-}
-_MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
-_lock = threading.Lock()
-_convolution_backward = torch.ops.aten.convolution_backward.default
-
-
-class Composed(NamedTuple):
-    """A segment's passes and their text for one kind of arguments. `saved`: tensors from forward to backward, in their order; `gradients`: the
-    root of each tensor's gradient, by leaf."""
-
-    text: str
-    forward: Program
-    forward_names: source.Names
-    backward: Program | None
-    backward_names: source.Names | None
-    saved: list[Array]
-    gradients: dict[Node, Root | None]
-    own: source.Own
-
-
-# ---------------------------------------------------------------------------------------------------------------- composing
-
-
-class Kind(NamedTuple):
-    """What a text hangs on beside its segment."""
-
-    device: str
-    saving: bool
-    few_channels: bool  # a byte counts them
-    exact_order: bool
-    own: source.Own
-
-
-def _kind(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    own = strips.own(segment.conv, x, weight) if library.device_type(x) == "cpu" else source.Own()
-    few = bool(weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
-    return Kind(library.device_type(x), saving, few, exact_order, own)
-
-
-def _composed(segment, kind: Kind) -> Composed:
-    """Made once a segment and kind; kept with its graph."""
-    with _lock:
-        known = vars(segment.graph).setdefault("composed", {})
-        if kind not in known:
-            known[kind] = _compose(segment, kind)
-        return known[kind]
-
-
-def _compose(segment, kind: Kind) -> Composed:
-    graph = segment.graph
-    (y,) = segment.outputs
-    statistics_of = [node for update in segment.updates for node in (update.mean, update.variance)]
-    if not kind.exact_order:
-        y, *statistics_of = reordered([y, *statistics_of], exact_ties=kind.saving)
-    z = graph.leaf("z", ELEMENTS, "z")
-    roots, back, saved, gradients = [Root("y", y, y.space, "output")], None, [], {}
-    roots += running_statistics(segment, statistics_of)
-    if kind.saving:
-        back, saved, gradients = _backward_program(graph, y, z, kind)
-        known = {root.node for root in roots}
-        for array, node in saved:
-            if node is not z:  # what leaves already is written once more
-                own = (
-                    graph.make("spread", node, attr=(array.name, ""), space=node.space)
-                    if node in known
-                    else node
-                )
-                roots.append(Root(array.name, own, array.space, array.kind))
-        saved = [array for array, _ in saved]
-    ahead = Program(
-        graph,
-        roots,
-        {},
-        kind.few_channels,
-        joins=kind.device == "cuda" or kind.own.convolution,
-        on_cpu=kind.device == "cpu",
-    )
-    if kind.saving and (small := [array for array in saved if array.space.small]):
-        ahead.kept = back.kept = small
-        saved = [*[array for array in saved if array not in small], source.KEPT]
-    if turns := kind.device == "cuda" and graph.dimensions == 2:
-        ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
-        if back:
-            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
-    names, back_names = _names(segment, ahead), back and _names(segment, back)
-    programs = {"forward": ahead} | ({"backward": back} if back else {})
-    text = source.compose(
-        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, kind.own
-    )
-    return Composed(text, ahead, names, back, back_names, saved, gradients, kind.own)
-
-
-def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:
-    """What batch norms make of theirs, written over what is read, as nn.BatchNorm does. statistics: mean and biased variance of each."""
-    graph, found = segment.graph, {}
-    for update, mean, variance in zip(segment.updates, statistics[::2], statistics[1::2]):
-        unbiased = variance * (update.count / (update.count - 1.0))
-        for name, node in ((update.mean_buffer, mean), (update.variance_buffer, unbiased)):
-            before = found[name] if name in found else graph.leaf(name, node.space, "buffer")
-            found[name] = before * (1.0 - update.momentum) + node * update.momentum
-    return [Root(source.identifier(name), node, node.space, "real") for name, node in found.items()]
-
-
-def differentiated(segment, y: Node, kind: Kind) -> Composed:
-    """Backward alone, of another result of the segment's graph than its own, from v and copies of parameters."""
-    graph = segment.graph
-    with _lock:
-        back, saved, gradients = _backward_program(
-            graph, y, graph.leaf("z", ELEMENTS, "z"), kind, only_v=True
-        )
-        if turns := kind.device == "cuda" and graph.dimensions == 2:
-            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
-        names = _names(segment, back)
-        text = source.compose({"backward": back}, {"backward": names}, kind.device, segment.conv.name, turns)
-        saved = [array for array, _ in saved]
-        return Composed(text, None, None, back, names, saved, gradients, source.Own())
-
-
-def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False):
-    dy = graph.leaf("dy", y.space, "dy")
-    leaves = [z, *[n for n in order([y]) if n.is_leaf("parameter", "input")]]
-    found = graph.adjoints(y, dy, leaves)
-    roots: dict[tuple, Root] = {}
-    gradients: dict[Node, Root | None] = {}
-    for leaf, node in zip(leaves, found):
-        if node is None:
-            gradients[leaf] = None
-            continue
-        name, of = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
-        if leaf.attr[1] == "input":
-            of = "value"
-        gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
-    kept = _kept(graph, [root.node for root in roots.values()], z)
-    if z in kept and kind.device == "cuda":
-        own = _OwnChannel(graph)
-        roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
-        kept = _kept(graph, [root.node for root in roots.values()], z)
-    if only_v:
-        kept = [z] if z in order([root.node for root in roots.values()]) else []
-    given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
-    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
-    if gate and kind.device == "cpu" and not source.is_drawn(gate[0]):
-        gate = None  # counting costs as much as what it may save
-    if gate:
-        given[gate[1]] = Array("kept_alive", "double", gate[1].space)
-    past = _Past(graph, y, given)
-    found = [root._replace(node=past.seen(root.node)) for root in roots.values()]
-    of_nodes = {node: array for node, array in given.items() if node is not z}
-    copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
-    of_nodes |= {then: copies[now] for now, then in past.copies.items()}
-    program = Program(graph, found, of_nodes, kind.few_channels, on_cpu=kind.device == "cpu")
-    program.gate = gate and (past.seen(gate[0]), given[gate[1]])
-    return program, [(array, node) for node, array in (given | copies).items()], gradients
-
-
-def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
-    """What a gradient has to pass before positions are summed, if it is zero where masks of forward's say so; and a plane's number of
-    positions where they don't, or v isn't finite: where that is zero, sums are zero, and nothing has to be read for them."""
-    if not any(
-        of_positions(node) and node.space.n and node.space.c
-        for node in order([r for r in roots if r.space == ELEMENTS])
-    ):
-        return None
-
-    def passes(node: Node) -> Node:
-        """1 where it may be another number than zero."""
-        if node.op == "where" and _is_of_forward(node.args[0]):
-            return node.args[0].where(passes(node.args[1]), passes(node.args[2]))
-        if node.op == "mul" and any(a.is_const() for a in node.args):
-            return passes(node.args[node.args[0].is_const()])
-        return passes(node.args[0]) if node.op == "neg" else graph.const(0.0 if node.is_const(0.0) else 1.0)
-
-    for node in reversed(order(roots)):
-        if node.op == "where" and node.space == ELEMENTS and not (found := passes(node)).is_const():
-            if not _reaches_dy(roots, node):
-                finite = (z - z).eq(0.0)
-                return node, graph.total("s", finite.where(found, 1.0))
-    return None
-
-
-def _is_of_forward(mask: Node) -> bool:
-    """Is it computed at an element alone, from what forward knows?"""
-    nodes = [node for node in order([mask]) if node.space.level]
-    return all(n.is_scalar_op or n.op == "detach" or n.is_leaf("z") for n in nodes)
-
-
-def _reaches_dy(roots: Sequence[Node], without: Node) -> bool:
-    return any(node.is_leaf("dy") for node in order(roots, [without]))
-
-
-class _OwnChannel:
-    """Where a gradient goes to picked channels, its values are computed at each channel, of that channel's own, instead of at the picked place of what
-    was taken there and would have to be kept beside v."""
-
-    def __init__(self, graph):
-        self.graph = graph
-        self._known: dict[tuple[Node, Node | None], Node] = {}
-
-    def seen(self, node: Node, index: Node | None = None) -> Node:
-        """index: what is taken by it is the own channel's."""
-        if node.op == "take" and node.args[1] is index:
-            return node.args[0]
-        key = node, index
-        if key not in self._known:
-            self._known[key] = self._made(node, index)
-        return self._known[key]
-
-    def _made(self, node: Node, index: Node | None) -> Node:
-        if node.op == "put" and node.args[1].attr[0] == "c":
-            values, picked = node.args
-            return self.graph.picked(picked).where(self.seen(values, picked), 0.0)
-        args = [self.seen(a, index) for a in node.args]
-        if all(a is b for a, b in zip(args, node.args)):
-            return node
-        if node.is_scalar_op:
-            return self.graph.scalar(node.op, *args)
-        return node if index else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
-
-
-class _Past:
-    """Forward's values, computed again in backward, are of the parameters as they were: of `copies` that forward makes. What a derivative
-    itself reads of a parameter, eager's backward reads at its own time, too."""
-
-    def __init__(self, graph, y: Node, given: Mapping[Node, Array]):
-        self.graph, self.given, self.forward = graph, given, set(order([y]))
-        self.copies: dict[Node, Node] = {}
-        self._known: dict[tuple[Node, bool], Node] = {}
-
-    def seen(self, node: Node, was: bool = False) -> Node:
-        """The node with copies where forward's values are made of parameters; was: it is one of those values, or a part."""
-        if node in self.given:
-            return node
-        if node.op == "leaf":
-            return self._copy(node) if was and node.attr[1] == "parameter" else node
-        key = node, was or node in self.forward
-        if key not in self._known:
-            args = [self.seen(a, key[1]) for a in node.args]
-            same = all(a is b for a, b in zip(args, node.args))
-            self._known[key] = (
-                node if same else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
-            )
-        return self._known[key]
-
-    def _copy(self, leaf: Node) -> Node:
-        if leaf not in self.copies:
-            name = f"kept_{source.identifier(leaf.attr[0])}"
-            self.copies[leaf] = self.graph.leaf(name, leaf.space, "parameter")
-        return self.copies[leaf]
-
-
-def _kept(graph, roots: Sequence[Node], z: Node) -> list[Node]:
-    """What forward leaves for these: masks in place of v where v serves for nothing else."""
-    facts = Facts(roots, keeps=True)
-
-    def kept(without: set) -> list[Node]:
-        found = down_to(roots, lambda node: node is z or facts.is_kept(node) not in without)
-        return sorted(found, key=lambda node: node.id)
-
-    found = kept({None, "input"})
-    few = sum(node.is_boolean and facts.at_elements(node) for node in found) <= _MOST_MASKS
-    return found if z not in found and few else kept({None, "input", "mask"})
-
-
-def _saved_array(node: Node, z: Node, few_channels: bool) -> Array:
-    if node is z:
-        return Array("v", "value", ELEMENTS)
-    of_z = node.op == "take" and node.args[0] is z
-    kind = "value" if of_z else kind_of(node, few_channels)
-    return Array(f"kept_{node.op}_{node.id}", kind, node.space)
-
-
-def _names(segment, program: Program) -> source.Names:
-    """Of what comes into a program's launcher."""
-    incoming: dict[Node, Array] = {}
-    scalars, random = [], {}
-    drawn = {each.leaf: (i, each.p) for i, each in enumerate(segment.random)}
-    for node in program.leaves():
-        name, kind = node.attr
-        if kind == "scalar":
-            scalars.append(name)
-        elif kind == "drawn":
-            random[name] = drawn[name]
-            incoming[node] = Array("seed", "seed", Space(False, False, ""))
-        else:
-            array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (source.identifier(name), "value")}
-            incoming[node] = Array(*array.get(kind, (source.identifier(name), "real")), node.space)
-    return source.Names(incoming, scalars, random)
-
-
-# ------------------------------------------------------------------------------------------------------------------ sizes
-
-
-class Sizes(NamedTuple):
-    """N, C and each level's (D, H, W); D is 1 in two dimensions."""
-
-    N: int
-    C: int
-    levels: dict[str, tuple[int, int, int]]
-
-    def shape(self, space: Space) -> list[int]:
-        own = [self.N] * space.n + [self.C] * space.c
-        return [*own, *self.levels[space.level]] if space.level else own
-
-    def positions(self, level: str) -> int:
-        return math.prod(self.levels[level])
-
-
-def _pair(value, dimensions: int) -> tuple[int, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * dimensions
-
-
-def levels_of(segment, x: Tensor, weight: Tensor) -> dict[str, tuple[int, ...]]:
-    """The positions of "e" and of each level, axis by axis."""
-    conv, nd = segment.conv, weight.dim() - 2
-    stride, dilation = _pair(conv.stride, nd), _pair(conv.dilation, nd)
-    found = []
-    for i in range(nd):
-        extent = dilation[i] * (weight.shape[2 + i] - 1) + 1
-        around = sum(strips.padding(segment.conv, weight)[i])
-        found.append((x.shape[2 + i] + around - extent) // stride[i] + 1)
-    levels = {"e": tuple(found)}
-    for name, level in segment.graph.levels.items():
-        levels[name] = tuple(1 if w is None else s // w for s, w in zip(levels[level.parent], level.window))
-    return levels
-
-
-def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
-    levels = levels_of(segment, x, weight)
-    padded = {name: ((1,) * (5 - weight.dim()) + size) for name, size in levels.items()}
-    # One by one: of two sizes that may be symbolic the smaller is not asked.
-    if any(each < 1 for size in ((x.shape[0],), *padded.values()) for each in size):
-        raise Unsupported("there is nothing to compute")
-    return Sizes(x.shape[0], weight.shape[0], padded)
-
-
-# --------------------------------------------------------------------------------------------------------------- planning
-
-
-ANYWHERE = 1 << 10  # an Entry's `aligned`: never
-
-
-class Entry(NamedTuple):
-    """A launcher's tensor: an argument (its number) in `dtype`, a new array of a shape, or, with neither, what is there by its name."""
-
-    name: str
-    dtype: torch.dtype
-    argument: int | None = None
-    shape: Sequence[int] | None = None
-    written: bool = False
-    channels: int = 0  # how many elements an argument has, as it is read: a parameter's only one stands for all; 0: its own
-    aligned: int = 2  # from how many dimensions on an argument is read 16 bytes at a time
-
-
-class Launch:
-    """A launcher for arguments of one kind: `launch(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
-    names `made`. given: the names of what is there beside the arguments. number: of an argument, a number, behind the tensors."""
-
-    def __init__(
-        self,
-        bound: Callable,
-        table: Sequence[Entry],
-        arguments: Sequence,
-        given: Sequence[str] = (),
-        number=None,
-    ):
-        none = [e for e in table if e.shape is not None and not math.prod(e.shape)]
-        new = [e for e in table if e.shape is not None and e not in none]
-        self.bound, self.made = bound, [*(e.name for e in new), *(e.name for e in none)]
-        self.none = [arguments[0].new_empty(0, dtype=e.dtype) for e in none]
-        self.like = [_without_memory(arguments[0], entry) for entry in new]
-        places = [*[None] * len(arguments), *given, *self.made]
-        of = [places.index(e.name) if e.argument is None else e.argument for e in table]
-        self.pick = itemgetter(*of, *(() if number is None else (number,)))
-        self.converted = [
-            (at, e)
-            for at, e in enumerate(table)
-            if e.argument is not None and not _is_ready(arguments[e.argument], e)
-        ]
-
-    def __call__(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
-        made = [*map(torch.empty_like, self.like), *self.none]
-        taken = self.pick((*arguments, *given, *made))
-        if self.converted:
-            taken = [*taken]
-            for at, entry in self.converted:
-                taken[at] = _as_read(taken[at], entry)
-        self.bound(*taken)
-        for at, entry in self.converted:
-            if entry.written:
-                arguments[entry.argument].copy_(taken[at])
-        return made
-
-
-def picking(places: Sequence[int]) -> Callable:
-    """Gives of a list the items at those places, as a list."""
-    if [*places] == [*range(len(places))]:
-        return itemgetter(slice(len(places)))
-    return lambda items: [items[i] for i in places]
-
-
-def _without_memory(x: Tensor, entry: Entry) -> Tensor:
-    """A tensor on x's device to make others like it."""
-    t = torch.empty(entry.shape, dtype=entry.dtype, device=x.device)
-    t.untyped_storage().resize_(0)
-    return t
-
-
-def _is_ready(t: Tensor, entry: Entry) -> bool:
-    alike = t.dtype == entry.dtype and t.is_contiguous() and entry.channels in (0, t.numel())
-    return alike and (t.dim() < entry.aligned or t.data_ptr() % 16 == 0)
-
-
-def _as_read(t: Tensor, entry: Entry) -> Tensor:
-    """An argument as kernels read it."""
-    t = t if t.dtype == entry.dtype else t.detach().to(entry.dtype)
-    if entry.channels not in (0, t.numel()):
-        return t.detach().reshape(-1).expand(entry.channels).contiguous()
-    return library.aligned(t) if t.dim() >= entry.aligned else t.contiguous()
 
 
 @dataclass
@@ -473,7 +45,7 @@ class Plan:
     saving: bool
     device: str
     kernels: object = None
-    convolution: Convolution | None = None
+    convolution: library.Convolution | None = None
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
     launch: Launch | None = None
@@ -502,19 +74,15 @@ class Plan:
         return _words(self)
 
 
-def _defines(segment, x: Tensor, dtype: torch.dtype) -> dict[str, str]:
-    return {"VALUE_T": _CTYPES[x.dtype], "OUTPUT_T": _CTYPES[dtype]}
-
-
 def _build(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> dict:
     x = arguments[0]
-    kind = _kind(segment, arguments, saving, exact_order)
+    kind = kind_for(segment, arguments, saving, exact_order)
     name = "tail_" + source.identifier(segment.conv.name)
     return {
         "name": name,
-        "source": _composed(segment, kind).text,
+        "source": composed_of(segment, kind).text,
         "device": kind.device,
-        "defines": _defines(segment, x, dtype),
+        "defines": defines(x, dtype),
     }
 
 
@@ -537,25 +105,22 @@ def plan(
     """edited: in place of its own text. piece: only some samples of a batch, whose result is there. Raises Unsupported with the reason where
     the schedule can't do it."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    if x.dtype not in _CTYPES or dtype not in _CTYPES:
-        raise Unsupported(f"there are kernels for {', '.join(_CTYPES.values())}")
+    if x.dtype not in CTYPES or dtype not in CTYPES:
+        raise Unsupported(f"there are kernels for {', '.join(CTYPES.values())}")
     sizes = sizes_of(segment, x, weight)
     request = _build(segment, arguments, saving, dtype, exact_order)
-    composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
+    composed = composed_of(segment, kind_for(segment, arguments, saving, exact_order))
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"], kernels)
-    found.convolution, found.runs = Convolution.of(segment, weight), _layout(segment, x, weight, "forward")
+    found.convolution, found.runs = (
+        library.Convolution.of(segment.conv, weight),
+        _layout(segment, x, weight, "forward"),
+    )
     found.layout = _turned(found, composed.forward, found.runs)
     _divide(found, arguments)
     found.pieces = () if piece else _pieces(found, arguments, exact_order, edited)
     _set_launch(found, arguments, piece)
     return found
-
-
-def _places(segment) -> dict[str, int]:
-    """The numbers of arguments that are tensors, by the names of arrays."""
-    names = segment.tensors
-    return {source.identifier(name): i for i, name in enumerate(names)} | {"seed": len(names)}
 
 
 def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
@@ -638,7 +203,7 @@ def _may_write_over_v(composed: Composed) -> bool:
 
 def _numbers(plan: Plan, program: Program, names: source.Names, arguments: Sequence) -> list:
     segment, sizes = plan.segment, plan.sizes
-    values = dict(zip(segment.scalars, arguments[_first_number(segment) :]))
+    values = dict(zip(segment.scalars, arguments[first_number(segment) :]))
     found: list = [float(values[name]) for name in names.scalars]
     found += [sizes.N, sizes.C]
     for level in ["e", *segment.graph.levels]:
@@ -651,10 +216,6 @@ def _numbers(plan: Plan, program: Program, names: source.Names, arguments: Seque
 
 def _launcher(plan: Plan, program: Program) -> str:
     return "backward" if program is plan.composed.backward else "forward"
-
-
-def _first_number(segment) -> int:
-    return len(segment.tensors) + 2 * bool(segment.random)
 
 
 def _parts(plan: Plan, program: Program, number: int) -> int:
@@ -719,7 +280,7 @@ def launch_of(
 ) -> Launch:
     """given: what is there by name. shapes: of what isn't of its own. trusting: as in loader/launch.py; what backward is given may have been
     in others' hands."""
-    at = _places(plan.segment)
+    at = places(plan.segment)
     made, table = {*program.arrays.values()}, []
     for array in source.parameters(program, names):
         place = None if array.name in given else at.get(array.name)
@@ -742,7 +303,7 @@ def forward(plan: Plan, arguments: Sequence) -> Sequence[Tensor]:
     if divided := plan.strips.get("forward"):
         given = divided.image.of(x), weight.contiguous()
     else:
-        v = _laid_out(plan, x, weight) if plan.runs else convolve(plan.convolution, x, weight)
+        v = _laid_out(plan, x, weight) if plan.runs else library.convolve(plan.convolution, x, weight)
         given = (v, v) if plan.in_place else (v,)
     return plan.results([*given, *plan.launch(arguments, *given)])
 
@@ -751,7 +312,9 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
     y = arguments[0].new_empty(plan.shape, dtype=plan.dtype)
     for first, last, piece in plan.pieces:
         some = _of_samples(plan, arguments, first, last)
-        piece.launch(some, convolve(plan.convolution, some[0], some[len(plan.segment.inputs)]), y[first:last])
+        piece.launch(
+            some, library.convolve(plan.convolution, some[0], some[len(plan.segment.inputs)]), y[first:last]
+        )
     return y
 
 
@@ -852,66 +415,6 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- the library's convolution
 
 
-class Convolution(NamedTuple):
-    """The library's, as the model has it. around: what F.pad adds, in `mode`, where the convolution can't. behind: of its gradients, what comes
-    behind the tensors."""
-
-    run: Callable
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    around: Sequence[int]
-    mode: str
-    behind: tuple
-
-    @classmethod
-    def of(cls, segment, weight: Tensor) -> Convolution:
-        conv, nd, around = segment.conv, weight.dim() - 2, strips.padding(segment.conv, weight)
-        padding, mode, flat = tuple(before for before, _ in around), conv.padding_mode, []
-        if mode != "zeros" or any(before != after for before, after in around):
-            padding, flat = (0,) * nd, [each for pair in reversed(around) for each in pair]
-        run, pair = torch.conv2d if nd == 2 else torch.conv3d, functools.partial(_pair, dimensions=nd)
-        mode = "constant" if mode == "zeros" else mode
-        stride, dilation = pair(conv.stride), pair(conv.dilation)
-        behind = None, stride, padding, dilation, False, (0,) * nd, conv.groups
-        return cls(run, stride, padding, dilation, conv.groups, flat, mode, behind)
-
-    def image(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.pad(x, self.around, mode=self.mode)
-
-
-def convolve(how: Convolution, x: Tensor, weight: Tensor, laid_out: Callable | None = None) -> Tensor:
-    """v, contiguous; where its operands are to be laid_out, as the library gives it."""
-    x = how.image(x) if how.around else x
-    if laid_out:
-        return how.run(laid_out(x), laid_out(weight), None, *how[1:5])
-    return how.run(x, weight, None, *how[1:5]).contiguous()
-
-
-def convolve_backward(
-    how: Convolution,
-    dz: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    needs: Sequence[bool],
-    laid_out: Callable | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of x and weight that are needed; that of weight is contiguous."""
-    image = x
-    if how.around:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            padded = how.image(x)
-        image = padded.detach()
-    if laid_out:
-        image, weight = laid_out(image), laid_out(weight)
-    dx, dw, _ = _convolution_backward(dz, image, weight, *how.behind, (*needs, False))
-    if needs[0] and how.around:
-        (dx,) = torch.autograd.grad(padded, x, dx)
-    return dx if needs[0] else None, dw.contiguous() if needs[1] else None
-
-
 # ------------------------------------------------------------------------------- … and on a GPU, where it is channels last
 
 PLANES, TURNED, FOR_TF32 = range(3)  # kernels/load/turned.cuh's
@@ -924,13 +427,13 @@ def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
         return PLANES
     if library.is_channels_last(x, weight):
         return TURNED
-    around = strips.padding(segment.conv, weight)
+    around = library.padding(segment.conv, weight)
     if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
         return PLANES
     if min(weight.shape[:2]) < 32:
         return PLANES
     conv, padding = segment.conv, [before for before, _ in around]
-    settings = precision.Settings(_pair(conv.stride, 2), padding, _pair(conv.dilation, 2))
+    settings = precision.Settings(conv.stride, padding, conv.dilation)
     in_tf32 = x.dtype == torch.float32 and precision.runs_tf32(x, weight, of, settings)
     return FOR_TF32 if in_tf32 else TURNED if x.dtype != torch.float32 else PLANES
 
@@ -942,7 +445,7 @@ def _turned(plan: Plan, program: Program, layout: int) -> int:
 
 def _laid_out(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
     """v, convolved channels last, as forward's passes read it, contiguous: (N, C, …) or, turned, (N, …, C)."""
-    v = convolve(plan.convolution, x, weight, lambda t: _channels_last(plan, t, plan.runs))
+    v = library.convolve(plan.convolution, x, weight, lambda t: _channels_last(plan, t, plan.runs))
     return v.permute(0, 2, 3, 1).contiguous() if plan.layout else _in_planes(plan, v)
 
 
@@ -950,13 +453,13 @@ def _convolution_gradients(
     plan: Plan, dz, x, weight, wanted, layout: int
 ) -> tuple[Tensor | None, Tensor | None]:
     if not layout:
-        return convolve_backward(plan.convolution, dz, x, weight, wanted)
+        return library.convolve_backward(plan.convolution, dz, x, weight, wanted)
     N, C, (_, *size) = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"]
     if _turned(plan, plan.composed.backward, layout):
         dz = dz.view(N, *size, C).permute(0, 3, 1, 2)
     else:
         dz = _channels_last(plan, dz.view(N, C, *size), layout)
-    dx, dw = convolve_backward(
+    dx, dw = library.convolve_backward(
         plan.convolution, dz, x, weight, wanted, lambda t: _channels_last(plan, t, layout)
     )
     if dx is not None and not library.is_channels_last(x, weight):
@@ -996,7 +499,7 @@ def saved(
 ) -> list[tuple[list[int], torch.dtype]]:
     """Shapes and dtypes of what forward saves."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    composed = _composed(segment, _kind(segment, arguments, True, exact_order))
+    composed = composed_of(segment, kind_for(segment, arguments, True, exact_order))
     found = Plan(
         segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
     )
@@ -1010,7 +513,7 @@ def describe(
 ) -> str:
     """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    composed = _composed(segment, _kind(segment, arguments, saving, exact_order))
+    composed = composed_of(segment, kind_for(segment, arguments, saving, exact_order))
     sizes, device = sizes_of(segment, x, weight), library.device_type(x)
     found = Plan(segment, composed, sizes, x.dtype, dtype, saving, device)
     found.runs = _layout(segment, x, weight, "forward")

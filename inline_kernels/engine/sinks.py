@@ -21,12 +21,12 @@ from torch import Tensor
 
 import inline_loader
 
-from . import direct, mainloops, schedule, source, tiling
+from . import cases, direct, mainloops, programs, source, tiling
 from .algebra import reordered, statistics_of_v
 from .graph import ELEMENTS, order
+from .launching import Entry, Launch
 from .mainloops import Job, local
 from .passes import Array, Key, Planes, Program, Root, Unsupported
-from .schedule import Entry, Launch
 from .sink_text import Pass, Sink
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
@@ -67,7 +67,7 @@ class Composed(NamedTuple):
 
 def composed(segment, mainloop, exact_order: bool, stores: bool) -> Composed:
     """Made once. Raises Unsupported."""
-    with schedule._lock:
+    with programs.lock:
         known = vars(segment.graph).setdefault("with sinks", {})
         key = mainloop.name, exact_order, stores
         if key not in known:
@@ -89,7 +89,7 @@ class _Composer:
         if not exact_order:
             found = statistics_of_v(reordered(found))
         self.roots = [Root("y", found[0], found[0].space, "output")]
-        self.roots += schedule.running_statistics(segment, found[1:])
+        self.roots += programs.running_statistics(segment, found[1:])
         self.program, self.stored = Program(self.graph, self.roots, {}), None
         self.reading = self._texts()
         if not self.reading:
@@ -99,7 +99,7 @@ class _Composer:
 
     def _texts(self) -> list[int]:
         """Texts of all passes as `load` has them; the numbers of those that read v."""
-        self.names = schedule._names(self.segment, self.program)
+        self.names = programs.names_of(self.segment, self.program)
         made = [
             source.struct(f"Pass{i}", self.program, self.names, i) for i in range(len(self.program.passes))
         ]
@@ -304,7 +304,7 @@ def chosen(segment, mainloop, arguments: Sequence, dtype: torch.dtype, exact_ord
 
 def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
     """Do more passes of products take less time than v's way to memory and back? About equal, they save its memory."""
-    sizes = schedule.sizes_of(segment, x, weight)
+    sizes = cases.sizes_of(segment, x, weight)
     values = sizes.N * sizes.C * sizes.positions("e")
     splits = mainloop.sinks.splits(mainloops.job_of(segment, x, weight, ()))
     scale = tiling.device_properties(x.device.index).scale
@@ -341,7 +341,7 @@ def _job(found: Composed, segment, x: Tensor, weight: Tensor, dtype: torch.dtype
 
 def _build(mainloop, found: Composed, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = schedule._defines(segment, x, dtype)
+    defines = cases.defines(x, dtype)
     defines |= mainloop.all_defines(segment, _job(found, segment, x, weight, dtype))
     name = f"sinks_{source.identifier(segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
@@ -371,8 +371,8 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
         request["name"], source=request["source"], device="cuda", defines=request["defines"]
     )
     x, weight_at = arguments[0], len(segment.inputs)
-    sizes = schedule.sizes_of(segment, x, arguments[weight_at])
-    at, table = schedule._places(segment), []
+    sizes = cases.sizes_of(segment, x, arguments[weight_at])
+    at, table = cases.places(segment), []
     for array in found.results:
         place, kind = at.get(array.name), dtype if array.name == "y" else torch.float32
         table.append(
@@ -383,7 +383,7 @@ def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_o
     table += [Entry(name, dtypes[kind], at[source.identifier(name)]) for name, kind in found.tensors]
     if found.random:
         table.append(Entry("seed", torch.int64, at["seed"]))
-    values = dict(zip(segment.scalars, arguments[schedule._first_number(segment) :]))
+    values = dict(zip(segment.scalars, arguments[cases.first_number(segment) :]))
     bound = kernels.forward.bound(*[float(values[name]) for name in found.numbers])
     return Launch(bound, table, arguments, number=at["seed"] + 1 if found.random else None)
 

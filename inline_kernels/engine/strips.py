@@ -48,7 +48,7 @@ class Image:
 
     def __init__(self, conv, x, weight, inside: bool = True):
         nd = len(weight.shape) - 2
-        self.around, self.mode, self.dimensions = padding(conv, weight), conv.padding_mode, nd
+        self.around, self.mode, self.dimensions = library.padding(conv, weight), conv.padding_mode, nd
         none = (0,) * (3 - nd)
         self.channels, self.taps = x.shape[1], (*[1] * (3 - nd), *weight.shape[2:])
         self.padded = [*[1] * (3 - nd), *[s + sum(p) for s, p in zip(x.shape[2:], self.around)]]
@@ -67,17 +67,6 @@ class Image:
     def numbers(self) -> tuple[int, ...]:
         """source.py's `_CONVOLUTION`."""
         return self.channels, *self.size, self.taps[0], *self.padding
-
-
-def padding(conv, weight) -> list[tuple[int, int]]:
-    """Before and after each axis."""
-    taps = weight.shape[2:]
-    if conv.padding == "valid":
-        return [(0, 0)] * len(taps)
-    if conv.padding == "same":
-        around = [d * (k - 1) for d, k in zip(conv.dilation, taps)]
-        return [(each // 2, each - each // 2) for each in around]
-    return [(each, each) for each in conv.padding]
 
 
 class Strips(NamedTuple):
@@ -124,7 +113,7 @@ def of_gradient(image: Image, sizes, by: str) -> Strips:
 
 def turned(conv, dz: Tensor, filters: Tensor) -> tuple[Image, tuple[int, ...]]:
     """For the gradient of x: dz as the image, and the launcher's numbers. filters: turned round, (channels in, C, …)."""
-    around = [k - 1 - before for k, (before, _) in zip(filters.shape[2:], padding(conv, filters))]
+    around = [k - 1 - before for k, (before, _) in zip(filters.shape[2:], library.padding(conv, filters))]
     dz = dz.view(*dz.shape[:2], *dz.shape[-len(around) :])
     image = Image(conv._replace(padding=tuple(around)), dz, filters)
     size = (*[1] * (3 - len(around)), *image.result)

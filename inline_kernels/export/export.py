@@ -35,7 +35,7 @@ from torch import nn
 
 import models
 from inline_kernels import problem as problems
-from inline_kernels.engine import library, schedule, strips, tiling
+from inline_kernels.engine import cases, library, programs, schedule, tiling
 from inline_kernels.engine.capture import Segment, capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
@@ -148,7 +148,7 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
         raise ValueError(f"its first convolution's kernels leave to PyTorch: {', '.join(segments + outside)}")
     segment = structure.parts[0].segment
     weight = model.get_parameter(segment.parameters[0])
-    around = strips.padding(segment.conv, weight)
+    around = library.padding(segment.conv, weight)
     refused = {
         "a second input": len(segment.inputs) > 1,
         "running statistics": segment.updates,
@@ -187,8 +187,8 @@ def generated(model: nn.Module, x: torch.Tensor, device: str) -> Kernels:
 
 
 def _plan(segment, x: torch.Tensor, weight: torch.Tensor, device: str, saving: bool) -> schedule.Plan:
-    composed = schedule._composed(segment, schedule.Kind(device, saving, len(weight) <= 256, False, Own()))
-    sizes = schedule.sizes_of(segment, x, weight)
+    composed = programs.composed_of(segment, programs.Kind(device, saving, len(weight) <= 256, False, Own()))
+    sizes = cases.sizes_of(segment, x, weight)
     return schedule.Plan(segment, composed, sizes, x.dtype, x.dtype, saving, device)
 
 

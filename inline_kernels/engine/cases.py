@@ -1,0 +1,77 @@
+"""What a segment's operator is given: at which places of its arguments what is, and the sizes of what it computes.
+
+`arguments`: tensors (x and the second inputs, parameters, buffers that are read, two for each update of running statistics), then, where there
+is dropout, a seed and a number, then the model's numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import library, source
+from .graph import Space
+from .passes import Unsupported
+
+CTYPES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "half_t",
+    torch.bfloat16: "bfloat16_t",
+}
+
+
+def defines(x: Tensor, dtype: torch.dtype) -> dict[str, str]:
+    """What every source is told of dtypes; dtype: of y."""
+    return {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[dtype]}
+
+
+def places(segment) -> dict[str, int]:
+    """The numbers of arguments that are tensors, by the names of arrays."""
+    names = segment.tensors
+    return {source.identifier(name): i for i, name in enumerate(names)} | {"seed": len(names)}
+
+
+def first_number(segment) -> int:
+    return len(segment.tensors) + 2 * bool(segment.random)
+
+
+class Sizes(NamedTuple):
+    """N, C and each level's (D, H, W); D is 1 in two dimensions."""
+
+    N: int
+    C: int
+    levels: dict[str, tuple[int, int, int]]
+
+    def shape(self, space: Space) -> list[int]:
+        own = [self.N] * space.n + [self.C] * space.c
+        return [*own, *self.levels[space.level]] if space.level else own
+
+    def positions(self, level: str) -> int:
+        return math.prod(self.levels[level])
+
+
+def levels_of(segment, x: Tensor, weight: Tensor) -> dict[str, tuple[int, ...]]:
+    """The positions of "e" and of each level, axis by axis."""
+    conv, nd = segment.conv, weight.dim() - 2
+    found = []
+    for i in range(nd):
+        extent = conv.dilation[i] * (weight.shape[2 + i] - 1) + 1
+        around = sum(library.padding(conv, weight)[i])
+        found.append((x.shape[2 + i] + around - extent) // conv.stride[i] + 1)
+    levels = {"e": tuple(found)}
+    for name, level in segment.graph.levels.items():
+        levels[name] = tuple(1 if w is None else s // w for s, w in zip(levels[level.parent], level.window))
+    return levels
+
+
+def sizes_of(segment, x: Tensor, weight: Tensor) -> Sizes:
+    levels = levels_of(segment, x, weight)
+    padded = {name: ((1,) * (5 - weight.dim()) + size) for name, size in levels.items()}
+    # One by one: of two sizes that may be symbolic the smaller is not asked.
+    if any(each < 1 for size in ((x.shape[0],), *padded.values()) for each in size):
+        raise Unsupported("there is nothing to compute")
+    return Sizes(x.shape[0], weight.shape[0], padded)

@@ -1,0 +1,94 @@
+"""A launcher of a loaded source with what it takes, decided once for arguments of one kind: which of them, what is made anew, in what dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import library
+
+ANYWHERE = 1 << 10  # an Entry's `aligned`: never
+
+
+class Entry(NamedTuple):
+    """A launcher's tensor: an argument (its number) in `dtype`, a new array of a shape, or, with neither, what is there by its name."""
+
+    name: str
+    dtype: torch.dtype
+    argument: int | None = None
+    shape: Sequence[int] | None = None
+    written: bool = False
+    channels: int = 0  # how many elements an argument has, as it is read: a parameter's only one stands for all; 0: its own
+    aligned: int = 2  # from how many dimensions on an argument is read 16 bytes at a time
+
+
+class Launch:
+    """A launcher for arguments of one kind: `launch(arguments, *given)` allocates what is to be made, runs it, and returns that, of the
+    names `made`. given: the names of what is there beside the arguments. number: of an argument, a number, behind the tensors."""
+
+    def __init__(
+        self,
+        bound: Callable,
+        table: Sequence[Entry],
+        arguments: Sequence,
+        given: Sequence[str] = (),
+        number=None,
+    ):
+        none = [e for e in table if e.shape is not None and not math.prod(e.shape)]
+        new = [e for e in table if e.shape is not None and e not in none]
+        self.bound, self.made = bound, [*(e.name for e in new), *(e.name for e in none)]
+        self.none = [arguments[0].new_empty(0, dtype=e.dtype) for e in none]
+        self.like = [_without_memory(arguments[0], entry) for entry in new]
+        places = [*[None] * len(arguments), *given, *self.made]
+        of = [places.index(e.name) if e.argument is None else e.argument for e in table]
+        self.pick = itemgetter(*of, *(() if number is None else (number,)))
+        self.converted = [
+            (at, e)
+            for at, e in enumerate(table)
+            if e.argument is not None and not _is_ready(arguments[e.argument], e)
+        ]
+
+    def __call__(self, arguments: Sequence, *given: Tensor) -> list[Tensor]:
+        made = [*map(torch.empty_like, self.like), *self.none]
+        taken = self.pick((*arguments, *given, *made))
+        if self.converted:
+            taken = [*taken]
+            for at, entry in self.converted:
+                taken[at] = _as_read(taken[at], entry)
+        self.bound(*taken)
+        for at, entry in self.converted:
+            if entry.written:
+                arguments[entry.argument].copy_(taken[at])
+        return made
+
+
+def picking(places: Sequence[int]) -> Callable:
+    """Gives of a list the items at those places, as a list."""
+    if [*places] == [*range(len(places))]:
+        return itemgetter(slice(len(places)))
+    return lambda items: [items[i] for i in places]
+
+
+def _without_memory(x: Tensor, entry: Entry) -> Tensor:
+    """A tensor on x's device to make others like it."""
+    t = torch.empty(entry.shape, dtype=entry.dtype, device=x.device)
+    t.untyped_storage().resize_(0)
+    return t
+
+
+def _is_ready(t: Tensor, entry: Entry) -> bool:
+    alike = t.dtype == entry.dtype and t.is_contiguous() and entry.channels in (0, t.numel())
+    return alike and (t.dim() < entry.aligned or t.data_ptr() % 16 == 0)
+
+
+def _as_read(t: Tensor, entry: Entry) -> Tensor:
+    """An argument as kernels read it."""
+    t = t if t.dtype == entry.dtype else t.detach().to(entry.dtype)
+    if entry.channels not in (0, t.numel()):
+        return t.detach().reshape(-1).expand(entry.channels).contiguous()
+    return library.aligned(t) if t.dim() >= entry.aligned else t.contiguous()

@@ -1,0 +1,300 @@
+"""A segment's passes and those of its gradients as programs, with their text: what the schedule `load` runs, and others in part.
+
+passes.py decides what is computed in which pass, source.py writes it down; here is what backward needs, and what of that forward keeps: v, or masks
+in its place where backward needs no more of it, and small values in one tensor, source.KEPT.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from . import library, source, strips
+from .algebra import reordered
+from .graph import ELEMENTS, Facts, Node, Space, down_to, order
+from .passes import Array, Program, Root, kind_of, of_positions
+
+_MOST_MASKS = 3  # of a byte an element; more are not worth it, beside v of four
+lock = threading.Lock()  # one at a time for a graph, whoever rewrites it
+
+
+class Composed(NamedTuple):
+    """A segment's passes and their text for one kind of arguments. `saved`: tensors from forward to backward, in their order; `gradients`: the
+    root of each tensor's gradient, by leaf."""
+
+    text: str
+    forward: Program
+    forward_names: source.Names
+    backward: Program | None
+    backward_names: source.Names | None
+    saved: list[Array]
+    gradients: dict[Node, Root | None]
+    own: source.Own
+
+
+class Kind(NamedTuple):
+    """What a text hangs on beside its segment."""
+
+    device: str
+    saving: bool
+    few_channels: bool  # a byte counts them
+    exact_order: bool
+    own: source.Own
+
+
+def kind_for(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
+    x, weight = arguments[0], arguments[len(segment.inputs)]
+    own = strips.own(segment.conv, x, weight) if library.device_type(x) == "cpu" else source.Own()
+    few = bool(weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
+    return Kind(library.device_type(x), saving, few, exact_order, own)
+
+
+def composed_of(segment, kind: Kind) -> Composed:
+    """Made once a segment and kind; kept with its graph."""
+    with lock:
+        known = vars(segment.graph).setdefault("composed", {})
+        if kind not in known:
+            known[kind] = _compose(segment, kind)
+        return known[kind]
+
+
+def _compose(segment, kind: Kind) -> Composed:
+    graph = segment.graph
+    (y,) = segment.outputs
+    statistics_of = [node for update in segment.updates for node in (update.mean, update.variance)]
+    if not kind.exact_order:
+        y, *statistics_of = reordered([y, *statistics_of], exact_ties=kind.saving)
+    z = graph.leaf("z", ELEMENTS, "z")
+    roots, back, saved, gradients = [Root("y", y, y.space, "output")], None, [], {}
+    roots += running_statistics(segment, statistics_of)
+    if kind.saving:
+        back, saved, gradients = _backward_program(graph, y, z, kind)
+        known = {root.node for root in roots}
+        for array, node in saved:
+            if node is not z:  # what leaves already is written once more
+                own = (
+                    graph.make("spread", node, attr=(array.name, ""), space=node.space)
+                    if node in known
+                    else node
+                )
+                roots.append(Root(array.name, own, array.space, array.kind))
+        saved = [array for array, _ in saved]
+    ahead = Program(
+        graph,
+        roots,
+        {},
+        kind.few_channels,
+        joins=kind.device == "cuda" or kind.own.convolution,
+        on_cpu=kind.device == "cpu",
+    )
+    if kind.saving and (small := [array for array in saved if array.space.small]):
+        ahead.kept = back.kept = small
+        saved = [*[array for array in saved if array not in small], source.KEPT]
+    if turns := kind.device == "cuda" and graph.dimensions == 2:
+        ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
+        if back:
+            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
+    names, back_names = names_of(segment, ahead), back and names_of(segment, back)
+    programs = {"forward": ahead} | ({"backward": back} if back else {})
+    text = source.compose(
+        programs, {"forward": names, "backward": back_names}, kind.device, segment.conv.name, turns, kind.own
+    )
+    return Composed(text, ahead, names, back, back_names, saved, gradients, kind.own)
+
+
+def running_statistics(segment, statistics: Sequence[Node]) -> list[Root]:
+    """What batch norms make of theirs, written over what is read, as nn.BatchNorm does. statistics: mean and biased variance of each."""
+    graph, found = segment.graph, {}
+    for update, mean, variance in zip(segment.updates, statistics[::2], statistics[1::2]):
+        unbiased = variance * (update.count / (update.count - 1.0))
+        for name, node in ((update.mean_buffer, mean), (update.variance_buffer, unbiased)):
+            before = found[name] if name in found else graph.leaf(name, node.space, "buffer")
+            found[name] = before * (1.0 - update.momentum) + node * update.momentum
+    return [Root(source.identifier(name), node, node.space, "real") for name, node in found.items()]
+
+
+def differentiated(segment, y: Node, kind: Kind) -> Composed:
+    """Backward alone, of another result of the segment's graph than its own, from v and copies of parameters."""
+    graph = segment.graph
+    with lock:
+        back, saved, gradients = _backward_program(
+            graph, y, graph.leaf("z", ELEMENTS, "z"), kind, only_v=True
+        )
+        if turns := kind.device == "cuda" and graph.dimensions == 2:
+            back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
+        names = names_of(segment, back)
+        text = source.compose({"backward": back}, {"backward": names}, kind.device, segment.conv.name, turns)
+        saved = [array for array, _ in saved]
+        return Composed(text, None, None, back, names, saved, gradients, source.Own())
+
+
+def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False):
+    dy = graph.leaf("dy", y.space, "dy")
+    leaves = [z, *[n for n in order([y]) if n.is_leaf("parameter", "input")]]
+    found = graph.adjoints(y, dy, leaves)
+    roots: dict[tuple, Root] = {}
+    gradients: dict[Node, Root | None] = {}
+    for leaf, node in zip(leaves, found):
+        if node is None:
+            gradients[leaf] = None
+            continue
+        name, of = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
+        if leaf.attr[1] == "input":
+            of = "value"
+        gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
+    kept = _kept(graph, [root.node for root in roots.values()], z)
+    if z in kept and kind.device == "cuda":
+        own = _OwnChannel(graph)
+        roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
+        kept = _kept(graph, [root.node for root in roots.values()], z)
+    if only_v:
+        kept = [z] if z in order([root.node for root in roots.values()]) else []
+    given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
+    gate = _gate(graph, [root.node for root in roots.values()], z) if z in kept and not only_v else None
+    if gate and kind.device == "cpu" and not source.is_drawn(gate[0]):
+        gate = None  # counting costs as much as what it may save
+    if gate:
+        given[gate[1]] = Array("kept_alive", "double", gate[1].space)
+    past = _Past(graph, y, given)
+    found = [root._replace(node=past.seen(root.node)) for root in roots.values()]
+    of_nodes = {node: array for node, array in given.items() if node is not z}
+    copies = {now: Array(then.attr[0], "real", then.space) for now, then in past.copies.items()}
+    of_nodes |= {then: copies[now] for now, then in past.copies.items()}
+    program = Program(graph, found, of_nodes, kind.few_channels, on_cpu=kind.device == "cpu")
+    program.gate = gate and (past.seen(gate[0]), given[gate[1]])
+    return program, [(array, node) for node, array in (given | copies).items()], gradients
+
+
+def _gate(graph, roots: Sequence[Node], z: Node) -> tuple[Node, Node] | None:
+    """What a gradient has to pass before positions are summed, if it is zero where masks of forward's say so; and a plane's number of
+    positions where they don't, or v isn't finite: where that is zero, sums are zero, and nothing has to be read for them."""
+    if not any(
+        of_positions(node) and node.space.n and node.space.c
+        for node in order([r for r in roots if r.space == ELEMENTS])
+    ):
+        return None
+
+    def passes(node: Node) -> Node:
+        """1 where it may be another number than zero."""
+        if node.op == "where" and _is_of_forward(node.args[0]):
+            return node.args[0].where(passes(node.args[1]), passes(node.args[2]))
+        if node.op == "mul" and any(a.is_const() for a in node.args):
+            return passes(node.args[node.args[0].is_const()])
+        return passes(node.args[0]) if node.op == "neg" else graph.const(0.0 if node.is_const(0.0) else 1.0)
+
+    for node in reversed(order(roots)):
+        if node.op == "where" and node.space == ELEMENTS and not (found := passes(node)).is_const():
+            if not _reaches_dy(roots, node):
+                finite = (z - z).eq(0.0)
+                return node, graph.total("s", finite.where(found, 1.0))
+    return None
+
+
+def _is_of_forward(mask: Node) -> bool:
+    """Is it computed at an element alone, from what forward knows?"""
+    nodes = [node for node in order([mask]) if node.space.level]
+    return all(n.is_scalar_op or n.op == "detach" or n.is_leaf("z") for n in nodes)
+
+
+def _reaches_dy(roots: Sequence[Node], without: Node) -> bool:
+    return any(node.is_leaf("dy") for node in order(roots, [without]))
+
+
+class _OwnChannel:
+    """Where a gradient goes to picked channels, its values are computed at each channel, of that channel's own, instead of at the picked place of what
+    was taken there and would have to be kept beside v."""
+
+    def __init__(self, graph):
+        self.graph = graph
+        self._known: dict[tuple[Node, Node | None], Node] = {}
+
+    def seen(self, node: Node, index: Node | None = None) -> Node:
+        """index: what is taken by it is the own channel's."""
+        if node.op == "take" and node.args[1] is index:
+            return node.args[0]
+        key = node, index
+        if key not in self._known:
+            self._known[key] = self._made(node, index)
+        return self._known[key]
+
+    def _made(self, node: Node, index: Node | None) -> Node:
+        if node.op == "put" and node.args[1].attr[0] == "c":
+            values, picked = node.args
+            return self.graph.picked(picked).where(self.seen(values, picked), 0.0)
+        args = [self.seen(a, index) for a in node.args]
+        if all(a is b for a, b in zip(args, node.args)):
+            return node
+        if node.is_scalar_op:
+            return self.graph.scalar(node.op, *args)
+        return node if index else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
+
+
+class _Past:
+    """Forward's values, computed again in backward, are of the parameters as they were: of `copies` that forward makes. What a derivative
+    itself reads of a parameter, eager's backward reads at its own time, too."""
+
+    def __init__(self, graph, y: Node, given: Mapping[Node, Array]):
+        self.graph, self.given, self.forward = graph, given, set(order([y]))
+        self.copies: dict[Node, Node] = {}
+        self._known: dict[tuple[Node, bool], Node] = {}
+
+    def seen(self, node: Node, was: bool = False) -> Node:
+        """The node with copies where forward's values are made of parameters; was: it is one of those values, or a part."""
+        if node in self.given:
+            return node
+        if node.op == "leaf":
+            return self._copy(node) if was and node.attr[1] == "parameter" else node
+        key = node, was or node in self.forward
+        if key not in self._known:
+            args = [self.seen(a, key[1]) for a in node.args]
+            same = all(a is b for a, b in zip(args, node.args))
+            self._known[key] = (
+                node if same else self.graph.make(node.op, *args, attr=node.attr, space=node.space)
+            )
+        return self._known[key]
+
+    def _copy(self, leaf: Node) -> Node:
+        if leaf not in self.copies:
+            name = f"kept_{source.identifier(leaf.attr[0])}"
+            self.copies[leaf] = self.graph.leaf(name, leaf.space, "parameter")
+        return self.copies[leaf]
+
+
+def _kept(graph, roots: Sequence[Node], z: Node) -> list[Node]:
+    """What forward leaves for these: masks in place of v where v serves for nothing else."""
+    facts = Facts(roots, keeps=True)
+
+    def kept(without: set) -> list[Node]:
+        found = down_to(roots, lambda node: node is z or facts.is_kept(node) not in without)
+        return sorted(found, key=lambda node: node.id)
+
+    found = kept({None, "input"})
+    few = sum(node.is_boolean and facts.at_elements(node) for node in found) <= _MOST_MASKS
+    return found if z not in found and few else kept({None, "input", "mask"})
+
+
+def _saved_array(node: Node, z: Node, few_channels: bool) -> Array:
+    if node is z:
+        return Array("v", "value", ELEMENTS)
+    of_z = node.op == "take" and node.args[0] is z
+    kind = "value" if of_z else kind_of(node, few_channels)
+    return Array(f"kept_{node.op}_{node.id}", kind, node.space)
+
+
+def names_of(segment, program: Program) -> source.Names:
+    """Of what comes into a program's launcher."""
+    incoming: dict[Node, Array] = {}
+    scalars, random = [], {}
+    drawn = {each.leaf: (i, each.p) for i, each in enumerate(segment.random)}
+    for node in program.leaves():
+        name, kind = node.attr
+        if kind == "scalar":
+            scalars.append(name)
+        elif kind == "drawn":
+            random[name] = drawn[name]
+            incoming[node] = Array("seed", "seed", Space(False, False, ""))
+        else:
+            array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (source.identifier(name), "value")}
+            incoming[node] = Array(*array.get(kind, (source.identifier(name), "real")), node.space)
+    return source.Names(incoming, scalars, random)
