@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reference_graph as reference
-from inline_kernels.engine import cases, schedule
+from inline_kernels.engine import schedule
 
 
 def _gpu(capability, multiprocessors, **clocks) -> SimpleNamespace:
@@ -30,8 +30,8 @@ PROPERTIES = {
 }
 
 
-def _plan(segment, arguments, saving, dtype, exact_order=False):
-    return SimpleNamespace(segment=segment, saving=saving, dtype=dtype)
+def _plan(case):
+    return SimpleNamespace(segment=case.segment, saving=case.saving, dtype=case.dtype)
 
 
 def _leaves(segment, a, z):
@@ -73,10 +73,9 @@ def _update(segment, a, statistics):
             running.lerp_(value.to(running.dtype).view_as(running), update.momentum)
 
 
-def _saved(segment, a, dtype, exact_order=False):
-    sizes = cases.sizes_of(segment, a[0], a[len(segment.inputs)])
-    positions = sizes.levels["e"][3 - (a[0].dim() - 2) :]
-    return [((sizes.N, sizes.C, *positions), a[0].dtype)]
+def _saved(case):
+    positions = case.sizes.levels["e"][3 - (case.x.dim() - 2) :]
+    return [((case.sizes.N, case.sizes.C, *positions), case.x.dtype)]
 
 
 def _backward(plan, dy, a, saved, needs):

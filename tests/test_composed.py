@@ -11,6 +11,7 @@ from torch import nn
 import models
 import numerics
 from inline_kernels.engine import capture, composed, tiling
+from inline_kernels.engine.cases import Case
 from inline_kernels.engine.fuse import fuse, structure_of
 from inline_kernels.engine.variants import fused
 from numerics import DROPOUT, INSTANCE_NORM, MIN_ADD, NAMES, POOL
@@ -130,7 +131,7 @@ def test_sizes_are_those_of_the_functions(name, gpu):  # noqa: F811
     (part,) = structure_of(numerics.twin_of(model.train(), "fused"), (x,), {}).parts
     drawn = (torch.empty(0, dtype=torch.int64), 0) if part.segment.random else ()
     arguments = part.shared.arguments(x, *part.tensors(), *drawn, *part.numbers(), 0)
-    call = composed.Call(part.segment, arguments, True, x.dtype, False)
+    call = composed.Call(Case(part.segment, arguments, True, x.dtype))
     launchers = [name for name, each in call.launchers.items() if each.asked and name.endswith("_size")]
     kernels = composed.inline_loader.load(**call.request(launchers, call.defines("forward_saving")))
     of = {"x": x, "y": x.new_empty(call.shape), "dy": x.new_empty(call.shape), "weight": part.tensors()[0]}

@@ -13,6 +13,7 @@ from torch import nn
 import inline_loader
 from inline_kernels.engine import library, schedule
 from inline_kernels.engine.capture import capture
+from inline_kernels.engine.cases import Case
 
 pytestmark = pytest.mark.usefixtures("optimised")
 
@@ -287,7 +288,7 @@ def test_a_few_samples_at_a_time_give_the_same(norm, in_pieces, monkeypatch):
     results = []
     for budget in (library.CPU_PIECE_BYTES, 2 * sample + 7):
         monkeypatch.setattr(library, "CPU_PIECE_BYTES", budget)
-        plan = schedule.plan(segment, tensors + _numbers(model, segment), False, torch.float32)
+        plan = schedule.plan(Case(segment, tensors + _numbers(model, segment), False, torch.float32))
         assert [piece[:2] for piece in plan.pieces] == (
             [(0, 2), (2, 4), (4, 5)] if in_pieces and len(results) else []
         )

@@ -19,6 +19,7 @@ from benchmarks import level2
 from inline_kernels.bench import checks
 from inline_kernels.engine import choice, composed, direct, mainloops, precision, tiling
 from inline_kernels.engine.capture import capture
+from inline_kernels.engine.cases import Case
 from inline_kernels.engine.operator import Standing
 from test_emulated import Emulated, folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_source import arguments_of, segment_of
@@ -120,7 +121,7 @@ def given(model: nn.Module, x: torch.Tensor) -> tuple:
 
 def run(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     segment, arguments = given(model, x)
-    plan = direct.plan(segment, arguments, False, dtype or x.dtype)
+    plan = direct.plan(Case(segment, arguments, False, dtype or x.dtype))
     return direct.forward(plan, arguments)[0]
 
 
@@ -281,7 +282,7 @@ def test_windows_by_stream(name, dtype, device, monkeypatch):
 def test_what_follows_windows_is_in_the_plan(device):
     device()
     segment, arguments = given(random_model((16, 3, 3, 3), WINDOWS["and a sum"]), torch.rand(2, 3, 12, 23))
-    line = direct.describe(segment, arguments, False, torch.float32)
+    line = direct.describe(Case(segment, arguments, False, torch.float32))
     assert line == "narrow2d, the tail inside, v is never written, then sums (reads 0.0 MB, writes 0.0 MB)"
 
 
@@ -422,7 +423,7 @@ def test_a_number_is_the_call_s(device):
         x = numerics.random_input((1, 3, 6, 9))
         assert_rule(model, x)
         segment, arguments = given(model, x)
-        sources.append(direct.requests(segment, arguments, False, x.dtype)[0]["source"])
+        sources.append(direct.requests(Case(segment, arguments, False, x.dtype))[0]["source"])
     assert sources[0] == sources[1]
 
 
@@ -473,11 +474,11 @@ def test_backward(filters, size, name, device):
     tail, says = KEPT[name]
     model, x = random_model(filters, tail), numerics.random_input((2, filters[1], *size))
     segment, arguments = given(model, x)
-    assert says in direct.describe(segment, arguments, True, x.dtype)
-    plan = direct.plan(segment, arguments, True, x.dtype)
+    assert says in direct.describe(Case(segment, arguments, True, x.dtype))
+    plan = direct.plan(Case(segment, arguments, True, x.dtype))
     arguments = [a.clone() if torch.is_tensor(a) else a for a in arguments]
     y, *saved = direct.forward(plan, arguments)
-    kept = direct.saved(segment, arguments, x.dtype)
+    kept = direct.saved(Case(segment, arguments, True, x.dtype))
     assert [(list(t.shape), t.dtype) for t in saved] == [([*shape], dtype) for shape, dtype in kept]
 
     exact = copy.deepcopy(model).double()
@@ -497,7 +498,7 @@ def test_backward(filters, size, name, device):
 def refused(model, x, saving=False):
     segment, arguments = given(model, x)
     with pytest.raises(direct.Unsupported) as raised:
-        direct.plan(segment, arguments, saving, x.dtype)
+        direct.plan(Case(segment, arguments, saving, x.dtype))
     return str(raised.value)
 
 
@@ -626,7 +627,7 @@ def test_many_channels_at_full_sizes(filters, image, padding, runs, gpu):  # noq
     arguments = arguments_of(model, segment, x)
     arguments[0] = Standing(x.contiguous(memory_format=torch.channels_last), arguments[1].device)
     try:
-        found = direct.describe(segment, arguments, False, torch.bfloat16)
+        found = direct.describe(Case(segment, arguments, False, torch.bfloat16))
     except direct.Unsupported as error:
         found = str(error)
     assert runs in found.split(", the tail")[0]
@@ -637,11 +638,11 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)
     segment, arguments = full_size(number)
     if number in BY_NUMBER:
-        line = direct.describe(segment, arguments, False, torch.float32)
+        line = direct.describe(Case(segment, arguments, False, torch.float32))
         assert line.startswith(f"{BY_NUMBER[number]}, the tail inside, v is never written")
     elif number != 31:  # its mainloop's own problem, as pointwise as they
         with pytest.raises(direct.Unsupported):
-            direct.describe(segment, arguments, False, torch.float32)
+            direct.describe(Case(segment, arguments, False, torch.float32))
 
 
 @needs_nvcc
@@ -653,7 +654,7 @@ def test_registers_spilled(number, architecture, gpu, tmp_path):  # noqa: F811
     """Few, if any, by each mainloop on each architecture that it is for."""
     gpu(architecture=900, multiprocessors=132)
     segment, arguments = full_size(number)
-    (request,) = direct.requests(segment, arguments, False, torch.float32)
+    (request,) = direct.requests(Case(segment, arguments, False, torch.float32))
     path = tmp_path / "tail.cu"
     path.write_text(request["source"])
     older = {"CAPABILITY": 80, "SHARED_LIMIT": 163 << 10} if architecture == "80" else {}

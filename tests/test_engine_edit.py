@@ -16,6 +16,7 @@ import inline_kernels
 import reference_graph
 from inline_kernels import fuse
 from inline_kernels.engine import programs
+from inline_kernels.engine.cases import Case
 from inline_kernels.engine.followed import NotFollowed, followed
 from inline_kernels.engine.graph import ELEMENTS, order
 from inline_loader import BuildError
@@ -189,7 +190,9 @@ def read(model: nn.Module, changes: dict[str, str], saving: bool = True, whole: 
     x = torch.randn(2, 3, 6, 6)
     segment = segment_of(model, x)
     arguments = arguments_of(model, segment, x)
-    composed = programs.composed_of(segment, programs.kind_for(segment, arguments, saving, False))
+    composed = programs.composed_of(
+        segment, programs.kind_for(Case(segment, arguments, saving, torch.float32))
+    )
     text, *rest = composed.text.split("struct Backward", 0 if whole else 1)
     for line, other in changes.items():
         assert re.search(line, text), text
@@ -361,7 +364,7 @@ def test_comments_change_nothing():
     model = Tailed(MAPPED)
     x = torch.randn(2, 3, 6, 6)
     segment = segment_of(model, x)
-    kind = programs.kind_for(segment, arguments_of(model, segment, x), True, False)
+    kind = programs.kind_for(Case(segment, arguments_of(model, segment, x), True, x.dtype))
     composed = programs.composed_of(segment, kind)
     y = composed.forward.roots[0].node
     assert followed(y, composed.text, re.sub(";\n", ";  // a comment\n\n", composed.text).strip()) is y

@@ -1412,7 +1412,7 @@ def test_what_kernels_cannot_do(monkeypatch):
 def test_plan_of_a_frozen_model(monkeypatch):
     """Backward follows where a parameter or the input asks for a gradient."""
     asked = []
-    monkeypatch.setattr(schedule, "describe", lambda segment, a, saving, *rest: asked.append(saving) or "")
+    monkeypatch.setattr(schedule, "describe", lambda case: asked.append(case.saving) or "")
     x, frozen = torch.randn(2, 3, 9, 9), fuse(Residual().requires_grad_(False))
     for fast, given, saving in (
         (frozen, x, False),
@@ -1427,7 +1427,7 @@ def test_plan_of_a_frozen_model(monkeypatch):
 def test_all_kernels_are_built_at_once(monkeypatch):
     built = []
     monkeypatch.setattr(
-        schedule, "requests", lambda segment, a, saving, *rest: [{"name": segment.digest, "saving": saving}]
+        schedule, "requests", lambda case: [{"name": case.segment.digest, "saving": case.saving}]
     )
     monkeypatch.setattr(inline_loader, "load_all", lambda requests: built.append(list(requests)))
     _, fast, x = pair(Residual, called=False)
@@ -1453,22 +1453,22 @@ class Batches:
     saved = staticmethod(lambda *given: schedule.saved(*given))
     backward = staticmethod(lambda *given: schedule.backward(*given))
 
-    def describe(self, *given):
+    def describe(self, case):
         return "by two"
 
-    def plan(self, segment, a, *given):
-        return self._served(a) or schedule.plan(segment, a, *given)
+    def plan(self, case):
+        return self._served(case.x) or schedule.plan(case)
 
-    def requests(self, segment, a, *given):
-        return self._served(a) or []
+    def requests(self, case):
+        return self._served(case.x) or []
 
     def forward(self, plan, a):
         self.ran += 1
         return schedule.forward(plan, a)
 
-    def _served(self, a):
-        if a[0].shape[0] != 2:
-            raise schedule.Unsupported(f"batches of {a[0].shape[0]}")
+    def _served(self, x):
+        if x.shape[0] != 2:
+            raise schedule.Unsupported(f"batches of {x.shape[0]}")
 
 
 BY_TWO = Batches()

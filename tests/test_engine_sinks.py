@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import numerics
 from inline_kernels.bench import checks
 from inline_kernels.engine import mainloops, sinks
+from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
 
@@ -62,7 +63,7 @@ FILTERS = {
 def run(model: nn.Module, *inputs) -> torch.Tensor:
     """y."""
     segment, arguments = given(model, *inputs)
-    plan = sinks.plan(segment, arguments, False, inputs[0].dtype)
+    plan = sinks.plan(Case(segment, arguments, False, inputs[0].dtype))
     return sinks.forward(plan, arguments)[0]
 
 
@@ -161,7 +162,7 @@ def test_filters_that_registers_have_no_room_for(name, through):
     model = model_of((24, 3, 4, 4, 4), TAILS["norm"][0])
     segment, arguments = given(model, x)
     with pytest.raises(sinks.Unsupported, match="does not fit in shared memory"):
-        sinks.describe(segment, arguments, False, x.dtype)
+        sinks.describe(Case(segment, arguments, False, x.dtype))
 
 
 def dropped(m: nn.Module, v: torch.Tensor) -> torch.Tensor:
@@ -242,7 +243,8 @@ def test_exact_order_takes_moments_of_the_model_s_values(through):
     model, x = model_of(filters, TAILS["norm"][0]), numerics.random_input((2, filters[1], *size))
     segment, arguments = given(model, x)
     texts = [
-        sinks.requests(segment, arguments, False, x.dtype, exact)[0]["source"] for exact in (False, True)
+        sinks.requests(Case(segment, arguments, False, x.dtype, exact))[0]["source"]
+        for exact in (False, True)
     ]
     assert ["conv::Identity" in text for text in texts] == [True, False]
 
@@ -256,8 +258,8 @@ def test_what_costs_less(through, monkeypatch):
     ]
     for taps, again in ((1, True), (25, False)):
         model = model_of((32, 16, taps, 1), TAILS["norm"][0])
-        segment, (x, weight, *_) = given(model, torch.randn(2, 16, 40, 40))
-        assert sinks._recomputes(segment, mainloop, 2, x, weight) == again
+        segment, arguments = given(model, torch.randn(2, 16, 40, 40))
+        assert sinks._recomputes(Case(segment, arguments, False, torch.float32), mainloop, 2) == again
 
 
 # --------------------------------------------------------------------------------------------------------- KernelBench's sizes
@@ -271,7 +273,7 @@ STORING = {79: "narrow3d", 83: "narrow3d", 85: "narrow2d"}
 def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     gpu(architecture=900, multiprocessors=132)
     segment, arguments = full_size(number)
-    line = sinks.describe(segment, arguments, False, torch.float32)
+    line = sinks.describe(Case(segment, arguments, False, torch.float32))
     name = {**RECOMPUTED, **ONCE, **STORING}[number]
     assert line.startswith(f"{name}: ")
     assert ("v is never written" in line) == (number not in STORING)

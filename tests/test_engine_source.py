@@ -21,6 +21,7 @@ from fuzz_engine import random_program
 from inline_kernels.bench import checks
 from inline_kernels.engine import library, programs, schedule, source
 from inline_kernels.engine.capture import capture
+from inline_kernels.engine.cases import Case
 from test_emulated import Emulated, folder, guarded, library_of, pytestmark  # noqa: F401
 from test_engine_cpu import philox
 
@@ -80,7 +81,7 @@ class Run:
     def __init__(self, model: nn.Module, x: torch.Tensor, dy: torch.Tensor | None = None):
         self.segment = segment_of(model, x)
         arguments = arguments_of(model, self.segment, x)
-        self.plan = schedule.plan(self.segment, arguments, dy is not None, x.dtype)
+        self.plan = schedule.plan(Case(self.segment, arguments, dy is not None, x.dtype))
         self.y, *self.saved = schedule.forward(self.plan, arguments)
         self.results = {"output": self.y}
         if dy is not None:
@@ -392,8 +393,10 @@ def test_sizes_build_nothing(device):
     again = assert_rule(model, torch.randn(5, x.shape[1], 23, 18))
     assert again.plan.sizes != first.plan.sizes
     segment, arguments = first.segment, arguments_of(model, first.segment, x)
-    (one,) = schedule.requests(segment, arguments, True, x.dtype)
-    (other,) = schedule.requests(segment, [torch.randn(1, x.shape[1], 40, 30), *arguments[1:]], True, x.dtype)
+    (one,) = schedule.requests(Case(segment, arguments, True, x.dtype))
+    (other,) = schedule.requests(
+        Case(segment, [torch.randn(1, x.shape[1], 40, 30), *arguments[1:]], True, x.dtype)
+    )
     assert one == other
 
 
@@ -419,7 +422,7 @@ def test_parameters_that_change_before_backward(device):
     dy = torch.randn_like(y)
     segment = segment_of(model, x)
     arguments = arguments_of(model, segment, x.detach())
-    plan = schedule.plan(segment, arguments, True, x.dtype)
+    plan = schedule.plan(Case(segment, arguments, True, x.dtype))
     _, *saved = schedule.forward(plan, arguments)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -450,7 +453,7 @@ def test_dropout_is_drawn_again(shape, device):
 
     def run(dy=None, seed=5):
         arguments = arguments_of(model, segment, x, seed)
-        plan = schedule.plan(segment, arguments, dy is not None, x.dtype)
+        plan = schedule.plan(Case(segment, arguments, dy is not None, x.dtype))
         y, *saved = schedule.forward(plan, arguments)
         found = dy is not None and schedule.backward(plan, dy, arguments, saved, [True] * len(arguments))
         return y, found
@@ -484,7 +487,7 @@ def test_exact_order_leaves_operations_where_they_are(monkeypatch):
     segment = segment_of(model, x)
     arguments = arguments_of(model, segment, x)
     moved, exact = (
-        schedule.requests(segment, arguments, False, x.dtype, e)[0]["source"] for e in (False, True)
+        schedule.requests(Case(segment, arguments, False, x.dtype, e))[0]["source"] for e in (False, True)
     )
 
     def in_window(text: str) -> str:
@@ -505,7 +508,7 @@ class Taken(nn.Module):
 def test_what_windows_take_of_v_is_kept_in_its_type():
     model, x = Taken().bfloat16(), torch.randn(2, 2, 9, 10).bfloat16()
     segment = segment_of(model, x)
-    kept = schedule.saved(segment, arguments_of(model, segment, x), x.dtype)
+    kept = schedule.saved(Case(segment, arguments_of(model, segment, x), True, x.dtype))
     assert {dtype for _, dtype in kept} == {torch.uint8, torch.bfloat16}  # their places, too
 
 
@@ -523,7 +526,7 @@ def test_no_more_is_kept_than_eager_keeps():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = model(x)
         segment = segment_of(model, x)
-        ours = schedule.saved(segment, arguments_of(model, segment, x), x.dtype)
+        ours = schedule.saved(Case(segment, arguments_of(model, segment, x), True, x.dtype))
         own = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in ours if len(shape) > 2)
         # y is there anyway, in eager as in ours.
         theirs = sum(kept.values()) - (kept.get(y.untyped_storage().data_ptr(), 0))
@@ -539,7 +542,7 @@ def test_kernels_compile_without_spills(number, value, architecture, monkeypatch
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
     model, x = problem(number)
     segment = segment_of(model, x)
-    (request,) = schedule.requests(segment, arguments_of(model, segment, x), True, x.dtype)
+    (request,) = schedule.requests(Case(segment, arguments_of(model, segment, x), True, x.dtype))
     source = tmp_path / "tail.cu"
     source.write_text(request["source"])
     command = [

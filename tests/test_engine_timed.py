@@ -382,11 +382,11 @@ def test_a_model_is_free_again(clock):
 def test_rules_are_silent_for_candidates_alone(monkeypatch):
     monkeypatch.setattr(direct, "_chosen", lambda *_: choice.is_silent())
     monkeypatch.setattr(direct, "_build", lambda written, *_: written)
-    assert choice.able(direct).requests(None, None, None, None) == [True]
-    assert direct.requests(None, None, None, None) == [False]
+    assert choice.able(direct).requests(None) == [True]
+    assert direct.requests(None) == [False]
     monkeypatch.setattr(direct, "_build", lambda *_: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
-        choice.able(direct).requests(None, None, None, None)
+        choice.able(direct).requests(None)
     assert not choice.is_silent()
 
 

@@ -1,4 +1,4 @@
-"""What a segment's operator is given: at which places of its arguments what is, and the sizes of what it computes.
+"""What a plan is made for: a segment with arguments, at which places of these what is, and the sizes of what is computed.
 
 `arguments`: tensors (x and the second inputs, parameters, buffers that are read, two for each update of running statistics), then, where there
 is dropout, a seed and a number, then the model's numbers.
@@ -7,6 +7,7 @@ is dropout, a seed and a number, then the model's numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,9 +25,35 @@ CTYPES = {
 }
 
 
-def defines(x: Tensor, dtype: torch.dtype) -> dict[str, str]:
-    """What every source is told of dtypes; dtype: of y."""
-    return {"VALUE_T": CTYPES[x.dtype], "OUTPUT_T": CTYPES[dtype]}
+class Case(NamedTuple):
+    """What a plan is made for. saving: does backward follow? dtype: of y. exact_order: is nothing added in another order than eager's?"""
+
+    segment: object
+    arguments: Sequence
+    saving: bool
+    dtype: torch.dtype
+    exact_order: bool = False
+
+    @property
+    def x(self) -> Tensor:
+        return self.arguments[0]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.arguments[len(self.segment.inputs)]
+
+    @property
+    def device(self) -> str:
+        return library.device_type(self.x)
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes_of(self.segment, self.x, self.weight)
+
+    @property
+    def defines(self) -> dict[str, str]:
+        """What every source is told."""
+        return {"VALUE_T": CTYPES[self.x.dtype], "OUTPUT_T": CTYPES[self.dtype]}
 
 
 def places(segment) -> dict[str, int]:

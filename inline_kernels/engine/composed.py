@@ -38,7 +38,8 @@ import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers, read
 from inline_loader import KERNELS
 
-from . import cases, launching, library, tiling
+from . import launching, library, tiling
+from .cases import Case
 from .graph import order
 from .passes import Unsupported
 
@@ -193,14 +194,13 @@ class Sized(NamedTuple):
 
 
 class Call:
-    """A source for a segment's arguments. Raises Unsupported with the reason where there is none, or it can't run."""
+    """A source for a case. Raises Unsupported with the reason where there is none, or it can't run."""
 
-    def __init__(
-        self, segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool, edited=None
-    ):
+    def __init__(self, case: Case, edited: str | None = None):
+        segment, arguments, saving, dtype, exact_order = case
         x, weight = arguments[:2]
-        self.segment, self.arguments, self.saving = segment, arguments, saving
-        self.written, self.device = written_for(segment), library.device_type(x)
+        self.case, self.segment, self.arguments, self.saving = case, segment, arguments, saving
+        self.written, self.device = written_for(segment), case.device
         if self.written is None:
             raise Unsupported(NO_SOURCE)
         if self.device != "cuda":
@@ -218,7 +218,7 @@ class Call:
         self.forward = self.launchers[
             "forward_saving" if saving and "forward_saving" in self.launchers else "forward"
         ]
-        sizes = cases.sizes_of(segment, x, weight)
+        sizes = case.sizes
         positions = sizes.levels[segment.outputs[0].space.level][5 - weight.dim() :]
         of_axis = {"n": sizes.N, "c": sizes.C} | {str(i): size for i, size in enumerate(positions)}
         self.shape = [of_axis[axis] for axis in segment.axes]  # of y
@@ -226,7 +226,7 @@ class Call:
     def defines(self, phase: str) -> dict:
         """Of a build of forward, forward_saving or backward."""
         x, weight, written = *self.arguments[:2], self.written
-        own = cases.defines(x, self.types["output_t"]) | written.macros
+        own = self.case.defines | written.macros
         return own | tiling.MAINLOOPS[written.mainloop].defines(x, weight, phase, written)
 
     def request(self, names: Sequence[str], defines: dict) -> dict:
@@ -279,22 +279,18 @@ class Call:
         return {p.name: (self.size(p.name), self.types[p.ctype]) for p in own}
 
 
-def requests(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> list[dict]:
-    call = Call(segment, arguments, saving, dtype, exact_order)
+def requests(case: Case) -> list[dict]:
+    call = Call(case)
     return [call.request([call.forward.name], call.defines(call.forward.name))]
 
 
-def describe(*given) -> str:
-    Call(*given)
+def describe(case: Case) -> str:
+    Call(case)
     return "the convolution runs inside our kernels"
 
 
-def saved(
-    segment, arguments: Sequence, dtype: torch.dtype, exact_order: bool = False
-) -> list[tuple[list, torch.dtype]]:
-    call = Call(segment, arguments, True, dtype, exact_order)
+def saved(case: Case) -> list[tuple[list, torch.dtype]]:
+    call = Call(case)
     return [([size], kind) for size, kind in call.sizes(call.forward).values()]
 
 
@@ -341,7 +337,7 @@ class Plan:
                 if name.startswith("backward") and not each.asked:
                     self.backwards[each] = call.numbers(each)
                     self.made |= call.sizes(each)
-        call.arguments = ()  # which nothing here shall keep
+        call.case, call.arguments = None, ()  # which nothing here shall keep
 
     def _bound(self, kernels, launcher: Launcher, numbers: Sequence, trusting: bool = False) -> Callable:
         known = [getattr(kernels, each)() if isinstance(each, str) else each for each in numbers]
@@ -445,10 +441,8 @@ class Plan:
         ]
 
 
-def plan(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False, edited=None
-) -> Plan:
-    return Plan(Call(segment, arguments, saving, dtype, exact_order, edited))
+def plan(case: Case, edited: str | None = None) -> Plan:
+    return Plan(Call(case, edited))
 
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:

@@ -27,9 +27,11 @@ from torch import Tensor
 
 import inline_loader
 
-from . import cases, choice, launching, library, mainloops, programs, schedule, source, tiling
+from . import cases, choice, library, mainloops, programs, schedule, source, tiling
 from .algebra import reordered
+from .cases import Case
 from .graph import ELEMENTS, Node, order
+from .launching import Entry, Launch
 from .mainloops import Job, Mainloop
 from .passes import Array, Program, Root, Unsupported, over_windows
 from .scalars import SCALARS, compared
@@ -416,27 +418,26 @@ def _rest(segment, y: Node, front: Front) -> programs.Composed:
     return programs.Composed(text, program, names, None, None, [], {}, source.Own())
 
 
-def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> Written:
+def _chosen(case: Case) -> Written:
     """The first mainloop that can run it. Raises Unsupported."""
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    check(segment, x, weight, dtype)
-    if saving and x.dtype != torch.float32:
+    segment, weight = case.segment, case.weight
+    check(case)
+    if case.saving and case.x.dtype != torch.float32:
         raise Unsupported("backward needs v as the library rounds it")
     if segment.updates or segment.random:
         raise Unsupported("the tail has statistics or dropout")
-    kind = programs.kind_for(segment, arguments, True, exact_order)
-    composed = programs.composed_of(segment, kind) if saving else None
+    composed = programs.composed_of(segment, programs.kind_for(case)) if case.saving else None
     refused = []
     for mainloop in mainloops.MAINLOOPS:
         if mainloop.dimensions != weight.dim() - 2:
             continue
         try:
-            written = _written(segment, mainloop, exact_order, composed)
+            written = _written(segment, mainloop, case.exact_order, composed)
             front = written.front
             mainloop.check_walk(segment, weight, front.window if front.pooled else None)
-            if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(x):
+            if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(case.x):
                 raise Unsupported("x lies channels last, other inputs may not")
-            if (reason := mainloop.obstacle(_job(written, segment, x, weight, dtype))) is None:
+            if (reason := mainloop.obstacle(_job(written, case))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -444,61 +445,56 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def check(segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+def check(case: Case) -> None:
     """Can a convolution of our own be what runs? Raises Unsupported."""
-    if library.device_type(x) != "cuda":
+    if case.device != "cuda":
         raise Unsupported("convolutions of our own run on GPUs")
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise Unsupported(f"there are no kernels for results of {dtype}")
-    if segment.conv.groups != 1:
+    if case.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(f"there are no kernels for results of {case.dtype}")
+    if case.segment.conv.groups != 1:
         raise Unsupported("the convolution has groups")
-    sizes = cases.sizes_of(segment, x, weight)
+    sizes = case.sizes
     results = sizes.N * sizes.C * sizes.positions("e")
-    fewest = int(FEWEST_RESULTS * tiling.device_properties(x.device.index).scale.memory)
+    fewest = int(FEWEST_RESULTS * tiling.device_properties(case.x.device.index).scale.memory)
     if results < fewest and not choice.is_silent():
         raise Unsupported(f"there are {results} results, and it pays from {fewest} on")
 
 
-def _dtypes(written: Written, x: Tensor, dtype: torch.dtype) -> list[torch.dtype]:
+def _dtypes(written: Written, case: Case) -> list[torch.dtype]:
     """Of the results."""
-    of_kind = {"output": dtype, "value": x.dtype, "real": torch.float32, "mask": torch.uint8}
+    of_kind = {"output": case.dtype, "value": case.x.dtype, "real": torch.float32, "mask": torch.uint8}
     return [of_kind[array.kind] for array in written.results]
 
 
-def _job(written: Written, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Job:
-    return mainloops.job_of(segment, x, weight, _dtypes(written, x, dtype), written.front)
+def _job(written: Written, case: Case) -> Job:
+    return mainloops.job_of(case, _dtypes(written, case), written.front)
 
 
-def _build(written: Written, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = written.mainloop.all_defines(segment, _job(written, segment, x, weight, dtype))
-    defines |= cases.defines(x, dtype)
+def _build(written: Written, case: Case) -> dict:
     return {
-        "name": f"direct_{source.identifier(segment.conv.name)}",
+        "name": f"direct_{source.identifier(case.segment.conv.name)}",
         "source": written.source,
         "device": "cuda",
-        "defines": defines,
+        "defines": written.mainloop.all_defines(case.segment, _job(written, case)) | case.defines,
     }
 
 
-def requests(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> list[dict]:
-    written = _chosen(segment, arguments, saving, dtype, exact_order)
-    return [_build(written, segment, arguments, dtype)]
+def requests(case: Case) -> list[dict]:
+    return [_build(_chosen(case), case)]
 
 
-def describe(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> str:
-    written = _chosen(segment, arguments, saving, dtype, exact_order)
+def describe(case: Case) -> str:
+    return _words(_chosen(case), case)
+
+
+def _words(written: Written, case: Case) -> str:
     names = [array.name for array in written.results[1:]]
     line = f"{written.mainloop.name}, the tail inside, "
     line += "v is stored beside" if "v" in names else "v is never written"
     if written.rest is None:
         return line
-    plan, rest = _rest_plan(written, segment, arguments, dtype, saving), written.rest
-    if not saving:
+    plan, rest = schedule.Plan.of(case, written.rest), written.rest
+    if not case.saving:
         return f"{line}, then {schedule.passes_in_words(plan, rest.forward, rest.forward_names)}"
     return f"{line}; backward: {schedule.passes_in_words(plan, rest.backward, rest.backward_names)}"
 
@@ -511,7 +507,7 @@ class Plan:
     """`rest` computes y from the launcher's only result, or has backward. copies: of arguments, by number, in what forward saves behind the
     launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: do x and y lie channels last?"""
 
-    launch: launching.Launch
+    launch: Launch
     line: str
     rest: schedule.Plan | None
     copies: Sequence[tuple[int, int, int]]
@@ -519,43 +515,33 @@ class Plan:
     last: bool = False
 
 
-def plan(
-    segment,
-    arguments: Sequence,
-    saving: bool,
-    dtype: torch.dtype,
-    exact_order: bool = False,
-    edited: str | None = None,
-) -> Plan:
+def plan(case: Case, edited: str | None = None) -> Plan:
     """edited: in place of its own text. Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
-    written = _chosen(segment, arguments, saving, dtype, exact_order)
-    request = _build(written, segment, arguments, dtype)
+    segment, arguments, saving = case[:3]
+    written = _chosen(case)
+    request = _build(written, case)
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
-    x, weight_at = arguments[0], len(segment.inputs)
+    x, weight_at = case.x, len(segment.inputs)
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
-    behind = [launching.Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
+    behind = [Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
-    rest = _rest_plan(written, segment, arguments, dtype, saving) if written.rest else None
+    rest = schedule.Plan.of(case, written.rest) if written.rest else None
     if rest and saving:
-        rest.kernels, rest.convolution = kernels, library.Convolution.of(segment.conv, arguments[weight_at])
+        rest.kernels, rest.convolution = kernels, library.Convolution.of(segment.conv, case.weight)
     elif rest:
         given = written.rest.forward, written.rest.forward_names, arguments
         rest.launch = schedule.launch_of(rest, kernels.rest, *given, ("front",), {"y": rest.shape})
-    sizes = cases.sizes_of(segment, x, arguments[weight_at])
-    whole = sizes.shape(written.front.node.space)
+    whole = case.sizes.shape(written.front.node.space)
     shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
     last = bool(request["defines"].get("LAST"))
     if last:
         shape = [shape[0], *shape[2:], shape[1]]
     beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
-    made = zip(written.results, _dtypes(written, x, dtype), [shape, *beside])
-    table = [launching.Entry(array.name, kind, None, size) for array, kind, size in made]
-    table += [launching.Entry("x", x.dtype, 0), launching.Entry("weight", x.dtype, weight_at), *behind]
-    line = describe(segment, arguments, saving, dtype, exact_order)
-    launch = launching.Launch(
-        kernels.forward.bound(*numbers), table, _given_last(arguments) if last else arguments
-    )
-    return Plan(launch, line, rest, *_copies(segment, rest if saving else None), last)
+    made = zip(written.results, _dtypes(written, case), [shape, *beside])
+    table = [Entry(array.name, kind, None, size) for array, kind, size in made]
+    table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at), *behind]
+    launch = Launch(kernels.forward.bound(*numbers), table, _given_last(arguments) if last else arguments)
+    return Plan(launch, _words(written, case), rest, *_copies(segment, rest if saving else None), last)
 
 
 def _given_last(arguments: Sequence) -> list:
@@ -573,13 +559,6 @@ def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, i
         found.append((segment.tensors.index(parameters[array.name].attr[0]), room, count))
         room += (4 * count + 15) // 16 * 2
     return found, room
-
-
-def _rest_plan(
-    written: Written, segment, arguments: Sequence, dtype: torch.dtype, saving: bool
-) -> schedule.Plan:
-    x, sizes = arguments[0], cases.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
-    return schedule.Plan(segment, written.rest, sizes, x.dtype, dtype, saving, "cuda")
 
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:

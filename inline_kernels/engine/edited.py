@@ -18,7 +18,8 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers
 
-from . import cases, library, programs, schedule, source
+from . import library, programs, schedule, source
+from .cases import Case
 from .followed import NotFollowed, followed
 
 
@@ -39,30 +40,30 @@ class Edited:
         self.schedule, self.edit = schedule, edit
         self.digest = "_" + hashlib.sha256(edit.text.encode()).hexdigest()[:12]  # of the operator's name
 
-    def requests(self, segment, arguments: Sequence, saving: bool, *how) -> list[Mapping]:
-        (request,) = self.schedule.requests(segment, arguments, self.edit.saving, *how)
+    def _original(self, case: Case) -> Case:
+        return case._replace(saving=self.edit.saving)
+
+    def requests(self, case: Case) -> list[Mapping]:
+        (request,) = self.schedule.requests(self._original(case))
         if request["source"] != self.edit.original:
             raise RuntimeError(
-                f"the formula of {segment.conv.name} was edited for other inputs, or another model than this is now: "
+                f"the formula of {case.segment.conv.name} was edited for other inputs, or another model than this is now: "
                 "edit() it for these, or edit(..., None) to have the model's own again"
             )
         return [request | {"source": self.edit.text}]
 
-    def describe(self, segment, arguments: Sequence, saving: bool, dtype: torch.dtype, *how) -> str:
-        self.requests(segment, arguments, saving, dtype, *how)
-        gradient = self._gradient(segment, arguments, *how)
-        lines = self.schedule.describe(segment, arguments, self.edit.saving, dtype, *how)
+    def describe(self, case: Case) -> str:
+        self.requests(case)
+        gradient, lines = self._gradient(case), self.schedule.describe(self._original(case))
         known = "without a gradient" if isinstance(gradient, str) else "with the gradient of its lines"
         return f"edited, {known}: {lines}"
 
-    def _gradient(self, segment, arguments: Sequence, exact_order: bool = False) -> programs.Composed | str:
+    def _gradient(self, case: Case) -> programs.Composed | str:
         """Backward, or why there is none."""
-        kinds = [
-            programs.kind_for(segment, arguments, saving, exact_order) for saving in (self.edit.saving, True)
-        ]
-        known = vars(segment.graph).setdefault("edited", {})
+        kinds = [programs.kind_for(case._replace(saving=saving)) for saving in (self.edit.saving, True)]
+        known = vars(case.segment.graph).setdefault("edited", {})
         if (key := (self.digest, *kinds)) not in known:
-            known[key] = self._derived(segment, *kinds)
+            known[key] = self._derived(case.segment, *kinds)
         return known[key]
 
     def _derived(self, segment, kind: programs.Kind, saving: programs.Kind) -> programs.Composed | str:
@@ -80,22 +81,19 @@ class Edited:
         except schedule.Unsupported as error:
             return str(error)
 
-    def plan(self, segment, arguments: Sequence, saving: bool, dtype: torch.dtype, *how) -> SimpleNamespace:
-        (request,) = self.requests(segment, arguments, saving, dtype, *how)
-        edited = request["source"]
-        inner = self.schedule.plan(segment, arguments, self.edit.saving, dtype, *how, edited=edited)
+    def plan(self, case: Case) -> SimpleNamespace:
+        (request,) = self.requests(case)
+        inner = self.schedule.plan(self._original(case), edited=request["source"])
         found = SimpleNamespace(inner=inner, gradient=None, copies=[], back=None)
-        if not saving:
+        if not case.saving:
             return found
-        found.gradient = composed = self._gradient(segment, arguments, *how)
+        found.gradient = composed = self._gradient(case)
         if isinstance(composed, str):
             return found
-        x, weight = arguments[0], arguments[len(segment.inputs)]
-        sizes = cases.sizes_of(segment, x, weight)
-        found.back = schedule.Plan(segment, composed, sizes, x.dtype, dtype, True, request["device"])
+        found.back = schedule.Plan.of(case, composed)
         found.back.kernels = inline_loader.load(**request | {"source": composed.text})
-        found.back.convolution = library.Convolution.of(segment.conv, weight)
-        found.copies = self._copies(segment, found.back)
+        found.back.convolution = library.Convolution.of(case.segment.conv, case.weight)
+        found.copies = self._copies(case.segment, found.back)
         return found
 
     @staticmethod
@@ -111,13 +109,12 @@ class Edited:
         copies = [arguments[i].detach().to(to, copy=True).view(shape) for i, shape, to in plan.copies]
         return [y, *copies, *rest]
 
-    def saved(self, segment, arguments: Sequence, dtype: torch.dtype, *how) -> list:
-        own = self.schedule.saved(segment, arguments, dtype, *how) if self.edit.saving else []
-        if isinstance(composed := self._gradient(segment, arguments, *how), str):
+    def saved(self, case: Case) -> list:
+        own = self.schedule.saved(case) if self.edit.saving else []
+        if isinstance(composed := self._gradient(case), str):
             return own
-        sizes = cases.sizes_of(segment, arguments[0], arguments[len(segment.inputs)])
-        back = schedule.Plan(segment, composed, sizes, arguments[0].dtype, dtype, True, "")
-        return [(shape, to) for _, shape, to in self._copies(segment, back)] + own
+        copies = self._copies(case.segment, schedule.Plan.of(case, composed))
+        return [(shape, to) for _, shape, to in copies] + own
 
     def backward(
         self,

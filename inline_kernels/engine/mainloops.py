@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cases, choice, composed, library, precision, tiling
+from . import choice, composed, library, precision, tiling
+from .cases import Case
 from .passes import Unsupported
 
 # Bytes that narrow3d's staging takes (store/runs.cuh); that sinks take with what the mainloop has itself: those that store, with one that
@@ -79,12 +80,12 @@ class Job(NamedTuple):
         return any(sink.kind == "store" for own in self.sinks for sink in own)
 
 
-def job_of(segment, x, weight, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Job:
-    sizes, walk = cases.sizes_of(segment, x, weight), walk_of(segment, weight)
+def job_of(case: Case, dtypes: Sequence[torch.dtype], front=None, sinks: Sequence = ()) -> Job:
+    sizes, walk = case.sizes, walk_of(case.segment, case.weight)
     same = walk.before == walk.behind
     settings = precision.Settings(walk.stride, walk.before, walk.dilation) if same else None
     positions = sizes.N * sizes.positions("e")
-    return Job(x, weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
+    return Job(case.x, case.weight, dtypes, front, sinks, positions, settings, walk.dilation[-1])
 
 
 class Sinks(NamedTuple):

@@ -29,6 +29,7 @@ from inline_kernels.loader import operators as loader_operators
 from inline_kernels.loader.operators import LOW, Drawn, check_memory
 
 from . import composed, direct, schedule, sinks
+from .cases import Case
 from .support import DTYPES
 from .tracing import Named
 
@@ -67,24 +68,24 @@ class First:
     def __init__(self, *schedules: object):
         self.schedules = schedules
 
-    def _of(self, segment, arguments: Sequence, *how) -> object:
+    def _of(self, case: Case) -> object:
         for each in self.schedules[:-1]:
             try:
-                each.describe(segment, arguments, *how)
+                each.describe(case)
                 return each
             except schedule.Unsupported:
                 pass
         return self.schedules[-1]
 
-    def requests(self, *given) -> list:
-        return self._of(*given).requests(*given)
+    def requests(self, case: Case) -> list:
+        return self._of(case).requests(case)
 
-    def describe(self, *given) -> str:
-        return self._of(*given).describe(*given)
+    def describe(self, case: Case) -> str:
+        return self._of(case).describe(case)
 
-    def plan(self, *given) -> SimpleNamespace:
-        chosen = self._of(*given)
-        return SimpleNamespace(schedule=chosen, inner=chosen.plan(*given))
+    def plan(self, case: Case) -> SimpleNamespace:
+        chosen = self._of(case)
+        return SimpleNamespace(schedule=chosen, inner=chosen.plan(case))
 
     def forward(self, plan: SimpleNamespace, arguments: Sequence) -> list[Tensor]:
         return plan.schedule.forward(plan.inner, arguments)
@@ -92,8 +93,8 @@ class First:
     def backward(self, plan: SimpleNamespace, *given) -> list:
         return plan.schedule.backward(plan.inner, *given)
 
-    def saved(self, segment, arguments: Sequence, *how) -> list:
-        return self._of(segment, arguments, True, *how).saved(segment, arguments, *how)
+    def saved(self, case: Case) -> list:
+        return self._of(case).saved(case)
 
 
 @functools.cache
@@ -164,9 +165,9 @@ class SegmentOperator:
         standing = [Standing(t, device) if isinstance(t, Tensor) and t.is_meta else t for t in a]
         if reason := self._failed.get(self._build_of(device, a, saving)):
             return Decision(name, "eager", reason)
-        given = self.segment, tuple.__new__(self.arguments, standing), saving, dtype, self.exact_order
+        case = self._case(tuple.__new__(self.arguments, standing), saving, dtype)
         try:
-            requests, line = self.schedule.requests(*given), self.schedule.describe(*given)
+            requests, line = self.schedule.requests(case), self.schedule.describe(case)
         except schedule.Unsupported as error:
             return Decision(name, "eager", str(error))
         return Decision(name, self.name, line, dtype, like, requests)
@@ -184,6 +185,9 @@ class SegmentOperator:
 
         return run
 
+    def _case(self, a: tuple, saving: bool, dtype: torch.dtype) -> Case:
+        return Case(self.segment, a, saving, dtype, self.exact_order)
+
     def failed(self, a: tuple, saving: bool, reason: str) -> None:
         """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
         self._failed[self._build_of(a[self.inputs].device, a, saving)] = reason
@@ -195,7 +199,7 @@ class SegmentOperator:
 
     def _plan(self, a: tuple, *, saving: bool) -> SimpleNamespace:
         """Raises schedule.Unsupported."""
-        inner = self.schedule.plan(self.segment, a, saving, DTYPES[a.dtype], self.exact_order)
+        inner = self.schedule.plan(self._case(a, saving, DTYPES[a.dtype]))
         dx_format = library.result_format(a[0], a[self.inputs], True)
         return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), dx_format=dx_format)
 
@@ -221,13 +225,8 @@ class SegmentOperator:
         y = torch.empty_like(self.reference(a), dtype=dtype)
         if not saving:
             return [y]
-        return [
-            y,
-            *[
-                a[0].new_empty(shape, dtype=kind)
-                for shape, kind in self.schedule.saved(self.segment, a, dtype, self.exact_order)
-            ],
-        ]
+        saved = self.schedule.saved(self._case(a, True, dtype))
+        return [y, *[x.new_empty(shape, dtype=kind) for shape, kind in saved]]
 
     def _gradients(self, a: tuple) -> list[Tensor]:
         x, weight = a[0], a[self.inputs]

@@ -10,8 +10,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from . import library, source, strips
+from . import source, strips
 from .algebra import reordered
+from .cases import Case
 from .graph import ELEMENTS, Facts, Node, Space, down_to, order
 from .passes import Array, Program, Root, kind_of, of_positions
 
@@ -43,11 +44,10 @@ class Kind(NamedTuple):
     own: source.Own
 
 
-def kind_for(segment, arguments: Sequence, saving: bool, exact_order: bool) -> Kind:
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    own = strips.own(segment.conv, x, weight) if library.device_type(x) == "cpu" else source.Own()
-    few = bool(weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
-    return Kind(library.device_type(x), saving, few, exact_order, own)
+def kind_for(case: Case) -> Kind:
+    own = strips.own(case.segment.conv, case.x, case.weight) if case.device == "cpu" else source.Own()
+    few = bool(case.weight.shape[0] <= 256)  # of a compiler's sizes, too, a key
+    return Kind(case.device, case.saving, few, case.exact_order, own)
 
 
 def composed_of(segment, kind: Kind) -> Composed:

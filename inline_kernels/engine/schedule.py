@@ -1,6 +1,6 @@
 """The schedule `load`: the library's convolution gives v, generated kernels do the rest of a segment, forward and backward.
 
-    plan = schedule.plan(segment, arguments, saving=True, dtype=torch.float32)
+    plan = schedule.plan(Case(segment, arguments, saving=True, dtype=torch.float32))
     y, *saved = schedule.forward(plan, arguments)
     gradients = schedule.backward(plan, dy, arguments, saved, needs)
 
@@ -24,7 +24,7 @@ import inline_loader
 from inline_kernels.engine import library
 
 from . import precision, source, strips
-from .cases import CTYPES, Sizes, defines, first_number, places, sizes_of
+from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS
 from .launching import Entry, Launch, picking
 from .passes import Array, Planes, Program, Unsupported
@@ -59,6 +59,12 @@ class Plan:
     ] = ()  # samples (first, behind the last), and their plan; none: all at once
     strips: Mapping[str, strips.Strips] = field(default_factory=dict)  # by launcher
 
+    @classmethod
+    def of(cls, case: Case, composed: Composed | None = None) -> Plan:
+        """With its sizes alone; it keeps no argument. composed: in place of the case's own. Raises Unsupported."""
+        sizes, composed = case.sizes, composed or composed_of(case.segment, kind_for(case))
+        return cls(case.segment, composed, sizes, case.x.dtype, case.dtype, case.saving, case.device)
+
     @functools.cached_property
     def shape(self) -> list[int]:
         """Eager's, of y."""
@@ -74,52 +80,30 @@ class Plan:
         return _words(self)
 
 
-def _build(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool) -> dict:
-    x = arguments[0]
-    kind = kind_for(segment, arguments, saving, exact_order)
-    name = "tail_" + source.identifier(segment.conv.name)
-    return {
-        "name": name,
-        "source": composed_of(segment, kind).text,
-        "device": kind.device,
-        "defines": defines(x, dtype),
-    }
+def _build(case: Case) -> dict:
+    name = "tail_" + source.identifier(case.segment.conv.name)
+    text = composed_of(case.segment, kind_for(case)).text
+    return {"name": name, "source": text, "device": case.device, "defines": case.defines}
 
 
-def requests(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> list[dict]:
-    """What inline_loader builds for such arguments."""
-    return [_build(segment, arguments, saving, dtype, exact_order)]
+def requests(case: Case) -> list[dict]:
+    """What inline_loader builds for it."""
+    return [_build(case)]
 
 
-def plan(
-    segment,
-    arguments: Sequence,
-    saving: bool,
-    dtype: torch.dtype,
-    exact_order: bool = False,
-    edited: str | None = None,
-    piece: bool = False,
-) -> Plan:
+def plan(case: Case, edited: str | None = None, piece: bool = False) -> Plan:
     """edited: in place of its own text. piece: only some samples of a batch, whose result is there. Raises Unsupported with the reason where
     the schedule can't do it."""
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    if x.dtype not in CTYPES or dtype not in CTYPES:
+    if case.x.dtype not in CTYPES or case.dtype not in CTYPES:
         raise Unsupported(f"there are kernels for {', '.join(CTYPES.values())}")
-    sizes = sizes_of(segment, x, weight)
-    request = _build(segment, arguments, saving, dtype, exact_order)
-    composed = composed_of(segment, kind_for(segment, arguments, saving, exact_order))
-    kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
-    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, request["device"], kernels)
-    found.convolution, found.runs = (
-        library.Convolution.of(segment.conv, weight),
-        _layout(segment, x, weight, "forward"),
-    )
-    found.layout = _turned(found, composed.forward, found.runs)
-    _divide(found, arguments)
-    found.pieces = () if piece else _pieces(found, arguments, exact_order, edited)
-    _set_launch(found, arguments, piece)
+    found, request = Plan.of(case), _build(case)
+    found.kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
+    found.convolution = library.Convolution.of(case.segment.conv, case.weight)
+    found.runs = _layout(case.segment, case.x, case.weight, "forward")
+    found.layout = _turned(found, found.composed.forward, found.runs)
+    _divide(found, case.arguments)
+    found.pieces = () if piece else _pieces(found, case, edited)
+    _set_launch(found, case.arguments, piece)
     return found
 
 
@@ -158,12 +142,10 @@ def _divide(plan: Plan, arguments: Sequence) -> None:
         plan.strips["backward"] = strips.of_gradient(image, plan.sizes, by)
 
 
-def _pieces(
-    plan: Plan, arguments: Sequence, exact_order: bool, edited: str | None
-) -> Sequence[tuple[int, int, Plan]]:
+def _pieces(plan: Plan, case: Case, edited: str | None) -> Sequence[tuple[int, int, Plan]]:
     """On a CPU a few samples are convolved at a time, as many as stay in its caches until their result is there; where nothing is kept
     and no sample's result hangs on another's."""
-    segment, x, N = plan.segment, arguments[0], plan.sizes.N
+    segment, x, N = plan.segment, case.x, plan.sizes.N
     mixed = plan.composed.forward.mixes_samples or segment.random or not segment.outputs[0].space.n
     if plan.device != "cpu" or plan.saving or mixed or plan.strips:
         return ()
@@ -177,10 +159,8 @@ def _pieces(
     for first in range(0, N, samples):
         last = min(first + samples, N)
         if last - first not in plans:
-            some = _of_samples(plan, arguments, first, last)
-            plans[last - first] = globals()["plan"](
-                segment, some, False, plan.dtype, exact_order, edited, True
-            )
+            some = case._replace(arguments=_of_samples(plan, case.arguments, first, last))
+            plans[last - first] = globals()["plan"](some, edited, True)
         found.append((first, last, plans[last - first]))
     return found
 
@@ -494,30 +474,19 @@ def _transposed(plan: Plan, t: Tensor, shape: tuple[int, ...], numbers: tuple) -
 # ------------------------------------------------------------------------------------------------------------ in words
 
 
-def saved(
-    segment, arguments: Sequence, dtype: torch.dtype, exact_order: bool = False
-) -> list[tuple[list[int], torch.dtype]]:
+def saved(case: Case) -> list[tuple[list[int], torch.dtype]]:
     """Shapes and dtypes of what forward saves."""
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    composed = composed_of(segment, kind_for(segment, arguments, True, exact_order))
-    found = Plan(
-        segment, composed, sizes_of(segment, x, weight), x.dtype, dtype, True, library.device_type(x)
-    )
-    if any(a.parts is not None for a in composed.saved):
-        _divide(found, arguments)
-    return [(_shape(found, composed.forward, a), _dtype(found, a)) for a in composed.saved]
+    found = Plan.of(case)
+    if any(a.parts is not None for a in found.composed.saved):
+        _divide(found, case.arguments)
+    return [(_shape(found, found.composed.forward, a), _dtype(found, a)) for a in found.composed.saved]
 
 
-def describe(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> str:
-    """What a plan for such arguments runs, in words; nothing is built. Raises Unsupported."""
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    composed = composed_of(segment, kind_for(segment, arguments, saving, exact_order))
-    sizes, device = sizes_of(segment, x, weight), library.device_type(x)
-    found = Plan(segment, composed, sizes, x.dtype, dtype, saving, device)
-    found.runs = _layout(segment, x, weight, "forward")
-    _divide(found, arguments)
+def describe(case: Case) -> str:
+    """What a plan for it runs, in words; nothing is built. Raises Unsupported."""
+    found = Plan.of(case)
+    found.runs = _layout(case.segment, case.x, case.weight, "forward")
+    _divide(found, case.arguments)
     return _words(found)
 
 

@@ -23,6 +23,7 @@ import inline_loader
 
 from . import cases, direct, mainloops, programs, source, tiling
 from .algebra import reordered, statistics_of_v
+from .cases import Case
 from .graph import ELEMENTS, order
 from .launching import Entry, Launch
 from .mainloops import Job, local
@@ -284,49 +285,47 @@ class _Composer:
 # ----------------------------------------------------------------------------------------------------------------- choosing
 
 
-def chosen(segment, mainloop, arguments: Sequence, dtype: torch.dtype, exact_order: bool) -> Composed:
+def chosen(case: Case, mainloop) -> Composed:
     """Of what can run the cheaper one. Raises Unsupported."""
-    x, weight = arguments[0], arguments[len(segment.inputs)]
     found, reasons = {}, []
     for stores in (False, True):
         try:
-            if stores and not x.dtype == dtype == torch.float32:
+            if stores and not case.x.dtype == case.dtype == torch.float32:
                 raise Unsupported("v isn't written in 16 bits")
-            found[stores] = composed(segment, mainloop, exact_order, stores)
+            found[stores] = composed(case.segment, mainloop, case.exact_order, stores)
         except Unsupported as error:
             reasons.append(str(error))
     if len(found) == 2:
-        return found[not _recomputes(segment, mainloop, len(found[False].parts), x, weight)]
+        return found[not _recomputes(case, mainloop, len(found[False].parts))]
     if not found:
         raise Unsupported("; ".join(dict.fromkeys(reasons)))
     return next(iter(found.values()))
 
 
-def _recomputes(segment, mainloop, passes: int, x, weight) -> bool:
+def _recomputes(case: Case, mainloop, passes: int) -> bool:
     """Do more passes of products take less time than v's way to memory and back? About equal, they save its memory."""
-    sizes = cases.sizes_of(segment, x, weight)
+    sizes = case.sizes
     values = sizes.N * sizes.C * sizes.positions("e")
-    splits = mainloop.sinks.splits(mainloops.job_of(segment, x, weight, ()))
-    scale = tiling.device_properties(x.device.index).scale
+    splits = mainloop.sinks.splits(mainloops.job_of(case, ()))
+    scale = tiling.device_properties(case.x.device.index).scale
     products, rate = 3 if splits else 1, mainloop.sinks.rate * scale.compute
-    again = (passes - 1) * 2 * values * math.prod(weight.shape[1:]) * products / rate
+    again = (passes - 1) * 2 * values * math.prod(case.weight.shape[1:]) * products / rate
     return again <= 1.1 * 2 * 4 * values / (BYTES_A_SECOND * scale.memory)
 
 
-def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool):
+def _chosen(case: Case):
     """(mainloop, Composed) of the first mainloop that can run it. Raises Unsupported."""
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    if saving:
+    if case.saving:
         raise Unsupported("backward needs v, which is not kept")
-    direct.check(segment, x, weight, dtype)
+    direct.check(case)
     refused = []
     for mainloop in mainloops.MAINLOOPS:
-        if mainloop.dimensions != weight.dim() - 2 or mainloop.sinks is None:
+        if mainloop.dimensions != case.weight.dim() - 2 or mainloop.sinks is None:
             continue
         try:
-            mainloop.check_walk(segment, weight)
-            found = chosen(segment, mainloop, arguments, dtype, exact_order)
-            if (reason := mainloop.obstacle(_job(found, segment, x, weight, dtype))) is None:
+            mainloop.check_walk(case.segment, case.weight)
+            found = chosen(case, mainloop)
+            if (reason := mainloop.obstacle(_job(found, case))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -334,50 +333,37 @@ def _chosen(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exac
     raise Unsupported("; ".join(refused))
 
 
-def _job(found: Composed, segment, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Job:
-    sinks = [own.sinks for own in found.parts.values()]
-    return mainloops.job_of(segment, x, weight, [dtype], sinks=sinks)
+def _job(found: Composed, case: Case) -> Job:
+    return mainloops.job_of(case, [case.dtype], sinks=[own.sinks for own in found.parts.values()])
 
 
-def _build(mainloop, found: Composed, segment, arguments: Sequence, dtype: torch.dtype) -> dict:
-    x, weight = arguments[0], arguments[len(segment.inputs)]
-    defines = cases.defines(x, dtype)
-    defines |= mainloop.all_defines(segment, _job(found, segment, x, weight, dtype))
-    name = f"sinks_{source.identifier(segment.conv.name)}"
+def _build(mainloop, found: Composed, case: Case) -> dict:
+    defines = case.defines | mainloop.all_defines(case.segment, _job(found, case))
+    name = f"sinks_{source.identifier(case.segment.conv.name)}"
     return {"name": name, "source": found.text, "device": "cuda", "defines": defines}
 
 
-def requests(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> list[dict]:
-    return [_build(*_chosen(segment, arguments, saving, dtype, exact_order), segment, arguments, dtype)]
+def requests(case: Case) -> list[dict]:
+    return [_build(*_chosen(case), case)]
 
 
-def describe(
-    segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False
-) -> str:
-    mainloop, found = _chosen(segment, arguments, saving, dtype, exact_order)
+def describe(case: Case) -> str:
+    mainloop, found = _chosen(case)
     return f"{mainloop.name}: {found.line}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ running
 
 
-def plan(segment, arguments: Sequence, saving: bool, dtype: torch.dtype, exact_order: bool = False) -> Launch:
+def plan(case: Case) -> Launch:
     """Raises Unsupported with the reason where the schedule can't do it, or has no cause to."""
-    mainloop, found = _chosen(segment, arguments, saving, dtype, exact_order)
-    request = _build(mainloop, found, segment, arguments, dtype)
-    kernels = inline_loader.load(
-        request["name"], source=request["source"], device="cuda", defines=request["defines"]
-    )
-    x, weight_at = arguments[0], len(segment.inputs)
-    sizes = cases.sizes_of(segment, x, arguments[weight_at])
-    at, table = cases.places(segment), []
+    segment, arguments, (mainloop, found) = case.segment, case.arguments, _chosen(case)
+    kernels = inline_loader.load(**_build(mainloop, found, case))
+    x, weight_at, at, table = case.x, len(segment.inputs), cases.places(segment), []
     for array in found.results:
-        place, kind = at.get(array.name), dtype if array.name == "y" else torch.float32
-        table.append(
-            Entry(array.name, kind, place, sizes.shape(array.space) if place is None else None, True)
-        )
+        place, kind = at.get(array.name), case.dtype if array.name == "y" else torch.float32
+        shape = case.sizes.shape(array.space) if place is None else None
+        table.append(Entry(array.name, kind, place, shape, True))
     dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
     table += [Entry(name, dtypes[kind], at[source.identifier(name)]) for name, kind in found.tensors]
