@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from inline_kernels import problem as problems
-from inline_kernels.engine import composed
+from inline_kernels.engine import choice
 from inline_kernels.engine.variants import fused
 from inline_kernels.problem import Problem
 
@@ -141,7 +141,7 @@ def register(problem: Problem) -> Problem:
     if PROBLEMS.get(problem.name, problem) != problem:
         raise ValueError(f"there is a problem named {problem.name} already")
     PROBLEMS[problem.name] = problem
-    composed.add(problem.kernels)
+    choice.add(problem.kernels)
     return problem
 
 

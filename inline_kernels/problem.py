@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from inline_kernels.engine import composed
+from inline_kernels.engine import choice
 from inline_kernels.engine.variants import fused
 from inline_loader import KERNELS
 
@@ -50,7 +50,7 @@ class Problem:
     @property
     def variants(self) -> tuple[str, ...]:
         """The ladder of variants, on a GPU."""
-        whole = self.name in composed.known()
+        whole = self.name in choice.known()
         return tuple(name for name in self.ModelNew.variants() if whole or name != "fused")
 
     def variants_on(self, device_type: str) -> tuple[str, ...]:

@@ -24,9 +24,7 @@ fused_names = pytest.mark.parametrize(
 
 def _rules() -> dict:
     return {
-        (name, phase): composed.rule(name, phase)
-        for name in models.PROBLEMS
-        for phase in ("forward", "train")
+        (name, phase): choice.rule(name, phase) for name in models.PROBLEMS for phase in ("forward", "train")
     }
 
 
@@ -42,7 +40,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")
         monkeypatch.setattr(tiling, "device_properties", lambda index: H200)
         own = vars(composed)["known"]()
-        monkeypatch.setattr(composed, "known", lambda: {**own, name: {**own[name], "faster": rules}})
+        monkeypatch.setattr(choice, "known", lambda: {**own, name: {**own[name], "faster": rules}})
 
     return make_up
 
@@ -313,6 +311,4 @@ def test_rules_leave_the_default_sizes_to_the_fused_kernels(name, phase):
     samples, *rest = problem.input_shape
     cases = itertools.product((samples // 8, samples, 2 * samples), (2, 4))
     for batch, itemsize in [*cases, *((batch, 4) for batch in range(1, samples) if phase == "train")]:
-        assert (
-            choice.fastest(composed.rule(name, phase), (batch, *rest), weight.shape, itemsize)[0] == "fused"
-        )
+        assert choice.fastest(choice.rule(name, phase), (batch, *rest), weight.shape, itemsize)[0] == "fused"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import numerics
-from inline_kernels.engine import composed, tiling
+from inline_kernels.engine import composed, mainloops, tiling
 from inline_kernels.engine.fuse import structure_of
 from numerics import every_device, every_name, few_names, few_variants, results
 
@@ -114,7 +114,7 @@ def test_the_choice_for_a_gpu_is_traced(name, dynamic, monkeypatch):
     written, weight = composed.written_for(part.segment), model.conv.weight
 
     def obstacle(x):
-        return tiling.MAINLOOPS[written.mainloop].obstacle(x, weight, False, written)
+        return mainloops.SOURCES[written.mainloop].obstacle(x, weight, False, written)
 
     compiled, graphs = counted(lambda x: (x + 1, obstacle(x)), dynamic)
     for size in (2, 4, 5, 6, 7, 9):

@@ -10,11 +10,15 @@ are scaled (`Scale`), and so are the bounds of rules: with them a GPU is as busy
 from __future__ import annotations
 
 import functools
+import json
 import math
 import threading
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from inline_loader import KERNELS
 
 Rule = str | Sequence  # "fused", "epilogue" or "eager"; [property, most, rule, rule]
 
@@ -29,6 +33,32 @@ PROPERTIES: dict[str, Callable[[Sequence[int], Sequence[int], int], int]] = {
     "results": lambda image, filters, itemsize: _positions(image, filters) * filters[0],
     "products": lambda image, filters, itemsize: _positions(image, filters) * math.prod(filters),
 }
+
+
+_folders = [KERNELS]
+
+
+def add(folder: Path) -> None:
+    """Sources of a folder with a composed.json serve, too."""
+    if folder not in _folders and (folder / "composed.json").is_file():
+        _folders.append(folder)
+        known.cache_clear()
+
+
+@functools.cache
+def known() -> dict[str, dict]:
+    """What each source's row in composed.json says, by its name; `folder` added."""
+    found = {}
+    for folder in _folders:
+        rows = json.loads((folder / "composed.json").read_text(encoding="utf-8"))
+        found |= {name: {**row, "folder": folder} for name, row in rows.items()}
+    return found
+
+
+def rule(name: str, phase: str) -> Rule:
+    """What "auto" runs where the source, or mainloop, of that name could. phase: "forward" or "train"."""
+    found = known()[name].get("faster", {}).get(phase, "fused")
+    return rule(found, phase) if isinstance(found, str) and found in known() else found
 
 
 class Scale(NamedTuple):

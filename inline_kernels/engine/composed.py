@@ -1,6 +1,6 @@
 """The schedule `fused`: a composed source of kernels/, written for one formula, runs a segment that computes that formula.
 
-kernels/composed.json (`known`) says of each source which formula it is for: the digest of `formula`'s text, in which tensors and numbers have
+kernels/composed.json (choice.py) says of each source which formula it is for: the digest of `formula`'s text, in which tensors and numbers have
 places instead of names and values, and the names by which the source knows what is at those places. So any model with the formula gets it.
 
 The protocol, which exported cells follow, too (export/cell_host.py). Of a launcher, Out tensors come first, then In tensors, then numbers, each
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +35,10 @@ from torch import Tensor
 
 import inline_loader
 from inline_kernels.loader.source import Launcher, parse_launchers, read
-from inline_loader import KERNELS
 
-from . import launching, library, tiling
+from . import launching, library, mainloops
 from .cases import Case
+from .choice import known
 from .graph import order
 from .passes import Unsupported
 
@@ -47,7 +46,6 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 
 NO_SOURCE = "there are no fused kernels for this formula"
 AS_THEY_ARE = True  # under autocast, too: operands of a wider type
-_folders = [KERNELS]
 
 
 # ------------------------------------------------------------------------------------------------------------------- formulas
@@ -117,23 +115,6 @@ class Written(NamedTuple):
         return self.folder / f"{self.name}.{'cu' if device == 'cuda' else 'cpp'}"
 
 
-def add(folder: Path) -> None:
-    """Sources of a folder with a composed.json serve, too."""
-    if folder not in _folders and (folder / "composed.json").is_file():
-        _folders.append(folder)
-        known.cache_clear()
-
-
-@functools.cache
-def known() -> dict[str, dict]:
-    """What each source's row in composed.json says, by its name; `folder` added."""
-    found = {}
-    for folder in _folders:
-        rows = json.loads((folder / "composed.json").read_text(encoding="utf-8"))
-        found |= {name: {**row, "folder": folder} for name, row in rows.items()}
-    return found
-
-
 def written_for(segment) -> Written | None:
     """The source of the segment's formula. Found once; kept with its graph."""
     kept = vars(segment.graph)
@@ -162,12 +143,6 @@ def _written_for(segment) -> Written | None:
             own = row.get("mainloop", ""), row.get("shared", 0)
             return Written(name, row["folder"], *own, names[: len(tensors)], numbers, macros)
     return None
-
-
-def rule(name: str, phase: str):
-    """What "auto" runs where the source, or mainloop, of that name could: a rule (choice.py). phase: "forward" or "train"."""
-    found = known()[name].get("faster", {}).get(phase, "fused")
-    return rule(found, phase) if isinstance(found, str) and found in known() else found
 
 
 def _given(numbers: Mapping[str, float]) -> list[tuple[str, Hole]]:
@@ -209,7 +184,7 @@ class Call:
             raise Unsupported("the fused kernels add in another order than eager")
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise Unsupported(f"there are no fused kernels for results of {dtype}")
-        if reason := tiling.MAINLOOPS[self.written.mainloop].obstacle(x, weight, saving, self.written):
+        if reason := mainloops.SOURCES[self.written.mainloop].obstacle(x, weight, saving, self.written):
             raise Unsupported(reason)
         self.text = edited or read(self.written.path(self.device))
         self.launchers = _parsed(self.text)
@@ -227,7 +202,7 @@ class Call:
         """Of a build of forward, forward_saving or backward."""
         x, weight, written = *self.arguments[:2], self.written
         own = self.case.defines | written.macros
-        return own | tiling.MAINLOOPS[written.mainloop].defines(x, weight, phase, written)
+        return own | mainloops.SOURCES[written.mainloop].defines(x, weight, phase, written)
 
     def request(self, names: Sequence[str], defines: dict) -> dict:
         """What inline_loader builds: launchers of those names, with what they ask."""

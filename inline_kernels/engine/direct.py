@@ -435,7 +435,7 @@ def _chosen(case: Case) -> Written:
             written = _written(segment, mainloop, case.exact_order, composed)
             front = written.front
             mainloop.check_walk(segment, weight, front.window if front.pooled else None)
-            if mainloop.walks and len(segment.inputs) > 1 and tiling.stream_takes_last(case.x):
+            if mainloop.walks and len(segment.inputs) > 1 and mainloops.takes_last(case.x):
                 raise Unsupported("x lies channels last, other inputs may not")
             if (reason := mainloop.obstacle(_job(written, case))) is None:
                 return written
@@ -484,10 +484,7 @@ def requests(case: Case) -> list[dict]:
 
 
 def describe(case: Case) -> str:
-    return _words(_chosen(case), case)
-
-
-def _words(written: Written, case: Case) -> str:
+    written = _chosen(case)
     names = [array.name for array in written.results[1:]]
     line = f"{written.mainloop.name}, the tail inside, "
     line += "v is stored beside" if "v" in names else "v is never written"
@@ -508,7 +505,6 @@ class Plan:
     launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: do x and y lie channels last?"""
 
     launch: Launch
-    line: str
     rest: schedule.Plan | None
     copies: Sequence[tuple[int, int, int]]
     room: int = 0
@@ -541,7 +537,7 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     table = [Entry(array.name, kind, None, size) for array, kind, size in made]
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at), *behind]
     launch = Launch(kernels.forward.bound(*numbers), table, _given_last(arguments) if last else arguments)
-    return Plan(launch, _words(written, case), rest, *_copies(segment, rest if saving else None), last)
+    return Plan(launch, rest, *_copies(segment, rest if saving else None), last)
 
 
 def _given_last(arguments: Sequence) -> list:

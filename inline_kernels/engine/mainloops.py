@@ -1,5 +1,5 @@
-"""The mainloops: what each takes, its tiles, its text with a tail inside (direct.py) and with sinks (sinks.py), its cost. One table, `MAINLOOPS`; nobody
-else asks for a mainloop by its name."""
+"""The mainloops: what each takes, its tiles, its text with a tail inside (direct.py) and with sinks (sinks.py), its cost: `MAINLOOPS`, for
+generated kernels, and `SOURCES`, around which composed sources are made. Nobody else asks for a mainloop by its name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import choice, composed, library, precision, tiling
+from inline_kernels.loader.operators import PLAIN
+
+from . import choice, library, precision, tiling
 from .cases import Case
 from .passes import Unsupported
 
@@ -196,7 +198,7 @@ def _wide_obstacle(job: Job) -> str | None:
             return "stream is faster from 64 channels in on, from 128 in float32"
     if choice.is_silent():
         return None
-    rule, scale = composed.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
+    rule, scale = choice.rule("wide", "forward"), tiling.device_properties(x.device.index).scale
     faster, why = choice.fastest(rule, x.shape, weight.shape, x.element_size(), scale)
     return None if faster == "fused" else f"the library's convolution is faster at such sizes: {why}"
 
@@ -215,11 +217,11 @@ def _stream_obstacle(job: Job) -> str | None:
     # What is kept for backward must not hang on sizes that a trace leaves open, nor on what eager's library answers.
     if len(job.dtypes) > 1 and x.dim() == 4:
         return "where backward follows, the library convolves images"
-    if reason := tiling.stream_obstacle(x, weight, x.dtype):
+    if reason := tiling.stream_obstacle(x, x.dtype):
         return reason
     if len(job.dtypes) > 1:
         return "x lies channels last" if last else None
-    if last and not tiling.stream_takes_last(x):
+    if last and not takes_last(x):
         return "x lies channels last, and would be copied first"
     if choice.is_silent():
         return None
@@ -228,9 +230,14 @@ def _stream_obstacle(job: Job) -> str | None:
     return choice.stream_loses(*sizes, job.positions, x.element_size(), device, how)
 
 
+def takes_last(x: Tensor) -> bool:
+    """Is x an operand as it lies, channels last?"""
+    return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
+
+
 def _streamed(job: Job, reduces: bool) -> choice.Streamed:
     """passes: of products, each in place of one over v."""
-    packs, splits = not tiling.stream_takes_last(job.x), stream_splits(job)
+    packs, splits = not takes_last(job.x), stream_splits(job)
     folded = choice.stream_folded(job.weight.shape, job.dilation, packs, splits)
     return choice.Streamed(packs, splits, folded, reduces, job.window, max(1, len(job.sinks)))
 
@@ -490,3 +497,65 @@ MAINLOOPS = (
     ),
     *[_stream_of(dimensions, takes) for dimensions in (2, 3) for takes in ("elements", "windows")],
 )
+
+
+# ------------------------------------------------------------------------------------------------- around which sources are made
+
+
+class Around(NamedTuple):
+    """A mainloop around which composed sources are made, forward and backward. `obstacle(x, weight, saving, source)`: why they can't run, or None;
+    saving: does backward follow? `defines(x, weight, phase, source)`: macros of a build of forward, forward_saving or backward, or of all
+    (cell). Of the source its `macros` count, and `shared`, the bytes of shared memory that its kernels have for their own arrays, at most."""
+
+    obstacle: Callable[..., str | None]
+    defines: Callable[..., dict[str, int]]
+
+
+def _source_wide_defines(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
+    gradients = phase in ("backward", "cell")  # which suits forward, too
+    # A single float16 is as exact as TF32, which is what eager then runs.
+    tf32 = library.surely_runs_tf32 if gradients else library.eager_runs_tf32
+    split = x.dtype == torch.float32 and not tf32(x, weight)
+    unknown = type(x) not in PLAIN or x.is_meta or gradients
+    found = tiling.wide_defines(
+        x, weight, split, aligned=unknown or x.data_ptr() % 4 == 0, gradients=gradients
+    )
+    if phase == "cell" and x.dtype == torch.float32:
+        found["SPLIT"] = "!TF32" if library.suits_tf32(weight) else 1
+    return found
+
+
+def _pool(source) -> tuple[int, int]:
+    return source.macros["POOL_H"], source.macros["POOL_W"]
+
+
+def _pooled_obstacle(x: Tensor, weight: Tensor, saving: bool, source) -> str | None:
+    reason = tiling.strips_obstacle(x, weight, x.dtype, _pool(source))
+    if reason or not saving:
+        return reason
+    fits = tiling.strips_fit(x, weight, _pool(source), True) and tiling.input_columns(
+        x, weight, _pool(source)
+    )
+    return None if fits else "backward's windows or filters do not fit in shared memory"
+
+
+def _pooled_defines(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
+    if phase == "cell":
+        return _pooled_defines(x, weight, "forward_saving", source) | _pooled_defines(
+            x, weight, "backward", source
+        )
+    if phase == "backward":
+        return tiling.strips_backward_defines(x, weight, _pool(source))
+    return tiling.strips_defines(x, weight, _pool(source), phase == "forward_saving")
+
+
+SOURCES = {
+    "wide": Around(
+        lambda x, weight, saving, source: tiling.wide_obstacle(x, weight, x.dtype), _source_wide_defines
+    ),
+    "narrow3d": Around(
+        lambda x, weight, saving, source: tiling.volume_obstacle(x, weight, x.dtype, source.shared),
+        lambda x, weight, phase, source: tiling.spatial_defines(weight.shape),
+    ),
+    "pooled": Around(_pooled_obstacle, _pooled_defines),
+}

@@ -347,7 +347,7 @@ class Part:
         written = None if self.asked.schedules else composed.written_for(self.segment)
         if written is None or library.device_type(weight) != "cuda":
             return None
-        rule = composed.rule(written.name, "train" if saving else "forward")
+        rule = choice.rule(written.name, "train" if saving else "forward")
         return choice.instead(rule, x, weight, tiling.device_properties(weight.device.index).scale)
 
     def _misfit(self, tensors: tuple, device: str) -> str | None:

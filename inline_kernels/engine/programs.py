@@ -143,11 +143,11 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         if leaf.attr[1] == "input":
             of = "value"
         gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
-    kept = _kept(graph, [root.node for root in roots.values()], z)
+    kept = _kept([root.node for root in roots.values()], z)
     if z in kept and kind.device == "cuda":
         own = _OwnChannel(graph)
         roots = {key: root._replace(node=own.seen(root.node)) for key, root in roots.items()}
-        kept = _kept(graph, [root.node for root in roots.values()], z)
+        kept = _kept([root.node for root in roots.values()], z)
     if only_v:
         kept = [z] if z in order([root.node for root in roots.values()]) else []
     given = {node: _saved_array(node, z, kind.few_channels) for node in kept}
@@ -261,7 +261,7 @@ class _Past:
         return self.copies[leaf]
 
 
-def _kept(graph, roots: Sequence[Node], z: Node) -> list[Node]:
+def _kept(roots: Sequence[Node], z: Node) -> list[Node]:
     """What forward leaves for these: masks in place of v where v serves for nothing else."""
     facts = Facts(roots, keeps=True)
 

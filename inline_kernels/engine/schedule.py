@@ -75,10 +75,6 @@ class Plan:
         of_axis |= {str(i): s for i, s in enumerate(positions)}
         return [of_axis[axis] for axis in segment.axes]
 
-    @property
-    def line(self) -> str:
-        return _words(self)
-
 
 def _build(case: Case) -> dict:
     name = "tail_" + source.identifier(case.segment.conv.name)

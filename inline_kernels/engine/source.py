@@ -217,7 +217,7 @@ class _Text:
     def _text(self, node: Node, scope: Scope) -> tuple[str, str]:
         array = self._array(node)
         if array:
-            return self._read(node, array, scope), ""
+            return self._read(array, scope), ""
         if node.op == "leaf":
             return self._leaf(node, scope)
         if node.op == "count":
@@ -258,7 +258,7 @@ class _Text:
         key = Key("value", node)
         return self.program.arrays.get(key) if key not in self.made else None
 
-    def _read(self, node: Node, array: Array, scope: Scope) -> str:
+    def _read(self, array: Array, scope: Scope) -> str:
         name = self.pointer(array)
         if array.space.small:
             text = f"{name}[{self.index(array.space, scope)}]"
@@ -279,7 +279,7 @@ class _Text:
             return f"double({identifier(name)})" if self.real(scope) == "double" else identifier(name), name
         if kind == "drawn":
             return self._drawn(node, scope)
-        return self._read(node, self.names.incoming[node], scope), name
+        return self._read(self.names.incoming[node], scope), name
 
     def _drawn(self, node: Node, scope: Scope) -> tuple[str, str]:
         if node.space.small:
@@ -566,7 +566,6 @@ class _Text:
     def small(self, each: Small) -> list[str]:
         index = {"sample": "n", "channel": "c"}.get(each.mode)
         body = [f"const int64_t {index} = block.index;"] if index else []
-        outer = Scope("small", "", "", "n", "c", body)
         self.made = set(self.targets)
         done: set[Key] = set()
         pending = list(self.targets)
@@ -580,7 +579,7 @@ class _Text:
                 if self._loop_of(key, each.mode) == first and not waits:
                     together.append(key)
             self.made -= done
-            body += self._small_loop(together, first, outer)
+            body += self._small_loop(together, first)
             done |= set(together)
             pending = [key for key in pending if key not in together]
         used = [line for line in body if not line.startswith("const int64_t")]
@@ -599,7 +598,7 @@ class _Text:
             return "n" if space.n else ""
         return "n" if space.n else "c" if space.c else ""
 
-    def _small_loop(self, keys: list[Key], axis: str, outer: Scope) -> list[str]:
+    def _small_loop(self, keys: list[Key], axis: str) -> list[str]:
         scope = Scope("small", "", "", "n", "c", [], None)
         for key in keys:
             array = self.program.arrays[key]

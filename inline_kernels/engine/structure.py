@@ -34,7 +34,7 @@ class Structure:
         # Shared with the parts, from which there is no way here.
         self.asked, self.stale = Asked(model), types.SimpleNamespace(is_so=False)
         self.settings = timed.settings() if options_of(model).tune else None
-        self.reason, reads = _unfit(model, base, kind), {}
+        self.reason, reads = _unfit(model, kind), {}
         captured = None
         if not self.reason:
             captured, self.reason, reads = _capture(model, base, kind[0])
@@ -205,7 +205,7 @@ def _foreseen(t: Tensor) -> Tensor:
     return found
 
 
-def _unfit(model: nn.Module, base: type, kind: tuple | None) -> str:
+def _unfit(model: nn.Module, kind: tuple | None) -> str:
     """Why a forward isn't even traced, or nothing."""
     if kind is None:
         return "forward is given no tensor"

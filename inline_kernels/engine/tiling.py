@@ -28,8 +28,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inline_kernels.loader.operators import PLAIN
-
 from . import choice
 
 
@@ -334,17 +332,10 @@ STREAM_LEAD = 0  # steps that a block's first consumer is ahead of its second on
 
 
 @first_obstacle
-def stream_obstacle(x: Tensor, weight: Tensor, dtype: torch.dtype):
+def stream_obstacle(x: Tensor, dtype: torch.dtype):
     """Of a convolution by kernels/conv/stream.cuh."""
     yield from _fused_obstacles(x, dtype)
     yield capability(x) != (9, 0), "it needs a GPU of compute capability 9.0"
-
-
-def stream_takes_last(x: Tensor) -> bool:
-    """Is x an operand as it lies, channels last?"""
-    from . import library  # which asks here
-
-    return library.is_channels_last(x) and x.element_size() == 2 and x.shape[1] % 8 == 0
 
 
 def stream_defines(x: Tensor, weight: Tensor, positions: int, how: choice.Streamed) -> dict[str, int]:
@@ -354,62 +345,3 @@ def stream_defines(x: Tensor, weight: Tensor, positions: int, how: choice.Stream
     known = {"COLUMNS": columns, "CLUSTER": STREAM_CLUSTER, "LEAD": STREAM_LEAD, "SPLIT": int(how.split)}
     known |= {"LAST": int(not how.packs), "FOLDED": how.folded, "SHARED_LIMIT": device.shared}
     return spatial_defines(weight.shape) | known
-
-
-# -------------------------------------------------------------------------------------------------------------- mainloops
-
-
-class Mainloop(NamedTuple):
-    """What a composed source's kernels are made around. `obstacle(x, weight, saving, source)`: why they can't run, or None; saving: does
-    backward follow? `defines(x, weight, phase, source)`: macros of a build of forward,
-    forward_saving or backward, or of all (cell). Of the source its
-    `macros` count, and `shared`, the bytes of shared memory that its kernels have for their own arrays, at most."""
-
-    obstacle: Callable[..., str | None]
-    defines: Callable[..., dict[str, int]]
-
-
-def _wide_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
-    from . import library  # which asks here
-
-    gradients = phase in ("backward", "cell")  # which suits forward, too
-    # A single float16 is as exact as TF32, which is what eager then runs.
-    tf32 = library.surely_runs_tf32 if gradients else library.eager_runs_tf32
-    split = x.dtype == torch.float32 and not tf32(x, weight)
-    unknown = type(x) not in PLAIN or x.is_meta or gradients
-    found = wide_defines(x, weight, split, aligned=unknown or x.data_ptr() % 4 == 0, gradients=gradients)
-    if phase == "cell" and x.dtype == torch.float32:
-        found["SPLIT"] = "!TF32" if library.suits_tf32(weight) else 1
-    return found
-
-
-def _pool(source) -> tuple[int, int]:
-    return source.macros["POOL_H"], source.macros["POOL_W"]
-
-
-def _strips_obstacle_of(x: Tensor, weight: Tensor, saving: bool, source) -> str | None:
-    reason = strips_obstacle(x, weight, x.dtype, _pool(source))
-    if reason or not saving:
-        return reason
-    fits = strips_fit(x, weight, _pool(source), True) and input_columns(x, weight, _pool(source))
-    return None if fits else "backward's windows or filters do not fit in shared memory"
-
-
-def _strips_defines_of(x: Tensor, weight: Tensor, phase: str, source) -> dict[str, int]:
-    if phase == "cell":
-        return _strips_defines_of(x, weight, "forward_saving", source) | _strips_defines_of(
-            x, weight, "backward", source
-        )
-    if phase == "backward":
-        return strips_backward_defines(x, weight, _pool(source))
-    return strips_defines(x, weight, _pool(source), phase == "forward_saving")
-
-
-MAINLOOPS = {
-    "wide": Mainloop(lambda x, weight, saving, source: wide_obstacle(x, weight, x.dtype), _wide_defines_of),
-    "narrow3d": Mainloop(
-        lambda x, weight, saving, source: volume_obstacle(x, weight, x.dtype, source.shared),
-        lambda x, weight, phase, source: spatial_defines(weight.shape),
-    ),
-    "pooled": Mainloop(_strips_obstacle_of, _strips_defines_of),
-}

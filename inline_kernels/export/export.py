@@ -35,7 +35,7 @@ from torch import nn
 
 import models
 from inline_kernels import problem as problems
-from inline_kernels.engine import cases, library, programs, schedule, tiling
+from inline_kernels.engine import cases, library, mainloops, programs, schedule
 from inline_kernels.engine.capture import Segment, capture
 from inline_kernels.engine.composed import written_for
 from inline_kernels.engine.fuse import fuse, structure_of
@@ -45,8 +45,6 @@ from inline_kernels.export.used import used
 from inline_kernels.loader.source import Header, gather, inlined, macros, parse_launchers, read
 from inline_kernels.loader.units import KERNELS, RESTORED
 
-CTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "half_t"}
-CTYPES |= {torch.bfloat16: "bfloat16_t"}
 TYPES = "value_t output_t accumulate_t float double bool uint8_t int32_t int64_t".split()
 OF_GPU = "CAPABILITY", "SHARED_LIMIT", "TF32"  # macros of a build, as cell_host.py finds them
 PART = "# %% "  # editors and `notebook` split a file here
@@ -66,12 +64,12 @@ class Kernels(NamedTuple):
     gradients: Mapping[str, str] = {}
 
 
-def cell(text: str, model: nn.Module, x: torch.Tensor, kernels: Kernels, device: str, title: str = "") -> str:
+def cell(text: str, model: nn.Module, x: torch.Tensor, kernels: Kernels, device: str) -> str:
     """The file. text: of Model, get_inputs and get_init_inputs. x: of the sizes that it is for; the dtype is x's.
 
     Raises ValueError where a launcher has a parameter that is none of those above, a pointer, or an Out tensor whose size nobody says.
     """
-    defines = macros({"VALUE_T": CTYPES[x.dtype], **kernels.defines})
+    defines = macros({"VALUE_T": cases.CTYPES[x.dtype], **kernels.defines})
     headers, formula = _split(kernels.source, kernels.place, device, defines)
     arguments, gradients = _arguments(model, kernels, formula)
     imports = "\n".join(re.findall(r"^(?:import|from) [^#\n]*\w", _HOST, flags=re.M))
@@ -238,7 +236,7 @@ def composed(problem, x: torch.Tensor, device: str) -> Kernels:
     written, weight, conv = written_for(segment), model.get_parameter(segment.parameters[0]), model.conv
     if written is None:
         raise ValueError("there are no fused kernels for its formula")
-    mainloop = tiling.MAINLOOPS[written.mainloop]
+    mainloop = mainloops.SOURCES[written.mainloop]
     if obstacle := mainloop.obstacle(x, weight, True, written):
         raise ValueError(f"expected sizes that its fused kernels run, got others: {obstacle}")
     settings = conv.stride, conv.padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups
