@@ -501,6 +501,30 @@ def test_attributes_of_classes_and_helpers():
         del INPUTS[Held]
 
 
+def test_methods_of_modules_that_forward_calls():
+    """Those of nn.Module, too, which whoever traces calls for itself."""
+
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 6, 3)
+            self.other = nn.Conv2d(3, 6, 3)
+
+        def forward(self, x):
+            return torch.relu(self.get_submodule("conv")(x))
+
+    INPUTS[Asks] = (2, 3, 5, 5)
+    try:
+        model, fast, x = pair(Asks)
+        assert runs(fast, x) == ["load"]
+        assert_same(fast, model, x)
+        Asks.get_submodule = lambda self, path: self.other
+        assert torch.equal(model(x), torch.relu(model.other(x)))
+        assert_same(fast, model, x)
+    finally:
+        del INPUTS[Asks]
+
+
 SLOPE = 0.5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import types
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_, is_not
@@ -16,6 +17,7 @@ from .support import HAS_VERSIONS, dict_version
 
 # What nn.Module itself keeps in an instance; the mode of it is for forward to read.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_METHODS = frozenset(vars(nn.Module)) - {"forward"}
 _TABLES = "_parameters", "_buffers", "_modules"
 _SMALL = 1 << 16  # elements of a tensor of which tracing gets a copy
 _BY_VALUE = (bool, int, float, str, tuple, torch.Size)
@@ -65,7 +67,7 @@ def is_torch_module(module: nn.Module) -> bool:
 
 def _recording(cls: type, names: set[str]) -> type:
     def __getattribute__(self, name):
-        if name not in _INTERNAL and not name.startswith("__"):
+        if name not in _INTERNAL and not name.startswith("__") and not _is_tracers(name):
             names.add(name)
         return super(made, self).__getattribute__(name)
 
@@ -76,6 +78,18 @@ def _recording(cls: type, names: set[str]) -> type:
     }
     made = types.new_class(cls.__name__, (cls,), {}, lambda namespace: namespace.update(body))
     return made
+
+
+def _is_tracers(name: str) -> bool:
+    """Is it the tracer that reads a method of nn.Module, as named_modules, for its own sake?"""
+    if name not in _METHODS:
+        return False
+    frame = sys._getframe(2)
+    while (
+        frame.f_globals.get("__name__") == nn.Module.__module__ or frame.f_code.co_name == "__getattribute__"
+    ):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith(("torch.fx.", "inline_kernels."))
 
 
 def _copied(value):
