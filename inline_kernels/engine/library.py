@@ -1,7 +1,7 @@
 """What torch's own convolution does, and when it serves: layouts, TF32, pieces of a batch, Winograd's way.
 
-Convolutions here have stride 1, no padding and no bias. x is (N, channels in, …), weight (C, channels in, …), and the result
-(N, C, …), with spatial sizes size - kernel + 1.
+Convolutions here have no bias, and but for `Convolution`, which is as the model has it, stride 1 and no padding. x is (N, channels in, …), weight
+(C, channels in, …), and the result (N, C, …), with spatial sizes size - kernel + 1.
 """
 
 from __future__ import annotations

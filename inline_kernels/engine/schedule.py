@@ -209,7 +209,7 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     return positions // (1024 if each.by_sample else 4096) + 1
 
 
-# -------------------------------------------------------------------------------------------------------------- execution
+# ---------------------------------------------------------------------------------------------------- arrays and launches
 
 
 def _dtype(plan: Plan, array: Array) -> torch.dtype:
@@ -388,10 +388,7 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
     return dx
 
 
-# ---------------------------------------------------------------------------------------------- the library's convolution
-
-
-# ------------------------------------------------------------------------------- … and on a GPU, where it is channels last
+# ------------------------------------------------------------------------- the library's convolution, where it is channels last
 
 PLANES, TURNED, FOR_TF32 = range(3)  # kernels/load/turned.cuh's
 
