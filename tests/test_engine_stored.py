@@ -115,6 +115,15 @@ def test_16_bits(mainloop, layer):
         assert_rule(fast, model, x, saving)
 
 
+@pytest.mark.parametrize("mainloop", ["narrow2d", "wide"])
+def test_channels_last_where_operands_are_planes(mainloop, layer):
+    model, x = layer(mainloop, mean, DTYPES[mainloop])
+    x = x.contiguous(memory_format=torch.channels_last)
+    fast = fuse(copy.deepcopy(model))
+    assert_plan(fast, x, mainloop)
+    assert_rule(fast, model, x, True)
+
+
 def test_channels_last(layer):
     """There stream would write v channels last."""
     model, x = layer("stream", least, torch.bfloat16)
