@@ -15,7 +15,7 @@ from inline_kernels.bench import checks
 from inline_kernels.engine import direct, part, schedule, sinks, stored
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, pytestmark, remembers_nothing  # noqa: F401
-from test_engine_direct import device, given, only_through, random_model  # noqa: F401
+from test_engine_direct import device, full_size, given, only_through, random_model  # noqa: F401
 
 POOLS = {2: F.max_pool2d, 3: F.max_pool3d}
 
@@ -115,6 +115,15 @@ def test_16_bits(mainloop, layer):
         assert_rule(fast, model, x, saving)
 
 
+@pytest.mark.parametrize("mainloop", ["narrow2d", "wide"])
+def test_channels_last_where_operands_are_planes(mainloop, layer):
+    model, x = layer(mainloop, mean, DTYPES[mainloop])
+    x = x.contiguous(memory_format=torch.channels_last)
+    fast = fuse(copy.deepcopy(model))
+    assert_plan(fast, x, mainloop)
+    assert_rule(fast, model, x, True)
+
+
 def test_channels_last(layer):
     """There stream would write v channels last."""
     model, x = layer("stream", least, torch.bfloat16)
@@ -208,6 +217,22 @@ def test_an_edited_text_runs_by_load(layer, monkeypatch):
             torch.testing.assert_close(ours[name], -value, rtol=1e-4, atol=1e-5)
         fast.edit(x, None)
         assert_plan(fast, x, "narrow2d")
+
+
+FORWARD = {6: "narrow3d", 24: "narrow3d"}  # of KernelBench's problems those that direct and sinks leave
+TRAINED = {17: "wide", 21: "narrow2d", 23: "narrow3d", 43: "stream", 54: "wide", 82: "narrow2d"}
+
+
+@pytest.mark.parametrize(
+    "number, saving", [*[(n, False) for n in FORWARD], *[(n, True) for n in TRAINED]], ids=str
+)
+def test_problems_at_their_full_sizes(number, saving, gpu):  # noqa: F811
+    gpu(architecture=900, multiprocessors=132)
+    case = Case(*full_size(number), saving, torch.float32)
+    for each in (direct, sinks):
+        with pytest.raises(stored.Unsupported):
+            each.describe(case)
+    assert stored.describe(case).startswith(f"{(TRAINED if saving else FORWARD)[number]} writes v, then ")
 
 
 def test_on_a_cpu():

@@ -76,7 +76,8 @@ def fuse(
 
 class SegmentPlan(NamedTuple):
     """What runs for a segment, named by its convolution: "direct" (one kernel, the convolution inside), "sinks" (the convolution inside
-    kernels that reduce), "load" (the library's convolution, then kernels), or "eager"; and why, or how."""
+    kernels that reduce), "stored" (a convolution of our own, then kernels), "load" (the library's convolution, then kernels), "fused" (kernels
+    that were written for the formula), or "eager"; and why, or how."""
 
     segment: str
     runs: str
