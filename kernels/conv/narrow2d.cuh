@@ -193,12 +193,13 @@ __device__ __forceinline__ void convolve_strip(Sinks& sinks, Rows<Tile>& rows, c
   for (int i = 0; i < kHeight * kRowTiles && job.row_begin < job.row_end; i++)
     rows.fetch(job.row_begin + i / kRowTiles, i % kRowTiles), rows.convert(i / kRowTiles, i % kRowTiles, factor);
   if (job.row_begin + 1 < job.row_end) rows.fetch(job.row_begin + kHeight, 0);
-  int slot = 0, row = job.row_begin, tile = 0;
+  int slot = 0;
   Accumulators<Tile::kTiles> v;  // scaled
   if (team == Tile::kTeams - 1) release_tensor_cores<Tile>(team);
   fence_shared();
 #pragma unroll 1
   for (int turn = 0; turn < job.turns * kRowTiles; turn++) {
+    const int row = job.row_begin + turn / kRowTiles, tile = turn % kRowTiles;
     // Until the row's pixels are there, and the products of the row before it have been formed.
     acquire_tensor_cores<Tile>(team);
     uint32_t addresses[kHeight];
@@ -215,13 +216,12 @@ __device__ __forceinline__ void convolve_strip(Sinks& sinks, Rows<Tile>& rows, c
       if (tile + 1 < kRowTiles) rows.fetch(row + kHeight, tile + 1);
       else if (row + 2 < job.row_end) rows.fetch(row + 1 + kHeight, 0);
     }
+    if (tile == kRowTiles - 1) slot = slot == kRing - 1 ? 0 : slot + 1;
     fence_shared();
     await(v);
     if (turn == 0) sinks.shift(v);
     if (kRowTiles > 1) place.columns = place.geometry.columns_of(tile);
     if (row < job.row_end) sinks.accept(v, sinks::NoOffset());
-    if (++tile < kRowTiles) continue;
-    tile = 0, row++, slot = slot == kRing - 1 ? 0 : slot + 1;
   }
   sinks.end();
 }

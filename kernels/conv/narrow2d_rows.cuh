@@ -21,14 +21,16 @@ template <class Tile> struct Rows {
   unsigned char* const ring;
   const int thread;
   const int left;  // pixels of the row from the thread's first on
-  const bool two;
+  const bool inside, two, second_inside;  // of a row that is one tile
   Pixel pixel, second;
   float largest;  // magnitude of those that were converted
 
   // Of a sample's x, from `column` on.
   __device__ __forceinline__ Rows(const value_t* sample, int H, int W, int column, unsigned char* ring, int thread)
       : source(sample + column + thread), W(W), plane_size(int64_t(H) * W), ring(ring), thread(thread),
-        left(W - column - thread), two(Tile::kReadsOn && thread < Tile::Filter::kWidth - 1) {}
+        left(W - column - thread), inside(column + thread < W),
+        two(Tile::kReadsOn && thread < Tile::Filter::kWidth - 1),
+        second_inside(two && column + Tile::kColumns + thread < W) {}
 
   __device__ __forceinline__ void clear_behind_tile() const {
     constexpr int kBehind = kPixels - Tile::kRowColumns;
@@ -38,11 +40,13 @@ template <class Tile> struct Rows {
   __device__ __forceinline__ void fetch(int row, int tile) {
     const int before = tile * Tile::kColumns;
     const value_t* from = source + int64_t(row) * W + before;
-    const bool inside = before < left, second_inside = is_last(tile) && two && before + Tile::kColumns < left;
+    constexpr bool kOne = Tile::kRowTiles == 1;
+    const bool first_there = kOne ? inside : before < left;
+    const bool second_there = kOne ? second_inside : is_last(tile) && two && before + Tile::kColumns < left;
 #pragma unroll
     for (int c = 0; c < kGroups * 8; c++, from += plane_size) {
-      pixel[c] = c < kIn && inside ? *from : value_t(0.f);
-      if (Tile::kReadsOn) second[c] = c < kIn && second_inside ? from[Tile::kColumns] : value_t(0.f);
+      pixel[c] = c < kIn && first_there ? *from : value_t(0.f);
+      if (Tile::kReadsOn) second[c] = c < kIn && second_there ? from[Tile::kColumns] : value_t(0.f);
     }
   }
   // What was fetched, times a factor, to a slot of the ring.
