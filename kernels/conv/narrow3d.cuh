@@ -336,15 +336,24 @@ struct SharedStorage : WeightsRoom<S> {
   alignas(16) Rooms<S, Sinks...> rooms;
   MainloopStorage<S> mainloop;
 };
-// Dynamic, as the ring behind it: statically a block has 48 KB at most.
-template <class Storage> constexpr int kStorageUnits = (int(sizeof(Storage)) + 15) / 16;
+// More than a block may have statically lies before the ring, in dynamic memory: so many units of 16 bytes.
+template <class Storage>
+constexpr int kStorageUnits = sizeof(Storage) <= (48 << 10) ? 0 : (int(sizeof(Storage)) + 15) / 16;
+template <class Storage> __device__ __forceinline__ Storage& storage_in(uint4* dynamic) {
+  if constexpr (kStorageUnits<Storage> > 0) {
+    return *reinterpret_cast<Storage*>(dynamic);
+  } else {
+    __shared__ Storage storage;
+    return storage;
+  }
+}
 
 // The convolution once, for `sinks`. Grid (N · slots, sixteens of channels).
 template <class S, class... Sinks>
 __global__ void __launch_bounds__(kBlock, 1) convolve_kernel(const Convolution<S> c, Sinks... sinks) {
   using Storage = SharedStorage<S, Sinks...>;
   extern __shared__ uint4 shared[];
-  Storage& storage = *reinterpret_cast<Storage*>(shared);
+  Storage& storage = storage_in<Storage>(shared);
   const Tile tile(c, blockIdx.x);
   const int first_channel = blockIdx.y * 16;
   const auto weights = storage.weights();

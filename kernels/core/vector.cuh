@@ -31,19 +31,3 @@ template <class T> __device__ __forceinline__ void store_vector(T* to, const Vec
 template <class T> bool vectors_fit(const T* pointer, int64_t size) {
   return size % kVector == 0 && uintptr_t(pointer) % sizeof(Vector<T>) == 0;
 }
-
-// Elements begin … end - 1, less than a sector (32 bytes) of which `to` and `from` both begin one: by as few stores
-// as can be, since a part of a sector costs memory as much as all of it.
-template <class T> __device__ __forceinline__ void store_edge(T* to, const T* from, int begin, int end) {
-  const auto move = [&](auto bytes, bool if_aligned) {
-    constexpr int kElements = int(sizeof(bytes) / sizeof(T));
-    if constexpr (kElements > 0) {
-      if (begin + kElements > end || (if_aligned && begin / kElements % 2 == 0)) return;
-      *reinterpret_cast<decltype(bytes)*>(to + begin) = *reinterpret_cast<const decltype(bytes)*>(from + begin);
-      begin += kElements;
-    }
-  };
-  // Up to a multiple of 16 bytes, and what is left.
-  move(uint8_t(), true), move(uint16_t(), true), move(uint32_t(), true), move(uint2(), true);
-  move(uint4(), false), move(uint2(), false), move(uint32_t(), false), move(uint16_t(), false), move(uint8_t(), false);
-}

@@ -5,6 +5,7 @@
 #pragma once
 #include "core/tensor_core.cuh"
 #include "core/vector.cuh"
+#include "store/edge.cuh"
 
 namespace store {
 
@@ -110,7 +111,8 @@ template <class T> struct Rows {
       const bool head = lane < 16;  // stores what lies before the sectors; its partner, what lies behind them
       const int from = head ? shift : last;
       const int stop = head ? (continues ? 0 : min(first, end)) : (continued ? 0 : end);
-      store_edge(out, mine, from, real ? stop : 0);
+      if (pixels >= kSector) store_edge(out, mine, from, real ? max(stop - from, 0) : 0, head);
+      else for (int i = from; i < (real ? stop : 0); i++) out[i] = mine[i];
     }
   }
   // Shared memory must outlive the copies from it.

@@ -6,7 +6,7 @@
 #pragma once
 #include "conv/narrow2d_exact.cuh"
 #include "core/sinks.cuh"
-#include "core/vector.cuh"
+#include "store/edge.cuh"
 
 namespace store {
 
@@ -122,7 +122,10 @@ template <class T, class Tail> struct Strips {
       const int first = min((from + kVector - 1) / kVector * kVector, until);
       const bool head = threadIdx.x % 2 == 0;
       const int begin = head ? from : max(first, until / kVector * kVector), end = head ? first : until;
-      store_edge(out + own * plane() - lead, staging + own * kStagingPitch, begin, end);
+      T* const to = out + own * plane() - lead;
+      const T* const row = staging + own * kStagingPitch;
+      if (staged >= kVector) store_edge(to, row, begin, max(end - begin, 0), head);
+      else for (int e = begin; e < end; e++) to[e] = row[e];
     }
     // What fills no sector comes first, where the next row's sectors begin.
     __device__ __forceinline__ void keep_rest() {
