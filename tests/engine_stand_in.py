@@ -15,7 +15,7 @@ from inline_kernels.engine import schedule
 def _gpu(capability, multiprocessors, **clocks) -> SimpleNamespace:
     """clocks in kHz, and a bus's width in bits; torch may not know them."""
     major, minor = capability
-    own = {"shared_memory_per_block_optin": 227 << 10, "L2_cache_size": 50 << 20, **clocks}
+    own = {"shared_memory_per_block_optin": 227 << 10, **clocks}
     return SimpleNamespace(major=major, minor=minor, multi_processor_count=multiprocessors, **own)
 
 

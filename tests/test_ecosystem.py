@@ -26,7 +26,7 @@ CHOICES = [*numerics.VARIANTS, pytest.param("auto", "cuda", marks=pytest.mark.gp
 every_choice = pytest.mark.parametrize("variant, device", CHOICES)
 
 pytestmark = pytest.mark.usefixtures("most_fused")
-H200 = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)  # what tiling.device_properties would say of one
+H200 = tiling.Device((9, 0), 227 << 10, 132)  # what tiling.device_properties would say of one
 
 
 @pytest.fixture(autouse=True)

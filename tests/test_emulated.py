@@ -294,9 +294,10 @@ def gpu(remembers_nothing, guarded, monkeypatch, folder):
             assert folder in (None, inline_loader.KERNELS) and device == "cuda"
             kernels = build(name, architecture, defines, replaced, builds, launchers, source)
             kernels.library.emulation_device(multiprocessors, shared)
+            kernels.library.emulation_cache(cache)
             return kernels
 
-        device = tiling.Device((architecture // 100, 0), shared, multiprocessors, cache)
+        device = tiling.Device((architecture // 100, 0), shared, multiprocessors)
         monkeypatch.setattr(inline_loader, "load", load)
         monkeypatch.setattr(inline_loader, "load_all", lambda requests: [load(**each) for each in requests])
         monkeypatch.setattr(library, "device_type", lambda x: "cuda")

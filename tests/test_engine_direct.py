@@ -581,9 +581,7 @@ def test_a_filter_that_fits_only_in_much_shared_memory(device, monkeypatch):
     model, x = random_model((16, 3, 17, 1), TAILS["relu, bias"]), torch.randn(1, 3, 20, 9)
     needed = tiling.rows_shared(model.conv.weight, 1, 4) + (1 << 10)
     for shared in (needed, needed - 1):
-        monkeypatch.setattr(
-            tiling, "device_properties", lambda index: tiling.Device((8, 0), shared, 4, 1 << 16)
-        )
+        monkeypatch.setattr(tiling, "device_properties", lambda index: tiling.Device((8, 0), shared, 4))
         shared_memory = tiling.rows_shared(model.conv.weight, 1, 4)
         assert (tiling.rows_obstacle(x, model.conv.weight, shared_memory) is None) == (shared == needed)
 

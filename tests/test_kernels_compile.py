@@ -88,7 +88,7 @@ def entries(log: str) -> dict[str, Entry]:
     return found
 
 
-H200 = tiling.Device((9, 0), 232448, 132, 62914560)
+H200 = tiling.Device((9, 0), 232448, 132)
 # Source, kernel, and bytes of static shared memory that it may take.
 INSTANCE_NORM = (
     "conv3d_multiply_instancenorm_clamp_multiply_max",

@@ -42,7 +42,7 @@ from test_emulated import folder  # noqa: F401
 from test_planning_min_add import asked
 
 # What tiling.device_properties would say of one.
-H200 = tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
+H200 = tiling.Device((9, 0), 227 << 10, 132)
 
 # --------------------------------------------------------------------------------------------------------- the error rule
 

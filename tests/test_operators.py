@@ -58,9 +58,7 @@ def test_opcheck(name, layout, device):
 def test_shapes_leave_the_batch_size_open(name, variant, monkeypatch):
     """With and without what is saved: else a compiled model would be compiled anew for each size. Nothing is built."""
     monkeypatch.setattr(library, "device_type", lambda x: "cuda")
-    monkeypatch.setattr(
-        tiling, "device_properties", lambda index: tiling.Device((9, 0), 227 << 10, 132, 60 << 20)
-    )
+    monkeypatch.setattr(tiling, "device_properties", lambda index: tiling.Device((9, 0), 227 << 10, 132))
     monkeypatch.setattr(inline_loader, "load", None)
     model, x = numerics.small(name, variant)
     if variant not in models.PROBLEMS[name].variants:

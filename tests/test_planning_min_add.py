@@ -48,9 +48,7 @@ BY_MMA = [
 
 
 def made_up(monkeypatch, capability=(9, 0), shared=227 << 10) -> None:
-    monkeypatch.setattr(
-        tiling, "device_properties", lambda index: tiling.Device(capability, shared, 132, 60 << 20)
-    )
+    monkeypatch.setattr(tiling, "device_properties", lambda index: tiling.Device(capability, shared, 132))
 
 
 def image(weight, value_bytes=4, size=(128, 128)) -> torch.Tensor:

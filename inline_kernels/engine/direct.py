@@ -40,7 +40,7 @@ __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests",
 
 # Fewer results are left to the library (on an H200): in them any kernel's start takes longest, and ours have some work more before their first product.
 FEWEST_RESULTS = 1 << 18
-INFERENCE_ONLY = True
+BY_SIZES = True
 
 
 # ------------------------------------------------------------------------------------------------------------- the tail's text

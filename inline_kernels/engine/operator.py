@@ -58,7 +58,8 @@ class Decision(NamedTuple):
 
 
 # By name, the most fused first: what runs a segment. A schedule has requests, describe, plan, forward, backward and saved, as
-# schedule.py says; requests and plan raise Unsupported with the reason where it can't. INFERENCE_ONLY: mostly it can't where backward follows.
+# schedule.py says; requests and plan raise Unsupported with the reason where it can't. BY_SIZES: it runs where sizes
+# suit it, and is left out where one operator serves all sizes.
 SCHEDULES: dict[str, object] = {
     "fused": composed,
     "direct": direct,

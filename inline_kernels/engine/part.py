@@ -111,7 +111,7 @@ class Part:
     def for_all(self) -> SegmentOperator:
         """What serves whatever the sizes, in inference and training: by the first schedule that can, of those that may."""
         able = {k: each.schedule for k, each in self.by_schedule.items() if self.asked.allows(k)}
-        able = {k: each for k, each in able.items() if not getattr(each, "INFERENCE_ONLY", False)}
+        able = {k: each for k, each in able.items() if not getattr(each, "BY_SIZES", False)}
         if not able:
             raise RuntimeError(f"variant {self.asked.variant!r} can't run: {NO_SOURCE}")
         return self._operator_of("_".join(able), first(*able.values()))

@@ -32,7 +32,7 @@ from .sink_text import Pass, Sink
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
-INFERENCE_ONLY = True
+BY_SIZES = True
 BYTES_A_SECOND = 4.3e12  # an H200's, as rates are
 INSTRUCTIONS_A_SECOND = 9e12  # of a tail inside a mainloop, of all threads
 _OWN_NAMES = set("x y weight stream number seed stored scratch next values geometry largest v".split())

@@ -14,7 +14,7 @@ from .schedule import Unsupported, backward, forward, saved
 
 __all__ = ["Unsupported", "backward", "describe", "forward", "plan", "requests", "saved"]
 
-INFERENCE_ONLY = True
+BY_SIZES = True
 _BY = direct, sinks  # sinks takes any number of channels out
 
 

@@ -35,7 +35,6 @@ class Device(NamedTuple):
     capability: tuple[int, int]
     shared: int  # bytes of shared memory that a block may ask for
     multiprocessors: int
-    l2_cache: int  # bytes
     scale: choice.Scale = choice.H200
 
 
@@ -43,14 +42,14 @@ class Device(NamedTuple):
 def device_properties(index: int | None) -> Device:
     """None, of a tensor that is on no GPU: the smallest that the fused kernels run on. What it has room for, the others have, too."""
     if index is None:
-        return Device((8, 0), 99 << 10, 1, 1 << 20)
+        return Device((8, 0), 99 << 10, 1)
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     # torch 2.8 does not say what a block may ask for; CUDA's programming guide does, by architecture
     by_architecture = (163 if capability in ((8, 0), (8, 7)) else 99) << 10
     shared = getattr(properties, "shared_memory_per_block_optin", by_architecture)
     multiprocessors, scale = properties.multi_processor_count, _scale(properties, capability)
-    return Device(capability, shared, multiprocessors, properties.L2_cache_size, scale)
+    return Device(capability, shared, multiprocessors, scale)
 
 
 # Clock rate and bytes a second of memory, where torch doesn't say: usual ones, from that capability on.

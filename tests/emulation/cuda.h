@@ -100,6 +100,7 @@ inline cudaError_t emulated_attribute(int* value, cudaDeviceAttr attribute, int)
   *value = attribute == cudaDevAttrComputeCapabilityMajor ? __CUDA_ARCH__ / 100
            : attribute == cudaDevAttrCooperativeLaunch    ? 1
            : attribute == cudaDevAttrMultiProcessorCount  ? emulation::multiprocessors
+           : attribute == cudaDevAttrL2CacheSize          ? emulation::l2_bytes
                                                           : emulation::shared_bytes;
   return cudaSuccess;
 }

@@ -58,7 +58,7 @@ struct Block {
 };
 
 Thread* thread;
-int multiprocessors = 1, shared_bytes = kSharedBytes;
+int multiprocessors = 1, shared_bytes = kSharedBytes, l2_bytes = 1 << 16;
 const char* failure = nullptr;
 
 void (*run_kernel)(const void*);
@@ -388,4 +388,5 @@ void release(void* memory) {
 void emulation_device(int multiprocessors, int shared) {
   emulation::multiprocessors = multiprocessors, emulation::shared_bytes = shared;
 }
+void emulation_cache(int bytes) { emulation::l2_bytes = bytes; }
 const char* emulation_failure() { return std::exchange(emulation::failure, nullptr); }

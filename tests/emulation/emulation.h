@@ -26,7 +26,7 @@ struct Thread {
   int number;
 };
 extern Thread* thread;  // that runs
-extern int multiprocessors, shared_bytes;  // of a block, at most
+extern int multiprocessors, shared_bytes, l2_bytes;  // shared: of a block, at most
 extern const char* failure;
 
 inline int lane() { return thread->number % 32; }
@@ -77,5 +77,6 @@ template <class T> T exchange(T value, int from) {
 
 extern emulation::Index gridDim, blockDim, blockIdx;
 EXPORT void emulation_device(int multiprocessors, int shared);
+EXPORT void emulation_cache(int bytes);  // of L2
 EXPORT const char* emulation_failure();
 #pragma GCC visibility pop
