@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import numerics
 from inline_kernels.bench import checks
-from inline_kernels.engine import direct, mainloops, sinks, stored
+from inline_kernels.engine import mainloops, sinks
 from inline_kernels.engine.cases import Case
 from test_emulated import folder, gpu, guarded, library_of, pytestmark, remembers_nothing  # noqa: F401
 from test_engine_direct import device, full_size, given, kinds_of, only_through, random_model  # noqa: F401
@@ -278,16 +278,3 @@ def test_problems_at_their_full_sizes(number, gpu):  # noqa: F811
     assert line.startswith(f"{name}: ")
     assert ("v is never written" in line) == (number not in STORING)
     assert ("again" in line) == (number in RECOMPUTED)
-
-
-@pytest.mark.parametrize(
-    "number, mainloop", {6: "narrow3d", 24: "narrow3d", 35: "wide", 46: "wide", 52: "wide"}.items()
-)
-def test_problems_whose_v_is_written(number, mainloop, gpu):  # noqa: F811
-    """By a convolution of our own, before passes of load's."""
-    gpu(architecture=900, multiprocessors=132)
-    case = Case(*full_size(number), False, torch.float32)
-    for each in (direct, sinks):
-        with pytest.raises(sinks.Unsupported):
-            each.describe(case)
-    assert stored.describe(case).startswith(f"{mainloop} writes v, then ")
