@@ -1,6 +1,6 @@
 """Is what `fuse` runs at any size slower than eager or torch.compile? The layers of sizes.csv, on a GPU. One run, one table, one JSON file.
 
-    python benchmarks/sizes.py [--rows 3,17-20] [--peers eager,compile] [--json FILE] [--picture FILE]
+    python benchmarks/sizes.py [--rows 3,17-20] [--peers eager,compile] [--seconds 0.3] [--json FILE] [--picture FILE]
 
 A row of sizes.csv is a convolution with a tail (TAILS) as a layer of a real model has it. dtype tf32 is float32 where the library may round
 to TF32, float32 is where it may not; layout is the model's and x's. `forward` is under no_grad, in training mode; `train` is forward and
@@ -120,13 +120,13 @@ def intensity(row: dict, y: torch.Tensor, x: torch.Tensor) -> float:
     return 2 * row["batch"] * positions * weights / (x.nbytes + y.nbytes + weights * x.itemsize)
 
 
-def measure(row: dict, peers: list[str], device: str) -> dict:
+def measure(row: dict, peers: list[str], device: str, seconds: float) -> dict:
     torch.backends.cudnn.allow_tf32 = row["dtype"] != "float32"
     try:
         model, x = build(row, device)
         ours, peer_of = fuse(model), {"eager": lambda: model, "compile": lambda: torch.compile(model)}
         calls = {name: call(peer_of[name](), row, x) for name in peers} | {"ours": call(ours, row, x)}
-        rounds = [timing.time(calls, device, seconds=0.3) for _ in range(ROUNDS)]
+        rounds = [timing.time(calls, device, seconds) for _ in range(ROUNDS)]
         with torch.no_grad():
             reached = intensity(row, model(x), x)
     except Exception as error:  # whatever it is, it is the finding
@@ -179,6 +179,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", help="numbers from 1 on, default: all")
     parser.add_argument("--peers", default="eager,compile")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each round, all contestants together")
     parser.add_argument("--json", metavar="FILE", type=Path)
     parser.add_argument("--picture", metavar="FILE", type=Path)
     options = parser.parse_args()
@@ -186,7 +187,7 @@ def main() -> None:
     every = layers()
     print(f"{'':75}{''.join(f'{name:>9}' for name in [*peers, 'ours'])}  factor")
     for number in chosen(options.rows, len(every)):
-        rows.append(measure(every[number - 1], peers, "cuda"))
+        rows.append(measure(every[number - 1], peers, "cuda", options.seconds))
         print(line(number, rows[-1]), flush=True)
         torch._dynamo.reset()
         if options.json:
