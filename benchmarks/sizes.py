@@ -43,7 +43,7 @@ def _instance_norm(v, scale=None):
 TAILS = {
     "none": lambda m, v: v,
     "relu": lambda m, v: F.relu(v),
-    "group_norm_silu": lambda m, v: F.silu(F.group_norm(v, m.groups, m.scale.flatten(), m.shift.flatten())),
+    "group_norm_silu": lambda m, v: F.silu(m.norm(v)),
     "instance_norm_leaky": lambda m, v: F.leaky_relu(_instance_norm(v) * m.scale + m.shift, 0.01),
     "min_add_multiply": lambda m, v: (torch.clamp(v, max=0.5) + m.shift) * 2.0,
     "group_norm_scale_pool_clamp": lambda m, v: torch.clamp(
@@ -62,7 +62,7 @@ TAILS = {
 
 
 class Layer(nn.Module):
-    """A convolution and a tail; scale and shift, by channel, are there for tails."""
+    """A convolution and a tail; scale and shift, by channel, and a norm are there for tails."""
 
     def __init__(self, row: dict):
         super().__init__()
@@ -72,6 +72,7 @@ class Layer(nn.Module):
         self.scale = nn.Parameter(1 + 0.1 * torch.randn(C, *[1] * nd))
         self.shift = nn.Parameter(0.1 * torch.randn(C, *[1] * nd))
         self.groups, self.tail = math.gcd(C, 32) if C % 32 == 0 else math.gcd(C, 8), TAILS[row["tail"]]
+        self.norm = nn.GroupNorm(self.groups, C)
 
     def forward(self, x):
         return self.tail(self, self.conv(x))

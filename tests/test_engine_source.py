@@ -83,7 +83,13 @@ class Run:
     ):
         self.segment = segment_of(model, x)
         arguments = arguments_of(model, self.segment, x)
-        self.plan = schedule.plan(Case(self.segment, arguments, saving or dy is not None, x.dtype))
+        last = False
+        if library.is_channels_last(x) and library.device_type(x) == "cuda":
+            like = copy.deepcopy(model)(x)
+            last = like.dim() == x.dim() and library.is_channels_last(like)
+        self.plan = schedule.plan(
+            Case(self.segment, arguments, saving or dy is not None, x.dtype, last=last)
+        )
         self.y, *self.saved = schedule.forward(self.plan, arguments)
         self.results = {"output": self.y}
         if dy is not None:
@@ -615,6 +621,82 @@ def test_channels_last(tail, dtype, shape, monkeypatch, device):
         x = torch.randn(shape).to(dtype)
         assert_rule(model, x, backward=False, label=tail)
         assert bool(Run(model, x).plan.layout) == (tail in ("gates", "norm"))
+
+
+class Last(nn.Module):
+    """Tails whose result is channels last where v is."""
+
+    def __init__(self, tail: str, channels: int, nd: int):
+        super().__init__()
+        self.conv, self.tail = (nn.Conv2d, nn.Conv3d)[nd - 2](3, channels, (3, 2, 2)[:nd], padding=1), tail
+        self.norm = (nn.BatchNorm2d, nn.BatchNorm3d)[nd - 2](channels)
+        self.p, self.skip = nn.Parameter(torch.randn(channels, *[1] * nd)), nn.Dropout(0.0)
+        self.pool = (torch.nn.functional.avg_pool2d, torch.nn.functional.max_pool3d)[nd - 2]
+
+    def forward(self, x):
+        x = self.conv(x)
+        if self.tail == "gates":
+            return torch.clamp(x + self.p, -0.5, 0.5) * self.p
+        if self.tail == "norm":
+            return torch.relu(self.norm(x)) * self.p
+        if self.tail == "dropout":
+            return self.skip(torch.tanh(x))
+        if self.tail == "pool":
+            return self.pool(torch.nn.functional.silu(x * self.p), 2) * 2.0
+        x = x - x.mean((2, 3), keepdim=True) * self.p
+        return x * torch.rsqrt(torch.square(x).mean((2, 3), keepdim=True) + 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [5, 12, 70])
+@pytest.mark.parametrize(
+    "tail, nd", [("gates", 2), ("norm", 2), ("dropout", 3), ("pool", 2), ("pool", 3), ("sums", 2)], ids=str
+)
+def test_all_is_channels_last(tail, nd, channels, dtype, device):
+    """Where eager's v and y are, ours are: nothing is turned, and y comes as eager's does."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, *(6, 13, 18)[3 - nd :]).to(dtype)
+    x = x.contiguous(memory_format=library.channels_last(x))
+    run = assert_rule(Last(tail, channels, nd).to(dtype), x, label=tail)
+    assert run.plan.last and library.is_channels_last(run.y)
+
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.side = nn.Conv2d(3, 12, 3), nn.Conv2d(3, 12, 3)
+        self.p = nn.Parameter(torch.randn(12, 1, 1))
+
+    def forward(self, x):
+        v = self.conv(x) * self.p
+        return torch.nn.functional.silu(v + self.side(x))
+
+    def behind(self, x, other):
+        return torch.nn.functional.silu(self.conv(x) * self.p + other)
+
+
+@pytest.mark.parametrize("other_is_last", [False, True])
+def test_a_second_input_channels_last(other_is_last, device):
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    torch.manual_seed(0)
+    model, x = Skipping(), torch.randn(2, 3, 9, 11).contiguous(memory_format=torch.channels_last)
+    other = torch.randn(2, 12, 7, 9).contiguous(memory_format=torch.channels_last)
+    other = other if other_is_last else other.contiguous()
+    (segment,) = [each for each in capture(model, True, 4).segments if len(each.inputs) == 2]
+    values = [attribute(model, name).detach() for name in segment.parameters]
+    plan = schedule.plan(Case(segment, [x, other, *values], True, x.dtype, last=True))
+    y, *saved = schedule.forward(plan, [x, other, *values])
+    dy = torch.randn_like(y)
+    found = schedule.backward(plan, dy, [x, other, *values], saved, [True] * (2 + len(values)))
+    leaves = [x.requires_grad_(), other.requires_grad_(), *[attribute(model, n) for n in segment.parameters]]
+    wanted = model.behind(x, other)
+    assert library.is_channels_last(y) and plan.last
+    torch.testing.assert_close(y, wanted.detach())
+    for ours, eager in zip(found, torch.autograd.grad(wanted, leaves, dy)):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
 
 
 class Gated(nn.Module):

@@ -104,12 +104,13 @@ class Captured(NamedTuple):
     remarks: dict[str, str]
 
 
-def capture(model: nn.Module, training: bool, x_dim: int) -> Captured:
-    """Raises NotCaptured with the reason, and the line of the model's source where there is one."""
+def capture(model: nn.Module, training: bool, x_dim: int, bare: bool = False) -> Captured:
+    """bare: does a convolution with a bias alone become a segment, too? On a GPU the library adds the bias in a pass of its own. Raises
+    NotCaptured with the reason, and the line of the model's source where there is one."""
     if training != model.training:
         raise ValueError(f"training={training}, and the model's own is {model.training}")
     traced = trace(model)
-    context = _Context(model, traced, x_dim)
+    context = _Context(model, traced, x_dim, bare)
     remarks: dict[str, str] = {}
     grown: list[_Growth] = []
     for node in traced.graph.nodes:
@@ -143,8 +144,8 @@ def capture(model: nn.Module, training: bool, x_dim: int) -> Captured:
 class _Context:
     """What growths share."""
 
-    def __init__(self, model: nn.Module, traced, x_dim: int):
-        self.model, self.traced, self.x_dim = model, traced, x_dim
+    def __init__(self, model: nn.Module, traced, x_dim: int, bare: bool):
+        self.model, self.traced, self.x_dim, self.bare = model, traced, x_dim, bare
         self.nodes = list(traced.graph.nodes)
         self.place = {node: i for i, node in enumerate(self.nodes)}
         self.owner: dict[fx.Node, _Growth] = {}
@@ -558,7 +559,9 @@ class _Growth:
             if not leaks and (best is None or len(members) > best[0]):
                 best = len(members), node, members
         if best is None or self.values[best[1]].node is self.values[self.conv_node].node:
-            raise NotAccepted(self._why(self.conv_node))
+            if not (self.context.bare and self.bias):
+                raise NotAccepted(self._why(self.conv_node))
+            best = 1, self.conv_node, {self.conv_node}
         _, self.result, self.members = best
 
     def _members(self, result: fx.Node) -> set[fx.Node]:

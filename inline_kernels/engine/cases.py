@@ -26,13 +26,15 @@ CTYPES = {
 
 
 class Case(NamedTuple):
-    """What a plan is made for. saving: does backward follow? dtype: of y. exact_order: is nothing added in another order than eager's?"""
+    """What a plan is made for. saving: does backward follow? dtype: of y. exact_order: is nothing added in another order than eager's? last: are
+    eager's v and y channels last?"""
 
     segment: object
     arguments: Sequence
     saving: bool
     dtype: torch.dtype
     exact_order: bool = False
+    last: bool = False
 
     @property
     def x(self) -> Tensor:

@@ -386,8 +386,8 @@ def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> W
         found = Stored(array.name, types[array.kind], Text([], []))
         writer = _Writer(segment, Front(nodes[array.name]), mainloop.has_places)
         results.append(found._replace(text=writer.text(found.struct)))
-    named, turns = {"backward": composed.backward_names}, segment.graph.dimensions == 2
-    back = source.compose({"backward": composed.backward}, named, "cuda", "", turns)
+    named = {"backward": composed.backward_names}
+    back = source.compose({"backward": composed.backward}, named, "cuda", "", turns=True)
     front = Front(nodes["y"])
     return Written(
         mainloop, front, _source(segment, mainloop, front, results, back), arrays, _members(results), composed

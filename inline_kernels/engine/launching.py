@@ -25,6 +25,7 @@ class Entry(NamedTuple):
     written: bool = False
     channels: int = 0  # how many elements an argument has, as it is read: a parameter's only one stands for all; 0: its own
     aligned: int = 2  # from how many dimensions on an argument is read 16 bytes at a time
+    last: bool = False  # is an argument read channels last?
 
 
 class Launch:
@@ -82,7 +83,7 @@ def _without_memory(x: Tensor, entry: Entry) -> Tensor:
 
 
 def _is_ready(t: Tensor, entry: Entry) -> bool:
-    alike = t.dtype == entry.dtype and t.is_contiguous() and entry.channels in (0, t.numel())
+    alike = t.dtype == entry.dtype and not entry.last and t.is_contiguous() and entry.channels in (0, t.numel())
     return alike and (t.dim() < entry.aligned or t.data_ptr() % 16 == 0)
 
 
@@ -91,4 +92,6 @@ def _as_read(t: Tensor, entry: Entry) -> Tensor:
     t = t if t.dtype == entry.dtype else t.detach().to(entry.dtype)
     if entry.channels not in (0, t.numel()):
         return t.detach().reshape(-1).expand(entry.channels).contiguous()
+    if entry.last:
+        t = t.detach().movedim(1, -1)
     return library.aligned(t) if t.dim() >= entry.aligned else t.contiguous()

@@ -93,7 +93,8 @@ class First:
 
     def plan(self, case: Case) -> SimpleNamespace:
         chosen = self._of(case)
-        return SimpleNamespace(schedule=chosen, inner=chosen.plan(case))
+        inner = chosen.plan(case)
+        return SimpleNamespace(schedule=chosen, inner=inner, last=getattr(inner, "last", False))
 
     def forward(self, plan: SimpleNamespace, arguments: Sequence) -> list[Tensor]:
         return plan.schedule.forward(plan.inner, arguments)
@@ -173,7 +174,7 @@ class SegmentOperator:
         standing = [Standing(t, device) if isinstance(t, Tensor) and t.is_meta else t for t in a]
         if reason := self._failed.get(self._build_of(device, a, saving)):
             return Decision(name, "eager", reason)
-        case = self._case(tuple.__new__(self.arguments, standing), saving, dtype)
+        case = self._case(tuple.__new__(self.arguments, standing), saving, dtype, like)
         try:
             requests, line = self.schedule.requests(case), self.schedule.describe(case)
         except schedule.Unsupported as error:
@@ -193,8 +194,12 @@ class SegmentOperator:
 
         return run
 
-    def _case(self, a: tuple, saving: bool, dtype: torch.dtype) -> Case:
-        return Case(self.segment, a, saving, dtype, self.exact_order)
+    def _case(self, a: tuple, saving: bool, dtype: torch.dtype, like: Tensor | None = None) -> Case:
+        """like: y, in eager's layout."""
+        x, weight, last = a[0], a[self.inputs], False
+        if like is not None and library.device_type(x) == "cuda" and library.is_channels_last(x, weight):
+            last = like.dim() == weight.dim() and library.is_channels_last(like)
+        return Case(self.segment, a, saving, dtype, self.exact_order, last)
 
     def failed(self, a: tuple, saving: bool, reason: str) -> None:
         """Its kernels for such arguments can't be built, for that reason: until kernels are reloaded nobody tries again."""
@@ -207,9 +212,11 @@ class SegmentOperator:
 
     def _plan(self, a: tuple, *, saving: bool) -> SimpleNamespace:
         """Raises schedule.Unsupported."""
-        inner = self.schedule.plan(self._case(a, saving, DTYPES[a.dtype]))
+        like = self.reference.like(a)
+        inner = self.schedule.plan(self._case(a, saving, DTYPES[a.dtype], like))
         dx_format = library.result_format(a[0], a[self.inputs], True)
-        return SimpleNamespace(inner=inner, layout=Layout(self.reference.like(a)), dx_format=dx_format)
+        layout = Layout(like, getattr(inner, "last", False))
+        return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format)
 
     def _backward(
         self, dy: Tensor, a: tuple, *saved: Tensor, plan: SimpleNamespace, needs: Sequence[bool]
@@ -285,11 +292,12 @@ class Standing(NamedTuple("Standing", [("tensor", Tensor), ("device", torch.devi
 
 
 class Layout:
-    """The shape and the order in memory of a plan's results. `is_there`: the last one came so, and all are alike."""
+    """The shape and the order in memory of a plan's results. `is_there`: the last one came so, and all are alike. last: they come channels last,
+    as they are to be."""
 
-    def __init__(self, like: Tensor):
-        self.shape, self.order, self.is_there = like.shape, None, False  # order: None: contiguous
-        if not like.is_contiguous():
+    def __init__(self, like: Tensor, last: bool = False):
+        self.shape, self.order, self.is_there = like.shape, None, last  # order: None: contiguous, or as they come
+        if not (last or like.is_contiguous()):
             self.order = sorted(range(like.dim()), key=lambda i: (-like.stride(i), i))
             self.back = [self.order.index(i) for i in range(like.dim())]
 

@@ -91,7 +91,7 @@ def _compose(segment, kind: Kind) -> Composed:
     if kind.saving and (small := [array for array in saved if array.space.small]):
         ahead.kept = back.kept = small
         saved = [*[array for array in saved if array not in small], source.KEPT]
-    if turns := kind.device == "cuda" and graph.dimensions == 2:
+    if turns := kind.device == "cuda":
         ahead.turns = not any(array.name == "v" for array in saved)  # backward finds it in planes
         if back:
             back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
@@ -121,7 +121,7 @@ def differentiated(segment, y: Node, kind: Kind) -> Composed:
         back, saved, gradients = _backward_program(
             graph, y, graph.leaf("z", ELEMENTS, "z"), kind, only_v=True
         )
-        if turns := kind.device == "cuda" and graph.dimensions == 2:
+        if turns := kind.device == "cuda":
             back.turns = [root and root.name for root in gradients.values()].count("dz") == 1
         names = names_of(segment, back)
         text = source.compose({"backward": back}, {"backward": names}, kind.device, segment.conv.name, turns)

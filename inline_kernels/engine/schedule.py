@@ -25,7 +25,7 @@ from inline_kernels.engine import library
 
 from . import precision, source, strips
 from .cases import CTYPES, Case, Sizes, first_number, places
-from .graph import ELEMENTS
+from .graph import ELEMENTS, Space
 from .launching import Entry, Launch, picking
 from .passes import Array, Planes, Program, Unsupported
 from .programs import Composed, composed_of, kind_for
@@ -49,6 +49,7 @@ class Plan:
     own: Callable | None = None  # gives v of x and the weight, contiguous, in the library's place
     layout: int = 0  # of v in forward's passes, or of its gradient in backward's: kernels/load/turned.cuh
     runs: int = 0  # in what layout v is convolved
+    last: bool = False  # are all arrays of positions and channels channels last? Then so is y
     launch: Launch | None = None
     in_place: bool = False
     results: Callable | None = None  # gives what forward returns, of what launch is given and makes
@@ -79,8 +80,25 @@ class Plan:
 
 def _build(case: Case) -> dict:
     name = "tail_" + source.identifier(case.segment.conv.name)
-    text = composed_of(case.segment, kind_for(case)).text
-    return {"name": name, "source": text, "device": case.device, "defines": case.defines}
+    composed = composed_of(case.segment, kind_for(case))
+    layout = {"CHANNELS_LAST": "1"} if _is_last(case, composed) else {}
+    return {"name": name, "source": composed.text, "device": case.device, "defines": case.defines | layout}
+
+
+def _is_last(case: Case, composed: Composed) -> bool:
+    """Are all arrays channels last, as eager's v and y? Where channels are reduced at a position, planes serve better."""
+    if not case.last:
+        return False
+    programs = [program for program in (composed.forward, composed.backward) if program]
+    passes = [each for program in programs for each in program.passes if isinstance(each, Planes)]
+    leaves = [leaf.space for program in programs for leaf in program.leaves()]
+    shared = any(space.level and space.c and not space.n for space in leaves)
+    return not shared and not any(each.by_sample for each in passes)
+
+
+def _has_channels(space: Space) -> bool:
+    """At positions."""
+    return bool(space.level) and space.c
 
 
 def requests(case: Case) -> list[dict]:
@@ -96,7 +114,8 @@ def plan(case: Case, edited: str | None = None, piece: bool = False, own: Callab
     found, request = Plan.of(case), _build(case)
     found.kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     found.convolution = library.Convolution.of(case.segment.conv, case.weight)
-    found.own, found.runs = own, PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
+    found.own, found.last = own, _is_last(case, found.composed)
+    found.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
     found.layout = _turned(found, found.composed.forward, found.runs)
     _divide(found, case.arguments)
     found.pieces = () if piece else _pieces(found, case, edited)
@@ -108,9 +127,10 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
     """Forward's, and what it returns. piece: y is there."""
     composed, divided = plan.composed, plan.strips.get("forward")
     keeps_v = any(array.name == "v" for array in composed.saved)
-    over = not (keeps_v or plan.layout or composed.own.convolution) and plan.value_dtype == plan.dtype
+    turned = plan.layout and not plan.last
+    over = not (keeps_v or turned or composed.own.convolution) and plan.value_dtype == plan.dtype
     plan.in_place = over and not piece and _may_write_over_v(composed)
-    given, shapes = ("v", "y") if piece or plan.in_place else ("v",), {"y": plan.shape}
+    given, shapes = ("v", "y") if piece or plan.in_place else ("v",), {"y": _in_order(plan, plan.shape)}
     if divided:
         given = "image", "filters"
         kept = keeps_v or source.keeps_v(composed.forward)
@@ -120,7 +140,16 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
         plan, plan.kernels.forward, composed.forward, composed.forward_names, arguments, given, shapes, True
     )
     names = [*given, *plan.launch.made]
-    plan.results = picking([names.index(name) for name in ("y", *[array.name for array in composed.saved])])
+    picked = picking([names.index(name) for name in ("y", *[array.name for array in composed.saved])])
+    plan.results = _with_y_first_turned(picked) if plan.last else picked
+
+
+def _with_y_first_turned(picked: Callable) -> Callable:
+    def results(items: list) -> list:
+        y, *saved = picked(items)
+        return [y.movedim(-1, 1), *saved]
+
+    return results
 
 
 def _divide(plan: Plan, arguments: Sequence) -> None:
@@ -201,6 +230,9 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     if divided and (number in program.in_strips or number == program.differentiated):
         return divided.parts
     positions = plan.sizes.positions(each.level)
+    if plan.last:  # planes.cuh's LastPlane
+        lanes = 32 if plan.sizes.C > 16 else 16 if plan.sizes.C > 8 else 8
+        return positions * lanes // (256 * (16 if plan.value_dtype.itemsize == 2 else 8)) + 1
     if plan.layout and number in program.turned:
         return -(
             -positions // (256 if plan.value_dtype.itemsize == 2 else 128)
@@ -241,6 +273,11 @@ def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
     return [*shape, 3] if array.kind == "moments" else shape
 
 
+def _in_order(plan: Plan, shape: Sequence[int]) -> list[int]:
+    """Of eager's shape, in the order in which a result's elements lie."""
+    return [shape[0], *shape[2:], shape[1]] if plan.last else [*shape]
+
+
 def _bytes(plan: Plan, program: Program, array: Array) -> int:
     return math.prod(_shape(plan, program, array)) * _dtype(plan, array).itemsize
 
@@ -264,7 +301,8 @@ def launch_of(
         shape = None
         if place is None and array.name not in given:
             shape = shapes[array.name] if array.name in shapes else _shape(plan, program, array)
-        table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made))
+        last = plan.last and place is not None and _has_channels(array.space)
+        table.append(Entry(array.name, _dtype(plan, array), place, shape, array in made, last=last))
     bound = launcher.bound(*_numbers(plan, program, names, arguments), trusting=trusting)
     return Launch(bound, table, arguments, given, at["seed"] + 1 if names.random else None)
 
@@ -289,6 +327,8 @@ def _convolved(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
     """v, as forward's passes read it."""
     if plan.own:
         return plan.own(x, weight)
+    if plan.last:
+        return library.aligned(library.convolve(plan.convolution, x, weight, lambda t: t).movedim(1, -1))
     return _laid_out(plan, x, weight) if plan.runs else library.convolve(plan.convolution, x, weight)
 
 
@@ -304,11 +344,13 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
-    the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. The library is asked for (dx, dw), in `layout`."""
+    the convolution's), those that are `converted` then, or `turned`, from channels last; dz; dweight, where it is our own; passes. The library is
+    asked for (dx, dw), in `layout`."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
     converted: Sequence[tuple[int, torch.Size, torch.dtype]]
+    turned: Sequence[int]
     library: tuple[bool, bool]
     layout: int
     dz: int | None = None
@@ -323,7 +365,7 @@ def backward(
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
     back, made, passes = _back(plan, *asked, True, arguments), (), 1
-    given = library.aligned(dy), *saved
+    given = library.aligned(dy.movedim(1, -1) if plan.last else dy), *saved
     if back.launch:
         image = (plan.strips["backward"].image.of(x),) if back.passes is not None else ()
         made = back.launch(arguments, *given, *image)
@@ -334,6 +376,8 @@ def backward(
     found = [None if place is None else made[place] for place in back.gradients]
     for i, shape, dtype in back.converted:
         found[i] = found[i].view(shape).to(dtype)
+    for i in back.turned:
+        found[i] = found[i].movedim(-1, 1)
     if not passes:
         found[0], found[weight_at] = (
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
@@ -363,11 +407,17 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     layout = min(layouts, default=PLANES)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
-        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), of_library, layout)
+        return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), (), of_library, layout)
     own, given, shapes = bool(own and dw and divided), ["dy", *[array.name for array in composed.saved]], {}
     names, converted = [*[leaf.attr[0] for leaf in segment.inputs], *segment.parameters], []
+    turned: list[int] = []
     for i, (root, t) in enumerate(zip(map(roots.get, names), arguments)):
-        if root and (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
+        if not root:
+            continue
+        if plan.last and i < len(segment.inputs) and _has_channels(root.space):
+            shapes[root.name] = _in_order(plan, t.shape)
+            turned.append(i)
+        elif (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
             converted.append((i, t.shape, t.dtype))
     if divided:
         given.append("image")
@@ -381,7 +431,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     place = {name: i for i, name in enumerate(launch.made)}
     gradients = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    return Back(launch, gradients, converted, of_library, layout, dz, dweight, place.get("passes"))
+    return Back(launch, gradients, converted, turned, of_library, layout, dz, dweight, place.get("passes"))
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
@@ -403,11 +453,13 @@ PLANES, TURNED, FOR_TF32 = range(3)  # kernels/load/turned.cuh's
 
 def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
     """In which layout the library is fastest in "forward", for "dx" or for "dw", and as exact as in eager's."""
-    served = library.device_type(x) == "cuda" and weight.dim() == 4 and x.dtype != torch.float64
+    served = library.device_type(x) == "cuda" and x.dtype != torch.float64
     if not served or segment.conv.groups > 1:
         return PLANES
     if library.is_channels_last(x, weight):
         return TURNED
+    if weight.dim() == 5 and x.dtype == torch.float32 and of != "forward":
+        return PLANES
     around = library.padding(segment.conv, weight)
     if segment.conv.padding_mode != "zeros" or any(before != after for before, after in around):
         return PLANES
@@ -421,23 +473,28 @@ def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
 
 def _turned(plan: Plan, program: Program, layout: int) -> int:
     """The layout in which a program's passes have the convolution's side, where the library has it in that."""
+    if plan.last:
+        return TURNED
     return layout if program.turned and plan.sizes.C % 8 == 0 else PLANES
 
 
 def _laid_out(plan: Plan, x: Tensor, weight: Tensor) -> Tensor:
     """v, convolved channels last, as forward's passes read it, contiguous: (N, C, …) or, turned, (N, …, C)."""
     v = library.convolve(plan.convolution, x, weight, lambda t: _channels_last(plan, t, plan.runs))
-    return v.permute(0, 2, 3, 1).contiguous() if plan.layout else _in_planes(plan, v)
+    return v.movedim(1, -1).contiguous() if plan.layout else _in_planes(plan, v)
 
 
 def _convolution_gradients(
     plan: Plan, dz, x, weight, wanted, layout: int
 ) -> tuple[Tensor | None, Tensor | None]:
+    N, C, size = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"][5 - x.dim() :]
+    if plan.last:
+        dz = dz.view(N, *size, C).movedim(-1, 1)
+        return library.convolve_backward(plan.convolution, dz, x, weight, wanted, lambda t: t)
     if not layout:
         return library.convolve_backward(plan.convolution, dz, x, weight, wanted)
-    N, C, (_, *size) = plan.sizes.N, plan.sizes.C, plan.sizes.levels["e"]
     if _turned(plan, plan.composed.backward, layout):
-        dz = dz.view(N, *size, C).permute(0, 3, 1, 2)
+        dz = dz.view(N, *size, C).movedim(-1, 1)
     else:
         dz = _channels_last(plan, dz.view(N, C, *size), layout)
     dx, dw = library.convolve_backward(
@@ -449,18 +506,18 @@ def _convolution_gradients(
 
 
 def _channels_last(plan: Plan, t: Tensor, layout: int) -> Tensor:
-    """t (N, C, H, W) with such strides, which it may have already. By our own kernel: PyTorch's takes twice as long. It rounds to TF32,
+    """t (N, C, …) with such strides, which it may have already. By our own kernel: PyTorch's takes twice as long. It rounds to TF32,
     because channels last the library cuts off what it rounds in eager's layout."""
     if library.is_channels_last(t):
         return t
-    N, C, H, W = t.shape
-    return _transposed(plan, t, (N, H, W, C), (N, C, H * W, layout == FOR_TF32)).permute(0, 3, 1, 2)
+    N, C, *size = t.shape
+    return _transposed(plan, t, (N, *size, C), (N, C, math.prod(size), layout == FOR_TF32)).movedim(-1, 1)
 
 
 def _in_planes(plan: Plan, t: Tensor) -> Tensor:
-    """t (N, C, H, W), channels last, contiguous."""
-    N, C, H, W = t.shape
-    return _transposed(plan, t.permute(0, 2, 3, 1), (N, C, H, W), (N, H * W, C, False))
+    """t (N, C, …), channels last, contiguous."""
+    N, C, *size = t.shape
+    return _transposed(plan, t.movedim(1, -1), t.shape, (N, math.prod(size), C, False))
 
 
 def _transposed(plan: Plan, t: Tensor, shape: tuple[int, ...], numbers: tuple) -> Tensor:
@@ -486,6 +543,7 @@ def saved(case: Case) -> list[tuple[list[int], torch.dtype]]:
 def describe(case: Case, own: str | None = None) -> str:
     """What a plan for it runs, in words; nothing is built. own: what convolves in the library's place. Raises Unsupported."""
     found = Plan.of(case)
+    found.last = _is_last(case, found.composed)
     found.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
     _divide(found, case.arguments)
     return _words(found, own)

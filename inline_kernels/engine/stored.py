@@ -18,6 +18,11 @@ BY_SIZES = True
 _BY = direct, sinks  # sinks takes any number of channels out
 
 
+def _in_planes(case: Case) -> Case:
+    """For what follows the convolution, which writes v so."""
+    return case._replace(last=False)
+
+
 def alone(case: Case) -> Case:
     """Its convolution, of x and the weight. The segment is made once; it is kept with the graph of the case's."""
     segment = case.segment
@@ -53,15 +58,15 @@ def _convolving(case: Case):
 
 def requests(case: Case) -> list[dict]:
     """The first one is load's."""
-    return schedule.requests(case) + _convolving(case).requests(alone(case))
+    return schedule.requests(_in_planes(case)) + _convolving(case).requests(alone(case))
 
 
 def describe(case: Case) -> str:
     by = _convolving(case)
-    return schedule.describe(case, by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
+    return schedule.describe(_in_planes(case), by.describe(alone(case)).partition(":" if by is sinks else ",")[0])
 
 
 def plan(case: Case) -> schedule.Plan:
     by = _convolving(case)
     own = by.plan(alone(case))
-    return schedule.plan(case, own=lambda x, weight: by.forward(own, (x, weight))[0])
+    return schedule.plan(_in_planes(case), own=lambda x, weight: by.forward(own, (x, weight))[0])

@@ -37,7 +37,7 @@ class Structure:
         self.reason, reads = _unfit(model, kind), {}
         captured = None
         if not self.reason:
-            captured, self.reason, reads = _capture(model, base, kind[0])
+            captured, self.reason, reads = _capture(model, base, *kind[:2])
         segments = captured.segments if captured else []
         if captured and not segments:
             known = {**_altered(captured.module.graph, model), **captured.opaque, **captured.remarks}
@@ -219,7 +219,9 @@ def _unfit(model: nn.Module, kind: tuple | None) -> str:
     return ""
 
 
-def _capture(model: nn.Module, base: type, dimensions: int) -> tuple[object, str, dict[str, set[str]]]:
+def _capture(
+    model: nn.Module, base: type, dimensions: int, device: torch.device
+) -> tuple[object, str, dict[str, set[str]]]:
     """What capture.py makes of the model's forward, or None and the reason; and which attributes were read."""
     with _disable_current_modes():
         try:
@@ -228,7 +230,7 @@ def _capture(model: nn.Module, base: type, dimensions: int) -> tuple[object, str
         except Exception as error:  # what a user's class does when it is derived from or copied
             return None, f"the model can't be copied: {type(error).__name__}: {error}", {}
         try:
-            captured = capture.capture(shadow, model.training, dimensions)
+            captured = capture.capture(shadow, model.training, dimensions, bare=device.type == "cuda")
         except capture.NotCaptured as error:
             return None, str(error), reads
         reason = effects.found()

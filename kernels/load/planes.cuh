@@ -3,6 +3,8 @@
 //
 // Arrays are contiguous and aligned to 16 bytes. A thread takes kPack neighbours at a time, at multiples of so many in
 // the whole array; what stands before the first and after the last such in a plane goes alone.
+//
+// With CHANNELS_LAST, arrays of positions and channels are (N, S, C). Then lanes have neighbouring channels, and a block some planes.
 #pragma once
 #include "load/extent.h"
 #include "load/extreme.cuh"
@@ -10,6 +12,10 @@
 
 namespace load {
 
+#ifndef CHANNELS_LAST
+#define CHANNELS_LAST 0
+#endif
+constexpr bool kLast = CHANNELS_LAST;
 constexpr int kPlaneThreads = 256;
 constexpr int kPack = sizeof(value_t) == 2 ? 8 : 4;
 
@@ -27,10 +33,16 @@ template <int K> struct Point {
   const value_t* values;  // the convolution's
   int64_t n, c, C;
   int position, place;
-  bool aligned;  // is offset() a multiple of K?
+  bool aligned;  // is place_in_planes() a multiple of K?
 
-  __device__ __forceinline__ int64_t offset() const { return (n * C + c) * extent.positions() + position; }
-  template <class E> __device__ __forceinline__ auto read(const E* from) const { return load(from + offset(), aligned); }
+  __device__ __forceinline__ int64_t place_in_planes() const { return (n * C + c) * extent.positions() + position; }
+  __device__ __forceinline__ int64_t offset() const {
+    return kLast ? (n * extent.positions() + position) * C + c : place_in_planes();
+  }
+  template <class E> __device__ __forceinline__ auto read(const E* from) const {
+    if constexpr (kLast && K > 1) return lanes<K>([&](int i) { return computed<E>(from[offset() + i * C]); });
+    else return load(from + offset(), aligned);
+  }
   template <class E> __device__ __forceinline__ auto shared(const E* from) const {
     const int S = extent.positions();
     return load(from + n * S + position, S % K == 0);
@@ -39,9 +51,9 @@ template <int K> struct Point {
   template <class E, class X> __device__ __forceinline__ void write(E* to, const X& x) const {
     if constexpr (K == 1) {
       to[offset()] = E(lane_of(x, 0));
-    } else if (!aligned) {
+    } else if (kLast || !aligned) {
 #pragma unroll
-      for (int i = 0; i < K; i++) to[offset() + i] = E(lane_of(x, i));
+      for (int i = 0; i < K; i++) to[offset() + i * (kLast ? C : 1)] = E(lane_of(x, i));
     } else {
       Memory<E, K> memory;
 #pragma unroll
@@ -53,7 +65,7 @@ template <int K> struct Point {
   // The mask of a dropout by (sample, channel, position): four neighbours share a draw. which: of a pass's dropouts.
   __device__ __forceinline__ auto kept(const int64_t* seed, int64_t number, int which, double probability) const {
     const uint64_t drawn_by = seed_of(seed, number) + which * 0x9E3779B97F4A7C15u;
-    const int64_t first = offset();
+    const int64_t first = place_in_planes();
     const auto one = [&](int64_t i) { return dropout_keeps(philox(drawn_by, i / 4).lane[i % 4], probability); };
     if constexpr (K == 1) {
       return one(first);
@@ -198,23 +210,97 @@ template <bool kScalar> class Plane {
   const unsigned plane_, part_, parts_;
 };
 
+// A lane's share of a plane, where arrays are channels last. A warp has kWarpLanes channels, or where there are fewer, the next power of
+// two, side by side; rows of so many lanes take positions in turn, kPack at a time. A lane behind the last channel stands for it and does
+// nothing.
+template <bool kScalar> class LastPlane {
+ public:
+  const int64_t n, c;
+  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts)
+      : LastPlane(extent, values, parts, lanes_of(extent.C), (unsigned(extent.C) + lanes_of(extent.C) - 1) / lanes_of(extent.C)) {}
+
+  static HOST_DEVICE unsigned lanes_of(int64_t C) { return C > 16 ? 32 : C > 8 ? 16 : 8; }
+
+  template <class F> __device__ __forceinline__ void each(const F& f) const {
+    constexpr int K = kScalar ? 1 : kPack;
+    const int S = extent_.positions();
+    if (!active_) return;
+    for (int i = first() * K; i < S; i += step() * K) {
+      if (i + K <= S) f(point<K>(i));
+      else
+        for (int j = i; j < S; j++) f(point<1>(j));
+    }
+  }
+  // Positions of the finer level that lie in no window.
+  template <class P, class F> __device__ __forceinline__ void rest(P, const Extent& fine, const F& f) const {
+    const int D = extent_.D * P::depth(fine), H = extent_.H * P::height(fine), W = extent_.W * P::width(fine);
+    for (int i = active_ ? first() : fine.positions(); i < fine.positions(); i += step()) {
+      const Coordinates at = coordinates(fine, i);
+      if (at.d >= D || at.h >= H || at.w >= W) f(Point<1>{fine, values_, n, c, extent_.C, i, 0, true});
+    }
+  }
+  __device__ __forceinline__ Sum sum() const { return {}; }
+  __device__ __forceinline__ ShiftedSums moments() const { return {}; }
+  // One of a plane's `parts` values.
+  __device__ void reduce(double* out, Sum& sum) const {
+    merged(out, sum.value(), [](double a, double b) { return a + b; }, [](double a, int d) { return __shfl_down_sync(~0u, a, d); });
+  }
+  __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
+    using M = Moments<double>;
+    merged(out, sums.value(), [](const M& a, const M& b) { return a.merge(b); }, [](const M& a, int d) {
+      return M{__shfl_down_sync(~0u, a.count, d), __shfl_down_sync(~0u, a.mean, d), __shfl_down_sync(~0u, a.m2, d)};
+    });
+  }
+
+ private:
+  __device__ LastPlane(const Extent& extent, const value_t* values, unsigned parts, unsigned lanes, unsigned tiles)
+      : n(blockIdx.x / tiles / parts), c(clamped(blockIdx.x % tiles * lanes + threadIdx.x % lanes, extent)), extent_(extent),
+        values_(values), part_(blockIdx.x / tiles % parts), parts_(parts), lanes_(lanes),
+        active_(blockIdx.x % tiles * lanes + threadIdx.x % lanes < unsigned(extent.C)) {}
+  static __device__ int64_t clamped(unsigned c, const Extent& extent) { return c < unsigned(extent.C) ? c : extent.C - 1; }
+  __device__ __forceinline__ int first() const { return int((part_ * kPlaneThreads + threadIdx.x) / lanes_); }
+  __device__ __forceinline__ int step() const { return int(parts_ * kPlaneThreads / lanes_); }
+  template <int K> __device__ __forceinline__ Point<K> point(int position) const {
+    return {extent_, values_, n, c, extent_.C, position, 0, extent_.positions() % K == 0};
+  }
+  // Of the lanes of a channel, in their order.
+  template <class T, class Merge, class Down>
+  __device__ void merged(T* out, T value, const Merge& merge, const Down& down) const {
+    __shared__ double partial[kMostWarps * 32 * (sizeof(T) / sizeof(double))];
+    T* const of_warps = reinterpret_cast<T*>(partial);
+    for (unsigned d = 16; d >= lanes_; d /= 2) value = merge(value, down(value, int(d)));
+    if (threadIdx.x % 32 < lanes_) of_warps[threadIdx.x] = value;
+    __syncthreads();  // every warp's are there
+    if (threadIdx.x < lanes_ && active_) {
+      for (int warp = 1; warp < kPlaneThreads / 32; warp++) value = merge(value, of_warps[warp * 32 + threadIdx.x]);
+      out[(n * extent_.C + c) * parts_ + part_] = value;
+    }
+    __syncthreads();  // partial may be written again
+  }
+  const Extent& extent_;
+  const value_t* values_;
+  const unsigned part_, parts_, lanes_;
+  const bool active_;
+};
+
 template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
 
 template <class Pass>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
 planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts) {
-  Plane<is_scalar<Pass>> plane(extent, values, parts);
+  std::conditional_t<kLast, LastPlane<is_scalar<Pass>>, Plane<is_scalar<Pass>>> plane(extent, values, parts);
   pass(plane);
 }
 
 // values: the convolution's, or null. A part has at most 2³¹ positions.
 template <class Pass>
 void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
-  const int64_t S = extent.positions(), blocks = extent.N * extent.C * parts;
+  const int64_t S = extent.positions(), lanes = kLast ? LastPlane<false>::lanes_of(extent.C) : 1;
+  const int64_t blocks = extent.N * ((extent.C + lanes - 1) / lanes) * parts;
   if (!blocks || !S) return;
   const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
-  const unsigned threads = packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
+  const unsigned threads = kLast || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
   planes_kernel<Pass><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
 }
 

@@ -151,9 +151,10 @@ template <bool kReads, class Pass>
 void turned(const Pass& pass, const Extent& extent, const value_t* values, value_t* gradient, int64_t parts, int64_t layout,
             cudaStream_t stream) {
   const int64_t tiles = (extent.C + kTileChannels - 1) / kTileChannels, blocks = extent.N * parts * tiles;
-  if (layout == kPlanes) {
+  if (kLast || layout == kPlanes) {
     planes(pass, extent, values, parts, stream);
-  } else if (blocks) {
+  } else if constexpr (!kLast) {
+    if (!blocks) return;
     turned_kernel<Pass, kReads><<<unsigned(blocks), kPlaneThreads, 0, stream>>>(
         pass, extent, values, gradient, unsigned(parts), unsigned(tiles), layout == kForTf32);
   }
