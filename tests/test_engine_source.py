@@ -643,6 +643,12 @@ class Last(nn.Module):
             return self.skip(torch.tanh(x))
         if self.tail == "pool":
             return self.pool(torch.nn.functional.silu(x * self.p), 2) * 2.0
+        if self.tail == "softmax":
+            return x - torch.logsumexp(x * self.p, dim=1, keepdim=True)
+        if self.tail == "least":
+            return torch.min(x * self.p, dim=1, keepdim=True)[0]
+        if self.tail == "channel moments":
+            return torch.logsumexp(self.norm(x), dim=1)
         x = x - x.mean((2, 3), keepdim=True) * self.p
         return x * torch.rsqrt(torch.square(x).mean((2, 3), keepdim=True) + 0.1)
 
@@ -650,7 +656,12 @@ class Last(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [5, 12, 70])
 @pytest.mark.parametrize(
-    "tail, nd", [("gates", 2), ("norm", 2), ("dropout", 3), ("pool", 2), ("pool", 3), ("sums", 2)], ids=str
+    "tail, nd",
+    [
+        *[(tail, 2) for tail in ("gates", "norm", "pool", "sums", "softmax", "least", "channel moments")],
+        *[(tail, 3) for tail in ("dropout", "pool")],
+    ],
+    ids=str,
 )
 def test_all_is_channels_last(tail, nd, channels, dtype, device):
     """Where eager's v and y are, ours are: nothing is turned, and y comes as eager's does."""
@@ -660,7 +671,33 @@ def test_all_is_channels_last(tail, nd, channels, dtype, device):
     x = torch.randn(2, 3, *(6, 13, 18)[3 - nd :]).to(dtype)
     x = x.contiguous(memory_format=library.channels_last(x))
     run = assert_rule(Last(tail, channels, nd).to(dtype), x, label=tail)
-    assert run.plan.last and library.is_channels_last(run.y)
+    assert run.plan.last and (library.is_channels_last(run.y) or tail in ("least", "channel moments"))
+
+
+@pytest.mark.parametrize("layout", ["planes", "turned", "turned in two parts", "last"])
+def test_many_parts(layout, device, monkeypatch):
+    """Then a pass of its own merges them. Turned, a block has many tiles."""
+    if device == "cpu":
+        pytest.skip("a GPU's way")
+    turned, own = layout.startswith("turned"), schedule._parts
+    if turned:
+        monkeypatch.setattr(schedule, "_layout", lambda *given: schedule.TURNED)
+        monkeypatch.setattr(schedule, "_shares", lambda most, planes: most if layout == "turned" else 2)
+    else:
+        monkeypatch.setattr(schedule, "_parts", lambda *given: 40)
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, *((75, 60) if turned else (9, 20))) + 3.0
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU())
+    if layout == "last":
+        model, x = Last("norm", 8, 2), x.contiguous(memory_format=torch.channels_last)
+    assert_rule(model, x, label=layout)
+    run = assert_rule(model, x, backward=False, label=layout)
+    parts = [
+        schedule._parts(run.plan, run.plan.composed.forward, i)
+        for i, each in enumerate(run.plan.composed.forward.passes)
+        if hasattr(each, "level")
+    ]
+    assert parts[0] == 2 if layout == "turned in two parts" else parts[0] > 32
 
 
 class Skipping(nn.Module):

@@ -49,13 +49,28 @@ class Case(NamedTuple):
         return library.device_type(self.x)
 
     @property
+    def convolves_last(self) -> bool:
+        """Is eager's v channels last? On a GPU alone anybody asks."""
+        planes = library.result_format(self.x, self.weight, True) == torch.contiguous_format
+        return self.device == "cuda" and not planes
+
+    @property
     def sizes(self) -> Sizes:
         return sizes_of(self.segment, self.x, self.weight)
 
     @property
     def defines(self) -> dict[str, str]:
         """What every source is told."""
-        return {"VALUE_T": CTYPES[self.x.dtype], "OUTPUT_T": CTYPES[self.dtype]}
+        types = {"VALUE_T": self.x.dtype, "OUTPUT_T": self.dtype, "PARAMETER_T": self.parameter_dtype}
+        return {name: CTYPES[dtype] for name, dtype in types.items()}
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """In which the tail's parameters are read, and their gradients written: all have it, or what is computed in."""
+        first = len(self.segment.inputs) + 1
+        own = self.arguments[first : first + len(self.segment.parameters) - 1]
+        accumulated = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+        return self.x.dtype if all(t.dtype == self.x.dtype for t in own) else accumulated
 
 
 def places(segment) -> dict[str, int]:

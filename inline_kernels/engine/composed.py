@@ -172,7 +172,7 @@ class Call:
     """A source for a case. Raises Unsupported with the reason where there is none, or it can't run."""
 
     def __init__(self, case: Case, edited: str | None = None):
-        segment, arguments, saving, dtype, exact_order = case
+        segment, arguments, saving, dtype, exact_order = case[:5]
         x, weight = arguments[:2]
         self.case, self.segment, self.arguments, self.saving = case, segment, arguments, saving
         self.written, self.device = written_for(segment), case.device

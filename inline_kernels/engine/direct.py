@@ -50,7 +50,7 @@ class Member(NamedTuple):
     """Of struct Tail: an argument of the segment (by its number), a tensor or a number, under this name."""
 
     name: str
-    ctype: str  # as a launcher declares it: accumulate_t and value_t of tensors, double of numbers
+    ctype: str  # as a launcher declares it: accumulate_t, parameter_t and value_t of tensors, double of numbers
     argument: int
     is_tensor: bool
 
@@ -255,7 +255,7 @@ class _Writer:
                 at = cases.first_number(self.segment) + list(self.segment.scalars).index(name)
                 self.members[name] = Member(own, "double", at, False)
             else:
-                ctype = "value_t" if kind == "input" else "accumulate_t"
+                ctype = {"input": "value_t", "parameter": "parameter_t"}.get(kind, "accumulate_t")
                 self.members[name] = Member(own, ctype, self.segment.tensors.index(name), True)
         return self.members[name]
 
@@ -380,6 +380,8 @@ def _write_saving(segment, mainloop: Mainloop, composed: programs.Composed) -> W
     known = all(_copied(nodes[array.name]) for array in composed.forward.kept)
     if len(arrays) > mainloop.most or not known or any(array.space != ELEMENTS for array in arrays):
         raise Unsupported("backward needs more than it stores")
+    if mainloop.takes != "elements":
+        raise Unsupported(f"it takes {mainloop.takes}, not elements")
     types = {"output": "output_t", **source.TYPES, "real": "accumulate_t"}
     results = []
     for array in arrays:
@@ -437,7 +439,7 @@ def _chosen(case: Case) -> Written:
             mainloop.check_walk(segment, weight, front.window if front.pooled else None)
             if mainloop.walks and len(segment.inputs) > 1 and mainloops.takes_last(case.x):
                 raise Unsupported("x lies channels last, other inputs may not")
-            if (reason := mainloop.obstacle(_job(written, case))) is None:
+            if (reason := mainloop.refuses(_job(written, case))) is None:
                 return written
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -502,13 +504,18 @@ def describe(case: Case) -> str:
 @dataclass
 class Plan:
     """`rest` computes y from the launcher's only result, or has backward. copies: of arguments, by number, in what forward saves behind the
-    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. last: do x and y lie channels last?"""
+    launcher's results, of `room` doubles: the first of their own, and how many numbers they have. turned: the arguments that lie channels
+    last, x and perhaps the weight; then so does y."""
 
     launch: Launch
     rest: schedule.Plan | None
     copies: Sequence[tuple[int, int, int]]
     room: int = 0
-    last: bool = False
+    turned: Sequence[int] = ()
+
+    @property
+    def last(self) -> bool:
+        return bool(self.turned)
 
 
 def plan(case: Case, edited: str | None = None) -> Plan:
@@ -518,7 +525,7 @@ def plan(case: Case, edited: str | None = None) -> Plan:
     request = _build(written, case)
     kernels = inline_loader.load(**request | ({"source": edited} if edited else {}))
     x, weight_at = case.x, len(segment.inputs)
-    dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
+    dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     behind = [Entry(m.name, dtypes[m.ctype], m.argument) for m in written.members if m.is_tensor]
     numbers = [float(arguments[m.argument]) for m in written.members if not m.is_tensor]
     rest = schedule.Plan.of(case, written.rest) if written.rest else None
@@ -529,19 +536,25 @@ def plan(case: Case, edited: str | None = None) -> Plan:
         rest.launch = schedule.launch_of(rest, kernels.rest, *given, ("front",), {"y": rest.shape})
     whole = case.sizes.shape(written.front.node.space)
     shape = [*whole[:2], *whole[5 - segment.graph.dimensions :]]
-    last = bool(request["defines"].get("LAST"))
-    if last:
+    defines = request["defines"]
+    turned = [0] * bool(defines.get("LAST")) + [weight_at] * bool(defines.get("WEIGHT_LAST"))
+    if turned:
         shape = [shape[0], *shape[2:], shape[1]]
     beside = [schedule._shape(rest, rest.composed.forward, array) for array in written.results[1:]]
     made = zip(written.results, _dtypes(written, case), [shape, *beside])
     table = [Entry(array.name, kind, None, size) for array, kind, size in made]
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at), *behind]
-    launch = Launch(kernels.forward.bound(*numbers), table, _given_last(arguments) if last else arguments)
-    return Plan(launch, rest, *_copies(segment, rest if saving else None), last)
+    launch = Launch(kernels.forward.bound(*numbers), table, _given_last(arguments, turned))
+    return Plan(launch, rest, *_copies(segment, rest if saving else None), turned)
 
 
-def _given_last(arguments: Sequence) -> list:
-    return [arguments[0].movedim(1, -1), *arguments[1:]]
+def _given_last(arguments: Sequence, turned: Sequence[int]) -> Sequence:
+    if not turned:
+        return arguments
+    found = [*arguments]
+    for i in turned:
+        found[i] = found[i].movedim(1, -1)
+    return found
 
 
 def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, int]], int]:
@@ -559,8 +572,8 @@ def _copies(segment, rest: schedule.Plan | None) -> tuple[list[tuple[int, int, i
 
 def forward(plan: Plan, arguments: Sequence) -> list[Tensor]:
     """y, and what backward needs."""
-    found = plan.launch(_given_last(arguments) if plan.last else arguments)
-    if plan.last:
+    found = plan.launch(_given_last(arguments, plan.turned))
+    if plan.turned:
         return [found[0].movedim(-1, 1)]
     if plan.rest and not plan.rest.saving:
         return plan.rest.launch(arguments, found[0])[:1]

@@ -114,8 +114,8 @@ class Sinks(NamedTuple):
 
 
 class Mainloop(NamedTuple):
-    """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`; or None. defines: a
-    build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
+    """A kernel that convolves, for fronts that it `takes`. obstacle: why it can't run, or is not faster than the schedule `load`, for an x in planes, or
+    where it `walks` in any layout; or None. defines: a build's. most: results that it can store. has_places: do its tails know which element of y they compute? walks: does it take a stride,
     padding and dilation (`Walk`)?"""
 
     name: str
@@ -130,6 +130,15 @@ class Mainloop(NamedTuple):
     most: int = 1
     walks: bool = False
     sinks: Sinks | None = None
+
+    def refuses(self, job: Job) -> str | None:
+        """Why it can't run, or is not faster than the schedule `load`; or None. Channels last the library's tensor cores take operands as they lie,
+        and ours would turn x, and y again."""
+        x, own = job.x, self.walks and takes_last(job.x)
+        if not own and library.is_channels_last(x) and not choice.is_silent():
+            if x.element_size() == 2 or library.may_run_tf32(x):
+                return "x lies channels last, and the library takes it so"
+        return self.obstacle(job)
 
     def check_walk(self, segment, weight: Tensor, window: Sequence[int | None] | None = None) -> None:
         """window: what is pooled in it. Raises Unsupported."""
@@ -279,7 +288,8 @@ def stream_splits(job: Job) -> bool:
 
 def _stream_defines(job: Job) -> dict:
     how = _streamed(job, bool(job.sinks or job.front.pooled))
-    return tiling.stream_defines(job.x, job.weight, job.positions, how)
+    last = {"WEIGHT_LAST": int(not how.packs and library.is_channels_last(job.weight))}
+    return tiling.stream_defines(job.x, job.weight, job.positions, how) | last
 
 
 # ------------------------------------------------------------------------------------------------------- sinks, as launchers' text

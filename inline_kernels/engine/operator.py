@@ -215,7 +215,8 @@ class SegmentOperator:
         like = self.reference.like(a)
         inner = self.schedule.plan(self._case(a, saving, DTYPES[a.dtype], like))
         dx_format = library.result_format(a[0], a[self.inputs], True)
-        layout = Layout(like, getattr(inner, "last", False))
+        last = getattr(inner, "last", False) and like.dim() in (4, 5) and library.is_channels_last(like)
+        layout = Layout(like, last)
         return SimpleNamespace(inner=inner, layout=layout, dx_format=dx_format)
 
     def _backward(

@@ -37,7 +37,7 @@ class Root(NamedTuple):
 
 
 class Array(NamedTuple):
-    """kind of its elements: "value" (the convolution's), "output", "real" (in which is computed), "double", "index", "byte", "mask"; "moments": three
+    """kind of its elements: "value" (the convolution's), "output", "real" (in which is computed), "parameter" (its own), "double", "index", "byte", "mask"; "moments": three
     doubles. parts: the pass whose parts it has a value of, each, or None."""
 
     name: str

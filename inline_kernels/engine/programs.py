@@ -139,7 +139,7 @@ def _backward_program(graph, y: Node, z: Node, kind: Kind, only_v: bool = False)
         if node is None:
             gradients[leaf] = None
             continue
-        name, of = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "real")
+        name, of = ("dz", "value") if leaf is z else (f"d_{source.identifier(leaf.attr[0])}", "parameter")
         if leaf.attr[1] == "input":
             of = "value"
         gradients[leaf] = roots.setdefault((node, leaf.space, of), Root(name, node, leaf.space, of))
@@ -295,6 +295,8 @@ def names_of(segment, program: Program) -> source.Names:
             random[name] = drawn[name]
             incoming[node] = Array("seed", "seed", Space(False, False, ""))
         else:
-            array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (source.identifier(name), "value")}
-            incoming[node] = Array(*array.get(kind, (source.identifier(name), "real")), node.space)
+            own = source.identifier(name)
+            array = {"z": ("v", "value"), "dy": ("dy", "output"), "input": (own, "value")}
+            array |= {"parameter": (own, "parameter")}
+            incoming[node] = Array(*array.get(kind, (own, "real")), node.space)
     return source.Names(incoming, scalars, random)

@@ -41,6 +41,7 @@ class Plan:
     composed: Composed
     sizes: Sizes
     value_dtype: torch.dtype
+    parameter_dtype: torch.dtype
     dtype: torch.dtype
     saving: bool
     device: str
@@ -65,7 +66,8 @@ class Plan:
     def of(cls, case: Case, composed: Composed | None = None) -> Plan:
         """With its sizes alone; it keeps no argument. composed: in place of the case's own. Raises Unsupported."""
         sizes, composed = case.sizes, composed or composed_of(case.segment, kind_for(case))
-        return cls(case.segment, composed, sizes, case.x.dtype, case.dtype, case.saving, case.device)
+        dtypes = case.x.dtype, case.parameter_dtype, case.dtype
+        return cls(case.segment, composed, sizes, *dtypes, case.saving, case.device)
 
     @functools.cached_property
     def shape(self) -> list[int]:
@@ -86,14 +88,13 @@ def _build(case: Case) -> dict:
 
 
 def _is_last(case: Case, composed: Composed) -> bool:
-    """Are all arrays channels last, as eager's v and y? Where channels are reduced at a position, planes serve better."""
-    if not case.last:
+    """Are all arrays of positions and channels channels last, as eager's v, and its y, if that has both?"""
+    y = case.segment.outputs[0].space
+    if not (case.last if _has_channels(y) else case.convolves_last):
         return False
     programs = [program for program in (composed.forward, composed.backward) if program]
-    passes = [each for program in programs for each in program.passes if isinstance(each, Planes)]
     leaves = [leaf.space for program in programs for leaf in program.leaves()]
-    shared = any(space.level and space.c and not space.n for space in leaves)
-    return not shared and not any(each.by_sample for each in passes)
+    return not any(_has_channels(space) and not space.n for space in leaves)
 
 
 def _has_channels(space: Space) -> bool:
@@ -141,7 +142,7 @@ def _set_launch(plan: Plan, arguments: Sequence, piece: bool) -> None:
     )
     names = [*given, *plan.launch.made]
     picked = picking([names.index(name) for name in ("y", *[array.name for array in composed.saved])])
-    plan.results = _with_y_first_turned(picked) if plan.last else picked
+    plan.results = _with_y_first_turned(picked) if plan.last and _y_has_channels(plan) else picked
 
 
 def _with_y_first_turned(picked: Callable) -> Callable:
@@ -230,16 +231,22 @@ def _parts(plan: Plan, program: Program, number: int) -> int:
     if divided and (number in program.in_strips or number == program.differentiated):
         return divided.parts
     positions = plan.sizes.positions(each.level)
-    if plan.last:  # planes.cuh's LastPlane
+    pack = 8 if plan.value_dtype.itemsize == 2 else 4  # planes.cuh's kPack
+    if plan.last and not each.by_sample:  # LastPlane's
         lanes = 32 if plan.sizes.C > 16 else 16 if plan.sizes.C > 8 else 8
-        return positions * lanes // (256 * (16 if plan.value_dtype.itemsize == 2 else 8)) + 1
-    if plan.layout and number in program.turned:
-        return -(
-            -positions // (256 if plan.value_dtype.itemsize == 2 else 128)
-        )  # turned.cuh's kTilePositions
+        return _shares(-(-positions * lanes // (256 * pack)), plan.sizes.N * -(-plan.sizes.C // lanes))
+    if plan.layout and not plan.last and number in program.turned:
+        # turned.cuh's tiles
+        tiles = plan.sizes.N * -(-plan.sizes.C * plan.value_dtype.itemsize // 128)
+        return _shares(-(-positions // (32 * pack)), tiles)
     if plan.device == "cpu":
         return positions // (1 << 16 if not each.by_sample else 1 << 12) + 1
     return positions // (1024 if each.by_sample else 4096) + 1
+
+
+def _shares(most: int, planes: int) -> int:
+    """Blocks that share planes, of which they take some side by side: so many that a GPU has work for each of its blocks a few times."""
+    return max(1, min(most, -(-2048 // planes)))
 
 
 # ---------------------------------------------------------------------------------------------------- arrays and launches
@@ -251,6 +258,7 @@ def _dtype(plan: Plan, array: Array) -> torch.dtype:
         "value": plan.value_dtype,
         "output": plan.dtype,
         "real": accumulated,
+        "parameter": plan.parameter_dtype,
         "double": torch.float64,
         "moments": torch.float64,
         "index": torch.int32,
@@ -275,7 +283,11 @@ def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
 
 def _in_order(plan: Plan, shape: Sequence[int]) -> list[int]:
     """Of eager's shape, in the order in which a result's elements lie."""
-    return [shape[0], *shape[2:], shape[1]] if plan.last else [*shape]
+    return [shape[0], *shape[2:], shape[1]] if plan.last and _y_has_channels(plan) else [*shape]
+
+
+def _y_has_channels(plan: Plan) -> bool:
+    return _has_channels(plan.segment.outputs[0].space)
 
 
 def _bytes(plan: Plan, program: Program, array: Array) -> int:
@@ -365,7 +377,7 @@ def backward(
     weight_at = len(plan.segment.inputs)
     x, weight, asked = arguments[0], arguments[weight_at], (needs[0], needs[weight_at])
     back, made, passes = _back(plan, *asked, True, arguments), (), 1
-    given = library.aligned(dy.movedim(1, -1) if plan.last else dy), *saved
+    given = library.aligned(dy.movedim(1, -1) if plan.last and _y_has_channels(plan) else dy), *saved
     if back.launch:
         image = (plan.strips["backward"].image.of(x),) if back.passes is not None else ()
         made = back.launch(arguments, *given, *image)
@@ -415,7 +427,7 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
         if not root:
             continue
         if plan.last and i < len(segment.inputs) and _has_channels(root.space):
-            shapes[root.name] = _in_order(plan, t.shape)
+            shapes[root.name] = [t.shape[0], *t.shape[2:], t.shape[1]]
             turned.append(i)
         elif (shapes.setdefault(root.name, t.shape), _dtype(plan, root)) != (t.shape, t.dtype):
             converted.append((i, t.shape, t.dtype))

@@ -196,7 +196,8 @@ class _Composer:
         names = [leaf.attr[0] for leaf in self.segment.inputs[1:]]
         names += [*self.segment.parameters[1:], *self.segment.buffers]
         used = {name: kind for name, kind in kinds if kind in ("parameter", "buffer", "input")}
-        tensors = [(n, "value_t" if used[n] == "input" else "accumulate_t") for n in names if n in used]
+        types = {"input": "value_t", "parameter": "parameter_t", "buffer": "accumulate_t"}
+        tensors = [(n, types[used[n]]) for n in names if n in used]
         numbers = [name for name in self.segment.scalars if (name, "scalar") in kinds]
         return tensors, numbers, any(kind == "drawn" for _, kind in kinds)
 
@@ -331,7 +332,7 @@ def _chosen(case: Case):
         try:
             mainloop.check_walk(case.segment, case.weight)
             found = chosen(case, mainloop)
-            if (reason := mainloop.obstacle(_job(found, case))) is None:
+            if (reason := mainloop.refuses(_job(found, case))) is None:
                 return mainloop, found
             refused.append(f"{mainloop.name}: {reason}")
         except Unsupported as error:
@@ -370,7 +371,7 @@ def plan(case: Case) -> Launch:
         place, kind = at.get(array.name), case.dtype if array.name == "y" else torch.float32
         shape = case.sizes.shape(array.space) if place is None else None
         table.append(Entry(array.name, kind, place, shape, True))
-    dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32}
+    dtypes = {"value_t": x.dtype, "accumulate_t": torch.float32, "parameter_t": case.parameter_dtype}
     table += [Entry("x", x.dtype, 0), Entry("weight", x.dtype, weight_at)]
     table += [Entry(name, dtypes[kind], at[source.identifier(name)]) for name, kind in found.tensors]
     if found.random:

@@ -30,6 +30,7 @@ TYPES = {
     "value": "value_t",
     "output": "output_t",
     "real": "real",
+    "parameter": "parameter_t",
     "double": "double",
     "index": "int32_t",
     "byte": "uint8_t",
@@ -833,7 +834,24 @@ def rooms(program: Program) -> dict[Array, list[Array]]:
     """The arrays that share one tensor: those that nobody outside sees (`SCRATCH`), and small ones from forward to backward (`KEPT`)."""
     results = {root.name for root in program.roots}
     hidden = [array for array in program.arrays.values() if array.name not in results]
+    if not program.on_cpu:
+        hidden += [_few(array) for array in hidden if array.parts is not None]
     return {SCRATCH: hidden} | ({KEPT: list(program.kept)} if program.kept else {})
+
+
+def _few(array: Array) -> Array:
+    """Of the parts of planes' sums, where they are many, the sums."""
+    return Array(f"few_{array.name}", array.kind, array.space)
+
+
+def _few_parts(program: Program) -> dict[str, str]:
+    """What small passes are given in the place of planes' parts, and of how many there are."""
+    found = {}
+    for array in program.arrays.values():
+        if array.parts is not None and not program.on_cpu:
+            few, parts = f"few_{array.parts}", f"parts_{array.parts}"
+            found |= {parts: few, array.name: f"{few} < {parts} ? {_few(array).name} : {array.name}"}
+    return found
 
 
 def parameters(program: Program, names: Names) -> list[Array]:
@@ -871,7 +889,8 @@ def _program(launcher: str, program: Program, names: Names, device: str, own: Ow
         text_lines, text = struct(f"{title}{number}", program, names, number)
         lines += [*text_lines, ""]
         program.texts.append(text)
-        made.append(f"{title}{number}{{{', '.join(text.members)}}}")
+        few = _few_parts(program) if isinstance(program.passes[number], Small) else {}
+        made.append(f"{title}{number}{{{', '.join(few.get(m, m) for m in text.members)}}}")
         used_levels |= {name for name in text.numbers if name.startswith("extent_")}
     program.turned = _turned(program)
     if device == "cpu":
@@ -916,11 +935,19 @@ def _on_gpu(program: Program, made: Sequence[str]) -> list[str]:
     for i, each in enumerate(program.passes):
         if isinstance(each, Planes):
             v, skeleton, layout = "v" if program.texts[i].reads_v else "nullptr", "planes", ""
+            skeleton += "<true>" * each.by_sample
             if i in program.turned:
                 skeleton, layout = "planes_of_v", ", layout"
                 if program.texts[i].writes_dz:
                     skeleton, v = "planes_to_v", f"{v}, dz"
             calls.append(f"load::{skeleton}({made[i]}, {_extent_of(each)}, {v}, parts_{i}{layout}, stream);")
+            partial = [program.arrays[key] for key in each.targets if program.arrays[key].parts is not None]
+            calls += [f"const int64_t few_{i} = load::few_parts(parts_{i});"] * bool(partial)
+            for array in partial:
+                planes = _size(_few(array))
+                calls.append(
+                    f"load::merge_parts({_few(array).name}, {array.name}, {planes}, parts_{i}, stream);"
+                )
         else:
             blocks = {"sample": "N", "channel": "C", "one": "1"}[each.mode]
             calls.append(f"load::small({made[i]}, {blocks}, stream);")

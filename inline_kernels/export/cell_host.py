@@ -27,8 +27,8 @@ _AS_WRITTEN = ""  # the digest of the formula's code as it was exported
 
 # ------------------------------------------------------------------------------------------- host: the same for all models
 _TYPES = {f"{name}_t": getattr(torch, name) for name in ("uint8", "int32", "int64")} | {"bool": torch.bool}
-_TYPES |= {"value_t": _DTYPE, "output_t": _DTYPE, "accumulate_t": torch.promote_types(_DTYPE, torch.float32)}
-_TYPES |= {"float": torch.float32, "double": torch.float64}
+_TYPES |= dict.fromkeys(("value_t", "output_t"), _DTYPE) | {"float": torch.float32, "double": torch.float64}
+_TYPES |= dict.fromkeys(("accumulate_t", "parameter_t"), torch.promote_types(_DTYPE, torch.float32))
 _NUMBERS = {"double": _ctypes.c_double, "int64_t": _ctypes.c_int64, "bool": _ctypes.c_bool}
 _NUMBERS |= {"cudaStream_t": _ctypes.c_void_p}
 _LAUNCHERS = dict(_re.findall(r"^EXPORT \w+ (\w+)\(([^)]*)\) {", _FORMULA[1], flags=_re.M))

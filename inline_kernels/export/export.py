@@ -45,7 +45,7 @@ from inline_kernels.export.used import used
 from inline_kernels.loader.source import Header, gather, inlined, macros, parse_launchers, read
 from inline_kernels.loader.units import KERNELS, RESTORED
 
-TYPES = "value_t output_t accumulate_t float double bool uint8_t int32_t int64_t".split()
+TYPES = "value_t output_t accumulate_t parameter_t float double bool uint8_t int32_t int64_t".split()
 OF_GPU = "CAPABILITY", "SHARED_LIMIT", "TF32"  # macros of a build, as cell_host.py finds them
 PART = "# %% "  # editors and `notebook` split a file here
 _HOST = Path(__file__).with_name("cell_host.py").read_text(encoding="utf-8")

@@ -182,10 +182,14 @@ template <class Operands> struct Input {
 
 // --------------------------------------------------------------------------------------------------- weights
 
+#ifndef WEIGHT_LAST
+#define WEIGHT_LAST 0
+#endif
 // Where a weight lies; a transposed convolution's are (kChannelsIn, kChannelsOut, kKernelH, kKernelW), and
-// flipped.
+// flipped. WEIGHT_LAST: channels in are its last axis, as channels last has it.
 template <class Conv> __device__ __forceinline__ int64_t weight_index(int channel, int c, int tap) {
   constexpr int kTaps = Conv::kTaps;
+  if (WEIGHT_LAST) return (int64_t(channel) * kTaps + tap) * Conv::kChannelsIn + c;
   return Conv::kTransposed ? (int64_t(c) * Conv::kChannelsOut + channel) * kTaps + kTaps - 1 - tap
                            : (int64_t(channel) * Conv::kChannelsIn + c) * kTaps + tap;
 }

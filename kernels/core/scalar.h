@@ -40,5 +40,10 @@ using value_t = VALUE_T;
 using output_t = OUTPUT_T;
 using index_t = INDEX_T;
 using accumulate_t = std::conditional_t<std::is_same_v<value_t, double>, double, float>;
+#ifdef PARAMETER_T
+using parameter_t = PARAMETER_T;
+#else
+using parameter_t = accumulate_t;
+#endif
 // What results are compared with, as eager rounds it.
 HOST_DEVICE accumulate_t bound(double x) { return accumulate_t(output_t(accumulate_t(x))); }

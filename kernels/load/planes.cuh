@@ -197,7 +197,7 @@ template <bool kScalar> class Plane {
     if (threadIdx.x == 0) out[blockIdx.x] = value;
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    const Moments<double> value = load::block_merge(sums.value());
+    const Moments<double> value = block_moments(sums);
     if (threadIdx.x == 0) out[blockIdx.x] = value;
   }
 
@@ -286,22 +286,32 @@ template <bool kScalar> class LastPlane {
 template <class Pass, class = void> constexpr bool is_scalar = false;
 template <class Pass> constexpr bool is_scalar<Pass, std::enable_if_t<Pass::kScalar>> = true;
 
-template <class Pass>
+template <class ThePlane, class Pass>
 __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 : 3)
 planes_kernel(const Pass pass, const Extent extent, const value_t* values, unsigned parts) {
-  std::conditional_t<kLast, LastPlane<is_scalar<Pass>>, Plane<is_scalar<Pass>>> plane(extent, values, parts);
+  ThePlane plane(extent, values, parts);
   pass(plane);
 }
 
-// values: the convolution's, or null. A part has at most 2³¹ positions.
-template <class Pass>
+// values: the convolution's, or null. A part has at most 2³¹ positions. kBySample: planes have no channels. Channels last, a thread then
+// takes single positions, whose channels are its own neighbours.
+template <bool kBySample = false, class Pass>
 void planes(const Pass& pass, const Extent& extent, const value_t* values, int64_t parts, cudaStream_t stream) {
-  const int64_t S = extent.positions(), lanes = kLast ? LastPlane<false>::lanes_of(extent.C) : 1;
+  constexpr bool kBeside = kLast && !kBySample, kScalar = is_scalar<Pass> || (kLast && kBySample);
+  using ThePlane = std::conditional_t<kBeside, LastPlane<kScalar>, Plane<kScalar>>;
+  const int64_t S = extent.positions(), lanes = kBeside ? LastPlane<kScalar>::lanes_of(extent.C) : 1;
   const int64_t blocks = extent.N * ((extent.C + lanes - 1) / lanes) * parts;
   if (!blocks || !S) return;
-  const int64_t packs = S / (is_scalar<Pass> ? 1 : kPack) / parts + 1;
-  const unsigned threads = kLast || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
-  planes_kernel<Pass><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+  const int64_t packs = S / (kScalar ? 1 : kPack) / parts + 1;
+  const unsigned threads = kBeside || packs >= kPlaneThreads ? kPlaneThreads : unsigned((packs + 31) / 32 * 32);
+  planes_kernel<ThePlane><<<unsigned(blocks), threads, 0, stream>>>(pass, extent, values, unsigned(parts));
+}
+
+// How many parts of a plane's sums are left, merged into `out` where there are many.
+inline int64_t few_parts(int64_t parts) { return parts > kFewParts ? 1 : parts; }
+template <class T> void merge_parts(T* out, const T* of, int64_t planes, int64_t parts, cudaStream_t stream) {
+  const int64_t blocks = (planes * 32 + kMergingThreads - 1) / kMergingThreads;
+  if (parts > kFewParts && blocks) merge_parts_kernel<<<unsigned(blocks), kMergingThreads, 0, stream>>>(out, of, planes, parts);
 }
 
 }  // namespace load

@@ -33,17 +33,6 @@ __device__ inline double block_sum(double value) {
   return value;
 }
 
-__device__ inline Moments<double> block_merge(Moments<double> moments) {
-  __shared__ Moments<double> partial[kMostWarps];
-  moments = warp_merge(moments);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = moments;
-  __syncthreads();  // every warp's moments are there
-  if (threadIdx.x == 0)
-    for (int warp = 1; warp < int(blockDim.x) / 32; warp++) moments = moments.merge(partial[warp]);
-  __syncthreads();  // partial may be written again
-  return moments;
-}
-
 // A thread's sum of points. A pack, or a few, are summed as they are, those in double: what cancels leaves no rounding
 // errors of large sums.
 struct Sum {
@@ -86,5 +75,46 @@ struct ShiftedSums {
   }
   __device__ Moments<double> value() const { return Moments<double>::from_shifted(count, shift, sum, square); }
 };
+
+// Of a warp's lanes, valid in lane 0, which has seen a value if any has: all sums are shifted by its shift, then added. So
+// there are no divisions but the last.
+__device__ inline Moments<double> warp_moments(const ShiftedSums& own) {
+  const double shift = __shfl_sync(~0u, own.shift, 0), d = own.count == 0 ? 0 : own.shift - shift;
+  double count = own.count, sum = own.sum + count * d, square = own.square + d * (2 * double(own.sum) + count * d);
+  for (int offset = 16; offset; offset /= 2) {
+    count += __shfl_down_sync(~0u, count, offset);
+    sum += __shfl_down_sync(~0u, sum, offset);
+    square += __shfl_down_sync(~0u, square, offset);
+  }
+  return Moments<double>::from_shifted(count, shift, sum, square);
+}
+
+// Valid in thread 0; as warp_moments, warp by warp.
+__device__ inline Moments<double> block_moments(const ShiftedSums& own) {
+  __shared__ Moments<double> partial[kMostWarps];
+  Moments<double> moments = warp_moments(own);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = moments;
+  __syncthreads();  // every warp's moments are there
+  if (threadIdx.x == 0)
+    for (int warp = 1; warp < int(blockDim.x) / 32; warp++) moments = moments.merge(partial[warp]);
+  __syncthreads();  // partial may be written again
+  return moments;
+}
+
+// Of many parts of a plane, which blocks made, the sum or the moments: out (planes), of (planes, parts). A warp has a plane.
+constexpr int kMergingThreads = 256, kFewParts = 32;
+__device__ inline double warp_merged(double a) { return warp_sum(a); }
+__device__ inline Moments<double> warp_merged(const Moments<double>& a) { return warp_merge(a); }
+__device__ inline void take(double& a, double b) { a += b; }
+__device__ inline void take(Moments<double>& a, const Moments<double>& b) { a = a.merge(b); }
+
+template <class T> __global__ void __launch_bounds__(kMergingThreads) merge_parts_kernel(T* out, const T* of, int64_t planes, int64_t parts) {
+  const int64_t plane = (int64_t(blockIdx.x) * kMergingThreads + threadIdx.x) / 32;
+  if (plane >= planes) return;
+  T own{};
+  for (int64_t i = threadIdx.x % 32; i < parts; i += 32) take(own, of[plane * parts + i]);
+  own = warp_merged(own);
+  if (threadIdx.x % 32 == 0) out[plane] = own;
+}
 
 }  // namespace load

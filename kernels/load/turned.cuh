@@ -1,8 +1,9 @@
 // The convolution's side channels last, v or its gradient (N, S, C), while all other arrays are (N, C, S): there a GPU's library is
 // fastest where it runs on tensor cores.
 //
-// A block turns a tile of positions and channels through shared memory. A warp takes a channel of it after the other, kPack neighbouring
-// positions a lane, or, in planes of odd sizes, one. A plane has a part for each tile. C is a multiple of kRowVector.
+// A block turns tiles of positions and channels through shared memory, one after the other: all that are its part of some planes. A warp
+// takes a channel of a tile after the other, kPack neighbouring positions a lane, or, in planes of odd sizes, one. C is a multiple of
+// kRowVector.
 #pragma once
 #include "core/vector.cuh"
 #include "load/planes.cuh"
@@ -34,17 +35,19 @@ __device__ __forceinline__ int slot(int position, int channel) {
   return position * kTileChannels + (channel + turn) % kTileChannels;
 }
 
-// The tile of a block: of sample n, the positions and channels from `position` and `channel` on.
+// Of sample n, the positions and channels from `position` and `channel` on. first: the first of the block's.
 struct Tile {
   const Extent& extent;
   value_t* const at;
-  unsigned n, part;
-  int position, channel;
+  const unsigned n, part;
+  const int channel, position;
+  const bool first;
 
   static constexpr int kLanes = kTileChannels / kRowVector, kStep = kPlaneThreads / kLanes, kRows = kTilePositions / kStep;
-  __device__ Tile(const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles)
+  __device__ Tile(const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles, unsigned number)
       : extent(extent), at(at), n(blockIdx.x / channel_tiles / parts), part(blockIdx.x / channel_tiles % parts),
-        position(int(part) * kTilePositions), channel(int(blockIdx.x % channel_tiles) * kTileChannels) {}
+        channel(int(blockIdx.x % channel_tiles) * kTileChannels), position(int(part + number * parts) * kTilePositions),
+        first(number == 0) {}
 
   __device__ __forceinline__ void load(const value_t* from) const {
     Memory<value_t, kRowVector> rows[kRows];  // all loads are under way before the first is used
@@ -111,14 +114,19 @@ template <bool kReads> class TurnedPlane {
   __device__ __forceinline__ ShiftedSums moments() const { return {}; }
   __device__ void reduce(double* out, Sum& sum) const {
     const double value = warp_sum(sum.value());
-    if (threadIdx.x % 32 == 0) out[place()] = value;
+    if (threadIdx.x % 32 == 0) put(out[place()], value);
   }
   __device__ void reduce(Moments<double>* out, const ShiftedSums& sums) const {
-    const Moments<double> value = warp_merge(sums.value());
-    if (threadIdx.x % 32 == 0) out[place()] = value;
+    const Moments<double> value = warp_moments(sums);
+    if (threadIdx.x % 32 == 0) put(out[place()], value);
   }
 
  private:
+  // One lane has a channel's in all tiles.
+  template <class T> __device__ __forceinline__ void put(T& at, const T& value) const {
+    if (tile_.first) at = value;
+    else take(at, value);
+  }
   __device__ __forceinline__ int64_t place() const { return (n * tile_.extent.C + c) * parts_ + tile_.part; }
   template <int K> __device__ __forceinline__ TurnedPoint<K, kReads> point(int row) const {
     return {{tile_.extent, values_, n, c, tile_.extent.C, tile_.position + row, 0, true}, tile_.at, row, column_};
@@ -135,16 +143,19 @@ __global__ void __launch_bounds__(kPlaneThreads, kPack * sizeof(real) > 16 ? 2 :
 turned_kernel(const Pass pass, const Extent extent, const value_t* values, value_t* gradient, unsigned parts,
               unsigned channel_tiles, bool for_tf32) {
   __shared__ value_t shared[kTilePositions * kTileChannels];
-  const Tile tile(extent, shared, parts, channel_tiles);
-  if (kReads) tile.load(values);
-  if (kReads) __syncthreads();  // the tile is there
-  for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
-       column += kPlaneThreads / 32) {
-    TurnedPlane<kReads> plane(tile, values, parts, column);
-    pass(plane);
+  const unsigned tiles = (unsigned(extent.positions()) + kTilePositions - 1) / kTilePositions;
+  for (unsigned number = 0; blockIdx.x / channel_tiles % parts + number * parts < tiles; number++) {
+    const Tile tile(extent, shared, parts, channel_tiles, number);
+    if (kReads) tile.load(values);
+    if (kReads || number) __syncthreads();  // the tile is there, or the one before is written
+    for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
+         column += kPlaneThreads / 32) {
+      TurnedPlane<kReads> plane(tile, values, parts, column);
+      pass(plane);
+    }
+    __syncthreads();  // all channels are there, and nobody reads the tile any more
+    if (!kReads) tile.store(gradient, for_tf32);
   }
-  if (!kReads) __syncthreads();  // all channels are there
-  if (!kReads) tile.store(gradient, for_tf32);
 }
 
 template <bool kReads, class Pass>
@@ -159,7 +170,7 @@ void turned(const Pass& pass, const Extent& extent, const value_t* values, value
         pass, extent, values, gradient, unsigned(parts), unsigned(tiles), layout == kForTf32);
   }
 }
-// Passes that read v, and one that writes its gradient. Turned, parts is the number of kTilePositions in a plane.
+// Passes that read v, and one that writes its gradient. Turned, a plane has at most as many parts as kTilePositions.
 template <class Pass>
 void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
   turned<true>(pass, extent, v, nullptr, parts, layout, stream);
