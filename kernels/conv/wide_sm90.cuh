@@ -203,7 +203,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
         acquire_mma(consumer);
         multiply_tile(sums, in_registers, in_shared, shared, oldest.stage);
         if constexpr (joins<Out>)
-          Out::fetch(staging, to, int64_t(OH) * OW, pixels, ends_of(args, place, tile - start, local_channel, OW));
+          Out::fetch(to, staging, int64_t(OH) * OW, pixels, ends_of(args, place, tile - start, local_channel, OW));
         release_mma(consumer);
         await_products<0>();
         hold(sums);

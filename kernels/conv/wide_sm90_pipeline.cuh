@@ -58,7 +58,7 @@ template <class Conv, class Source, class Tail, class Out> struct PipelineSm90 :
 };
 
 // The block's tiles, begin … end - 1, counted through samples, strips and rows, the last fastest; and where
-// one lies. All tiles up to stop(tile) - 1 lie below it, in the same strip.
+// one lies. `count` from there on lie one below the other, those before `stop`.
 struct TilePlace { int n, column, row; };
 struct TileScheduler {
   int OH, strips, begin, end;
@@ -70,6 +70,9 @@ struct TileScheduler {
   }
   __device__ __forceinline__ TilePlace operator[](int tile) const {
     return {tile / OH / strips, tile / OH % strips * kTileWidth, tile % OH};
+  }
+  __device__ __forceinline__ int count(int tile, const TilePlace& place) const {
+    return min(end - tile, OH - place.row);
   }
   __device__ __forceinline__ int stop(int tile, const TilePlace& place) const {
     return min(end, tile - place.row + OH);
@@ -97,6 +100,7 @@ struct BandScheduler {
     const int strip = strips - 1 - (tile - first * strips) / rows;
     return {{n, strip * kTileWidth, first - n * OH}, rows};
   }
+  __device__ __forceinline__ int count(int, const Place& place) const { return place.rows; }
   __device__ __forceinline__ int stop(int tile, const Place& place) const { return tile + place.rows; }
 };
 

@@ -95,7 +95,7 @@ template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Co
     typename Pipeline::State next;
     for (int tile = tiles.begin; tile < tiles.end;) {
       const auto place = tiles[tile];
-      const int count = tiles.stop(tile, place) - tile, rows = count + kKernelH - 1;
+      const int count = tiles.count(tile, place), rows = count + kKernelH - 1;
       tile += count;
       const int exponent = again ? Conv::sample_exponent(args.largest[place.n]) : kFirstExponent;
       if (again && exponent == kFirstExponent) continue;

@@ -141,7 +141,7 @@ template <class Conv, class Tail, int kChannels> struct Producer<Conv, grad::Mas
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end;) {
       const TilePlace place = tiles[tile];
-      const int count = tiles.stop(tile, place) - tile, rows = count + kKernelH - 1;
+      const int count = tiles.count(tile, place), rows = count + kKernelH - 1;
       tile += count;
       producer.produce_rows(place, rows);
     }

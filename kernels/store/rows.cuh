@@ -49,10 +49,6 @@ template <class T> struct Rows {
   static constexpr int kWarpBytes = 16 * kPitch * int(sizeof(T));
 
 #if TENSOR_CORE_WGMMA
-  // At which element of a sector a channel of the warp begins.
-  static __device__ __forceinline__ int shift_of(const T* to, int64_t stride, int channel) {
-    return int(reinterpret_cast<uintptr_t>(to + channel * stride) / sizeof(T) % kSector);
-  }
   // Half of a lane's results, those of channel g + 8·kHalf of the warp, to that channel's `row` of staging.
   template <int kHalf>
   static __device__ __forceinline__ void write_staging(T* row, const float (&values)[16][4], bool aligned) {
@@ -67,24 +63,6 @@ template <class T> struct Rows {
         row[j * 8] = T(values[j][kHalf * 2]), row[j * 8 + 1] = T(values[j][kHalf * 2 + 1]);
     }
   }
-  // All of them, each channel as far behind a sector's start as in y.
-  static __device__ __forceinline__ void write_staging(T* staging, const T* to, const float (&values)[16][4],
-                                                       int64_t stride) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int low = shift_of(to, stride, g);
-    write_staging<0>(staging + g * kPitch + low + t * 2, values, __all_sync(0xffffffffu, low % 2 == 0));
-    const int high = shift_of(to, stride, g + 8);
-    write_staging<1>(staging + (g + 8) * kPitch + high + t * 2, values,
-                     __all_sync(0xffffffffu, high % 2 == 0));
-    publish_shared();  // the copy engine, too, reads by the asynchronous proxy
-    __syncwarp();      // everyone has written
-  }
-  // Elements first … last - 1 of the lane's channel, whole sectors, by the copy engine: lanes 0-15 see to that.
-  static __device__ __forceinline__ void write_sectors(T* out, const T* mine, int first, int last) {
-    if (threadIdx.x % 32 < 16 && first < last)
-      copy_bulk_out(out + first, mine + first, (last - first) * int(sizeof(T)));
-    commit_bulk_copies();
-  }
 
   // 16 channels × 128 pixels to y at `to`, channels `stride` apart; of these `channels` and `pixels` exist.
   //
@@ -97,10 +75,13 @@ template <class T> struct Rows {
                                                int64_t stride, int channels, int pixels, bool continues,
                                                bool continued) {
     T* const staging = reinterpret_cast<T*>(of_warp);
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const auto shift_of = [&](int channel) {
+      return int(reinterpret_cast<uintptr_t>(to + channel * stride) / sizeof(T) % kSector);
+    };
     pixels = min(pixels, 128);
     // Lanes l and l + 16 see to channel l.
-    const int channel = lane % 16, shift = shift_of(to, stride, channel), end = shift + pixels;
+    const int channel = lane % 16, shift = shift_of(channel), end = shift + pixels;
     T* const mine = staging + channel * kPitch;
     await_bulk_reads();
     __syncwarp();  // the last row's sectors have left staging
@@ -112,12 +93,20 @@ template <class T> struct Rows {
         if (i < shift) mine[i] = mine[rest + i];
     }
     __syncwarp();  // the rest has moved to the front
-    write_staging(staging, to, values, stride);
+    const int low = shift_of(g);
+    write_staging<0>(staging + g * kPitch + low + t * 2, values, __all_sync(0xffffffffu, low % 2 == 0));
+    const int high = shift_of(g + 8);
+    write_staging<1>(staging + (g + 8) * kPitch + high + t * 2, values,
+                     __all_sync(0xffffffffu, high % 2 == 0));
+    publish_shared();  // the copy engine, too, reads by the asynchronous proxy
+    __syncwarp();      // everyone has written
     // Whole sectors: first … last - 1.
     const int first = continues || shift == 0 ? 0 : kSector, last = max(end / kSector * kSector, first);
     const bool real = channel < channels;
     T* const out = to + channel * stride - shift;
-    write_sectors(out, mine, first, real ? last : 0);
+    if (real && lane < 16 && first < last)
+      copy_bulk_out(out + first, mine + first, (last - first) * int(sizeof(T)));
+    commit_bulk_copies();
     if (!continues || !continued) {
       const bool head = lane < 16;  // stores what lies before the sectors; its partner, what lies behind them
       const int from = head ? shift : last;
@@ -131,16 +120,15 @@ template <class T> struct Rows {
 #endif
 };
 
-// The same where a block computes all tiles of a row, but not one after the other (conv::BandScheduler): of a sector that
-// two tiles share, the first one's part waits in global memory for the second one, which writes the sector. The rows of
-// a warp run on likewise, through a band. Only the other beginnings and ends of rows are written by elements.
+// The same where a block computes all tiles of a row, but not one after the other (conv::BandScheduler): of a sector
+// that two tiles share, the first one's part waits in global memory for the second one, which writes the sector. A
+// warp's rows run on likewise, through a band. Only the other beginnings and ends of rows are written by elements.
 template <class T> struct JoinedRows : Rows<T> {
-  uint4* waiting;  // [block][row of a band][16 channels][where its tiles meet, and where the next row meets it][halves of sectors]
+  // [block][row of a band][16 channels][where its tiles meet; where the next row meets it][half of a sector][channel]
+  uint4* waiting;
   static constexpr bool kJoins = true;
   using Rows<T>::kSector, Rows<T>::kPitch;
-
-  // Of a row, and of a warp's part of it: a sector of each of its 16 channels in each of the two places.
-  static constexpr int kOfWarp = 2 * 32;
+  static constexpr int kOfWarp = 2 * 32;  // in a row
   template <int kBlockChannels> static constexpr int kOfRow = kBlockChannels / 16 * kOfWarp;
 
 #if TENSOR_CORE_WGMMA
@@ -152,50 +140,68 @@ template <class T> struct JoinedRows : Rows<T> {
     uint4* at;
   };
   struct Ends { End left, right; };
-  // Lanes l and l + 16 see to channel l: at which element of a sector it begins, and where it ends.
-  struct Span {
-    int channel, shift, end;
-    __device__ __forceinline__ Span(const T* to, int64_t stride, int pixels)
-        : channel(threadIdx.x % 16), shift(Rows<T>::shift_of(to, stride, channel)), end(shift + min(pixels, 128)) {}
-    __device__ __forceinline__ int last() const { return end / kSector; }  // sector
-  };
-  static __device__ __forceinline__ uint4* half_sector(uint8_t* of_warp, const Span& span, int sector) {
-    T* const at = reinterpret_cast<T*>(of_warp) + span.channel * kPitch + sector * kSector;
-    return reinterpret_cast<uint4*>(at) + threadIdx.x % 32 / 16;
+
+  static __device__ __forceinline__ int shift_of(const T* to, int64_t stride, int channel) {
+    return int(reinterpret_cast<uintptr_t>(to + channel * stride) / sizeof(T) % kSector);
   }
+  // Lanes l and l + 16 see to channel l: at which element of a sector a tile begins in it, and where it ends. (The lane
+  // is read anew, since what hangs on it would take registers while products are formed.)
+  struct Span {
+    int lane, channel, shift, end;
+    T* row;  // of staging
+    __device__ __forceinline__ Span(const T* to, uint8_t* of_warp, int64_t stride, int pixels)
+        : lane(thread_index_anew() % 32), channel(lane % 16), shift(shift_of(to, stride, channel)),
+          end(shift + min(pixels, 128)), row(reinterpret_cast<T*>(of_warp) + channel * kPitch) {}
+    __device__ __forceinline__ bool shares_first() const { return shift > 0; }
+    __device__ __forceinline__ bool shares_last() const { return end % kSector > 0; }
+    // The lane's half of a sector.
+    __device__ __forceinline__ uint4* half(int sector) const {
+      return reinterpret_cast<uint4*>(row + sector * kSector) + lane / 16;
+    }
+    __device__ __forceinline__ uint4* first() const { return half(0); }
+    __device__ __forceinline__ uint4* last() const { return half(end / kSector); }
+  };
 
   // Brings to staging, in the background, what these lanes left waiting.
-  static __device__ __forceinline__ void fetch(uint8_t* of_warp, const T* to, int64_t stride, int pixels,
+  static __device__ __forceinline__ void fetch(const T* to, uint8_t* of_warp, int64_t stride, int pixels,
                                                const Ends& ends) {
-    const Span span(to, stride, pixels);
+    const Span span(to, of_warp, stride, pixels);
     await_bulk_reads();
     __syncwarp();  // the last tile's sectors have left staging
-    if (ends.left.share == kTakes && span.shift > 0) copy_async<16>(half_sector(of_warp, span, 0), ends.left.at);
-    if (ends.right.share == kTakes && span.end % kSector > 0)
-      copy_async<16>(half_sector(of_warp, span, span.last()), ends.right.at);
+    if (ends.left.share == kTakes && span.shares_first()) copy_async<16>(span.first(), ends.left.at);
+    if (ends.right.share == kTakes && span.shares_last()) copy_async<16>(span.last(), ends.right.at);
     commit_copies();
   }
-  // 16 channels × 128 pixels likewise, after fetch. Where the last sector takes, there are 128; else at least a sector.
+  // Likewise, after fetch. pixels: 128 where the last sector takes, else as many as fill a sector at least.
   static __device__ __forceinline__ void store(T* to, uint8_t* of_warp, const float (&values)[16][4], int64_t stride,
                                                int channels, int pixels, const Ends& ends) {
-    const Span span(to, stride, pixels);
+    const Span span(to, of_warp, stride, pixels);
+    T* const staging = reinterpret_cast<T*>(of_warp);
+    const int g = span.lane / 4, t = span.lane % 4;
     await_copies<0>();
     __syncwarp();  // what waited is there
-    Rows<T>::write_staging(reinterpret_cast<T*>(of_warp), to, values, stride);
-    const bool takes = ends.left.share == kTakes, whole = ends.right.share == kTakes && span.end % kSector > 0;
-    const int first = takes || span.shift == 0 ? 0 : kSector, last = (span.last() + whole) * kSector;
+    const int low = shift_of(to, stride, g);
+    Rows<T>::template write_staging<0>(staging + g * kPitch + low + t * 2, values, __all_sync(~0u, low % 2 == 0));
+    const int high = shift_of(to, stride, g + 8);
+    Rows<T>::template write_staging<1>(staging + (g + 8) * kPitch + high + t * 2, values,
+                                       __all_sync(~0u, high % 2 == 0));
+    publish_shared();
+    __syncwarp();  // everyone has written
+    const bool takes_last = ends.right.share == kTakes && span.shares_last();
+    const int first = ends.left.share != kTakes && span.shares_first() ? kSector : 0;
+    const int last = (span.end / kSector + takes_last) * kSector;
     const bool real = span.channel < channels;
-    T* const mine = reinterpret_cast<T*>(of_warp) + span.channel * kPitch;
     T* const out = to + span.channel * stride - span.shift;
-    Rows<T>::write_sectors(out, mine, first, real ? last : 0);
-    if (ends.left.share == kGives && span.shift > 0) *ends.left.at = *half_sector(of_warp, span, 0);
-    if (ends.right.share == kGives && span.end % kSector > 0)
-      *ends.right.at = *half_sector(of_warp, span, span.last());
+    if (real && span.lane < 16 && first < last)
+      copy_bulk_out(out + first, span.row + first, (last - first) * int(sizeof(T)));
+    commit_bulk_copies();
+    if (ends.left.share == kGives && span.shares_first()) *ends.left.at = *span.first();
+    if (ends.right.share == kGives && span.shares_last()) *ends.right.at = *span.last();
     if (ends.left.share == kAlone || ends.right.share == kAlone) {
-      const bool head = threadIdx.x % 32 < 16;
+      const bool head = span.lane < 16;
       const int from = head ? span.shift : last, stop = head ? first : span.end;
       const bool alone = (head ? ends.left : ends.right).share == kAlone;
-      store_edge(out, mine, from, real && alone ? max(stop - from, 0) : 0, head);
+      store_edge(out, span.row, from, real && alone ? max(stop - from, 0) : 0, head);
     }
   }
 #endif
