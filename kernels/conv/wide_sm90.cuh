@@ -126,16 +126,17 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
 
   // What a sink that joins tiles makes of the ends of the warp's, in row `line` of its band. It joins the ends of
   // rows, too, where a consumer has all of them.
-  static __device__ __forceinline__ auto ends_of(const Arguments& args, const BandScheduler::Place& place, int line,
-                                                 int local_channel, int OW) {
+  static __device__ __forceinline__ auto ends_of(const Arguments& args, const BandScheduler::Place& place,
+                                                 int line, int local_channel, int OW) {
     const int block = blockIdx.y * gridDim.x + blockIdx.x;
-    const int of_warp = local_channel / 16 * Out::kOfWarp + threadIdx.x % 32;
-    uint4* const meet = args.out.waiting + ((block * kBandRows + line) * Out::template kOfRow<kBlockChannels> + of_warp);
+    const int lane = thread_index_anew() % 32, half = lane % 16 * 2 + lane / 16;
+    const int of_warp = local_channel / 16 * Out::kOfWarp + half;
+    constexpr int kOfRow = Out::template kOfRow<kBlockChannels>;
+    uint4* const meet = args.out.waiting + ((block * kBandRows + line) * kOfRow + of_warp);
     uint4* const below = meet + Out::kOfWarp / 2;
     typename Out::Ends ends{{Out::kGives, meet}, {Out::kTakes, meet}};
     const bool above = kSharers == 1 && line > 0, under = kSharers == 1 && line + 1 < place.rows;
-    if (place.column == 0)
-      ends.left = {above ? Out::kTakes : Out::kAlone, below - Out::template kOfRow<kBlockChannels>};
+    if (place.column == 0) ends.left = {above ? Out::kTakes : Out::kAlone, below - kOfRow};
     if (place.column + kTileWidth >= OW) ends.right = {under ? Out::kGives : Out::kAlone, below};
     return ends;
   }

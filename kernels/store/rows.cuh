@@ -124,7 +124,8 @@ template <class T> struct Rows {
 // that two tiles share, the first one's part waits in global memory for the second one, which writes the sector. A
 // warp's rows run on likewise, through a band. Only the other beginnings and ends of rows are written by elements.
 template <class T> struct JoinedRows : Rows<T> {
-  // [block][row of a band][16 channels][where its tiles meet; where the next row meets it][half of a sector][channel]
+  // Whole sectors, too: [block][row of a band][16 channels][where its tiles meet; where the next row meets it][channel]
+  // [half of a sector].
   uint4* waiting;
   static constexpr bool kJoins = true;
   using Rows<T>::kSector, Rows<T>::kPitch;
