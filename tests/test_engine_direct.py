@@ -234,7 +234,12 @@ def of_11_bits(t: torch.Tensor) -> torch.Tensor:
         ((70, 5, 3, 1), (8, 145), 1, torch.float32),  # the last tile is two sectors and an element
         ((40, 24, 1, 3), (11, 280), 2, torch.bfloat16),  # the two consumers have the same channels
         ((128, 3, 1, 1), (140, 151), 1, torch.float32),  # a block's rows are more than a band has
-        ((128, 33, 2, 3), (6, 520), 2, torch.float32),  # five tiles, the last of six columns: they aren't joined
+        (
+            (128, 33, 2, 3),
+            (6, 520),
+            2,
+            torch.float32,
+        ),  # five tiles, the last of six columns: they aren't joined
     ],
     ids=str,
 )

@@ -203,9 +203,9 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
         float sums[16][4];
         acquire_mma(consumer);
         multiply_tile(sums, in_registers, in_shared, shared, oldest.stage);
+        release_mma(consumer);
         if constexpr (joins<Out>)
           Out::fetch(to, staging, int64_t(OH) * OW, pixels, ends_of(args, place, tile - start, local_channel, OW));
-        release_mma(consumer);
         await_products<0>();
         hold(sums);
         release();
