@@ -221,6 +221,42 @@ def test_weights_and_parameters_that_are_not_finite(
         assert_as_exact(model, x)
 
 
+def of_11_bits(t: torch.Tensor) -> torch.Tensor:
+    """Exact in TF32."""
+    return t.half().float()
+
+
+@pytest.mark.parametrize(
+    "filters, size, samples, dtype",
+    [
+        ((130, 17, 1, 3), (9, 256), 3, torch.float32),  # bands of several rows of a sample, and of one
+        ((128, 16, 2, 2), (15, 300), 2, torch.float16),  # three tiles
+        ((70, 5, 3, 1), (8, 145), 1, torch.float32),  # the last tile is two sectors and an element
+        ((40, 24, 1, 3), (11, 280), 2, torch.bfloat16),  # the two consumers have the same channels
+        ((128, 3, 1, 1), (140, 151), 1, torch.float32),  # a block's rows are more than a band has
+        (
+            (128, 33, 2, 3),
+            (6, 520),
+            2,
+            torch.float32,
+        ),  # five tiles, the last of six columns: they aren't joined
+    ],
+    ids=str,
+)
+def test_tiles_that_share_sectors(filters, size, samples, dtype, device, monkeypatch):
+    """A block joins them (store/rows.cuh); also in the pass for samples of another scale."""
+    device(900), only_through("wide", monkeypatch)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+    model = random_model(filters, TAILS["relu, bias"]).to(dtype)
+    model.conv.weight.data.copy_(of_11_bits(model.conv.weight))
+    x = of_11_bits(numerics.random_input((samples, filters[1], *size))).to(dtype)
+    x[-1] *= 2.0**-10 if dtype != torch.float16 else 1
+    segment, arguments = given(model, x)
+    (request,) = direct.requests(Case(segment, arguments, False, dtype))
+    assert request["defines"]["JOINED"] == (size[1] != 520)
+    assert_rule(model, x)
+
+
 WINDOWS = {
     "largest": lambda m, v: F.max_pool2d(torch.tanh(v) * m.by_channel + m.scale, (3, 2)),
     "smallest": lambda m, v: -F.max_pool2d(-v, 4) / m.number,

@@ -233,7 +233,8 @@ def _wide_obstacle(job: Job) -> str | None:
 def _wide_defines(job: Job) -> dict:
     # A single float16 is as exact as TF32, which is what eager then runs.
     split = job.x.dtype == torch.float32 and not precision.runs_tf32(job.x, job.weight)
-    return tiling.wide_defines(job.x, job.weight, split, aligned=True, gradients=False)
+    known = tiling.wide_defines(job.x, job.weight, split, aligned=True, gradients=False)
+    return known | {"JOINED": int(tiling.joins_tiles(job.x, job.weight))}
 
 
 def _stream_obstacle(job: Job) -> str | None:
@@ -519,7 +520,7 @@ MAINLOOPS = (
         2,
         headers=("conv/wide.cuh",),
         declared=f"{_FILTER}\n"
-        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT>;\n"
+        "using Target = conv::Target<CAPABILITY, SHARED_LIMIT, X_ALIGNED, DY_ALIGNED, ONE_TILE, COUNTS_IN_INT, JOINED>;\n"
         "using Build = conv::Build<Filter, conv::Operands<value_t, SPLIT>, Target>;",
         launch=["conv::pointwise<Build>(y, x, weight, tail, stream);"],
         obstacle=_wide_obstacle,

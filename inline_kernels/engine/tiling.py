@@ -328,6 +328,12 @@ def wide_defines(x: Tensor, weight: Tensor, split: bool, *, aligned: bool, gradi
     return spatial_defines(weight.shape) | known
 
 
+def joins_tiles(x: Tensor, weight: Tensor) -> bool:
+    """Are tiles of a row of v joined where they share a sector of 32 bytes, of 8 elements or 16? Not where the last one is less than that."""
+    width = x.shape[3] - weight.shape[3] + 1
+    return width > COLUMNS and width % 16 != 0 and (width - 1) % COLUMNS + 1 >= 16
+
+
 # ----------------------------------------------------------------------------------------------------------------- stream
 
 STREAM_CLUSTER = 2  # blocks that share what both need

@@ -30,10 +30,11 @@ constexpr int64_t kMostCounted = int64_t(1) << 31;  // where counts are int
 
 // What a build knows of its GPU and of sizes: the compute capability, 90 of 9.0, and the bytes of shared
 // memory that a block may ask for; at multiples of how many elements x's and dy's rows begin; has a row of x
-// one tile; and are there fewer than kMostCounted tiles, and pixels of a plane?
-template <int kCapability_, int kShared, int kX, int kDy, bool kOne, bool kInt> struct Target {
+// one tile; are there fewer than kMostCounted tiles, and pixels of a plane; and are tiles of a row of v joined
+// (store::JoinedRows)?
+template <int kCapability_, int kShared, int kX, int kDy, bool kOne, bool kInt, bool kJoins = false> struct Target {
   static constexpr int kCapability = kCapability_, kSharedLimit = kShared, kXAligned = kX, kDyAligned = kDy;
-  static constexpr bool kOneTile = kOne, kCountsInInt = kInt;
+  static constexpr bool kOneTile = kOne, kCountsInInt = kInt, kJoinsTiles = kJoins;
 };
 
 // What the kernels of a convolution and its gradients are compiled for.
@@ -110,7 +111,18 @@ void wide(In<typename Build::value_t> x, In<typename Build::value_t> weight, con
     const int64_t tiles = N * args.height() * ceil_div(int(args.width()), kTileWidth);
     const bool whole_words = W * sizeof(typename Build::value_t) % 4 == 0 && uintptr_t(x.data) % 4 == 0;
     expect(tiles < kMostCounted && H * W < kMostCounted && whole_words, "sizes that are compiled for");
-    convolve_rows<Loop>(args, stream);
+    if constexpr (joins<Out>) {
+      const int last = int(args.width() - 1) % kTileWidth + 1;
+      expect(last >= Out::kSector, "a row whose last tile has a sector at least");
+      const dim3 grid = rows_grid<Loop>();
+      const int64_t rows = int64_t(grid.x) * grid.y * kBandRows;
+      const Scratch<uint4> waiting(rows * Out::template kOfRow<Loop::kBlockChannels>, stream);
+      typename Loop::Arguments joined = args;
+      joined.out.waiting = waiting;
+      convolve_rows<Loop>(joined, stream);
+    } else {
+      convolve_rows<Loop>(args, stream);
+    }
   } else {
     const Scratch<uint4> packed(packed_input_size<Loop>(N, H * W), stream);
     pack_input<Loop>(packed, bits, x, N, H * W, stream);
@@ -127,7 +139,10 @@ void pointwise(const Out<T>& y, const In<typename Build::value_t>& x, const In<t
   using Values = Exact<Filter::kIn, Filter::kOut, 1, Filter::kHeight, Filter::kWidth>;
   const Scratch<int32_t> largest(x.size(0), stream);
   const Pointwise<Values, T, Tail> each{{x, weight}, y, tail};
-  wide<Build>(x, weight, tail, store::Nothing{}, store::Rows<T>{y}, largest, stream,
+  using Rows = std::conditional_t<Build::kJoinsTiles, store::JoinedRows<T>, store::Rows<T>>;
+  Rows rows{};
+  rows.y = y;
+  wide<Build>(x, weight, tail, store::Nothing{}, rows, largest, stream,
               [&](const Doubts& doubts) { exact(doubts, x.size(0), each, stream); });
 }
 

@@ -11,7 +11,9 @@
 // shared memory, for both.
 //
 // Blocks are persistent: they share all tiles of 128 pixels evenly. A block walks down strips of rows, so
-// that each row of input is read once and serves kKernelH tiles. Its three warpgroups are specialised:
+// that each row of input is read once and serves kKernelH tiles; where tiles of a row are joined, down a band
+// of rows at a time. (Whole rows in the stages would take more shared memory than there is.) Its three
+// warpgroups are specialised:
 //   producer   makes rows of operands in the stages of a pipeline, [channel group][pixel] of 8 channels.
 //              There a tap is an offset, because the descriptor of an operand may start at any pixel
 //   consumers  two of them, multiply, with most weights in registers; then tail and sinks
@@ -36,6 +38,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
   using Constants = ChannelConstants<Tail>;
   using typename Conv::operand_t;
   using result_t = typename Out::result_t;
+  using Tiles = std::conditional_t<joins<Out>, BandScheduler, TileScheduler>;
   static constexpr bool kGuessesScale = Source::kGuessesScale;
   using Conv::kBlockChannels, Conv::kChannelsOut, Conv::kFirstExponent, Conv::kKernelH, Conv::kKernelW,
       Conv::kMTiles, Conv::kPitch, Conv::kRowBytes, Conv::kScaled, Conv::kTapSteps;
@@ -121,8 +124,25 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
     commit_products();
   }
 
+  // What a sink that joins tiles makes of the ends of the warp's, in row `line` of its band. It joins the ends of
+  // rows, too, where a consumer has all of them.
+  static __device__ __forceinline__ auto ends_of(const Arguments& args, const BandScheduler::Place& place,
+                                                 int line, int local_channel, int OW) {
+    const int block = blockIdx.y * gridDim.x + blockIdx.x;
+    const int lane = thread_index_anew() % 32, half = lane % 16 * 2 + lane / 16;
+    const int of_warp = local_channel / 16 * Out::kOfWarp + half;
+    constexpr int kOfRow = Out::template kOfRow<kBlockChannels>;
+    uint4* const meet = args.out.waiting + ((block * kBandRows + line) * kOfRow + of_warp);
+    uint4* const below = meet + Out::kOfWarp / 2;
+    typename Out::Ends ends{{Out::kGives, meet}, {Out::kTakes, meet}};
+    const bool above = kSharers == 1 && line > 0, under = kSharers == 1 && line + 1 < place.rows;
+    if (place.column == 0) ends.left = {above ? Out::kTakes : Out::kAlone, below - kOfRow};
+    if (place.column + kTileWidth >= OW) ends.right = {under ? Out::kGives : Out::kAlone, below};
+    return ends;
+  }
+
   // Multiplies, finishes and hands on the tiles of a warpgroup's 64 channels.
-  static __device__ __forceinline__ void consume(const Arguments& args, const TileScheduler& tiles,
+  static __device__ __forceinline__ void consume(const Arguments& args, const Tiles& tiles,
                                                  const Pipeline<kStages>& pipeline, uint8_t* shared,
                                                  bool again) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
@@ -150,8 +170,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
     begin_turns(consumer, tiles.begin);
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end;) {
-      const TilePlace place = tiles[tile];
-      const int start = tile, stop = min(tiles.end, tile - place.row + OH);
+      const auto place = tiles[tile];
+      const int start = tile, stop = tiles.stop(tile, place);
       const bool own_exponent = again || (kScaled && !kGuessesScale);
       const int exponent = own_exponent ? Source::sample_exponent(args.largest[place.n]) : kFirstExponent;
       if (again && exponent == kFirstExponent) {
@@ -175,7 +195,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
 #pragma unroll 1
       for (; tile < stop; tile++, to += OW, words += Keep::template row_pitch<kChannelsOut>(OW)) {
         await_row();
-        if (kSharers > 1 && tile % kSharers != turn) {
+        // Joined tiles of a row are the same consumer's.
+        if (kSharers > 1 && (joins<Out> ? place.row + tile - start : tile) % kSharers != turn) {
           release();
           continue;
         }
@@ -183,6 +204,8 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
         acquire_mma(consumer);
         multiply_tile(sums, in_registers, in_shared, shared, oldest.stage);
         release_mma(consumer);
+        if constexpr (joins<Out>)
+          Out::fetch(to, staging, int64_t(OH) * OW, pixels, ends_of(args, place, tile - start, local_channel, OW));
         await_products<0>();
         hold(sums);
         release();
@@ -195,6 +218,9 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
         }
         if constexpr (reduces<Out>) {
           args.out.accept(sums, staging, {place.n, place.row + tile - start, channel, place.column, OH, OW, kChannelsOut});
+        } else if constexpr (joins<Out>) {
+          Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
+                     ends_of(args, place, tile - start, local_channel, OW));
         } else {
           Out::store(to, staging, sums, int64_t(OH) * OW, kChannelsOut - channel, pixels,
                      runs_on && tile != start, runs_on && tile + 1 != stop);
@@ -212,7 +238,7 @@ struct WideSm90 : PipelineSm90<Conv, Source, Tail, Out> {
     extern __shared__ uint4 all_shared[];
     uint8_t* const shared = reinterpret_cast<uint8_t*>(all_shared);
     const Pipeline<kStages> pipeline(shared + Layout::kBarriersAt);
-    const TileScheduler tiles(args);
+    const Tiles tiles(args);
     if (threadIdx.x == 0) pipeline.initialize(kWarpgroup);
     __syncthreads();  // the barriers are there
     if (threadIdx.x < kWarpgroup) {
@@ -238,11 +264,16 @@ convolve_rows_kernel(typename Loop::Arguments args, bool again) {
 
 // ---------------------------------------------------------------------------------------------------- launch
 
-template <class Loop> void convolve_rows(const typename Loop::Arguments& args, cudaStream_t stream) {
+// A block on each multiprocessor.
+template <class Loop> dim3 rows_grid() {
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
   constexpr int kChannelBlocks = Loop::kChannelBlocks;
+  return dim3(multiprocessors > kChannelBlocks ? multiprocessors / kChannelBlocks : 1, kChannelBlocks);
+}
+
+template <class Loop> void convolve_rows(const typename Loop::Arguments& args, cudaStream_t stream) {
+  const dim3 grid = rows_grid<Loop>();
   allow_shared<convolve_rows_kernel<Loop>>();
-  const dim3 grid(multiprocessors > kChannelBlocks ? multiprocessors / kChannelBlocks : 1, kChannelBlocks);
   for (int pass = 0; pass < (Loop::kGuessesScale ? 2 : 1); pass++)
     convolve_rows_kernel<Loop><<<grid, Loop::kThreads, Loop::kSharedBytes, stream>>>(args, pass == 1);
 }

@@ -88,14 +88,14 @@ template <class Conv> struct Producer<Conv, Input<typename Conv::Operands>> : Co
 
   // Fills the pipeline, row by row. own: the producer's part of shared memory. again: for the samples alone
   // that need another scale than the first.
-  template <class Arguments, class Pipeline>
-  static __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
+  template <class Arguments, class Tiles, class Pipeline>
+  static __device__ __forceinline__ void produce(const Arguments& args, const Tiles& tiles,
                                                  const Pipeline& pipeline, uint8_t* stages, uint8_t* own,
                                                  bool again) {
     typename Pipeline::State next;
     for (int tile = tiles.begin; tile < tiles.end;) {
-      const TilePlace place = tiles[tile];
-      const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + kKernelH - 1;
+      const auto place = tiles[tile];
+      const int count = tiles.count(tile, place), rows = count + kKernelH - 1;
       tile += count;
       const int exponent = again ? Conv::sample_exponent(args.largest[place.n]) : kFirstExponent;
       if (again && exponent == kFirstExponent) continue;

@@ -126,8 +126,8 @@ template <class Conv, class Tail, int kChannels> struct Producer<Conv, grad::Mas
   };
 
   // Fills the pipeline, row by row. own: the producer's part of shared memory.
-  template <class Arguments, class Pipeline>
-  static __device__ __forceinline__ void produce(const Arguments& args, const TileScheduler& tiles,
+  template <class Arguments, class Tiles, class Pipeline>
+  static __device__ __forceinline__ void produce(const Arguments& args, const Tiles& tiles,
                                                  const Pipeline& pipeline, uint8_t* stages, uint8_t* own,
                                                  bool) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -141,7 +141,7 @@ template <class Conv, class Tail, int kChannels> struct Producer<Conv, grad::Mas
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end;) {
       const TilePlace place = tiles[tile];
-      const int count = min(tiles.end - tile, tiles.OH - place.row), rows = count + kKernelH - 1;
+      const int count = tiles.count(tile, place), rows = count + kKernelH - 1;
       tile += count;
       producer.produce_rows(place, rows);
     }

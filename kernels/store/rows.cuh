@@ -120,6 +120,94 @@ template <class T> struct Rows {
 #endif
 };
 
+// The same where a block computes all tiles of a row, but not one after the other (conv::BandScheduler): of a sector
+// that two tiles share, the first one's part waits in global memory for the second one, which writes the sector. A
+// warp's rows run on likewise, through a band. Only the other beginnings and ends of rows are written by elements.
+template <class T> struct JoinedRows : Rows<T> {
+  // Whole sectors, too: [block][row of a band][16 channels][where its tiles meet; where the next row meets it][channel]
+  // [half of a sector].
+  uint4* waiting;
+  static constexpr bool kJoins = true;
+  using Rows<T>::kSector, Rows<T>::kPitch;
+  static constexpr int kOfWarp = 2 * 32;  // in a row
+  template <int kBlockChannels> static constexpr int kOfRow = kBlockChannels / 16 * kOfWarp;
+
+#if TENSOR_CORE_WGMMA
+  // How the first or the last sector of a tile becomes whole: not at all; by a later tile, for which this one's part
+  // waits in `at`; by this one, for which a part waits there. at: the lane's, half of its channel's sector.
+  enum Share { kAlone, kGives, kTakes };
+  struct End {
+    Share share;
+    uint4* at;
+  };
+  struct Ends { End left, right; };
+
+  static __device__ __forceinline__ int shift_of(const T* to, int64_t stride, int channel) {
+    return int(reinterpret_cast<uintptr_t>(to + channel * stride) / sizeof(T) % kSector);
+  }
+  // Lanes l and l + 16 see to channel l: at which element of a sector a tile begins in it, and where it ends. (The lane
+  // is read anew, since what hangs on it would take registers while products are formed.)
+  struct Span {
+    int lane, channel, shift, end;
+    T* row;  // of staging
+    __device__ __forceinline__ Span(const T* to, uint8_t* of_warp, int64_t stride, int pixels)
+        : lane(thread_index_anew() % 32), channel(lane % 16), shift(shift_of(to, stride, channel)),
+          end(shift + min(pixels, 128)), row(reinterpret_cast<T*>(of_warp) + channel * kPitch) {}
+    __device__ __forceinline__ bool shares_first() const { return shift > 0; }
+    __device__ __forceinline__ bool shares_last() const { return end % kSector > 0; }
+    // The lane's half of a sector.
+    __device__ __forceinline__ uint4* half(int sector) const {
+      return reinterpret_cast<uint4*>(row + sector * kSector) + lane / 16;
+    }
+    __device__ __forceinline__ uint4* first() const { return half(0); }
+    __device__ __forceinline__ uint4* last() const { return half(end / kSector); }
+  };
+
+  // Brings to staging, in the background, what these lanes left waiting.
+  static __device__ __forceinline__ void fetch(const T* to, uint8_t* of_warp, int64_t stride, int pixels,
+                                               const Ends& ends) {
+    const Span span(to, of_warp, stride, pixels);
+    await_bulk_reads();
+    __syncwarp();  // the last tile's sectors have left staging
+    if (ends.left.share == kTakes && span.shares_first()) copy_async<16>(span.first(), ends.left.at);
+    if (ends.right.share == kTakes && span.shares_last()) copy_async<16>(span.last(), ends.right.at);
+    commit_copies();
+  }
+  // Likewise, after fetch. pixels: 128 where the last sector takes, else as many as fill a sector at least.
+  static __device__ __forceinline__ void store(T* to, uint8_t* of_warp, const float (&values)[16][4], int64_t stride,
+                                               int channels, int pixels, const Ends& ends) {
+    const Span span(to, of_warp, stride, pixels);
+    T* const staging = reinterpret_cast<T*>(of_warp);
+    const int g = span.lane / 4, t = span.lane % 4;
+    await_copies<0>();
+    __syncwarp();  // what waited is there
+    const int low = shift_of(to, stride, g);
+    Rows<T>::template write_staging<0>(staging + g * kPitch + low + t * 2, values, __all_sync(~0u, low % 2 == 0));
+    const int high = shift_of(to, stride, g + 8);
+    Rows<T>::template write_staging<1>(staging + (g + 8) * kPitch + high + t * 2, values,
+                                       __all_sync(~0u, high % 2 == 0));
+    publish_shared();
+    __syncwarp();  // everyone has written
+    const bool takes_last = ends.right.share == kTakes && span.shares_last();
+    const int first = ends.left.share != kTakes && span.shares_first() ? kSector : 0;
+    const int last = (span.end / kSector + takes_last) * kSector;
+    const bool real = span.channel < channels;
+    T* const out = to + span.channel * stride - span.shift;
+    if (real && span.lane < 16 && first < last)
+      copy_bulk_out(out + first, span.row + first, (last - first) * int(sizeof(T)));
+    commit_bulk_copies();
+    if (ends.left.share == kGives && span.shares_first()) *ends.left.at = *span.first();
+    if (ends.right.share == kGives && span.shares_last()) *ends.right.at = *span.last();
+    if (ends.left.share == kAlone || ends.right.share == kAlone) {
+      const bool head = span.lane < 16;
+      const int from = head ? span.shift : last, stop = head ? first : span.end;
+      const bool alone = (head ? ends.left : ends.right).share == kAlone;
+      store_edge(out, span.row, from, real && alone ? max(stop - from, 0) : 0, head);
+    }
+  }
+#endif
+};
+
 // The same where shared memory has no room for staging: straight from registers, 32 bytes of a channel side
 // by side.
 template <class T> struct DirectRows {
