@@ -14,6 +14,7 @@ enum Layout : int64_t {
   kPlanes,    // all (N, C, S)
   kTurned,    // the convolution's side (N, S, C)
   kForTf32,   // … and its operands rounded to TF32, see nearest_tf32
+  kUnits,     // the gradient of v in units, see load/units.cuh
 };
 
 // The nearest value of TF32's, ties away from zero (cvt.rna.tf32): so the library rounds operands in eager's
@@ -42,8 +43,9 @@ struct Tile {
   int position, channel;
 
   static constexpr int kLanes = kTileChannels / kRowVector, kStep = kPlaneThreads / kLanes, kRows = kTilePositions / kStep;
-  __device__ Tile(const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles)
-      : extent(extent), at(at), n(blockIdx.x / channel_tiles / parts), part(blockIdx.x / channel_tiles % parts),
+  // stride: of a plane's parts the grid has each so many.
+  __device__ Tile(const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles, unsigned stride = 1)
+      : extent(extent), at(at), n(blockIdx.x / channel_tiles / parts), part(blockIdx.x / channel_tiles % parts * stride),
         position(int(part) * kTilePositions), channel(int(blockIdx.x % channel_tiles) * kTileChannels) {}
 
   __device__ __forceinline__ void load(const value_t* from) const {
@@ -158,6 +160,9 @@ void turned(const Pass& pass, const Extent& extent, const value_t* values, value
         pass, extent, values, gradient, unsigned(parts), unsigned(tiles), layout == kForTf32);
   }
 }
+template <class Pass>
+void units(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, cudaStream_t stream);
+
 // Passes that read v, and one that writes its gradient. Turned, parts is the number of kTilePositions in a plane.
 template <class Pass>
 void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64_t parts, int64_t layout, cudaStream_t stream) {
@@ -166,7 +171,8 @@ void planes_of_v(const Pass& pass, const Extent& extent, const value_t* v, int64
 template <class Pass>
 void planes_to_v(const Pass& pass, const Extent& extent, const value_t* v, value_t* gradient, int64_t parts, int64_t layout,
                  cudaStream_t stream) {
-  turned<false>(pass, extent, v, gradient, parts, layout, stream);
+  if (layout == kUnits) units(pass, extent, v, gradient, parts, stream);
+  else turned<false>(pass, extent, v, gradient, parts, layout, stream);
 }
 
 // ------------------------------------------------------------------------------------------------- whole arrays, turned
@@ -223,3 +229,5 @@ inline void transpose(value_t* out, const value_t* source, int64_t N, int64_t ro
 }
 
 }  // namespace load
+
+#include "load/units.cuh"
