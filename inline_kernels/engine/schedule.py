@@ -23,7 +23,7 @@ from torch import Tensor
 import inline_loader
 from inline_kernels.engine import library
 
-from . import precision, source, strips
+from . import precision, source, strips, weights
 from .cases import CTYPES, Case, Sizes, first_number, places
 from .graph import ELEMENTS
 from .launching import Entry, Launch, picking
@@ -234,6 +234,8 @@ def _shape(plan: Plan, program: Program, array: Array) -> list[int]:
         return [sum((_bytes(plan, program, a) + 15) // 16 * 2 for a in source.rooms(program)[array])]
     if array is source.PASSES:
         return [1]
+    if array.name == "dz" and plan.layout == UNITS:
+        return [weights.size(plan.sizes.N, plan.sizes.C, plan.sizes.positions("e"), plan.value_dtype)]
     if array.name in ("v", "dz"):  # as the library gives it
         return [*shape[:2], *shape[5 - plan.segment.graph.dimensions :]]
     if array.parts is not None:
@@ -304,7 +306,8 @@ def _forward_in_pieces(plan: Plan, arguments: Sequence) -> Tensor:
 
 class Back(NamedTuple):
     """Backward for what is asked for. Of what launch makes the places: gradients, of each input and parameter (None: there is none, or it is
-    the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. The library is asked for (dx, dw), in `layout`."""
+    the convolution's), those that are `converted` then; dz; dweight, where it is our own; passes. The library is asked for (dx, dw), in `layout`;
+    or `weight` gives dweight of dz, in UNITS, and x."""
 
     launch: Launch | None
     gradients: Sequence[int | None]
@@ -314,6 +317,7 @@ class Back(NamedTuple):
     dz: int | None = None
     dweight: int | None = None
     passes: int | None = None
+    weight: Callable | None = None
 
 
 def backward(
@@ -339,7 +343,7 @@ def backward(
             t.new_zeros(t.shape) if need else None for t, need in zip((x, weight), asked)
         )
     elif back.dz is not None:
-        dz, both = made[back.dz], (None, None)
+        dz, both = made[back.dz], (None, back.weight and back.weight(made[back.dz], x))
         if any(back.library):
             both = _convolution_gradients(plan, dz, x, weight, back.library, back.layout)
         found[0] = _input_gradient(plan, dz, weight) if needs[0] and not back.library[0] else both[0]
@@ -358,9 +362,10 @@ def _back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Bac
 def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence) -> Back:
     segment, composed, divided = plan.segment, plan.composed, plan.strips.get("backward")
     x, weight = arguments[0], arguments[len(segment.inputs)]
-    of_library = dx and not composed.own.input_gradient, dw and not (divided and own)
+    weight_gradient = dw and not dx and _weight_obstacle(plan, x, weight) is None
+    of_library = dx and not composed.own.input_gradient, dw and not (divided and own or weight_gradient)
     layouts = [_layout(segment, x, weight, of) for of, need in zip(("dx", "dw"), of_library) if need]
-    layout = min(layouts, default=PLANES)
+    layout = UNITS if weight_gradient else min(layouts, default=PLANES)
     program, roots = composed.backward, {leaf.attr[0]: root for leaf, root in composed.gradients.items()}
     if not (program and program.roots):
         return Back(None, [None] * (len(segment.inputs) + len(segment.parameters)), (), of_library, layout)
@@ -381,7 +386,15 @@ def _planned_back(plan: Plan, dx: bool, dw: bool, own: bool, arguments: Sequence
     place = {name: i for i, name in enumerate(launch.made)}
     gradients = [place[root.name] if root else None for root in map(roots.get, names)]
     dz, dweight = place["dz"] if roots["z"] else None, place["dweight"] if own else None
-    return Back(launch, gradients, converted, of_library, layout, dz, dweight, place.get("passes"))
+    by = weights.planned(segment, x, weight) if weight_gradient else None
+    return Back(launch, gradients, converted, of_library, layout, dz, dweight, place.get("passes"), by)
+
+
+def _weight_obstacle(plan: Plan, x: Tensor, weight: Tensor) -> str | None:
+    program = plan.composed.backward
+    if not (program and program.turned and program.turns):
+        return "dz isn't written by a pass of positions alone"
+    return weights.obstacle(plan.segment, x, weight)
 
 
 def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
@@ -398,7 +411,7 @@ def _input_gradient(plan: Plan, dz: Tensor, weight: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------- the library's convolution, where it is channels last
 
-PLANES, TURNED, FOR_TF32 = range(3)  # kernels/load/turned.cuh's
+PLANES, TURNED, FOR_TF32, UNITS = range(4)  # kernels/load/turned.cuh's
 
 
 def _layout(segment, x: Tensor, weight: Tensor, of: str) -> int:
@@ -488,18 +501,23 @@ def describe(case: Case, own: str | None = None) -> str:
     found = Plan.of(case)
     found.runs = PLANES if own else _layout(case.segment, case.x, case.weight, "forward")
     _divide(found, case.arguments)
-    return _words(found, own)
+    return _words(found, own, backward_in_words(found, case.x, case.weight) if case.saving else "")
 
 
-def _words(plan: Plan, own: str | None) -> str:
+def backward_in_words(plan: Plan, x: Tensor, weight: Tensor) -> str:
+    """The passes of backward where x has no gradient, and who convolves."""
+    composed, ours = plan.composed, _weight_obstacle(plan, x, weight) is None
+    plan = replace(plan, layout=UNITS) if ours else plan
+    words = f"; backward: {passes_in_words(plan, composed.backward, composed.backward_names)}"
+    return words + f", {weights.in_words(x, weight)}" * ours
+
+
+def _words(plan: Plan, own: str | None, backward: str) -> str:
     """Each pass over positions, with the bytes that it reads and writes."""
     composed, words = plan.composed, [f"{own} writes v" if own else "the library's convolution"]
     words = ["Winograd's convolution"] if plan.strips.get("forward") else words
     words += [", channels last"] * bool(plan.runs)
-    of_text = ((composed.forward, composed.forward_names), (composed.backward, composed.backward_names))
-    for program, names in of_text[: 1 + bool(composed.backward)]:
-        words.append("; backward: " if program is composed.backward else ", then ")
-        words.append(passes_in_words(plan, program, names))
+    words += [", then ", passes_in_words(plan, composed.forward, composed.forward_names), backward]
     return "".join(words)
 
 
