@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kThreads)
 merge_packed_kernel(typename Loop::value_t* dweight, const float* partial, typename Loop::Source source,
                     int64_t splits, int64_t N) {
 #if __CUDA_ARCH__ >= 800
-  merge_splits<Loop>(dweight, partial, -Loop::common_exponent(source, N), splits);
+  merge_splits<Loop>(dweight, partial, splits, [&] { return Loop::common_exponent(source, N); });
 #endif
 }
 
