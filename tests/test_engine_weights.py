@@ -117,3 +117,126 @@ def test_tails(tail, architecture, dtype, ours):
     torch.manual_seed(0)
     model = random_model(filters, TAILS[tail]).to(dtype)
     assert_rule(model, numerics.random_input((3, filters[1], *image), dtype=dtype), ran)
+
+
+@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("of", ["x", "dy", "both", "beyond what is seen"])
+def test_magnitudes(of, architecture, ours):
+    """Samples of magnitudes far apart, in x, in dz, or in both, so that they make up for each other; and one value of a sample that is much larger
+    than all that its scale was guessed from: it is packed again."""
+    ran = ours(architecture)
+    torch.manual_seed(0)
+    model = random_model((16, 9, 3, 2), TAILS["gates"])
+    x, dy = numerics.random_input((4, 9, 20, 40)), torch.randn(4, 16, 18, 39)
+    far = torch.tensor([1e-12, 1.0, 3e7, 0.0]).view(-1, 1, 1, 1)
+    with torch.no_grad():
+        model.conv.bias.abs_().add_(1)  # of samples of zeros, too, gradients pass
+        if of in ("x", "both"):
+            x *= far
+        if of in ("dy", "both"):
+            dy *= far.flip(0) if of == "both" else far
+        if of == "beyond what is seen":
+            dy[1, 5, 9, 20], dy[2] = 1e6, 0.0
+            dy[2, :, 9, 20] = 1e-30
+    assert_rule(model, x, ran, dy)
+
+
+@pytest.mark.parametrize("architecture", [800, 900])
+@pytest.mark.parametrize("of_x", [True, False], ids=["x", "dz"])
+def test_special_values(of_x, architecture, ours):
+    """At the start of a row, in its middle, and where it ends for one tap and goes on for others: they spoil what they spoil in eager."""
+    ran = ours(architecture)
+    torch.manual_seed(0)
+    model = random_model((8, 6, 3, 3), lambda m, v: v + m.by_channel)
+    x, dy = torch.randn(3, 6, 8, 70), torch.randn(3, 8, 6, 68)
+    spoilt = x if of_x else dy
+    last = spoilt.shape[3] - 1
+    for i, (at, value) in enumerate([(0, NAN), (33, -INF), (last, INF), (last - 1, INF), (last - 2, -INF)]):
+        spoilt[i % 3, i, 4, at] = value
+    found = gradients(fuse(copy.deepcopy(model)), x, dy)["conv.weight"]
+    exact = gradients(copy.deepcopy(model).double(), x.double(), dy)["conv.weight"]
+
+    def kinds(t: torch.Tensor) -> torch.Tensor:
+        return torch.where(t.isnan(), 2, t.sgn() * t.isinf())
+
+    assert ran and torch.equal(kinds(found), kinds(exact))
+    assert kinds(exact).unique().numel() == 4
+    finite = exact.isfinite()
+    torch.testing.assert_close(found[finite].double(), exact[finite], rtol=1e-2, atol=2e-2)
+
+
+def test_bitwise_repeatable(ours):
+    ours()
+    model, x = random_model((16, 9, 3, 2), TAILS["smooth"]), numerics.random_input((5, 9, 9, 70))
+    fast = fuse(model)
+    first = gradients(fast, x)
+    numerics.assert_equal(gradients(fast, x), first)
+
+
+# -------------------------------------------------------------------------------------------------------------------- who runs
+
+
+def test_where_x_has_a_gradient_the_library_runs(ours):
+    ran = ours()
+    model, x = random_model((16, 9, 3, 2), TAILS["gates"]), numerics.random_input((2, 9, 9, 20)).requires_grad_()
+    y = fuse(model)(x)
+    dx, dw = torch.autograd.grad(y, (x, model.conv.weight), torch.ones_like(y))
+    assert not ran
+    exact = torch.autograd.grad(model(x).sum(), (x, model.conv.weight))
+    torch.testing.assert_close((dx, dw), exact, rtol=1e-4, atol=1e-3)
+
+
+def why(model: nn.Module, x: torch.Tensor) -> str | None:
+    segment, arguments = given(model, x)
+    return weights.obstacle(segment, arguments[0], arguments[1])
+
+
+def test_obstacles(ours, monkeypatch):
+    ours()
+    model, x = random_model((16, 9, 3, 2), TAILS["gates"]), torch.randn(2, 9, 9, 20)
+    assert why(model, x) is None
+    assert "channels last" in why(model, x.contiguous(memory_format=torch.channels_last))
+    assert "multiple of 8" in why(random_model((20, 9, 3, 2), TAILS["gates"]), x)
+    assert "stride" in why(random_model((16, 9, 3, 2), TAILS["gates"], padding=1), x)
+    assert "stride" in why(random_model((18, 9, 3, 2), TAILS["gates"], groups=9), x)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *given, **_: given[2:3] != ("dw",))
+    assert why(model, x) == "eager runs float32"
+    assert why(model.half(), x.half()) is None
+    monkeypatch.setattr(choice, "weight_gradient", lambda *_: (2.0, 2.0))
+    assert why(model, x) == "the library is faster at such sizes"
+    ours(700)
+    assert "compute capability" in why(model, x)
+
+
+@pytest.mark.parametrize("number", [1, 4, 17, 32, 35, 46, 52, 54])
+def test_problems_at_their_full_sizes(number, gpu, monkeypatch):  # noqa: F811
+    """plan says that ours runs, and the times expected; and dz has half of its bytes."""
+    gpu(architecture=900, multiprocessors=132)
+    monkeypatch.setattr(precision, "runs_tf32", lambda *_, **__: True)
+    case = Case(*full_size(number), True, torch.float32)
+    line = stored.describe(case)
+    assert "the weight's gradient by a kernel of our own where x has none" in line, line
+
+
+def test_sizes_are_the_kernels(ours, monkeypatch):
+    """Where Python's and the kernel's differ the launcher says so."""
+    ours()
+    monkeypatch.setattr(weights, "size", lambda *given: 8 + 2 * given[1] * given[2] * given[0])
+    with pytest.raises(AssertionError, match="g in units"):
+        gradients(fuse(random_model((16, 9, 3, 2), TAILS["gates"])), torch.randn(2, 9, 9, 20))
+
+
+@needs_nvcc
+@pytest.mark.parametrize("dtype", ["float", "bfloat16_t"])
+@pytest.mark.parametrize("architecture", ["80", "90a"])
+def test_nvcc_finds_room(architecture, dtype, tmp_path, gpu):  # noqa: F811
+    gpu(architecture=900, multiprocessors=132)
+    segment, arguments = full_size(1)
+    asked = weights.request(segment, *arguments[:2])
+    defines = asked["defines"] | {"VALUE_T": dtype, "OUTPUT_T": dtype, "CAPABILITY": int(architecture[:2])}
+    (tmp_path / "weight.cu").write_text(asked["source"])
+    done = nvcc(tmp_path / "weight.cu", architecture, [f"{k}={v}" for k, v in defines.items()], tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    found = entries(done.stdout + done.stderr)
+    assert {"packed_weight_kernel", "merge_packed_kernel", "pack_input_kernel"} <= found.keys()
+    assert all(each.spilled == 0 for each in found.values()), found

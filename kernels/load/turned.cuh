@@ -43,10 +43,11 @@ struct Tile {
   int position, channel;
 
   static constexpr int kLanes = kTileChannels / kRowVector, kStep = kPlaneThreads / kLanes, kRows = kTilePositions / kStep;
-  // stride: of a plane's parts the grid has each so many.
-  __device__ Tile(const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles, unsigned stride = 1)
-      : extent(extent), at(at), n(blockIdx.x / channel_tiles / parts), part(blockIdx.x / channel_tiles % parts * stride),
+  __device__ Tile(const Extent& extent, value_t* at, unsigned parts, unsigned channel_tiles)
+      : extent(extent), at(at), n(blockIdx.x / channel_tiles / parts), part(blockIdx.x / channel_tiles % parts),
         position(int(part) * kTilePositions), channel(int(blockIdx.x % channel_tiles) * kTileChannels) {}
+  __device__ Tile(const Extent& extent, value_t* at, unsigned n, unsigned part, int channel)
+      : extent(extent), at(at), n(n), part(part), position(int(part) * kTilePositions), channel(channel) {}
 
   __device__ __forceinline__ void load(const value_t* from) const {
     Memory<value_t, kRowVector> rows[kRows];  // all loads are under way before the first is used

@@ -12,6 +12,7 @@
 namespace load {
 
 constexpr unsigned kSeen = 32;  // one in so many tiles of a plane is looked at first
+constexpr unsigned kAgainBlocks = 32;  // of a sample: they mostly end at once
 HOST_DEVICE constexpr unsigned seen_of(unsigned tiles) { return (tiles + kSeen - 1) / kSeen; }
 
 enum class Packing { kLooksAhead, kFirst, kAgain };
@@ -47,30 +48,37 @@ __device__ __forceinline__ float store_units(const Tile& tile, uint4* units, flo
 
 #endif
 
+// Grid: blocks of each sample, which go through its tiles; ahead through each kSeen-th of a plane.
 template <class Pass>
 __global__ void __launch_bounds__(kPlaneThreads, 3)
 units_kernel(const Pass pass, const Extent extent, const value_t* values, uint4* units, grad::Scales scales,
-             unsigned parts, unsigned channel_tiles, Packing packing) {
+             unsigned parts, unsigned channel_tiles, unsigned blocks, Packing packing) {
 #if __CUDA_ARCH__ >= 800
   __shared__ value_t shared[kTilePositions * kTileChannels];
   constexpr bool kScaled = sizeof(value_t) == 4;
   const bool ahead = packing == Packing::kLooksAhead;
-  const Tile tile(extent, shared, ahead ? seen_of(parts) : parts, channel_tiles, ahead ? kSeen : 1);
+  const unsigned n = blockIdx.x / blocks, tiles = (ahead ? seen_of(parts) : parts) * channel_tiles;
   int exponent = 0;
   if (kScaled && !ahead) {
-    exponent = packing == Packing::kFirst ? scales.first_of(tile.n) : scales.last_of(tile.n);
-    if (packing == Packing::kAgain && exponent == scales.first_of(tile.n)) return;
+    exponent = packing == Packing::kFirst ? scales.first_of(n) : scales.last_of(n);
+    if (packing == Packing::kAgain && exponent == scales.first_of(n)) return;
   }
-  for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
-       column += kPlaneThreads / 32) {
-    TurnedPlane<false> plane(tile, values, parts, column);
-    pass(plane);
-  }
-  __syncthreads();  // all channels are there
   const int64_t of_sample = int64_t(extent.C / 8) * extent.positions();
-  const float largest = store_units(tile, units + tile.n * of_sample, conv::power_of_two(exponent), !ahead);
-  if (kScaled && packing != Packing::kAgain)
-    conv::raise_largest((ahead ? scales.seen : scales.largest) + tile.n, largest);
+#pragma unroll 1
+  for (unsigned i = blockIdx.x % blocks; i < tiles; i += blocks) {
+    const unsigned part = i / channel_tiles * (ahead ? kSeen : 1);
+    const Tile tile(extent, shared, n, part, int(i % channel_tiles) * kTileChannels);
+    for (int column = threadIdx.x / 32; column < kTileChannels && tile.channel + column < extent.C;
+         column += kPlaneThreads / 32) {
+      TurnedPlane<false> plane(tile, values, parts, column);
+      pass(plane);
+    }
+    __syncthreads();  // all channels are there
+    const float largest = store_units(tile, units + n * of_sample, conv::power_of_two(exponent), !ahead);
+    if (kScaled && packing != Packing::kAgain)
+      conv::raise_largest((ahead ? scales.seen : scales.largest) + n, largest);
+    __syncthreads();  // the tile is read
+  }
 #endif
 }
 
@@ -81,16 +89,16 @@ void units(const Pass& pass, const Extent& extent, const value_t* values, value_
   if constexpr (sizeof(value_t) <= 4) {
     const unsigned tiles = unsigned((extent.C + kTileChannels - 1) / kTileChannels), N = unsigned(extent.N);
     const grad::Scales scales = grad::scales_of(gradient, extent.N, extent.C, extent.positions());
-    const auto launch = [&](Packing packing, unsigned parts_of_plane) {
-      units_kernel<Pass><<<N * parts_of_plane * tiles, kPlaneThreads, 0, stream>>>(
-          pass, extent, values, reinterpret_cast<uint4*>(gradient), scales, unsigned(parts), tiles, packing);
+    const auto launch = [&](Packing packing, unsigned blocks) {
+      units_kernel<Pass><<<N * blocks, kPlaneThreads, 0, stream>>>(
+          pass, extent, values, reinterpret_cast<uint4*>(gradient), scales, unsigned(parts), tiles, blocks, packing);
     };
     if (sizeof(value_t) == 4) {
       cudaMemsetAsync(scales.seen, 0, 2 * extent.N * sizeof(uint32_t), stream);
-      launch(Packing::kLooksAhead, seen_of(unsigned(parts)));
+      launch(Packing::kLooksAhead, seen_of(unsigned(parts)) * tiles);
     }
-    launch(Packing::kFirst, unsigned(parts));
-    if (sizeof(value_t) == 4) launch(Packing::kAgain, unsigned(parts));
+    launch(Packing::kFirst, unsigned(parts) * tiles);
+    if (sizeof(value_t) == 4) launch(Packing::kAgain, kAgainBlocks);
   }
 }
 
